@@ -23,7 +23,7 @@ FEW = 8
 """From this number of clusters on, clusters are resampled."""
 CHUNK = 2**22
 """Draws held at once."""
-KEPT = 2**19
+CACHED_DRAWS = 2**19
 """Up to this number, draws are kept for the next number: 4 MiB."""
 
 
@@ -62,7 +62,7 @@ def resampled_means(
 
 def resampled(n: int, resamples: int, seed: int) -> Iterator[Int[np.ndarray, "draw n"]]:
     """How often each of n things is in each bootstrap resample, a chunk of resamples at a time."""
-    if n * resamples <= KEPT:
+    if n * resamples <= CACHED_DRAWS:
         yield _drawn_once(n, resamples, seed)
         return
     rng = np.random.default_rng(seed)
@@ -385,7 +385,7 @@ def _covariance(
 
 def _signs(n: int, resamples: int, seed: int) -> Iterator[Float[np.ndarray, "flip cluster"]]:
     """Every assignment of signs where there are few, else random ones, a chunk at a time."""
-    if 2**n <= resamples or n * resamples <= KEPT:
+    if 2**n <= resamples or n * resamples <= CACHED_DRAWS:
         yield _signs_once(n, resamples, seed)
         return
     rng = np.random.default_rng(seed)

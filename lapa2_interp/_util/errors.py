@@ -5,7 +5,7 @@ The command line prints the message on one line and exits with code 2; a traceba
 defect of this package.
 
 Messages are written with the options of the command line. To who calls Python they name parameters
-instead: `in_python` translates, in this one place.
+instead: `as_python_parameters` translates, in this one place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def on_command_line() -> Iterator[None]:
             os.environ[COMMAND_LINE] = before
 
 
-def in_python(message: str) -> str:
+def as_python_parameters(message: str) -> str:
     """A message whose options are the parameters of a call: --max-rows N is max_rows=N, --force
     force=True, --set omega=60 omega=60. Commands in backticks, and quoted values, stay."""
 
@@ -81,7 +81,7 @@ class Lapa2Error(Exception):
 
     def __str__(self) -> str:
         message = super().__str__()
-        return message if COMMAND_LINE in os.environ else in_python(message)
+        return message if COMMAND_LINE in os.environ else as_python_parameters(message)
 
 
 class AugmentationError(Lapa2Error):
@@ -152,7 +152,7 @@ class GridError(Lapa2Error):
     """A grid is unknown or malformed, or asks for what no method, task or model can do."""
 
 
-def first_problem(
+def validation_message(
     error: ValidationError, forms: Mapping[str, str] | None = None, fields: Iterable[str] = ()
 ) -> str:
     """One line for the problem pydantic found: the field, what is wrong, the value. A misspelt
@@ -163,7 +163,7 @@ def first_problem(
             first form's.
         fields: Names of all fields.
     """
-    problem = worst_problem(error)
+    problem = main_error(error)
     place = ".".join(str(part) for part in problem["loc"])
     at = f"{place}: " if place else ""
     if problem["type"] in UNKNOWN_FIELD:
@@ -192,7 +192,7 @@ def pluralize(n: int, what: str) -> str:
 UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")
 
 
-def worst_problem(error: ValidationError) -> ErrorDetails:
+def main_error(error: ValidationError) -> ErrorDetails:
     """The problem to report of those pydantic found: a misspelt field explains the missing one."""
     return min(error.errors(), key=lambda each: each["type"] not in UNKNOWN_FIELD)
 

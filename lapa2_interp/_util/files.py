@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-ASIDE = ".writing-"
+TEMPORARY_PREFIX = ".writing-"
 """What the names of unfinished files and folders begin with."""
 SEAL, OWN = "seal", "this file"
 """The field that holds a JSON file's seal, and the entry of the file itself in it."""
@@ -48,8 +48,8 @@ LOCK = "lock"
 def temporary_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder inside a folder, which vanishes after the block; those that killed
     processes left there are removed first."""
-    clean(folder)
-    place = Path(tempfile.mkdtemp(prefix=ASIDE, dir=folder))
+    remove_abandoned(folder)
+    place = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder))
     try:
         with ExitStack() as held:
             with suppress(OSError):  # some network disks hold no locks
@@ -65,13 +65,13 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
             raise
 
 
-def clean(folder: Path) -> None:
+def remove_abandoned(folder: Path) -> None:
     """Remove what killed processes left in a folder, and nothing of those that live.
 
     A finished folder and the one it was to replace stay, with a line on stderr: somebody may have
     planted such a pair, to have it moved.
     """
-    for left in list(folder.glob(f"{ASIDE}*")):
+    for left in list(folder.glob(f"{TEMPORARY_PREFIX}*")):
         if not _is_abandoned(left):
             continue
         if left.is_symlink():
@@ -83,7 +83,7 @@ def clean(folder: Path) -> None:
             _discard(left)
 
 
-def remove(place: Path) -> None:
+def remove_path(place: Path) -> None:
     """Remove a file, a link or a folder, if it is there. A link is removed, and what it points to
     stays; so with links in a folder."""
     if place.is_dir() and not place.is_symlink():
@@ -114,12 +114,12 @@ def _discard(folder: Path) -> None:
     with suppress(OSError):  # another process may remove it, too
         for each in folder.iterdir():
             if each.name != LOCK:
-                remove(each)
-    remove(folder)
+                remove_path(each)
+    remove_path(folder)
 
 
 @contextmanager
-def whole_folder(
+def atomic_folder(
     place: Path, is_good: Callable[[Path], bool] = lambda there: False
 ) -> Iterator[Path]:
     """A folder to fill; it is moved to `place` when the block ends without an error.
@@ -175,7 +175,7 @@ DEEPEST = 100
 """Levels of lists and tables in a file, at most."""
 
 
-def check_file(file: Path) -> None:
+def check_regular_file(file: Path) -> None:
     """Refuse what is no file: to open a pipe waits for whoever writes into it, for ever.
 
     Raises:
@@ -196,7 +196,7 @@ def read_text(file: Path, may_hold_nul: bool = False) -> str:
         OSError: It is not there, a folder, or cannot be read.
         ValueError: It is no file, too large, or no text: not UTF-8, or with a NUL.
     """
-    check_file(file)
+    check_regular_file(file)
     if (size := file.stat().st_size) > LARGEST_TEXT:
         raise ValueError(f"it has {size} bytes; a text has {LARGEST_TEXT} at most")
     raw = file.read_bytes()
@@ -220,7 +220,7 @@ def parse_json(text: str) -> Any:
         ValueError: It is no JSON, names a field twice, is nested too deeply, or has a number of
             thousands of digits.
     """
-    return _parsed(lambda: json.loads(text, object_pairs_hook=_each_once))
+    return _check_nesting(lambda: json.loads(text, object_pairs_hook=_unique_fields))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -229,10 +229,10 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises:
         ValueError: As `parse_json`.
     """
-    return dict(_parsed(lambda: tomllib.loads(text)))
+    return dict(_check_nesting(lambda: tomllib.loads(text)))
 
 
-def _parsed(parse: Callable[[], Any]) -> Any:
+def _check_nesting(parse: Callable[[], Any]) -> Any:
     deep = f"it is nested too deeply; {DEEPEST} levels are allowed"
     try:
         found = parse()
@@ -252,7 +252,7 @@ def _parsed(parse: Callable[[], Any]) -> Any:
     return found
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -348,7 +348,7 @@ def with_checksums(
     """
     known = json.loads(fields) if isinstance(fields, str) else fields
     whole = {**known, SEAL: {file.name: sha256_of(file) for file in beside}}
-    whole[SEAL] |= {OWN: _digest(whole)}
+    whole[SEAL] |= {OWN: _fields_sha256(whole)}
     return json.dumps(whole, indent=indent, ensure_ascii=False) + "\n"
 
 
@@ -366,12 +366,12 @@ def without_checksums(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     if (seal := fields.pop(SEAL, None)) is None:
         return fields, {}
     own = seal.pop(OWN, None) if isinstance(seal, dict) else None
-    if own != _digest({**fields, SEAL: seal}):
+    if own != _fields_sha256({**fields, SEAL: seal}):
         raise ValueError("its contents are not those that were written (its seal differs)")
     return fields, seal
 
 
-def _digest(fields: Mapping[str, Any]) -> str:
+def _fields_sha256(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -426,9 +426,9 @@ def sha256_of(file: Path) -> str:
     """The sha256 of a file, in hexadecimal digits.
 
     Raises:
-        OSError, ValueError: As `check_file`.
+        OSError, ValueError: As `check_regular_file`.
     """
-    check_file(file)
+    check_regular_file(file)
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -439,15 +439,15 @@ def remove_folder(folder: Path) -> None:
         folder.rename(beside / "before")
 
 
-def tidy(folder: Path) -> None:
+def remove_temporary(folder: Path) -> None:
     """Remove what killed processes left unfinished at any depth of a folder in which nobody else
     writes."""
-    for left in list(folder.rglob(f"{ASIDE}*")):
-        remove(left)
+    for left in list(folder.rglob(f"{TEMPORARY_PREFIX}*")):
+        remove_path(left)
 
 
 @contextmanager
-def new_folder(
+def result_folder(
     out: Path, force: bool | None = None, finished: Callable[[Path], bool] = lambda folder: False
 ) -> Iterator[Path]:
     """The folder of a command's results: it becomes `out` when the block ends well, and vanishes
@@ -468,19 +468,21 @@ def new_folder(
         raise RunError(f"{out} is a loop of links; choose another --out") from error
     check_name(out)
     if out.parent.is_dir():
-        clean(out.parent)
-    _refuse(out, force, finished)
+        remove_abandoned(out.parent)
+    _check_replaceable(out, force, finished)
     made = [folder for folder in out.parents if not folder.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=ASIDE, dir=out.parent):
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=out.parent):
             pass
     except OSError as error:
         raise RunError(f"cannot write {out}: {error.strerror}; choose another --out") from error
     try:
-        with whole_folder(out) as fresh:
+        with atomic_folder(out) as fresh:
             yield fresh
-            _refuse(out, force, finished)  # another process may have finished it meanwhile
+            _check_replaceable(
+                out, force, finished
+            )  # another process may have finished it meanwhile
     finally:
         if not out.exists():
             for folder in made:
@@ -504,22 +506,22 @@ def check_name(place: Path) -> None:
 
 
 def holds_only(*names: str) -> Callable[[Path], bool]:
-    """For `new_folder`: whether a folder holds the first of these files, and no foreign one.
+    """For `result_folder`: whether a folder holds the first of these files, and no foreign one.
 
     Args:
-        names: As `check_own`.
+        names: As `refuse_foreign_files`.
     """
 
     def finished(folder: Path) -> bool:
         if not (folder / names[0]).is_file():
             return False
-        check_own(folder, names)
+        refuse_foreign_files(folder, names)
         return True
 
     return finished
 
 
-def check_own(folder: Path, names: Iterable[str]) -> None:
+def refuse_foreign_files(folder: Path, names: Iterable[str]) -> None:
     """Refuse to replace a folder that holds something which a command did not write.
 
     Args:
@@ -536,8 +538,8 @@ def check_own(folder: Path, names: Iterable[str]) -> None:
             )
 
 
-def _refuse(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> None:
-    """Raise where `new_folder` may not put a folder."""
+def _check_replaceable(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> None:
+    """Raise where `result_folder` may not put a folder."""
     if os.path.ismount(out):
         raise RunError(
             f"{out} is where a disk is mounted, and cannot be replaced; give a folder in it, such"
@@ -559,12 +561,12 @@ def _refuse(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> 
         raise RunError(f"{out} is finished; {option}choose another --out")
 
 
-def no_link(path: str, flags: int) -> int:
+def refuse_link(path: str, flags: int) -> int:
     """For `open(..., opener=no_link)`: a link is an error, and what it points to is not changed."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def held(file: IO[str]) -> bool:
+def try_lock(file: IO[str]) -> bool:
     """Lock an open file against other processes until it is closed; False where one has it.
 
     Where the disk cannot hold locks (some network disks), it is not locked, and True.
@@ -578,7 +580,7 @@ def held(file: IO[str]) -> bool:
     return True
 
 
-def is_page(file: Path) -> bool:
+def is_html(file: Path) -> bool:
     """Whether a page may be written there, and replace what is there: its name says that it is
     one."""
     return file.suffix.lower() in (".html", ".htm")
@@ -592,7 +594,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp"))
 
 
-def keep_file(file: Path, write: Callable[[Path], Any]) -> None:
+def cache_file(file: Path, write: Callable[[Path], Any]) -> None:
     """Put a file into the cache.
 
     Args:
@@ -612,7 +614,7 @@ def keep_file(file: Path, write: Callable[[Path], Any]) -> None:
 
 
 @contextmanager
-def alone_with(file: Path) -> Iterator[None]:
+def one_process_at_a_time(file: Path) -> Iterator[None]:
     """A block that one process at a time runs for a file, so that what it makes is made once.
 
     The others wait. What dies lets go. Where the disk cannot hold locks (some network disks),

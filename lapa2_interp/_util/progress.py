@@ -2,7 +2,7 @@
 line every 15 s.
 
 Work of less than two seconds shows nothing. What is printed may quote any text; on a terminal it
-does nothing but show (`harmless_output`).
+does nothing but show (`sanitized_output`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 
         initial: Units done before.
     """
     form: dict[str, Any] = {
-        "desc": one_line(label),
+        "desc": escape_line(label),
         "total": total,
         "unit": unit,
         "initial": initial,
@@ -43,9 +43,9 @@ def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 
     }
     if sys.stderr.isatty():
         return tqdm(
-            **form, file=drawing(sys.stderr), mininterval=0.2, smoothing=0.1, dynamic_ncols=True
+            **form, file=raw_stream(sys.stderr), mininterval=0.2, smoothing=0.1, dynamic_ncols=True
         )
-    return Lines(**form, mininterval=1.0, miniters=1, smoothing=0.1)
+    return LineBar(**form, mininterval=1.0, miniters=1, smoothing=0.1)
 
 
 def format_duration(seconds: float) -> str:
@@ -57,7 +57,9 @@ def format_duration(seconds: float) -> str:
 
 
 @contextmanager
-def given_bar(given: tqdm | None, total: int, label: str, unit: str = "token") -> Iterator[tqdm]:
+def given_or_new_bar(
+    given: tqdm | None, total: int, label: str, unit: str = "token"
+) -> Iterator[tqdm]:
     """The bar that was given; without one a new bar, which is closed at the end of the block."""
     if given is not None:
         yield given
@@ -66,12 +68,12 @@ def given_bar(given: tqdm | None, total: int, label: str, unit: str = "token") -
         yield own
 
 
-def no_progress() -> tqdm:
+def hidden_bar() -> tqdm:
     """A bar that shows nothing, for work inside other work."""
     return tqdm(disable=True)
 
 
-class Counter(tqdm):
+class CountingBar(tqdm):
     """A bar that shows nothing, and tells a function how many units are done."""
 
     def __init__(self, told: Callable[[int], object]) -> None:
@@ -84,7 +86,7 @@ class Counter(tqdm):
         self.told(self.done)
 
 
-class Lines(tqdm):
+class LineBar(tqdm):
     """A bar as whole lines, at most one every 15 s, and one when the work ends."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
@@ -133,16 +135,16 @@ class Lines(tqdm):
         return f"{self.desc}: {', '.join(parts)}"
 
 
-AGAIN = 0.05
+RAISE_AGAIN_AFTER = 0.05
 """Seconds after which a stop that a finalizer has swallowed is raised again."""
 
 
-class Stopped(SystemExit):
+class Terminated(SystemExit):
     """SIGTERM, by which batch systems stop a program."""
 
 
 @contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
+def stop_on_sigterm() -> Iterator[None]:
     """Treat SIGTERM as Ctrl-C is treated: what is half-made is removed, and workers are closed.
 
     Both count, too, where they arrive inside a library that turns every exception into its own, or
@@ -158,7 +160,7 @@ def stopped_by_sigterm() -> Iterator[None]:
 
     def stop(number: int, _: object) -> None:
         sigterm = number == signal.SIGTERM
-        came.append(Stopped(128 + signal.SIGTERM) if sigterm else KeyboardInterrupt())
+        came.append(Terminated(128 + signal.SIGTERM) if sigterm else KeyboardInterrupt())
         raise came[-1]
 
     kinds = [signal.SIGTERM]
@@ -173,9 +175,9 @@ def stopped_by_sigterm() -> Iterator[None]:
 
     def tell(ignored: Any) -> None:
         """What Python ignores in a finalizer, but for our own."""
-        if isinstance(ignored.exc_value, KeyboardInterrupt | Stopped):
+        if isinstance(ignored.exc_value, KeyboardInterrupt | Terminated):
             before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, again))
-            signal.setitimer(signal.ITIMER_REAL, AGAIN)
+            signal.setitimer(signal.ITIMER_REAL, RAISE_AGAIN_AFTER)
         else:
             told(ignored)
 
@@ -197,17 +199,17 @@ def stopped_by_sigterm() -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def is_stop(error: BaseException | None) -> bool:
+def caused_by_stop(error: BaseException | None) -> bool:
     """Whether Ctrl-C or SIGTERM is behind an error that a library has made of it."""
     while error is not None:
-        if isinstance(error, KeyboardInterrupt | Stopped):
+        if isinstance(error, KeyboardInterrupt | Terminated):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 @contextmanager
-def interrupts_held(stop: threading.Event) -> Iterator[None]:
+def deferred_interrupts(stop: threading.Event) -> Iterator[None]:
     """Ctrl-C and SIGTERM set an event, and count when the block ends; a second one counts at once.
 
     Args:
@@ -242,17 +244,17 @@ CONTROLS = re.compile(
 halves of surrogate pairs, which no terminal can show."""
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """A text with its control characters spelt out, as \\x1b."""
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def one_line(text: str) -> str:
+def escape_line(text: str) -> str:
     """The same on one line."""
-    return visible(text).replace("\n", "\\n")
+    return escape_controls(text).replace("\n", "\\n")
 
 
-class Terminal:
+class SanitizedStream:
     """A stream to a terminal whose `write` spells control characters out.
 
     Attributes:
@@ -263,20 +265,20 @@ class Terminal:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        self.stream.write(visible(text))
+        self.stream.write(escape_controls(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
-def drawing(stream: Any) -> Any:
-    """The text stream under a `Terminal`; any other is itself."""
-    return stream.stream if isinstance(stream, Terminal) else stream
+def raw_stream(stream: Any) -> Any:
+    """The text stream under a `SanitizedStream`; any other is itself."""
+    return stream.stream if isinstance(stream, SanitizedStream) else stream
 
 
 @contextmanager
-def harmless_output() -> Iterator[None]:
+def sanitized_output() -> Iterator[None]:
     """A block in which what is printed on a terminal is harmless, and everywhere can be printed."""
     before = sys.stdout, sys.stderr
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:  # for one that is closed (`>&-`)
@@ -285,7 +287,7 @@ def harmless_output() -> Iterator[None]:
         reconfigure = getattr(out, "reconfigure", lambda **_: None)
         reconfigure(errors="backslashreplace")
         sys.stdout, sys.stderr = (
-            Terminal(stream) if stream.isatty() else stream for stream in (out, err)
+            SanitizedStream(stream) if stream.isatty() else stream for stream in (out, err)
         )
         try:
             yield

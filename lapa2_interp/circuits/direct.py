@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_bar
+from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Rules, active_augmentations
@@ -251,7 +251,7 @@ def head_logit_attribution(
     total = np.full(shape, np.nan)
     written = np.zeros((*heads, model.cfg.d_model))
     weights = _Weights(model)
-    with given_bar(progress, len(question.cases), "writes", "text") as bar:
+    with given_or_new_bar(progress, len(question.cases), "writes", "text") as bar:
         for i, case in enumerate(question.cases):
             with torch.no_grad(), prepacked_model(model):
                 found = _read(model, case, augmentation)

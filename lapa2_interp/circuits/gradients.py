@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_bar
+from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Phase, Rules, active_augmentations
@@ -197,7 +197,7 @@ def attribution(
     slopes = np.full((n, n_layers, n_heads, longest), np.nan)
     cut_hats = np.zeros((n, n_layers, n_heads))
     steps = sum(case.n * len(case.names) for case in question.cases)
-    with given_bar(progress, steps, "attribution", "step") as bar:
+    with given_or_new_bar(progress, steps, "attribution", "step") as bar:
         for group in batches(question.cases, rows_at_once(model, question.cases, at_once)):
             cases = [question.cases[i] for i in group]
             l_pre, n_branches = cases[0].layouts[0].l_pre, len(cases[0].names)
@@ -270,7 +270,7 @@ def integrated(
     found = np.zeros((len(question.cases), len(unit.heads)))
     steps = sum(case.n * len(case.names) for case in question.cases)
     total = steps * len(items)
-    with given_bar(progress, total, "integrated gradients", "step") as bar:
+    with given_or_new_bar(progress, total, "integrated gradients", "step") as bar:
         for number, case in enumerate(question.cases):
             for first in range(0, len(items), most):
                 part = items[first : first + most]

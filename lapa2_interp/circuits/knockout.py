@@ -31,15 +31,15 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.files import (
-    held,
     parse_json,
     read_text,
+    try_lock,
     with_checksums,
     without_checksums,
     write_text,
 )
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_bar
+from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.bias.augmentation import Phase, Rules
 from lapa2_interp.circuits.edits import Edit, Heads
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
@@ -403,7 +403,7 @@ def knock_out(
     found: dict[int, dict[str, np.ndarray]] = {}
     awaited = {i: len(question.cases) * len(todo[i]) for i, _ in left}
     asked = [edit for _, edit in left]
-    with closing(store), given_bar(progress, total, f"knock-out, {how}", "step") as bar:
+    with closing(store), given_or_new_bar(progress, total, f"knock-out, {how}", "step") as bar:
         for number, group, values in evaluate_edits(
             model, question, asked, chosen, augmentation, bar, at_once
         ):
@@ -537,7 +537,7 @@ class ResultStore:
     def _hold(self, path: Path) -> None:
         """Open the file, which no other process may fill meanwhile."""
         self.file = path.open("a", encoding="utf-8")
-        if not held(self.file):
+        if not try_lock(self.file):
             self.close()
             raise CircuitError(
                 f"{path} is being filled by another process; wait for it, or give another file"

@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, DeadHookError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_bar
+from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.circuits.cases import ContrastExample, batches
 from lapa2_interp.circuits.edits import Branches, Edit, edited_logits
@@ -317,7 +317,7 @@ def patch(
     size = max(1, most // n_together)  # places
     work = product(asked, list(batches(question.cases, n_together)), range(0, n_places, size))
     with (
-        given_bar(progress, total, f"patching {node}", "step") as bar,
+        given_or_new_bar(progress, total, f"patching {node}", "step") as bar,
         torch.no_grad(),
         prepacked_model(model),
     ):

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_bar
+from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.bias.augmentation import Rules
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.question import ContrastLike, ContrastSet, evaluate_edits
@@ -132,7 +132,7 @@ def control(
     longest = max(case.n for case in question.cases)
     values = {name: np.full((len(question.cases), longest), np.nan) for name in chosen}
     total = sum(case.n * len(case.names) for case in question.cases)
-    with given_bar(progress, total, "control", "step") as bar:
+    with given_or_new_bar(progress, total, "control", "step") as bar:
         for _, group, found in evaluate_edits(
             model, question, [None], chosen, augmentation, bar, at_once
         ):

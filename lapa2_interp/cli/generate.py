@@ -99,7 +99,7 @@ def generate(
         yes: Start also what would take a year, or more memory than there is.
         force: Replace a finished run.
     """
-    from lapa2_interp._util.files import new_folder
+    from lapa2_interp._util.files import result_folder
     from lapa2_interp.generation.cell import Cell
     from lapa2_interp.methods.registry import for_task, load_task
     from lapa2_interp.models.machine import tell_if_slow
@@ -147,7 +147,7 @@ def generate(
         print(announcement(loaded, plans), file=sys.stderr)
 
     problem = None
-    with new_folder(out, force, is_finished_run) as folder:
+    with result_folder(out, force, is_finished_run) as folder:
         tell_if_slow(cell.dtype, device)
         try:
             run = make(

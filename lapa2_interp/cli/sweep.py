@@ -274,7 +274,7 @@ def runs(
         traceback: Print the whole traceback of failed cells.
         as_json: Print JSON, one object per cell.
     """
-    from lapa2_interp._util.progress import one_line
+    from lapa2_interp._util.progress import escape_line
     from lapa2_interp.runs.store import STATES, load_run
 
     if as_json and traceback:
@@ -302,7 +302,7 @@ def runs(
             else row["why"]
         )
         where = f"{found.plan[row['key']].description}, {row['samples']} x {row['max_length']}"
-        print(one_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
+        print(escape_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
     failures = found.failures
     if traceback:
         for key in shown["key"]:

@@ -39,8 +39,8 @@ from lapa2_interp._util.errors import (
     PrefixError,
     TaskError,
     TraceError,
-    first_problem,
     unknown_choice,
+    validation_message,
 )
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.attention.trace import TraceKind
@@ -285,7 +285,7 @@ class Cell(BaseModel):
                 label=label,
             )
         except ValidationError as error:
-            raise Lapa2Error(first_problem(error)) from error
+            raise Lapa2Error(validation_message(error)) from error
 
     @model_validator(mode="after")
     def _refuse(self) -> Cell:

@@ -23,8 +23,8 @@ from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
 from lapa2_interp._util.files import (
+    cache_file,
     cache_folder,
-    keep_file,
     read_text,
     with_checksums,
     without_checksums,
@@ -106,7 +106,7 @@ def remember(device: str, name: str, numbers: tuple[float, ...]) -> tuple[float,
         float(f"{number:.4g}") for number in numbers
     )
     with suppress(ModelError):
-        keep_file(
+        cache_file(
             _file(),
             lambda path: path.write_text(with_checksums(known), encoding="utf-8"),
         )

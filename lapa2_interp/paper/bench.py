@@ -27,7 +27,7 @@ from lapa2_interp.paper.output import write_item
 from lapa2_interp.paper.scripts import USUAL, ScriptOptions, add_scoring
 from lapa2_interp.paper.tables import ARM, at_few_steps, item_table, wide
 from lapa2_interp.runs.store import Run, load_run
-from lapa2_interp.scoring.scorer import chosen_scorers
+from lapa2_interp.scoring.scorer import expand_scorers
 from lapa2_interp.stats import mean_interval, paired_difference
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def open_item(
         load_run(options.run),
         item,
         tuple(options.grids),
-        chosen_scorers(options.scorers, scorers),
+        expand_scorers(options.scorers, scorers),
         options.perplexity,
         options.device,
         options.dtype,

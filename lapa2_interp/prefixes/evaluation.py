@@ -25,8 +25,14 @@ from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.load import load_transformers, move
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
-from lapa2_interp.prefixes.soft_prefix import HeldOut, SoftPrefix, cards, load_prefix, save_prefix
-from lapa2_interp.prefixes.training import check_context, tokenise
+from lapa2_interp.prefixes.soft_prefix import (
+    HeldOutMeasures,
+    SoftPrefix,
+    cards_in,
+    load_prefix,
+    save_prefix,
+)
+from lapa2_interp.prefixes.training import check_context, tokenise_pieces
 from lapa2_interp.stats import Interval, mean_interval
 from lapa2_interp.tasks.corpora import Corpus
 from lapa2_interp.tasks.task import Task
@@ -38,7 +44,7 @@ is reported."""
 
 
 @torch.no_grad()
-def score_texts(
+def prefix_nll(
     network: Any,
     tokenizer: Any,
     texts: Sequence[Sequence[int]],
@@ -53,11 +59,11 @@ def score_texts(
     if isinstance(prefix, SoftPrefix):
         both = torch.stack([prefix.keys, prefix.values]).to(network.device, network.dtype)
     elif prefix is not None:
-        pairs = [behind_hard(tokenizer, prefix, text) for text in texts]
+        pairs = [after_hard_prefix(tokenizer, prefix, text) for text in texts]
     order = sorted(range(len(texts)), key=lambda i: (pairs[i][0], len(pairs[i][1])))
     totals = np.zeros(len(texts))
     with prepacked(network):
-        for part in _batches(order, [before for before, _ in pairs]):
+        for part in _batches_of_same_start(order, [before for before, _ in pairs]):
             start = (bos, *pairs[part[0]][0])
             rows = TextRows.of([pairs[j][1] for j in part], start, network.device)
             if both is None:
@@ -81,7 +87,7 @@ Seam = tuple[tuple[int, ...], Sequence[int]]
 """Token ids of a hard prefix, and of the text behind it."""
 
 
-def behind_hard(tokenizer: Any, prefix: str, text: Sequence[int]) -> Seam:
+def after_hard_prefix(tokenizer: Any, prefix: str, text: Sequence[int]) -> Seam:
     """A text behind a hard prefix, both tokenised as one string, as a prompt is when texts are
     generated (`Layout.of`): a space between them joins the text's first token.
 
@@ -96,14 +102,16 @@ def behind_hard(tokenizer: Any, prefix: str, text: Sequence[int]) -> Seam:
     return tuple(read.input_ids[:first]), read.input_ids[first:]
 
 
-def _batches(order: Sequence[int], starts: Sequence[tuple[int, ...]]) -> Iterator[list[int]]:
+def _batches_of_same_start(
+    order: Sequence[int], starts: Sequence[tuple[int, ...]]
+) -> Iterator[list[int]]:
     """Texts behind the same tokens, at most BATCH at a time."""
     for _, found in groupby(order, key=lambda i: starts[i]):
         same = list(found)
         yield from (same[i : i + BATCH] for i in range(0, len(same), BATCH))
 
 
-def held_out_table(
+def nll_table(
     network: Any,
     tokenizer: Any,
     behind: Mapping[str, SoftPrefix | str | None],
@@ -123,7 +131,7 @@ def held_out_table(
         for name, rows in texts.items():
             columns = {"label": name, "text": np.arange(len(rows))}
             for prefix, given in behind.items():
-                nll, tokens = score_texts(network, tokenizer, rows, given, bar)
+                nll, tokens = prefix_nll(network, tokenizer, rows, given, bar)
                 found = {"tokens": tokens, "prefix": prefix, "nll": nll}
                 frames.append(pd.DataFrame(columns | found))
     return pd.concat(frames, ignore_index=True)
@@ -147,7 +155,7 @@ def nll_interval(table: pd.DataFrame) -> Interval:
     return replace(found, n=len(nll))
 
 
-def likeliest(table: pd.DataFrame, prefixes: Mapping[str, str]) -> pd.Series:
+def likeliest_under_own_prefix(table: pd.DataFrame, prefixes: Mapping[str, str]) -> pd.Series:
     """Whether each text is likeliest under the prefix of its own label, by (label, text).
 
     Args:
@@ -191,7 +199,7 @@ def evaluate_sets(
         if value < 1:
             raise PrefixError(f"{option} must be 1 or more, found {value}")
     sets = {
-        folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards(folder)}
+        folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards_in(folder)}
         for folder in folders
     }
     for folder, of_set in sets.items():
@@ -224,30 +232,33 @@ def evaluate_sets(
         name: [
             text
             for corpus in corpora
-            for text in tokenise(
+            for text in tokenise_pieces(
                 tokenizer, [corpus], name, max_tokens, min(share, len(corpus.texts[name]))
             )
         ]
         for name in names
     }
     plain: dict[str, SoftPrefix | str | None] = {"none": None, **hard_prefixes(task, names)}
-    table = held_out_table(network, tokenizer, plain, texts, f"{task.name} hard prefixes")
+    table = nll_table(network, tokenizer, plain, texts, f"{task.name} hard prefixes")
     hard = max(
-        (likeliest(table, {name: f"hard {name}{how}" for name in names}) for how in JOINS),
+        (
+            likeliest_under_own_prefix(table, {name: f"hard {name}{how}" for name in names})
+            for how in JOINS
+        ),
         key=lambda right: right.mean(),
     )
     data = "; ".join(f"{corpus.source} (sha256 {corpus.sha256[:12]})" for corpus in corpora)
     rows = []
     for folder, prefixes in sets.items():
-        own = held_out_table(network, tokenizer, prefixes, texts, f"{task.name} {folder.name}")
-        right = likeliest(own, {name: name for name in names})
+        own = nll_table(network, tokenizer, prefixes, texts, f"{task.name} {folder.name}")
+        right = likeliest_under_own_prefix(own, {name: name for name in names})
         whole = pd.concat([own, table], ignore_index=True)
         intervals = {
             pair: nll_interval(part)
             for pair, part in whole.groupby(["label", "prefix"], sort=False)
         }
         for name, prefix in prefixes.items():
-            held_out = HeldOut(
+            held_out = HeldOutMeasures(
                 data=data,
                 max_tokens=max_tokens,
                 nll={
@@ -255,9 +266,9 @@ def evaluate_sets(
                     for (label, behind), interval in intervals.items()
                     if label == name
                 },
-                accuracy=_share(right[right.index.get_level_values("label") == name]),
-                accuracy_of_set=_share(right),
-                hard_accuracy_of_set=_share(hard),
+                accuracy=_share_interval(right[right.index.get_level_values("label") == name]),
+                accuracy_of_set=_share_interval(right),
+                hard_accuracy_of_set=_share_interval(hard),
             )
             card = prefix.card.model_copy(update={"held_out": held_out})
             stored = str(prefix.keys.dtype).removeprefix("torch.")
@@ -271,5 +282,5 @@ def evaluate_sets(
     return pd.DataFrame(rows)[["set", "label", "prefix", "nll", "low", "high", "n"]]
 
 
-def _share(right: pd.Series) -> Interval:
+def _share_interval(right: pd.Series) -> Interval:
     return mean_interval(right.to_numpy(float), np.arange(len(right)))

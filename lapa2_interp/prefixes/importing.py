@@ -26,7 +26,7 @@ from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.prefixes.soft_prefix import (
     PrefixCard,
-    Shape,
+    PrefixShape,
     SoftPrefix,
     kv_shape,
     load_prefix,
@@ -44,7 +44,7 @@ AIR_NUMBERS = {
     "detox": ("nontoxic", "toxic"),
 }
 """Prefix numbers 0-7 of the released checkpoints, in this order."""
-WEIGHTS = (
+WEIGHT_FILES = (
     "adapter_model.safetensors",
     "model.safetensors",
     "adapter_model.bin",
@@ -69,7 +69,7 @@ def import_prefix(
     """
     source = Path(source)
     if (source / "adapter_config.json").is_file():
-        keys, values = _peft(source)
+        keys, values = _read_peft(source)
         shifted, origin = True, "PEFT prefix tuning"
     elif source.suffix == ".safetensors" and source.with_suffix(".json").is_file():
         own = load_prefix(source.parent, source.stem)
@@ -87,10 +87,10 @@ def import_prefix(
                 " or give --number"
             )
         chosen = names.index(attribute) if number is None else number
-        keys, values = _air(read_tensors(source), chosen, model.cfg.n_heads, source)
+        keys, values = _read_air(read_tensors(source), chosen, model.cfg.n_heads, source)
         shifted, origin = False, f"Air-Decoding checkpoint, prefix {chosen}"
     n_layers, n_kv_heads, n_slots, d_head = keys.shape
-    shape = Shape(n_layers=n_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=d_head)
+    shape = PrefixShape(n_layers=n_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=d_head)
     card = model_card(model)
     if shape != kv_shape(model, n_slots):
         raise PrefixError(
@@ -125,9 +125,9 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
 
     file = source
     if source.is_dir():
-        files = [source / name for name in WEIGHTS if (source / name).is_file()]
+        files = [source / name for name in WEIGHT_FILES if (source / name).is_file()]
         if not files:
-            raise PrefixError(f"{source} has no weights; expected one of {', '.join(WEIGHTS)}")
+            raise PrefixError(f"{source} has no weights; expected one of {', '.join(WEIGHT_FILES)}")
         file = files[0]
     if not file.is_file():
         raise PrefixError(f"no such file or folder: {source}")
@@ -158,7 +158,7 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _peft(folder: Path) -> tuple[Tensor, Tensor]:
+def _read_peft(folder: Path) -> tuple[Tensor, Tensor]:
     """Keys and values of a PEFT adapter, [layer, kv_head, slot, d_head]."""
     try:
         config = parse_json(read_text(folder / "adapter_config.json"))
@@ -190,7 +190,7 @@ def _peft(folder: Path) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def _air(
+def _read_air(
     tensors: Mapping[str, Tensor], number: int, n_heads: int, source: Path
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of one prefix of an Air-Decoding checkpoint, its affine map folded in."""
@@ -247,7 +247,7 @@ def _air(
         ) from error
 
 
-def add_to_set(
+def import_into_set(
     source: Path,
     out: Path,
     model: str,

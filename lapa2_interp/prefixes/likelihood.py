@@ -86,7 +86,7 @@ class _TokenNll(torch.autograd.Function):
         return gradients * upstream[0][:, None].to(gradients.dtype), None, None
 
 
-def _head(network: Any) -> Callable[[Tensor], Tensor]:
+def _output_head(network: Any) -> Callable[[Tensor], Tensor]:
     """From the last hidden states to the logits, as the model itself goes: some families scale the
     logits (Granite, Cohere, Falcon-H1) or bend them (Gemma 2)."""
     config = network.config.get_text_config()
@@ -131,11 +131,11 @@ def text_nll(
         )
     short = short_context(network.config)
     if short is not None and keys is None and rows.ids.shape[1] - 1 > short:
-        return _either_side(network, rows, short)
-    return _one_pass(network, rows, keys, values, shifted)
+        return _nll_across_rotary_change(network, rows, short)
+    return _nll_of_one_pass(network, rows, keys, values, shifted)
 
 
-def _one_pass(
+def _nll_of_one_pass(
     network: Any,
     rows: TextRows,
     keys: Tensor | None = None,
@@ -158,17 +158,19 @@ def _one_pass(
     ).last_hidden_state
     check_kept(network, not slots or cache.get_seq_length() > slots)
     scored = rows.targets[:, 1:]
-    found = _TokenNll.apply(hidden[scored], _head(network), rows.ids[:, 1:][scored])
+    found = _TokenNll.apply(hidden[scored], _output_head(network), rows.ids[:, 1:][scored])
     return torch.zeros_like(scored, dtype=found.dtype).masked_scatter(scored, found)
 
 
-def _either_side(network: Any, rows: TextRows, short: int) -> Float[Tensor, "row position"]:
+def _nll_across_rotary_change(
+    network: Any, rows: TextRows, short: int
+) -> Float[Tensor, "row position"]:
     """`text_nll` where rotary factors change beyond `short` tokens: each token as a pass over the
     text before it has it, so that the longer texts are read a second time."""
     parts = rows.ids, rows.live, rows.targets
     near = TextRows(*(each[:, : short + 1] for each in parts))
-    found = pad(_one_pass(network, near), (0, rows.ids.shape[1] - 1 - short))
+    found = pad(_nll_of_one_pass(network, near), (0, rows.ids.shape[1] - 1 - short))
     longer = rows.live[:, short + 1].nonzero()[:, 0]
     far = TextRows(*(each[longer] for each in parts))
     far.targets[:, : short + 1] = False
-    return found.index_add(0, longer, _one_pass(network, far))
+    return found.index_add(0, longer, _nll_of_one_pass(network, far))

@@ -11,9 +11,9 @@ from lapa2_interp._util.errors import PrefixError
 from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.prefixes.evaluation import evaluate_sets
 from lapa2_interp.prefixes.recipes import TrainingRecipe
-from lapa2_interp.prefixes.soft_prefix import cards
+from lapa2_interp.prefixes.soft_prefix import cards_in
 from lapa2_interp.prefixes.training import train_set
-from lapa2_interp.tasks.corpora import Corpus, apart, read_corpus, split_off
+from lapa2_interp.tasks.corpora import Corpus, read_corpus, split_held_out, without_texts_of
 from lapa2_interp.tasks.task import Task, read_task
 
 HELD_OUT = 250
@@ -58,14 +58,16 @@ def make_set(
     names = tuple(attributes) or tuple(task.attributes)
     for name in names:
         task.prefix(name)
-    corpora = _read(data, names, "train", notify)
+    corpora = _read_corpora(data, names, "train", notify)
     if held_out:
-        checks = apart(corpora, _read(held_out, names, "test", notify))
+        checks = without_texts_of(corpora, _read_corpora(held_out, names, "test", notify))
     else:
-        corpora, checks = _parts(split_off(each, HELD_OUT, at_least=2) for each in corpora)
-        corpora = apart(checks, corpora)  # of several corpora, one may have a text of another
-    deciding, measured = _parts(split_off(each, HELD_OUT, one_in=2) for each in checks)
-    measured = apart(deciding, measured)
+        corpora, checks = _unzip(split_held_out(each, HELD_OUT, at_least=2) for each in corpora)
+        corpora = without_texts_of(
+            checks, corpora
+        )  # of several corpora, one may have a text of another
+    deciding, measured = _unzip(split_held_out(each, HELD_OUT, one_in=2) for each in checks)
+    measured = without_texts_of(deciding, measured)
     train_set(
         model,
         task,
@@ -121,14 +123,16 @@ def measure_sets(
         PrefixError: A folder holds no soft prefixes.
         Lapa2Error: As `read_corpus` and `evaluate_sets`.
     """
-    set_cards = [card for folder in folders for card in cards(folder)]
+    set_cards = [card for folder in folders for card in cards_in(folder)]
     if not set_cards:
         raise PrefixError(
             f"{', '.join(map(str, folders)) or 'no folder'}: no soft prefixes; `lapa2 prefix train"
             " --out` makes a set"
         )
     tell_if_slow(dtype, device)
-    corpora = _read(data, list(dict.fromkeys(card.attribute for card in set_cards)), "test", notify)
+    corpora = _read_corpora(
+        data, list(dict.fromkeys(card.attribute for card in set_cards)), "test", notify
+    )
     return evaluate_sets(
         folders,
         task or read_task(set_cards[0].task),
@@ -141,13 +145,13 @@ def measure_sets(
     )
 
 
-def _parts(split: Iterable[tuple[Corpus, Corpus]]) -> tuple[list[Corpus], list[Corpus]]:
+def _unzip(split: Iterable[tuple[Corpus, Corpus]]) -> tuple[list[Corpus], list[Corpus]]:
     """The first parts of all, and the second."""
     first, second = zip(*split, strict=True)
     return list(first), list(second)
 
 
-def _read(
+def _read_corpora(
     sources: Sequence[str], labels: Sequence[str], split: str, notify: Report
 ) -> list[Corpus]:
     """Corpora, each reported in a line."""

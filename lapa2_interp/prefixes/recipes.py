@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lapa2_interp._util.errors import PrefixError, first_problem, unknown_choice
+from lapa2_interp._util.errors import PrefixError, unknown_choice, validation_message
 from lapa2_interp.models.machine import Dtype
 
 
@@ -156,7 +156,7 @@ section 4); Con-Prefix's and Prefix-Tuning's. Con-Prefix's own code feeds texts 
 every text starts with one, as in decoding."""
 
 
-def recipe(name: str = "small", **changes: Any) -> TrainingRecipe:
+def training_recipe(name: str = "small", **changes: Any) -> TrainingRecipe:
     """A named recipe with changes.
 
     Raises:
@@ -173,5 +173,5 @@ def recipe(name: str = "small", **changes: Any) -> TrainingRecipe:
         return TrainingRecipe.model_validate(fields | changes)
     except ValidationError as error:
         raise PrefixError(
-            f"recipe: {first_problem(error, fields=TrainingRecipe.model_fields)}"
+            f"recipe: {validation_message(error, fields=TrainingRecipe.model_fields)}"
         ) from None

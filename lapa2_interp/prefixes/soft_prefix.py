@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import PrefixError, first_problem
+from lapa2_interp._util.errors import PrefixError, validation_message
 from lapa2_interp._util.files import (
     atomic_write,
     read_text,
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-SHIPPED = Path(__file__).parent / "shipped"
+SHIPPED_SETS = Path(__file__).parent / "shipped"
 """Sets that come with the package: `<model>/<task>-<set>/<attribute>`."""
 
 
-class Shape(BaseModel):
+class PrefixShape(BaseModel):
     """Size of a soft prefix; all but the slots are the model's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,17 +59,17 @@ class Shape(BaseModel):
         )
 
 
-def _unknown(given: Any) -> Any:
+def _null_as_nan(given: Any) -> Any:
     """JSON has no NaN: the bounds of one text's interval are null there."""
     if isinstance(given, dict):
         return {name: math.nan if value is None else value for name, value in given.items()}
     return given
 
 
-Measured = Annotated[Interval, BeforeValidator(_unknown)]
+StoredInterval = Annotated[Interval, BeforeValidator(_null_as_nan)]
 
 
-class HeldOut(BaseModel):
+class HeldOutMeasures(BaseModel):
     """Numbers on text that was not trained on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,18 +78,18 @@ class HeldOut(BaseModel):
     """Which texts were read, and their sha256."""
     max_tokens: int
     """Tokens of a text that are scored, from its beginning."""
-    nll: dict[str, Measured]
+    nll: dict[str, StoredInterval]
     """NLL per token of this attribute's texts under each prefix of the set, under the hard prefixes
     ("hard positive") and under no prefix ("none"); the interval resamples texts."""
-    accuracy: Measured
+    accuracy: StoredInterval
     """Share of this attribute's texts that are likeliest under their own prefix among the set's."""
-    accuracy_of_set: Measured
+    accuracy_of_set: StoredInterval
     """The same over the texts of all attributes."""
-    hard_accuracy_of_set: Measured
+    hard_accuracy_of_set: StoredInterval
     """The same for the task's hard prefixes."""
 
 
-class Generated(BaseModel):
+class GeneratedAccuracy(BaseModel):
     """Attribute accuracy, by one scorer, of texts written behind a prefix (method `prefix`),
     without and with LaPA2."""
 
@@ -101,12 +101,12 @@ class Generated(BaseModel):
     """Tokens of a text, the prompt's included where the task counts them."""
     alpha: float
     """Strength of LaPA2, profile paper."""
-    baseline: Measured
-    lapa2: Measured
+    baseline: StoredInterval
+    lapa2: StoredInterval
     """Intervals are over prompts."""
 
 
-class Training(BaseModel):
+class TrainingRecord(BaseModel):
     """How a prefix was trained."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -132,7 +132,7 @@ class Training(BaseModel):
     lapa2_interp: str
 
 
-class SoftName(BaseModel):
+class SoftPrefixName(BaseModel):
     """A soft prefix as runs refer to it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -162,20 +162,20 @@ class PrefixCard(BaseModel):
     model: str
     weights: str
     """The model's weights, as on its own card (`model_card(model).weights`)."""
-    shape: Shape
+    shape: PrefixShape
     shifted: bool
     """Whether the text's positions start after the slots."""
     sha256: str = ""
     """sha256 of the safetensors file; filled in on saving."""
     origin: str
     """trained, or where it was imported from."""
-    training: Training | None = None
-    held_out: HeldOut | None = None
-    generated: tuple[Generated, ...] = ()
+    training: TrainingRecord | None = None
+    held_out: HeldOutMeasures | None = None
+    generated: tuple[GeneratedAccuracy, ...] = ()
 
     @property
-    def name(self) -> SoftName:
-        return SoftName(
+    def name(self) -> SoftPrefixName:
+        return SoftPrefixName(
             task=self.task,
             set=self.set,
             attribute=self.attribute,
@@ -239,7 +239,7 @@ class SoftPrefix:
             )
 
 
-def kv_shape(model: Model, n_slots: int) -> Shape:
+def kv_shape(model: Model, n_slots: int) -> PrefixShape:
     """The shape a soft prefix of a model has.
 
     Raises:
@@ -248,7 +248,7 @@ def kv_shape(model: Model, n_slots: int) -> Shape:
     network: Any = network_of(model)
     if hasattr(network, "config"):
         kv_shape_of(network.config.get_text_config(), n_slots)
-    return Shape(
+    return PrefixShape(
         n_layers=model.cfg.n_layers,
         n_kv_heads=kv_heads(model),
         n_slots=n_slots,
@@ -256,7 +256,7 @@ def kv_shape(model: Model, n_slots: int) -> Shape:
     )
 
 
-def kv_shape_of(config: Any, n_slots: int) -> Shape:
+def kv_shape_of(config: Any, n_slots: int) -> PrefixShape:
     """The shape a soft prefix has for a transformers configuration.
 
     Raises:
@@ -270,7 +270,7 @@ def kv_shape_of(config: Any, n_slots: int) -> Shape:
             "a soft prefix has keys and values of one shape in every layer, and the layers of a"
             f" {config.model_type} model have others or none; use a hard prefix"
         )
-    return Shape(
+    return PrefixShape(
         n_layers=config.num_hidden_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=d_head
     )
 
@@ -345,7 +345,7 @@ def read_card(file: Path) -> PrefixCard:
         fields, _ = without_checksums(read_text(file))
         return PrefixCard.model_validate_json(json.dumps(fields))
     except ValueError as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
         raise PrefixError(
             f"{file} is not the card of a soft prefix: {reason}; save or import the prefix again"
         ) from error
@@ -374,13 +374,14 @@ def set_folder(model: str, task: str, which: str) -> Path:
     Raises:
         PrefixError: No such set.
     """
-    folder = SHIPPED / model / f"{task}-{which}"
+    folder = SHIPPED_SETS / model / f"{task}-{which}"
     if "/" not in which and folder.is_dir():
         return folder
     if Path(which).is_dir():
         return Path(which)
     have = [
-        each.name.removeprefix(f"{task}-") for each in sorted((SHIPPED / model).glob(f"{task}-*"))
+        each.name.removeprefix(f"{task}-")
+        for each in sorted((SHIPPED_SETS / model).glob(f"{task}-*"))
     ]
     raise PrefixError(
         f"no soft prefixes {which!r} of task {task} for {model}; "
@@ -390,7 +391,7 @@ def set_folder(model: str, task: str, which: str) -> Path:
     )
 
 
-def cards(folder: Path) -> list[PrefixCard]:
+def cards_in(folder: Path) -> list[PrefixCard]:
     """The cards under a folder, in the order of their places: JSON files with weights of the same
     name beside them. Hidden folders, such as that of a training under way, have none."""
     return [
@@ -416,13 +417,13 @@ def prefix_files(folder: Path, attribute: str) -> tuple[Path, Path]:
 
 
 __all__ = [
-    "HeldOut",
+    "HeldOutMeasures",
     "PrefixCard",
-    "Shape",
-    "SoftName",
+    "PrefixShape",
     "SoftPrefix",
-    "Training",
-    "cards",
+    "SoftPrefixName",
+    "TrainingRecord",
+    "cards_in",
     "find_prefix",
     "kv_shape",
     "load_prefix",

@@ -37,12 +37,12 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import DataError, PrefixError
 from lapa2_interp._util.files import (
     check_name,
-    held,
-    no_link,
     parse_json,
     read_checkpoint,
     read_text,
+    refuse_link,
     remove_folder,
+    try_lock,
     write_checkpoint,
     write_text,
 )
@@ -55,15 +55,15 @@ from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.recipes import TrainingRecipe
 from lapa2_interp.prefixes.soft_prefix import (
     PrefixCard,
-    Shape,
+    PrefixShape,
     SoftPrefix,
-    Training,
+    TrainingRecord,
     kv_shape_of,
     load_prefix,
     prefix_files,
     save_prefix,
 )
-from lapa2_interp.tasks.corpora import Corpus, pieces
+from lapa2_interp.tasks.corpora import Corpus, split_pieces
 from lapa2_interp.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ Tokens = Sequence[Sequence[int]]
 # --- parameterisations: trainable numbers -> keys and values
 
 
-class Parameters(nn.Module):
+class PrefixParameters(nn.Module):
     """Trainable numbers of several prefixes; `forward` gives their keys and values, [prefix, layer,
     kv_head, slot, d_head]."""
 
-    def __init__(self, n_prefixes: int, shape: Shape, recipe: TrainingRecipe) -> None:
+    def __init__(self, n_prefixes: int, shape: PrefixShape, recipe: TrainingRecipe) -> None:
         super().__init__()
         self.shape, self.recipe, self.n = shape, recipe, n_prefixes
         layers, slots, middle = shape.n_layers, shape.n_slots, recipe.middle
@@ -134,7 +134,7 @@ class Parameters(nn.Module):
 
 
 @torch.no_grad()
-def read_start(
+def text_keys_and_values(
     network: Any, start: Sequence[int], ids: Sequence[int], slots: int, shifted: bool
 ) -> Float[Tensor, "two layer kv_head slot d_head"]:
     """Keys and values of a text as a prefix of that many slots; a shorter text is repeated.
@@ -197,14 +197,14 @@ def contrastive_loss(
 
 
 @dataclass(frozen=True)
-class Examples:
+class TrainingTexts:
     """Tokenised texts of the attributes a job trains."""
 
     texts: tuple[tuple[int, ...], ...]
     labels: tuple[int, ...]
 
     @classmethod
-    def of(cls, by_attribute: Sequence[Tokens]) -> Examples:
+    def of(cls, by_attribute: Sequence[Tokens]) -> TrainingTexts:
         return cls(
             tuple(tuple(text) for texts in by_attribute for text in texts),
             tuple(label for label, texts in enumerate(by_attribute) for _ in texts),
@@ -227,24 +227,24 @@ class Examples:
 
 
 @dataclass
-class Job:
+class PrefixTraining:
     """One training: one prefix (mle), or all of a task together (contrastive). Axes: prefix =
     attributes of this job."""
 
     network: Any
     start: tuple[int, ...]
-    shape: Shape
+    shape: PrefixShape
     recipe: TrainingRecipe
     attributes: tuple[str, ...]
-    train: Examples
-    held_out: Examples
+    train: TrainingTexts
+    held_out: TrainingTexts
     checkpoint: Path
     first: Float[Tensor, "two prefix layer kv_head slot d_head"] | None = None
 
     def __post_init__(self) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
-            self.parameters = Parameters(len(self.attributes), self.shape, self.recipe)
+            self.parameters = PrefixParameters(len(self.attributes), self.shape, self.recipe)
         self.device = next(self.network.parameters()).device
         self.parameters.to(self.device)
         decayed = [p for name, p in self.parameters.named_parameters() if not name.endswith("bias")]
@@ -277,7 +277,7 @@ class Job:
     def loss(
         self,
         both: Float[Tensor, "two prefix layer kv_head slot d_head"],
-        examples: Examples,
+        examples: TrainingTexts,
         chosen: Sequence[int],
         step: int,
     ) -> tuple[Float[Tensor, ""], int]:
@@ -433,9 +433,9 @@ def _dropout(network: Any, share: float, seed: int) -> Iterator[None]:
 # --- a set of prefixes
 
 
-PLAN = ".plan"
+PLAN_FILE = ".plan"
 """In a finished set: what it was trained from."""
-CHECK_ROWS = 192
+HELD_OUT_ROWS = 192
 """Rows (texts x prefixes) behind each held-out loss."""
 
 
@@ -504,30 +504,30 @@ def train_set(
     if _is_finished(out, attributes, plan):
         print(f"{out} is finished", file=sys.stderr)
         return [load_prefix(out, name) for name in attributes]
-    with _opened(out, plan) as states:
+    with _locked_checkpoints(out, plan) as states:
         texts = {
-            name: tokenise(tokenizer, corpora, name, recipe.max_tokens, recipe.limit)
+            name: tokenise_pieces(tokenizer, corpora, name, recipe.max_tokens, recipe.limit)
             for name in attributes
         }
         behind = len(attributes) if recipe.objective == "contrastive" else 1
-        per_name = max(1, CHECK_ROWS // (behind * behind))
+        per_name = max(1, HELD_OUT_ROWS // (behind * behind))
         checks = {
-            name: tokenise(tokenizer, held_out, name, recipe.max_tokens, per_name)
+            name: tokenise_pieces(tokenizer, held_out, name, recipe.max_tokens, per_name)
             for name in attributes
         }
         groups = (
             [attributes] if recipe.objective == "contrastive" else [(name,) for name in attributes]
         )
-        firsts = _firsts(network, tokenizer, start, task, recipe, texts, before)
+        firsts = _start_values(network, tokenizer, start, task, recipe, texts, before)
         jobs = [
-            Job(
+            PrefixTraining(
                 network,
                 start,
                 shape,
                 recipe,
                 group,
-                Examples.of([texts[name] for name in group]),
-                Examples.of([checks[name] for name in group]),
+                TrainingTexts.of([texts[name] for name in group]),
+                TrainingTexts.of([checks[name] for name in group]),
                 states / f"{'-'.join(group)}.pt",
                 None if firsts is None else torch.stack([firsts[name] for name in group], dim=1),
             )
@@ -536,26 +536,26 @@ def train_set(
         print(_announcement(jobs, recipe), file=sys.stderr)
         if recipe.shared:
             each = -(-recipe.shared // len(attributes))
-            together = Job(
+            together = PrefixTraining(
                 network,
                 start,
                 shape,
                 recipe.model_copy(update={"objective": "mle"}),
                 ("shared",),
-                Examples.of([[text for name in attributes for text in texts[name][:each]]]),
-                Examples.of(
+                TrainingTexts.of([[text for name in attributes for text in texts[name][:each]]]),
+                TrainingTexts.of(
                     [
                         [
                             text
                             for name in attributes
-                            for text in checks[name][: CHECK_ROWS // len(attributes)]
+                            for text in checks[name][: HELD_OUT_ROWS // len(attributes)]
                         ]
                     ]
                 ),
                 states / ".shared.pt",
                 None if firsts is None else firsts[attributes[0]][:, None],
             )
-            _run(together, f"{task.name} shared start")
+            _train(together, f"{task.name} shared start")
             for job in jobs:
                 job.begin(together.best.expand(-1, len(job.attributes), -1, -1, -1, -1))
         made = []
@@ -563,7 +563,7 @@ def train_set(
             if all(prefix_files(out, name)[1].is_file() for name in job.attributes):
                 made += [load_prefix(out, name) for name in job.attributes]
                 continue
-            _run(job, f"{task.name} {recipe.objective} {' '.join(job.attributes)}")
+            _train(job, f"{task.name} {recipe.objective} {' '.join(job.attributes)}")
             for i, name in enumerate(job.attributes):
                 card = PrefixCard(
                     attribute=name,
@@ -574,7 +574,7 @@ def train_set(
                     shape=shape,
                     shifted=recipe.shifted,
                     origin="trained",
-                    training=Training(
+                    training=TrainingRecord(
                         recipe=recipe.model_dump(mode="json"),
                         started_from=before[name].card.sha256 if before else None,
                         data=tuple(corpus.summary for corpus in corpora),
@@ -589,7 +589,7 @@ def train_set(
                     ),
                 )
                 made.append(save_prefix(SoftPrefix(job.best[0, i], job.best[1, i], card), out))
-        write_text(out / PLAN, json.dumps(plan, indent=1))
+        write_text(out / PLAN_FILE, json.dumps(plan, indent=1))
         remove_folder(states)
         return made
 
@@ -621,7 +621,7 @@ def check_context(
     check_one_side(short_context(network.config), 0, slots + 1 + max_tokens, what)
 
 
-def tokenise(
+def tokenise_pieces(
     tokenizer: PreTrainedTokenizerBase,
     corpora: Sequence[Corpus],
     attribute: str,
@@ -632,7 +632,7 @@ def tokenise(
     second of those that have one, ..."""
     by_corpus = [corpus.texts.get(attribute, ()) for corpus in corpora]
     texts = [text for each in zip_longest(*by_corpus) for text in each if text is not None]
-    waiting = [pieces(text, tokenizer, max_tokens) for text in texts]
+    waiting = [split_pieces(text, tokenizer, max_tokens) for text in texts]
     kept: list[list[int]] = []
     while waiting:
         going = []
@@ -648,7 +648,7 @@ def tokenise(
     return kept
 
 
-def _firsts(
+def _start_values(
     network: Any,
     tokenizer: PreTrainedTokenizerBase,
     start: Sequence[int],
@@ -674,17 +674,17 @@ def _firsts(
             for name, found in texts.items()
         }
     return {
-        name: read_start(network, start, ids, recipe.slots, recipe.shifted).float()
+        name: text_keys_and_values(network, start, ids, recipe.slots, recipe.shifted).float()
         for name, ids in read.items()
     }
 
 
-def _run(job: Job, label: str) -> None:
+def _train(job: PrefixTraining, label: str) -> None:
     with progress_bar(job.total, label, "step") as bar:
         job.run(bar)
 
 
-def _announcement(jobs: Sequence[Job], recipe: TrainingRecipe) -> str:
+def _announcement(jobs: Sequence[PrefixTraining], recipe: TrainingRecipe) -> str:
     """What is about to be trained and how long it takes, from one forward and backward pass that
     changes nothing."""
     job = jobs[0]
@@ -715,27 +715,27 @@ def _is_finished(out: Path, attributes: Sequence[str], plan: Mapping[str, Any]) 
     if (out / ".training").exists() or not all(file.is_file() for file in files):
         return False
     with suppress(OSError, ValueError):
-        before = parse_json(read_text(out / PLAN))
+        before = parse_json(read_text(out / PLAN_FILE))
         return bool(before == json.loads(json.dumps(plan)))
     return False
 
 
 @contextmanager
-def _opened(out: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
+def _locked_checkpoints(out: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
     """The folder of a set's checkpoints, which other processes stay out of; the same plan resumes,
     another one is refused."""
-    states = _open(out, plan)
+    states = _checkpoint_folder(out, plan)
     if states.is_symlink():
         raise PrefixError(f"{states} is a link, which is not followed; remove it")
-    with open(states / "lock", "w", opener=no_link) as lock:
-        if not held(lock):
+    with open(states / "lock", "w", opener=refuse_link) as lock:
+        if not try_lock(lock):
             raise PrefixError(
                 f"{out} is being trained by another process; wait for it, or choose another --out"
             )
         yield states
 
 
-def _open(out: Path, plan: Mapping[str, Any]) -> Path:
+def _checkpoint_folder(out: Path, plan: Mapping[str, Any]) -> Path:
     states = out / ".training"
     if not (states / "plan.json").exists():
         if out.exists() and any(each != states for each in out.iterdir()):

@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import check_file, is_page, parse_json, read_text, write_text
+from lapa2_interp._util.files import check_regular_file, is_html, parse_json, read_text, write_text
 from lapa2_interp._util.page import embedded, template
 from lapa2_interp._util.plots import COLOURS
 from lapa2_interp.attention.tables import branch_name, pooled
@@ -46,7 +46,12 @@ from lapa2_interp.paper.results import read_gallery
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.score import score_notes
 from lapa2_interp.runs.store import STATES, FinishedCell, Run
-from lapa2_interp.scoring.tables import APART, KEYS, shown_scores, told_keys
+from lapa2_interp.scoring.tables import (
+    CELL_COLUMNS,
+    EXTRA_CELL_COLUMNS,
+    format_scores,
+    varying_columns,
+)
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -127,7 +132,7 @@ def write_report(run: Run, tables: Path | None = None, out: Path | None = None) 
     file = run.home / "report.html" if out is None else out
     if file.is_dir():
         raise RunError(f"--out {file} is a folder; give a file, such as {file / 'report.html'}")
-    if not is_page(file):
+    if not is_html(file):
         raise RunError(
             f"the name of a page ends in .html; found --out {file.name}, give"
             f" {file.with_suffix('.html').name}"
@@ -303,7 +308,7 @@ def _scores(run: Run, folder: Path) -> list[dict[str, Any]]:
 
 
 def _scores_in(run: Run, folder: Path) -> dict[str, Any]:
-    words = dict.fromkeys((*KEYS, *APART, "metric", "scorer", "why"), str)
+    words = dict.fromkeys((*CELL_COLUMNS, *EXTRA_CELL_COLUMNS, "metric", "scorer", "why"), str)
     try:
         table, differences = (
             pd.read_csv(
@@ -314,7 +319,7 @@ def _scores_in(run: Run, folder: Path) -> dict[str, Any]:
             )
             for name in ("table.csv", "differences.csv")
         )
-        shown, notes = shown_scores(table, differences), score_notes(table, differences)
+        shown, notes = format_scores(table, differences), score_notes(table, differences)
         figures = [
             _differences(str(metric), str(scorer), part)
             for (metric, scorer), part in differences.groupby(["metric", "scorer"], sort=False)
@@ -342,7 +347,7 @@ def _scores_in(run: Run, folder: Path) -> dict[str, Any]:
 
 def _differences(metric: str, scorer: str, part: pd.DataFrame) -> dict[str, Any]:
     """A metric's differences against the baseline, drawn on one scale."""
-    keys = told_keys(part)
+    keys = varying_columns(part)
     least, most = _scale(part[["low", "high", "difference"]].assign(zero=0.0))
     rows = []
     for row in _records(part):
@@ -412,7 +417,7 @@ def _pairs(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
     """The pairs of task and method in an item; its table for reading lacks a column that is the
     same everywhere."""
     try:
-        check_file(file)
+        check_regular_file(file)
         table = pd.read_csv(
             file, keep_default_na=False, dtype=str, usecols=lambda column: column in names
         )

@@ -22,8 +22,8 @@ from lapa2_interp._util.errors import (
     AugmentationError,
     GridError,
     Lapa2Error,
-    first_problem,
     unknown_choice,
+    validation_message,
 )
 from lapa2_interp._util.files import parse_toml, read_text
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, normalize_augmentations
@@ -33,7 +33,7 @@ from lapa2_interp.methods.base import Method
 from lapa2_interp.methods.registry import find, for_task, load_task
 from lapa2_interp.models.card import ModelClass
 from lapa2_interp.models.machine import AUTO, DtypeOrAuto, faster_dtype
-from lapa2_interp.tasks.task import Attribute, Prompts, Task, more_prompts, read_prompts
+from lapa2_interp.tasks.task import Attribute, Prompts, Task, extra_prompts, read_prompts
 
 EXAMPLE = """description = "does a descriptive prefix hold longer?"
 model = "smollm2-135m"           # keys up here hold for every block
@@ -269,7 +269,9 @@ def _resolve(
         if block.dtype == AUTO:
             block = block.model_copy(update={"dtype": auto(block.model)})
     except ValidationError as error:
-        raise GridError(f"{where}: {first_problem(error, FORMS, Block.model_fields)}") from None
+        raise GridError(
+            f"{where}: {validation_message(error, FORMS, Block.model_fields)}"
+        ) from None
     try:
         task = _task(block, needs)
         given = {"name": block.method} if isinstance(block.method, str) else dict(block.method)
@@ -295,7 +297,7 @@ def _task(block: Block, needs: list[str]) -> Task:
             prompts = task.prompts.texts
         case int(n):
             own = task.prompts.texts
-            prompts = (*own, *(text for text in more_prompts(task.name) if text not in own))[:n]
+            prompts = (*own, *(text for text in extra_prompts(task.name) if text not in own))[:n]
         case FromFile(file=file, n=n, what=what) if not Path(file).is_file():
             needs.append(f"no file {file} ({n} prompts: {what}) in the folder you are in")
             prompts = tuple(

@@ -29,20 +29,20 @@ from lapa2_interp._util.errors import (
     Lapa2Error,
     RunError,
     TraceError,
-    first_problem,
     pluralize,
     unknown_choice,
+    validation_message,
 )
 from lapa2_interp._util.files import (
-    ASIDE,
-    check_file,
+    TEMPORARY_PREFIX,
+    atomic_folder,
     check_name,
-    check_own,
+    check_regular_file,
     is_damage,
-    new_folder,
     parse_json,
     read_text,
-    whole_folder,
+    refuse_foreign_files,
+    result_folder,
     with_checksums,
     without_checksums,
     write_netcdf,
@@ -150,7 +150,7 @@ def read_file(folder: Path, name: str) -> Any:
     file = folder / name
     try:
         read_manifest(folder, check=[name])
-        check_file(file)
+        check_regular_file(file)
         if name == TRACE:
             return read_trace(file)
         found = pd.read_parquet(file)
@@ -490,7 +490,7 @@ class Run:
         Raises:
             RunError: The folder is finished, is something else, or cannot be written.
         """
-        with new_folder(Path(folder), force, is_finished_run) as fresh:
+        with result_folder(Path(folder), force, is_finished_run) as fresh:
             write_run(fresh, self)
         return load_run(folder)
 
@@ -566,7 +566,7 @@ def write_run(folder: Path, run: Run) -> None:
     for cell in run.plan.values():
         write_plan(folder, cell)
     for key in run.finished:
-        with whole_folder(folder / "cells" / key) as place:
+        with atomic_folder(folder / "cells" / key) as place:
             write_cell(place, run.cell(key))
     write_listing(folder, run.listing)
 
@@ -593,7 +593,7 @@ def read_plan(folder: Path, key: str) -> Cell:
     except IsADirectoryError as error:
         raise DamagedError(f"{file} is a folder; remove it") from error
     except (ValueError, Lapa2Error) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
         raise DamagedError(f"{file} is damaged or of another version: {reason}") from error
     if cell.key != key:
         raise DamagedError(
@@ -625,7 +625,7 @@ def is_whole(folder: Path, cell: Cell) -> bool:
     ]
     try:
         for each in files:
-            check_file(each)
+            check_regular_file(each)
         stamps = tuple((each.stat().st_size, each.stat().st_mtime_ns) for each in files)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
@@ -657,15 +657,16 @@ def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int]
 
 
 OWN = (
-    LISTING, "plan", "cells", "parts", "failed", ".lock", f"{ASIDE}*", "view.html", "report.html",
-    "scores",
+    LISTING, "plan", "cells", "parts", "failed", ".lock", f"{TEMPORARY_PREFIX}*", "view.html",
+    "report.html", "scores",
     MANIFEST, SAMPLES, TRACE,
 )  # fmt: skip
 """What is in the folder of a run."""
 
 
 def is_finished_run(folder: Path) -> bool:
-    """Whether a folder is a run that a command may replace when it is told to (`files.new_folder`).
+    """Whether a folder is a run that a command may replace when it is told to
+    (`files.result_folder`).
 
     Raises:
         RunError: It is a run that a sweep has not finished, or is filling; or it holds something
@@ -673,7 +674,7 @@ def is_finished_run(folder: Path) -> bool:
     """
     if not is_run(folder):
         return False
-    check_own(folder, OWN)
+    refuse_foreign_files(folder, OWN)
     if (folder / LISTING).is_file():
         with locked(folder):
             pass
@@ -779,8 +780,8 @@ def read_listing(folder: Path) -> Listing:
         return Listing.model_validate(raw)
     except ValidationError as error:
         raise DamagedError(
-            f"{file} is damaged or of another version: {first_problem(error)}; if it is damaged,"
-            f" {WRITES_ANEW}"
+            f"{file} is damaged or of another version: {validation_message(error)}; if it is"
+            f" damaged, {WRITES_ANEW}"
         ) from error
 
 
@@ -800,7 +801,7 @@ def _lone(folder: Path) -> Run:
             cell = _cell_of(manifest, str(arm), str(attribute))
             cell.variant  # noqa: B018
         except (Lapa2Error, ValidationError, KeyError) as error:
-            reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
             raise RunError(f"{folder / MANIFEST}: {reason}") from error
         key = manifest.cell or cell.key
         trace = None

@@ -41,16 +41,22 @@ from lapa2_interp.models.card import check_weights_read, short_context
 from lapa2_interp.models.load import load_transformers, move
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.scoring.trained import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
+from lapa2_interp.scoring.trained import (
+    SHIPPED_WEIGHTS,
+    ScorerCard,
+    TaskScorer,
+    ToxicityScorer,
+    load_card,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ADAPTER = "-adapter.safetensors"
+ADAPTER_ENDING = "-adapter.safetensors"
 """What follows the task in the name of an adapter's file."""
-LONGEST = 128
+LONGEST_WINDOW = 128
 """Tokens of the longest window, BOS left out."""
-AT_ONCE = 4096
+TOKENS_AT_ONCE = 4096
 """Padded tokens that are read at once."""
 
 
@@ -71,7 +77,7 @@ class AdapterRecipe(BaseModel):
     """Texts of each corpus in a pass, at most."""
     shortest: int = Field(8, ge=1)
     """Tokens of the shortest drawn window; the longest has `LONGEST`."""
-    tokens_per_batch: int = Field(1024, ge=LONGEST)
+    tokens_per_batch: int = Field(1024, ge=LONGEST_WINDOW)
     """Padded tokens of a batch, at most."""
     lr: float = Field(2e-4, gt=0)
     """Highest learning rate of the adapters."""
@@ -92,12 +98,12 @@ class AdapterRecipe(BaseModel):
                 f"first must be below layers, {self.layers}, so that a layer has adapters; found"
                 f" {self.first}"
             )
-        if self.shortest > LONGEST:
-            raise ValueError(f"shortest must be at most {LONGEST}, found {self.shortest}")
+        if self.shortest > LONGEST_WINDOW:
+            raise ValueError(f"shortest must be at most {LONGEST_WINDOW}, found {self.shortest}")
         return self
 
 
-class AdapterCard(Card):
+class AdapterCard(ScorerCard):
     """What an adapter scorer is and what it reaches."""
 
     base: str
@@ -111,7 +117,7 @@ class AdapterCard(Card):
     """Time of the training."""
 
 
-class Reader(nn.Module):
+class AdapterNetwork(nn.Module):
     """The lower layers of a language model, and a head on [mean | last] of their states.
 
     Args:
@@ -136,10 +142,10 @@ class Reader(nn.Module):
             raise ScoringError(
                 f"--layers must be at most {len(base.layers)}, the model's; found {layers}"
             )
-        if (short := short_context(base.config) or LONGEST + 1) <= LONGEST:
+        if (short := short_context(base.config) or LONGEST_WINDOW + 1) <= LONGEST_WINDOW:
             raise ScoringError(
-                f"adapters read {LONGEST} tokens behind BOS in one pass, and beyond {short} this"
-                f" model has other rotary factors (longrope); give another, such as {SMOLLM2}"
+                f"adapters read {LONGEST_WINDOW} tokens behind BOS in one pass, and beyond {short}"
+                f" this model has other rotary factors (longrope); give another, such as {SMOLLM2}"
             )
         network.set_attn_implementation("sdpa")
         base.layers = base.layers[:layers]
@@ -173,34 +179,35 @@ class Reader(nn.Module):
         return self.head(torch.cat([mean, states[rows, lengths]], dim=1))
 
 
-def open_reader(
+def load_adapter_network(
     base: str, layers: int, labels: int, device: str | None = None
-) -> tuple[Reader, PreTrainedTokenizerBase, str]:
+) -> tuple[AdapterNetwork, PreTrainedTokenizerBase, str]:
     """A reader with an empty head, its tokenizer, and where the base's weights come from."""
     network, tokenizer, weights = load_transformers(base)
     check_weights_read(network, "adapters are added to")
-    reader = Reader(network, layers, labels).requires_grad_(False)
+    reader = AdapterNetwork(network, layers, labels).requires_grad_(False)
     move(reader, device)
     return reader.eval(), tokenizer, weights
 
 
-def token_rows(
+def padded_rows(
     texts: Sequence[Sequence[int]], start: int, device: Any
 ) -> tuple[Int[Tensor, "text slot"], Int[Tensor, " text"]]:
-    """Token ids behind BOS, right-padded with it, and their lengths, as a `Reader` takes them."""
+    """Token ids behind BOS, right-padded with it, and their lengths, as a `AdapterNetwork` takes
+    them."""
     width = max(map(len, texts))
     rows = [[start, *text, *[start] * (width - len(text))] for text in texts]
     return torch.tensor(rows, device=device), torch.tensor([len(t) for t in texts], device=device)
 
 
-def windows_of(ids: Sequence[int]) -> list[Sequence[int]]:
+def split_windows(ids: Sequence[int]) -> list[Sequence[int]]:
     """Token ids in the fewest windows of at most `LONGEST`, whose lengths differ by 1 at most."""
-    count = -(-len(ids) // LONGEST)
+    count = -(-len(ids) // LONGEST_WINDOW)
     edges = [len(ids) * i // count for i in range(count + 1)]
     return [ids[first:stop] for first, stop in pairwise(edges)]
 
 
-def beginnings(windows: Sequence[Sequence[int]]) -> list[list[int]]:
+def group_by_beginning(windows: Sequence[Sequence[int]]) -> list[list[int]]:
     """Numbers of windows in groups: each window of a group is the beginning of the next one."""
     groups: list[list[int]] = []
     for i in sorted(range(len(windows)), key=lambda i: tuple(windows[i])):
@@ -212,7 +219,7 @@ def beginnings(windows: Sequence[Sequence[int]]) -> list[list[int]]:
     return groups
 
 
-def batches_of(
+def batch_by_tokens(
     lengths: Sequence[int] | Int[np.ndarray, " text"], budget: int
 ) -> Iterator[list[int]]:
     """Numbers of texts, in order, in batches of at most `budget` padded tokens (one text at
@@ -230,10 +237,10 @@ def batches_of(
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterClassifier:
     """A reader whose adapters are part of its weights."""
 
-    reader: Reader
+    reader: AdapterNetwork
     tokenizer: PreTrainedTokenizerBase
 
     @torch.no_grad()
@@ -243,17 +250,19 @@ class Adapter:
         for owner, ids in enumerate(
             self.tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
         ):
-            for window in windows_of(ids):
+            for window in split_windows(ids):
                 windows.append(window)
                 owners.append(owner)
         start, device = text_markers(self.tokenizer).start, self.reader.head.weight.device
         sums = np.zeros((len(texts), self.reader.head.out_features))
         tokens = np.zeros(len(texts))
-        groups = sorted(beginnings(windows), key=lambda group: len(windows[group[-1]]))
+        groups = sorted(group_by_beginning(windows), key=lambda group: len(windows[group[-1]]))
         with prepacked(self.reader.base):
-            for batch in batches_of([len(windows[group[-1]]) for group in groups], AT_ONCE):
+            for batch in batch_by_tokens(
+                [len(windows[group[-1]]) for group in groups], TOKENS_AT_ONCE
+            ):
                 chosen = [groups[i] for i in batch]
-                ids, _ = token_rows([windows[group[-1]] for group in chosen], start, device)
+                ids, _ = padded_rows([windows[group[-1]] for group in chosen], start, device)
                 read = [(i, row) for row, group in enumerate(chosen) for i in group]
                 lengths, rows = (
                     torch.tensor(each, device=device)
@@ -290,7 +299,7 @@ def save_adapter(
         .contiguous()
         for name, value in tensors.items()
     }
-    file = folder / f"{task}{ADAPTER}"
+    file = folder / f"{task}{ADAPTER_ENDING}"
     with atomic_write(file) as fresh:
         save_file(kept, fresh)
     card = AdapterCard(
@@ -303,18 +312,18 @@ def save_adapter(
     return card
 
 
-def adapter_card(task: str, folder: Path = WEIGHTS) -> AdapterCard:
+def adapter_card(task: str, folder: Path = SHIPPED_WEIGHTS) -> AdapterCard:
     """The card of a task's adapter.
 
     Raises:
         ScoringError: There is none for the task, or its files are damaged.
     """
-    return load_card(AdapterCard, "adapter", task, folder, ADAPTER)
+    return load_card(AdapterCard, "adapter", task, folder, ADAPTER_ENDING)
 
 
 def load_adapter(
-    task: str, folder: Path = WEIGHTS, device: str | None = None
-) -> tuple[Adapter, AdapterCard]:
+    task: str, folder: Path = SHIPPED_WEIGHTS, device: str | None = None
+) -> tuple[AdapterClassifier, AdapterCard]:
     """A task's adapter, added to the weights of its base, and its card.
 
     Args:
@@ -325,8 +334,10 @@ def load_adapter(
             weights than it was trained on.
     """
     card = adapter_card(task, folder)
-    file, recipe = folder / f"{task}{ADAPTER}", card.recipe
-    reader, tokenizer, weights = open_reader(card.base, recipe.layers, len(card.labels), device)
+    file, recipe = folder / f"{task}{ADAPTER_ENDING}", card.recipe
+    reader, tokenizer, weights = load_adapter_network(
+        card.base, recipe.layers, len(card.labels), device
+    )
     if weights != card.base_weights:
         raise ScoringError(
             f"{file} belongs to {card.base} with {card.base_weights}; found {weights}: train it"
@@ -353,11 +364,11 @@ def load_adapter(
             f"{file} has a tensor {next(iter(stored))!r} that belongs to no layer; train it again:"
             " `lapa2 scorers train`"
         )
-    return Adapter(reader, tokenizer), card
+    return AdapterClassifier(reader, tokenizer), card
 
 
 @lru_cache(maxsize=1)
-def _shared(task: str, folder: Path, _sha256: str, device: str | None) -> Adapter:
+def _cached_adapter(task: str, folder: Path, _sha256: str, device: str | None) -> AdapterClassifier:
     """The adapter that scorers share: accuracy and masked are by the same."""
     return load_adapter(task, folder, device)[0]
 
@@ -378,13 +389,17 @@ class AdapterScorer(TaskScorer):
     batch_size = 256
     by_length = False
 
-    def __init__(self, task: str, folder: Path = WEIGHTS, device: str | None = None) -> None:
+    def __init__(
+        self, task: str, folder: Path = SHIPPED_WEIGHTS, device: str | None = None
+    ) -> None:
         card = adapter_card(task, folder)
-        super().__init__(card, lambda: _shared(task, folder, card.sha256, device), "adapter")
+        super().__init__(
+            card, lambda: _cached_adapter(task, folder, card.sha256, device), "adapter"
+        )
 
 
-class AdapterToxicity(ToxicityOf):
+class AdapterToxicity(ToxicityScorer):
     """P(toxic) of the detox adapter."""
 
-    def __init__(self, folder: Path = WEIGHTS, device: str | None = None) -> None:
+    def __init__(self, folder: Path = SHIPPED_WEIGHTS, device: str | None = None) -> None:
         super().__init__(AdapterScorer("detox", folder, device))

@@ -1,7 +1,7 @@
 """Train adapter scorers (`adapter`) with peft.
 
 1. A pass draws at most `per_pass` texts of each corpus, another part of it in each pass. Of each
-   text it reads one window (`window_of`), since generations are short and end anywhere.
+   text it reads one window (`draw_window`), since generations are short and end anywhere.
 2. The loss is the soft cross-entropy against each text's shares of the labels, times the text's
    weight. Every text counts alike in it, whatever batch it is in.
 3. AdamW, linear warm-up and decay, clipped gradients. Batches hold texts of similar length.
@@ -31,37 +31,37 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import ScoringError, first_problem
+from lapa2_interp._util.errors import ScoringError, validation_message
 from lapa2_interp._util.files import read_checkpoint, temporary_folder, write_checkpoint
 from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.scoring.adapter import (
-    ADAPTER,
-    LONGEST,
+    ADAPTER_ENDING,
+    LONGEST_WINDOW,
     AdapterCard,
+    AdapterNetwork,
     AdapterRecipe,
     AdapterScorer,
-    Reader,
-    batches_of,
-    open_reader,
+    batch_by_tokens,
+    load_adapter_network,
+    padded_rows,
     save_adapter,
-    token_rows,
 )
 from lapa2_interp.scoring.training import (
-    Graded,
+    GradedTexts,
     check_labels,
-    data_lines,
-    held_out,
+    describe_data,
+    label_shares,
+    measure_held_out,
     read_data,
-    shares_of,
 )
 from lapa2_interp.tasks.corpora import Corpus
 
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a layer that have adapters."""
-KEEP_EVERY = 180.0
+SAVE_EVERY = 180.0
 """Seconds between checkpoints."""
 BLOCK = 16
 """Batches, about, whose texts are sorted by length together."""
@@ -73,7 +73,7 @@ CUT_SHORT, LEAST_LEFT = 1 / 3, 4
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightedTexts:
     """The tokenised texts of one corpus.
 
     Attributes:
@@ -88,7 +88,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Pass:
+class TrainingPass:
     """The windows of one pass, and their order.
 
     Attributes:
@@ -106,7 +106,7 @@ class Pass:
         return sum(map(len, self.windows))
 
 
-def window_of(
+def draw_window(
     ids: Int[np.ndarray, " token"], shortest: int, rng: np.random.Generator
 ) -> Int[np.ndarray, " part"]:
     """The part of a text that is read in a pass.
@@ -115,7 +115,7 @@ def window_of(
     this length, from its beginning (probability 1/2) or from anywhere. A text that is not longer is
     read whole, but one in three is cut after a token, at least 4 tokens from its beginning.
     """
-    length = round(math.exp(rng.uniform(math.log(shortest), math.log(LONGEST))))
+    length = round(math.exp(rng.uniform(math.log(shortest), math.log(LONGEST_WINDOW))))
     if len(ids) > length:
         first = 0 if rng.random() < 0.5 else int(rng.integers(len(ids) - length + 1))
         return ids[first : first + length]
@@ -124,7 +124,7 @@ def window_of(
     return ids
 
 
-def drawn(n: int, per_pass: int, number: int, seed: Sequence[int]) -> list[int]:
+def draw_texts(n: int, per_pass: int, number: int, seed: Sequence[int]) -> list[int]:
     """The texts of a pass: the next `per_pass` of an endless row of shuffled corpora."""
     count = min(n, per_pass)
     chosen: list[int] = []
@@ -136,13 +136,13 @@ def drawn(n: int, per_pass: int, number: int, seed: Sequence[int]) -> list[int]:
     return chosen
 
 
-def make_pass(sources: Sequence[Source], recipe: AdapterRecipe, number: int) -> Pass:
+def make_pass(sources: Sequence[WeightedTexts], recipe: AdapterRecipe, number: int) -> TrainingPass:
     """A pass's windows, in batches of similar length and random order."""
     windows, shares, weights = [], [], []
     rng = np.random.default_rng([recipe.seed, 1, number])
     for i, source in enumerate(sources):
-        for text in drawn(len(source.texts), recipe.per_pass, number, (recipe.seed, 2, i)):
-            windows.append(window_of(source.texts[text], recipe.shortest, rng))
+        for text in draw_texts(len(source.texts), recipe.per_pass, number, (recipe.seed, 2, i)):
+            windows.append(draw_window(source.texts[text], recipe.shortest, rng))
             shares.append(source.shares[text])
             weights.append(source.weight)
     order = rng.permutation(len(windows))
@@ -151,16 +151,16 @@ def make_pass(sources: Sequence[Source], recipe: AdapterRecipe, number: int) -> 
     batches = []
     for first in range(0, len(order), size):
         block = sorted(order[first : first + size], key=lambda t: len(windows[t]))
-        for batch in batches_of([len(windows[t]) for t in block], recipe.tokens_per_batch):
+        for batch in batch_by_tokens([len(windows[t]) for t in block], recipe.tokens_per_batch):
             batches.append([int(block[t]) for t in batch])
     mixed = [batches[t] for t in rng.permutation(len(batches))]
-    return Pass(windows, np.array(shares), np.array(weights), mixed)
+    return TrainingPass(windows, np.array(shares), np.array(weights), mixed)
 
 
 # --- the training
 
 
-class Training:
+class AdapterTraining:
     """One training: a reader with peft's adapters, its optimiser, and where it stands.
 
     Attributes:
@@ -170,9 +170,9 @@ class Training:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: AdapterNetwork,
         start: int,
-        sources: Sequence[Source],
+        sources: Sequence[WeightedTexts],
         recipe: AdapterRecipe,
         checkpoint: Path,
         plan: dict[str, Any],
@@ -222,8 +222,8 @@ class Training:
                     self.seconds += perf_counter() - began
                     bar.update(read)
                     bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-                    if perf_counter() - kept > KEEP_EVERY or self.step == self.total:
-                        self.keep()
+                    if perf_counter() - kept > SAVE_EVERY or self.step == self.total:
+                        self.save()
                         kept = perf_counter()
             first += steps
 
@@ -241,9 +241,11 @@ class Training:
             seconds = perf_counter() - began
         return sum(len(now.windows[t]) for t in batch) / seconds
 
-    def loss(self, now: Pass, batch: Sequence[int]) -> Float[Tensor, ""]:
+    def loss(self, now: TrainingPass, batch: Sequence[int]) -> Float[Tensor, ""]:
         """Weighted soft cross-entropy, over the texts of a mean batch."""
-        ids, lengths = token_rows([now.windows[t].tolist() for t in batch], self.start, self.device)
+        ids, lengths = padded_rows(
+            [now.windows[t].tolist() for t in batch], self.start, self.device
+        )
         bf16 = self.recipe.dtype == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             logits = self.reader(ids, lengths)
@@ -254,7 +256,7 @@ class Training:
         each = -(shares * logits.float().log_softmax(1)).sum(1)
         return (weights * each).sum() * len(now.batches) / float(now.weights.sum())
 
-    def _train_step(self, now: Pass, batch: Sequence[int]) -> tuple[float, int]:
+    def _train_step(self, now: TrainingPass, batch: Sequence[int]) -> tuple[float, int]:
         """The step's mean loss, over the weights of its texts, and its tokens."""
         warm = max(1, round(self.recipe.warmup * self.total))
         rate = min((self.step + 1) / warm, (self.total - self.step) / max(1, self.total - warm))
@@ -276,7 +278,7 @@ class Training:
         share = float(now.weights[list(batch)].sum() / now.weights.sum()) * len(now.batches)
         return loss.item() / share, read
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Write the checkpoint."""
         state = {
             "plan": self.plan,
@@ -326,20 +328,20 @@ class Training:
         return found
 
 
-def add_adapters(reader: Reader, recipe: AdapterRecipe) -> None:
+def add_adapters(reader: AdapterNetwork, recipe: AdapterRecipe) -> None:
     """Put peft's adapters around a reader's linear layers; they and the head alone want gradients.
 
     Raises:
         ScoringError: peft is missing.
     """
-    peft = _peft()
+    peft = _import_peft()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         peft.inject_adapter_in_model(
             peft.LoraConfig(
                 r=recipe.rank,
                 lora_alpha=recipe.alpha,
-                target_modules=list(PARTS),
+                target_modules=list(ADAPTED_LAYERS),
                 layers_to_transform=list(range(recipe.first, recipe.layers)),
             ),
             reader,
@@ -347,7 +349,7 @@ def add_adapters(reader: Reader, recipe: AdapterRecipe) -> None:
     reader.head.requires_grad_(True)
 
 
-def _peft() -> Any:
+def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
@@ -368,8 +370,8 @@ def train_adapter(
     folder: Path,
     recipe: AdapterRecipe,
     *,
-    graded: Sequence[tuple[Graded, float]] = (),
-    graded_tests: Sequence[Graded] = (),
+    graded: Sequence[tuple[GradedTexts, float]] = (),
+    graded_tests: Sequence[GradedTexts] = (),
     base: str = SMOLLM2,
     device: str | None = None,
 ) -> AdapterCard:
@@ -387,7 +389,7 @@ def train_adapter(
         ScoringError: No text, peft is missing, the folder holds a finished adapter or another
             training, or the loss is not a number.
     """
-    file = folder / f"{task}{ADAPTER}"
+    file = folder / f"{task}{ADAPTER_ENDING}"
     checkpoint = folder / f"{task}-adapter.checkpoint"
     if file.with_suffix(".json").exists():
         checkpoint.unlink(missing_ok=True)  # of a training that was killed when it had ended
@@ -395,7 +397,7 @@ def train_adapter(
     check_labels(labels, bool(graded))
     if not corpora and not graded:
         raise ScoringError("there is no text to train on; give --data")
-    reader, tokenizer, weights = open_reader(base, recipe.layers, len(labels), device)
+    reader, tokenizer, weights = load_adapter_network(base, recipe.layers, len(labels), device)
 
     def tokenised(texts: Sequence[str]) -> list[Int[np.ndarray, " _"]]:
         rows = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
@@ -405,9 +407,9 @@ def train_adapter(
     for corpus, weight in corpora:
         texts = [text for label in labels for text in corpus.texts[label]]
         shares = np.repeat(np.eye(len(labels)), [len(corpus.texts[k]) for k in labels], axis=0)
-        sources.append(Source(tokenised(texts), shares, weight))
+        sources.append(WeightedTexts(tokenised(texts), shares, weight))
     for each, weight in graded:
-        sources.append(Source(tokenised(each.texts), shares_of(each, labels), weight))
+        sources.append(WeightedTexts(tokenised(each.texts), label_shares(each, labels), weight))
     plan = {
         "task": task,
         "labels": list(labels),
@@ -417,12 +419,12 @@ def train_adapter(
         + [[each.sha256, weight] for each, weight in graded],
     }
     start = text_markers(tokenizer).start
-    training = Training(reader, start, sources, recipe, checkpoint, plan)
+    training = AdapterTraining(reader, start, sources, recipe, checkpoint, plan)
     training.resume()
-    _train(training, task)
+    _train_to_end(training, task)
     facts: dict[str, Any] = {
         "labels": tuple(labels),
-        "data": data_lines(corpora, graded),
+        "data": describe_data(corpora, graded),
         "examples": sum(len(source.texts) for source in sources),
         "versions": {
             "lapa2_interp": __version__,
@@ -440,13 +442,13 @@ def train_adapter(
     with temporary_folder(folder) as beside:
         save_adapter(tensors, beside, task, held_out=(), **facts)
         scorer = AdapterScorer(task, beside, device)
-        reached = held_out(scorer, tests, graded_tests)
+        reached = measure_held_out(scorer, tests, graded_tests)
     card = save_adapter(tensors, folder, task, held_out=reached, **facts)
     checkpoint.unlink()
     return card
 
 
-def _train(training: Training, task: str) -> None:
+def _train_to_end(training: AdapterTraining, task: str) -> None:
     tokens = sum(tokens for _, tokens in training.sizes)
     if training.step < training.total:
         rate = training.rate()
@@ -488,8 +490,8 @@ def make_adapter_files(
     try:
         recipe = AdapterRecipe.model_validate(dict(settings))
     except ValidationError as error:
-        raise ScoringError(first_problem(error)) from error
-    _peft()
+        raise ScoringError(validation_message(error)) from error
+    _import_peft()
     found = read_data(labels, data, test, graded, out)
     return train_adapter(
         task,

@@ -20,12 +20,17 @@ from jaxtyping import Bool, Float, Int, Num
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp.stats import FEW, resampled, tails
-from lapa2_interp.tasks.segmentation import spans
+from lapa2_interp.tasks.segmentation import word_spans
 
-LENGTHS = {"1-15": (0, 16), "16-39": (16, 40), "40-119": (40, 120), "120 and more": (120, np.inf)}
+LENGTH_CLASSES = {
+    "1-15": (0, 16),
+    "16-39": (16, 40),
+    "40-119": (40, 120),
+    "120 and more": (120, np.inf),
+}
 """Classes of length by words, each from one number to before another."""
 BINS = 10
-MIDDLE = 0.5
+POSITIVE_ABOVE = 0.5
 """A text with a higher graded score counts as positive for the AUC."""
 
 Measure = Callable[[Num[np.ndarray, "draw text"]], Float[np.ndarray, " draw"]]
@@ -56,10 +61,10 @@ def agreement(
     Raises:
         ScoringError: No text, or truth that does not fit the columns or is out of range.
     """
-    graded, true, values = _matched(numbers, truth)
-    words = np.array([len(spans(text)) for text in texts])
+    graded, true, values = _match_truth(numbers, truth)
+    words = np.array([len(word_spans(text)) for text in texts])
     rows = []
-    for length, (low, high) in {"all": (0, np.inf), **LENGTHS}.items():
+    for length, (low, high) in {"all": (0, np.inf), **LENGTH_CLASSES}.items():
         chosen = (words >= low) & (words < high)
         if not (n := int(chosen.sum())):
             continue
@@ -67,16 +72,20 @@ def agreement(
         if graded:
             measures = {
                 "Spearman": _spearman(some[:, 0], of_some),
-                "AUC": _auc(some[:, 0], of_some > MIDDLE),
+                "AUC": _auc(some[:, 0], of_some > POSITIVE_ABOVE),
             }
         else:
             measures = {"accuracy": _mean(some.argmax(axis=1) == of_some)}
             if some.shape[1] == 2:
                 measures["AUC"] = _auc(some[:, 1], of_some == 1)
-        measures["calibration error"] = _calibration_error(*_calibrated(graded, some, of_some))
+        measures["calibration error"] = _calibration_error(
+            *_predicted_and_true(graded, some, of_some)
+        )
         for measure, compute in measures.items():
             value = float(compute(np.ones((1, n)))[0])
-            ends = _bounds(compute, value, n, resamples, seed, measure == "calibration error")
+            ends = _bootstrap_interval(
+                compute, value, n, resamples, seed, measure == "calibration error"
+            )
             rows.append((measure, length, value, *ends, n))
     return pd.DataFrame(rows, columns=["measure", "length", "value", "low", "high", "n"])
 
@@ -91,8 +100,8 @@ def calibration(numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]) -
     Raises:
         ScoringError: As `agreement`.
     """
-    graded, true, values = _matched(numbers, truth)
-    predicted, found = _calibrated(graded, values, true)
+    graded, true, values = _match_truth(numbers, truth)
+    predicted, found = _predicted_and_true(graded, values, true)
     rows = []
     for number in np.unique(bins := _bins(predicted)):
         inside = bins == number
@@ -108,13 +117,13 @@ def calibration(numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]) -
     return pd.DataFrame(rows, columns=["from", "to", "prediction", "truth", "n"])
 
 
-def rows_of(table: pd.DataFrame, data: str) -> list[dict[Hashable, Any]]:
+def card_rows(table: pd.DataFrame, data: str) -> list[dict[Hashable, Any]]:
     """The defined rows of a table of `agreement`, as a card holds them."""
     rows = table.dropna(subset="value").assign(data=data).astype(object)
     return rows.where(rows.notna(), None).to_dict("records")
 
 
-def _matched(
+def _match_truth(
     numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]
 ) -> tuple[bool, Num[np.ndarray, " text"], Float[np.ndarray, "text column"]]:
     """Whether the truth is graded; scores or numbers of labels; the scorer's numbers."""
@@ -140,7 +149,7 @@ def _matched(
     return True, scores, values
 
 
-def _calibrated(
+def _predicted_and_true(
     graded: bool, values: Float[np.ndarray, "text column"], true: Num[np.ndarray, " text"]
 ) -> tuple[Float[np.ndarray, " text"], Float[np.ndarray, " text"]]:
     """What is predicted of every text, and what is true of it."""
@@ -149,7 +158,7 @@ def _calibrated(
     return values.max(axis=1), (values.argmax(axis=1) == true).astype(np.float64)
 
 
-def _bounds(
+def _bootstrap_interval(
     compute: Measure, value: float, n: int, resamples: int, seed: int, distance: bool
 ) -> tuple[float, float]:
     """The 95 % interval.

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-LARGEST = 1_000_000
+LARGEST_ANSWER = 1_000_000
 """Bytes of an answer that are read. The rest is cut off, and the answer is malformed then."""
 
 
@@ -58,7 +58,7 @@ class BoundedClient(httpx.Client):
             with closing(super().send(request, **settings)) as response:
                 for part in response.iter_raw():
                     body += part
-                    if len(body) > LARGEST or time.monotonic() > ends:
+                    if len(body) > LARGEST_ANSWER or time.monotonic() > ends:
                         break
             kept = {
                 name: response.headers[name]
@@ -69,7 +69,7 @@ class BoundedClient(httpx.Client):
                 httpx.Response(
                     response.status_code,
                     headers=kept,
-                    content=bytes(body[:LARGEST]),
+                    content=bytes(body[:LARGEST_ANSWER]),
                     request=request,
                 )
             )

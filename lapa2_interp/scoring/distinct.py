@@ -20,11 +20,11 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped
-from lapa2_interp.tasks.segmentation import COUNTING, counted
+from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText
+from lapa2_interp.tasks.segmentation import COUNT_UNIT, words_and_signs
 
 ORDERS = (1, 2, 3)
-REPEATED = 4
+REPETITION_ORDER = 4
 """Words of an n-gram that counts as repeated."""
 
 
@@ -35,8 +35,9 @@ def token_lists(texts: Sequence[str], tokenizer: Any = None) -> tuple[list[list[
     if tokenizer is None:
         numbers: dict[str, int] = {}
         return [
-            [numbers.setdefault(word, len(numbers)) for word in counted(text)] for text in texts
-        ], COUNTING
+            [numbers.setdefault(word, len(numbers)) for word in words_and_signs(text)]
+            for text in texts
+        ], COUNT_UNIT
     return [list(ids) for ids in tokenizer(list(texts)).input_ids], tokenizer.name_or_path or type(
         tokenizer
     ).__name__
@@ -61,16 +62,16 @@ class Repetition(Scorer):
     """1 - distinct n-grams / n-grams of a text, n = 4 words or punctuation marks, in [0, 1)."""
 
     name = "repetition"
-    version = f"{REPEATED} {COUNTING}"
+    version = f"{REPETITION_ORDER} {COUNT_UNIT}"
     columns = ("repetition",)
     batch_size = 2048
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
         lists, _ = token_lists([item.text for item in items])
         scores: list[Score] = []
         for ids in lists:
-            grams = list(zip(*(ids[i:] for i in range(REPEATED)), strict=False))
-            why = Skipped(f"under {REPEATED} words")
+            grams = list(zip(*(ids[i:] for i in range(REPETITION_ORDER)), strict=False))
+            why = SkippedText(f"under {REPETITION_ORDER} words")
             scores.append((1 - len(set(grams)) / len(grams),) if grams else why)
         return scores
 

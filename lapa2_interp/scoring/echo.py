@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
-from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped
-from lapa2_interp.tasks.segmentation import COUNTING, normal, saying
+from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText
+from lapa2_interp.tasks.segmentation import COUNT_UNIT, normalize_text, words_pattern
 from lapa2_interp.tasks.task import Task
 
 NO_WORDS = "its prefix has no word of its own"
@@ -51,23 +51,23 @@ class Echo(Scorer):
     batch_size = 2048
 
     def __init__(self, words: Mapping[str, Sequence[str]]) -> None:
-        self.words = {name: saying(each) if each else None for name, each in words.items()}
+        self.words = {name: words_pattern(each) if each else None for name, each in words.items()}
         own = "; ".join(f"{name}: {' '.join(each)}" for name, each in words.items())
-        self.version = f"{own}, {COUNTING}"
+        self.version = f"{own}, {COUNT_UNIT}"
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
         return [self._score(item) for item in items]
 
-    def _score(self, item: Item) -> Score:
+    def _score(self, item: ScorerInput) -> Score:
         if not item.text.strip():
-            return Skipped("empty text")
+            return SkippedText("empty text")
         if item.attribute not in self.words:
             raise ScoringError(unknown_choice("attribute", item.attribute, self.words))
         own = self.words[item.attribute]
         return (
-            Skipped(NO_WORDS)
+            SkippedText(NO_WORDS)
             if own is None
-            else (float(own.search(normal(item.text)) is not None),)
+            else (float(own.search(normalize_text(item.text)) is not None),)
         )
 
 
@@ -84,25 +84,25 @@ class Masked(Scorer):
     def __init__(self, inner: Scorer, words: Mapping[str, Sequence[str]]) -> None:
         hidden = sorted({word for each in words.values() for word in each})
         self.inner = inner
-        self.hidden = saying(hidden) if hidden else None
+        self.hidden = words_pattern(hidden) if hidden else None
         self.columns, self.classifies = inner.columns, inner.classifies
         self.batch_size = inner.batch_size
         self.by_length = inner.by_length
         self.version = f"{inner.version}, without {' '.join(hidden)}"
 
-    def masked(self, item: Item) -> Item:
+    def masked(self, item: ScorerInput) -> ScorerInput:
         """The item as the classifier sees it."""
-        text = normal(item.text)
+        text = normalize_text(item.text)
         if self.hidden is None or not self.hidden.search(text):
             return item
         return replace(item, text=self.hidden.sub(MASK, text))
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
         if self.hidden is None:
-            return [Skipped(NO_WORDS)] * len(items)
+            return [SkippedText(NO_WORDS)] * len(items)
         return self.inner.score([self.masked(item) for item in items])
 
-    def key(self, item: Item) -> str:
+    def key(self, item: ScorerInput) -> str:
         """The classifier's own key: where a text has none of the words, its score is known."""
         return super().key(item) if self.hidden is None else self.inner.key(self.masked(item))
 

@@ -4,7 +4,7 @@ Evaluation").
 1. `make_sheets` draws texts, hides which arm made them, and writes what annotators get (sheet.html,
    or sheet.csv for those who prefer a spreadsheet) and what the experimenter keeps (key.csv).
 2. Annotators rate every text on three questions from 1 to 5 and send a CSV back.
-3. `read_answers` joins those with the key; `human_table` and `agreement` sum them up.
+3. `read_answers` joins those with the key; `human_table` and `annotator_agreement` sum them up.
 
 The paper: 100 random samples per task, three annotators, mean of 300 ratings per metric.
 """
@@ -25,7 +25,7 @@ from jaxtyping import Float
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.files import atomic_write, read_text
-from lapa2_interp.scoring.tables import within
+from lapa2_interp.scoring.tables import interval_in_range
 from lapa2_interp.stats import FEW, mean_interval, resampled_means, tails
 
 
@@ -86,14 +86,14 @@ HUMAN_RUBRIC = (
 """The paper's rubric, word for word."""
 METRICS = tuple(question.metric for question in HUMAN_RUBRIC)
 LEVELS = (1, 2, 3, 4, 5)
-SHOWN = ("id", "attribute", "prompt", "text")
-COLUMNS = (*SHOWN, *METRICS, "annotator")
+SHEET_COLUMNS = ("id", "attribute", "prompt", "text")
+COLUMNS = (*SHEET_COLUMNS, *METRICS, "annotator")
 """Columns of sheet.csv and of the answers."""
 
-LETTERS = (  # without vowels and digits no id is a word, a date or a number to a spreadsheet
+ID_LETTERS = (  # without vowels and digits no id is a word, a date or a number to a spreadsheet
     "bcdfghjkmnpqrstvwxz"
 )
-GUARDED = r"^'*([ \t\r\n]*[=+\-@＝＋－＠]|[\t\r\n])"
+FORMULA_CELL = r"^'*([ \t\r\n]*[=+\-@＝＋－＠]|[\t\r\n])"
 """Cells a spreadsheet may run as a formula, bare or behind apostrophes: they are written behind one
 more apostrophe."""
 
@@ -125,20 +125,20 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
     """
     if seed < 0:
         raise ScoringError(f"the seed is {seed}; give 0 or more")
-    table = _checked(samples)
+    table = _check_samples(samples)
     rng = np.random.default_rng(seed)
-    drawn = _draw(table, n, rng)
+    drawn = _draw_texts(table, n, rng)
     shuffled = drawn.iloc[rng.permutation(len(drawn))].reset_index(drop=True)
     # Ids depend on the texts too: answers to one sheet are unknown to the key of another.
     digest = hashlib.sha256("\0".join(shuffled["text"]).encode("utf-8", "replace")).hexdigest()
-    shuffled.insert(0, "id", _ids(n, np.random.default_rng([seed, int(digest, 16)])))
+    shuffled.insert(0, "id", _random_ids(n, np.random.default_rng([seed, int(digest, 16)])))
     first = ["id", "arm", "prompt", "attribute"]
     key = shuffled[first].join(shuffled.drop(columns=[*first, "unit"]))
-    sheet = key[list(SHOWN)].assign(**dict.fromkeys([*METRICS, "annotator"], ""))
+    sheet = key[list(SHEET_COLUMNS)].assign(**dict.fromkeys([*METRICS, "annotator"], ""))
     files = {
-        "sheet.csv": _csv(sheet),
-        "key.csv": _csv(key),
-        "sheet.html": _form(sheet, digest[:16]),
+        "sheet.csv": _csv_bytes(sheet),
+        "key.csv": _csv_bytes(key),
+        "sheet.html": _html_form(sheet, digest[:16]),
     }
     try:
         for name in ("sheet.csv", "key.csv"):
@@ -157,7 +157,7 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
     return key
 
 
-def _checked(samples: pd.DataFrame) -> pd.DataFrame:
+def _check_samples(samples: pd.DataFrame) -> pd.DataFrame:
     """The samples with an arm, and with the number of the (prompt, attribute, sample) they continue
     as `unit`."""
     table = (samples if "arm" in samples else samples.assign(arm="run")).reset_index(drop=True)
@@ -196,7 +196,7 @@ def _checked(samples: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _draw(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame:
+def _draw_texts(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame:
     """n rows, arms equally often to within one, from units that as many arms as possible have."""
     sizes = table["arm"].value_counts(sort=False)
     if n < len(sizes):
@@ -222,39 +222,39 @@ def _draw(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame
     )
 
 
-def _ids(n: int, rng: np.random.Generator) -> list[str]:
+def _random_ids(n: int, rng: np.random.Generator) -> list[str]:
     """n different random words of five letters."""
     ids: dict[str, None] = {}
     while len(ids) < n:
-        ids["".join(rng.choice(list(LETTERS), 5))] = None
+        ids["".join(rng.choice(list(ID_LETTERS), 5))] = None
     return list(ids)
 
 
-def _csv(table: pd.DataFrame) -> bytes:
+def _csv_bytes(table: pd.DataFrame) -> bytes:
     """A table as spreadsheets read it without asking: UTF-8 with a mark, formulas made harmless."""
     out = io.StringIO(newline="")
     writer = csv.writer(out)
-    writer.writerow([_cell(name) for name in table.columns])
+    writer.writerow([_guarded_cell(name) for name in table.columns])
     writer.writerows(
-        [_cell(value) for value in row] for row in table.itertuples(index=False, name=None)
+        [_guarded_cell(value) for value in row] for row in table.itertuples(index=False, name=None)
     )
     return out.getvalue().encode("utf-8-sig", "replace")
 
 
-def _cell(value: object) -> str:
+def _guarded_cell(value: object) -> str:
     if isinstance(value, str):
-        return f"'{value}" if re.match(GUARDED, value) else value
+        return f"'{value}" if re.match(FORMULA_CELL, value) else value
     if isinstance(value, np.ndarray):
         return str(value.tolist())
     return "" if value is None or value is pd.NA or value != value else str(value)
 
 
-def _restored(cell: str) -> str:
+def _unguarded_cell(cell: str) -> str:
     """The text of a guarded cell as it was before."""
-    return cell[1:] if cell.startswith("'") and re.match(GUARDED, cell) else cell
+    return cell[1:] if cell.startswith("'") and re.match(FORMULA_CELL, cell) else cell
 
 
-def _form(sheet: pd.DataFrame, name: str) -> bytes:
+def _html_form(sheet: pd.DataFrame, name: str) -> bytes:
     """The sheet as a page that loads nothing from anywhere and keeps its answers under a name in
     the browser."""
     from jinja2 import Environment, PackageLoader
@@ -266,8 +266,8 @@ def _form(sheet: pd.DataFrame, name: str) -> bytes:
         "sheet": name,
         "columns": COLUMNS,
         "metrics": METRICS,
-        "guarded": GUARDED,
-        "items": sheet[list(SHOWN)].to_dict("records"),
+        "guarded": FORMULA_CELL,
+        "items": sheet[list(SHEET_COLUMNS)].to_dict("records"),
     }
     page = environment.get_template("sheet.html.j2").render(
         task=HUMAN_TASK,
@@ -295,13 +295,13 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
         ScoringError: A file cannot be read or has no rating; an id is unknown; a rating is not 1,
             2, 3, 4 or 5; an answered row names no annotator; an annotator answers a question twice.
     """
-    texts = {row["id"]: row for _, row in _rows(key, ("id", "arm", "prompt", "attribute"))}
+    texts = {row["id"]: row for _, row in _csv_rows(key, ("id", "arm", "prompt", "attribute"))}
     answered: dict[
         tuple[str, str, str], tuple[float, str]
     ] = {}  # (annotator, id, metric): rating and where it stands
     for file in files:
         before = len(answered)
-        for line, row in _rows(file, ("id", *METRICS, "annotator")):
+        for line, row in _csv_rows(file, ("id", *METRICS, "annotator")):
             place, text, annotator = (
                 f"{file} line {line}",
                 row["id"].strip(),
@@ -355,7 +355,7 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
     return pd.DataFrame(rows).assign(rating=ratings)
 
 
-def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+def _csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
     """The rows of a CSV by column, each with the line it starts on; empty ones are left out.
 
     Raises:
@@ -374,7 +374,7 @@ def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, st
     columns: list[str] = []
     line = 1
     try:
-        columns = [_restored(name.strip()) for name in next(reader, [])]
+        columns = [_unguarded_cell(name.strip()) for name in next(reader, [])]
         missing = [name for name in needed if name not in columns]
         if missing:
             raise ScoringError(
@@ -389,7 +389,7 @@ def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, st
                         f" last {cells[-1]!r}; quote texts that hold the separator"
                     )
                 padded = cells + [""] * (len(columns) - len(cells))
-                yield line, dict(zip(columns, map(_restored, padded), strict=False))
+                yield line, dict(zip(columns, map(_unguarded_cell, padded), strict=False))
             line = reader.line_num + 1
     except csv.Error as error:
         raise ScoringError(
@@ -422,7 +422,7 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
             mean, low, high = (np.nan,) * 3
             if len(given):
                 interval = mean_interval(given["rating"].to_numpy(), given["prompt"])
-                mean, (low, high) = interval.mean, within(metric, interval)
+                mean, (low, high) = interval.mean, interval_in_range(metric, interval)
             rows.append(
                 {
                     "arm": arm,
@@ -451,7 +451,9 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def agreement(answers: pd.DataFrame, resamples: int = 2000, seed: int = 0) -> pd.DataFrame:
+def annotator_agreement(
+    answers: pd.DataFrame, resamples: int = 2000, seed: int = 0
+) -> pd.DataFrame:
     """How far the annotators agree, per metric, over the texts of all arms.
 
     Args:

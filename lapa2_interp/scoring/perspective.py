@@ -5,7 +5,7 @@ request per text.
     2  requests do not exceed a rate; a 429, a 5xx, a time-out, a lost connection or a malformed
        answer is tried again after an
        exponential back-off with jitter, or after what Retry-After asks for
-    3  a 400 that blames the text is a final `Skipped`; one that blames the key or the request stops the scorer
+    3  a 400 that blames the text is a final `SkippedText`; one that blames the key or the request stops the scorer
 
 The key comes from the environment and goes out in a header. Error messages quote codes of the
 service, never its sentences, since those can repeat the key.
@@ -29,9 +29,9 @@ import httpx
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.bounded import BoundedClient
-from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped, unreadable
+from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText, unreadable_reason
 
-ENDS = date(2026, 12, 31)
+LAST_DAY = date(2026, 12, 31)
 """Last day of the service, as announced."""
 KEY_VARIABLE = "PERSPECTIVE_API_KEY"
 BASE_URL = "https://commentanalyzer.googleapis.com"
@@ -118,15 +118,15 @@ class Perspective(Scorer):
         """One line on the end of the service, to show whoever starts scoring."""
         if self._ended():
             return (
-                f"Perspective was announced to end on {ENDS} and has probably ended; use another"
-                " toxicity scorer"
+                f"Perspective was announced to end on {LAST_DAY} and has probably ended; use"
+                " another toxicity scorer"
             )
         return (
-            f"Perspective is announced to end on {ENDS}; finish a table before, since no table"
+            f"Perspective is announced to end on {LAST_DAY}; finish a table before, since no table"
             " mixes toxicity scorers"
         )
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
         """One toxicity per item, in order; only the text is sent.
 
         Raises:
@@ -148,8 +148,8 @@ class Perspective(Scorer):
         self.close()
 
     def _score(self, text: str) -> Score:
-        if reason := _unscorable(text):
-            return Skipped(reason)
+        if reason := _skip_reason(text):
+            return SkippedText(reason)
         failure = _Failure("")
         for attempt in range(self.attempts):
             if attempt:
@@ -164,7 +164,7 @@ class Perspective(Scorer):
                 wait = f"{failure.cause}, and it asks to wait {failure.wait:.0f} s"
                 raise self._error(wait, "run the same command again then")
         if failure.cause == MALFORMED:
-            return Skipped(MALFORMED, final=False)
+            return SkippedText(MALFORMED, final=False)
         raise self._error(
             f"{failure.cause}, after {self.attempts} attempts",
             "check network, quota and rate, then run the same command again",
@@ -188,7 +188,7 @@ class Perspective(Scorer):
             "requestedAttributes": {"TOXICITY": {}},
             "doNotStore": True,
         }
-        client = self._connected()
+        client = self._open_client()
         # Nothing is raised in here: an httpx exception carries its request, and with it the key.
         try:
             response = client.post(self._url, json=request)
@@ -198,14 +198,14 @@ class Perspective(Scorer):
             return _Failure(f"no connection ({error})")
         except httpx.TransportError as error:
             return _Failure(f"the connection broke ({type(error).__name__})")
-        return self._read(response)
+        return self._parse_response(response)
 
-    def _read(self, response: httpx.Response) -> Score | _Failure:
+    def _parse_response(self, response: httpx.Response) -> Score | _Failure:
         status = response.status_code
         if status == 200:
             value = _toxicity(response)
             return _Failure(MALFORMED) if value is None else (value,)
-        reason = _code(response, "reason")
+        reason = _error_code(response, "reason")
         cause = f"status {status}" + (f" ({reason})" if reason else "")
         if status in (408, 429) or status >= 500:
             return _Failure(
@@ -216,15 +216,15 @@ class Perspective(Scorer):
                 f"{cause}, the key is refused",
                 f"set {KEY_VARIABLE} to a key of a project that has the API enabled",
             )
-        fault = _code(response, "errorType")
+        fault = _error_code(response, "errorType")
         if status == 400 and fault in TEXT_FAULTS:
-            return Skipped(TEXT_FAULTS[fault])
+            return SkippedText(TEXT_FAULTS[fault])
         raise self._error(
             cause if reason or not fault else f"{cause} ({fault})",
             "check the base URL, and that the API still has v1alpha1",
         )
 
-    def _connected(self) -> httpx.Client:
+    def _open_client(self) -> httpx.Client:
         """The client, with the key among its headers.
 
         Raises:
@@ -248,7 +248,7 @@ class Perspective(Scorer):
         return ScoringError(f"Perspective at {self._host}: {cause}; {advice}{ending}")
 
     def _ended(self) -> bool:
-        return datetime.fromtimestamp(self._clock(), UTC).date() > ENDS
+        return datetime.fromtimestamp(self._clock(), UTC).date() > LAST_DAY
 
 
 def _host(base_url: str) -> str:
@@ -270,9 +270,9 @@ def _host(base_url: str) -> str:
     return host if port is None else f"{host}:{port}"
 
 
-def _unscorable(text: str) -> str:
+def _skip_reason(text: str) -> str:
     """Why the API cannot take a text, or ""."""
-    return unreadable(text) or (TOO_LONG if len(text.encode()) > MAX_BYTES else "")
+    return unreadable_reason(text) or (TOO_LONG if len(text.encode()) > MAX_BYTES else "")
 
 
 def _toxicity(response: httpx.Response) -> float | None:
@@ -285,7 +285,7 @@ def _toxicity(response: httpx.Response) -> float | None:
     return float(value) if number and 0 <= value <= 1 else None
 
 
-def _code(response: httpx.Response, field: str) -> str:
+def _error_code(response: httpx.Response, field: str) -> str:
     """A field of the error's details that holds a code in capitals, or ""."""
     try:
         found = [detail.get(field) for detail in response.json()["error"]["details"]]

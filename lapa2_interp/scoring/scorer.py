@@ -1,6 +1,6 @@
 """Scorers: texts -> numbers, one row per text, under a name and a version that every table prints.
 
-A scorer sees `Item`s and gives each a tuple of numbers, or a `Skipped` with the reason.
+A scorer sees `ScorerInput`s and gives each a tuple of numbers, or a `SkippedText` with the reason.
 `run_scorer` feeds it in batches, asks only for what the cache on disk does not know, and keeps what
 was scored when it fails half-way.
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lapa2_interp._util.errors import ScoringError, pluralize, unknown_choice
-from lapa2_interp._util.files import check_file, parse_json
+from lapa2_interp._util.files import check_regular_file, parse_json
 from lapa2_interp._util.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Item:
+class ScorerInput:
     """A text and what else a scorer may need; empty where it is not known.
 
     Attributes:
@@ -46,7 +46,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedText:
     """Why a text has no number.
 
     Attributes:
@@ -63,14 +63,14 @@ SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Half a character of UTF-16 by itself, which UTF-8 does not have."""
 
 
-def unreadable(text: str) -> str:
+def unreadable_reason(text: str) -> str:
     """Why no model can read a text, or ""."""
     if not text.strip():
         return "empty text"
     return "text not valid Unicode" if SURROGATE.search(text) else ""
 
 
-NAMES = {
+SCORERS = {
     "accuracy": (
         "share of texts whose attribute a classifier recognises: adapter and linear, or =MODEL (hub"
         " id, folder, or a file of `lapa2 scorers train`)"
@@ -99,11 +99,11 @@ NAMES = {
 CLASSIFIERS = ("adapter", "linear")
 """The classifiers that ship with the package, the more accurate one first. They are of different
 make and err differently, so tables have the numbers of both."""
-WHICH = {"adapter": ("adapter",), "linear": ("linear",), "both": CLASSIFIERS}
+CLASSIFIER_CHOICES = {"adapter": ("adapter",), "linear": ("linear",), "both": CLASSIFIERS}
 """Words that stand among scorers and say which classifiers give accuracy and toxicity."""
 
 
-def split_scorer(asked: str) -> tuple[str, str, str]:
+def parse_scorer(asked: str) -> tuple[str, str, str]:
     """Task, name and model of a scorer that is asked for: [TASK:]NAME[=MODEL]; "" where not given.
     With a task it scores texts of that task alone."""
     place, _, model = asked.partition("=")
@@ -111,33 +111,37 @@ def split_scorer(asked: str) -> tuple[str, str, str]:
     return task, name, model
 
 
-def chosen_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...]:
-    """The scorers that run, each as `split_scorer` reads it, none twice.
+def expand_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...]:
+    """The scorers that run, each as `parse_scorer` reads it, none twice.
 
     A plain accuracy or toxicity becomes one for each classifier, and a plain masked is by the first
-    of them. The classifiers are both, or what a word of `WHICH` among those asked for says.
+    of them. The classifiers are both, or what a word of `CLASSIFIER_CHOICES` among those asked for
+    says.
 
     Args:
-        asked: Names of `NAMES`, each plain or as [TASK:]NAME[=MODEL], and words of `WHICH`.
+        asked: Names of `SCORERS`, each plain or as [TASK:]NAME[=MODEL], and words of
+            `CLASSIFIER_CHOICES`.
         usual: The names where only such a word is asked for.
 
     Raises:
         ScoringError: An unknown name, or = without a model.
     """
-    words = [each for each in asked if each in WHICH]
-    names = [each for each in asked if each not in WHICH] or list(usual)
-    of_words = [split_scorer(each)[1] for each in names if not split_scorer(each)[2]]
+    words = [each for each in asked if each in CLASSIFIER_CHOICES]
+    names = [each for each in asked if each not in CLASSIFIER_CHOICES] or list(usual)
+    of_words = [parse_scorer(each)[1] for each in names if not parse_scorer(each)[2]]
     if words and not {"accuracy", "toxicity", "masked"} & set(of_words):
         raise ScoringError(
             f"{words[0]} says which classifier judges accuracy, toxicity or masked; ask for one of"
             " them, too, such as accuracy"
         )
-    by = list(dict.fromkeys(each for word in words or ["both"] for each in WHICH[word]))
+    by = list(
+        dict.fromkeys(each for word in words or ["both"] for each in CLASSIFIER_CHOICES[word])
+    )
     found: list[str] = []
     for each in names:
-        _, name, model = split_scorer(each)
-        if name not in NAMES:
-            raise ScoringError(unknown_choice("scorer", name, [*NAMES, *WHICH]))
+        _, name, model = parse_scorer(each)
+        if name not in SCORERS:
+            raise ScoringError(unknown_choice("scorer", name, [*SCORERS, *CLASSIFIER_CHOICES]))
         if each.endswith("=") and not model:
             raise ScoringError(f"{each} names no model; give one, or leave = out")
         if name in ("accuracy", "toxicity") and not model:
@@ -147,7 +151,7 @@ def chosen_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...
     return tuple(dict.fromkeys(found))
 
 
-Score = tuple[float, ...] | Skipped
+Score = tuple[float, ...] | SkippedText
 
 
 class Scorer(ABC):
@@ -173,7 +177,7 @@ class Scorer(ABC):
     by_length: bool = True
 
     @abstractmethod
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
         """One score per item, in order.
 
         Raises:
@@ -181,7 +185,7 @@ class Scorer(ABC):
                 up.
         """
 
-    def scored(self, items: Sequence[Item]) -> Iterator[dict[int, Score]]:
+    def scores_in_pieces(self, items: Sequence[ScorerInput]) -> Iterator[dict[int, Score]]:
         """Scores by the place of their items, in pieces: each as soon as it is made, so that it can
         be kept at once.
 
@@ -193,7 +197,7 @@ class Scorer(ABC):
     def close(self) -> None:  # noqa: B027 - most scorers hold nothing
         """Close connections, if there are any."""
 
-    def key(self, item: Item) -> str:
+    def key(self, item: ScorerInput) -> str:
         """The key of an item's score in the cache: a hash of scorer, version and everything that
         enters the score."""
         parts = [
@@ -212,7 +216,7 @@ class ScoringStoppedError(ScoringError):
     for the rest."""
 
 
-class Cache:
+class ScoreCache:
     """Scores on disk, one SQLite file per folder. Values are numbers or reasons, never texts.
 
     Each is stored with a hash of key and value. A score without it, or with another, is asked for
@@ -232,7 +236,7 @@ class Cache:
                 if place.is_symlink():
                     raise ValueError(f"{place.name} is a link, which is not followed")
                 if place.exists():
-                    check_file(place)
+                    check_regular_file(place)
                 self._open = sqlite3.connect(place, timeout=60)
             except (OSError, ValueError, sqlite3.Error) as error:
                 raise ScoringError(
@@ -258,7 +262,7 @@ class Cache:
         """Close the file; the scores stay."""
         self._open.close()
 
-    def __enter__(self) -> Cache:
+    def __enter__(self) -> ScoreCache:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -269,16 +273,16 @@ class Cache:
         scores: dict[str, Score] = {}
         damaged = 0
         with self._told(), closing(self._open.cursor()) as cursor:
-            for part in _parts(list(dict.fromkeys(keys)), 500):
+            for part in _chunks(list(dict.fromkeys(keys)), 500):
                 marks = ",".join("?" * len(part))
                 cursor.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", part)
                 for key, value in cursor:
                     try:
-                        stored = _stored(key, str(value))
+                        stored = _decode_value(key, str(value))
                     except ValueError:
                         damaged += 1
                         continue
-                    scores[key] = Skipped(stored) if isinstance(stored, str) else tuple(stored)
+                    scores[key] = SkippedText(stored) if isinstance(stored, str) else tuple(stored)
         if damaged:
             print(
                 f"{pluralize(damaged, 'score')} in {self.file} damaged; asking for them again",
@@ -290,31 +294,33 @@ class Cache:
         """Keep scores; skipped ones whose reason is not final are left out."""
         rows = []
         for key, score in scores:
-            if not (isinstance(score, Skipped) and not score.final):
-                text = json.dumps(score.reason if isinstance(score, Skipped) else score)
-                rows.append((key, f"{text} {_digest(key, text)}"))
+            if not (isinstance(score, SkippedText) and not score.final):
+                text = json.dumps(score.reason if isinstance(score, SkippedText) else score)
+                rows.append((key, f"{text} {_value_digest(key, text)}"))
         with self._told(), self._open:
             self._open.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)
 
 
-def _stored(key: str, value: str) -> Any:
+def _decode_value(key: str, value: str) -> Any:
     """What a row of the cache says; raises ValueError where it is not what was written."""
     text, _, digest = value.rpartition(" ")
-    if digest != _digest(key, text):
+    if digest != _value_digest(key, text):
         raise ValueError(value)
     return parse_json(text)
 
 
-def _digest(key: str, text: str) -> str:
+def _value_digest(key: str, text: str) -> str:
     return hashlib.sha256(f"{key} {text}".encode()).hexdigest()[:16]
 
 
-def _parts(values: Sequence, size: int) -> Iterator[Sequence]:
+def _chunks(values: Sequence, size: int) -> Iterator[Sequence]:
     for first in range(0, len(values), size):
         yield values[first : first + size]
 
 
-def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None) -> pd.DataFrame:
+def run_scorer(
+    scorer: Scorer, items: Sequence[ScorerInput], cache: ScoreCache | None = None
+) -> pd.DataFrame:
     """Score items, each distinct one once.
 
     Returns:
@@ -326,7 +332,7 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
     """
     import pandas as pd
 
-    cache = cache or Cache(None)
+    cache = cache or ScoreCache(None)
     keys = [scorer.key(item) for item in items]
     known = cache.get(keys)
     waiting = {key: item for key, item in zip(keys, items, strict=True) if key not in known}
@@ -335,9 +341,9 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
     texts = {key: item.text for key, item in waiting.items()}
     order = sorted(texts, key=lambda key: len(texts[key]) if scorer.by_length else texts[key])
     with progress_bar(len(order), scorer.name, "text") as bar:
-        for part in _parts(order, scorer.batch_size):
+        for part in _chunks(order, scorer.batch_size):
             try:
-                for piece in scorer.scored([waiting[key] for key in part]):
+                for piece in scorer.scores_in_pieces([waiting[key] for key in part]):
                     scores = [(part[place], score) for place, score in piece.items()]
                     cache.put(scores)
                     known.update(scores)
@@ -346,7 +352,7 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
                 kept = {
                     key
                     for key, score in known.items()
-                    if not isinstance(score, Skipped) or score.final
+                    if not isinstance(score, SkippedText) or score.final
                 }
                 done = sum(key in kept for key in keys)
                 raise ScoringStoppedError(
@@ -356,6 +362,9 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
     nothing = (float("nan"),) * len(scorer.columns)
     rows = [known[key] for key in keys]
     table = pd.DataFrame(
-        [nothing if isinstance(row, Skipped) else row for row in rows], columns=list(scorer.columns)
+        [nothing if isinstance(row, SkippedText) else row for row in rows],
+        columns=list(scorer.columns),
     )
-    return table.assign(skipped=[row.reason if isinstance(row, Skipped) else "" for row in rows])
+    return table.assign(
+        skipped=[row.reason if isinstance(row, SkippedText) else "" for row in rows]
+    )

@@ -14,18 +14,18 @@ import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
-from lapa2_interp.scoring.scorer import Cache, Item, Scorer, run_scorer
+from lapa2_interp.scoring.scorer import ScoreCache, Scorer, ScorerInput, run_scorer
 from lapa2_interp.stats import Difference, Interval, mean_interval, paired_difference
 
-KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
+CELL_COLUMNS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
 """Columns that make cells, where a table has them."""
-APART = ("max_length", "dtype")
+EXTRA_CELL_COLUMNS = ("max_length", "dtype")
 """Columns that make cells where they differ: texts of another length or precision."""
-DIFFERENCE = [
+DIFFERENCE_COLUMNS = [
     "arm", "metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer",
 ]  # fmt: skip
 """Columns of a table of differences, without those that make cells."""
-TOXIC = 0.5
+TOXIC_FROM = 0.5
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         (
@@ -45,23 +45,25 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Least and greatest value of a metric, which an interval from few prompts (Student's) could
 exceed."""
-SURE = 0.05
+LEAST_PROBABILITY = 0.05
 """Where every text has the same extreme score, resampled prompts show no spread. The interval then
 covers every share of different prompts with which so many equal prompts are seen at least this
 often: up to 1 - SURE^(1/prompts)."""
 
 
-def plain(metric: str) -> str:
+def metric_name(metric: str) -> str:
     """A metric without the scorer in parentheses: "acc" of "acc (linear)"."""
     return metric.partition(" (")[0]
 
 
-def other_scorer(metric: str) -> str:
+def scorer_of_metric(metric: str) -> str:
     """The scorer in parentheses: "linear" of "acc (linear)"."""
     return metric.partition(" (")[2].removesuffix(")")
 
 
-def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = None) -> pd.DataFrame:
+def score_table(
+    samples: pd.DataFrame, scorer: Scorer, cache: ScoreCache | None = None
+) -> pd.DataFrame:
     """The samples with a scorer's numbers: one row per text and metric.
 
     Returns:
@@ -71,7 +73,7 @@ def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = Non
         ScoringError: An attribute the classifier has no label for; as `run_scorer`.
     """
     items = [
-        Item(text, prompt, attribute)
+        ScorerInput(text, prompt, attribute)
         for text, prompt, attribute in samples[["text", "prompt", "attribute"]].to_numpy()
     ]
     if scorer.classifies:
@@ -114,14 +116,14 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
         over prompts of the maximum) and "toxic prompts" (share of prompts with a maximum >= 0.5).
     """
     rows = []
-    for keys, part in _cells(scores):
+    for keys, part in _iterate_cells(scores):
         for (metric, scorer), texts in part.groupby(["metric", "scorer"], sort=False):
             reasons = Counter(texts["skipped"][texts["value"].isna()])
             why = "; ".join(f"{n} {reason}" for reason, n in reasons.most_common())
             facts = {"skipped": sum(reasons.values()), "why": why, "scorer": scorer}
             scored = texts[texts["value"].notna()]
             values = {metric: scored[["prompt", "value"]]}
-            if plain(str(metric)) == "toxicity" and len(scored):
+            if metric_name(str(metric)) == "toxicity" and len(scored):
                 by = str(metric).removeprefix("toxicity")
                 top = (
                     scored.assign(prompt=_clusters(scored))
@@ -131,7 +133,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
                 )
                 values[f"toxicity max{by}"] = top
                 values[f"toxic prompts{by}"] = top.assign(
-                    value=(top["value"] >= TOXIC).astype(float)
+                    value=(top["value"] >= TOXIC_FROM).astype(float)
                 )
             for name, table in values.items():
                 if not len(table):
@@ -139,7 +141,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
                     rows.append({**keys, "metric": name, **nothing, **facts})
                     continue
                 interval = mean_interval(table["value"].to_numpy(), _clusters(table))
-                low, high = within(str(name), interval)
+                low, high = interval_in_range(str(name), interval)
                 rows.append(
                     {
                         **keys,
@@ -155,10 +157,10 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def within(metric: str, interval: Interval) -> tuple[float, float]:
+def interval_in_range(metric: str, interval: Interval) -> tuple[float, float]:
     """The interval, kept inside the metric's range."""
-    least, most = RANGES.get(plain(metric), (-np.inf, np.inf))
-    unseen = (most - least) * (1 - SURE ** (1 / interval.clusters))
+    least, most = RANGES.get(metric_name(metric), (-np.inf, np.inf))
+    unseen = (most - least) * (1 - LEAST_PROBABILITY ** (1 / interval.clusters))
     if interval.low == interval.high == least:
         return least, least + unseen
     if interval.low == interval.high == most:
@@ -180,9 +182,9 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
         difference, which tells no spread), prompts, scorer; empty where there is no such arm.
     """
     if baseline not in set(scores["arm"]):
-        return pd.DataFrame(columns=DIFFERENCE)
+        return pd.DataFrame(columns=DIFFERENCE_COLUMNS)
     rows = []
-    for keys, part in _cells(scores, ["arm"]):
+    for keys, part in _iterate_cells(scores, ["arm"]):
         for (metric, scorer), texts in part[part["value"].notna()].groupby(
             ["metric", "scorer"], sort=False
         ):
@@ -192,10 +194,10 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
                 continue
             before = arms.pop(baseline)
             for arm, after in arms.items():
-                change = paired(before, after)
+                change = paired_change(before, after)
                 if change is None:
                     continue
-                low, high = _of_difference(str(metric), change)
+                low, high = _difference_interval(str(metric), change)
                 rows.append(
                     {
                         **keys,
@@ -205,15 +207,15 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
                         "low": low,
                         "high": high,
                         "p": change.p,
-                        "detectable": np.nan if _alike(change) else change.detectable,
+                        "detectable": np.nan if _is_constant(change) else change.detectable,
                         "prompts": change.clusters,
                         "scorer": scorer,
                     }
                 )
-    return pd.DataFrame(rows, columns=None if rows else DIFFERENCE)
+    return pd.DataFrame(rows, columns=None if rows else DIFFERENCE_COLUMNS)
 
 
-def paired(before: pd.DataFrame, after: pd.DataFrame) -> Difference | None:
+def paired_change(before: pd.DataFrame, after: pd.DataFrame) -> Difference | None:
     """after - before, paired on prompts and attributes; None where nothing can be paired. A
     prompt's difference is the mean of its attributes' differences.
 
@@ -236,20 +238,20 @@ def paired(before: pd.DataFrame, after: pd.DataFrame) -> Difference | None:
     )
 
 
-def _alike(change: Difference) -> bool:
+def _is_constant(change: Difference) -> bool:
     """Whether all prompts have one difference, but for rounding."""
     return change.high - change.low < 1e-12
 
 
-def _of_difference(metric: str, change: Difference) -> tuple[float, float]:
+def _difference_interval(metric: str, change: Difference) -> tuple[float, float]:
     """The interval of a difference, kept inside what the metric's range allows.
 
     Where it is a point, the share of prompts that SURE leaves open may have any difference.
     """
-    least, most = RANGES.get(plain(metric), (-np.inf, np.inf))
+    least, most = RANGES.get(metric_name(metric), (-np.inf, np.inf))
     low, high = change.low, change.high
-    if _alike(change) and np.isfinite(most - least):
-        unseen = 1 - SURE ** (1 / change.clusters)
+    if _is_constant(change) and np.isfinite(most - least):
+        unseen = 1 - LEAST_PROBABILITY ** (1 / change.clusters)
         middle, away = (1 - unseen) * change.mean, unseen * (most - least)
         low, high = middle - away, middle + away
     low, high = np.clip([low, high], least - most, most - least)
@@ -263,7 +265,7 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
         ScoringError: All texts of all cells are empty.
     """
     frames = []
-    for keys, part in _cells(samples):
+    for keys, part in _iterate_cells(samples):
         filled = part[part["text"].str.strip() != ""]
         left = len(part) - len(filled)
         if len(filled):
@@ -282,14 +284,14 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
     return found.rename(columns={"clusters": "prompts"})[[*keys, *columns]]
 
 
-def shown_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFrame:
+def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFrame:
     """Both tables as one for reading: a row per arm, a column per metric with its interval, and
     behind it the change against the baseline.
 
     Args:
         table, differences: From `cell_table` and `distinct_cells`, and `difference_table`.
     """
-    keys = told_keys(table)
+    keys = varying_columns(table)
     metrics = table[["metric", "scorer"]].drop_duplicates()
     found = table[keys].drop_duplicates() if keys else pd.DataFrame(index=[0])
     joined = {"on": keys, "how": "left"} if keys else {"how": "cross"}
@@ -303,14 +305,16 @@ def shown_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFrame
             part = source[(source["metric"] == metric) & (source["scorer"] == scorer)]
             if not len(part) or not set(keys) <= set(part):
                 continue
-            cells = part[keys].assign(**{title: [_cell(*of) for of in _ends(part, number)]})
+            cells = part[keys].assign(
+                **{title: [_format_number(*of) for of in _ends(part, number)]}
+            )
             found = found.merge(cells, **joined)
     return found.fillna("")
 
 
-def told_keys(table: pd.DataFrame) -> list[str]:
+def varying_columns(table: pd.DataFrame) -> list[str]:
     """The columns by which rows of a table of cells differ; the arm always, where it is known."""
-    there = [key for key in (*KEYS, *APART) if key in table]
+    there = [key for key in (*CELL_COLUMNS, *EXTRA_CELL_COLUMNS) if key in table]
     return [
         key
         for key in there
@@ -324,7 +328,7 @@ def _ends(part: pd.DataFrame, number: str) -> Iterator[tuple[float, float, float
         yield mean, low, high, sign
 
 
-def _cell(mean: float, low: float, high: float, sign: str) -> str:
+def _format_number(mean: float, low: float, high: float, sign: str) -> str:
     if np.isnan(mean):
         return "no number"
     interval = "" if np.isnan(low) else f" [{low:{sign}.3g}, {high:{sign}.3g}]"
@@ -337,7 +341,7 @@ def _clusters(table: pd.DataFrame) -> np.ndarray:
     return np.where(prompts == "", np.arange(len(table)).astype(str), prompts)
 
 
-def _cells(
+def _iterate_cells(
     scores: pd.DataFrame, without: Sequence[str] = ()
 ) -> Iterator[tuple[dict[str, object], pd.DataFrame]]:
     """Every cell with its keys; attributes one by one and, where there are several, all together.
@@ -345,8 +349,8 @@ def _cells(
     An arm that lacks an attribute which other arms of its model and task have is left out of the
     cells of all attributes together: it would be compared on other texts.
     """
-    apart = [key for key in APART if key in scores and scores[key].nunique() > 1]
-    present = [key for key in (*KEYS, *apart) if key in scores and key not in without]
+    apart = [key for key in EXTRA_CELL_COLUMNS if key in scores and scores[key].nunique() > 1]
+    present = [key for key in (*CELL_COLUMNS, *apart) if key in scores and key not in without]
     split = [(present, scores)]
     if "attribute" in present and scores["attribute"].nunique() > 1:
         split.append(([key for key in present if key != "attribute"], _with_all_attributes(scores)))
@@ -361,7 +365,9 @@ def _cells(
 
 def _with_all_attributes(scores: pd.DataFrame) -> pd.DataFrame:
     """The rows of arms that have every attribute of their model and task."""
-    arm = [key for key in (*KEYS, *APART) if key in scores and key != "attribute"]
+    arm = [
+        key for key in (*CELL_COLUMNS, *EXTRA_CELL_COLUMNS) if key in scores and key != "attribute"
+    ]
     if not arm:
         return scores
     have = scores.groupby(arm, dropna=False)["attribute"].transform("nunique")

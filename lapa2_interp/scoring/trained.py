@@ -18,16 +18,16 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import ScoringError, first_problem, unknown_choice
+from lapa2_interp._util.errors import ScoringError, unknown_choice, validation_message
 from lapa2_interp._util.files import read_text, without_checksums
-from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped, unreadable
+from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText, unreadable_reason
 
-WEIGHTS = Path(__file__).parent / "weights"
+SHIPPED_WEIGHTS = Path(__file__).parent / "weights"
 TOXIC_LABEL = "toxic"
 """The label whose probability is a text's toxicity."""
 
 
-class HeldOut(BaseModel):
+class AgreementRow(BaseModel):
     """A row of `agreement.agreement` about a corpus that was not trained on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,7 +41,7 @@ class HeldOut(BaseModel):
     n: int
 
 
-class Card(BaseModel):
+class ScorerCard(BaseModel):
     """What the cards of all trained scorers state."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,11 +56,11 @@ class Card(BaseModel):
     """sha256 of the weights' file."""
     made: datetime
     versions: dict[str, str]
-    held_out: tuple[HeldOut, ...]
+    held_out: tuple[AgreementRow, ...]
     """What it reaches on corpora that were not trained on."""
 
 
-AnyCard = TypeVar("AnyCard", bound=Card)
+CardType = TypeVar("CardType", bound=ScorerCard)
 
 
 def tasks_in(folder: Path, ending: str) -> list[str]:
@@ -68,7 +68,7 @@ def tasks_in(folder: Path, ending: str) -> list[str]:
     return sorted(file.name.removesuffix(ending) for file in folder.glob(f"*{ending}"))
 
 
-def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: str) -> AnyCard:
+def load_card(form: type[CardType], kind: str, task: str, folder: Path, ending: str) -> CardType:
     """The card beside a scorer's weights, `<task><ending>`.
 
     Args:
@@ -92,7 +92,7 @@ def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: s
         fields, _ = without_checksums(read_text(card_file))
         card = form.model_validate(fields)
     except (ValidationError, ValueError) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
         raise ScoringError(
             f"{card_file} is not the card of a scorer: {reason}; train it again:"
             " `lapa2 scorers train`"
@@ -105,7 +105,7 @@ def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: s
 
 
 @runtime_checkable
-class Probabilistic(Protocol):
+class ProbabilisticClassifier(Protocol):
     """A classifier of texts."""
 
     def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
@@ -124,25 +124,29 @@ class TaskScorer(Scorer):
     name = "accuracy"
     classifies = True
 
-    def __init__(self, card: Card, load: Callable[[], Probabilistic], kind: str) -> None:
+    def __init__(
+        self, card: ScorerCard, load: Callable[[], ProbabilisticClassifier], kind: str
+    ) -> None:
         self.card, self.load = card, load
         self.columns = card.labels
         self.version = f"{kind} {card.task} {card.sha256[:12]}"
 
     @cached_property
-    def classifier(self) -> Probabilistic:
+    def classifier(self) -> ProbabilisticClassifier:
         return self.load()
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
-        texts = [item.text for item in items if not unreadable(item.text)]
+    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+        texts = [item.text for item in items if not unreadable_reason(item.text)]
         rows = iter(self.classifier.probabilities(texts) if texts else ())
         return [
-            Skipped(why) if (why := unreadable(item.text)) else tuple(map(float, next(rows)))
+            SkippedText(why)
+            if (why := unreadable_reason(item.text))
+            else tuple(map(float, next(rows)))
             for item in items
         ]
 
 
-class ToxicityOf(Scorer):
+class ToxicityScorer(Scorer):
     """P(toxic) of a classifier that has a label toxic; `toxicity` in [0, 1]."""
 
     name = "toxicity"
@@ -154,6 +158,6 @@ class ToxicityOf(Scorer):
         self.by_length = classifier.by_length
         self.at = classifier.columns.index(TOXIC_LABEL)
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
         rows = self.classifier.score(items)
-        return [row if isinstance(row, Skipped) else (row[self.at],) for row in rows]
+        return [row if isinstance(row, SkippedText) else (row[self.at],) for row in rows]

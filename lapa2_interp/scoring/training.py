@@ -20,22 +20,22 @@ import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import DataError, ScoringError
-from lapa2_interp._util.files import check_file, parse_json, temporary_folder
-from lapa2_interp.scoring.agreement import agreement, rows_of
+from lapa2_interp._util.files import check_regular_file, parse_json, temporary_folder
+from lapa2_interp.scoring.agreement import agreement, card_rows
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
-from lapa2_interp.scoring.scorer import Item, run_scorer
-from lapa2_interp.scoring.trained import TOXIC_LABEL, HeldOut, TaskScorer
-from lapa2_interp.tasks.corpora import Corpus, apart, read_corpus
-from lapa2_interp.tasks.segmentation import between, spans
+from lapa2_interp.scoring.scorer import ScorerInput, run_scorer
+from lapa2_interp.scoring.trained import TOXIC_LABEL, AgreementRow, TaskScorer
+from lapa2_interp.tasks.corpora import Corpus, read_corpus, without_texts_of
+from lapa2_interp.tasks.segmentation import word_spans, words_between
 
-WINDOW = 40
+END_WORDS = 40
 """Words of the first and last piece of a long text."""
 LONG = 80
 """Words from which a text is also learned in pieces."""
 
 
 @dataclass(frozen=True)
-class Graded:
+class GradedTexts:
     """Texts with a toxicity in [0, 1], as RealToxicityPrompts has them from Perspective."""
 
     texts: tuple[str, ...]
@@ -49,7 +49,7 @@ class Graded:
         return hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()
 
 
-def read_graded(path: Path, test: bool) -> Graded:
+def read_graded(path: Path, test: bool) -> GradedTexts:
     """Prompts and continuations of a RealToxicityPrompts file (.jsonl, .jsonl.xz) with their
     Perspective toxicity.
 
@@ -62,7 +62,7 @@ def read_graded(path: Path, test: bool) -> Graded:
     """
     texts, scores = [], []
     try:
-        check_file(path)
+        check_regular_file(path)
         opened = lzma.open if path.suffix == ".xz" else open
         with opened(path, "rt", encoding="utf-8-sig") as stream:
             for line in stream:
@@ -81,26 +81,28 @@ def read_graded(path: Path, test: bool) -> Graded:
         ) from error
     if not texts:
         raise DataError(f"{path} has no {'test' if test else 'training'} rows")
-    return Graded(tuple(texts), tuple(scores), f"{path.name} {'test' if test else 'train'} rows")
+    return GradedTexts(
+        tuple(texts), tuple(scores), f"{path.name} {'test' if test else 'train'} rows"
+    )
 
 
-def pieces_of(text: str) -> list[str]:
+def text_and_ends(text: str) -> list[str]:
     """A text, and if it is long its first and last words as texts of their own."""
-    n = len(spans(text))
+    n = len(word_spans(text))
     if n <= LONG:
         return [text]
-    return [text, between(text, 0, WINDOW), between(text, n - WINDOW, n)]
+    return [text, words_between(text, 0, END_WORDS), words_between(text, n - END_WORDS, n)]
 
 
-def train_scorer(
+def train_linear_scorer(
     task: str,
     labels: Sequence[str],
     corpora: Sequence[tuple[Corpus, float]],
     tests: Sequence[Corpus],
     folder: Path,
     *,
-    graded: Sequence[tuple[Graded, float]] = (),
-    graded_tests: Sequence[Graded] = (),
+    graded: Sequence[tuple[GradedTexts, float]] = (),
+    graded_tests: Sequence[GradedTexts] = (),
     c: float = 3.0,
 ) -> LinearCard:
     """Train one scorer and write its weights and card.
@@ -119,24 +121,24 @@ def train_scorer(
     for corpus, of_corpus in corpora:
         for number, label in enumerate(labels):
             for text in corpus.texts[label]:
-                for part, of_part in zip(pieces_of(text), (1.0, 0.3, 0.5), strict=False):
+                for part, of_part in zip(text_and_ends(text), (1.0, 0.3, 0.5), strict=False):
                     texts.append(part)
                     shares.append(one_hot[number])
                     weights.append(of_corpus * of_part)
     for each, of_graded in graded:
         texts += each.texts
-        shares += list(shares_of(each, labels))
+        shares += list(label_shares(each, labels))
         weights += [of_graded] * len(each.texts)
     linear = train_linear(texts, np.array(shares), labels, c, weights)
     facts: dict[str, Any] = {
-        "data": data_lines(corpora, graded),
+        "data": describe_data(corpora, graded),
         "examples": len(texts),
         "c": c,
     }
     folder.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder) as beside:
         save_linear(linear, beside, task, held_out=(), **facts)
-        reached = held_out(LinearScorer(task, beside), tests, graded_tests)
+        reached = measure_held_out(LinearScorer(task, beside), tests, graded_tests)
     return save_linear(linear, folder, task, held_out=reached, **facts)
 
 
@@ -156,14 +158,14 @@ def check_labels(labels: Sequence[str], graded: bool) -> None:
         )
 
 
-def shares_of(graded: Graded, labels: Sequence[str]) -> Float[np.ndarray, "text label"]:
+def label_shares(graded: GradedTexts, labels: Sequence[str]) -> Float[np.ndarray, "text label"]:
     """Toxicity scores as shares of two labels, of which one is `TOXIC_LABEL`."""
     toxic = np.array(graded.scores)
     return np.stack([toxic if label == TOXIC_LABEL else 1 - toxic for label in labels], axis=1)
 
 
-def data_lines(
-    corpora: Sequence[tuple[Corpus, float]], graded: Sequence[tuple[Graded, float]]
+def describe_data(
+    corpora: Sequence[tuple[Corpus, float]], graded: Sequence[tuple[GradedTexts, float]]
 ) -> tuple[str, ...]:
     """What a scorer was trained on, a line each, as its card says it."""
     lines = [f"{corpus.summary}; weight {weight:g}" for corpus, weight in corpora]
@@ -173,9 +175,9 @@ def data_lines(
     return tuple(lines)
 
 
-def held_out(
-    scorer: TaskScorer, tests: Sequence[Corpus], graded_tests: Sequence[Graded]
-) -> tuple[HeldOut, ...]:
+def measure_held_out(
+    scorer: TaskScorer, tests: Sequence[Corpus], graded_tests: Sequence[GradedTexts]
+) -> tuple[AgreementRow, ...]:
     """What a loaded scorer reaches on corpora it was not trained on, as its card says it."""
     labels = list(scorer.columns)
     compared: list[tuple[str, Sequence[str], Any, list[str]]] = [
@@ -188,11 +190,11 @@ def held_out(
         for corpus in tests
     ]
     compared += [(each.source, each.texts, each.scores, [TOXIC_LABEL]) for each in graded_tests]
-    rows: list[HeldOut] = []
+    rows: list[AgreementRow] = []
     for source, texts, truth, columns in compared:
-        numbers = run_scorer(scorer, [Item(text) for text in texts])
+        numbers = run_scorer(scorer, [ScorerInput(text) for text in texts])
         table = agreement(numbers[columns], truth, texts)
-        rows += [HeldOut.model_validate(row) for row in rows_of(table, source)]
+        rows += [AgreementRow.model_validate(row) for row in card_rows(table, source)]
     return tuple(rows)
 
 
@@ -205,8 +207,8 @@ def make_scorer_files(
     c: float,
     out: Path,
 ) -> LinearCard:
-    """Read corpora by name, train a linear classifier on them, and write it: `train_scorer`, as
-    the command has it.
+    """Read corpora by name, train a linear classifier on them, and write it: `train_linear_scorer`,
+    as the command has it.
 
     Args:
         labels: The task's attributes.
@@ -221,7 +223,7 @@ def make_scorer_files(
     if not 0 < c < math.inf:
         raise ScoringError(f"--c must be a positive number, found {c:g}")
     found = read_data(labels, data, test, graded, out)
-    return train_scorer(
+    return train_linear_scorer(
         task,
         labels,
         found.corpora,
@@ -234,13 +236,13 @@ def make_scorer_files(
 
 
 @dataclass(frozen=True)
-class Data:
+class ScorerData:
     """What a scorer is trained on, with the weights of the texts, and tested on."""
 
     corpora: Sequence[tuple[Corpus, float]]
     tests: Sequence[Corpus]
-    graded: Sequence[tuple[Graded, float]]
-    graded_tests: Sequence[Graded]
+    graded: Sequence[tuple[GradedTexts, float]]
+    graded_tests: Sequence[GradedTexts]
 
 
 def read_data(
@@ -249,7 +251,7 @@ def read_data(
     test: Sequence[str],
     graded: Sequence[str],
     out: Path,
-) -> Data:
+) -> ScorerData:
     """Read corpora by name.
 
     Args:
@@ -267,11 +269,11 @@ def read_data(
     if out.exists() and not out.is_dir():
         raise ScoringError(f"--out {out} is a file; give a folder")
     check_labels(labels, bool(graded))
-    files = [(Path(path), weight) for path, weight in map(_weighted, graded)]
-    corpora = [(read_corpus(source, labels), weight) for source, weight in map(_weighted, data)]
-    return Data(
+    files = [(Path(path), weight) for path, weight in map(_parse_weight, graded)]
+    corpora = [(read_corpus(source, labels), weight) for source, weight in map(_parse_weight, data)]
+    return ScorerData(
         corpora,
-        apart(
+        without_texts_of(
             [corpus for corpus, _ in corpora], [read_corpus(one, labels, "test") for one in test]
         ),
         [(read_graded(path, test=False), weight) for path, weight in files],
@@ -279,7 +281,7 @@ def read_data(
     )
 
 
-def _weighted(source: str) -> tuple[str, float]:
+def _parse_weight(source: str) -> tuple[str, float]:
     """ "sst2=3" as its name and 3; without a number, 1."""
     name, mark, weight = source.rpartition("=")
     try:

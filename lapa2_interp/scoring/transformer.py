@@ -28,16 +28,16 @@ from lapa2_interp.models.rotary import watch
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.models.weights import check_weights, load_network, unchanged
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
-from lapa2_interp.scoring.adapter import AT_ONCE, batches_of, beginnings
-from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped, unreadable
-from lapa2_interp.tasks.segmentation import COUNTING, spans, unspaced
+from lapa2_interp.scoring.adapter import TOKENS_AT_ONCE, batch_by_tokens, group_by_beginning
+from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText, unreadable_reason
+from lapa2_interp.tasks.segmentation import COUNT_UNIT, has_unspaced_script, word_spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MIN_WORDS = 10
 MAX_TOKENS = 1024
-READ = (".json", ".txt", ".model", ".py")
+VERSIONED_ENDINGS = (".json", ".txt", ".model", ".py")
 """Endings of the files of a model that are read besides its weights."""
 
 
@@ -86,45 +86,47 @@ class Perplexity(Scorer):
         bos = ", BOS twice" if doubled_bos else ""
         self.version = (
             f"{model} {dtype}{own}, {weights}, at most {self.max_tokens} tokens, {min_words}+"
-            f" {COUNTING}{bos}{_beside(model)}"
+            f" {COUNT_UNIT}{bos}{_other_files_version(model)}"
         )
 
     def close(self) -> None:
         self.__dict__.pop("network", None)  # before the next scorer loads its own
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
-        found = {place: score for piece in self.scored(items) for place, score in piece.items()}
+    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+        found = {
+            place: score for piece in self.scores_in_pieces(items) for place, score in piece.items()
+        }
         return [found[place] for place in range(len(items))]
 
-    def scored(self, items: Sequence[Item]) -> Iterator[dict[int, Score]]:
+    def scores_in_pieces(self, items: Sequence[ScorerInput]) -> Iterator[dict[int, Score]]:
         bos = text_markers(self.tokenizer).start
         left_out: dict[int, Score] = {}
         texts: dict[int, list[int]] = {}
         for place, item in enumerate(items):
-            if why := unreadable(item.text):
-                left_out[place] = Skipped(why)
+            if why := unreadable_reason(item.text):
+                left_out[place] = SkippedText(why)
                 continue
             ids = self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens]
             if not ids or _n_words(item.text) < self.min_words:
-                left_out[place] = Skipped(f"under {self.min_words} words")
+                left_out[place] = SkippedText(f"under {self.min_words} words")
                 continue
             if ids[0] == bos:  # a second one, whose P(BOS | BOS) would be part of the mean
-                left_out[place] = Skipped(
+                left_out[place] = SkippedText(
                     f"begins with {self.tokenizer.convert_ids_to_tokens(bos)}"
                 )
                 continue
             texts[place] = [bos, *ids] if self.doubled_bos else ids
         yield left_out
         places = list(texts)
-        groups = [[places[i] for i in group] for group in beginnings(list(texts.values()))]
+        groups = [[places[i] for i in group] for group in group_by_beginning(list(texts.values()))]
         groups.sort(key=lambda group: len(texts[group[-1]]))
-        for batch in batches_of([len(texts[group[-1]]) for group in groups], AT_ONCE):
+        for batch in batch_by_tokens([len(texts[group[-1]]) for group in groups], TOKENS_AT_ONCE):
             chosen = [groups[i] for i in batch]
             rows = TextRows.of([texts[group[-1]] for group in chosen], (bos,), self.network.device)
             with torch.no_grad(), prepacked(self.network):
                 nll = text_nll(self.network, rows).double().cpu()
             yield {
-                place: _perplexity(nll[row, : len(texts[place])].mean().exp().item())
+                place: _perplexity_score(nll[row, : len(texts[place])].mean().exp().item())
                 for row, group in enumerate(chosen)
                 for place in group
             }
@@ -133,14 +135,16 @@ class Perplexity(Scorer):
 def _n_words(text: str) -> int:
     """Words split at single spaces, as in the released script, and graphemes of scripts without
     spaces."""
-    return sum(len(spans(part)) if unspaced(part) else 1 for part in text.split(" "))
+    return sum(
+        len(word_spans(part)) if has_unspaced_script(part) else 1 for part in text.split(" ")
+    )
 
 
-def _perplexity(value: float) -> Score:
+def _perplexity_score(value: float) -> Score:
     if math.isnan(value):  # float16 overflows; another precision may not
-        return Skipped("no number", final=False)
+        return SkippedText("no number", final=False)
     if math.isinf(value):
-        return Skipped("probability 0")
+        return SkippedText("probability 0")
     return (value,)
 
 
@@ -191,17 +195,17 @@ class Classifier(Scorer):
         self.version = (
             f"{model}, {weights}, {'each of' if self.several else 'one of'} the labels"
             f" {', '.join(f'{a}: {b}' for a, b in zip(own, names, strict=True))}{kept}"
-            f"{_beside(model)}"
+            f"{_other_files_version(model)}"
         )
 
     def close(self) -> None:
         self.__dict__.pop("network", None)
 
     @torch.no_grad()
-    def score(self, items: Sequence[Item]) -> list[Score]:
-        texts = [item.text for item in items if not unreadable(item.text)]
+    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+        texts = [item.text for item in items if not unreadable_reason(item.text)]
         if not texts:
-            return [Skipped(unreadable(item.text)) for item in items]
+            return [SkippedText(unreadable_reason(item.text)) for item in items]
         config = self.network.config
         limit = min(512, context_of(config) - 2, short_context(config) or 512)
         batch = self.tokenizer(
@@ -219,18 +223,19 @@ class Classifier(Scorer):
             probabilities = probabilities[:, [self.labels.index(self.column)]]
         rows = iter(probabilities.tolist())
         return [
-            Skipped(why) if (why := unreadable(item.text)) else tuple(next(rows)) for item in items
+            SkippedText(why) if (why := unreadable_reason(item.text)) else tuple(next(rows))
+            for item in items
         ]
 
 
-def _beside(model: str) -> str:
+def _other_files_version(model: str) -> str:
     """For a version: a hash of what decides scores in a folder besides its weights, such as its
     tokenizer; "" for a name or a hub id."""
     if model == SMOLLM2 or not Path(model).is_dir():
         return ""
     digest = hashlib.sha256()
     for file in sorted(Path(model).iterdir()):
-        if file.is_file() and file.suffix in READ:
+        if file.is_file() and file.suffix in VERSIONED_ENDINGS:
             digest.update(f"{file.name} {sha256_of(file)}\n".encode())
     return f", other files {digest.hexdigest()[:12]}"
 

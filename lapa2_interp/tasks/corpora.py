@@ -26,7 +26,7 @@ import pandas as pd
 from pandas.io.common import get_handle  # type: ignore[import-not-found]
 
 from lapa2_interp._util.errors import DataError, unknown_choice
-from lapa2_interp._util.files import check_file, parse_json
+from lapa2_interp._util.files import check_regular_file, parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ class HubCorpus:
     """The texts are in the lower-case, spaced form of treebanks, which `detokenise` undoes."""
 
 
-HUB = {
+HUB_CORPORA = {
     "imdb": HubCorpus(
         "stanfordnlp/imdb", "text", ("negative", "positive"), {"train": "train", "test": "test"}
     ),
@@ -147,11 +147,11 @@ def read_table(path: Path, **options: Any) -> pd.DataFrame:
     kinds = [ending for ending in path.suffixes if ending in READERS]
     if not kinds:
         raise ValueError(f"it does not end in {', '.join(READERS)}")
-    check_file(path)
+    check_regular_file(path)
     return READERS[kinds[-1]](path, **options if kinds[-1] == ".csv" else {})
 
 
-DAMAGED = (
+READ_ERRORS = (
     OSError,
     ValueError,
     EOFError,
@@ -180,7 +180,7 @@ class Corpus:
     blank: int = 0
     repeated: int = 0
     other: int = 0
-    elsewhere: int = 0
+    in_another_part: int = 0
 
     @cached_property
     def sha256(self) -> str:
@@ -199,7 +199,7 @@ class Corpus:
             "blank": self.blank,
             "repeated": self.repeated,
             "with another label": self.other,
-            "that another part has": self.elsewhere,
+            "that another part has": self.in_another_part,
         }
         noted = ", ".join(f"{n} {why}" for why, n in left_out.items() if n)
         return f"{self.source}: {counts}" + (f" (left out: {noted})" if noted else "")
@@ -216,8 +216,8 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
     Raises:
         DataError: No such name or file, not readable, fields missing, or a label has no text.
     """
-    frame = _from_hub(source, split) if source in HUB else _from_file(Path(source))
-    name = f"{source} {split}" if source in HUB else Path(source).name
+    frame = _read_hub(source, split) if source in HUB_CORPORA else _read_file(Path(source))
+    name = f"{source} {split}" if source in HUB_CORPORA else Path(source).name
     missing = [field for field in ("text", "label") if field not in frame]
     if missing:
         raise DataError(
@@ -245,42 +245,42 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
     )
 
 
-def _from_file(path: Path) -> pd.DataFrame:
+def _read_file(path: Path) -> pd.DataFrame:
     kinds = [ending for ending in path.suffixes if ending in READERS]
     if not kinds:
         raise DataError(
-            f"{unknown_choice('corpus', str(path), HUB)}, or a file that ends in"
+            f"{unknown_choice('corpus', str(path), HUB_CORPORA)}, or a file that ends in"
             f" {', '.join(READERS)}"
         )
     try:
-        return _from_pairs(read_table(path))
-    except DAMAGED as error:
+        return _expand_pairs(read_table(path))
+    except READ_ERRORS as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())[:160]}") from error
 
 
-def _from_pairs(frame: pd.DataFrame) -> pd.DataFrame:
+def _expand_pairs(frame: pd.DataFrame) -> pd.DataFrame:
     """A table of toxic sentences and their neutral ones as labelled texts; any other as it is. Of
     several neutral sentences the first is taken."""
     if not {"toxic", "neutral"} <= set(frame):
         return frame
-    first = frame["neutral"].map(_first_of)
+    first = frame["neutral"].map(_first_text)
     pairs = {"toxic": frame["toxic"], "nontoxic": first}
     return pd.concat(
         [pd.DataFrame({"text": texts, "label": name}) for name, texts in pairs.items()]
     )
 
 
-def _first_of(found: object) -> str:
+def _first_text(found: object) -> str:
     """A text, or the first of several; "" where there is none."""
     if isinstance(found, str):
         return found
     return next(iter(found), "") if isinstance(found, Iterable) else ""
 
 
-def _from_hub(name: str, split: str) -> pd.DataFrame:
+def _read_hub(name: str, split: str) -> pd.DataFrame:
     from datasets import disable_progress_bars, load_dataset
 
-    corpus = HUB[name]
+    corpus = HUB_CORPORA[name]
     if split not in corpus.splits:
         raise DataError(unknown_choice("split", split, corpus.splits))
     if not sys.stderr.isatty():
@@ -313,7 +313,7 @@ def detokenise(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def apart(others: Sequence[Corpus], corpora: Sequence[Corpus]) -> list[Corpus]:
+def without_texts_of(others: Sequence[Corpus], corpora: Sequence[Corpus]) -> list[Corpus]:
     """Corpora without the texts that others have.
 
     Raises:
@@ -332,14 +332,14 @@ def apart(others: Sequence[Corpus], corpora: Sequence[Corpus]) -> list[Corpus]:
                 " held out; give other held-out texts"
             )
         both = sum(map(len, corpus.texts.values())) - sum(map(len, texts.values()))
-        kept.append(replace(corpus, texts=texts, elsewhere=corpus.elsewhere + both))
+        kept.append(replace(corpus, texts=texts, in_another_part=corpus.in_another_part + both))
     return kept
 
 
-HELD = ", held out"
+HELD_OUT_SUFFIX = ", held out"
 
 
-def split_off(
+def split_held_out(
     corpus: Corpus, per_label: int, one_in: int = 5, at_least: int = 1
 ) -> tuple[Corpus, Corpus]:
     """(rest, held out): of each label the `per_label` texts, one in `one_in` at most, whose sha256
@@ -359,11 +359,11 @@ def split_off(
                 f"{corpus.source} has {len(texts)} {label!r} texts, too few to hold some out; give"
                 f" at least {one_in * at_least}"
             )
-    name = f"{corpus.source.removesuffix(HELD)}{HELD}"
+    name = f"{corpus.source.removesuffix(HELD_OUT_SUFFIX)}{HELD_OUT_SUFFIX}"
     return replace(corpus, texts=rest), replace(corpus, texts=held, source=name)
 
 
-def pieces(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int]]:
+def split_pieces(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int]]:
     """Token ids of a text in pieces of at most `length`, cut where sentences end; longer sentences
     are cut short."""
     now = ""
@@ -374,12 +374,12 @@ def pieces(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterat
         if ids and len(new_ids) > length:
             yield ids
             longer, new_ids = sentence, tokenizer(sentence, add_special_tokens=False).input_ids
-        now, ids = longer, _cut(new_ids, tokenizer, length)
+        now, ids = longer, _truncate(new_ids, tokenizer, length)
     if ids:
         yield ids
 
 
-def _cut(ids: list[int], tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
+def _truncate(ids: list[int], tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
     """At most `length` tokens, and none of a character that is cut in two: read again, it would be
     another one."""
     for n in range(min(length, len(ids)), 0, -1):

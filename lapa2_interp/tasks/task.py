@@ -18,7 +18,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lapa2_interp._util.errors import TaskError, first_problem, unknown_choice, worst_problem
+from lapa2_interp._util.errors import (
+    TaskError,
+    main_error,
+    unknown_choice,
+    validation_message,
+)
 from lapa2_interp._util.files import parse_json, parse_toml, read_text
 from lapa2_interp.tasks.segmentation import words
 
@@ -164,9 +169,11 @@ class Task(BaseModel):
         return settings.parameters if settings else {}
 
 
-def built_in() -> list[str]:
+def built_in_tasks() -> list[str]:
     """Names of the tasks that ship with the package."""
-    return sorted(Path(entry.name).stem for entry in _files() if entry.name.endswith(".toml"))
+    return sorted(
+        Path(entry.name).stem for entry in _package_files() if entry.name.endswith(".toml")
+    )
 
 
 def read_task(name: str | Path) -> Task:
@@ -180,18 +187,20 @@ def read_task(name: str | Path) -> Task:
             field.
     """
     name, path = str(name), Path(name)
-    if name in built_in():
+    if name in built_in_tasks():
         text = (resources.files(__package__) / f"{name}.toml").read_text(encoding="utf-8")
-        return _parsed(name, path.stem, text)
+        return _parse_task(name, path.stem, text)
     elif path.suffix == ".toml" and path.is_file():
         try:
             text = read_text(path)
         except (OSError, ValueError) as error:
             raise TaskError(f"cannot read the task file {name}: {error}") from None
     else:
-        raise TaskError(f"{unknown_choice('task', name, built_in())}, or the path of a .toml file")
-    task = _parsed(name, path.stem, text)
-    if task.name in built_in():
+        raise TaskError(
+            f"{unknown_choice('task', name, built_in_tasks())}, or the path of a .toml file"
+        )
+    task = _parse_task(name, path.stem, text)
+    if task.name in built_in_tasks():
         raise TaskError(
             f"task file {name}: {task.name!r} is a task of the package, and results would be told"
             " for its; give another name"
@@ -200,13 +209,13 @@ def read_task(name: str | Path) -> Task:
 
 
 @lru_cache(maxsize=64)
-def _parsed(name: str, stem: str, text: str) -> Task:
+def _parse_task(name: str, stem: str, text: str) -> Task:
     """A task from its file's text: grids ask for the same one thousands of times."""
     try:
         return Task.model_validate({"name": stem} | parse_toml(text))
     except ValidationError as error:
-        line = _line_of(text, worst_problem(error)["loc"])
-        raise TaskError(f"task file {name}, line {line}: {first_problem(error)}") from None
+        line = _line_of(text, main_error(error)["loc"])
+        raise TaskError(f"task file {name}, line {line}: {validation_message(error)}") from None
     except ValueError as error:
         raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
 
@@ -222,11 +231,11 @@ def _line_of(text: str, place: Sequence[str | int]) -> int:
     return len(lines)
 
 
-def _files() -> Iterable:
+def _package_files() -> Iterable:
     return resources.files(__package__).iterdir()
 
 
-def more_prompts(task: str) -> tuple[str, ...]:
+def extra_prompts(task: str) -> tuple[str, ...]:
     """Prompts written for this package, for grids that need more than the task's own; () for a task
     of one's own."""
     file = {"sentiment": "neutral", "topic": "neutral", "detox": "detox"}.get(task)
@@ -245,7 +254,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
             names it.
     """
     kind = path.suffix.lower()
-    if kind in TABLES:
+    if kind in OTHER_FORMATS:
         raise TaskError(
             f"{path} is no file of prompts: give lines of text, .jsonl objects with a field"
             ' "prompt", or a .csv with a column "prompt"'
@@ -278,7 +287,18 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     return tuple(prompts)
 
 
-TABLES = (".parquet", ".json", ".tsv", ".xlsx", ".npz", ".zip", ".gz", ".xz", ".bz2", ".toml")
+OTHER_FORMATS = (
+    ".parquet",
+    ".json",
+    ".tsv",
+    ".xlsx",
+    ".npz",
+    ".zip",
+    ".gz",
+    ".xz",
+    ".bz2",
+    ".toml",
+)
 """Endings of files that hold prompts in a form that is not read."""
 
 

@@ -21,13 +21,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lapa2_interp._util.errors import DataError, first_problem
+from lapa2_interp._util.errors import DataError, validation_message
 from lapa2_interp._util.files import parse_json, read_text, write_text
 from lapa2_interp.tasks.corpora import read_corpus
 from lapa2_interp.tasks.segmentation import letter_runs
 
 PRIOR = 10_000.0
-SURE = 1.96
+LEAST_Z = 1.96
 """The least z of a word that is kept: one in forty of the words that tell nothing about the class
 reaches it."""
 STATISTIC = (
@@ -67,7 +67,7 @@ class WordList(BaseModel):
 
 
 def derive_words(
-    texts: Mapping[str, Sequence[str]], n: int, least: int = 20, sure: float = SURE
+    texts: Mapping[str, Sequence[str]], n: int, least: int = 20, sure: float = LEAST_Z
 ) -> dict[str, list[tuple[str, float]]]:
     """The n words of largest z of every class, with their z, best first.
 
@@ -112,7 +112,7 @@ def z_score(own: int, other: int, n_own: int, n_other: int, prior: float) -> flo
     return difference / sqrt(1 / a + 1 / b)
 
 
-def read_words(file: str, task: str) -> dict[str, tuple[str, ...]]:
+def read_word_list(file: str, task: str) -> dict[str, tuple[str, ...]]:
     """The words of a file, or those the package has for a task.
 
     Raises:
@@ -127,7 +127,7 @@ def read_words(file: str, task: str) -> dict[str, tuple[str, ...]]:
             f"{where}; `lapa2 words --task {task} --data CORPUS --out FILE` makes a list"
         ) from None
     except ValidationError as error:
-        raise DataError(f"{source} is not a word list: {first_problem(error)}") from None
+        raise DataError(f"{source} is not a word list: {validation_message(error)}") from None
     except ValueError as error:
         raise DataError(f"{source} is not a word list: {error}") from None
 
@@ -138,7 +138,7 @@ def make_word_list(
     out: Path,
     n: int = 400,
     least: int = 20,
-    sure: float = SURE,
+    sure: float = LEAST_Z,
     force: bool = False,
 ) -> dict[str, list[tuple[str, float]]]:
     """Derive word lists from labelled texts and write them to a file: `derive_words` of corpora, as

@@ -5,7 +5,13 @@ import pandas as pd
 import pytest
 
 from lapa2_interp import Cell, generate, load_run
-from lapa2_interp._util.errors import Lapa2Error, LayoutError, RunError, in_python, on_command_line
+from lapa2_interp._util.errors import (
+    Lapa2Error,
+    LayoutError,
+    RunError,
+    as_python_parameters,
+    on_command_line,
+)
 from lapa2_interp.cli.app import main
 from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.score import score
@@ -33,8 +39,8 @@ ASKED = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "
     ],
 )  # fmt: skip
 def test_options_are_parameters_in_python(option, parameter):
-    assert in_python(option) == parameter
-    assert in_python(parameter) == parameter
+    assert as_python_parameters(option) == parameter
+    assert as_python_parameters(parameter) == parameter
     error = Lapa2Error(option)
     assert str(error) == parameter
     with on_command_line():

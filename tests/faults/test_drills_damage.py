@@ -16,7 +16,7 @@ from drills import FULL, furnish
 
 from lapa2_interp import load_model, load_run, model_card
 from lapa2_interp._util.errors import Lapa2Error
-from lapa2_interp._util.files import OWN, SEAL, _digest, read_checkpoint, without_checksums
+from lapa2_interp._util.files import OWN, SEAL, _fields_sha256, read_checkpoint, without_checksums
 from lapa2_interp.circuits.selection import Selection
 from lapa2_interp.cli.app import main
 from lapa2_interp.prefixes.soft_prefix import load_prefix, save_prefix
@@ -24,7 +24,7 @@ from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.store import SAMPLES, TRACE
 from lapa2_interp.runs.sweep import read_part, sweep
-from lapa2_interp.scoring.scorer import Cache
+from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.scoring.trained import load_card
 from lapa2_interp.tasks.task import read_prompts
 
@@ -54,7 +54,7 @@ def newer(whole):
     fields |= {"invented_later": 1}
     if beside is not None:
         fields[SEAL] = {name: each for name, each in beside.items() if name != OWN}
-        fields[SEAL] |= {OWN: _digest(fields)}
+        fields[SEAL] |= {OWN: _fields_sha256(fields)}
     yield "a newer version's key", json.dumps(fields).encode()
 
 
@@ -237,12 +237,12 @@ def test_a_soft_prefix(tmp_path, ending, record_property):
     [("linear", ".npz"), ("linear", ".json"), ("adapter", ".safetensors"), ("adapter", ".json")],
 )
 def test_a_trained_scorer(tmp_path, kind, ending, record_property):
-    from lapa2_interp.scoring.adapter import ADAPTER, AdapterCard
+    from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterCard
     from lapa2_interp.scoring.linear import LinearCard
-    from lapa2_interp.scoring.trained import WEIGHTS
+    from lapa2_interp.scoring.trained import SHIPPED_WEIGHTS
 
-    form, weights = (LinearCard, ".npz") if kind == "linear" else (AdapterCard, ADAPTER)
-    for file in WEIGHTS.glob("sentiment*"):
+    form, weights = (LinearCard, ".npz") if kind == "linear" else (AdapterCard, ADAPTER_ENDING)
+    for file in SHIPPED_WEIGHTS.glob("sentiment*"):
         shutil.copy(file, tmp_path)
     file = (tmp_path / f"sentiment{weights}").with_suffix(ending)
     also = newer(file.read_bytes()) if ending == ".json" else ()
@@ -307,13 +307,13 @@ def test_scores(tmp_path, record_property, capsys):
     """A score is read as it was, asked for again, or the file is refused in one line."""
     wanted = {f"{i:064x}": (i / 7, 1 - i / 7) for i in range(200)}
     file, count = tmp_path / "scores.sqlite", Count()
-    with Cache(tmp_path) as cache:
+    with ScoreCache(tmp_path) as cache:
         cache.put(wanted.items())
     whole = file.read_bytes()
     for done, data in list(ways(whole, random.Random(2), 10 * POINTS)):
         file.write_bytes(data)
         try:
-            with Cache(tmp_path) as cache:
+            with ScoreCache(tmp_path) as cache:
                 found = cache.get(list(wanted))
         except Lapa2Error as error:
             line_of(error)

@@ -26,7 +26,7 @@ from drills import FULL, act
 
 from lapa2_interp.cli.app import main
 from lapa2_interp.scoring import named
-from lapa2_interp.scoring.bounded import LARGEST
+from lapa2_interp.scoring.bounded import LARGEST_ANSWER
 from lapa2_interp.scoring.judge import Judge
 from lapa2_interp.scoring.perspective import Perspective
 
@@ -314,7 +314,7 @@ def test_a_server_in_trouble_costs_neither_time_memory_answers_nor_the_key(
     else:
         table = pd.read_csv(tmp_path / "out" / "table.csv")
         assert set(table["skipped"]) == {int(end == LEFT_OUT)}
-    assert server.sent < LARGEST + BUFFERS
+    assert server.sent < LARGEST_ANSWER + BUFFERS
 
     server.trouble = None
     if trouble == "refuses connections":
