@@ -59,7 +59,7 @@ from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.sweep import sweep
-from lapa2_interp.scoring.named import ScorerOptions, score_samples
+from lapa2_interp.scoring.registry import ScorerOptions, score_samples
 from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers
 from lapa2_interp.scoring.tables import (
     cell_table,

@@ -84,7 +84,7 @@ def measure(out: Path, grid: Grid) -> Measured:
 
 def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
     from lapa2_interp.runs.manifest import read_manifest
-    from lapa2_interp.scoring.named import ScorerOptions, score_samples
+    from lapa2_interp.scoring.registry import ScorerOptions, score_samples
     from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers
     from lapa2_interp.scoring.tables import score_table
     from lapa2_interp.scoring.transformer import Perplexity

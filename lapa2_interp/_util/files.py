@@ -16,24 +16,21 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
-import stat
 import sys
 import tempfile
 import time
-import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 from zipfile import ZipFile
 
 from lapa2_interp._util.errors import ModelError, RunError
+from lapa2_interp._util.parsing import check_regular_file, parse_json
 
 if TYPE_CHECKING:
-    import pandas as pd
     import xarray as xr
 
 TEMPORARY_PREFIX = ".writing-"
@@ -169,98 +166,6 @@ def atomic_write(place: Path) -> Iterator[Path]:
         _flush(place.parent)
 
 
-LARGEST_TEXT = 2**30
-"""Bytes of a text file, at most."""
-DEEPEST = 100
-"""Levels of lists and tables in a file, at most."""
-
-
-def check_regular_file(file: Path) -> None:
-    """Refuse what is no file: to open a pipe waits for whoever writes into it, for ever.
-
-    Raises:
-        OSError: It is not there, or a folder.
-        ValueError: It is a pipe, a socket or a device.
-    """
-    mode = file.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-    if not stat.S_ISREG(mode):
-        raise ValueError("it is a pipe, a socket or a device; give a file")
-
-
-def read_text(file: Path, may_hold_nul: bool = False) -> str:
-    """A text file in UTF-8, without the byte-order mark that some programs put in front.
-
-    Raises:
-        OSError: It is not there, a folder, or cannot be read.
-        ValueError: It is no file, too large, or no text: not UTF-8, or with a NUL.
-    """
-    check_regular_file(file)
-    if (size := file.stat().st_size) > LARGEST_TEXT:
-        raise ValueError(f"it has {size} bytes; a text has {LARGEST_TEXT} at most")
-    raw = file.read_bytes()
-    try:
-        text = raw.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line, bad = raw[: error.start].count(b"\n") + 1, raw[error.start : error.start + 4]
-        raise ValueError(
-            f"line {line}: the bytes {bad!r} are not UTF-8; save the file as UTF-8"
-        ) from None
-    if "\0" in text and not may_hold_nul:
-        line = raw[: raw.index(0)].count(b"\n") + 1
-        raise ValueError(f"line {line} has a NUL, which no text has; give a text file")
-    return text
-
-
-def parse_json(text: str) -> Any:
-    """What a text says as JSON.
-
-    Raises:
-        ValueError: It is no JSON, names a field twice, is nested too deeply, or has a number of
-            thousands of digits.
-    """
-    return _check_nesting(lambda: json.loads(text, object_pairs_hook=_unique_fields))
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """What a text says as TOML.
-
-    Raises:
-        ValueError: As `parse_json`.
-    """
-    return dict(_check_nesting(lambda: tomllib.loads(text)))
-
-
-def _check_nesting(parse: Callable[[], Any]) -> Any:
-    deep = f"it is nested too deeply; {DEEPEST} levels are allowed"
-    try:
-        found = parse()
-    except RecursionError:
-        raise ValueError(deep) from None
-    except ValueError as error:
-        if "integer string" not in str(error):
-            raise
-        raise ValueError("it has a whole number of thousands of digits") from None
-    level, levels = [found], 0
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        if (levels := levels + 1) > DEEPEST:
-            raise ValueError(deep)
-        level = [
-            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-    return found
-
-
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has the field {twice!r} twice; give it once")
-    return found
-
-
 def write_text(place: Path, text: str) -> None:
     """Write a text file, whole, as UTF-8."""
     with atomic_write(place) as fresh:
@@ -270,70 +175,6 @@ def write_text(place: Path, text: str) -> None:
 def write_netcdf(place: Path, data: xr.Dataset) -> None:
     """Write a netCDF file by way of memory: HDF5 takes the process down when the disk is full."""
     place.write_bytes(data.to_netcdf(engine="h5netcdf"))
-
-
-def as_csv(table: pd.DataFrame, digits: int | None = None) -> str:
-    """A table as CSV, without its index.
-
-    All texts are quoted where one holds a carriage return, at which a reader would begin a row.
-
-    Args:
-        digits: Of a number, at most; by default all.
-    """
-    texts = table.select_dtypes(exclude=["number", "bool"]).astype(str)
-    split = any(texts[name].str.contains("\r", regex=False).any() for name in texts)
-    quoting: Literal[0, 2] = 2 if split else 0  # csv.QUOTE_NONNUMERIC, csv.QUOTE_MINIMAL
-    how = None if digits is None else f"%.{digits}g"
-    return str(table.to_csv(index=False, float_format=how, quoting=quoting))
-
-
-def as_markdown(title: str, shown: pd.DataFrame, notes: Sequence[str]) -> str:
-    """A table as Markdown."""
-    escaped = [
-        [str(value).replace("|", "\\|").replace("\n", " ") for value in row]
-        for row in shown.to_numpy()
-    ]
-    lines = [
-        " | ".join(map(str, shown.columns)),
-        " | ".join("---" for _ in shown.columns),
-        *map(" | ".join, escaped),
-    ]
-    return (
-        f"### {title}\n\n"
-        + "\n".join(f"| {line} |" for line in lines)
-        + "\n\n"
-        + "\n\n".join(notes)
-        + "\n"
-    )
-
-
-def as_latex(title: str, shown: pd.DataFrame, notes: Sequence[str], label: str) -> str:
-    """A table as LaTeX, for booktabs."""
-    lines = [
-        r"\begin{table}",
-        r"\centering\small",
-        rf"\caption{{{_latex(title)}}}",
-        rf"\label{{tab:{label}}}",
-        rf"\begin{{tabular}}{{{'l' * len(shown.columns)}}}",
-        r"\toprule",
-        " & ".join(_latex(str(column)) for column in shown.columns) + r" \\",
-        r"\midrule",
-        *(" & ".join(_latex(str(value)) for value in row) + r" \\" for row in shown.to_numpy()),
-        r"\bottomrule",
-        r"\end{tabular}",
-        *(rf"\par\footnotesize {_latex(note)}" for note in notes),
-        r"\end{table}",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _latex(text: str) -> str:
-    text = text.replace("\\", r"\textbackslash ")
-    for mark in "&%$#_{}":
-        text = text.replace(mark, "\\" + mark)
-    text = text.replace("~", r"\textasciitilde ").replace("^", r"\textasciicircum ")
-    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text)
 
 
 def with_checksums(

@@ -30,14 +30,8 @@ from jaxtyping import Float
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
-from lapa2_interp._util.files import (
-    parse_json,
-    read_text,
-    try_lock,
-    with_checksums,
-    without_checksums,
-    write_text,
-)
+from lapa2_interp._util.files import try_lock, with_checksums, without_checksums, write_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.bias.augmentation import Phase, Rules

@@ -43,7 +43,8 @@ from lapa2_interp._util.errors import (
     unknown_choice,
     validation_message,
 )
-from lapa2_interp._util.files import read_text, with_checksums, without_checksums, write_text
+from lapa2_interp._util.files import with_checksums, without_checksums, write_text
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.cases import prefix_texts

@@ -34,18 +34,18 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp._util.files import (
-    as_csv,
     atomic_write,
     is_damage,
-    read_text,
     with_checksums,
     without_checksums,
     write_netcdf,
     write_text,
 )
 from lapa2_interp._util.page import Section, page
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import format_duration
+from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.bias.augmentation import Phase

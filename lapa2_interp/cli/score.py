@@ -18,7 +18,7 @@ from lapa2_interp.scoring.scorer import CLASSIFIERS, SCORERS
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lapa2_interp.scoring.trained import ScorerCard
+    from lapa2_interp.scoring.task_scorer import ScorerCard
 
 
 app = App(
@@ -130,7 +130,7 @@ def list_scorers() -> None:
     """List the scorers, and what the trained ones reach on held-out text, with 95 % intervals."""
     from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterCard
     from lapa2_interp.scoring.linear import LINEAR_ENDING, LinearCard
-    from lapa2_interp.scoring.trained import SHIPPED_WEIGHTS, load_card, tasks_in
+    from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, load_card, tasks_in
 
     for name, what in SCORERS.items():
         print(f"{name:<11} {what}")

@@ -22,13 +22,8 @@ from typing import Literal, get_args
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
-from lapa2_interp._util.files import (
-    cache_file,
-    cache_folder,
-    read_text,
-    with_checksums,
-    without_checksums,
-)
+from lapa2_interp._util.files import cache_file, cache_folder, with_checksums, without_checksums
+from lapa2_interp._util.parsing import read_text
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO = "auto"

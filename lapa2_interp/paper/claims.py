@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError, pluralize
-from lapa2_interp._util.files import check_regular_file
+from lapa2_interp._util.parsing import check_regular_file
 from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_metric
 from lapa2_interp.stats import Difference, holm
 

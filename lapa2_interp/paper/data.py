@@ -23,7 +23,7 @@ from lapa2_interp.paper.scripts import USUAL
 from lapa2_interp.paper.tables import ARM, KEYS
 from lapa2_interp.runs.store import Run, each_once
 from lapa2_interp.runs.texts import at_lengths, in_parts
-from lapa2_interp.scoring.named import ScorerOptions, make_scorer, score_samples
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
     ScorerInput,

@@ -11,7 +11,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp._util.errors import RunError, pluralize, validation_message
-from lapa2_interp._util.files import parse_json, read_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.models.machine import cores, kind_of
 from lapa2_interp.runs.manifest import library_versions, source_commit

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import PrefixError, unknown_choice
-from lapa2_interp._util.files import parse_json, read_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.prefixes.soft_prefix import (

@@ -24,13 +24,8 @@ from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from lapa2_interp._util.errors import PrefixError, validation_message
-from lapa2_interp._util.files import (
-    atomic_write,
-    read_text,
-    with_checksums,
-    without_checksums,
-    write_text,
-)
+from lapa2_interp._util.files import atomic_write, with_checksums, without_checksums, write_text
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp.models.card import Model, keys_seen_by, kv_heads, kv_sizes, model_card, network_of
 from lapa2_interp.stats import Interval
 

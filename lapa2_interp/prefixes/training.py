@@ -37,15 +37,14 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import DataError, PrefixError
 from lapa2_interp._util.files import (
     check_name,
-    parse_json,
     read_checkpoint,
-    read_text,
     refuse_link,
     remove_folder,
     try_lock,
     write_checkpoint,
     write_text,
 )
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.layout import text_markers

@@ -27,8 +27,9 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import check_regular_file, is_html, parse_json, read_text, write_text
+from lapa2_interp._util.files import is_html, write_text
 from lapa2_interp._util.page import embedded, template
+from lapa2_interp._util.parsing import check_regular_file, parse_json, read_text
 from lapa2_interp._util.plots import COLOURS
 from lapa2_interp.attention.tables import branch_name, pooled
 from lapa2_interp.bias.texts import pieces

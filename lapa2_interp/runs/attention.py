@@ -12,7 +12,8 @@ import pandas as pd
 
 from lapa2_interp._util import plots
 from lapa2_interp._util.errors import TraceError
-from lapa2_interp._util.files import as_csv, holds_only, result_folder, write_text
+from lapa2_interp._util.files import holds_only, result_folder, write_text
+from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.attention.tables import (
     branch_name,
     fit_table,

@@ -17,7 +17,7 @@ from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.scoring.agreement import agreement, calibration
-from lapa2_interp.scoring.named import ScorerOptions, make_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import ScoreCache, Scorer, ScorerInput, run_scorer
 from lapa2_interp.scoring.training import read_graded
 

@@ -25,7 +25,7 @@ from lapa2_interp._util.errors import (
     unknown_choice,
     validation_message,
 )
-from lapa2_interp._util.files import parse_toml, read_text
+from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, normalize_augmentations
 from lapa2_interp.bias.recipes import RECIPES, read_recipes
 from lapa2_interp.generation.cell import Cell, same_label

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp._util.errors import DamagedError, RunError, validation_message
-from lapa2_interp._util.files import read_text, sha256_of, with_checksums, without_checksums
+from lapa2_interp._util.files import sha256_of, with_checksums, without_checksums
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.generation.cell import Cell, Key

@@ -25,10 +25,10 @@ from lapa2_interp._util.files import (
     cache_file,
     cache_folder,
     one_process_at_a_time,
-    read_text,
     with_checksums,
     without_checksums,
 )
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.attention.neurons import is_gated, promoters
 from lapa2_interp.bias.texts import continuation, decode
@@ -38,7 +38,7 @@ from lapa2_interp.generation.plan import plan
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import Model, check_weights_read, identity, model_card
 from lapa2_interp.models.machine import kind_of
-from lapa2_interp.scoring.named import ScorerOptions, make_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import ScorerInput, run_scorer
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
 

@@ -22,7 +22,7 @@ from lapa2_interp.prefixes.soft_prefix import (
     save_prefix,
 )
 from lapa2_interp.runs.generate import make_cells
-from lapa2_interp.scoring.named import ScorerOptions, make_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import CLASSIFIER_CHOICES, expand_scorers
 from lapa2_interp.scoring.tables import score_table
 from lapa2_interp.stats import mean_interval

@@ -12,16 +12,9 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError, pluralize
-from lapa2_interp._util.files import (
-    as_csv,
-    as_latex,
-    as_markdown,
-    cache_folder,
-    holds_only,
-    result_folder,
-    write_text,
-)
+from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
 from lapa2_interp._util.progress import format_duration
+from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
 from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.runs.estimates import LONG, adapter_seconds
@@ -30,7 +23,7 @@ from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, r
 from lapa2_interp.scoring import human
 from lapa2_interp.scoring.adapter import ADAPTER_ENDING
 from lapa2_interp.scoring.linear import LINEAR_ENDING
-from lapa2_interp.scoring.named import ScorerOptions, make_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers, parse_scorer
 from lapa2_interp.scoring.tables import (
     DIFFERENCE_COLUMNS,

@@ -37,10 +37,7 @@ from lapa2_interp._util.files import (
     TEMPORARY_PREFIX,
     atomic_folder,
     check_name,
-    check_regular_file,
     is_damage,
-    parse_json,
-    read_text,
     refuse_foreign_files,
     result_folder,
     with_checksums,
@@ -48,6 +45,7 @@ from lapa2_interp._util.files import (
     write_netcdf,
     write_text,
 )
+from lapa2_interp._util.parsing import check_regular_file, parse_json, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.tables import step_table
 from lapa2_interp.attention.trace import TraceKind

@@ -26,10 +26,7 @@ from lapa2_interp._util.files import (
     TEMPORARY_PREFIX,
     atomic_folder,
     check_name,
-    check_regular_file,
     is_damage,
-    parse_json,
-    read_text,
     remove_abandoned,
     remove_folder,
     remove_path,
@@ -40,6 +37,7 @@ from lapa2_interp._util.files import (
     write_netcdf,
     write_text,
 )
+from lapa2_interp._util.parsing import check_regular_file, parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import join_traces

@@ -41,7 +41,7 @@ from lapa2_interp.models.card import check_weights_read, short_context
 from lapa2_interp.models.load import load_transformers, move
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.scoring.trained import (
+from lapa2_interp.scoring.task_scorer import (
     SHIPPED_WEIGHTS,
     ScorerCard,
     TaskScorer,

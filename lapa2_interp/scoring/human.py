@@ -24,7 +24,8 @@ import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.files import atomic_write, read_text
+from lapa2_interp._util.files import atomic_write
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp.scoring.tables import interval_in_range
 from lapa2_interp.stats import FEW, mean_interval, resampled_means, tails
 

@@ -30,9 +30,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.files import parse_json
+from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.progress import deferred_interrupts
-from lapa2_interp.scoring.bounded import BoundedClient
+from lapa2_interp.scoring.http_client import BoundedClient
 from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText
 
 KEY_VARIABLE = "OPENAI_API_KEY"

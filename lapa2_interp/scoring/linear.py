@@ -26,7 +26,7 @@ from jaxtyping import Float
 
 from lapa2_interp._util.files import atomic_write, with_checksums, write_text
 from lapa2_interp._util.version import __version__
-from lapa2_interp.scoring.trained import (
+from lapa2_interp.scoring.task_scorer import (
     SHIPPED_WEIGHTS,
     ScorerCard,
     TaskScorer,

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.scoring.bounded import BoundedClient
+from lapa2_interp.scoring.http_client import BoundedClient
 from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText, unreadable_reason
 
 LAST_DAY = date(2026, 12, 31)

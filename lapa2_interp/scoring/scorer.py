@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lapa2_interp._util.errors import ScoringError, pluralize, unknown_choice
-from lapa2_interp._util.files import check_regular_file, parse_json
+from lapa2_interp._util.parsing import check_regular_file, parse_json
 from lapa2_interp._util.progress import progress_bar
 
 if TYPE_CHECKING:

@@ -20,11 +20,12 @@ import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import DataError, ScoringError
-from lapa2_interp._util.files import check_regular_file, parse_json, temporary_folder
+from lapa2_interp._util.files import temporary_folder
+from lapa2_interp._util.parsing import check_regular_file, parse_json
 from lapa2_interp.scoring.agreement import agreement, card_rows
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
 from lapa2_interp.scoring.scorer import ScorerInput, run_scorer
-from lapa2_interp.scoring.trained import TOXIC_LABEL, AgreementRow, TaskScorer
+from lapa2_interp.scoring.task_scorer import TOXIC_LABEL, AgreementRow, TaskScorer
 from lapa2_interp.tasks.corpora import Corpus, read_corpus, without_texts_of
 from lapa2_interp.tasks.segmentation import word_spans, words_between
 

@@ -26,7 +26,7 @@ import pandas as pd
 from pandas.io.common import get_handle  # type: ignore[import-not-found]
 
 from lapa2_interp._util.errors import DataError, unknown_choice
-from lapa2_interp._util.files import check_regular_file, parse_json
+from lapa2_interp._util.parsing import check_regular_file, parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -24,7 +24,7 @@ from lapa2_interp._util.errors import (
     unknown_choice,
     validation_message,
 )
-from lapa2_interp._util.files import parse_json, parse_toml, read_text
+from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
 from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it

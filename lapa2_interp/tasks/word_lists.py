@@ -22,7 +22,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lapa2_interp._util.errors import DataError, validation_message
-from lapa2_interp._util.files import parse_json, read_text, write_text
+from lapa2_interp._util.files import write_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp.tasks.corpora import read_corpus
 from lapa2_interp.tasks.segmentation import letter_runs
 

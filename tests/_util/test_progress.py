@@ -29,7 +29,7 @@ from lapa2_interp._util.progress import (
 
 CODE = """
 import time
-from lapa2_interp import progress
+from lapa2_interp._util import progress
 progress.SHOWN_AFTER = 0.05
 with progress.progress_bar(1200, "3 cells") as bar:
     for _ in range(10):

@@ -25,7 +25,7 @@ from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.store import SAMPLES, TRACE
 from lapa2_interp.runs.sweep import read_part, sweep
 from lapa2_interp.scoring.scorer import ScoreCache
-from lapa2_interp.scoring.trained import load_card
+from lapa2_interp.scoring.task_scorer import load_card
 from lapa2_interp.tasks.task import read_prompts
 
 pytestmark = pytest.mark.drill
@@ -239,7 +239,7 @@ def test_a_soft_prefix(tmp_path, ending, record_property):
 def test_a_trained_scorer(tmp_path, kind, ending, record_property):
     from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterCard
     from lapa2_interp.scoring.linear import LinearCard
-    from lapa2_interp.scoring.trained import SHIPPED_WEIGHTS
+    from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 
     form, weights = (LinearCard, ".npz") if kind == "linear" else (AdapterCard, ADAPTER_ENDING)
     for file in SHIPPED_WEIGHTS.glob("sentiment*"):

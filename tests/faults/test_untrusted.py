@@ -23,9 +23,6 @@ from lapa2_interp._util.files import (
     LOCK,
     TEMPORARY_PREFIX,
     atomic_folder,
-    parse_json,
-    parse_toml,
-    read_text,
     remove_abandoned,
     remove_path,
     remove_temporary,
@@ -33,6 +30,7 @@ from lapa2_interp._util.files import (
     with_checksums,
     without_checksums,
 )
+from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL, Cell
 from lapa2_interp.methods.registry import for_task, load_task

@@ -53,7 +53,7 @@ from lapa2_interp.runs.manifest import MANIFEST, Manifest, read_manifest
 from lapa2_interp.runs.store import SAMPLES, TRACE, load_run, read_cell, read_file
 from lapa2_interp.runs.sweep import add_grids, load_grids, sweep
 from lapa2_interp.runs.worker import Worker, check_files
-from lapa2_interp.scoring.trained import SHIPPED_WEIGHTS
+from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 from lapa2_interp.tasks import task as tasks
 
 HEAD = """

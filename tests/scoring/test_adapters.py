@@ -39,9 +39,9 @@ from lapa2_interp.scoring.adapter_training import (
 )
 from lapa2_interp.scoring.agreement import agreement
 from lapa2_interp.scoring.linear import LinearScorer
-from lapa2_interp.scoring.named import ScorerOptions, make_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import ScorerInput, run_scorer
-from lapa2_interp.scoring.trained import SHIPPED_WEIGHTS, tasks_in
+from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, tasks_in
 from lapa2_interp.scoring.training import GradedTexts
 from lapa2_interp.stats import mean_interval
 from lapa2_interp.tasks.corpora import Corpus, read_corpus
@@ -401,7 +401,7 @@ def test_options_of_adapters_reach_the_training(tmp_path, monkeypatch):
 
 
 def test_the_list_has_adapters(folder, monkeypatch, capsys):
-    monkeypatch.setattr("lapa2_interp.scoring.trained.SHIPPED_WEIGHTS", folder)
+    monkeypatch.setattr("lapa2_interp.scoring.task_scorer.SHIPPED_WEIGHTS", folder)
     assert main(["scorers", "list"]) == 0
     printed = capsys.readouterr().out
     assert "  detox: nontoxic, toxic (0.0 MB)\n" in printed

@@ -6,7 +6,7 @@ import pytest
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.linear import LinearScorer
-from lapa2_interp.scoring.named import ScorerOptions, make_scorer, score_samples
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
     Scorer,

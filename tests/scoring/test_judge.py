@@ -17,7 +17,7 @@ import pytest
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.judge import TOKEN_LIMIT_NAMES, Judge, parse_ratings
-from lapa2_interp.scoring.named import ScorerOptions, make_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
     ScorerInput,

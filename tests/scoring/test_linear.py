@@ -21,7 +21,7 @@ from lapa2_interp.scoring.linear import (
     weighted_counts,
 )
 from lapa2_interp.scoring.scorer import ScorerInput, run_scorer
-from lapa2_interp.scoring.trained import SHIPPED_WEIGHTS, tasks_in
+from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, tasks_in
 from lapa2_interp.scoring.training import (
     GradedTexts,
     make_scorer_files,

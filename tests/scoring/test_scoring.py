@@ -18,7 +18,7 @@ from lapa2_interp.runs.texts import at_lengths, in_parts, read_texts
 from lapa2_interp.scoring import transformer
 from lapa2_interp.scoring.distinct import Repetition, distinct, distinct_table, token_lists
 from lapa2_interp.scoring.linear import LinearScorer
-from lapa2_interp.scoring.named import ScorerOptions, make_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
     Scorer,

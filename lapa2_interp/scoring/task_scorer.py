@@ -19,7 +19,8 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice, validation_message
-from lapa2_interp._util.files import read_text, without_checksums
+from lapa2_interp._util.files import without_checksums
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText, unreadable_reason
 
 SHIPPED_WEIGHTS = Path(__file__).parent / "weights"
