@@ -49,7 +49,7 @@ def keep_a_ledger(file):
     """Note what a command keeps for the next one, a line each, once it is kept: groups and cells of
     a sweep, units of a circuit, scores, checkpoints."""
     from lapa2_interp.circuits.knockout import ResultStore
-    from lapa2_interp.prefixes.training import PrefixTraining
+    from lapa2_interp.prefixes.optimization import PrefixTraining
     from lapa2_interp.runs.sweep import _Sweep
     from lapa2_interp.scoring.scorer import ScoreCache
 

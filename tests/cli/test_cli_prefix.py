@@ -257,7 +257,7 @@ def test_evaluate_rewrites_the_cards(trained, reviews, capsys):
 
 
 def test_train_resumes_what_was_interrupted(tmp_path, reviews, monkeypatch, capsys):
-    from lapa2_interp.prefixes.training import PrefixTraining
+    from lapa2_interp.prefixes.optimization import PrefixTraining
 
     step, line = PrefixTraining._train_step, f"{TRAIN} --set max_tokens=16 --set check_every=4"
 

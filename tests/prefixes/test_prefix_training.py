@@ -18,17 +18,11 @@ from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.models.load import load_tokenizer, load_transformers
 from lapa2_interp.prefixes.evaluation import nll_interval
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
+from lapa2_interp.prefixes.optimization import PrefixTraining, TrainingTexts, contrastive_loss
+from lapa2_interp.prefixes.parameters import PrefixParameters, text_keys_and_values
 from lapa2_interp.prefixes.recipes import RECIPES, TrainingRecipe, training_recipe
 from lapa2_interp.prefixes.soft_prefix import cards_in, kv_shape_of, load_prefix
-from lapa2_interp.prefixes.training import (
-    PrefixParameters,
-    PrefixTraining,
-    TrainingTexts,
-    contrastive_loss,
-    text_keys_and_values,
-    tokenise_pieces,
-    train_set,
-)
+from lapa2_interp.prefixes.training import tokenise_pieces, train_set
 from lapa2_interp.tasks.corpora import read_corpus, split_pieces
 from lapa2_interp.tasks.task import Attribute
 
