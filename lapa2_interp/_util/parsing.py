@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_TEXT = 2**30
-"""Bytes of a text file, at most."""
+"""Size of a text file in bytes, at most."""
 DEEPEST = 100
-"""Levels of lists and tables in a file, at most."""
+"""Nested lists and tables in a file, at most."""
 
 
 def check_regular_file(file: Path) -> None:
-    """Refuse what is no file: to open a pipe waits for whoever writes into it, for ever.
+    """Refuse a pipe, a socket or a device, since to open a pipe may block for ever.
 
     Raises:
-        OSError: It is not there, or a folder.
+        OSError: It does not exist, or is a folder.
         ValueError: It is a pipe, a socket or a device.
     """
     mode = file.stat().st_mode
@@ -35,11 +35,11 @@ def check_regular_file(file: Path) -> None:
 
 
 def read_text(file: Path, may_hold_nul: bool = False) -> str:
-    """A text file in UTF-8, without the byte-order mark that some programs put in front.
+    """The text of a file in UTF-8, without a byte-order mark.
 
     Raises:
-        OSError: It is not there, a folder, or cannot be read.
-        ValueError: It is no file, too large, or no text: not UTF-8, or with a NUL.
+        OSError: It does not exist, is a folder, or cannot be read.
+        ValueError: It is no regular file, too large, not UTF-8, or has a NUL.
     """
     check_regular_file(file)
     if (size := file.stat().st_size) > LARGEST_TEXT:
@@ -59,17 +59,17 @@ def read_text(file: Path, may_hold_nul: bool = False) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """What a text says as JSON.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: It is no JSON, names a field twice, is nested too deeply, or has a number of
+        ValueError: It is no JSON, has a field twice, is nested too deeply, or has a number of
             thousands of digits.
     """
     return _check_nesting(lambda: json.loads(text, object_pairs_hook=_unique_fields))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What a text says as TOML.
+    """The fields of a TOML text.
 
     Raises:
         ValueError: As `parse_json`.
@@ -78,6 +78,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _check_nesting(parse: Callable[[], Any]) -> Any:
+    """The result of a parser, whose nesting is at most `DEEPEST`."""
     deep = f"it is nested too deeply; {DEEPEST} levels are allowed"
     try:
         found = parse()
@@ -98,6 +99,7 @@ def _check_nesting(parse: Callable[[], Any]) -> Any:
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; raises ValueError if it has a field twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

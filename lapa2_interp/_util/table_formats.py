@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 def as_csv(table: pd.DataFrame, digits: int | None = None) -> str:
     """A table as CSV, without its index.
 
-    All texts are quoted where one holds a carriage return, at which a reader would begin a row.
+    All texts are quoted if one holds a carriage return, since a reader would begin a new row there.
 
     Args:
-        digits: Of a number, at most; by default all.
+        digits: Significant digits of a number, at most; by default all.
     """
     texts = table.select_dtypes(exclude=["number", "bool"]).astype(str)
     split = any(texts[name].str.contains("\r", regex=False).any() for name in texts)

@@ -1,1 +1,1 @@
-"""What texts are steered towards, with which prefixes and prompts."""
+"""Control tasks with their prefixes and prompts; word lists and corpora."""

@@ -1,9 +1,9 @@
-"""Words of a text in any script, for all that counts or compares them.
+"""Words of a text in any script, for counts and comparisons.
 
-Words stand between spaces and signs, with marks kept at their letters. Scripts that write no spaces
-between words (Han, kana, and those of South East Asia: Thai, Lao, Khmer, Burmese) count by
-graphemes: what a reader takes for one character. A sign is one grapheme, too, such as an emoji of
-several characters. What a reader cannot tell apart counts as the same (`normalize_text`).
+A word stands between spaces and signs; marks belong to their letters. Scripts that write no spaces
+between words (Han, kana, and the South East Asian scripts Thai, Lao, Khmer, Burmese) are counted by
+graphemes: characters as a reader sees them. A sign is one grapheme, too, such as an emoji that is
+made of more than one character. Texts that look the same count as the same (`normalize_text`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import regex
 
 COUNT_UNIT = "words or graphemes"
-"""For the versions of scorers that count so."""
+"""The unit of counts, for the versions of scorers."""
 SPACE = r"\s\x1c-\x1f"  # with these, as str.split
 UNSPACED = r"[[\p{L}\p{Nl}]&&[\p{Han}\p{scx=Hiragana}\p{scx=Katakana}\p{Line_Break=SA}]]"
 # Letters, digits and "_", as \w of re has them. Joiners and soft hyphens stand inside words.
@@ -36,18 +36,18 @@ _LETTERS = regex.compile(rf"(?=\P{{M}})[{INSIDE}--[\p{{Nd}}_]]{{3,}}", regex.V1)
 
 
 def normalize_text(text: str) -> str:
-    """A text as it is read: letters and marks composed, and no characters that are never seen."""
+    """A text with letters and marks composed, and without invisible characters."""
     return unicodedata.normalize("NFC", _UNSEEN.sub("", text))
 
 
 def has_unspaced_script(text: str) -> bool:
-    """Whether a text has letters of a script that writes no spaces between words."""
+    """True if a text has letters of a script that writes no spaces between words."""
     return _UNSPACED.search(text) is not None
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in small letters; of scripts without spaces, what stands between
-    signs."""
+    """The words of a text in lower case. In scripts without spaces, the text between two signs is
+    one word."""
     return _WORDS.findall(normalize_text(text).lower())
 
 
@@ -57,40 +57,41 @@ def words_and_signs(text: str) -> list[str]:
 
 
 def letter_runs(text: str) -> list[str]:
-    """Runs of three letters and more, in small letters and of scripts with spaces."""
+    """Runs of three letters or more of scripts with spaces, in lower case."""
     return _LETTERS.findall(normalize_text(text).lower())
 
 
 def word_spans(text: str) -> list[tuple[int, int]]:
-    """Where the words between spaces, and the graphemes of scripts without spaces, begin and end in
-    a text; signs belong to the word they touch."""
+    """Start and stop in a text of each word between spaces, and of each grapheme of scripts without
+    spaces. Signs belong to the word they touch."""
     return [found.span() for found in _SPANS.finditer(text)]
 
 
 def words_between(text: str, start: int, stop: int) -> str:
-    """The words of a text whose numbers, as of `word_spans`, are in [start, stop), with one space
-    for white space between them."""
+    """The words of a text with numbers in [start, stop), counted as by `word_spans`. White space
+    between them becomes one space."""
     chosen = word_spans(text)[start:stop]
     return " ".join(text[chosen[0][0] : chosen[-1][1]].split()) if chosen else ""
 
 
 def word_continuation(text: str) -> str:
-    """What a text adds to a word that stands before it."""
+    """The characters at the beginning of a text that continue a word before it."""
     return _BEGINNING.match(text)[0]
 
 
 def last_word(text: str) -> str:
-    """The word that a text ends with, perhaps unfinished; "" if none."""
+    """The word at the end of a text, perhaps unfinished; "" if there is none."""
     found = _END.search(text)
     return found[0] if found else ""
 
 
 def words_pattern(wanted: Iterable[str]) -> regex.Pattern[str]:
-    """Finds words of `words` in a text from `normalize_text`, in any letter case: whole, or
-    anywhere in a script without spaces."""
+    """A pattern that finds these words, as of `words`, in a text from `normalize_text`, in any
+    letter
+    case: whole words, or anywhere in a script without spaces."""
     spelled = []
     for word in wanted:
-        large = normalize_text(word.upper())  # of some letters in another number of characters
+        large = normalize_text(word.upper())  # some letters become more than one
         spelled += [word, large] if large.lower() == word else [word]
     found = [
         regex.escape(word)

@@ -16,7 +16,13 @@ from drills import FULL, furnish
 
 from lapa2_interp import load_model, load_run, model_card
 from lapa2_interp._util.errors import Lapa2Error
-from lapa2_interp._util.files import OWN, SEAL, _fields_sha256, read_checkpoint, without_checksums
+from lapa2_interp._util.files import (
+    CHECKSUMS_FIELD,
+    OWN_ENTRY,
+    _fields_sha256,
+    read_checkpoint,
+    without_checksums,
+)
 from lapa2_interp.circuits.selection import Selection
 from lapa2_interp.cli.app import main
 from lapa2_interp.prefixes.soft_prefix import load_prefix, save_prefix
@@ -50,11 +56,11 @@ def ways(whole, rng, points=POINTS):
 def newer(whole):
     """A JSON file as a later version may write it, sealed as this one was."""
     fields = json.loads(whole)
-    beside = fields.pop(SEAL, None)
+    beside = fields.pop(CHECKSUMS_FIELD, None)
     fields |= {"invented_later": 1}
     if beside is not None:
-        fields[SEAL] = {name: each for name, each in beside.items() if name != OWN}
-        fields[SEAL] |= {OWN: _fields_sha256(fields)}
+        fields[CHECKSUMS_FIELD] = {name: each for name, each in beside.items() if name != OWN_ENTRY}
+        fields[CHECKSUMS_FIELD] |= {OWN_ENTRY: _fields_sha256(fields)}
     yield "a newer version's key", json.dumps(fields).encode()
 
 
