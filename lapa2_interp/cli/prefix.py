@@ -91,7 +91,7 @@ def train(
         start_from=start_from,
         device=device,
         trust_remote_code=trust_remote_code,
-        notify=_tell,
+        report=_tell,
     )
     _show(out, table)
 
@@ -132,7 +132,7 @@ def evaluate(
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
-        notify=_tell,
+        report=_tell,
     )
     for folder in folders:
         _show(folder, table[table["set"] == str(folder)])

@@ -1,4 +1,4 @@
-"""Read soft prefixes that other code trained into this package's format.
+"""Import soft prefixes that other code has trained.
 
     peft    PEFT's PREFIX_TUNING adapters: a folder with adapter_config.json. `prompt_embeddings`, [slot, layer x two x kv_head x
             d_head], holds the finished keys and values (PEFT saves what its reparameterisation gives). Positions are shifted.
@@ -7,8 +7,8 @@
             ([middle, d_model], bias [d_model]) for both, folded here: K = E_K W + b, V = E_V W + b. Positions are not shifted.
     lapa2   a prefix of this package, attached to the same weights from another place.
 
-safetensors are read as they are; other checkpoints only with torch's `weights_only`, so a file that
-would run code is refused.
+Other checkpoints than safetensors are read with torch's `weights_only`: a file that would run code is
+refused.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ AIR_NUMBERS = {
     "topic": ("world", "sports", "business", "science"),
     "detox": ("nontoxic", "toxic"),
 }
-"""Prefix numbers 0-7 of the released checkpoints, in this order."""
+"""Attributes of the prefix numbers 0-7 of the released checkpoints, in this order."""
 WEIGHT_FILES = (
     "adapter_model.safetensors",
     "model.safetensors",
@@ -60,13 +60,14 @@ def import_prefix(
     Args:
         source: A PEFT adapter's folder, an Air-Decoding checkpoint (folder or file), or a
             `.safetensors` of this package.
-        model: The one it was trained for; its shape is checked.
-        task, attribute, set_name: What the card will say.
-        number: Which prefix of an Air-Decoding checkpoint; by default the attribute's, 0-7.
+        model: The model it was trained for; its shape is checked.
+        task, attribute, set_name: Fields of the card.
+        number: Number of the prefix in an Air-Decoding checkpoint; by default the attribute's, 0-7.
 
     Raises:
         PrefixError: Unknown layout, another shape, or a file that is not plain tensors.
     """
+    # Keys and values [layer, kv_head, slot, d_head], from one of three formats.
     source = Path(source)
     if (source / "adapter_config.json").is_file():
         keys, values = _read_peft(source)
@@ -117,7 +118,7 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint, from a file or the folder that holds it.
 
     Raises:
-        PrefixError: None there, damaged, or it would run code.
+        PrefixError: There is no checkpoint, it is damaged, or it would run code.
     """
     import torch
     from safetensors import SafetensorError
@@ -133,9 +134,7 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
         raise PrefixError(f"no such file or folder: {source}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # old pickle protocols are read or refused, nothing between
+            warnings.simplefilter("ignore")  # old pickle protocols are read or refused
             tensors = (
                 load_file(file)
                 if file.suffix == ".safetensors"
@@ -196,6 +195,7 @@ def _read_air(
     """Keys and values of one prefix of an Air-Decoding checkpoint, its affine map folded in."""
     import torch
 
+    # Find the tables of this prefix, by layer and part, and the affine maps of its layers.
     pattern = re.compile(r"(?:^|\.)h\.(\d+)\.attn\.prefix_(keys|values)_embeddings_n(\d+)\.weight$")
     tables: dict[tuple[int, str], Tensor] = {}
     numbers: set[int] = set()
@@ -257,7 +257,7 @@ def import_into_set(
     number: int | None = None,
     trust_remote_code: bool = False,
 ) -> SoftPrefix:
-    """Import a soft prefix into the folder of a set.
+    """Import a soft prefix, and add it to the folder of a set.
 
     Args:
         source, set_name, number: As in `import_prefix`.
@@ -265,7 +265,7 @@ def import_into_set(
         model: The name of the model it was trained for.
 
     Raises:
-        PrefixError: The set has a prefix of this attribute already; as `import_prefix`.
+        PrefixError: The set already has a prefix of this attribute; or as `import_prefix`.
         ModelError: The model cannot be loaded.
     """
     task.prefix(attribute)

@@ -1,11 +1,11 @@
-"""Soft prefixes: trained keys and values that stand in front of a text, in every layer.
+"""Soft prefixes: trained keys and values that stand before a text in every layer.
 
-One format: `NAME.safetensors` with the tensors `keys` and `values`, [layer, kv_head, slot, d_head],
+The format is `NAME.safetensors` with the tensors `keys` and `values`, [layer, kv_head, slot, d_head],
 exactly as the model's cache holds them (after rotation and after biases), beside `NAME.json`, a
 card. A folder of such pairs, one per attribute, is a set.
 
-Two conventions of position exist, and a prefix works only in the one it was trained in (the card's
-`shifted`):
+There are two conventions of position, and a prefix works only in the one it was trained in (the
+card's `shifted`):
 
     unshifted    the text's positions start at 0, as without a prefix (Air-Decoding, the released LaPA2 code)
     shifted      they start after the slots (Prefix-Tuning, PEFT, Con-Prefix: whatever passes a prefix as past keys and values)
@@ -55,7 +55,7 @@ class PrefixShape(BaseModel):
 
 
 def _null_as_nan(given: Any) -> Any:
-    """JSON has no NaN: the bounds of one text's interval are null there."""
+    """Read null as NaN, which JSON lacks: the bounds of one text's interval are NaN."""
     if isinstance(given, dict):
         return {name: math.nan if value is None else value for name, value in given.items()}
     return given
@@ -70,7 +70,7 @@ class HeldOutMeasures(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     data: str
-    """Which texts were read, and their sha256."""
+    """The texts, and their sha256."""
     max_tokens: int
     """Tokens of a text that are scored, from its beginning."""
     nll: dict[str, StoredInterval]
@@ -79,13 +79,13 @@ class HeldOutMeasures(BaseModel):
     accuracy: StoredInterval
     """Share of this attribute's texts that are likeliest under their own prefix among the set's."""
     accuracy_of_set: StoredInterval
-    """The same over the texts of all attributes."""
+    """This share over the texts of all attributes."""
     hard_accuracy_of_set: StoredInterval
-    """The same for the task's hard prefixes."""
+    """This share over the texts of all attributes, for the task's hard prefixes."""
 
 
 class GeneratedAccuracy(BaseModel):
-    """Attribute accuracy, by one scorer, of texts written behind a prefix (method `prefix`),
+    """Attribute accuracy, by one scorer, of texts generated after a prefix (method `prefix`),
     without and with LaPA2."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -102,25 +102,25 @@ class GeneratedAccuracy(BaseModel):
 
 
 class TrainingRecord(BaseModel):
-    """How a prefix was trained."""
+    """A record of a prefix's training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     recipe: dict[str, Any]
     started_from: str | None = None
-    """sha256 of the soft prefix it began with, where the recipe's start is another set."""
+    """sha256 of the soft prefix it began with, if the recipe's start is another set."""
     data: tuple[str, ...]
-    """Corpora, with counts and what was left out."""
+    """Corpora, with the numbers of texts and of rows left out."""
     data_sha256: tuple[str, ...]
     texts: int
     """Pieces of text of this attribute."""
     tokens: int
-    """Tokens trained on, repeats included. Here, in `steps` and in `seconds` a shared start does
-    not count."""
+    """Tokens trained on, repeats included. A shared start does not count here, in `steps` or in
+    `seconds`."""
     steps: int
     best_step: int
-    """The step whose prefix was kept: of the lowest held-out loss; the last one where nothing stops
-    early."""
+    """The step whose prefix was kept: that of the lowest held-out loss, or the last one without
+    early stopping."""
     losses: dict[int, float]
     """Held-out loss by step."""
     seconds: float
@@ -128,7 +128,7 @@ class TrainingRecord(BaseModel):
 
 
 class SoftPrefixName(BaseModel):
-    """A soft prefix as runs refer to it."""
+    """The name of a soft prefix in runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -146,24 +146,24 @@ class SoftPrefixName(BaseModel):
 
 
 class PrefixCard(BaseModel):
-    """What a soft prefix is."""
+    """The card of a soft prefix."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     attribute: str
     task: str
     set: str
-    """mle, contrastive, or a name of your own."""
+    """mle, contrastive, or a custom name."""
     model: str
     weights: str
     """The model's weights, as on its own card (`model_card(model).weights`)."""
     shape: PrefixShape
     shifted: bool
-    """Whether the text's positions start after the slots."""
+    """True if the text's positions start after the slots."""
     sha256: str = ""
     """sha256 of the safetensors file; filled in on saving."""
     origin: str
-    """trained, or where it was imported from."""
+    """The word trained, or the source it was imported from."""
     training: TrainingRecord | None = None
     held_out: HeldOutMeasures | None = None
     generated: tuple[GeneratedAccuracy, ...] = ()
@@ -235,10 +235,10 @@ class SoftPrefix:
 
 
 def kv_shape(model: Model, n_slots: int) -> PrefixShape:
-    """The shape a soft prefix of a model has.
+    """The shape of a soft prefix for a model.
 
     Raises:
-        PrefixError: Its layers do not all have keys and values, of one shape.
+        PrefixError: Its layers differ in the shape of keys and values, or some have none.
     """
     network: Any = network_of(model)
     if hasattr(network, "config"):
@@ -252,7 +252,7 @@ def kv_shape(model: Model, n_slots: int) -> PrefixShape:
 
 
 def kv_shape_of(config: Any, n_slots: int) -> PrefixShape:
-    """The shape a soft prefix has for a transformers configuration.
+    """The shape of a soft prefix for a transformers configuration.
 
     Raises:
         PrefixError: As `kv_shape`.
@@ -271,7 +271,7 @@ def kv_shape_of(config: Any, n_slots: int) -> PrefixShape:
 
 
 def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> SoftPrefix:
-    """Write `<attribute>.safetensors` and `<attribute>.json`; the prefix as it will be read back.
+    """Write `<attribute>.safetensors` and `<attribute>.json`; returns the prefix as it is stored.
 
     Raises:
         PrefixError: The values do not fit the dtype.
@@ -328,7 +328,7 @@ def read_card(file: Path) -> PrefixCard:
     """The card of a prefix, without its tensors.
 
     Raises:
-        PrefixError: It is not there or not a card.
+        PrefixError: It does not exist or is not a card.
     """
     if not file.is_file():
         near = (
@@ -350,7 +350,7 @@ def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPref
     """The prefix of an attribute from a set that ships with the package, or from a folder.
 
     Args:
-        model: It must have been made for this one.
+        model: The model it was made for.
         task: The task's name.
         which: A shipped set of that task (mle, contrastive), or the path of a folder.
 
@@ -387,8 +387,9 @@ def set_folder(model: str, task: str, which: str) -> Path:
 
 
 def cards_in(folder: Path) -> list[PrefixCard]:
-    """The cards under a folder, in the order of their places: JSON files with weights of the same
-    name beside them. Hidden folders, such as that of a training under way, have none."""
+    """The cards in a folder and its subfolders, in the order of their paths: JSON files with
+    weights of the same name beside them. Hidden folders, such as that of an unfinished training,
+    are left out."""
     return [
         read_card(file)
         for file in sorted(folder.rglob("*.json"))
@@ -401,7 +402,7 @@ def prefix_files(folder: Path, attribute: str) -> tuple[Path, Path]:
     """The weights and the card of an attribute's prefix in the folder of a set.
 
     Raises:
-        PrefixError: The attribute's name is no file's name, and could lead out of the folder.
+        PrefixError: The attribute's name cannot be the name of a file in the folder.
     """
     if not attribute or "/" in attribute or "\0" in attribute:
         raise PrefixError(
