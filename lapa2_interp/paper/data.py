@@ -26,7 +26,7 @@ from lapa2_interp.runs.texts import at_lengths, in_parts
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
-    ScorerInput,
+    TextItem,
     expand_scorers,
     parse_scorer,
     run_scorer,
@@ -179,7 +179,7 @@ class ItemData:
             ScoreCache(self.run.home / "scores") as cache,
             closing(make_scorer(name, model, self._options(group))) as scorer,
         ):
-            return run_scorer(scorer, [ScorerInput(*each) for each in texts], cache)
+            return run_scorer(scorer, [TextItem(*each) for each in texts], cache)
 
     def _asked(self, task: str, metrics: Sequence[str] | None) -> dict[str, list[str]]:
         """The scorers of a task, NAME or NAME=MODEL, by metric."""

@@ -1,6 +1,6 @@
 """Soft prefixes: trained keys and values that stand before a text in every layer.
 
-The format is `NAME.safetensors` with the tensors `keys` and `values`, [layer, kv_head, slot, d_head],
+A prefix is `NAME.safetensors` with the tensors `keys` and `values`, [layer, kv_head, slot, d_head],
 exactly as the model's cache holds them (after rotation and after biases), beside `NAME.json`, a
 card. A folder of such pairs, one per attribute, is a set.
 
@@ -214,10 +214,10 @@ class SoftPrefix:
         return f"SoftPrefix({self.card.name} of {self.card.model})"
 
     def check(self, model: Model) -> None:
-        """Refuse a model this prefix was not made for.
+        """Refuse a model that this prefix was not made for.
 
         Raises:
-            PrefixError: Another shape, or other weights.
+            PrefixError: The model has another shape or other weights.
         """
         shape, card = kv_shape(model, len(self)), model_card(model)
         if shape != self.card.shape:

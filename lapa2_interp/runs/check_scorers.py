@@ -18,7 +18,7 @@ from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.scoring.agreement import agreement, calibration
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
-from lapa2_interp.scoring.scorer import ScoreCache, Scorer, ScorerInput, run_scorer
+from lapa2_interp.scoring.scorer import ScoreCache, Scorer, TextItem, run_scorer
 from lapa2_interp.scoring.training import read_graded
 
 KINDS = ("linear", "adapter")
@@ -77,7 +77,7 @@ def check_scorers(
             if each in KINDS:
                 name, model = ("toxicity" if label is None else "accuracy"), each
             with closing(make_scorer(name, model, options)) as scorer:
-                numbers = run_scorer(scorer, [ScorerInput(text) for text in texts], store)
+                numbers = run_scorer(scorer, [TextItem(text) for text in texts], store)
                 numbers, known = _columns(numbers, scorer, label is not None)
             found = [value for value, is_known in zip(truth, known, strict=True) if is_known]
             read = [text for text, is_known in zip(texts, known, strict=True) if is_known]

@@ -39,7 +39,7 @@ from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import Model, check_weights_read, identity, model_card
 from lapa2_interp.models.machine import kind_of
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
-from lapa2_interp.scoring.scorer import ScorerInput, run_scorer
+from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class ModelContext:
         options = ScorerOptions(task=task, device=self.card.device)
         key = ("scorer", scorer, task.model_dump_json())
         reader = self.once(key, lambda: make_scorer(name, model, options))
-        table = run_scorer(reader, [ScorerInput(text, prompt, attribute) for text in texts])
+        table = run_scorer(reader, [TextItem(text, prompt, attribute) for text in texts])
         if attribute in table:
             column = table[attribute]
         elif "toxicity" in table and attribute in ("toxic", "nontoxic"):

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
 from lapa2_interp.tasks.segmentation import COUNT_UNIT, words_and_signs
 
 ORDERS = (1, 2, 3)
@@ -66,7 +66,7 @@ class Repetition(Scorer):
     columns = ("repetition",)
     batch_size = 2048
 
-    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         lists, _ = token_lists([item.text for item in items])
         scores: list[Score] = []
         for ids in lists:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
-from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
 from lapa2_interp.tasks.segmentation import COUNT_UNIT, normalize_text, words_pattern
 from lapa2_interp.tasks.task import Task
 
@@ -55,10 +55,10 @@ class Echo(Scorer):
         own = "; ".join(f"{name}: {' '.join(each)}" for name, each in words.items())
         self.version = f"{own}, {COUNT_UNIT}"
 
-    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         return [self._score(item) for item in items]
 
-    def _score(self, item: ScorerInput) -> Score:
+    def _score(self, item: TextItem) -> Score:
         if not item.text.strip():
             return SkippedText("empty text")
         if item.attribute not in self.words:
@@ -90,19 +90,19 @@ class Masked(Scorer):
         self.by_length = inner.by_length
         self.version = f"{inner.version}, without {' '.join(hidden)}"
 
-    def masked(self, item: ScorerInput) -> ScorerInput:
+    def masked(self, item: TextItem) -> TextItem:
         """The item as the classifier sees it."""
         text = normalize_text(item.text)
         if self.hidden is None or not self.hidden.search(text):
             return item
         return replace(item, text=self.hidden.sub(MASK, text))
 
-    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         if self.hidden is None:
             return [SkippedText(NO_WORDS)] * len(items)
         return self.inner.score([self.masked(item) for item in items])
 
-    def key(self, item: ScorerInput) -> str:
+    def key(self, item: TextItem) -> str:
         """The classifier's own key: where a text has none of the words, its score is known."""
         return super().key(item) if self.hidden is None else self.inner.key(self.masked(item))
 

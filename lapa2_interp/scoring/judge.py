@@ -33,7 +33,7 @@ from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.progress import deferred_interrupts
 from lapa2_interp.scoring.http_client import BoundedClient
-from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 SYSTEM_MESSAGE = "You are an expert evaluator for text generation quality."
@@ -94,7 +94,7 @@ MAX_ANSWER_TOKENS = 500
 """Tokens of an answer, at most, where the cost is limited. The three integers take 25."""
 
 
-def chat_messages(item: ScorerInput) -> list[dict[str, str]]:
+def chat_messages(item: TextItem) -> list[dict[str, str]]:
     """The paper's prompt for an item. What is filled in is not searched for further names, so
     braces in a text are harmless."""
     fields = {"attribute": item.attribute, "prompt": item.prompt, "text": item.text}
@@ -284,13 +284,13 @@ class Judge(Scorer):
         if client is not None:
             client.close()
 
-    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         found = {
             place: score for piece in self.scores_in_pieces(items) for place, score in piece.items()
         }
         return [found[place] for place in range(len(items))]
 
-    def scores_in_pieces(self, items: Sequence[ScorerInput]) -> Iterator[dict[int, Score]]:
+    def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
         lacking = {place: why for place, item in enumerate(items) if (why := _missing_field(item))}
         if lacking:
             yield {**lacking}
@@ -300,7 +300,7 @@ class Judge(Scorer):
         stop = threading.Event()
         failure: ScoringError | None = None
 
-        def rate(item: ScorerInput) -> Score | None:
+        def rate(item: TextItem) -> Score | None:
             try:
                 return self._rate_text(client, item, stop)
             except ScoringError:
@@ -348,7 +348,7 @@ class Judge(Scorer):
         return self._client
 
     def _rate_text(
-        self, client: httpx.Client, item: ScorerInput, stop: threading.Event
+        self, client: httpx.Client, item: TextItem, stop: threading.Event
     ) -> Score | None:
         """The score of an item; None if the run stops before there is one."""
         for _ in range(2):
@@ -360,7 +360,7 @@ class Judge(Scorer):
         return MALFORMED
 
     def _ask(
-        self, client: httpx.Client, item: ScorerInput, stop: threading.Event
+        self, client: httpx.Client, item: TextItem, stop: threading.Event
     ) -> str | SkippedText | None:
         """What the model says, as text, or why it says nothing; None if the run stops before."""
         form, attempt = self._form, 1
@@ -398,7 +398,7 @@ class Judge(Scorer):
         return None
 
     def _send(
-        self, client: httpx.Client, item: ScorerInput, form: int
+        self, client: httpx.Client, item: TextItem, form: int
     ) -> str | SkippedText | _FailedRequest:
         """One request. A caught error does not leave this method: it holds the request, and with it
         the key."""
@@ -564,7 +564,7 @@ def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= MAX_COUNT
 
 
-def _missing_field(item: ScorerInput) -> SkippedText | None:
+def _missing_field(item: TextItem) -> SkippedText | None:
     """Why an item cannot be judged: which field it lacks; None if it lacks none."""
     if not item.prompt.strip():
         return SkippedText("no prompt")

@@ -29,7 +29,7 @@ import httpx
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.http_client import BoundedClient
-from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText, unreadable_reason
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, unreadable_reason
 
 LAST_DAY = date(2026, 12, 31)
 """Last day of the service, as announced."""
@@ -126,7 +126,7 @@ class Perspective(Scorer):
             " mixes toxicity scorers"
         )
 
-    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         """One toxicity per item, in order; only the text is sent.
 
         Raises:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScorerOptions:
-    """What scorers may need besides their name; fields as the options of `score`."""
+    """Settings of scorers; the fields are the options of the command `score`."""
 
     task: Task | str | None = None
     """A built-in task by name, or a task itself."""
@@ -44,9 +44,8 @@ class ScorerOptions:
 def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
     """The scorer of a NAME or NAME=MODEL option.
 
-    A plain accuracy, masked or toxicity is by the linear classifier, which costs next to nothing:
-    methods that read their drafts take it.
-    """
+    A plain accuracy, masked or toxicity uses the linear classifier, which is fast enough for
+    methods that score their drafts."""
     if model and name in ("echo", "repetition"):
         raise ScoringError(f"{name} takes no model, found {name}={model}; ask for {name}")
     match name, model:
@@ -54,7 +53,7 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
             if options.task is None:
                 raise ScoringError(
                     "the classifiers that ship with the package belong to tasks: give --task"
-                    " sentiment, topic or detox, or a classifier of your own, as accuracy=MODEL"
+                    " sentiment, topic or detox, or a custom classifier, as accuracy=MODEL"
                 )
             task = options.task if isinstance(options.task, str) else options.task.name
             if model == "adapter":
@@ -134,12 +133,12 @@ def score_samples(
     options: ScorerOptions,
     cache: ScoreCache | None = None,
 ) -> pd.DataFrame:
-    """The samples with the numbers of several scorers: `tables.score_table`, one below the other.
+    """Score samples with a list of scorers: a `tables.score_table` of each, one below the other.
 
-    A scorer after the first of its metric has its own in parentheses: "accuracy (linear)".
+    The second and later scorers of a metric stand in parentheses: "accuracy (linear)".
 
     Args:
-        asked: NAME or NAME=MODEL, as `expand_scorers` gives them.
+        asked: NAME or NAME=MODEL, as from `expand_scorers`.
     """
     import pandas as pd
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
-from lapa2_interp.scoring.scorer import ScoreCache, Scorer, ScorerInput, run_scorer
+from lapa2_interp.scoring.scorer import ScoreCache, Scorer, TextItem, run_scorer
 from lapa2_interp.stats import Difference, Interval, mean_interval, paired_difference
 
 CELL_COLUMNS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
@@ -73,7 +73,7 @@ def score_table(
         ScoringError: An attribute the classifier has no label for; as `run_scorer`.
     """
     items = [
-        ScorerInput(text, prompt, attribute)
+        TextItem(text, prompt, attribute)
         for text, prompt, attribute in samples[["text", "prompt", "attribute"]].to_numpy()
     ]
     if scorer.classifies:

@@ -1,9 +1,8 @@
-"""What the trained scorers that ship with the package share: cards, labels, and toxicity as the
-probability of one label.
+"""The common base of the scorers that ship with the package: cards, labels of tasks, and toxicity
+as the probability of one label.
 
-`linear` and `adapter` are two of different make. A table has the numbers of both, and where a claim
-holds by one of them alone, the page says so.
-"""
+There are two kinds, `linear` and `adapter`. A table has the numbers of both, and the page says
+where a claim holds for one of them only."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from lapa2_interp._util.errors import ScoringError, unknown_choice, validation_message
 from lapa2_interp._util.files import without_checksums
 from lapa2_interp._util.parsing import read_text
-from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText, unreadable_reason
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, unreadable_reason
 
 SHIPPED_WEIGHTS = Path(__file__).parent / "weights"
 TOXIC_LABEL = "toxic"
@@ -29,7 +28,7 @@ TOXIC_LABEL = "toxic"
 
 
 class AgreementRow(BaseModel):
-    """A row of `agreement.agreement` about a corpus that was not trained on."""
+    """A row of `agreement.agreement` on a corpus that was not trained on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,7 +42,7 @@ class AgreementRow(BaseModel):
 
 
 class ScorerCard(BaseModel):
-    """What the cards of all trained scorers state."""
+    """The common fields of the cards of trained scorers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,14 +57,14 @@ class ScorerCard(BaseModel):
     made: datetime
     versions: dict[str, str]
     held_out: tuple[AgreementRow, ...]
-    """What it reaches on corpora that were not trained on."""
+    """Measures on corpora that were not trained on."""
 
 
 CardType = TypeVar("CardType", bound=ScorerCard)
 
 
 def tasks_in(folder: Path, ending: str) -> list[str]:
-    """The tasks whose scorers are in a folder, by what follows the task in the name of a file."""
+    """The tasks whose scorers are in a folder, from the names of files with this ending."""
     return sorted(file.name.removesuffix(ending) for file in folder.glob(f"*{ending}"))
 
 
@@ -74,10 +73,10 @@ def load_card(form: type[CardType], kind: str, task: str, folder: Path, ending: 
 
     Args:
         form: The card's class.
-        kind: What such scorers are called in messages.
+        kind: Name of such scorers in messages.
 
     Raises:
-        ScoringError: There is none for the task, or its files are damaged.
+        ScoringError: The task has no such scorer, or its files are damaged.
     """
     file = folder / f"{task}{ending}"
     card_file = file.with_suffix(".json")
@@ -85,7 +84,7 @@ def load_card(form: type[CardType], kind: str, task: str, folder: Path, ending: 
         known = tasks_in(folder, ending)
         raise ScoringError(
             f"{unknown_choice(f'{kind} scorer', task, known)} (`lapa2 scorers train` makes one for"
-            " a task of your own, which accuracy=FILE takes)"
+            " a custom task, which accuracy=FILE takes)"
             if known
             else f"{folder} has no {kind} scorer; train one: `lapa2 scorers train`"
         )
@@ -117,9 +116,9 @@ class TaskScorer(Scorer):
     """The probabilities that a classifier gives to the labels of its task.
 
     Args:
-        load: Gives the classifier; called when the first text is scored, so that scores that are
-            known cost no loading.
-        kind: What such scorers are called in their version.
+        load: Loads the classifier. It is called when the first text is scored, and not if all
+            scores are cached.
+        kind: Name of such scorers in their version.
     """
 
     name = "accuracy"
@@ -136,7 +135,7 @@ class TaskScorer(Scorer):
     def classifier(self) -> ProbabilisticClassifier:
         return self.load()
 
-    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         texts = [item.text for item in items if not unreadable_reason(item.text)]
         rows = iter(self.classifier.probabilities(texts) if texts else ())
         return [
@@ -148,7 +147,7 @@ class TaskScorer(Scorer):
 
 
 class ToxicityScorer(Scorer):
-    """P(toxic) of a classifier that has a label toxic; `toxicity` in [0, 1]."""
+    """P(toxic) of a classifier with a label toxic; `toxicity` in [0, 1]."""
 
     name = "toxicity"
     columns = ("toxicity",)
@@ -157,8 +156,8 @@ class ToxicityScorer(Scorer):
         self.classifier = classifier
         self.version, self.batch_size = classifier.version, classifier.batch_size
         self.by_length = classifier.by_length
-        self.at = classifier.columns.index(TOXIC_LABEL)
+        self.index = classifier.columns.index(TOXIC_LABEL)
 
-    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         rows = self.classifier.score(items)
-        return [row if isinstance(row, SkippedText) else (row[self.at],) for row in rows]
+        return [row if isinstance(row, SkippedText) else (row[self.index],) for row in rows]

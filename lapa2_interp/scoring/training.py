@@ -24,7 +24,7 @@ from lapa2_interp._util.files import temporary_folder
 from lapa2_interp._util.parsing import check_regular_file, parse_json
 from lapa2_interp.scoring.agreement import agreement, card_rows
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
-from lapa2_interp.scoring.scorer import ScorerInput, run_scorer
+from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.scoring.task_scorer import TOXIC_LABEL, AgreementRow, TaskScorer
 from lapa2_interp.tasks.corpora import Corpus, read_corpus, without_texts_of
 from lapa2_interp.tasks.segmentation import word_spans, words_between
@@ -193,7 +193,7 @@ def measure_held_out(
     compared += [(each.source, each.texts, each.scores, [TOXIC_LABEL]) for each in graded_tests]
     rows: list[AgreementRow] = []
     for source, texts, truth, columns in compared:
-        numbers = run_scorer(scorer, [ScorerInput(text) for text in texts])
+        numbers = run_scorer(scorer, [TextItem(text) for text in texts])
         table = agreement(numbers[columns], truth, texts)
         rows += [AgreementRow.model_validate(row) for row in card_rows(table, source)]
     return tuple(rows)

@@ -29,7 +29,7 @@ from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.models.weights import check_weights, load_network, unchanged
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.scoring.adapter import TOKENS_AT_ONCE, batch_by_tokens, group_by_beginning
-from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInput, SkippedText, unreadable_reason
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, unreadable_reason
 from lapa2_interp.tasks.segmentation import COUNT_UNIT, has_unspaced_script, word_spans
 
 if TYPE_CHECKING:
@@ -92,13 +92,13 @@ class Perplexity(Scorer):
     def close(self) -> None:
         self.__dict__.pop("network", None)  # before the next scorer loads its own
 
-    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         found = {
             place: score for piece in self.scores_in_pieces(items) for place, score in piece.items()
         }
         return [found[place] for place in range(len(items))]
 
-    def scores_in_pieces(self, items: Sequence[ScorerInput]) -> Iterator[dict[int, Score]]:
+    def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
         bos = text_markers(self.tokenizer).start
         left_out: dict[int, Score] = {}
         texts: dict[int, list[int]] = {}
@@ -202,7 +202,7 @@ class Classifier(Scorer):
         self.__dict__.pop("network", None)
 
     @torch.no_grad()
-    def score(self, items: Sequence[ScorerInput]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         texts = [item.text for item in items if not unreadable_reason(item.text)]
         if not texts:
             return [SkippedText(unreadable_reason(item.text)) for item in items]

@@ -54,7 +54,7 @@ from lapa2_interp.runs import store as read
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.scoring import transformer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
-from lapa2_interp.scoring.scorer import ScoreCache, ScorerInput, SkippedText, expand_scorers
+from lapa2_interp.scoring.scorer import ScoreCache, SkippedText, TextItem, expand_scorers
 from lapa2_interp.scoring.tables import paired_change
 from lapa2_interp.stats import Difference, paired_difference
 
@@ -147,7 +147,7 @@ def test_stored_scores_are_those_of_the_float32_scorers(run):
         for task, text in texts.items():
             adapter = AdapterToxicity() if task == "detox" else AdapterScorer(str(task))
             for each in (scorer, adapter):
-                item = ScorerInput(text)
+                item = TextItem(text)
                 (stored,) = scores.get([each.key(item)]).values()
                 assert stored == pytest.approx(each.score([item])[0], rel=1e-4, abs=1e-5)
 
@@ -221,9 +221,7 @@ def test_numbers_are_those_of_the_raw_texts(run):
         plan = json.loads((run / "plan" / f"{cell}.json").read_text())
         texts = pd.read_parquet(run / "cells" / cell / "samples.parquet")["text"]
         scorer = LinearToxicity() if plan["task"]["name"] == "detox" else LinearScorer("sentiment")
-        scores = scorer.score(
-            [ScorerInput(text) for text in texts]
-        )  # no model, so the second scorer
+        scores = scorer.score([TextItem(text) for text in texts])  # no model, so the second scorer
         if plan["task"]["name"] == "detox":
             expected, metric = 100 * np.mean([score[0] for score in scores]), "tox (linear)"
         else:

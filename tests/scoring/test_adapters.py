@@ -40,7 +40,7 @@ from lapa2_interp.scoring.adapter_training import (
 from lapa2_interp.scoring.agreement import agreement
 from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
-from lapa2_interp.scoring.scorer import ScorerInput, run_scorer
+from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, tasks_in
 from lapa2_interp.scoring.training import GradedTexts
 from lapa2_interp.stats import mean_interval
@@ -203,7 +203,7 @@ def test_scorers_of_adapters(folder):
     scorer = AdapterScorer("detox", folder)
     assert (scorer.name, scorer.columns) == ("accuracy", LABELS)
     assert scorer.version == f"adapter detox {scorer.card.sha256[:12]}"
-    items = [ScorerInput("grim 3 grim"), ScorerInput("  "), ScorerInput("fine 3 fine")]
+    items = [TextItem("grim 3 grim"), TextItem("  "), TextItem("fine 3 fine")]
     table = run_scorer(scorer, items)
     assert table["skipped"].tolist() == ["", "empty text", ""]
     toxic = run_scorer(AdapterToxicity(folder), items)
@@ -292,7 +292,7 @@ def test_a_separable_corpus_is_learned(folder):
 def test_the_card_is_about_the_rounded_weights(folder):
     scorer = AdapterScorer("detox", folder)
     texts = [text for label in LABELS for text in TEST.texts[label]]
-    numbers = run_scorer(scorer, [ScorerInput(text) for text in texts])[list(LABELS)]
+    numbers = run_scorer(scorer, [TextItem(text) for text in texts])[list(LABELS)]
     table = agreement(numbers, [label for label in LABELS for _ in TEST.texts[label]], texts)
     assert [row.value for row in scorer.card.held_out] == table["value"].tolist()
 
@@ -493,7 +493,7 @@ def test_shipped_results_are_found_again(task, file, data, request):
         for label in scorer.columns
         for text in corpus.texts[label][: 15 if task == "sentiment" else 7]
     ]
-    rows = np.array(scorer.score([ScorerInput(text) for text, _ in texts]))
+    rows = np.array(scorer.score([TextItem(text) for text, _ in texts]))
     truth = [scorer.columns.index(label) for _, label in texts]
     (stated,) = (
         each.value
@@ -520,7 +520,7 @@ def test_saying_positive_does_not_count_as_negative(sentiment, data):
     change = {}
     for kind, scorer in (("adapter", sentiment), ("linear", LinearScorer("sentiment"))):
         before, *after = (
-            np.array([row[0] for row in scorer.score([ScorerInput(text + more) for text in plain])])
+            np.array([row[0] for row in scorer.score([TextItem(text + more) for text in plain])])
             for more in ("", " This is positive.", " This is negative.")
         )
         change[kind] = [mean_interval(each - before, plain) for each in after]

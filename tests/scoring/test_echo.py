@@ -10,8 +10,8 @@ from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samp
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
     Scorer,
-    ScorerInput,
     SkippedText,
+    TextItem,
     expand_scorers,
     run_scorer,
 )
@@ -54,23 +54,23 @@ def test_a_word_of_every_prefix_is_no_echo():
 
 def test_echo_is_a_whole_word_of_ones_own_prefix():
     items = [
-        ScorerInput("Calm, she said.", attribute="calm"),
-        ScorerInput("She calmly said.", attribute="calm"),
-        ScorerInput("CALM and angry", attribute="angry"),
-        ScorerInput("calm", attribute="angry"),
-        ScorerInput("  ", attribute="angry"),
+        TextItem("Calm, she said.", attribute="calm"),
+        TextItem("She calmly said.", attribute="calm"),
+        TextItem("CALM and angry", attribute="angry"),
+        TextItem("calm", attribute="angry"),
+        TextItem("  ", attribute="angry"),
     ]
     table = run_scorer(Echo(WORDS), items)
     assert table["echo"].tolist()[:4] == [1.0, 0.0, 1.0, 0.0]
     assert table["skipped"].tolist()[4] == "empty text"
     with pytest.raises(ScoringError, match="unknown attribute 'clam'; .* did you mean 'calm'"):
-        Echo(WORDS).score([ScorerInput("a", attribute="clam")])
+        Echo(WORDS).score([TextItem("a", attribute="clam")])
 
 
 def test_a_masked_classifier_sees_none_of_the_words():
     inner = Seen()
     masked = Masked(inner, WORDS)
-    assert masked.score([ScorerInput("Furious? Calm calmly!")]) == [(0.9, 0.1)]
+    assert masked.score([TextItem("Furious? Calm calmly!")]) == [(0.9, 0.1)]
     assert inner.texts == ["...? ... calmly!"]
     assert masked.version == "seen 1, without angry calm furious"
     frame = pd.DataFrame({"text": ["calm"] * 3, "prompt": ["a", "b", "c"],
@@ -85,7 +85,7 @@ def test_prefixes_without_words_of_their_own():
     none = {"calm": (), "angry": ()}
     inner = Seen()
     masked = Masked(inner, none)
-    items = [ScorerInput("This film is fine.", attribute="calm")]
+    items = [TextItem("This film is fine.", attribute="calm")]
     for scorer in (Echo(none), masked):
         assert run_scorer(scorer, items)["skipped"].tolist() == [
             "its prefix has no word of its own"
@@ -100,13 +100,13 @@ def test_a_text_without_the_words_is_read_once():
     inner = Seen()
     masked = Masked(inner, WORDS)
     with ScoreCache(None) as cache:
-        plain = run_scorer(inner, [ScorerInput("a lake"), ScorerInput("a calm lake")], cache)
-        assert run_scorer(
-            masked, [ScorerInput("a lake"), ScorerInput("a calm lake")], cache
-        ).equals(plain)
+        plain = run_scorer(inner, [TextItem("a lake"), TextItem("a calm lake")], cache)
+        assert run_scorer(masked, [TextItem("a lake"), TextItem("a calm lake")], cache).equals(
+            plain
+        )
     assert inner.texts == ["a lake", "a calm lake", "a ... lake"]
-    assert masked.key(ScorerInput("a lake")) == inner.key(ScorerInput("a lake"))
-    assert masked.key(ScorerInput("calm")) != inner.key(ScorerInput("calm"))
+    assert masked.key(TextItem("a lake")) == inner.key(TextItem("a lake"))
+    assert masked.key(TextItem("calm")) != inner.key(TextItem("calm"))
 
 
 def test_scorers_by_name():
@@ -115,11 +115,11 @@ def test_scorers_by_name():
     assert isinstance(echo, Echo)
     text = "This is positive. A lovely film with a fine cast."
     own = LinearScorer("sentiment")
-    (found,), (plain,) = masked.score([ScorerInput(text)]), own.score([ScorerInput(text)])
-    hidden = own.score([ScorerInput(text.replace("positive", "..."))])
+    (found,), (plain,) = masked.score([TextItem(text)]), own.score([TextItem(text)])
+    hidden = own.score([TextItem(text.replace("positive", "..."))])
     assert [found] == hidden
     assert found != plain
-    assert masked.score([ScorerInput("")]) == [SkippedText("empty text")]
+    assert masked.score([TextItem("")]) == [SkippedText("empty text")]
     with pytest.raises(ScoringError, match="give task"):
         make_scorer("echo", "", ScorerOptions())
     with pytest.raises(ScoringError, match="echo takes no model, found echo=gpt2; ask for echo"):

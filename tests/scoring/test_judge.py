@@ -20,9 +20,9 @@ from lapa2_interp.scoring.judge import TOKEN_LIMIT_NAMES, Judge, parse_ratings
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
-    ScorerInput,
     ScoringStoppedError,
     SkippedText,
+    TextItem,
     run_scorer,
 )
 
@@ -126,8 +126,8 @@ def rating(*numbers: Any) -> str:
 
 def item(
     text: str = "It was good.", prompt: str = "The lake", attribute: str = "positive"
-) -> ScorerInput:
-    return ScorerInput(text, prompt, attribute)
+) -> TextItem:
+    return TextItem(text, prompt, attribute)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lapa2_interp.scoring.linear import (
     train_linear,
     weighted_counts,
 )
-from lapa2_interp.scoring.scorer import ScorerInput, run_scorer
+from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, tasks_in
 from lapa2_interp.scoring.training import (
     GradedTexts,
@@ -130,7 +130,7 @@ def test_a_saved_classifier_reads_back(tmp_path):
     )
     scorer = LinearScorer("sentiment", tmp_path)
     assert scorer.version == f"linear sentiment {card.sha256[:12]}"
-    table = run_scorer(scorer, [ScorerInput("fine"), ScorerInput("  "), ScorerInput("grim")])
+    table = run_scorer(scorer, [TextItem("fine"), TextItem("  "), TextItem("grim")])
     assert table["positive"][0] > 0.5 > table["positive"][2]
     assert table["skipped"].tolist() == ["", "empty text", ""]
 
@@ -139,9 +139,9 @@ def test_toxicity_is_the_toxic_labels_probability(tmp_path):
     save_linear(
         toy(("nontoxic", "toxic")), tmp_path, "detox", data=(), examples=8, c=1.0, held_out=()
     )
-    found = run_scorer(
-        LinearToxicity(tmp_path), [ScorerInput("warm and kind"), ScorerInput("grim")]
-    )["toxicity"]
+    found = run_scorer(LinearToxicity(tmp_path), [TextItem("warm and kind"), TextItem("grim")])[
+        "toxicity"
+    ]
     assert found[0] < 0.5 < found[1]
 
 
@@ -230,7 +230,7 @@ def test_graded_scores_count_for_toxic_wherever_it_stands(labels, tmp_path):
         "mine", labels, [], [], tmp_path, graded=[(graded, 1.0)], graded_tests=[graded]
     )
     (grim,), (fine,) = (
-        run_scorer(LinearScorer("mine", tmp_path), [ScorerInput(text)])["toxic"] for text in ("grim 7", "fine 7")
+        run_scorer(LinearScorer("mine", tmp_path), [TextItem(text)])["toxic"] for text in ("grim 7", "fine 7")
     )  # fmt: skip
     assert grim > 0.7
     assert fine < 0.3
@@ -339,9 +339,7 @@ def test_short_and_long_texts_are_both_read():
         "The story takes place in a small town by the river where two brothers run a shop. " * 25
     )
     texts = [*short, *(f"{text} {filler} {text}" for text in short)]
-    assert (
-        run_scorer(scorer, [ScorerInput(text) for text in texts])["positive"] > 0.5
-    ).tolist() == [
+    assert (run_scorer(scorer, [TextItem(text) for text in texts])["positive"] > 0.5).tolist() == [
         True,
         False,
         True,

@@ -18,9 +18,9 @@ from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.perspective import KEY_VARIABLE, LAST_DAY, MAX_BYTES, Perspective
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
-    ScorerInput,
     ScoringStoppedError,
     SkippedText,
+    TextItem,
     run_scorer,
 )
 
@@ -169,7 +169,7 @@ def scorer(api):
 
 
 def one(scorer, text):
-    (score,) = scorer.score([ScorerInput(text)])
+    (score,) = scorer.score([TextItem(text)])
     return score
 
 
@@ -190,7 +190,7 @@ def test_scores_are_the_summary_scores_in_order(api, scorer):
     api.queue("a", found(0.25))
     api.queue("b", found(1))
     api.queue("c", found(0))
-    assert scorer().score([ScorerInput("a"), ScorerInput("b"), ScorerInput("c")]) == [
+    assert scorer().score([TextItem("a"), TextItem("b"), TextItem("c")]) == [
         (0.25,),
         (1.0,),
         (0.0,),
@@ -198,7 +198,7 @@ def test_scores_are_the_summary_scores_in_order(api, scorer):
 
 
 def test_a_request_is_what_the_api_documents_and_sends_the_text_alone(api, scorer):
-    scorer().score([ScorerInput("Ein Text – 文", prompt="the prompt", attribute="toxic")])
+    scorer().score([TextItem("Ein Text – 文", prompt="the prompt", attribute="toxic")])
     (request,) = api.requests
     assert request["path"] == "/v1alpha1/comments:analyze"
     assert request["body"] == {
@@ -214,7 +214,7 @@ def test_another_server_is_another_version(scorer, api):
     google, local = Perspective(), scorer()
     assert google.version == "perspective TOXICITY v1alpha1"
     assert local.version == f"perspective TOXICITY v1alpha1 at {api.url.removeprefix('http://')}"
-    assert google.key(ScorerInput("a")) != local.key(ScorerInput("a"))
+    assert google.key(TextItem("a")) != local.key(TextItem("a"))
     assert "secret" not in Perspective("https://user:secret@proxy.example/perspective").version
 
 
@@ -310,13 +310,11 @@ def test_no_server_is_named_as_the_cause(api, scorer):
 
 def test_an_answer_that_stays_malformed_skips_the_text_for_now(api, scorer, tmp_path):
     api.queue("a", (200, b"<html>"), (200, b"<html>"))
-    table = run_scorer(
-        scorer(attempts=2), [ScorerInput("a"), ScorerInput("bb")], ScoreCache(tmp_path)
-    )
+    table = run_scorer(scorer(attempts=2), [TextItem("a"), TextItem("bb")], ScoreCache(tmp_path))
     assert list(table["skipped"]) == ["malformed answer", ""]
-    assert run_scorer(scorer(), [ScorerInput("a")], ScoreCache(tmp_path))["toxicity"][
-        0
-    ] == score_of("a")
+    assert run_scorer(scorer(), [TextItem("a")], ScoreCache(tmp_path))["toxicity"][0] == score_of(
+        "a"
+    )
 
 
 def test_back_off_doubles_with_jitter(api, scorer):
@@ -427,7 +425,7 @@ def test_the_key_shows_nowhere(api, scorer, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     quick = scorer(attempts=2, timeout=0.5)
     api.queue("bb", refused(400, errorType="COMMENT_EMPTY", message=KEY))
-    run_scorer(quick, [ScorerInput("a"), ScorerInput("bb")], ScoreCache(tmp_path))
+    run_scorer(quick, [TextItem("a"), TextItem("bb")], ScoreCache(tmp_path))
     consumer = f"Consumer 'api_key:{KEY}' has been suspended."
     echoes = [
         [refused(403, message=consumer, reason=consumer, metadata={"consumer": f"api_key:{KEY}"})],
@@ -442,12 +440,12 @@ def test_the_key_shows_nowhere(api, scorer, tmp_path, caplog):
         str(vars(quick)),
         quick.version,
         quick.notice,
-        quick.key(ScorerInput("a")),
+        quick.key(TextItem("a")),
     ]
     for number, answers in enumerate(echoes):
         api.queue(f"c{number}", *answers)
         try:
-            table = run_scorer(quick, [ScorerInput(f"c{number}")], ScoreCache(tmp_path))
+            table = run_scorer(quick, [TextItem(f"c{number}")], ScoreCache(tmp_path))
             assert list(table["skipped"]) == ["malformed answer"]
         except ScoringStoppedError as error:
             shown.append(whole(error))
@@ -476,7 +474,7 @@ def test_the_rate_is_kept_over_calls_and_retries(api, scorer):
 
 def test_the_default_rate_is_one_request_per_second(api):
     with Perspective(api.url, clock=api.clock.time, sleep=api.clock.sleep) as scorer:
-        scorer.score([ScorerInput("a"), ScorerInput("b"), ScorerInput("c")])
+        scorer.score([TextItem("a"), TextItem("b"), TextItem("c")])
     assert [request["at"] - BEFORE for request in api.requests] == pytest.approx([0, 1, 2])
 
 
@@ -492,7 +490,7 @@ def test_time_between_requests_counts_and_a_clock_set_back_does_not_stall(api, s
 
 
 def test_what_the_cache_knows_is_not_asked_again(api, scorer, tmp_path):
-    items = [ScorerInput("a"), ScorerInput(""), ScorerInput("ccc"), ScorerInput("a")]
+    items = [TextItem("a"), TextItem(""), TextItem("ccc"), TextItem("a")]
     api.queue("ccc", refused(400, errorType="LANGUAGE_NOT_SUPPORTED_BY_ATTRIBUTE"))
     first = run_scorer(scorer(), items, ScoreCache(tmp_path))
     assert sorted(api.texts) == ["a", "ccc"]
@@ -504,7 +502,7 @@ def test_what_the_cache_knows_is_not_asked_again(api, scorer, tmp_path):
 
 
 def test_a_stopped_run_asks_only_for_the_rest(api, scorer, tmp_path):
-    items = [ScorerInput("a" * length) for length in range(1, 6)]
+    items = [TextItem("a" * length) for length in range(1, 6)]
     api.queue("aaa", refused(500), refused(500))
     with pytest.raises(
         ScoringStoppedError,
@@ -523,7 +521,7 @@ def test_a_killed_run_asks_only_for_the_rest(api, scorer, tmp_path):
             raise KeyboardInterrupt
         api.clock.sleep(seconds)
 
-    items = [ScorerInput("a" * length) for length in range(1, 6)]
+    items = [TextItem("a" * length) for length in range(1, 6)]
     with pytest.raises(KeyboardInterrupt):
         run_scorer(scorer(sleep=killed), items, ScoreCache(tmp_path))
     api.requests.clear()
@@ -606,5 +604,5 @@ def test_arguments_out_of_range_are_named(settings, words):
 def test_the_real_clock_and_sleep_are_the_defaults(api):
     with Perspective(api.url, rate=20.0) as scorer:
         start = time.monotonic()
-        scorer.score([ScorerInput("a"), ScorerInput("b")])
+        scorer.score([TextItem("a"), TextItem("b")])
     assert time.monotonic() - start >= 0.045

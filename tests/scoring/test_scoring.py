@@ -22,9 +22,9 @@ from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
     Scorer,
-    ScorerInput,
     ScoringStoppedError,
     SkippedText,
+    TextItem,
     run_scorer,
 )
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
@@ -51,7 +51,7 @@ class Lengths(Scorer):
 
 
 BROKEN_GZIP = gzip.compress(b"text\na fine day\n" * 99, mtime=0)[:20] + b"x" * 40
-TEXTS = [ScorerInput(text) for text in ("one", "one two", "", "one", "a b c")]
+TEXTS = [TextItem(text) for text in ("one", "one two", "", "one", "a b c")]
 
 
 # --- the runner and its cache
@@ -78,12 +78,12 @@ def test_another_version_or_field_is_another_score(tmp_path):
     for scorer in (other, prompted):
         run_scorer(scorer, TEXTS, ScoreCache(tmp_path))
         assert len(scorer.asked) == 4
-    run_scorer(prompted, [ScorerInput("one", prompt="p")], ScoreCache(tmp_path))
+    run_scorer(prompted, [TextItem("one", prompt="p")], ScoreCache(tmp_path))
     assert prompted.asked[4:] == ["one"]
 
 
 def test_what_was_scored_before_a_failure_is_kept_and_said(tmp_path):
-    items = [ScorerInput(f"text {i}") for i in range(9)]
+    items = [TextItem(f"text {i}") for i in range(9)]
     with pytest.raises(
         ScoringStoppedError,
         match="length stopped after 4 of 9 texts, which are kept: the server is gone",
@@ -124,11 +124,11 @@ def test_a_changed_score_is_asked_for_again(tmp_path, capsys):
     """Also one that another key was given, or that has no hash."""
     with ScoreCache(tmp_path) as cache:
         cache.put([("a", (0.5,)), ("b", (0.25,)), ("c", SkippedText("empty text")), ("d", (1.0,))])
-        cache._open.execute(
+        cache._database.execute(
             "UPDATE scores SET value = replace(value, '0.5', '0.1') WHERE key = 'a'"
         )
-        cache._open.execute("UPDATE scores SET key = 'e' WHERE key = 'b'")
-        cache._open.execute("UPDATE scores SET value = '[1.0]' WHERE key = 'd'")
+        cache._database.execute("UPDATE scores SET key = 'e' WHERE key = 'b'")
+        cache._database.execute("UPDATE scores SET value = '[1.0]' WHERE key = 'd'")
         assert cache.get("abcde") == {"c": SkippedText("empty text")}
     assert "3 scores in" in capsys.readouterr().err
 
@@ -140,7 +140,7 @@ def test_perplexity_is_transformers_own_loss(tiny):
     """BOS in front, every token scored, batches of unequal lengths."""
     network, tokenizer, _ = load_transformers(tiny, "float64")
     texts = ["a b c d e f g h i j", "k l m n o p q r s t u v w x y z a b c d"]
-    found = run_scorer(Perplexity(tiny, "float64"), [ScorerInput(text) for text in texts])[
+    found = run_scorer(Perplexity(tiny, "float64"), [TextItem(text) for text in texts])[
         "perplexity"
     ]
     for text, value in zip(texts, found, strict=True):
@@ -158,9 +158,9 @@ def test_perplexity_skips_short_and_empty_texts_and_counts_them():
     table = run_scorer(
         scorer,
         [
-            ScorerInput("only nine words are in this text you see"),
-            ScorerInput("  "),
-            ScorerInput("x " * 10),
+            TextItem("only nine words are in this text you see"),
+            TextItem("  "),
+            TextItem("x " * 10),
         ],
     )
     assert table["skipped"].tolist() == ["under 10 words", "empty text", ""]
@@ -172,7 +172,7 @@ def test_a_very_long_text_is_scored_up_to_the_limit():
     assert scorer.max_tokens == 254
     text = " ".join(f"{i:x}" for i in np.random.default_rng(0).integers(0, 255, 20_000))
     long, cut, half = (
-        run_scorer(scorer, [ScorerInput(part)])["perplexity"][0]
+        run_scorer(scorer, [TextItem(part)])["perplexity"][0]
         for part in (text, text[:254], text[:127])
     )
     assert long == pytest.approx(cut, rel=1e-6)  # a byte is a token
@@ -185,7 +185,7 @@ def test_a_text_cut_at_several_lengths_is_read_once_for_its_perplexity(monkeypat
     scorer = Perplexity("tiny-llama", "float64", doubled_bos=doubled_bos)
     texts = ["a b c d e f g h i j k l m n o p", "q r s t u v w x y z a b"]
     cut = [text[:length] for text in texts for length in (99, 21, 5, 29)]
-    apart = [run_scorer(scorer, [ScorerInput(text)]) for text in cut]
+    apart = [run_scorer(scorer, [TextItem(text)]) for text in cut]
     read, whole = [], transformer.text_nll
 
     def seen(network, rows):
@@ -193,7 +193,7 @@ def test_a_text_cut_at_several_lengths_is_read_once_for_its_perplexity(monkeypat
         return whole(network, rows)
 
     monkeypatch.setattr(transformer, "text_nll", seen)
-    found = run_scorer(scorer, [ScorerInput(text) for text in cut])
+    found = run_scorer(scorer, [TextItem(text) for text in cut])
     assert sum(read) == len(texts)
     assert found["skipped"].tolist() == [each["skipped"][0] for each in apart]
     alone = [each["perplexity"][0] for each in apart]
@@ -214,7 +214,7 @@ def test_the_released_oddity_scores_a_second_bos():
     with torch.no_grad():
         expected = network(ids, labels=ids).loss.exp().item()
     scorer = Perplexity("tiny-llama", "float64", doubled_bos=True)
-    assert run_scorer(scorer, [ScorerInput(text)])["perplexity"][0] == pytest.approx(
+    assert run_scorer(scorer, [TextItem(text)])["perplexity"][0] == pytest.approx(
         expected, rel=2e-6
     )
 
@@ -237,7 +237,7 @@ def test_repetition_by_hand():
     """Four words make one 4-gram; "a b c d" comes back once among seven of them."""
     scorer = Repetition()
     texts = ["a b c d", "a b c d, x a b c d", "a a a a a a", "a b c", ""]
-    assert scorer.score([ScorerInput(text) for text in texts]) == [
+    assert scorer.score([TextItem(text) for text in texts]) == [
         (0.0,), (pytest.approx(1 / 7),), (pytest.approx(2 / 3),), SkippedText("under 4 words"),
         SkippedText("under 4 words"),
     ]  # fmt: skip
@@ -333,7 +333,7 @@ def test_a_classifiers_probabilities_are_its_own(classifier):
     texts = ["a fine day", "x" * 900, "b"]
     found = run_scorer(
         Classifier(classifier, {"LABEL_0": "negative", "LABEL_1": "positive"}),
-        [ScorerInput(text) for text in texts],
+        [TextItem(text) for text in texts],
     )
     assert list(found.columns) == ["negative", "positive", "skipped"]
     for text, row in zip(texts, found.to_numpy()[:, :2], strict=True):
@@ -343,7 +343,7 @@ def test_a_classifiers_probabilities_are_its_own(classifier):
             ).logits.softmax(1)[0]
         assert row.astype(float) == pytest.approx(expected.tolist(), abs=1e-5)
     toxic = run_scorer(
-        Classifier(classifier, column="label_1", name="toxicity"), [ScorerInput("a fine day")]
+        Classifier(classifier, column="label_1", name="toxicity"), [TextItem("a fine day")]
     )
     assert toxic["toxicity"][0] == pytest.approx(found["positive"][0])
 
@@ -380,9 +380,9 @@ def test_a_folder_whose_tokenizer_or_configuration_changed_has_another_version(
 
 
 def test_a_text_that_is_no_unicode_is_left_out(classifier):
-    broken = ScorerInput("half a pair \ud800 in a text of more than ten words in all")
+    broken = TextItem("half a pair \ud800 in a text of more than ten words in all")
     for scorer in (Perplexity("tiny-gpt2"), Classifier(classifier), LinearScorer("sentiment")):
-        found = scorer.score([broken, ScorerInput("a fine day " * 6), ScorerInput(" ")])
+        found = scorer.score([broken, TextItem("a fine day " * 6), TextItem(" ")])
         assert found[0] == SkippedText("text not valid Unicode")
         assert isinstance(found[1], tuple)
         assert found[2] == SkippedText("empty text")
@@ -398,7 +398,7 @@ def test_no_number_is_no_probability_of_zero(monkeypatch):
         monkeypatch.setattr(
             transformer, "text_nll", lambda _, rows, value=value: torch.full(rows.ids.shape, value)
         )
-        assert scorer.score([ScorerInput("a fine day " * 6)]) == [expected]
+        assert scorer.score([TextItem("a fine day " * 6)]) == [expected]
 
 
 def several(classifier):
@@ -414,7 +414,7 @@ def several(classifier):
 
 
 def test_the_scores_of_two_labels_are_kept_apart(classifier):
-    model, items = several(classifier), [ScorerInput("a fine day")]
+    model, items = several(classifier), [TextItem("a fine day")]
     with ScoreCache(None) as cache:
         found = [
             run_scorer(Classifier(model, column=label, name="toxicity"), items, cache)["toxicity"][
@@ -434,7 +434,7 @@ def test_labels_of_one_name_count_together(classifier):
     LlamaForSequenceClassification.from_pretrained(
         classifier, num_labels=3, ignore_mismatched_sizes=True, id2label=stars
     ).save_pretrained(classifier)
-    items = [ScorerInput("a fine day"), ScorerInput("b")]
+    items = [TextItem("a fine day"), TextItem("b")]
     names = {"1 star": "negative", "2 stars": "negative", "5 stars": "positive"}
     parts, found = (
         run_scorer(Classifier(classifier), items),
@@ -459,9 +459,9 @@ def test_blank_texts_are_not_given_to_a_classifier(classifier):
     """A tokenizer without special tokens makes nothing of them."""
     scorer = Classifier(classifier)
     scorer.tokenizer = load_transformers("tiny-gpt2")[1]
-    found = run_scorer(scorer, [ScorerInput(""), ScorerInput("a"), ScorerInput(" ")])
+    found = run_scorer(scorer, [TextItem(""), TextItem("a"), TextItem(" ")])
     assert found["skipped"].isin(["empty text"]).tolist() == [True, False, True]
-    assert scorer.score([ScorerInput("")]) == [SkippedText("empty text")]
+    assert scorer.score([TextItem("")]) == [SkippedText("empty text")]
 
 
 def test_classifiers_that_do_not_fit(classifier, tmp_path):

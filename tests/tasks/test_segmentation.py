@@ -12,7 +12,7 @@ from lapa2_interp.runs.texts import in_parts
 from lapa2_interp.scoring.agreement import LENGTH_CLASSES
 from lapa2_interp.scoring.distinct import Repetition, distinct, token_lists
 from lapa2_interp.scoring.echo import MASK, Echo, Masked
-from lapa2_interp.scoring.scorer import Scorer, ScorerInput, SkippedText, run_scorer
+from lapa2_interp.scoring.scorer import Scorer, SkippedText, TextItem, run_scorer
 from lapa2_interp.scoring.training import END_WORDS, LONG, text_and_ends
 from lapa2_interp.scoring.transformer import Perplexity, _n_words
 from lapa2_interp.tasks.segmentation import word_spans, words, words_and_signs
@@ -79,7 +79,7 @@ def test_distinct_and_repetition_of_chinese():
     # 16 graphemes of 9 kinds; 7 pairs and 3 of the second's own; 6 triples and 3 of its own.
     assert [distinct(lists, n) for n in (1, 2, 3)] == [9 / 16, 9 / 16, 9 / 16]
     texts = ["我们走了", "走了走了走了", "我们"]
-    assert Repetition().score([ScorerInput(text) for text in texts]) == [
+    assert Repetition().score([TextItem(text) for text in texts]) == [
         (0.0,), (pytest.approx(1 / 3),), SkippedText("under 4 words"),
     ]  # fmt: skip
     assert "graphemes" in Repetition.version
@@ -89,7 +89,7 @@ def test_a_chinese_text_has_a_perplexity():
     scorer = Perplexity("tiny-llama", min_words=8)
     found = run_scorer(
         scorer,
-        [ScorerInput("我们今天去公园玩。"), ScorerInput("我们。"), ScorerInput("a b c d e f g")],
+        [TextItem("我们今天去公园玩。"), TextItem("我们。"), TextItem("a b c d e f g")],
     )
     assert found["skipped"].tolist() == ["", "under 8 words", "under 8 words"]
     assert "8+ words or graphemes" in scorer.version
@@ -137,11 +137,11 @@ class Seen(Scorer):
 def test_a_word_is_found_in_its_script(word, says, says_not, hidden):
     assert words(word) == [word]
     echo = Echo({"x": (word,)})
-    found = echo.score([ScorerInput(says, attribute="x"), ScorerInput(says_not, attribute="x")])
+    found = echo.score([TextItem(says, attribute="x"), TextItem(says_not, attribute="x")])
     assert found == [(1.0,), (0.0,)]
     masked = Masked(Seen(), {"x": (word,)})
-    assert masked.masked(ScorerInput(says)).text == hidden
-    assert MASK not in masked.masked(ScorerInput(says_not)).text
+    assert masked.masked(TextItem(says)).text == hidden
+    assert MASK not in masked.masked(TextItem(says_not)).text
 
 
 def test_what_barring_cannot_read_is_refused():
