@@ -1,5 +1,4 @@
-"""How far a scorer's numbers agree with labels, or with graded scores that people or Perspective
-gave.
+"""Agreement of a scorer's numbers with labels, or with graded scores from people or Perspective.
 
 Labels: accuracy of the likeliest label, AUC where there are two, and the calibration of the
 likeliest label's probability. Graded scores in [0, 1]: Spearman's correlation, AUC for scores above
@@ -28,13 +27,13 @@ LENGTH_CLASSES = {
     "40-119": (40, 120),
     "120 and more": (120, np.inf),
 }
-"""Classes of length by words, each from one number to before another."""
+"""Classes of length: the least number of words, and the first number above the class."""
 BINS = 10
 POSITIVE_ABOVE = 0.5
 """A text with a higher graded score counts as positive for the AUC."""
 
 Measure = Callable[[Num[np.ndarray, "draw text"]], Float[np.ndarray, " draw"]]
-"""From how often each text is in each draw to a number per draw; NaN where it is not defined."""
+"""A function from the counts of each text in each draw to a number per draw; NaN if undefined."""
 
 
 def agreement(
@@ -47,19 +46,19 @@ def agreement(
     """Compare a scorer's numbers with the truth.
 
     Args:
-        numbers: Of every text; the columns are labels with their probabilities, or for graded
-            scores one column in [0, 1].
+        numbers: The scorer's numbers of every text; the columns are labels with their
+            probabilities, or for graded scores one column in [0, 1].
         truth: The label of every text, or its graded score in [0, 1].
-        texts: The texts, whose words are counted.
+        texts: The texts, for their number of words.
 
     Returns:
         One row per measure and class of length: measure (accuracy, AUC, Spearman, calibration
         error), length ("all", and the classes of `LENGTHS` that have texts), value, low, high (NaN
-        with fewer than 8 texts), n. The value is NaN where a measure is not defined, as an AUC of
+        with fewer than 8 texts), n. The value is NaN if a measure is undefined, such as an AUC of
         one label.
 
     Raises:
-        ScoringError: No text, or truth that does not fit the columns or is out of range.
+        ScoringError: There is no text, or the truth does not fit the columns or is out of range.
     """
     graded, true, values = _match_truth(numbers, truth)
     words = np.array([len(word_spans(text)) for text in texts])
@@ -68,18 +67,18 @@ def agreement(
         chosen = (words >= low) & (words < high)
         if not (n := int(chosen.sum())):
             continue
-        some, of_some = values[chosen], true[chosen]
+        part, part_true = values[chosen], true[chosen]
         if graded:
             measures = {
-                "Spearman": _spearman(some[:, 0], of_some),
-                "AUC": _auc(some[:, 0], of_some > POSITIVE_ABOVE),
+                "Spearman": _spearman(part[:, 0], part_true),
+                "AUC": _auc(part[:, 0], part_true > POSITIVE_ABOVE),
             }
         else:
-            measures = {"accuracy": _mean(some.argmax(axis=1) == of_some)}
-            if some.shape[1] == 2:
-                measures["AUC"] = _auc(some[:, 1], of_some == 1)
+            measures = {"accuracy": _mean(part.argmax(axis=1) == part_true)}
+            if part.shape[1] == 2:
+                measures["AUC"] = _auc(part[:, 1], part_true == 1)
         measures["calibration error"] = _calibration_error(
-            *_predicted_and_true(graded, some, of_some)
+            *_predicted_and_true(graded, part, part_true)
         )
         for measure, compute in measures.items():
             value = float(compute(np.ones((1, n)))[0])
@@ -118,7 +117,7 @@ def calibration(numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]) -
 
 
 def card_rows(table: pd.DataFrame, data: str) -> list[dict[Hashable, Any]]:
-    """The defined rows of a table of `agreement`, as a card holds them."""
+    """The rows of a table of `agreement` with a value, in the form of a card."""
     rows = table.dropna(subset="value").assign(data=data).astype(object)
     return rows.where(rows.notna(), None).to_dict("records")
 
@@ -126,7 +125,7 @@ def card_rows(table: pd.DataFrame, data: str) -> list[dict[Hashable, Any]]:
 def _match_truth(
     numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]
 ) -> tuple[bool, Num[np.ndarray, " text"], Float[np.ndarray, "text column"]]:
-    """Whether the truth is graded; scores or numbers of labels; the scorer's numbers."""
+    """True if the truth is graded; its scores or numbers of labels; the scorer's numbers."""
     values = numbers.to_numpy(dtype=np.float64)
     columns = [str(name) for name in numbers.columns]
     if not len(values):
@@ -152,7 +151,7 @@ def _match_truth(
 def _predicted_and_true(
     graded: bool, values: Float[np.ndarray, "text column"], true: Num[np.ndarray, " text"]
 ) -> tuple[Float[np.ndarray, " text"], Float[np.ndarray, " text"]]:
-    """What is predicted of every text, and what is true of it."""
+    """Prediction and truth for the calibration of every text."""
     if graded:
         return values[:, 0], true
     return values.max(axis=1), (values.argmax(axis=1) == true).astype(np.float64)
@@ -164,8 +163,8 @@ def _bootstrap_interval(
     """The 95 % interval.
 
     Args:
-        distance: A measure that is never below 0 is larger in resamples than in the texts, as their
-            noise adds to it; the interval is moved back by that much.
+        distance: True for a measure that is never below 0. It is larger in resamples than in the
+            texts, since their noise adds to it; the interval is shifted back by that much.
     """
     if n < FEW or np.isnan(value):
         return np.nan, np.nan
@@ -184,8 +183,8 @@ def _mean(right: Bool[np.ndarray, " text"]) -> Measure:
 
 
 def _auc(values: Float[np.ndarray, " text"], positive: Bool[np.ndarray, " text"]) -> Measure:
-    """P(a positive text has the higher number), ties counted one half, from the positive texts' sum
-    of ranks."""
+    """P(a positive text has a higher number than a negative one), ties counted one half, from the
+    sum of the positive texts' ranks."""
 
     def compute(picks: Num[np.ndarray, "draw text"]) -> Float[np.ndarray, " draw"]:
         of_positive = picks * positive
@@ -230,7 +229,7 @@ def _bins(predicted: Float[np.ndarray, " text"]) -> Int[np.ndarray, " text"]:
 def _ranks(
     values: Float[np.ndarray, " text"], picks: Num[np.ndarray, "draw text"]
 ) -> Float[np.ndarray, "draw text"]:
-    """Rank of every text among the texts of each draw, repeated ones counted; ties have their mean
+    """Rank of every text among the texts of each draw, with repetitions; ties have their mean
     rank."""
     order = np.argsort(values, kind="stable")
     new = np.diff(values[order], prepend=np.nan) != 0
@@ -244,5 +243,5 @@ def _ranks(
 def _ratio(
     above: Float[np.ndarray, " draw"], below: Num[np.ndarray, " draw"]
 ) -> Float[np.ndarray, " draw"]:
-    """NaN where the divisor is 0."""
+    """above / below; NaN if the divisor is 0."""
     return np.divide(above, below, out=np.full(len(above), np.nan), where=below > 0)

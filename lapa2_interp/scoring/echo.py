@@ -1,10 +1,10 @@
-"""Echo: texts that say the words of their prefix, and classifiers that cannot see them.
+"""Echo: texts that contain words of their prefix, and classifiers from which these are hidden.
 
-A prefix such as "Very positive:" may make a model write "positive", and a classifier may go by that
-word alone. So a table of accuracies has beside it
+A prefix such as "Very positive:" may make a model write "positive", and a classifier may decide by
+this word alone. A table of accuracies therefore has two more columns:
 
-    echo      the share of texts that say a word of their own prefix
-    masked    accuracy where the words of all prefixes are hidden from the classifier
+    echo      the share of texts with a word of their own prefix
+    masked    accuracy if the words of all prefixes are hidden from the classifier
 
 The words are those of an attribute's hard prefix, and its name, that no other attribute has.
 """
@@ -21,12 +21,11 @@ from lapa2_interp.tasks.task import Task
 
 NO_WORDS = "its prefix has no word of its own"
 MASK = "..."
-"""What stands in the place of a hidden word."""
+"""It replaces a hidden word."""
 
 
 def prefix_words(task: Task) -> dict[str, tuple[str, ...]]:
-    """By attribute, the words in small letters of its prefix and name that no other attribute
-    has."""
+    """By attribute, the words in lower case of its prefix and name that no other attribute has."""
     own = {name: task.words(name) for name in task.attributes}
     return {
         name: tuple(
@@ -39,10 +38,10 @@ def prefix_words(task: Task) -> dict[str, tuple[str, ...]]:
 
 
 class Echo(Scorer):
-    """1 where a text says a word of its own prefix, else 0.
+    """1 if a text contains a word of its own prefix, else 0.
 
     Args:
-        words: By attribute, as `prefix_words` gives them.
+        words: Words by attribute, as from `prefix_words`.
     """
 
     name = "echo"
@@ -72,11 +71,11 @@ class Echo(Scorer):
 
 
 class Masked(Scorer):
-    """A classifier that sees `MASK` in the place of every word of every prefix.
+    """A classifier of texts in which `MASK` replaces every word of every prefix.
 
     Args:
         inner: The classifier.
-        words: By attribute, as `prefix_words` gives them.
+        words: Words by attribute, as from `prefix_words`.
     """
 
     name = "masked"
@@ -103,7 +102,8 @@ class Masked(Scorer):
         return self.inner.score([self.masked(item) for item in items])
 
     def key(self, item: TextItem) -> str:
-        """The classifier's own key: where a text has none of the words, its score is known."""
+        """The classifier's key for the masked text, so that its score of a text without these words
+        is reused."""
         return super().key(item) if self.hidden is None else self.inner.key(self.masked(item))
 
     def close(self) -> None:

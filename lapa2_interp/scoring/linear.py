@@ -1,5 +1,5 @@
-"""Linear classifiers on hashed n-grams, for sentiment, topic and toxicity: the fast ones of the
-scorers that ship with the package.
+"""Linear classifiers on hashed n-grams, for sentiment, topic and toxicity: the fast scorers of the
+package.
 
 1. A text becomes counts of its words and word pairs and of its character 2- to 5-grams within
    words, each set hashed to 2^18 columns. The counts are damped (log(1 + count)), weighted by how
@@ -7,10 +7,9 @@ scorers that ship with the package.
    texts of 20 and of 500 words have the same weight.
 2. Logistic regression (scikit-learn) gives a probability per label.
 
-They know words and not their order: "This is positive." moves them by what "positive" is worth in
-reviews. Their cards (`scoring/weights/*.json`) state what they reach on held-out text, and their
-version says which weights they are.
-"""
+They see words and almost no order: "This is positive." counts as the word "positive" does in
+reviews. Their cards (`scoring/weights/*.json`) have their measures on held-out text, and their
+version has the sha256 of their weights."""
 
 from __future__ import annotations
 
@@ -38,13 +37,13 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 LINEAR_ENDING = ".npz"
-"""What follows the task in the name of a linear classifier's file."""
+"""End of the name of a linear classifier's file, after the task."""
 COLUMNS = 2**18
 """Hashed columns of each of the two sets of n-grams."""
 
 
 class LinearCard(ScorerCard):
-    """What a linear scorer is and what it reaches."""
+    """The card of a linear scorer."""
 
     c: float
     """Inverse strength of the L2 penalty."""
@@ -73,7 +72,7 @@ def inverse_document_frequency(parts: Sequence[csr_matrix]) -> Float[np.ndarray,
     found = [
         np.log((1 + n) / (1 + np.bincount(part.indices, minlength=COLUMNS))) + 1 for part in parts
     ]
-    # As it is stored, so that a classifier read back is the one that was fitted.
+    # In the precision of the file, so that a loaded classifier equals the fitted one.
     return np.concatenate(found).astype(np.float16).astype(np.float32)
 
 
@@ -122,10 +121,10 @@ class LinearScorer(TaskScorer):
 
     Args:
         task: sentiment, topic or detox.
-        folder: Where its weights are.
+        folder: Folder of its weights.
 
     Raises:
-        ScoringError: There is none for the task, or its files are damaged.
+        ScoringError: The task has no linear classifier, or its files are damaged.
     """
 
     batch_size = 2048
@@ -152,8 +151,8 @@ def train_linear(
     """Fit a classifier.
 
     Args:
-        shares: How much each text belongs to each label, rows summing to 1: 1 and 0 for plain
-            labels, Perspective's score and 1 minus it for graded ones.
+        shares: Share of each label in each text, rows summing to 1: 1 and 0 for plain labels,
+            Perspective's score and 1 minus it for graded texts.
         c: Inverse strength of the L2 penalty.
         weight: Weight of each text; 1 by default.
     """
@@ -204,7 +203,7 @@ def load_linear(task: str, folder: Path = SHIPPED_WEIGHTS) -> tuple[LinearClassi
     """A classifier and its card.
 
     Raises:
-        ScoringError: There is none for the task, or its files are damaged.
+        ScoringError: The task has no linear classifier, or its files are damaged.
     """
     card = load_card(LinearCard, "linear", task, folder, LINEAR_ENDING)
     with np.load(folder / f"{task}{LINEAR_ENDING}", allow_pickle=False) as stored:

@@ -1,7 +1,8 @@
-"""Scores of many texts as tidy tables: a mean with its interval per cell, and what LaPA2 changed.
+"""Scores of texts as tidy tables: a mean with its interval per cell, and differences from the
+baseline.
 
-Texts of one prompt are not independent, so every interval resamples prompts. Every row names its
-scorer and version, and how many texts have no number and why.
+Texts of one prompt are not independent, so every interval resamples prompts. Every row has its
+scorer and version, and the number of texts without a score with the reasons.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from lapa2_interp.scoring.scorer import ScoreCache, Scorer, TextItem, run_scorer
 from lapa2_interp.stats import Difference, Interval, mean_interval, paired_difference
 
 CELL_COLUMNS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
-"""Columns that make cells, where a table has them."""
+"""Columns that divide texts into cells, if a table has them."""
 EXTRA_CELL_COLUMNS = ("max_length", "dtype")
-"""Columns that make cells where they differ: texts of another length or precision."""
+"""Columns that divide texts into cells only if their values differ."""
 DIFFERENCE_COLUMNS = [
     "arm", "metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer",
 ]  # fmt: skip
-"""Columns of a table of differences, without those that make cells."""
+"""Columns of a table of differences, without those of the cells."""
 TOXIC_FROM = 0.5
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
@@ -43,12 +44,12 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("perplexity", "ppl"), (1.0, np.inf)),
     **dict.fromkeys(("relevance", "fluency", "topicality"), (1.0, 5.0)),
 }
-"""Least and greatest value of a metric, which an interval from few prompts (Student's) could
-exceed."""
+"""Least and greatest value of a metric. An interval from few prompts (Student's) could exceed
+them."""
 LEAST_PROBABILITY = 0.05
-"""Where every text has the same extreme score, resampled prompts show no spread. The interval then
-covers every share of different prompts with which so many equal prompts are seen at least this
-often: up to 1 - SURE^(1/prompts)."""
+"""If every text has the same extreme score, resampled prompts show no spread. The interval then
+covers every share of different prompts under which so many equal prompts have at least this
+probability: up to 1 - LEAST_PROBABILITY^(1/prompts)."""
 
 
 def metric_name(metric: str) -> str:
@@ -64,13 +65,13 @@ def scorer_of_metric(metric: str) -> str:
 def score_table(
     samples: pd.DataFrame, scorer: Scorer, cache: ScoreCache | None = None
 ) -> pd.DataFrame:
-    """The samples with a scorer's numbers: one row per text and metric.
+    """Score samples: one row per text and metric.
 
     Returns:
-        The samples' own columns and metric, value (NaN where skipped), skipped (why), scorer.
+        The samples' columns and metric, value (NaN if skipped), skipped (the reason), scorer.
 
     Raises:
-        ScoringError: An attribute the classifier has no label for; as `run_scorer`.
+        ScoringError: The classifier has no label for an attribute; or as `run_scorer`.
     """
     items = [
         TextItem(text, prompt, attribute)
@@ -104,16 +105,17 @@ def score_table(
 def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
     """Means with 95 % intervals, per cell and for all attributes together ("all").
 
-    A mean is over the texts that have a number, each counted once. So that of "all" leans to the
-    attributes with more such texts; `difference_table` weighs them alike.
+    A mean is over the texts with a score, each with the same weight. In "all", attributes with more
+    such texts have more weight; in `difference_table` all attributes have the same.
 
     Args:
-        scores: From `score_table`, for one or several scorers.
+        scores: From `score_table`, for one scorer or more.
 
     Returns:
-        The cell's keys and metric, mean, low, high (inside RANGES; never a point at their ends, see
-        SURE), n, prompts, skipped (how many), why, scorer. Toxicity also has "toxicity max" (mean
-        over prompts of the maximum) and "toxic prompts" (share of prompts with a maximum >= 0.5).
+        The cell's columns and metric, mean, low, high (inside RANGES; never a point at their ends,
+        see LEAST_PROBABILITY), n, prompts, skipped (number), why, scorer. Toxicity also has
+        "toxicity max" (mean over prompts of the maximum) and "toxic prompts" (share of prompts with
+        a maximum >= 0.5).
     """
     rows = []
     for keys, part in _iterate_cells(scores):
@@ -158,7 +160,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def interval_in_range(metric: str, interval: Interval) -> tuple[float, float]:
-    """The interval, kept inside the metric's range."""
+    """The bounds of an interval, inside the metric's range."""
     least, most = RANGES.get(metric_name(metric), (-np.inf, np.inf))
     unseen = (most - least) * (1 - LEAST_PROBABILITY ** (1 / interval.clusters))
     if interval.low == interval.high == least:
@@ -170,16 +172,17 @@ def interval_in_range(metric: str, interval: Interval) -> tuple[float, float]:
 
 
 def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.DataFrame:
-    """Every other arm against the baseline, paired on the prompts and attributes both have.
+    """Differences of all other arms from the baseline, paired on common prompts and attributes.
 
-    A prompt's difference is the mean of its attributes' differences. So for all attributes together
-    it may be another number than the difference of the two means of `cell_table`.
+    A prompt's difference is the mean of its attributes' differences. For all attributes together it
+    may therefore differ from the difference of the two means in `cell_table`.
 
     Returns:
-        The cell's keys and metric, difference, low, high (never a point where the metric has a
-        least and a greatest value, see SURE), p (sign-flip permutation over prompts), detectable
-        (the smallest difference these texts could have shown; NaN where all prompts have one
-        difference, which tells no spread), prompts, scorer; empty where there is no such arm.
+        The cell's columns and metric, difference, low, high (never a point if the metric has a
+        least and a greatest value, see LEAST_PROBABILITY), p (sign-flip permutation over prompts),
+        detectable (the smallest difference that these texts could have shown; NaN if all prompts
+        have the same difference, which shows no spread), prompts, scorer; empty if there is no
+        other arm.
     """
     if baseline not in set(scores["arm"]):
         return pd.DataFrame(columns=DIFFERENCE_COLUMNS)
@@ -188,7 +191,7 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
         for (metric, scorer), texts in part[part["value"].notna()].groupby(
             ["metric", "scorer"], sort=False
         ):
-            texts = texts[texts["prompt"] != ""]  # what nothing pairs
+            texts = texts[texts["prompt"] != ""]  # they have no pair
             arms = dict(list(texts.groupby("arm", sort=False)))
             if baseline not in arms:
                 continue
@@ -216,13 +219,13 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
 
 
 def paired_change(before: pd.DataFrame, after: pd.DataFrame) -> Difference | None:
-    """after - before, paired on prompts and attributes; None where nothing can be paired. A
-    prompt's difference is the mean of its attributes' differences.
+    """after - before, paired on prompts and attributes; None if nothing can be paired. A prompt's
+    difference is the mean of its attributes' differences.
 
     Args:
-        before, after: Rows of two arms, with columns value and prompt; attribute, where there are
-            several; and sample, as texts of one number are not independent: they are one text at
-            two lengths, or drawn with the same random numbers.
+        before, after: Rows of two arms, with columns value and prompt. A column attribute is used
+            if there is one; so is sample, since texts of one number are not independent: they are
+            one text at two lengths, or drawn with the same random numbers.
     """
     place = [name for name in ("prompt", "attribute") if name in before]
     places = [pd.MultiIndex.from_frame(each[place]) for each in (before, after)]
@@ -239,14 +242,15 @@ def paired_change(before: pd.DataFrame, after: pd.DataFrame) -> Difference | Non
 
 
 def _is_constant(change: Difference) -> bool:
-    """Whether all prompts have one difference, but for rounding."""
+    """True if all prompts have the same difference, except for rounding."""
     return change.high - change.low < 1e-12
 
 
 def _difference_interval(metric: str, change: Difference) -> tuple[float, float]:
-    """The interval of a difference, kept inside what the metric's range allows.
+    """The bounds of a difference's interval, inside the range that the metric allows.
 
-    Where it is a point, the share of prompts that SURE leaves open may have any difference.
+    If the interval is a point, the share of prompts that LEAST_PROBABILITY leaves open may have any
+    difference.
     """
     least, most = RANGES.get(metric_name(metric), (-np.inf, np.inf))
     low, high = change.low, change.high
@@ -259,7 +263,7 @@ def _difference_interval(metric: str, change: Difference) -> tuple[float, float]
 
 
 def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFrame:
-    """distinct-1, -2, -3 of every cell's texts as rows of a cell table; NaN where all are empty.
+    """distinct-1, -2, -3 of every cell's texts as rows of a cell table; NaN if all are empty.
 
     Raises:
         ScoringError: All texts of all cells are empty.
@@ -285,8 +289,8 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
 
 
 def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFrame:
-    """Both tables as one for reading: a row per arm, a column per metric with its interval, and
-    behind it the change against the baseline.
+    """Both tables as one for readers: a row per arm, a column per metric with its interval, and
+    next to it the change against the baseline.
 
     Args:
         table, differences: From `cell_table` and `distinct_cells`, and `difference_table`.
@@ -313,7 +317,7 @@ def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFram
 
 
 def varying_columns(table: pd.DataFrame) -> list[str]:
-    """The columns by which rows of a table of cells differ; the arm always, where it is known."""
+    """The columns in which the rows of a cell table differ; always with the arm if it is known."""
     there = [key for key in (*CELL_COLUMNS, *EXTRA_CELL_COLUMNS) if key in table]
     return [
         key
@@ -336,7 +340,7 @@ def _format_number(mean: float, low: float, high: float, sign: str) -> str:
 
 
 def _clusters(table: pd.DataFrame) -> np.ndarray:
-    """The cluster of each text: its prompt, or the text itself where no prompt is known."""
+    """The cluster of each text: its prompt, or the text itself if its prompt is unknown."""
     prompts = table["prompt"].to_numpy()
     return np.where(prompts == "", np.arange(len(table)).astype(str), prompts)
 
@@ -344,13 +348,14 @@ def _clusters(table: pd.DataFrame) -> np.ndarray:
 def _iterate_cells(
     scores: pd.DataFrame, without: Sequence[str] = ()
 ) -> Iterator[tuple[dict[str, object], pd.DataFrame]]:
-    """Every cell with its keys; attributes one by one and, where there are several, all together.
+    """Every cell with its columns: first each attribute, then all attributes together if there is
+    more than one.
 
-    An arm that lacks an attribute which other arms of its model and task have is left out of the
-    cells of all attributes together: it would be compared on other texts.
+    An arm that lacks an attribute of its model and task is left out of the cells of all attributes
+    together, since it would be compared on other texts.
     """
-    apart = [key for key in EXTRA_CELL_COLUMNS if key in scores and scores[key].nunique() > 1]
-    present = [key for key in (*CELL_COLUMNS, *apart) if key in scores and key not in without]
+    extra = [key for key in EXTRA_CELL_COLUMNS if key in scores and scores[key].nunique() > 1]
+    present = [key for key in (*CELL_COLUMNS, *extra) if key in scores and key not in without]
     split = [(present, scores)]
     if "attribute" in present and scores["attribute"].nunique() > 1:
         split.append(([key for key in present if key != "attribute"], _with_all_attributes(scores)))

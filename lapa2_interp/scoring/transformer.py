@@ -38,27 +38,27 @@ if TYPE_CHECKING:
 MIN_WORDS = 10
 MAX_TOKENS = 1024
 VERSIONED_ENDINGS = (".json", ".txt", ".model", ".py")
-"""Endings of the files of a model that are read besides its weights."""
+"""Endings of the files of a model, besides its weights, that are part of its version."""
 
 
 class Perplexity(Scorer):
     """exp of a text's mean -ln p per token, the first token conditioned on BOS (section 5.1,
     Fluency; eval_perplexity.py).
 
-    The paper's table number is the arithmetic mean over texts. Texts under 10 words (split at
-    spaces) are skipped, as there, and texts that bring a BOS of their own; in scripts without
-    spaces a grapheme counts as a word. The model is causal, so a text cut at several lengths is
-    read once.
+    The number in the paper's table is the arithmetic mean over texts. As in the paper, texts under
+    10 words (split at spaces) are skipped; so are texts that begin with BOS. In scripts without
+    spaces a grapheme counts as a word. The model is causal, so texts of which one begins with the
+    other need one forward pass.
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and
             LLaMA-2-13B for the large models.
-        generator: The weights that wrote the texts, if known; where they are these, the version
-            says "self".
+        generator: The weights that generated the texts, if known; if they are this model's, the
+            version says "self".
         min_words: Texts with fewer words are skipped.
         max_tokens: A longer text is scored up to here; by default the model's context, 1,024 at
             most.
-        doubled_bos: The released LLaMA script's oddity: BOS twice, and P(BOS | BOS) in the mean.
+        doubled_bos: BOS twice, and P(BOS | BOS) in the mean, as in the released LLaMA script.
     """
 
     name = "perplexity"
@@ -90,7 +90,7 @@ class Perplexity(Scorer):
         )
 
     def close(self) -> None:
-        self.__dict__.pop("network", None)  # before the next scorer loads its own
+        self.__dict__.pop("network", None)  # frees memory for the next scorer
 
     def score(self, items: Sequence[TextItem]) -> list[Score]:
         found = {
@@ -100,6 +100,7 @@ class Perplexity(Scorer):
 
     def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
         bos = text_markers(self.tokenizer).start
+        # Tokenise; leave out texts that cannot be scored.
         left_out: dict[int, Score] = {}
         texts: dict[int, list[int]] = {}
         for place, item in enumerate(items):
@@ -117,6 +118,7 @@ class Perplexity(Scorer):
                 continue
             texts[place] = [bos, *ids] if self.doubled_bos else ids
         yield left_out
+        # Score texts with the same beginning in one row.
         places = list(texts)
         groups = [[places[i] for i in group] for group in group_by_beginning(list(texts.values()))]
         groups.sort(key=lambda group: len(texts[group[-1]]))
@@ -153,9 +155,9 @@ class Classifier(Scorer):
 
     Args:
         model: A hub id or a folder.
-        labels: Names of ours for its labels, such as {"LABEL_1": "positive"}; its own by default,
-            in lower case. Labels of one name count together.
-        column: Keep only this label's probability, as `name` (a toxicity classifier's).
+        labels: New names of its labels, such as {"LABEL_1": "positive"}; by default its own names
+            in lower case. The probabilities of labels with the same name are added.
+        column: Keep only this label's probability, as `name` (for toxicity).
         name: accuracy or toxicity.
     """
 
@@ -181,19 +183,19 @@ class Classifier(Scorer):
         self.column = column
         self.columns = self.labels if column is None else (name,)
         self.classifies = column is None
-        # Multi-label heads (as toxicity models have) give each label a probability of its own.
-        self.several = (
+        # Multi-label heads (of toxicity models) give the labels independent probabilities.
+        self.multi_label = (
             self.network.config.problem_type == "multi_label_classification" or len(own) == 1
         )
-        if self.several and len(self.labels) < len(names):
+        if self.multi_label and len(self.labels) < len(names):
             raise ScoringError(
                 f"{model}: its labels do not exclude each other, so their probabilities cannot be"
-                f" added; give each a name of its own, found {', '.join(names)}"
+                f" added; give each another name, found {', '.join(names)}"
             )
         self.parts = torch.tensor([[name == label for label in self.labels] for name in names])
         kept = "" if column is None else f", {column} alone"
         self.version = (
-            f"{model}, {weights}, {'each of' if self.several else 'one of'} the labels"
+            f"{model}, {weights}, {'each of' if self.multi_label else 'one of'} the labels"
             f" {', '.join(f'{a}: {b}' for a, b in zip(own, names, strict=True))}{kept}"
             f"{_other_files_version(model)}"
         )
@@ -217,7 +219,7 @@ class Classifier(Scorer):
         ).to(self.network.device)
         with prepacked(self.network):
             logits = self.network(**batch).logits.double()
-        probabilities = logits.sigmoid() if self.several else logits.softmax(1)
+        probabilities = logits.sigmoid() if self.multi_label else logits.softmax(1)
         probabilities = probabilities @ self.parts.to(probabilities)
         if self.column is not None:
             probabilities = probabilities[:, [self.labels.index(self.column)]]
@@ -229,8 +231,8 @@ class Classifier(Scorer):
 
 
 def _other_files_version(model: str) -> str:
-    """For a version: a hash of what decides scores in a folder besides its weights, such as its
-    tokenizer; "" for a name or a hub id."""
+    """A part of a version: a hash of the files in a folder that decide scores besides the weights,
+    such as the tokenizer; "" for a name or a hub id."""
     if model == SMOLLM2 or not Path(model).is_dir():
         return ""
     digest = hashlib.sha256()
@@ -262,7 +264,7 @@ def _load_classifier(
             tokenizer = AutoTokenizer.from_pretrained(model, **options)
     except ModelError as error:
         raise ScoringError(f"cannot load the classifier: {error}") from error
-    except Exception as error:  # missing and damaged files raise errors of half a dozen libraries
+    except Exception as error:  # many libraries raise here
         if has_own_code(error):
             raise ScoringError(f"the classifier {model!r} {OWN_CODE}") from error
         reason = (
