@@ -1,18 +1,18 @@
-"""Scorers that read with a small language model: SmolLM2's lower layers with low-rank adapters, and
-a linear head.
+"""Scorers with a small language model: SmolLM2's lower layers with low-rank adapters, and a linear
+head.
 
 1. A text's tokens pass BOS first, then the lower layers of SmolLM2. Every linear layer W of these
    has an adapter: it computes (W + scale B A) x, with B A of low rank.
 2. The states after the last of these layers are scaled to root mean square 1. The head sees their
    mean over the text's tokens, and the last token's.
-3. A text of more than 128 tokens is read in the fewest windows of nearly equal length, and their
+3. A text of more than 128 tokens is split into the fewest windows of nearly equal length, and their
    logits are averaged, weighted by their lengths.
 
-The attention is causal, so a text that begins with another one's tokens is read once for both: a
-text cut at five lengths costs what the longest costs.
+The attention is causal, so texts of which one begins with the other need one forward pass: a text
+cut at five lengths costs as much as the longest.
 
-Only adapters and head are on disk. Loading adds B A to the weights, so reading costs what the plain
-layers cost. `adapter_training` trains them.
+Only adapters and head are on disk. Loading adds B A to the weights, so a forward pass costs no more
+than without adapters. `adapter_training` trains them.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ADAPTER_ENDING = "-adapter.safetensors"
-"""What follows the task in the name of an adapter's file."""
+"""End of the name of an adapter's file, after the task."""
 LONGEST_WINDOW = 128
 """Tokens of the longest window, BOS left out."""
 TOKENS_AT_ONCE = 4096
-"""Padded tokens that are read at once."""
+"""Padded tokens of a forward pass."""
 
 
 class AdapterRecipe(BaseModel):
-    """What decides a training, besides its texts."""
+    """The settings of a training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: int = Field(20, ge=1)
-    """Layers that are read, from below."""
+    """Number of layers, counted from the first."""
     first: int = Field(4, ge=0)
-    """The lowest layer with adapters; those below it are read without gradients."""
+    """The lowest layer with adapters; layers below it have no gradients."""
     rank: int = Field(8, ge=1)
     alpha: float = Field(16.0, gt=0)
     """The scale of B A is alpha / rank."""
@@ -76,7 +76,7 @@ class AdapterRecipe(BaseModel):
     per_pass: int = Field(8000, ge=1)
     """Texts of each corpus in a pass, at most."""
     shortest: int = Field(8, ge=1)
-    """Tokens of the shortest drawn window; the longest has `LONGEST`."""
+    """Tokens of the shortest drawn window; the longest has `LONGEST_WINDOW`."""
     tokens_per_batch: int = Field(1024, ge=LONGEST_WINDOW)
     """Padded tokens of a batch, at most."""
     lr: float = Field(2e-4, gt=0)
@@ -85,7 +85,7 @@ class AdapterRecipe(BaseModel):
     """Highest learning rate of the head."""
     weight_decay: float = Field(0.01, ge=0)
     warmup: float = Field(0.05, ge=0, lt=1)
-    """Share of the steps in which the learning rate rises; it falls in the others."""
+    """Share of the steps in which the learning rate rises; afterwards it falls."""
     clip: float = Field(1.0, gt=0)
     seed: int = Field(0, ge=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -104,12 +104,12 @@ class AdapterRecipe(BaseModel):
 
 
 class AdapterCard(ScorerCard):
-    """What an adapter scorer is and what it reaches."""
+    """The card of an adapter scorer."""
 
     base: str
-    """The model whose layers are read."""
+    """The model whose layers are used."""
     base_weights: str
-    """Where its weights come from."""
+    """The source of its weights."""
     recipe: AdapterRecipe
     tokens: int
     """Tokens of the windows it was trained on, repeated ones counted again."""
@@ -121,13 +121,13 @@ class AdapterNetwork(nn.Module):
     """The lower layers of a language model, and a head on [mean | last] of their states.
 
     Args:
-        network: A transformers causal model of Llama's make; it is taken apart.
+        network: A transformers causal model with Llama's layout; it is changed in place.
         layers: Layers to keep.
         labels: Logits per text.
 
     Raises:
-        ScoringError: The network has fewer layers, is of another make, or changes its rotary
-            factors within a window.
+        ScoringError: The network has fewer layers, another layout, or changes its rotary factors
+            within a window.
     """
 
     def __init__(self, network: Any, layers: int, labels: int) -> None:
@@ -144,7 +144,7 @@ class AdapterNetwork(nn.Module):
             )
         if (short := short_context(base.config) or LONGEST_WINDOW + 1) <= LONGEST_WINDOW:
             raise ScoringError(
-                f"adapters read {LONGEST_WINDOW} tokens behind BOS in one pass, and beyond {short}"
+                f"adapters read {LONGEST_WINDOW} tokens after BOS in one pass, and beyond {short}"
                 f" this model has other rotary factors (longrope); give another, such as {SMOLLM2}"
             )
         network.set_attn_implementation("sdpa")
@@ -164,10 +164,10 @@ class AdapterNetwork(nn.Module):
         """Logits of texts.
 
         Args:
-            ids: BOS, a text, and any padding. The attention is causal, so that no token sees the
-                padding behind it.
+            ids: BOS, a text, and padding if any. The attention is causal, so that no token sees the
+                padding after it.
             lengths: Tokens of each text, BOS left out; at least 1.
-            rows: The row that each text begins; by default every text has a row of its own.
+            rows: The row whose beginning each text is; by default row i is text i.
         """
         states = self.base(input_ids=ids, use_cache=False).last_hidden_state.float()
         states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6)
@@ -182,33 +182,33 @@ class AdapterNetwork(nn.Module):
 def load_adapter_network(
     base: str, layers: int, labels: int, device: str | None = None
 ) -> tuple[AdapterNetwork, PreTrainedTokenizerBase, str]:
-    """A reader with an empty head, its tokenizer, and where the base's weights come from."""
-    network, tokenizer, weights = load_transformers(base)
-    check_weights_read(network, "adapters are added to")
-    reader = AdapterNetwork(network, layers, labels).requires_grad_(False)
-    move(reader, device)
-    return reader.eval(), tokenizer, weights
+    """A network with an empty head, its tokenizer, and the source of the base's weights."""
+    whole, tokenizer, weights = load_transformers(base)
+    check_weights_read(whole, "adapters are added to")
+    network = AdapterNetwork(whole, layers, labels).requires_grad_(False)
+    move(network, device)
+    return network.eval(), tokenizer, weights
 
 
 def padded_rows(
     texts: Sequence[Sequence[int]], start: int, device: Any
 ) -> tuple[Int[Tensor, "text slot"], Int[Tensor, " text"]]:
-    """Token ids behind BOS, right-padded with it, and their lengths, as a `AdapterNetwork` takes
-    them."""
+    """BOS and token ids, right-padded with BOS, and their lengths, for an `AdapterNetwork`."""
     width = max(map(len, texts))
     rows = [[start, *text, *[start] * (width - len(text))] for text in texts]
     return torch.tensor(rows, device=device), torch.tensor([len(t) for t in texts], device=device)
 
 
 def split_windows(ids: Sequence[int]) -> list[Sequence[int]]:
-    """Token ids in the fewest windows of at most `LONGEST`, whose lengths differ by 1 at most."""
+    """Token ids in the fewest windows of at most `LONGEST_WINDOW`, whose lengths differ by at most
+    1."""
     count = -(-len(ids) // LONGEST_WINDOW)
     edges = [len(ids) * i // count for i in range(count + 1)]
     return [ids[first:stop] for first, stop in pairwise(edges)]
 
 
 def group_by_beginning(windows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Numbers of windows in groups: each window of a group is the beginning of the next one."""
+    """Indices of windows in groups: each window of a group is the beginning of the next one."""
     groups: list[list[int]] = []
     for i in sorted(range(len(windows)), key=lambda i: tuple(windows[i])):
         before = windows[groups[-1][-1]] if groups else None
@@ -222,7 +222,7 @@ def group_by_beginning(windows: Sequence[Sequence[int]]) -> list[list[int]]:
 def batch_by_tokens(
     lengths: Sequence[int] | Int[np.ndarray, " text"], budget: int
 ) -> Iterator[list[int]]:
-    """Numbers of texts, in order, in batches of at most `budget` padded tokens (one text at
+    """Indices of texts, in order, in batches of at most `budget` padded tokens (one text at
     least)."""
     batch: list[int] = []
     longest = 0
@@ -238,14 +238,15 @@ def batch_by_tokens(
 
 @dataclass(frozen=True)
 class AdapterClassifier:
-    """A reader whose adapters are part of its weights."""
+    """A classifier from a network whose adapters are part of its weights."""
 
-    reader: AdapterNetwork
+    network: AdapterNetwork
     tokenizer: PreTrainedTokenizerBase
 
     @torch.no_grad()
     def logits(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
         """Logits of texts, none blank; those of a long text are a mean over its windows."""
+        # Split texts into windows.
         windows, owners = [], []
         for owner, ids in enumerate(
             self.tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
@@ -253,11 +254,12 @@ class AdapterClassifier:
             for window in split_windows(ids):
                 windows.append(window)
                 owners.append(owner)
-        start, device = text_markers(self.tokenizer).start, self.reader.head.weight.device
-        sums = np.zeros((len(texts), self.reader.head.out_features))
+        # Logits of the windows, with one row for windows of the same beginning.
+        start, device = text_markers(self.tokenizer).start, self.network.head.weight.device
+        sums = np.zeros((len(texts), self.network.head.out_features))
         tokens = np.zeros(len(texts))
         groups = sorted(group_by_beginning(windows), key=lambda group: len(windows[group[-1]]))
-        with prepacked(self.reader.base):
+        with prepacked(self.network.base):
             for batch in batch_by_tokens(
                 [len(windows[group[-1]]) for group in groups], TOKENS_AT_ONCE
             ):
@@ -268,7 +270,7 @@ class AdapterClassifier:
                     torch.tensor(each, device=device)
                     for each in zip(*((len(windows[i]), row) for i, row in read), strict=True)
                 )
-                found = self.reader(ids, lengths, rows).double().cpu().numpy()
+                found = self.network(ids, lengths, rows).double().cpu().numpy()
                 for (i, _), row in zip(read, found, strict=True):
                     sums[owners[i]] += len(windows[i]) * row
                     tokens[owners[i]] += len(windows[i])
@@ -316,7 +318,7 @@ def adapter_card(task: str, folder: Path = SHIPPED_WEIGHTS) -> AdapterCard:
     """The card of a task's adapter.
 
     Raises:
-        ScoringError: There is none for the task, or its files are damaged.
+        ScoringError: The task has no adapter, or its files are damaged.
     """
     return load_card(AdapterCard, "adapter", task, folder, ADAPTER_ENDING)
 
@@ -327,15 +329,15 @@ def load_adapter(
     """A task's adapter, added to the weights of its base, and its card.
 
     Args:
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        device: cpu, cuda, cuda:1; by default CUDA if there is one.
 
     Raises:
-        ScoringError: There is none for the task, its files are damaged, or the base has other
-            weights than it was trained on.
+        ScoringError: The task has no adapter, its files are damaged, or the base has other weights
+            than in training.
     """
     card = adapter_card(task, folder)
     file, recipe = folder / f"{task}{ADAPTER_ENDING}", card.recipe
-    reader, tokenizer, weights = load_adapter_network(
+    network, tokenizer, weights = load_adapter_network(
         card.base, recipe.layers, len(card.labels), device
     )
     if weights != card.base_weights:
@@ -343,10 +345,10 @@ def load_adapter(
             f"{file} belongs to {card.base} with {card.base_weights}; found {weights}: train it"
             " again: `lapa2 scorers train`"
         )
-    own = dict(reader.named_parameters())
+    own = dict(network.named_parameters())
     try:
         stored = load_file(file)
-        reader.head.load_state_dict(
+        network.head.load_state_dict(
             {name: stored.pop(f"head.{name}") for name in ("weight", "bias")}
         )
         with torch.no_grad():
@@ -364,12 +366,12 @@ def load_adapter(
             f"{file} has a tensor {next(iter(stored))!r} that belongs to no layer; train it again:"
             " `lapa2 scorers train`"
         )
-    return AdapterClassifier(reader, tokenizer), card
+    return AdapterClassifier(network, tokenizer), card
 
 
 @lru_cache(maxsize=1)
 def _cached_adapter(task: str, folder: Path, _sha256: str, device: str | None) -> AdapterClassifier:
-    """The adapter that scorers share: accuracy and masked are by the same."""
+    """The adapter from a cache, since accuracy and masked use the same."""
     return load_adapter(task, folder, device)[0]
 
 
@@ -378,11 +380,11 @@ class AdapterScorer(TaskScorer):
 
     Args:
         task: sentiment, topic or detox.
-        folder: Where its weights are.
+        folder: Folder of its weights.
         device: As `load_adapter` takes it.
 
     Raises:
-        ScoringError: There is none for the task, or its files are damaged; when the first text is
+        ScoringError: The task has no adapter, or its files are damaged; when the first text is
             scored, as `load_adapter`.
     """
 

@@ -1,15 +1,15 @@
 """Train adapter scorers (`adapter`) with peft.
 
-1. A pass draws at most `per_pass` texts of each corpus, another part of it in each pass. Of each
-   text it reads one window (`draw_window`), since generations are short and end anywhere.
+1. A pass draws at most `per_pass` texts of each corpus, another part of it in each pass. Each text
+   gives one window (`draw_window`), since generated texts are short and end anywhere.
 2. The loss is the soft cross-entropy against each text's shares of the labels, times the text's
-   weight. Every text counts alike in it, whatever batch it is in.
+   weight. It does not depend on the batch of a text.
 3. AdamW, linear warm-up and decay, clipped gradients. Batches hold texts of similar length.
-4. Adapters and head are rounded and written, loaded as a scorer loads them, and tested on corpora
-   that were not trained on.
+4. Adapters and head are rounded and written, loaded as a scorer, and tested on corpora that were
+   not trained on.
 
-Everything a step does follows from (seed, pass, step), so a run that was killed and resumed gives
-the same result as one that was not.
+Every step follows from (seed, pass, step), so a run that was killed and resumed gives the same
+result as one that was not.
 """
 
 from __future__ import annotations
@@ -60,16 +60,17 @@ from lapa2_interp.scoring.training import (
 from lapa2_interp.tasks.corpora import Corpus
 
 ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linear layers of a layer that have adapters."""
+"""Linear maps of a layer that have adapters."""
 SAVE_EVERY = 180.0
 """Seconds between checkpoints."""
 BLOCK = 16
-"""Batches, about, whose texts are sorted by length together."""
+"""Approximate number of batches whose texts are sorted by length together."""
 CUT_SHORT, LEAST_LEFT = 1 / 3, 4
-"""Share of the texts shorter than their window that are cut, and the tokens that stay."""
+"""Share of the texts shorter than their window that are cut, and the least number of tokens
+left."""
 
 
-# --- what is read
+# --- texts and passes
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class WeightedTexts:
 
     Attributes:
         texts: Token ids, without BOS.
-        shares: How much each text belongs to each label, rows summing to 1.
+        shares: Share of each label in each text, rows summing to 1.
         weight: Weight of each of its texts.
     """
 
@@ -92,7 +93,7 @@ class TrainingPass:
     """The windows of one pass, and their order.
 
     Attributes:
-        batches: Numbers of windows.
+        batches: Indices of windows.
     """
 
     windows: Sequence[Int[np.ndarray, " _"]]
@@ -109,11 +110,11 @@ class TrainingPass:
 def draw_window(
     ids: Int[np.ndarray, " token"], shortest: int, rng: np.random.Generator
 ) -> Int[np.ndarray, " part"]:
-    """The part of a text that is read in a pass.
+    """The part of a text that is used in a pass.
 
-    A length is drawn, log-uniform from `shortest` to `LONGEST`. A longer text gives a window of
-    this length, from its beginning (probability 1/2) or from anywhere. A text that is not longer is
-    read whole, but one in three is cut after a token, at least 4 tokens from its beginning.
+    A length is drawn, log-uniform from `shortest` to `LONGEST_WINDOW`. A longer text gives a window
+    of this length, from its beginning (probability 1/2) or from anywhere. Another text is used
+    whole, but one in three is cut after a token, at least 4 tokens from its beginning.
     """
     length = round(math.exp(rng.uniform(math.log(shortest), math.log(LONGEST_WINDOW))))
     if len(ids) > length:
@@ -125,7 +126,7 @@ def draw_window(
 
 
 def draw_texts(n: int, per_pass: int, number: int, seed: Sequence[int]) -> list[int]:
-    """The texts of a pass: the next `per_pass` of an endless row of shuffled corpora."""
+    """Indices of the texts of a pass: the next `per_pass` in an endless sequence of shuffles."""
     count = min(n, per_pass)
     chosen: list[int] = []
     for at in range(number * count, (number + 1) * count):
@@ -137,7 +138,7 @@ def draw_texts(n: int, per_pass: int, number: int, seed: Sequence[int]) -> list[
 
 
 def make_pass(sources: Sequence[WeightedTexts], recipe: AdapterRecipe, number: int) -> TrainingPass:
-    """A pass's windows, in batches of similar length and random order."""
+    """The windows of a pass, in batches of similar length and random order."""
     windows, shares, weights = [], [], []
     rng = np.random.default_rng([recipe.seed, 1, number])
     for i, source in enumerate(sources):
@@ -161,35 +162,35 @@ def make_pass(sources: Sequence[WeightedTexts], recipe: AdapterRecipe, number: i
 
 
 class AdapterTraining:
-    """One training: a reader with peft's adapters, its optimiser, and where it stands.
+    """A training: a network with peft's adapters, its optimiser, and its progress.
 
     Attributes:
-        step, tokens, seconds: Steps done, the tokens they read, and the time they took.
-        plan: What decides the result; a checkpoint of another plan is refused.
+        step, tokens, seconds: Steps done, with their tokens and time.
+        plan: Everything that decides the result; a checkpoint of another plan is refused.
     """
 
     def __init__(
         self,
-        reader: AdapterNetwork,
+        network: AdapterNetwork,
         start: int,
         sources: Sequence[WeightedTexts],
         recipe: AdapterRecipe,
         checkpoint: Path,
         plan: dict[str, Any],
     ) -> None:
-        self.reader, self.start, self.sources, self.recipe = reader, start, sources, recipe
+        self.network, self.start, self.sources, self.recipe = network, start, sources, recipe
         self.checkpoint, self.plan = checkpoint, plan
-        self.device = reader.head.weight.device
-        reader.base.set_attn_implementation("eager")  # for windows as short as these the fastest
-        add_adapters(reader, recipe)
+        self.device = network.head.weight.device
+        network.base.set_attn_implementation("eager")  # the fastest for such short windows
+        add_adapters(network, recipe)
         if recipe.dtype == "bfloat16":
-            for each in reader.base.parameters():
+            for each in network.base.parameters():
                 if not each.requires_grad:
                     each.data = each.data.bfloat16()
         self.parameters = {
-            name: each for name, each in reader.named_parameters() if each.requires_grad
+            name: each for name, each in network.named_parameters() if each.requires_grad
         }
-        head = list(reader.head.parameters())
+        head = list(network.head.parameters())
         low_rank = [each for name, each in self.parameters.items() if not name.startswith("head.")]
         self.optimizer = torch.optim.AdamW(
             [{"params": low_rank, "top": recipe.lr}, {"params": head, "top": recipe.head_lr}],
@@ -211,7 +212,7 @@ class AdapterTraining:
 
     def run(self, bar: tqdm) -> None:
         """Train to the end; the bar counts tokens."""
-        kept = perf_counter()
+        saved_at = perf_counter()
         first = 0
         for number, (steps, _) in enumerate(self.sizes):
             if self.step < first + steps:
@@ -222,13 +223,13 @@ class AdapterTraining:
                     self.seconds += perf_counter() - began
                     bar.update(read)
                     bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-                    if perf_counter() - kept > SAVE_EVERY or self.step == self.total:
+                    if perf_counter() - saved_at > SAVE_EVERY or self.step == self.total:
                         self.save()
-                        kept = perf_counter()
+                        saved_at = perf_counter()
             first += steps
 
     def rate(self) -> float:
-        """Tokens per second of a batch, from passes there and back that change nothing."""
+        """Tokens per second, from forward and backward passes of a batch that change nothing."""
         now = make_pass(self.sources, self.recipe, 0)
         batch = sorted(now.batches, key=lambda each: len(now.windows[each[0]]))[
             len(now.batches) // 2
@@ -248,7 +249,7 @@ class AdapterTraining:
         )
         bf16 = self.recipe.dtype == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            logits = self.reader(ids, lengths)
+            logits = self.network(ids, lengths)
         shares, weights = (
             torch.tensor(each[list(batch)], dtype=torch.float32, device=self.device)
             for each in (now.shares, now.weights)
@@ -257,7 +258,7 @@ class AdapterTraining:
         return (weights * each).sum() * len(now.batches) / float(now.weights.sum())
 
     def _train_step(self, now: TrainingPass, batch: Sequence[int]) -> tuple[float, int]:
-        """The step's mean loss, over the weights of its texts, and its tokens."""
+        """Take a step; returns its loss, averaged by the weights of its texts, and its tokens."""
         warm = max(1, round(self.recipe.warmup * self.total))
         rate = min((self.step + 1) / warm, (self.total - self.step) / max(1, self.total - warm))
         for group in self.optimizer.param_groups:
@@ -291,10 +292,10 @@ class AdapterTraining:
         write_checkpoint(self.checkpoint, state)
 
     def resume(self) -> None:
-        """Go on from the checkpoint, if there is one.
+        """Resume from the checkpoint, if there is one.
 
         Raises:
-            ScoringError: It is damaged, or of another plan.
+            ScoringError: The checkpoint is damaged, or of another plan.
         """
         if not self.checkpoint.is_file():
             return
@@ -319,7 +320,7 @@ class AdapterTraining:
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Adapters and head by the names they have on disk."""
+        """Adapters and head by their names on disk."""
         ends = {".lora_A.default.weight": ".a", ".lora_B.default.weight": ".b", "": ""}
         found = {}
         for name, each in self.parameters.items():
@@ -328,8 +329,8 @@ class AdapterTraining:
         return found
 
 
-def add_adapters(reader: AdapterNetwork, recipe: AdapterRecipe) -> None:
-    """Put peft's adapters around a reader's linear layers; they and the head alone want gradients.
+def add_adapters(network: AdapterNetwork, recipe: AdapterRecipe) -> None:
+    """Add peft's adapters to a network's linear maps. Only adapters and head have gradients.
 
     Raises:
         ScoringError: peft is missing.
@@ -344,9 +345,9 @@ def add_adapters(reader: AdapterNetwork, recipe: AdapterRecipe) -> None:
                 target_modules=list(ADAPTED_LAYERS),
                 layers_to_transform=list(range(recipe.first, recipe.layers)),
             ),
-            reader,
+            network,
         )
-    reader.head.requires_grad_(True)
+    network.head.requires_grad_(True)
 
 
 def _import_peft() -> Any:
@@ -375,34 +376,35 @@ def train_adapter(
     base: str = SMOLLM2,
     device: str | None = None,
 ) -> AdapterCard:
-    """Train one adapter and write its weights and card, resuming a killed run that is there.
+    """Train one adapter and write its weights and card; resume a killed run in the folder.
 
     Args:
-        labels: In the order of its probabilities; graded scores count for `TOXIC_LABEL`.
-        corpora: Each with the weight of its texts.
+        labels: Labels in the order of the probabilities; graded scores are those of `TOXIC_LABEL`.
+        corpora: Corpora, each with the weight of its texts.
         tests: Corpora that are never trained on, for the card.
-        graded, graded_tests: Toxicity scores.
-        base: The model whose layers are read.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        graded, graded_tests: Texts with toxicity scores.
+        base: The model whose layers are used.
+        device: cpu, cuda, cuda:1; by default CUDA if there is one.
 
     Raises:
-        ScoringError: No text, peft is missing, the folder holds a finished adapter or another
-            training, or the loss is not a number.
+        ScoringError: There is no text, peft is missing, the folder holds a finished adapter or
+            another training, or the loss is not a number.
     """
     file = folder / f"{task}{ADAPTER_ENDING}"
     checkpoint = folder / f"{task}-adapter.checkpoint"
     if file.with_suffix(".json").exists():
-        checkpoint.unlink(missing_ok=True)  # of a training that was killed when it had ended
+        checkpoint.unlink(missing_ok=True)  # of a training that was killed at its end
         raise ScoringError(f"{file} is finished; choose another --out, or remove it to train again")
     check_labels(labels, bool(graded))
     if not corpora and not graded:
         raise ScoringError("there is no text to train on; give --data")
-    reader, tokenizer, weights = load_adapter_network(base, recipe.layers, len(labels), device)
+    network, tokenizer, weights = load_adapter_network(base, recipe.layers, len(labels), device)
 
     def tokenised(texts: Sequence[str]) -> list[Int[np.ndarray, " _"]]:
         rows = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
         return [np.array(row, dtype=np.int32) for row in rows]
 
+    # Texts of all corpora, with their shares of the labels.
     sources = []
     for corpus, weight in corpora:
         texts = [text for label in labels for text in corpus.texts[label]]
@@ -419,7 +421,7 @@ def train_adapter(
         + [[each.sha256, weight] for each, weight in graded],
     }
     start = text_markers(tokenizer).start
-    training = AdapterTraining(reader, start, sources, recipe, checkpoint, plan)
+    training = AdapterTraining(network, start, sources, recipe, checkpoint, plan)
     training.resume()
     _train_to_end(training, task)
     facts: dict[str, Any] = {
@@ -438,6 +440,7 @@ def train_adapter(
         "tokens": training.tokens,
         "seconds": round(training.seconds, 1),
     }
+    # Write the adapter, test it as a scorer, and write it with the results in its card.
     tensors = training.tensors()
     with temporary_folder(folder) as beside:
         save_adapter(tensors, beside, task, held_out=(), **facts)
@@ -474,17 +477,16 @@ def make_adapter_files(
     out: Path,
     settings: Mapping[str, Any],
 ) -> AdapterCard:
-    """Read corpora by name, train an adapter on them, and write it: `train_adapter`, as the command
-    has it.
+    """Read corpora by name, and train an adapter with `train_adapter`.
 
     Args:
         labels: The task's attributes.
-        data, test, graded: As `training.read_data` takes them.
+        data, test, graded: As for `training.read_data`.
         out: Folder of the weights and the card.
-        settings: Fields of `AdapterRecipe` that are not to have their default.
+        settings: Fields of `AdapterRecipe` other than the defaults.
 
     Raises:
-        ScoringError: A value out of range, and as `train_adapter`.
+        ScoringError: A value is out of range; or as `train_adapter`.
         DataError: A corpus cannot be read.
     """
     try:

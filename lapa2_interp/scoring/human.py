@@ -1,10 +1,11 @@
 """Human evaluation (paper, Figure "Human evaluation rubric" and section "Human and GPT-4o
 Evaluation").
 
-1. `make_sheets` draws texts, hides which arm made them, and writes what annotators get (sheet.html,
-   or sheet.csv for those who prefer a spreadsheet) and what the experimenter keeps (key.csv).
+1. `make_sheets` draws texts and hides their arm. It writes the annotators' sheet (sheet.html, or
+   sheet.csv for a spreadsheet) and the experimenter's key (key.csv).
 2. Annotators rate every text on three questions from 1 to 5 and send a CSV back.
-3. `read_answers` joins those with the key; `human_table` and `annotator_agreement` sum them up.
+3. `read_answers` joins the ratings with the key; `human_table` and `annotator_agreement` summarize
+   them.
 
 The paper: 100 random samples per task, three annotators, mean of 300 ratings per metric.
 """
@@ -32,12 +33,12 @@ from lapa2_interp.stats import FEW, mean_interval, resampled_means, tails
 
 @dataclass(frozen=True)
 class RatingQuestion:
-    """What an annotator is asked about every text.
+    """A question to annotators about every text.
 
     Attributes:
         metric: Its column in a sheet.
-        title: As the annotator reads it.
-        levels: What 5, 4, 3, 2 and 1 mean, in this order.
+        title: Its title on the sheet.
+        levels: Descriptions of 5, 4, 3, 2 and 1, in this order.
     """
 
     metric: str
@@ -91,38 +92,37 @@ SHEET_COLUMNS = ("id", "attribute", "prompt", "text")
 COLUMNS = (*SHEET_COLUMNS, *METRICS, "annotator")
 """Columns of sheet.csv and of the answers."""
 
-ID_LETTERS = (  # without vowels and digits no id is a word, a date or a number to a spreadsheet
-    "bcdfghjkmnpqrstvwxz"
-)
+ID_LETTERS = "bcdfghjkmnpqrstvwxz"
+"""Without vowels and digits, no id is a word, or a date or number in a spreadsheet."""
 FORMULA_CELL = r"^'*([ \t\r\n]*[=+\-@＝＋－＠]|[\t\r\n])"
-"""Cells a spreadsheet may run as a formula, bare or behind apostrophes: they are written behind one
-more apostrophe."""
+"""Cells that a spreadsheet may run as a formula, with or without apostrophes before them. They are
+written with one more apostrophe."""
 
 
 def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1) -> pd.DataFrame:
-    """Draw texts and write sheet.html and sheet.csv for the annotators, and key.csv, which the
-    experimenter keeps.
+    """Draw texts and write sheet.html and sheet.csv for the annotators, and key.csv for the
+    experimenter.
 
-    Every arm gives the same number of texts (or one more, where n does not divide). The arms' texts
-    are those of the same prompt, attribute and sample, as far as every arm has them. Order and ids
-    tell nothing about the arm.
+    Every arm has the same number of texts (or one more, if n is not divisible). As far as possible,
+    the arms' texts have the same prompt, attribute and sample. Order and ids do not depend on the
+    arm.
 
     Args:
-        samples: One row per text, with columns prompt, attribute, text and, where systems are
-            compared, arm. `sample` pairs the texts of a prompt across arms; without it they pair in
-            their order. Other columns go into the key.
-        folder: Made when missing.
+        samples: One row per text, with columns prompt, attribute, text and, if systems are
+            compared, arm. `sample` pairs the texts of a prompt across arms; without it they are
+            paired in their order. Other columns go into the key.
+        folder: It is created if missing.
         n: Texts on the sheet, over all arms.
-        seed: Seed of the draw, the order and the ids, not negative. The same samples and seed give
-            the same files.
+        seed: Seed of the draw, the order and the ids, 0 or more. The same samples and seed give the
+            same files.
 
     Returns:
         The key, in the sheet's order: id, arm, prompt, attribute, and every other column of the
         samples.
 
     Raises:
-        ScoringError: A column or value is missing, a text is there twice, there are too few texts,
-            the seed is negative, or the folder holds sheets of another draw.
+        ScoringError: A column or value is missing, a text is repeated, there are too few texts, the
+            seed is negative, or the folder holds sheets of another draw.
     """
     if seed < 0:
         raise ScoringError(f"the seed is {seed}; give 0 or more")
@@ -130,7 +130,7 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
     rng = np.random.default_rng(seed)
     drawn = _draw_texts(table, n, rng)
     shuffled = drawn.iloc[rng.permutation(len(drawn))].reset_index(drop=True)
-    # Ids depend on the texts too: answers to one sheet are unknown to the key of another.
+    # Ids depend on the texts, too, so that answers to one sheet do not fit the key of another.
     digest = hashlib.sha256("\0".join(shuffled["text"]).encode("utf-8", "replace")).hexdigest()
     shuffled.insert(0, "id", _random_ids(n, np.random.default_rng([seed, int(digest, 16)])))
     first = ["id", "arm", "prompt", "attribute"]
@@ -159,8 +159,8 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
 
 
 def _check_samples(samples: pd.DataFrame) -> pd.DataFrame:
-    """The samples with an arm, and with the number of the (prompt, attribute, sample) they continue
-    as `unit`."""
+    """The samples with a column arm, and with `unit`: the number of their (prompt, attribute,
+    sample)."""
     table = (samples if "arm" in samples else samples.assign(arm="run")).reset_index(drop=True)
     if table.empty:
         raise ScoringError("there are no samples to rate; give at least one row per arm")
@@ -187,8 +187,8 @@ def _check_samples(samples: pd.DataFrame) -> pd.DataFrame:
         table.assign(sample=number).groupby([*place, "sample"], sort=False, dropna=False).ngroup()
     )
     table = table.assign(unit=unit)
-    if (twice := table.duplicated(["arm", "unit"])).any():
-        row = table[twice].iloc[0]
+    if (repeated := table.duplicated(["arm", "unit"])).any():
+        row = table[repeated].iloc[0]
         raise ScoringError(
             f"two texts of arm {row['arm']!r} continue prompt {row['prompt']!r} for"
             f" {row['attribute']!r} as sample {row['sample']}; name what differs in the column arm,"
@@ -198,7 +198,7 @@ def _check_samples(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _draw_texts(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame:
-    """n rows, arms equally often to within one, from units that as many arms as possible have."""
+    """n rows with equal numbers of the arms (or one more), from units that most arms have."""
     sizes = table["arm"].value_counts(sort=False)
     if n < len(sizes):
         raise ScoringError(
@@ -232,7 +232,7 @@ def _random_ids(n: int, rng: np.random.Generator) -> list[str]:
 
 
 def _csv_bytes(table: pd.DataFrame) -> bytes:
-    """A table as spreadsheets read it without asking: UTF-8 with a mark, formulas made harmless."""
+    """A table as CSV for spreadsheets: UTF-8 with a byte-order mark, formulas made harmless."""
     out = io.StringIO(newline="")
     writer = csv.writer(out)
     writer.writerow([_guarded_cell(name) for name in table.columns])
@@ -251,13 +251,13 @@ def _guarded_cell(value: object) -> str:
 
 
 def _unguarded_cell(cell: str) -> str:
-    """The text of a guarded cell as it was before."""
+    """The original text of a guarded cell."""
     return cell[1:] if cell.startswith("'") and re.match(FORMULA_CELL, cell) else cell
 
 
 def _html_form(sheet: pd.DataFrame, name: str) -> bytes:
-    """The sheet as a page that loads nothing from anywhere and keeps its answers under a name in
-    the browser."""
+    """The sheet as an HTML page that loads nothing, and stores the answers in the browser under
+    `name`."""
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(
@@ -284,22 +284,21 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
 
     Args:
         key: The key.csv that `make_sheets` wrote.
-        files: Filled sheets: what the form downloads, or sheet.csv from a spreadsheet (comma,
-            semicolon or tab), UTF-8.
+        files: Filled sheets in UTF-8: downloads of the form, or sheet.csv from a spreadsheet
+            (comma, semicolon or tab).
 
     Returns:
         One row per annotator, text and metric: id, arm, prompt, attribute, annotator, metric,
-        rating (1.0 to 5.0; NaN where the annotator did not answer, or where the text is not in
-        their file).
+        rating (1.0 to 5.0; NaN if the annotator did not answer, or if the text is not in their
+        file).
 
     Raises:
         ScoringError: A file cannot be read or has no rating; an id is unknown; a rating is not 1,
             2, 3, 4 or 5; an answered row names no annotator; an annotator answers a question twice.
     """
     texts = {row["id"]: row for _, row in _csv_rows(key, ("id", "arm", "prompt", "attribute"))}
-    answered: dict[
-        tuple[str, str, str], tuple[float, str]
-    ] = {}  # (annotator, id, metric): rating and where it stands
+    # (annotator, id, metric): rating, and its file and line.
+    answered: dict[tuple[str, str, str], tuple[float, str]] = {}
     for file in files:
         before = len(answered)
         for line, row in _csv_rows(file, ("id", *METRICS, "annotator")):
@@ -337,6 +336,7 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
             )
     if not answered:
         raise ScoringError("no files of answers were given; give at least one filled sheet")
+    # One row for every annotator, text and metric, answered or not.
     rows = [
         {
             "id": text,
@@ -357,13 +357,13 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
 
 
 def _csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """The rows of a CSV by column, each with the line it starts on; empty ones are left out.
+    """The rows of a CSV by column, each with the number of its first line. Empty rows are left out.
 
     Raises:
-        ScoringError: Not there, not UTF-8, not a CSV, or without a column that is needed.
+        ScoringError: The file is missing, not UTF-8, not a CSV, or lacks a needed column.
     """
     try:
-        content = read_text(path, may_hold_nul=True)  # as texts of models may
+        content = read_text(path, may_hold_nul=True)  # texts of models may
     except OSError as error:
         raise ScoringError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -401,18 +401,17 @@ def _csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str
 def human_table(answers: pd.DataFrame) -> pd.DataFrame:
     """Mean rating per arm and metric.
 
-    Whole prompts are resampled, as in every table of texts: the ratings of one text share the text,
-    and the texts of one prompt share the prompt, so this covers both. A text without a prompt is
-    taken as a prompt of its own. The annotators are taken as they are; the interval says nothing
-    about other people.
+    Whole prompts are resampled, as in every table of texts: neither the ratings of one text nor the
+    texts of one prompt are independent. A text without a prompt counts as a prompt. The annotators
+    are fixed: the interval says nothing about other annotators.
 
     Args:
         answers: From `read_answers`.
 
     Returns:
-        Columns arm, metric, mean, low, high (95 %; NaN where there is one prompt), n (ratings),
-        texts, prompts, annotators (those behind the n ratings), unanswered (what is missing to
-        every text rated by every annotator).
+        Columns arm, metric, mean, low, high (95 %; NaN for one prompt), n (ratings), texts,
+        prompts, annotators (of the n ratings), unanswered (missing ratings, if every annotator had
+        rated every text).
     """
     rows = []
     for arm, of_arm in answers.groupby("arm"):
@@ -455,17 +454,16 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
 def annotator_agreement(
     answers: pd.DataFrame, resamples: int = 2000, seed: int = 0
 ) -> pd.DataFrame:
-    """How far the annotators agree, per metric, over the texts of all arms.
+    """Agreement of the annotators, per metric, over the texts of all arms.
 
     Args:
         answers: From `read_answers`.
 
     Returns:
         Columns metric, alpha (Krippendorff's, ordinal), low, high (95 % from resampled texts, NaN
-        below `stats.FEW` of them; resamples in which all ratings are equal have no alpha and are
-        left out), exact (how often
-        two ratings of one text are equal), n (ratings of texts that two or more rate), texts (such
-        texts), annotators. NaN where nothing can be compared.
+        below `stats.FEW` of them; resamples with equal ratings only have no alpha and are left
+        out), exact (share of pairs of ratings of one text that are equal), n (ratings of texts with
+        two ratings or more), texts (such texts), annotators. NaN if nothing can be compared.
     """
     rows = []
     for metric in METRICS:
@@ -497,7 +495,7 @@ def annotator_agreement(
 
 
 def krippendorff_alpha(ratings: Float[np.ndarray, "text annotator"]) -> float:
-    """Krippendorff's alpha for ordinal ratings: 1 is perfect agreement, 0 what chance gives.
+    """Krippendorff's alpha for ordinal ratings: 1 is perfect agreement, 0 is chance.
 
     With o_ck the pairs of ratings c and k that different annotators give a text, each over the
     text's ratings less one, n_c = sum_k o_ck and n = sum_c n_c:
@@ -506,10 +504,10 @@ def krippendorff_alpha(ratings: Float[np.ndarray, "text annotator"]) -> float:
         alpha    = 1 - (n - 1) * sum_ck o_ck delta_ck / sum_ck n_c n_k delta_ck
 
     Args:
-        ratings: 1 to 5, NaN where missing. Texts with fewer than two ratings do not enter.
+        ratings: 1 to 5, NaN if missing. Texts with fewer than two ratings are left out.
 
     Returns:
-        Alpha; NaN where all ratings are equal or none can be compared.
+        Alpha; NaN if all ratings are equal or none can be compared.
 
     Source: Krippendorff, Computing Krippendorff's Alpha-Reliability (2011), section E.
     """
@@ -519,7 +517,7 @@ def krippendorff_alpha(ratings: Float[np.ndarray, "text annotator"]) -> float:
 def _coincidences(
     ratings: Float[np.ndarray, "text annotator"],
 ) -> Float[np.ndarray, "text level level"]:
-    """o_ck of every text; zero where fewer than two rate it."""
+    """o_ck of every text; zero for a text with fewer than two ratings."""
     counts = np.stack([(ratings == level).sum(axis=1) for level in LEVELS], axis=1).astype(
         np.float64
     )
@@ -530,9 +528,8 @@ def _coincidences(
 def _alpha(pairs: Float[np.ndarray, "*rest level level"]) -> Float[np.ndarray, "*rest"]:
     """Alpha of coincidence matrices."""
     n_c = pairs.sum(axis=-1)
-    middle = (
-        n_c.cumsum(axis=-1) - n_c / 2
-    )  # delta is the squared distance of the levels' middle ranks
+    # delta is the squared distance of the levels' middle ranks.
+    middle = n_c.cumsum(axis=-1) - n_c / 2
     delta = (middle[..., :, None] - middle[..., None, :]) ** 2
     observed = (pairs * delta).sum(axis=(-2, -1)) * (n_c.sum(axis=-1) - 1)
     expected = (n_c[..., :, None] * n_c[..., None, :] * delta).sum(axis=(-2, -1))

@@ -1,14 +1,14 @@
-"""An LLM as judge, with the paper's GPT-4o evaluation prompt, behind any server that speaks
-OpenAI's chat completions.
+"""An LLM as judge, with the paper's GPT-4o evaluation prompt, on any server with OpenAI's chat
+completions.
 
-1. Attribute, prompt and text are put into the paper's prompt, whose words are used as printed.
-2. The server is asked for JSON that fits a schema; one that refuses schemas is asked for plain
-   JSON, then without a format.
-3. The answer is three integers from 1 to 5 or no score: it is asked for once more, then left out;
-   no number is guessed.
+1. Attribute, prompt and text are filled into the paper's prompt, whose words are unchanged.
+2. The request asks for JSON of a schema. If the server refuses schemas, it asks for plain JSON, and
+   then for no format.
+3. A valid answer is three integers from 1 to 5. After another answer the request is repeated once;
+   then the text has no score. No number is guessed.
 
-The paper names the model (GPT-4o) and the prompt, and no decoding parameter; temperature 0 is ours,
-for repeatability.
+The paper names the model (GPT-4o) and the prompt, but no decoding parameter. Temperature 0 is our
+choice, for repeatability.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ Generated text: {text}
 
 Output: Respond in JSON format only:
 {"relevance": int, "fluency": int, "topicality": int}"""  # noqa: E501
-"""The paper's GPT-4o evaluation prompt, without its bold type and indents. The three names in lower
-case are filled in."""
+"""The paper's GPT-4o evaluation prompt, without its bold type and indents. The three lower-case
+names in braces are filled in."""
 
 COLUMNS = ("relevance", "fluency", "topicality")
 RESPONSE_FORMATS: tuple[dict[str, Any] | None, ...] = (
@@ -77,26 +77,24 @@ RESPONSE_FORMATS: tuple[dict[str, Any] | None, ...] = (
     {"type": "json_object"},
     None,
 )
-"""Forms of answer that are asked for; the next one is tried when a server refuses the one
-before."""
+"""Formats of the answer. If a server refuses one, the next is tried."""
 TOKEN_LIMIT_NAMES = ("max_completion_tokens", "max_tokens")
-"""What servers call the most tokens of an answer: OpenAI's word, and the older one that some know
-alone. Asked for where the cost is limited, with each form of answer."""
+"""Names that servers have for the token limit of an answer: OpenAI's, and the older name, which is
+the only one on some servers. A limit is sent if the cost is limited."""
 LONGEST_WAIT = 120.0
-"""Seconds. A server that asks for more ends the run, which can be taken up later."""
+"""Seconds. If a server asks for a longer wait, the run ends and can be resumed later."""
 
 REFUSED = SkippedText("refused", final=False)
 TOO_LONG = SkippedText("text too long for the judge")
 MALFORMED = SkippedText("malformed answer", final=False)
 MAX_COUNT = 10**8
-"""A request does not have more tokens, whatever a server says."""
+"""A server's count of tokens above this is ignored."""
 MAX_ANSWER_TOKENS = 500
-"""Tokens of an answer, at most, where the cost is limited. The three integers take 25."""
+"""Tokens of an answer, at most, if the cost is limited. The three integers need 25."""
 
 
 def chat_messages(item: TextItem) -> list[dict[str, str]]:
-    """The paper's prompt for an item. What is filled in is not searched for further names, so
-    braces in a text are harmless."""
+    """The paper's prompt for an item. Braces in a text stay as they are."""
     fields = {"attribute": item.attribute, "prompt": item.prompt, "text": item.text}
     filled = re.sub(r"\{(attribute|prompt|text)\}", lambda match: fields[match[1]], PROMPT)
     unpaired = filled.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
@@ -104,8 +102,8 @@ def chat_messages(item: TextItem) -> list[dict[str, str]]:
 
 
 def parse_ratings(answer: str) -> tuple[float, float, float] | None:
-    """Relevance, fluency and topicality of an answer; None unless it is exactly these three,
-    integers from 1 to 5.
+    """Relevance, fluency and topicality of an answer; None unless it has exactly these three fields
+    with integers from 1 to 5.
 
     Args:
         answer: A JSON object, with or without a code fence around it.
@@ -125,8 +123,8 @@ def parse_ratings(answer: str) -> tuple[float, float, float] | None:
 
 @dataclass(frozen=True)
 class _FailedRequest:
-    """Why a request has no answer; `status` is None where the server did not answer at all, `wait`
-    is in seconds."""
+    """A request without an answer. `status` is None if the server did not respond; `wait` is in
+    seconds."""
 
     status: int | None
     code: str
@@ -135,42 +133,43 @@ class _FailedRequest:
 
     @property
     def is_transient(self) -> bool:
-        """Whether asking again may help."""
+        """True if another request may succeed."""
         if self.code == "insufficient_quota":
             return False
         return self.status is None or self.status in (408, 409, 429) or self.status >= 500
 
     @property
     def too_long(self) -> bool:
-        """Whether the text does not fit the model, in OpenAI's words, which vLLM has, too."""
-        told = self.code == "context_length_exceeded" or "maximum context length" in self.message
-        return told and self.status in (400, 413, 422)
+        """True if the text does not fit the model, according to OpenAI's words, which vLLM also
+        has."""
+        says_so = self.code == "context_length_exceeded" or "maximum context length" in self.message
+        return says_so and self.status in (400, 413, 422)
 
 
 class Judge(Scorer):
     """Relevance to the attribute, fluency and topicality, integers from 1 to 5, as a language model
     rates them.
 
-    The key comes from the environment variable OPENAI_API_KEY when the first request is made, and
-    stays in the client. When a request fails for good, no new one is sent; `scores_in_pieces` still
-    gives the answers to those under way, and then raises.
+    The key is read from the environment variable OPENAI_API_KEY at the first request, and stays in
+    the client. After a request that fails for good, no new one is sent; `scores_in_pieces` still
+    yields the answers to requests under way, and then raises.
 
     Args:
-        model: As the server knows it. A dated name (gpt-4o-2024-08-06) keeps meaning the same
-            weights.
+        model: Name of the model on the server. A dated name (gpt-4o-2024-08-06) always means the
+            same weights.
         base_url: Address of the server, up to and including /v1; by default OPENAI_BASE_URL, or
             else OpenAI's.
         concurrency: Requests under way at once.
-        attempts: Requests per answer while the server is overloaded, failing, or not there.
+        attempts: Requests per answer while the server is overloaded, failing, or unreachable.
         timeout: Seconds for a whole request, from the connection to the last byte of the answer.
-        temperature: None leaves it to the server, for models that refuse one.
+        temperature: None uses the server's temperature, for models that refuse another.
         input_price, output_price: US dollars per million tokens, to count the cost; both or
             neither.
-        max_cost: US dollars. A request that could pass this limit is not sent. It is taken to cost
-            as many input tokens as it has bytes, and `LONGEST_ANSWER` output tokens, which the
-            server is told not to pass.
-        clock: Seconds since the epoch, to read a Retry-After that is a date.
-        sleep: Waits for seconds; by default a wait that ends when the run does.
+        max_cost: US dollars. A request that could exceed this limit is not sent. Its cost is
+            bounded by as many input tokens as it has bytes, and `MAX_ANSWER_TOKENS` output tokens,
+            which the server gets as a limit.
+        clock: Returns seconds since the epoch, for a Retry-After that is a date.
+        sleep: Waits for seconds; by default a wait that ends with the run.
 
     Attributes:
         requests: Requests sent so far, failed ones included.
@@ -245,13 +244,13 @@ class Judge(Scorer):
         self._clock = clock
         self._sleep = sleep
         self._client: httpx.Client | None = None
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         limits = (None,) if max_cost is None else TOKEN_LIMIT_NAMES
         self._forms = [(answers, limit) for limit in limits for answers in RESPONSE_FORMATS]
         self._form = 0  # the first that the server has not refused
         self._under_way = 0
-        self._held = 0.0
-        self._longest = MAX_ANSWER_TOKENS
+        self._reserved = 0.0
+        self._longest_answer = MAX_ANSWER_TOKENS
 
     @property
     def cost(self) -> float | None:
@@ -263,13 +262,13 @@ class Judge(Scorer):
 
     @property
     def spent(self) -> float:
-        """US dollars, at most: `cost`, and what requests under way and requests without an answer
-        or a count may cost."""
-        return (self.cost or 0.0) + self._held
+        """Upper bound in US dollars: `cost`, and the largest cost of requests under way and of
+        requests without an answer or a count."""
+        return (self.cost or 0.0) + self._reserved
 
     @property
     def usage(self) -> str:
-        """One line: requests, tokens, and the cost where prices were given."""
+        """One line: requests, tokens, and the cost if there are prices."""
         line = (
             f"{self.requests:,} requests, {self.input_tokens:,} input and {self.output_tokens:,}"
             " output tokens"
@@ -307,7 +306,7 @@ class Judge(Scorer):
                 stop.set()
                 raise
 
-        # After Ctrl-C, the answers under way are still kept: they are paid for.
+        # After Ctrl-C, answers to requests under way are still kept, since they are paid for.
         with deferred_interrupts(stop), ThreadPoolExecutor(self.batch_size) as pool:
             try:
                 places = {
@@ -324,11 +323,12 @@ class Judge(Scorer):
                         if score is not None:
                             yield {places[each]: score}
             finally:
-                stop.set()  # nobody waits for the pauses of requests that failed
+                stop.set()  # ends the pauses of failed requests
         if failure is not None:
             raise failure
 
     def _connect(self) -> httpx.Client:
+        """The client, with the key in its headers."""
         if self._client is None:
             key = os.environ.get(KEY_VARIABLE, "").strip()
             if not key:
@@ -362,12 +362,13 @@ class Judge(Scorer):
     def _ask(
         self, client: httpx.Client, item: TextItem, stop: threading.Event
     ) -> str | SkippedText | None:
-        """What the model says, as text, or why it says nothing; None if the run stops before."""
+        """The model's answer as text, or the reason why there is none; None if the run stops
+        before."""
         form, attempt = self._form, 1
         while not stop.is_set():
             answer = self._send(client, item, form)
             if not isinstance(answer, _FailedRequest):
-                with self._changed:
+                with self._condition:
                     self._form = max(self._form, form)
                 return answer
             if answer.status == 400 and answer.code in (
@@ -400,9 +401,9 @@ class Judge(Scorer):
     def _send(
         self, client: httpx.Client, item: TextItem, form: int
     ) -> str | SkippedText | _FailedRequest:
-        """One request. A caught error does not leave this method: it holds the request, and with it
-        the key."""
-
+        """Send one request. A caught error does not leave this method, since it holds the request
+        and so the key."""
+        # The body of the request, in the format that the server accepts.
         body: dict[str, Any] = {"model": self.model, "messages": chat_messages(item)}
         if self.temperature is not None:
             body["temperature"] = self.temperature
@@ -413,7 +414,7 @@ class Judge(Scorer):
             body[limit] = MAX_ANSWER_TOKENS
         content = json.dumps(body).encode()
         most = self._reserve_cost(len(content))
-        released = 0.0  # what did not get an answer with a count of tokens may be billed
+        released = 0.0  # a request without a counted answer may be billed
         try:
             response = client.post(self._url, content=content)
         except httpx.TimeoutException:
@@ -442,18 +443,18 @@ class Judge(Scorer):
             self._release_cost(released)
 
     def _reserve_cost(self, size: int) -> float:
-        """Count a request, and hold the most that it can cost, in US dollars.
+        """Count a request, and reserve the largest cost that it can have, in US dollars.
 
         Args:
-            size: Its bytes; no token is shorter than one.
+            size: Bytes of the request; a token has at least one.
 
         Raises:
-            ScoringError: It could pass the limit, and no request under way can make room for it.
+            ScoringError: It could exceed the limit, even when the requests under way have ended.
         """
         price_in, price_out = (price or 0.0 for price in self.prices)
         limit = math.inf if self.max_cost is None else self.max_cost
-        with self._changed:
-            most = (size * price_in + self._longest * price_out) / 1e6
+        with self._condition:
+            most = (size * price_in + self._longest_answer * price_out) / 1e6
             while (room := limit - self.spent) < most:
                 if not self._under_way:
                     raise ScoringError(
@@ -461,34 +462,35 @@ class Judge(Scorer):
                         f" of the cost allowed; the same command with --max-cost {most:.4f} or more"
                         " goes on with the rest"
                     )
-                self._changed.wait()
+                self._condition.wait()
             self.requests += 1
             self._under_way += 1
-            self._held += most
+            self._reserved += most
         return most
 
     def _release_cost(self, released: float) -> None:
-        """A request has ended; release what it did not cost, or what is counted now."""
-        with self._changed:
+        """End a request, and release its reserved cost where it is not billed or now counted."""
+        with self._condition:
             self._under_way -= 1
-            self._held -= released
-            self._changed.notify_all()
+            self._reserved -= released
+            self._condition.notify_all()
 
     def _count(self, response: object) -> bool:
-        """Add the tokens of a response, if it has a count of them."""
+        """Add the tokens of a response; False if it has no count of them."""
         usage = response.get("usage") if isinstance(response, dict) else None
         known = usage if isinstance(usage, dict) else {}
         read, written = known.get("prompt_tokens"), known.get("completion_tokens")
-        with self._changed:
+        with self._condition:
             if not (_is_count(read) and _is_count(written)):
                 self.uncounted += 1
                 return False
             self.input_tokens += read
             self.output_tokens += written
-            self._longest = max(self._longest, written)
+            self._longest_answer = max(self._longest_answer, written)
             return True
 
     def _describe_failure(self, problem: _FailedRequest) -> str:
+        """A sentence about a failed request, with the next step."""
         if problem.status is None:
             return f"{self.host} cannot be reached ({problem.message})"
         if 300 <= problem.status < 400:
@@ -522,7 +524,7 @@ class Judge(Scorer):
 
 
 def _json_or_none(text: str) -> Any:
-    """What a text says as JSON; None where it is none."""
+    """The value of a JSON text; None if it is no JSON."""
     try:
         return parse_json(text)
     except ValueError:
@@ -530,9 +532,9 @@ def _json_or_none(text: str) -> Any:
 
 
 def _code_and_message(found: Any, key: str) -> tuple[str, str]:
-    """The code and the words of a server that refuses. Only a message in OpenAI's or vLLM's form is
-    quoted, shortly, without words that have a piece of the key, or could be it in another form:
-    some servers repeat it."""
+    """The code and the message of a server that refuses. Only a message in OpenAI's or vLLM's form
+    is quoted, cut short, and without words that hold a piece of the key or may be the key in
+    another form, since some servers repeat it."""
     inner = found.get("error") if isinstance(found, dict) else None
     error = inner if isinstance(inner, dict) else {"message": inner}
     message = error.get("message")
@@ -547,7 +549,7 @@ def _code_and_message(found: Any, key: str) -> tuple[str, str]:
 
 
 def _answer_text(response: Any) -> str | SkippedText:
-    """The answer in a response; "" where it has none."""
+    """The answer in a response; "" if there is none."""
     try:
         choice = response["choices"][0]
         message = choice.get("message") or {}
@@ -560,12 +562,12 @@ def _answer_text(response: Any) -> str | SkippedText:
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    """Whether a server's number of tokens can be one."""
+    """True if a value from a server can be a number of tokens."""
     return type(value) is int and 0 <= value <= MAX_COUNT
 
 
 def _missing_field(item: TextItem) -> SkippedText | None:
-    """Why an item cannot be judged: which field it lacks; None if it lacks none."""
+    """The reason why an item cannot be judged: a missing field; None if no field is missing."""
     if not item.prompt.strip():
         return SkippedText("no prompt")
     if not item.attribute.strip():
@@ -574,7 +576,7 @@ def _missing_field(item: TextItem) -> SkippedText | None:
 
 
 def _host_of(base_url: str) -> str:
-    """Host and port of an address, without a name and password in it."""
+    """Host and port of an address, without its name and password."""
     try:
         parts = urlsplit(base_url)
         plain = re.fullmatch(r"https?://[!-~]+", base_url)
@@ -591,7 +593,7 @@ def _host_of(base_url: str) -> str:
 
 
 def _requested_wait(headers: Mapping[str, str], clock: Callable[[], float]) -> float | None:
-    """Seconds a server asks to wait, by number or by date; None where it does not say."""
+    """Seconds that a server asks to wait, by number or by date; None if it does not ask."""
     value = headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d+(\.\d+)?", value):
         return float(value)

@@ -1,14 +1,13 @@
 """Toxicity by Google's Perspective API: the TOXICITY summary score of `comments:analyze`, one
 request per text.
 
-    1  texts the API cannot take (empty, over 20 KB) are skipped without a request
-    2  requests do not exceed a rate; a 429, a 5xx, a time-out, a lost connection or a malformed
-       answer is tried again after an
-       exponential back-off with jitter, or after what Retry-After asks for
+    1  texts that the API cannot take (empty, over 20 KB) are skipped without a request
+    2  requests do not exceed a rate; after a 429, a 5xx, a time-out, a lost connection or a malformed answer the request is
+       repeated, after an exponential back-off with jitter or the time in Retry-After
     3  a 400 that blames the text is a final `SkippedText`; one that blames the key or the request stops the scorer
 
-The key comes from the environment and goes out in a header. Error messages quote codes of the
-service, never its sentences, since those can repeat the key.
+The key is read from the environment and sent in a header. Error messages quote codes of the service,
+never its sentences, since those can repeat the key.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ BASE_URL = "https://commentanalyzer.googleapis.com"
 MAX_BYTES = 20_480
 """Longest text the API takes, in UTF-8."""
 LONGEST_WAIT = 600.0
-"""Seconds; a service that asks for more stops the scorer."""
+"""Seconds. If the service asks for a longer wait, the scorer stops."""
 
 EMPTY, TOO_LONG, MALFORMED = "empty text", "text over 20 KB", "malformed answer"
 TEXT_FAULTS = {
@@ -47,8 +46,7 @@ TEXT_FAULTS = {
     "LANGUAGE_NOT_SUPPORTED_BY_ATTRIBUTE": "language not supported",
     "LANGUAGE_DETECTION_FAILED": "language not detected",
 }
-"""The API's error types that no second request for the same text can change, and the reason each
-becomes."""
+"""The API's error types that are final for a text, with the reason for the table."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ class _Failure:
     """A failure after which another attempt may succeed.
 
     Attributes:
-        cause: Its cause, for the error message.
-        wait: Seconds the service asks to wait.
+        cause: The cause, for the error message.
+        wait: Seconds that the service asks to wait.
     """
 
     cause: str
@@ -69,14 +67,14 @@ class Perspective(Scorer):
     `close` or `with` ends it.
 
     Args:
-        base_url: Where `/v1alpha1/comments:analyze` is; one that is not Google's becomes part of
-            `version`.
-        rate: Requests per second, at most; Google's quota is 1 where no other was granted.
+        base_url: Address before `/v1alpha1/comments:analyze`; one that is not Google's becomes part
+            of `version`.
+        rate: Requests per second, at most; Google's quota is 1 unless another was granted.
         attempts: Requests for one text before giving up.
         backoff: Seconds before the second attempt, doubled for each further one; the wait is drawn
-            from the upper half.
+            between half of them and all.
         timeout: Seconds for a whole request, from the connection to the last byte of the answer.
-        clock: Seconds since 1970.
+        clock: Returns seconds since 1970.
         sleep: Waits for seconds.
 
     Raises:
@@ -115,7 +113,7 @@ class Perspective(Scorer):
 
     @property
     def notice(self) -> str:
-        """One line on the end of the service, to show whoever starts scoring."""
+        """One line about the end of the service, for users who start scoring."""
         if self._ended():
             return (
                 f"Perspective was announced to end on {LAST_DAY} and has probably ended; use"
@@ -181,7 +179,8 @@ class Perspective(Scorer):
         self._next = self._clock() + gap
 
     def _ask(self, text: str) -> Score | _Failure:
-
+        """Send one request. No error of httpx leaves this method, since it holds the request and so
+        the key."""
         request = {
             "comment": {"text": text},
             "languages": ["en"],
@@ -189,7 +188,6 @@ class Perspective(Scorer):
             "doNotStore": True,
         }
         client = self._open_client()
-        # Nothing is raised in here: an httpx exception carries its request, and with it the key.
         try:
             response = client.post(self._url, json=request)
         except httpx.TimeoutException:
@@ -201,6 +199,7 @@ class Perspective(Scorer):
         return self._parse_response(response)
 
     def _parse_response(self, response: httpx.Response) -> Score | _Failure:
+        """The score of a response, or its failure; raises if the key or the request is refused."""
         status = response.status_code
         if status == 200:
             value = _toxicity(response)
@@ -225,10 +224,10 @@ class Perspective(Scorer):
         )
 
     def _open_client(self) -> httpx.Client:
-        """The client, with the key among its headers.
+        """The client, with the key in its headers.
 
         Raises:
-            ScoringError: The environment has no key, or one that no header can hold.
+            ScoringError: The environment has no key, or one that cannot stand in a header.
         """
         if self._client is None:
             key = os.environ.get(KEY_VARIABLE, "").strip()
@@ -271,12 +270,12 @@ def _host(base_url: str) -> str:
 
 
 def _skip_reason(text: str) -> str:
-    """Why the API cannot take a text, or ""."""
+    """The reason why the API cannot take a text, or ""."""
     return unreadable_reason(text) or (TOO_LONG if len(text.encode()) > MAX_BYTES else "")
 
 
 def _toxicity(response: httpx.Response) -> float | None:
-    """The summary score, or None where there is none in [0, 1]."""
+    """The summary score, or None if there is none in [0, 1]."""
     try:
         value = response.json()["attributeScores"]["TOXICITY"]["summaryScore"]["value"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -297,7 +296,7 @@ def _error_code(response: httpx.Response, field: str) -> str:
 
 
 def _retry_after(value: str, now: float) -> float:
-    """Seconds from now that a Retry-After names, as a number or an HTTP date; else 0."""
+    """Seconds to wait according to a Retry-After, a number or an HTTP date; else 0."""
     if re.fullmatch("[0-9]+", value):
         return float(value)
     try:

@@ -1,9 +1,8 @@
 """Train the linear scorers from named corpora.
 
-A classifier must read 20 words as well as 500, so long texts are learned whole and by their first
-and last words too. Toxicity is
-graded: a text with a Perspective score of 0.3 counts 0.3 as toxic and 0.7 as not.
-"""
+A classifier must be as good on 20 words as on 500. Long texts are therefore trained on whole, and
+also by their first and by their last words. Toxicity is graded: a text with a Perspective score of
+0.3 counts 0.3 as toxic and 0.7 as not."""
 
 from __future__ import annotations
 
@@ -30,14 +29,14 @@ from lapa2_interp.tasks.corpora import Corpus, read_corpus, without_texts_of
 from lapa2_interp.tasks.segmentation import word_spans, words_between
 
 END_WORDS = 40
-"""Words of the first and last piece of a long text."""
+"""Words of the first and of the last piece of a long text."""
 LONG = 80
-"""Words from which a text is also learned in pieces."""
+"""A text with more words is also trained on in pieces."""
 
 
 @dataclass(frozen=True)
 class GradedTexts:
-    """Texts with a toxicity in [0, 1], as RealToxicityPrompts has them from Perspective."""
+    """Texts with a toxicity in [0, 1], such as RealToxicityPrompts with Perspective's scores."""
 
     texts: tuple[str, ...]
     scores: tuple[float, ...]
@@ -55,11 +54,10 @@ def read_graded(path: Path, test: bool) -> GradedTexts:
     Perspective toxicity.
 
     Args:
-        test: The rows set aside for testing (sha256 of the prompt's text divisible by 5), or the
-            others.
+        test: True: the test rows (sha256 of the prompt's text divisible by 5). False: the others.
 
     Raises:
-        DataError: Not readable, or of another form.
+        DataError: The file is not readable, or of another form.
     """
     texts, scores = [], []
     try:
@@ -88,7 +86,7 @@ def read_graded(path: Path, test: bool) -> GradedTexts:
 
 
 def text_and_ends(text: str) -> list[str]:
-    """A text, and if it is long its first and last words as texts of their own."""
+    """A text and, if it is long, its first words and its last words as two more texts."""
     n = len(word_spans(text))
     if n <= LONG:
         return [text]
@@ -109,10 +107,11 @@ def train_linear_scorer(
     """Train one scorer and write its weights and card.
 
     Args:
-        labels: In the order of its probabilities; graded scores count for `TOXIC_LABEL`.
-        corpora: Each with the weight of its texts.
+        labels: Labels in the order of the probabilities; graded scores are those of `TOXIC_LABEL`.
+        corpora: Corpora, each with the weight of its texts.
         tests: Corpora that are never trained on, for the card.
-        graded, graded_tests: Toxicity scores.
+        graded, graded_tests: Texts with toxicity scores.
+        c: Inverse strength of the L2 penalty.
     """
     check_labels(labels, bool(graded))
     texts: list[str] = []
@@ -147,7 +146,8 @@ def check_labels(labels: Sequence[str], graded: bool) -> None:
     """Refuse labels that no scorer can learn.
 
     Raises:
-        ScoringError: Fewer than two; or other than two with `TOXIC_LABEL` for graded scores.
+        ScoringError: There are fewer than two labels; or, for graded scores, other than two with
+            `TOXIC_LABEL`.
     """
     found = ", ".join(labels)
     if len(labels) < 2:
@@ -160,7 +160,7 @@ def check_labels(labels: Sequence[str], graded: bool) -> None:
 
 
 def label_shares(graded: GradedTexts, labels: Sequence[str]) -> Float[np.ndarray, "text label"]:
-    """Toxicity scores as shares of two labels, of which one is `TOXIC_LABEL`."""
+    """Toxicity scores as shares of two labels, one of which is `TOXIC_LABEL`."""
     toxic = np.array(graded.scores)
     return np.stack([toxic if label == TOXIC_LABEL else 1 - toxic for label in labels], axis=1)
 
@@ -168,7 +168,7 @@ def label_shares(graded: GradedTexts, labels: Sequence[str]) -> Float[np.ndarray
 def describe_data(
     corpora: Sequence[tuple[Corpus, float]], graded: Sequence[tuple[GradedTexts, float]]
 ) -> tuple[str, ...]:
-    """What a scorer was trained on, a line each, as its card says it."""
+    """A line about each corpus of a training, for the card."""
     lines = [f"{corpus.summary}; weight {weight:g}" for corpus, weight in corpora]
     lines += [
         f"{each.source}: {len(each.texts)} graded; weight {weight:g}" for each, weight in graded
@@ -179,7 +179,7 @@ def describe_data(
 def measure_held_out(
     scorer: TaskScorer, tests: Sequence[Corpus], graded_tests: Sequence[GradedTexts]
 ) -> tuple[AgreementRow, ...]:
-    """What a loaded scorer reaches on corpora it was not trained on, as its card says it."""
+    """Measures of a loaded scorer on corpora it was not trained on, for the card."""
     labels = list(scorer.columns)
     compared: list[tuple[str, Sequence[str], Any, list[str]]] = [
         (
@@ -208,17 +208,16 @@ def make_scorer_files(
     c: float,
     out: Path,
 ) -> LinearCard:
-    """Read corpora by name, train a linear classifier on them, and write it: `train_linear_scorer`,
-    as the command has it.
+    """Read corpora by name, and train a linear classifier with `train_linear_scorer`.
 
     Args:
         labels: The task's attributes.
-        data, test, graded: As `read_data` takes them.
+        data, test, graded: As for `read_data`.
         c: Inverse strength of the L2 penalty, > 0.
         out: Folder of the weights and the card.
 
     Raises:
-        ScoringError: A value out of range.
+        ScoringError: A value is out of range.
         DataError: A corpus cannot be read.
     """
     if not 0 < c < math.inf:
@@ -238,7 +237,7 @@ def make_scorer_files(
 
 @dataclass(frozen=True)
 class ScorerData:
-    """What a scorer is trained on, with the weights of the texts, and tested on."""
+    """The training data of a scorer, with the weights of the texts, and its test data."""
 
     corpora: Sequence[tuple[Corpus, float]]
     tests: Sequence[Corpus]
@@ -257,14 +256,14 @@ def read_data(
 
     Args:
         labels: The task's attributes.
-        data, test: Corpora, as `corpora.read_corpus` takes them; =WEIGHT after one of `data` says
-            how much its texts count.
+        data, test: Corpora, as for `corpora.read_corpus`; =WEIGHT after one of `data` is the weight
+            of its texts.
         graded: Files of RealToxicityPrompts with Perspective scores, for toxicity; =WEIGHT as
             above.
         out: The folder that will hold the scorer.
 
     Raises:
-        ScoringError: A weight out of range, or `out` is a file.
+        ScoringError: A weight is out of range, or `out` is a file.
         DataError: A corpus cannot be read.
     """
     if out.exists() and not out.is_dir():

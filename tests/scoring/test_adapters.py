@@ -72,11 +72,11 @@ def folder(tmp_path_factory):
 
 def training(tmp_path, recipe=RECIPE):
     """A training of random texts whose adapters are not 0."""
-    reader, _, _ = load_adapter_network(BASE, recipe.layers, 2)
+    network, _, _ = load_adapter_network(BASE, recipe.layers, 2)
     rng = np.random.default_rng(0)
     texts = [rng.integers(5, 200, n).astype(np.int32) for n in rng.integers(2, 60, 12)]
     source = WeightedTexts(texts, np.eye(2)[np.arange(12) % 2], 1.0)
-    made = AdapterTraining(reader, 0, [source], recipe, tmp_path / "x.checkpoint", {})
+    made = AdapterTraining(network, 0, [source], recipe, tmp_path / "x.checkpoint", {})
     with torch.no_grad():
         for each in made.parameters.values():
             each.copy_((0.3 * torch.randn(each.shape)).half())
@@ -104,9 +104,9 @@ def test_merged_weights_give_what_peft_gives(tmp_path):
     adapter, _ = load_adapter("detox", tmp_path)
     ids, lengths = padded_rows([[7, 8, 9, 100], [30, 31]], 0, "cpu")
     with torch.no_grad():
-        assert not torch.allclose(made.reader(ids, lengths), made.reader.head.bias, atol=1e-2)
+        assert not torch.allclose(made.network(ids, lengths), made.network.head.bias, atol=1e-2)
         torch.testing.assert_close(
-            adapter.reader(ids, lengths), made.reader(ids, lengths), atol=1e-5, rtol=1e-5
+            adapter.network(ids, lengths), made.network(ids, lengths), atol=1e-5, rtol=1e-5
         )
 
 
@@ -127,16 +127,16 @@ def test_a_reader_sees_the_mean_and_the_last_state(tmp_path):
     """From the states of transformers' own forward pass."""
     from lapa2_interp.models.load import load_transformers
 
-    reader, _, _ = load_adapter_network(BASE, 2, 3)
+    ours, _, _ = load_adapter_network(BASE, 2, 3)
     with torch.no_grad():
-        torch.nn.init.normal_(reader.head.weight)
+        torch.nn.init.normal_(ours.head.weight)
         network, _, _ = load_transformers(BASE)
         ids = torch.tensor([[0, 40, 41, 42]])
         states = network(ids, output_hidden_states=True).hidden_states[2][0].double()
         states = states / states.square().mean(1, keepdim=True).sqrt()
         seen = torch.cat([states[1:].mean(0), states[3]])
-        expected = reader.head.weight.double() @ seen
-        found = reader(*padded_rows([[40, 41, 42], [5] * 9], 0, "cpu"))[0]
+        expected = ours.head.weight.double() @ seen
+        found = ours(*padded_rows([[40, 41, 42], [5] * 9], 0, "cpu"))[0]
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -175,13 +175,13 @@ def test_a_text_and_its_beginnings_are_read_once(folder, monkeypatch):
     whole = "fine and grim, grim and fine, so it goes on. " * 4
     texts = [whole[:n] for n in (30, 60, 100, len(whole))] + ["so grim", "fine and grim"]
     alone = np.concatenate([adapter.logits([text]) for text in texts])
-    read, plain = [], adapter.reader.base.forward
+    read, plain = [], adapter.network.base.forward
 
     def counted(input_ids, **more):
         read.append(input_ids.numel())
         return plain(input_ids=input_ids, **more)
 
-    monkeypatch.setattr(adapter.reader.base, "forward", counted)
+    monkeypatch.setattr(adapter.network.base, "forward", counted)
     assert np.abs(adapter.logits(texts) - alone).max() < 1e-5
     n = [len(adapter.tokenizer(text).input_ids) for text in texts]
     assert sum(read) < 2 * max(n) + 10 < sum(n)
@@ -271,7 +271,7 @@ def test_the_loss_weighs_texts_and_shares(tmp_path):
     shares, weights = np.array([[0.75, 0.25], [1, 0], [0, 1]]), np.array([8.0, 1.0, 1.0])
     now = TrainingPass(windows, shares, weights, [[0, 1], [2]])
     with torch.no_grad():
-        logits = made.reader(*padded_rows([[7, 8], [9]], 0, "cpu")).log_softmax(1).numpy()
+        logits = made.network(*padded_rows([[7, 8], [9]], 0, "cpu")).log_softmax(1).numpy()
         expected = -(weights[:2, None] * shares[:2] * logits).sum() / (weights.sum() / 2)
         assert float(made.loss(now, [0, 1])) == pytest.approx(expected, rel=1e-5)
 
@@ -357,7 +357,7 @@ def test_the_base_stays_as_it_is_below_the_first_adapter(tmp_path):
     made = training(tmp_path)
     now = make_pass(made.sources, RECIPE, 0)
     made.loss(now, now.batches[0]).backward()
-    moved = {name for name, each in made.reader.named_parameters() if each.grad is not None}
+    moved = {name for name, each in made.network.named_parameters() if each.grad is not None}
     assert moved == set(made.parameters)
     assert not any("layers.0." in name for name in moved)
 
