@@ -53,9 +53,9 @@ def agreement(
 
     Returns:
         One row per measure and class of length: measure (accuracy, AUC, Spearman, calibration
-        error), length ("all", and the classes of `LENGTHS` that have texts), value, low, high (NaN
-        with fewer than 8 texts), n. The value is NaN if a measure is undefined, such as an AUC of
-        one label.
+        error), length ("all", and the classes of `LENGTH_CLASSES` that have texts), value, low,
+        high (NaN with fewer than 8 texts), n. The value is NaN if a measure is undefined, such as
+        an AUC of one label.
 
     Raises:
         ScoringError: There is no text, or the truth does not fit the columns or is out of range.

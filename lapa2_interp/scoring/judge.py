@@ -84,6 +84,7 @@ the only one on some servers. A limit is sent if the cost is limited."""
 LONGEST_WAIT = 120.0
 """Seconds. If a server asks for a longer wait, the run ends and can be resumed later."""
 
+REFUSAL_CODES = ("content_filter", "content_policy_violation")
 REFUSED = SkippedText("refused", final=False)
 TOO_LONG = SkippedText("text too long for the judge")
 MALFORMED = SkippedText("malformed answer", final=False)
@@ -147,8 +148,8 @@ class _FailedRequest:
 
 
 class Judge(Scorer):
-    """Relevance to the attribute, fluency and topicality, integers from 1 to 5, as a language model
-    rates them.
+    """Relevance to the attribute, fluency and topicality, integers from 1 to 5, rated by a language
+    model.
 
     The key is read from the environment variable OPENAI_API_KEY at the first request, and stays in
     the client. After a request that fails for good, no new one is sent; `scores_in_pieces` still
@@ -371,28 +372,22 @@ class Judge(Scorer):
                 with self._condition:
                     self._form = max(self._form, form)
                 return answer
-            if answer.status == 400 and answer.code in (
-                "content_filter",
-                "content_policy_violation",
-            ):
+            if answer.status == 400 and answer.code in REFUSAL_CODES:
                 return REFUSED
             if answer.too_long:
                 return TOO_LONG
             if answer.status in (400, 422) and form + 1 < len(self._forms):
                 form += 1
                 continue
+            cause = self._describe_failure(answer)
             if not answer.is_transient:
-                raise ScoringError(self._describe_failure(answer))
+                raise ScoringError(cause)
             if attempt == self.attempts:
-                raise ScoringError(
-                    f"{self._describe_failure(answer)}, {attempt} times in a row; run this again"
-                    " later"
-                )
+                raise ScoringError(f"{cause}, {attempt} times in a row; run this again later")
             pause = min(2.0 ** (attempt - 1), LONGEST_WAIT) if answer.wait is None else answer.wait
             if pause > LONGEST_WAIT:
                 raise ScoringError(
-                    f"{self._describe_failure(answer)} and asks for {pause:.0f} s of waiting; run"
-                    " this again then"
+                    f"{cause} and asks for {pause:.0f} s of waiting; run this again then"
                 )
             (self._sleep or stop.wait)(pause)
             attempt += 1
@@ -430,12 +425,8 @@ class Judge(Scorer):
                 released = most
                 key = client.headers["Authorization"].removeprefix("Bearer ")
                 code, message = _code_and_message(found, key)
-                return _FailedRequest(
-                    response.status_code,
-                    code,
-                    message,
-                    _requested_wait(response.headers, self._clock),
-                )
+                wait = _requested_wait(response.headers, self._clock)
+                return _FailedRequest(response.status_code, code, message, wait)
             if self._count(found):
                 released = most
             return _answer_text(found)
