@@ -29,8 +29,9 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp._util.files import as_csv, write_text
+from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.bias.recipes import read_recipes
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line

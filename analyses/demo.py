@@ -184,7 +184,7 @@ def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dat
     import hashlib
     import json
 
-    from lapa2_interp._util.files import keep_file, write_netcdf
+    from lapa2_interp._util.files import cache_file, write_netcdf
     from lapa2_interp._util.progress import progress_bar
     from lapa2_interp._util.version import __version__
     from lapa2_interp.runs.manifest import read_manifest
@@ -199,7 +199,7 @@ def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dat
             file = out / "reading" / f"{key}.nc"
             if not file.is_file():
                 trace = read_text(worker.model(cell), text, length)
-                keep_file(file, lambda path, trace=trace: write_netcdf(path, trace))
+                cache_file(file, lambda path, trace=trace: write_netcdf(path, trace))
             found.append(_open(file))
             bar.update(1)
     return found

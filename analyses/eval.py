@@ -32,7 +32,7 @@ import pandas as pd
 from lapa2_interp.paper.bench import of_arm, open_item
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.paper.scripts import in_one_line
-from lapa2_interp.scoring.tables import within
+from lapa2_interp.scoring.tables import interval_in_range
 from lapa2_interp.stats import mean_interval
 
 sys.excepthook = in_one_line
@@ -43,7 +43,9 @@ columns = [*places, "arm", "criterion", "mean", "low", "high", "n", "prompts"]
 rows = []
 for values, part in ratings.groupby(columns[:8], sort=False):
     found = mean_interval(part["value"].to_numpy(float), part["prompt"].to_numpy())
-    rows.append([*values, found.mean, *within(values[-1], found), found.n, found.clusters])
+    rows.append(
+        [*values, found.mean, *interval_in_range(values[-1], found), found.n, found.clusters]
+    )
 table = pd.DataFrame(rows, columns=columns)
 
 # %%

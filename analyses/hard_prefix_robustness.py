@@ -25,7 +25,7 @@ from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import split_variant
-from lapa2_interp.scoring.tables import other_scorer, paired, plain
+from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_metric
 
 sys.excepthook = in_one_line
 bench = open_item("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")
@@ -65,7 +65,9 @@ for where, words, group in bench.groups(cells, "wording"):
         f"LaPA2 {{raises}} accuracy under {at['variant']!r}: {words}", scores, *sides, "acc", known
     )
     part = scores[(scores[list(where)] == pd.Series(where)).all(axis=1)]
-    for metric, texts in part[part["metric"].map(plain) == "acc"].groupby("metric", sort=False):
+    for metric, texts in part[part["metric"].map(metric_name) == "acc"].groupby(
+        "metric", sort=False
+    ):
         by = texts.groupby(["arm", "prompt", "attribute"])["value"].mean().unstack("arm")
         if {"baseline", others[0]} <= set(by):
             gain = (by[others[0]] - by["baseline"]).dropna().rename("value")
@@ -75,9 +77,9 @@ for words in dict.fromkeys(name for name, _ in gains):
     if all((words, each) in gains for each in WORDINGS):
         found = {}
         for metric, last in gains[words, WORDINGS[0]].items():
-            found[metric] = paired(last, gains[words, WORDINGS[1]][metric])
+            found[metric] = paired_change(last, gains[words, WORDINGS[1]][metric])
         others = [
-            (other_scorer(metric), each)
+            (scorer_of_metric(metric), each)
             for metric, each in found.items()
             if metric != "acc" and each is not None
         ]

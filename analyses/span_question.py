@@ -62,9 +62,15 @@ from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.sweep import sweep
-from lapa2_interp.scoring.named import Options, score_by
-from lapa2_interp.scoring.scorer import Cache, chosen_scorers
-from lapa2_interp.scoring.tables import cell_table, difference_table, paired, plain, score_table
+from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers
+from lapa2_interp.scoring.tables import (
+    cell_table,
+    difference_table,
+    metric_name,
+    paired_change,
+    score_table,
+)
 from lapa2_interp.scoring.transformer import Perplexity
 from lapa2_interp.stats import mean_interval
 
@@ -203,9 +209,9 @@ for arm, (texts, trace) in arms.items():
 masses = pd.DataFrame(rows)
 
 samples = pd.concat([texts for texts, _ in arms.values()], ignore_index=True)
-with Cache(options.out / "scores") as cache:
-    asked = chosen_scorers(["accuracy", "masked", "echo"], ())
-    scores = [score_by(samples, asked, Options(task="sentiment"), cache)]
+with ScoreCache(options.out / "scores") as cache:
+    asked = expand_scorers(["accuracy", "masked", "echo"], ())
+    scores = [score_samples(samples, asked, ScorerOptions(task="sentiment"), cache)]
     few = samples[samples["sample"] < options.perplexity]
     weights = run.manifest(next(iter(run.plan))).model.weights
     scores.append(score_table(few, Perplexity(options.model, generator=weights), cache))
@@ -232,7 +238,7 @@ print(gains[columns].to_string(index=False, float_format="%.3f"))
 # says nothing of the attribute.
 
 # %%
-ACCURACY = [name for name in dict.fromkeys(scores["metric"]) if plain(name) == "accuracy"]
+ACCURACY = [name for name in dict.fromkeys(scores["metric"]) if metric_name(name) == "accuracy"]
 by_arm = dict(list(scores.dropna(subset="value").groupby(["metric", "arm"])))
 pairs = [(arm, "sham 0.5") for arm in ARMS if arm not in ("baseline", "sham 0.5")] + [
     ("positive 0.5", ": 0.5")
@@ -241,7 +247,7 @@ rows = []
 for metric in ACCURACY:
     for arm, other in pairs:
         one, two = by_arm[metric, arm], by_arm[metric, other]
-        found = paired(two, one)
+        found = paired_change(two, one)
         rows.append(
             {
                 "metric": metric,

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util import plots
-from lapa2_interp._util.files import keep_file
+from lapa2_interp._util.files import cache_file
 from lapa2_interp._util.version import __version__
 from lapa2_interp.models.machine import cores, kind_of
 from lapa2_interp.runs.run import Run, load_run
@@ -84,23 +84,23 @@ def measure(out: Path, grid: Grid) -> Measured:
 
 def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
     from lapa2_interp.runs.manifest import read_manifest
-    from lapa2_interp.scoring.named import Options, score_by
-    from lapa2_interp.scoring.scorer import Cache, chosen_scorers
+    from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+    from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers
     from lapa2_interp.scoring.tables import score_table
     from lapa2_interp.scoring.transformer import Perplexity
 
     cell = grid.cells[0]
     weights = read_manifest(out / "cells" / cell.key).model.weights
-    with Cache(out / "scores") as cache:
-        asked = chosen_scorers(("accuracy", "echo"), ())
-        found = score_by(samples, asked, Options(task="sentiment"), cache)
+    with ScoreCache(out / "scores") as cache:
+        asked = expand_scorers(("accuracy", "echo"), ())
+        found = score_samples(samples, asked, ScorerOptions(task="sentiment"), cache)
         perplexity = Perplexity(cell.model, SCORER_DTYPE, generator=weights)
         return pd.concat([found, score_table(samples, perplexity, cache)], ignore_index=True)
 
 
 def _keep(file: Path, table: pd.DataFrame) -> None:
     kept = table.drop(columns=["tokens"], errors="ignore")
-    keep_file(file, lambda path: kept.to_parquet(path, index=False))
+    cache_file(file, lambda path: kept.to_parquet(path, index=False))
 
 
 def _hash(*parts: Any) -> str:

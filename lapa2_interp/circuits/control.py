@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_bar
+from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.bias.augmentation import Rules
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name

@@ -25,7 +25,7 @@ from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import takes_model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import Task
-from lapa2_interp.tasks.word_lists import read_words
+from lapa2_interp.tasks.word_lists import read_word_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -300,7 +300,7 @@ def attribute_words(
         DataError: There is no list for the task.
         CircuitError: An attribute has no word that is one token.
     """
-    lists = read_words(file, task)
+    lists = read_word_list(file, task)
     missing = [name for name in names if name not in lists]
     if missing:
         raise CircuitError(

@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_bar
+from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.hooked import on_scores, without_sinks
 from lapa2_interp.bias.augmentation import CAP, Augmentation
@@ -325,7 +325,7 @@ def measure_fading(
         closing(store),
         torch.no_grad(),
         prepacked_model(model),
-        given_bar(progress, total, "fading", "step") as bar,
+        given_or_new_bar(progress, total, "fading", "step") as bar,
     ):
         if stored is not None:
             every = {ALL: sets[ALL]}

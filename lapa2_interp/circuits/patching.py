@@ -289,7 +289,7 @@ def patch(
         directions, list(batches(contrast_set.examples, n_together)), range(0, n_units, size)
     )
     with (
-        given_bar(progress, total, f"patching {node}", "step") as bar,
+        given_or_new_bar(progress, total, f"patching {node}", "step") as bar,
         torch.no_grad(),
         prepacked_model(model),
     ):

@@ -37,8 +37,14 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import AugmentationError, CircuitError, first_problem, unknown_choice
-from lapa2_interp._util.files import read_text, with_checksums, without_checksums, write_text
+from lapa2_interp._util.errors import (
+    AugmentationError,
+    CircuitError,
+    unknown_choice,
+    validation_message,
+)
+from lapa2_interp._util.files import with_checksums, without_checksums, write_text
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
@@ -171,7 +177,7 @@ class Selection(BaseModel):
         except OSError as error:
             raise CircuitError(f"cannot read {file}: {error.strerror or error}") from error
         except (ValidationError, ValueError) as error:
-            reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
             raise CircuitError(
                 f"{file} is not a selection ({reason}); `lapa2 select` makes one"
             ) from error

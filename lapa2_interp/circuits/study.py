@@ -31,16 +31,15 @@ from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp._util.files import (
-    as_csv,
     atomic_write,
     is_damage,
-    read_text,
     with_checksums,
     without_checksums,
     write_netcdf,
     write_text,
 )
 from lapa2_interp._util.progress import format_duration
+from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Phase
 from lapa2_interp.circuits.circuit_graph import attention_patterns, make_circuit_graph

@@ -229,7 +229,7 @@ def fading(
         trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp._util.errors import RunError
-    from lapa2_interp._util.files import new_folder
+    from lapa2_interp._util.files import result_folder
     from lapa2_interp.circuits.fading import VERDICTS
     from lapa2_interp.circuits.fading import measure_fading as ask
     from lapa2_interp.circuits.selection import Selection
@@ -246,7 +246,7 @@ def fading(
         chosen = Selection.load(selection)
         chosen.check(loaded)
         heads["selected"] = chosen.heads
-    with new_folder(out, finished=lambda folder: (folder / "fading.csv").is_file()) as folder:
+    with result_folder(out, finished=lambda folder: (folder / "fading.csv").is_file()) as folder:
         found = ask(
             loaded,
             task,

@@ -132,7 +132,8 @@ def power(
     import pandas as pd
 
     from lapa2_interp._util.errors import DataError, GridError
-    from lapa2_interp._util.files import as_csv, write_text
+    from lapa2_interp._util.files import write_text
+    from lapa2_interp._util.table_formats import as_csv
     from lapa2_interp.paper.claims import read_claims
     from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
     from lapa2_interp.paper.power import POWER, summary
@@ -302,7 +303,7 @@ def runs(
             else row["why"]
         )
         where = f"{found.plan[row['key']].description}, {row['samples']} x {row['max_length']}"
-        print(one_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
+        print(escape_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
     failures = found.failures
     if traceback:
         for key in shown["key"]:

@@ -227,7 +227,7 @@ def open_item(
         load_run(options.run),
         item,
         tuple(options.grids),
-        chosen_scorers(options.scorers, scorers),
+        expand_scorers(options.scorers, scorers),
         options.perplexity,
         options.device,
         options.dtype,

@@ -21,8 +21,8 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError, pluralize
-from lapa2_interp._util.files import check_file
-from lapa2_interp.scoring.tables import other_scorer, paired, plain
+from lapa2_interp._util.parsing import check_regular_file
+from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_metric
 from lapa2_interp.stats import Difference, holm
 
 Verdict = Literal[
@@ -342,7 +342,7 @@ def compare(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> Difference | None:
     """after - before, as `paired` says."""
-    return paired(*_sides(scores, before, after, metric))
+    return paired_change(*_sides(scores, before, after, metric))
 
 
 def _sides(
@@ -410,10 +410,10 @@ def by_other(
 ) -> tuple[str, Difference] | None:
     """As `compare`, by the metric's second scorer: its name, and the difference."""
     for name in dict.fromkeys(map(str, scores["metric"])):
-        if name != metric and plain(name) == metric:
+        if name != metric and metric_name(name) == metric:
             found = compare(scores, before, after, name)
             if found is not None:
-                return other_scorer(name), found
+                return scorer_of_metric(name), found
     return None
 
 
@@ -438,7 +438,7 @@ def read_claims(file: Path) -> pd.DataFrame:
     """
     numbers = [name for name in Finding.__dataclass_fields__ if name not in WORDS]
     try:
-        check_file(file)
+        check_regular_file(file)
         found = pd.read_csv(
             file, keep_default_na=False, na_values=["", "nan"], dtype={"compared": str}
         )

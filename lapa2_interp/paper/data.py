@@ -23,9 +23,15 @@ from lapa2_interp.paper.scripts import USUAL
 from lapa2_interp.paper.tables import ARM, KEYS
 from lapa2_interp.runs.run import Run, each_once
 from lapa2_interp.runs.texts import at_lengths, in_parts
-from lapa2_interp.scoring.named import Options, make_scorer, score_by
-from lapa2_interp.scoring.scorer import Cache, Item, chosen_scorers, run_scorer, split_scorer
-from lapa2_interp.scoring.tables import plain
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
+from lapa2_interp.scoring.scorer import (
+    ScoreCache,
+    TextItem,
+    expand_scorers,
+    parse_scorer,
+    run_scorer,
+)
+from lapa2_interp.scoring.tables import metric_name
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -53,7 +59,7 @@ class ItemData:
     run: Run
     item: str
     grids: tuple[str, ...]
-    scorers: tuple[str, ...] = chosen_scorers((), USUAL)
+    scorers: tuple[str, ...] = expand_scorers((), USUAL)
     perplexity_texts: int = PERPLEXITY_TEXTS
     device: str | None = None
     dtype: str = "float32"
@@ -130,7 +136,7 @@ class ItemData:
         others' are named as `METRICS` says.
         """
         frames = []
-        with Cache(self.run.home / "scores") as cache:
+        with ScoreCache(self.run.home / "scores") as cache:
             finished = cells[cells["state"] == "finished"]
             wordings = finished["key"].map(lambda key: str(self.run.plan[key].task.attributes))
             for (task, *_), group in finished.groupby(["task", wordings, "model"], sort=False):
@@ -139,8 +145,8 @@ class ItemData:
                 for name, asked in self._asked(str(task), metrics).items():
                     texts = self._few(samples) if name == "perplexity" else samples
                     if len(texts):
-                        found = score_by(texts.drop(columns="tokens"), asked, options, cache)
-                        frames.append(found[found["metric"].map(plain) == name])
+                        found = score_samples(texts.drop(columns="tokens"), asked, options, cache)
+                        frames.append(found[found["metric"].map(metric_name) == name])
         if not frames:
             return pd.DataFrame(
                 columns=[*KEYS, "cell", "prompt", "metric", "value", "skipped", "scorer"]
@@ -149,7 +155,7 @@ class ItemData:
         # Tables are cut up many hundred times, which takes Arrow's strings longer than objects.
         words = table.select_dtypes(exclude=["number", "bool"]).columns
         table = table.astype(dict.fromkeys(words, object))
-        names = table["metric"].map(plain)
+        names = table["metric"].map(metric_name)
         return table.assign(
             value=table["value"] * names.map(lambda name: METRICS[name][1]),
             metric=[
@@ -170,17 +176,17 @@ class ItemData:
         name, _, model = asked.partition("=")
         texts = samples[["text", "prompt", "attribute"]].to_numpy()
         with (
-            Cache(self.run.home / "scores") as cache,
+            ScoreCache(self.run.home / "scores") as cache,
             closing(make_scorer(name, model, self._options(group))) as scorer,
         ):
-            return run_scorer(scorer, [Item(*each) for each in texts], cache)
+            return run_scorer(scorer, [TextItem(*each) for each in texts], cache)
 
     def _asked(self, task: str, metrics: Sequence[str] | None) -> dict[str, list[str]]:
         """The scorers of a task, NAME or NAME=MODEL, by metric."""
         control = "toxicity" if task == "detox" else "accuracy"
         by_name: dict[str, list[str]] = {}
         for each in self.scorers:
-            of, name, _ = split_scorer(each)
+            of, name, _ = parse_scorer(each)
             if of in ("", task):
                 by_name.setdefault(name, []).append(each.removeprefix(f"{of}:"))
         beside = [name for name in OF_ACCURACY if name in by_name and control == "accuracy"]
@@ -213,10 +219,10 @@ class ItemData:
         kept = {n: samples_read(int(n), self.perplexity_texts) for n in firsts.unique()}
         return samples[samples["sample"] < firsts.map(kept)]
 
-    def _options(self, group: pd.DataFrame) -> Options:
+    def _options(self, group: pd.DataFrame) -> ScorerOptions:
         first = group["key"].iloc[0]
         task, own = self.run.plan[first].task, self.run.manifest(first).model
-        return Options(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
+        return ScorerOptions(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
 
     def curves(
         self, cells: pd.DataFrame

@@ -12,7 +12,7 @@ from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.paper.scripts import USUAL
 from lapa2_interp.runs.estimates import adapter_seconds, pace
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.scoring.scorer import chosen_scorers
+from lapa2_interp.scoring.scorer import expand_scorers
 
 PERPLEXITY_TEXTS = 120
 """About how many texts of an arm have their perplexity measured (`texts_read`)."""
@@ -61,7 +61,7 @@ def scoring_seconds(
         items: Scripts to be run; by default one per grid.
         scorers: As `add_scoring` takes them.
     """
-    chosen = chosen_scorers(scorers, USUAL)
+    chosen = expand_scorers(scorers, USUAL)
     read, seen, classified, adapted = 0.0, 0.0, 0.0, 0.0
     for grid in grids:
         name = grid.name.rpartition("/")[2]

@@ -10,14 +10,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.files import (
-    as_csv,
-    as_latex,
-    as_markdown,
-    parse_json,
-    read_text,
-    write_text,
-)
+from lapa2_interp._util.files import write_text
+from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
 from lapa2_interp.paper.claims import Finding, Findings, read_claims, shown_claims
 from lapa2_interp.paper.tables import footnotes, gaps_note, wide
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import RunError, first_problem, pluralize
-from lapa2_interp._util.files import parse_json, read_text
+from lapa2_interp._util.errors import RunError, pluralize, validation_message
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.models.machine import cores, kind_of
 from lapa2_interp.runs.manifest import library_versions, source_commit
@@ -98,7 +98,7 @@ def read_gallery(folder: Path) -> Gallery:
     try:
         return Gallery.model_validate(parse_json(read_text(file)))
     except ValueError as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
         raise RunError(f"{file} cannot be read: {reason}; `make gallery` writes it anew") from error
 
 

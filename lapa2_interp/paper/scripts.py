@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from lapa2_interp._util.errors import Lapa2Error, ScoringError, unknown_choice
 from lapa2_interp.models.machine import Dtype
-from lapa2_interp.scoring.scorer import chosen_scorers
+from lapa2_interp.scoring.scorer import expand_scorers
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -109,7 +109,7 @@ def add_scoring(
 
 def _scorer(text: str) -> str:
     try:
-        chosen_scorers([text], USUAL)
+        expand_scorers([text], USUAL)
     except ScoringError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

@@ -22,8 +22,9 @@ import pandas as pd
 
 from lapa2_interp._util import plots
 from lapa2_interp._util.errors import DataError, TraceError
-from lapa2_interp._util.files import check_own, new_folder, parse_json, read_text, write_netcdf
+from lapa2_interp._util.files import refuse_foreign_files, result_folder, write_netcdf
 from lapa2_interp._util.page import Section, page
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -170,10 +171,10 @@ def verify(out: Path, study: PropositionStudy, force: bool = False) -> str:
     without its trace), tables/*.csv, figures/*.png, report.html.
 
     Raises:
-        Lapa2Error: As `load_model`, `generate`, `new_folder`; DataError for a text file that is too
-            short; TraceError for texts too short to fit a slope.
+        Lapa2Error: As `load_model`, `generate`, `result_folder`; DataError for a text file that is
+            too short; TraceError for texts too short to fit a slope.
     """
-    with new_folder(out, force, finished=_finished) as folder:
+    with result_folder(out, force, finished=_finished) as folder:
         found = run_study(study)
         for name, trace in found.traces.items():
             write_netcdf(folder / f"{name}.nc", trace)
@@ -202,7 +203,7 @@ def _finished(folder: Path) -> bool:
             return False
     except (OSError, ValueError):
         return False
-    check_own(folder, (MANIFEST, "*.nc", "free", "tables", "figures", "report.html"))
+    refuse_foreign_files(folder, (MANIFEST, "*.nc", "free", "tables", "figures", "report.html"))
     return True
 
 

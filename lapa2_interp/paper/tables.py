@@ -13,7 +13,13 @@ from lapa2_interp._util.errors import pluralize
 from lapa2_interp.methods.registry import registry
 from lapa2_interp.paper.claims import compare, rows_with
 from lapa2_interp.paper.reported import BETTER, METRICS, PAPER_MODELS, SAME_TABLE, paper_number
-from lapa2_interp.scoring.tables import APART, cell_table, difference_table, distinct_cells, plain
+from lapa2_interp.scoring.tables import (
+    EXTRA_CELL_COLUMNS,
+    cell_table,
+    difference_table,
+    distinct_cells,
+    metric_name,
+)
 
 HALVES = {0: "whole", 1: "first", 2: "second"}
 """Parts of a text in words, as in the paper's table half."""
@@ -59,7 +65,7 @@ def item_table(
         detectable (against the baseline of the same method), best, profile, paper, state.
     """
     keys = [key for key in KEYS if key in scores]
-    keys += [key for key in APART if key in scores and _differs(scores, key, keys)]
+    keys += [key for key in EXTRA_CELL_COLUMNS if key in scores and _differs(scores, key, keys)]
     frames = [pd.DataFrame(columns=[*KEYS, "metric"])]
     if len(scores):
         means = cell_table(scores)
@@ -75,7 +81,7 @@ def item_table(
         frames.append(_distinct(scores, tokenizer))
     columns = [
         *KEYS,
-        *(key for key in keys if key in APART),
+        *(key for key in keys if key in EXTRA_CELL_COLUMNS),
         "metric",
         "mean",
         "low",
@@ -199,11 +205,13 @@ def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
     (`compare`), is an improvement; for distinct-n, the two arms' intervals do not overlap.
     """
     best = pd.Series(False, index=table.index)
-    group_of = [key for key in (*KEYS, *APART, "metric") if key in table and key != "arm"]
+    group_of = [
+        key for key in (*KEYS, *EXTRA_CELL_COLUMNS, "metric") if key in table and key != "arm"
+    ]
     named = table[table["mean"].notna()] if "mean" in table else table.iloc[:0]
     for values, group in named.groupby(group_of, dropna=False, sort=False):
         where = dict(zip(group_of, values, strict=True))
-        better = BETTER.get(plain(str(where["metric"])))
+        better = BETTER.get(metric_name(str(where["metric"])))
         if len(group) < 2 or better is None:
             continue
         order = group.sort_values("mean", ascending=better < 0)
@@ -252,7 +260,9 @@ def _shown_metrics(table: pd.DataFrame) -> list[str]:
     the first scorer's in front."""
     names = [name for name, _ in METRICS.values()]
     there = dict.fromkeys(map(str, table["metric"]))
-    return sorted(there, key=lambda metric: (names.index(plain(metric)), metric != plain(metric)))
+    return sorted(
+        there, key=lambda metric: (names.index(metric_name(metric)), metric != metric_name(metric))
+    )
 
 
 def _number(metric: str, value: float) -> str:
@@ -272,7 +282,16 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
     shown = overall(table)
     keys = [
         key
-        for key in ("model", "task", "length", *APART, "method", "variant", "arm", "part")
+        for key in (
+            "model",
+            "task",
+            "length",
+            *EXTRA_CELL_COLUMNS,
+            "method",
+            "variant",
+            "arm",
+            "part",
+        )
         if key in shown
     ]
     keys = [key for key in keys if key in ("method", "arm") or shown[key].nunique(dropna=False) > 1]
@@ -342,7 +361,7 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     diversity = "dist-n: different n-grams of all texts per token; " if shown else ""
     first = table.loc[table["metric"].isin(["acc", "tox"]), "scorer"].dropna()
     kinds = dict.fromkeys(str(name).partition(" (")[2].partition(" ")[0] for name in first)
-    several = bool((table["metric"].map(plain) != table["metric"]).any())
+    several = bool((table["metric"].map(metric_name) != table["metric"]).any())
     second = f", by {' and '.join(kinds)} where no other scorer is named" * several
     echo = (
         "acc masked: with the words of all prefixes hidden; echo: texts that say a word of their"

@@ -20,7 +20,8 @@ import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import CircuitError, Lapa2Error, TraceError, unknown_choice
-from lapa2_interp._util.files import check_file, read_text, without_checksums
+from lapa2_interp._util.files import without_checksums
+from lapa2_interp._util.parsing import check_regular_file, read_text
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.tables import layer_types, of_layer_type
 from lapa2_interp.bias.augmentation import Augmentations
@@ -451,7 +452,7 @@ def read_study(folder: Path, found: Found) -> dict[str, HeadValues]:
         settings = without_checksums(read_text(folder / "question.json"))[0]["settings"]
         there, about = settings["model"]["weights"], settings["task"]
         target = settings["attribute"]
-        check_file(folder / "head.csv")
+        check_regular_file(folder / "head.csv")
         tables = {"head": pd.read_csv(folder / "head.csv")}
         if (folder / "writes.csv").is_file():
             tables["writes"] = pd.read_csv(folder / "writes.csv")

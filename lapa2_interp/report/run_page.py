@@ -27,8 +27,9 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import check_file, is_page, parse_json, read_text, write_text
+from lapa2_interp._util.files import is_html, write_text
 from lapa2_interp._util.page import embedded, template
+from lapa2_interp._util.parsing import check_regular_file, parse_json, read_text
 from lapa2_interp._util.plots import COLOURS
 from lapa2_interp.attention.tables import branch_name, pooled
 from lapa2_interp.bias.texts import pieces
@@ -128,7 +129,7 @@ def write_report(run: Run, tables: Path | None = None, out: Path | None = None) 
     file = run.home / "report.html" if out is None else out
     if file.is_dir():
         raise RunError(f"--out {file} is a folder; give a file, such as {file / 'report.html'}")
-    if not is_page(file):
+    if not is_html(file):
         raise RunError(
             f"the name of a page ends in .html; found --out {file.name}, give"
             f" {file.with_suffix('.html').name}"
@@ -304,7 +305,7 @@ def _scores(run: Run, folder: Path) -> list[dict[str, Any]]:
 
 
 def _scores_in(run: Run, folder: Path) -> dict[str, Any]:
-    words = dict.fromkeys((*KEYS, *APART, "metric", "scorer", "why"), str)
+    words = dict.fromkeys((*CELL_COLUMNS, *EXTRA_CELL_COLUMNS, "metric", "scorer", "why"), str)
     try:
         table, differences = (
             pd.read_csv(
@@ -315,7 +316,7 @@ def _scores_in(run: Run, folder: Path) -> dict[str, Any]:
             )
             for name in ("table.csv", "differences.csv")
         )
-        shown, notes = shown_scores(table, differences), score_notes(table, differences)
+        shown, notes = format_scores(table, differences), score_notes(table, differences)
         figures = [
             _differences(str(metric), str(scorer), part)
             for (metric, scorer), part in differences.groupby(["metric", "scorer"], sort=False)
@@ -343,7 +344,7 @@ def _scores_in(run: Run, folder: Path) -> dict[str, Any]:
 
 def _differences(metric: str, scorer: str, part: pd.DataFrame) -> dict[str, Any]:
     """A metric's differences against the baseline, drawn on one scale."""
-    keys = told_keys(part)
+    keys = varying_columns(part)
     least, most = _scale(part[["low", "high", "difference"]].assign(zero=0.0))
     rows = []
     for row in _records(part):
@@ -413,7 +414,7 @@ def _pairs(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
     """The pairs of task and method in an item; its table for reading lacks a column that is the
     same everywhere."""
     try:
-        check_file(file)
+        check_regular_file(file)
         table = pd.read_csv(
             file, keep_default_na=False, dtype=str, usecols=lambda column: column in names
         )

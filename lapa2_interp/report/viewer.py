@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import is_page, write_text
+from lapa2_interp._util.files import is_html, write_text
 from lapa2_interp._util.page import embedded, template
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.texts import pieces
@@ -82,7 +82,7 @@ class View:
         place = Path(file)
         if place.is_dir():
             raise RunError(f"{place} is a folder; give a file, such as {place / 'view.html'}")
-        if not is_page(place):
+        if not is_html(place):
             raise RunError(
                 f"the name of a page ends in .html; found {place.name}, give"
                 f" {place.with_suffix('.html').name}"

@@ -34,8 +34,8 @@ ASKED = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "
     ],
 )  # fmt: skip
 def test_options_are_parameters_in_python(option, parameter):
-    assert in_python(option) == parameter
-    assert in_python(parameter) == parameter
+    assert as_python_parameters(option) == parameter
+    assert as_python_parameters(parameter) == parameter
     error = Lapa2Error(option)
     assert str(error) == parameter
     with on_command_line():

@@ -16,7 +16,13 @@ from drills import FULL, furnish
 
 from lapa2_interp import load_model, load_run
 from lapa2_interp._util.errors import Lapa2Error
-from lapa2_interp._util.files import OWN, SEAL, _digest, read_checkpoint, without_checksums
+from lapa2_interp._util.files import (
+    CHECKSUMS_FIELD,
+    OWN_ENTRY,
+    _fields_sha256,
+    read_checkpoint,
+    without_checksums,
+)
 from lapa2_interp.circuits.selection import Selection
 from lapa2_interp.cli.app import main
 from lapa2_interp.models import model_card
@@ -25,8 +31,8 @@ from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.store import SAMPLES, TRACE
 from lapa2_interp.runs.sweep import read_part, sweep
-from lapa2_interp.scoring.scorer import Cache
-from lapa2_interp.scoring.trained import load_card
+from lapa2_interp.scoring.scorer import ScoreCache
+from lapa2_interp.scoring.task_scorer import load_card
 from lapa2_interp.tasks.task import read_prompts
 
 pytestmark = pytest.mark.drill
@@ -51,11 +57,11 @@ def ways(whole, rng, points=POINTS):
 def newer(whole):
     """A JSON file as a later version may write it, sealed as this one was."""
     fields = json.loads(whole)
-    beside = fields.pop(SEAL, None)
+    beside = fields.pop(CHECKSUMS_FIELD, None)
     fields |= {"invented_later": 1}
     if beside is not None:
-        fields[SEAL] = {name: each for name, each in beside.items() if name != OWN}
-        fields[SEAL] |= {OWN: _digest(fields)}
+        fields[CHECKSUMS_FIELD] = {name: each for name, each in beside.items() if name != OWN_ENTRY}
+        fields[CHECKSUMS_FIELD] |= {OWN_ENTRY: _fields_sha256(fields)}
     yield "a newer version's key", json.dumps(fields).encode()
 
 
@@ -238,12 +244,12 @@ def test_a_soft_prefix(tmp_path, ending, record_property):
     [("linear", ".npz"), ("linear", ".json"), ("adapter", ".safetensors"), ("adapter", ".json")],
 )
 def test_a_trained_scorer(tmp_path, kind, ending, record_property):
-    from lapa2_interp.scoring.adapter import ADAPTER, AdapterCard
+    from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterCard
     from lapa2_interp.scoring.linear import LinearCard
-    from lapa2_interp.scoring.trained import WEIGHTS
+    from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 
-    form, weights = (LinearCard, ".npz") if kind == "linear" else (AdapterCard, ADAPTER)
-    for file in WEIGHTS.glob("sentiment*"):
+    form, weights = (LinearCard, ".npz") if kind == "linear" else (AdapterCard, ADAPTER_ENDING)
+    for file in SHIPPED_WEIGHTS.glob("sentiment*"):
         shutil.copy(file, tmp_path)
     file = (tmp_path / f"sentiment{weights}").with_suffix(ending)
     also = newer(file.read_bytes()) if ending == ".json" else ()
@@ -308,13 +314,13 @@ def test_scores(tmp_path, record_property, capsys):
     """A score is read as it was, asked for again, or the file is refused in one line."""
     wanted = {f"{i:064x}": (i / 7, 1 - i / 7) for i in range(200)}
     file, count = tmp_path / "scores.sqlite", Count()
-    with Cache(tmp_path) as cache:
+    with ScoreCache(tmp_path) as cache:
         cache.put(wanted.items())
     whole = file.read_bytes()
     for done, data in list(ways(whole, random.Random(2), 10 * POINTS)):
         file.write_bytes(data)
         try:
-            with Cache(tmp_path) as cache:
+            with ScoreCache(tmp_path) as cache:
                 found = cache.get(list(wanted))
         except Lapa2Error as error:
             line_of(error)

@@ -39,8 +39,8 @@ from lapa2_interp.prefixes.training import check_context
 from lapa2_interp.runs.checks import check_grids
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.method_context import ModelContext
-from lapa2_interp.scoring.adapter import open_reader
-from lapa2_interp.scoring.scorer import Item, run_scorer
+from lapa2_interp.scoring.adapter import load_adapter_network
+from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
 
@@ -290,7 +290,7 @@ def test_the_likelihood_of_a_text_is_that_of_fresh_passes(models):
 def test_perplexity_across_the_switch(folder):
     scorer = Perplexity(folder, "float64", min_words=1)
     texts = ["a text that is longer than the switch is far", "short", "just twenty four letters"]
-    found = run_scorer(scorer, [Item(text) for text in texts])["perplexity"]
+    found = run_scorer(scorer, [TextItem(text) for text in texts])["perplexity"]
     for text, value in zip(texts, found, strict=True):
         ids = torch.tensor([0, *scorer.tokenizer(text, add_special_tokens=False).input_ids])
         assert value == pytest.approx(float(nll_of(scorer.network, ids).mean().exp()), rel=1e-5)
@@ -300,15 +300,15 @@ def test_a_classifier_reads_up_to_the_switch(tmp_path):
     saved(tmp_path, Phi3ForSequenceClassification, num_labels=2)
     scorer = Classifier(str(tmp_path))
     texts = ["short", "a text that is longer than the switch is far"]
-    together = run_scorer(scorer, [Item(text) for text in texts])
+    together = run_scorer(scorer, [TextItem(text) for text in texts])
     for i, text in enumerate(texts):
-        alone = run_scorer(scorer, [Item(text)])
+        alone = run_scorer(scorer, [TextItem(text)])
         assert together["label_0"][i] == pytest.approx(alone["label_0"][0], abs=1e-6)
 
 
 def test_adapters_are_not_made_for_a_switch_within_a_window(folder):
     with pytest.raises(ScoringError, match="beyond 24"):
-        open_reader(folder, 2, 2)
+        load_adapter_network(folder, 2, 2)
 
 
 def test_soft_prefixes_are_of_short_texts(model):

@@ -54,8 +54,8 @@ from lapa2_interp.runs import store as read
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.scoring import transformer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
-from lapa2_interp.scoring.scorer import Cache, Item, Skipped, chosen_scorers
-from lapa2_interp.scoring.tables import paired
+from lapa2_interp.scoring.scorer import ScoreCache, SkippedText, TextItem, expand_scorers
+from lapa2_interp.scoring.tables import paired_change
 from lapa2_interp.stats import Difference, paired_difference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,9 +77,9 @@ def shortened(score):
 def stored_run(place, known):
     """The stored run, unpacked, with the scores of a file, if one is given."""
     folder = unpack("small_run", place) / "run"
-    with Cache(folder / "scores") as scores:
+    with ScoreCache(folder / "scores") as scores:
         scores.put(
-            (key, Skipped(why) if why else tuple(json.loads(values)))
+            (key, SkippedText(why) if why else tuple(json.loads(values)))
             for key, values, why in (
                 pd.read_csv(known, keep_default_na=False).itertuples(index=False) if known else ()
             )
@@ -143,11 +143,11 @@ def test_stored_scores_are_those_of_the_float32_scorers(run):
     scorer = transformer.Perplexity("smollm2-135m", generator=weights)
     assert scorer.version.startswith("smollm2-135m float32 self, sha256 ")
     texts = samples.drop_duplicates("task").set_index("task")["text"]
-    with Cache(run / "scores") as scores:
+    with ScoreCache(run / "scores") as scores:
         for task, text in texts.items():
             adapter = AdapterToxicity() if task == "detox" else AdapterScorer(str(task))
             for each in (scorer, adapter):
-                item = Item(text)
+                item = TextItem(text)
                 (stored,) = scores.get([each.key(item)]).values()
                 assert stored == pytest.approx(each.score([item])[0], rel=1e-4, abs=1e-5)
 
@@ -221,7 +221,7 @@ def test_numbers_are_those_of_the_raw_texts(run):
         plan = json.loads((run / "plan" / f"{cell}.json").read_text())
         texts = pd.read_parquet(run / "cells" / cell / "samples.parquet")["text"]
         scorer = LinearToxicity() if plan["task"]["name"] == "detox" else LinearScorer("sentiment")
-        scores = scorer.score([Item(text) for text in texts])  # no model, so the second scorer
+        scores = scorer.score([TextItem(text) for text in texts])  # no model, so the second scorer
         if plan["task"]["name"] == "detox":
             expected, metric = 100 * np.mean([score[0] for score in scores]), "tox (linear)"
         else:
@@ -1066,7 +1066,7 @@ def test_perplexity_reads_as_many_texts_of_an_arm_as_planned(run):
 
 
 def test_a_scorer_may_be_for_one_task_alone(run):
-    asked = chosen_scorers(
+    asked = expand_scorers(
         ["topic:accuracy=mine", "sentiment:accuracy", "linear", "perplexity"], ()
     )
     assert asked == ("topic:accuracy=mine", "sentiment:accuracy=linear", "perplexity")
@@ -1118,7 +1118,7 @@ def test_samples_of_one_number_are_compared_as_what_they_are():
     one, two = (pd.DataFrame({**place, "value": first + shift}) for shift in (0, 1))
     two["value"] += rng.normal(0, 0.1, 200)
     alone = [each.drop(columns="sample") for each in (one, two)]
-    by_number, apart = paired(one, two.sample(frac=1, random_state=0)), paired(*alone)
+    by_number, apart = paired_change(one, two.sample(frac=1, random_state=0)), paired_change(*alone)
     assert by_number.error == pytest.approx(apart.error)
     assert (apart.noise, by_number.texts) == (1, 4)
     noise = (two["value"] - one["value"]).groupby(place["prompt"]).var().mean() / 4
@@ -1356,7 +1356,7 @@ def make_tables(out, known=SCORES, asked=()):
             script("analyses", each, stored)
             for made in (stored / "tables").glob(f"{each}.*csv"):
                 shutil.copy(made, out)
-        with Cache(stored / "scores") as scores:
+        with ScoreCache(stored / "scores") as scores:
             return scores.get(sorted(asked))
 
 
@@ -1368,7 +1368,7 @@ def write_golden():
         each.key = lambda self, item, key=key: asked.add(found := key(self, item)) or found
     known = make_tables(GOLDEN, None, asked)
     rows = [
-        (key, "", found.reason) if isinstance(found, Skipped) else (key, shortened(found), "")
+        (key, "", found.reason) if isinstance(found, SkippedText) else (key, shortened(found), "")
         for key, found in sorted(known.items())
     ]
     pd.DataFrame(rows, columns=["key", "values", "skipped"]).to_csv(SCORES, index=False)
