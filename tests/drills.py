@@ -51,7 +51,6 @@ def keep_a_ledger(file):
     """Note what a command keeps for the next one, a line each, once it is kept: groups and cells of
     a sweep, units of a circuit, scores, checkpoints."""
     from lapa2_interp.circuits.result_store import ResultStore
-    from lapa2_interp.prefixes.training import Job
     from lapa2_interp.runs.sweep import _Sweep
     from lapa2_interp.scoring.scorer import ScoreCache
 

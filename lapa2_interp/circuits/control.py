@@ -134,7 +134,7 @@ def control_score(
     longest = max(example.n_steps for example in contrast_set.examples)
     values = {name: np.full((len(contrast_set.examples), longest), np.nan) for name in chosen}
     total = contrast_set.n_branch_steps
-    with given_bar(progress, total, "control", "step") as bar:
+    with given_or_new_bar(progress, total, "control", "step") as bar:
         for _, group, found in evaluate_edits(
             model, contrast_set, [None], chosen, augmentation, bar, batch_size
         ):

@@ -195,7 +195,7 @@ def attribution(
     slopes = np.full((n, n_layers, n_heads, longest), np.nan)
     cut_hats = np.zeros((n, n_layers, n_heads))
     most = items_per_batch(model, contrast_set.examples, batch_size)
-    with given_bar(progress, contrast_set.n_branch_steps, "attribution", "step") as bar:
+    with given_or_new_bar(progress, contrast_set.n_branch_steps, "attribution", "step") as bar:
         for group in batches(contrast_set.examples, most):
             examples = [contrast_set.examples[i] for i in group]
             l_pre, n_branches = examples[0].layouts[0].l_pre, len(examples[0].attributes)
@@ -269,7 +269,7 @@ def integrated_gradients(
     most = items_per_batch(model, contrast_set.examples, batch_size)
     found = np.zeros((len(contrast_set.examples), len(unit.heads)))
     total = contrast_set.n_branch_steps * len(items)
-    with given_bar(progress, total, "integrated gradients", "step") as bar:
+    with given_or_new_bar(progress, total, "integrated gradients", "step") as bar:
         for number, example in enumerate(contrast_set.examples):
             for first in range(0, len(items), most):
                 part = items[first : first + most]

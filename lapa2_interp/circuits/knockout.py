@@ -295,7 +295,10 @@ def knock_out(
     # Means over steps, complete when no value of a unit is pending.
     pending = {i: len(contrast_set.examples) * len(todo[i]) for i, _ in left}
     edits_left = [edit for _, edit in left]
-    with closing(store), given_bar(progress, total, f"knock-out, {replacement}", "step") as bar:
+    with (
+        closing(store),
+        given_or_new_bar(progress, total, f"knock-out, {replacement}", "step") as bar,
+    ):
         for number, group, values in evaluate_edits(
             model, contrast_set, edits_left, chosen, augmentation, bar, batch_size
         ):

@@ -258,7 +258,7 @@ def head_logit_attribution(
     total = np.full(shape, np.nan)
     written = np.zeros((*heads, model.cfg.d_model))
     weights = _Weights(model)
-    with given_bar(progress, len(contrast_set.examples), "writes", "text") as bar:
+    with given_or_new_bar(progress, len(contrast_set.examples), "writes", "text") as bar:
         for i, example in enumerate(contrast_set.examples):
             with torch.no_grad(), prepacked_model(model):
                 outputs = _collect_outputs(model, example, augmentation)

@@ -13,8 +13,8 @@ import torch
 
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.files import (
-    held,
     parse_json,
+    try_lock,
     with_checksums,
     without_checksums,
     write_text,
@@ -114,7 +114,7 @@ class ResultStore:
     def _hold(self, path: Path) -> None:
         """Open and lock the file."""
         self.file = path.open("a", encoding="utf-8")
-        if not held(self.file):
+        if not try_lock(self.file):
             self.close()
             raise CircuitError(
                 f"{path} is being filled by another process; wait for it, or give another file"

@@ -38,6 +38,7 @@ from lapa2_interp._util.files import (
     write_netcdf,
     write_text,
 )
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.progress import format_duration
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.version import __version__

@@ -148,7 +148,7 @@ def _run(words: list[str]) -> int:
         print(f"lapa2: {escape_line(str(error))}", file=sys.stderr)
     except CycloptsError as error:
         message = setting_problem(words, error) or " ".join(str(error).split())
-        print(f"lapa2: {one_line(message)} (see --help)", file=sys.stderr)
+        print(f"lapa2: {escape_line(message)} (see --help)", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0 if done else 128 + signal.SIGPIPE

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from lapa2_interp._util.errors import RunError, pluralize
+from lapa2_interp._util.progress import escape_line
 from lapa2_interp.cli.options import AsJson, Several, columns
 from lapa2_interp.models.machine import Dtype
 
@@ -275,7 +276,6 @@ def runs(
         traceback: Print the whole traceback of failed cells.
         as_json: Print JSON, one object per cell.
     """
-    from lapa2_interp._util.progress import one_line
     from lapa2_interp.runs.run import STATES, load_run
 
     if as_json and traceback:

@@ -27,7 +27,7 @@ from lapa2_interp.paper.output import write_item
 from lapa2_interp.paper.scripts import USUAL, ScriptOptions, add_scoring
 from lapa2_interp.paper.tables import ARM, at_few_steps, item_table, wide
 from lapa2_interp.runs.run import Run, load_run
-from lapa2_interp.scoring.scorer import chosen_scorers
+from lapa2_interp.scoring.scorer import expand_scorers
 from lapa2_interp.stats import mean_interval, paired_difference
 
 if TYPE_CHECKING:

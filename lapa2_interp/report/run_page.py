@@ -48,7 +48,12 @@ from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.run import STATES, Run
 from lapa2_interp.runs.score import score_notes
 from lapa2_interp.runs.store import FinishedCell
-from lapa2_interp.scoring.tables import APART, KEYS, shown_scores, told_keys
+from lapa2_interp.scoring.tables import (
+    CELL_COLUMNS,
+    EXTRA_CELL_COLUMNS,
+    format_scores,
+    varying_columns,
+)
 
 if TYPE_CHECKING:
     from markupsafe import Markup

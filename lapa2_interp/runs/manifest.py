@@ -46,7 +46,7 @@ class Manifest(BaseModel):
     """Versions of the libraries that compute."""
     model: ModelCard
     """The model, its weights, precision and device."""
-    branches: dict[str, str | SoftName | None]
+    branches: dict[str, str | SoftPrefixName | None]
     """By branch: the text in front of the prompt (a form with {blanks} where each prompt has its
     own words, see `prepared`), or the soft prefix; None on the raw model."""
     prepared: dict[str, dict[str, Any]] = {}

@@ -27,13 +27,10 @@ from lapa2_interp._util.errors import (
     DamagedError,
     Lapa2Error,
     RunError,
-    first_problem,
+    validation_message,
 )
 from lapa2_interp._util.files import (
-    check_file,
     is_damage,
-    parse_json,
-    read_text,
     with_checksums,
     without_checksums,
     write_netcdf,

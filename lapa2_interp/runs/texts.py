@@ -17,7 +17,7 @@ from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.run import Run, as_list, each_once, is_any_of, load_run
 from lapa2_interp.runs.store import LISTING
-from lapa2_interp.scoring.tables import APART, KEYS
+from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS
 from lapa2_interp.tasks.corpora import READERS, read_table
 from lapa2_interp.tasks.segmentation import word_spans, words_between
 from lapa2_interp.tasks.task import Task

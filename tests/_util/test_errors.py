@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from lapa2_interp import generate, load_run
-from lapa2_interp._util.errors import Lapa2Error, LayoutError, RunError, in_python, on_command_line
+from lapa2_interp._util.errors import Lapa2Error, LayoutError, RunError, on_command_line
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.runs.launch import launch
