@@ -32,7 +32,7 @@ from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.stats import mean_interval, paired_difference
 

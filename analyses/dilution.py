@@ -25,7 +25,7 @@ import pandas as pd
 
 from lapa2_interp.attention.tables import layer_types, pooled, step_table
 from lapa2_interp.bias.theory import DecayFit, fit_decay
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.stats import paired_difference
 

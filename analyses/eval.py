@@ -29,7 +29,7 @@ from functools import partial
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import of_arm, open_item
+from lapa2_interp.paper.items import of_arm, open_item
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.scoring.tables import within

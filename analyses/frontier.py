@@ -23,7 +23,7 @@
 import sys
 
 from lapa2_interp.bias.recipes import RECIPES, name_of
-from lapa2_interp.paper.bench import open_item, prefix_curve
+from lapa2_interp.paper.items import open_item, prefix_curve
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
 

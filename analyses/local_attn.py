@@ -27,7 +27,7 @@ import pandas as pd
 
 from lapa2_interp.attention.tables import local_parts
 from lapa2_interp.attention.trace import NEAREST
-from lapa2_interp.paper.bench import of_arm, open_item
+from lapa2_interp.paper.items import of_arm, open_item
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
 from lapa2_interp.stats import bounds, paired_difference

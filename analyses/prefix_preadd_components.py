@@ -21,7 +21,7 @@
 import sys
 from itertools import pairwise
 
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import without

@@ -20,7 +20,7 @@ import sys
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.runs.manifest import read_manifest
 

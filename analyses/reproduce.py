@@ -45,7 +45,7 @@ from lapa2_interp.paper.claims import (
 from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.output import join_item
 from lapa2_interp.paper.power import required_prompts
-from lapa2_interp.paper.results import read_gallery, results_of
+from lapa2_interp.paper.gallery import read_gallery, results_of
 from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
 from lapa2_interp.runs.store import load_run

@@ -35,7 +35,7 @@ import pandas as pd
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.files import as_markdown, atomic_write, write_text
 from lapa2_interp.bias.recipes import families, strength_of
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
     RATIOS,

@@ -648,7 +648,7 @@ SIGNS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "
 def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     """The propositions on synthetic logits and on the stored texts."""
     from lapa2_interp.paper.propositions import trace_verdicts
-    from lapa2_interp.paper.study import shown_verdicts
+    from lapa2_interp.paper.proposition_study import shown_verdicts
 
     cell = grid.cells[0]
     real = trace_verdicts(traces, f"{cell.model}, the same texts", dtype=cell.dtype)

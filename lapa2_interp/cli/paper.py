@@ -58,7 +58,7 @@ def propositions(
         force: Replace a finished folder.
     """  # noqa: E501
     from lapa2_interp.models.machine import tell_if_slow
-    from lapa2_interp.paper.study import PropositionStudy, verify
+    from lapa2_interp.paper.proposition_study import PropositionStudy, verify
 
     for each in dict.fromkeys((dtype, long_dtype)):
         tell_if_slow(each, device)

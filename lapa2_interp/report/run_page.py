@@ -42,7 +42,7 @@ from lapa2_interp.paper.claims import (
     read_claims,
     short_name,
 )
-from lapa2_interp.paper.results import read_gallery
+from lapa2_interp.paper.gallery import read_gallery
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.score import score_notes
 from lapa2_interp.runs.store import STATES, FinishedCell, Run

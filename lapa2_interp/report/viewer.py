@@ -29,8 +29,8 @@ from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.texts import pieces
 from lapa2_interp.methods.registry import find
 from lapa2_interp.models.card import Model
-from lapa2_interp.report.packing import FLOOR, Bits, pack, precision, quantised
-from lapa2_interp.report.reading import MASSES, Found, HeadValues, choose, read_again, read_study
+from lapa2_interp.report.encoding import FLOOR, Bits, pack, precision, quantised
+from lapa2_interp.report.viewed_text import MASSES, Found, HeadValues, choose, read_again, read_study
 from lapa2_interp.runs.store import Run, load_run
 
 HERE = Path(__file__).parent

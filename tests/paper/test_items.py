@@ -32,7 +32,7 @@ from lapa2_interp.bias.recipes import RECIPES
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL
 from lapa2_interp.paper import output, reported, tables
-from lapa2_interp.paper.bench import ItemTables
+from lapa2_interp.paper.items import ItemTables
 from lapa2_interp.paper.claims import (
     Claim,
     Findings,
@@ -48,7 +48,7 @@ from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.estimates import texts_read
 from lapa2_interp.paper.output import join_item, write_item
 from lapa2_interp.paper.ratings import stored_ratings
-from lapa2_interp.paper.results import Gallery, read_gallery, results_of
+from lapa2_interp.paper.gallery import Gallery, read_gallery, results_of
 from lapa2_interp.paper.tables import ARM
 from lapa2_interp.runs import store as read
 from lapa2_interp.runs.grid import load_grid
@@ -1159,7 +1159,7 @@ def test_attention_stands_beside_the_arm_of_its_variant(monkeypatch):
     fake = Fake()
     fake.cells = cells
     monkeypatch.setattr(
-        "lapa2_interp.paper.bench.pooled", lambda mass, name: np.full((1, 2, 3), mass)
+        "lapa2_interp.paper.items.pooled", lambda mass, name: np.full((1, 2, 3), mass)
     )
     kept = made[made["variant"] != "v2"]
     _, shown = ItemTables.masses(fake, cells, kept, {"prefix": "attention"})

@@ -13,8 +13,8 @@ from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.paper import drawings
-from lapa2_interp.paper.study import PropositionStudy, as_text, draw, run_study
+from lapa2_interp.paper import proposition_plots
+from lapa2_interp.paper.proposition_study import PropositionStudy, as_text, draw, run_study
 from lapa2_interp.runs.store import load_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
@@ -99,7 +99,7 @@ def test_figures_are_drawn_from_their_tables(folder):
     assert page.count("data:image/png;base64,") == len(draw(tables))
     assert "Texts side by side" not in page
     shares = tables["synthetic_shares"]
-    for panel in drawings.regimes(shares).axes:
+    for panel in proposition_plots.regimes(shares).axes:
         part = shares[shares["alpha"] == float(panel.get_title().removeprefix("alpha = "))]
         for family, curve in part.groupby("family", sort=False):
             line = next(each for each in panel.lines if each.get_label() == family)
@@ -110,7 +110,7 @@ def test_figures_are_drawn_from_their_tables(folder):
         )
     found = next(table for name, table in tables.items() if name.endswith("predictions"))
     for panel, (_, part) in zip(
-        drawings.predictions(found).axes, found.groupby("alpha", sort=False), strict=True
+        proposition_plots.predictions(found).axes, found.groupby("alpha", sort=False), strict=True
     ):
         drawn = {each.get_label(): each.get_ydata() for each in panel.lines}
         for label, column in (

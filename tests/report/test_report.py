@@ -21,7 +21,7 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.cli.paper import report
 from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.paper.claims import Finding
-from lapa2_interp.paper.results import Gallery, results_of
+from lapa2_interp.paper.gallery import Gallery, results_of
 from lapa2_interp.report.run_page import UNIT, _forest, _scale, run_report
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess

@@ -23,8 +23,8 @@ from lapa2_interp._util.page import embedded
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.cli.app import main
-from lapa2_interp.report.packing import FLOOR, pack, precision, quantised, restored
-from lapa2_interp.report.reading import read_study
+from lapa2_interp.report.encoding import FLOOR, pack, precision, quantised, restored
+from lapa2_interp.report.viewed_text import read_study
 from lapa2_interp.report.viewer import MODULE
 from lapa2_interp.runs.store import FinishedCell
 
@@ -245,7 +245,7 @@ def test_numbers_that_are_not_finite_stay_out_of_the_page(shown):
 
 
 def test_more_attention_than_memory_is_refused(run, monkeypatch):
-    monkeypatch.setattr("lapa2_interp.report.reading.memory", lambda: 1000)
+    monkeypatch.setattr("lapa2_interp.report.viewed_text.memory", lambda: 1000)
     with pytest.raises(TraceError, match="12 steps of all heads need .* memory.*show fewer steps"):
         view(run, model=load("planted"))
 

@@ -36,7 +36,7 @@ from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model, model_card, short_context_of
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import resolve_dtype
-from lapa2_interp.paper import drawings
+from lapa2_interp.paper import proposition_plots
 from lapa2_interp.paper.propositions import (
     by_alpha,
     exponent_table,
@@ -398,29 +398,29 @@ SOURCES = {"free_": "each alpha its own texts", "": "the same texts", "long_": "
 OF_TRACES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = {
     "curves": (
         "Attention on the prefix, mean over layers and heads, {}. Dotted: C/(t+D).",
-        drawings.alpha_curves,
+        proposition_plots.alpha_curves,
     ),
     "exponents": (
         (
             "Exponents against alpha, {}. Dotted: prediction; for log A' that of the closed form at"
             " these lengths."
         ),
-        drawings.slopes_against_alpha,
+        proposition_plots.slopes_against_alpha,
     ),
     "heads": (
         "Growth of e_P/e_R in every head of the baseline (0: the predicted 1/l), {}.",
-        drawings.growth_map,
+        proposition_plots.growth_map,
     ),
     "predictions": (
         "A' predicted from the baseline by the exact law, and as measured, layer by layer, {}.",
-        drawings.predictions,
+        proposition_plots.predictions,
     ),
     "local": (
         (
             "Share of the nearest k keys in the attention outside the prefix, what LaPA2 changes of"
             " it, {}."
         ),
-        drawings.local_ratios,
+        proposition_plots.local_ratios,
     ),
 }
 """Captions and drawings of the tables of a trace."""
@@ -437,11 +437,11 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawi
                 "Three regimes under equal logits, and what other logits make of them. Lines: means"
                 " over texts; dotted: Eq. 8."
             ),
-            drawings.regimes(shares),
+            proposition_plots.regimes(shares),
         )
         found["synthetic_slopes"] = (
             "Slope on log-odds against alpha: Proposition 2 is the diagonal.",
-            drawings.slopes_against_alpha(tables["synthetic_slopes"], "family"),
+            proposition_plots.slopes_against_alpha(tables["synthetic_slopes"], "family"),
         )
     for source, what in SOURCES.items():
         for name, (caption, plot) in OF_TRACES.items():
