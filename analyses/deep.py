@@ -33,16 +33,16 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.stats import mean_interval, paired_difference
 
-sys.excepthook = in_one_line
+sys.excepthook = print_error
 ALPHA = 0.5
-bench = open_item("deep", "Attention on the prefix in texts of 8,000 tokens, head by head")
-cells = bench.cells
+item = open_item("deep", "Attention on the prefix in texts of 8,000 tokens, head by head")
+cells = item.cells
 finished = cells[cells["state"] == "finished"]
 if not len(finished):
-    raise RunError(f"{bench.run.name} has no finished cell of quick/deep; `lapa2 runs` says why")
+    raise RunError(f"{item.run.name} has no finished cell of quick/deep; `lapa2 runs` says why")
 
 # %% [markdown]
 # Reading, in float32. Kept are means over windows of l, each twice as long as the one before.
@@ -87,11 +87,11 @@ def read(model, layout, text, edges, bar):
 
 
 (name,) = finished["model"].unique()
-model = load_model(name, dtype=bench.data.dtype, device=bench.data.device)
+model = load_model(name, dtype=item.data.dtype, device=item.data.device)
 texts = [
     (key, Layout.of(model.tokenizer, cell.task.prefix(cell.attribute), made.prompt), made)
-    for key, cell in zip(finished["key"], map(bench.run.plan.get, finished["key"]), strict=True)
-    for made in bench.run.cell(key).samples.itertuples()
+    for key, cell in zip(finished["key"], map(item.run.plan.get, finished["key"]), strict=True)
+    for made in item.run.cell(key).samples.itertuples()
 ]
 edges = windows(max(layout.n_live + len(made.tokens) - 1 for _, layout, made in texts))
 rows = []
@@ -106,7 +106,7 @@ means = heads.groupby(["l_kv", "alpha", "layer", "head"], as_index=False)[
     ["share", "log_odds", "law"]
 ]
 means = means.mean()
-write_text(bench.out / "tables" / "deep.heads.csv", means.to_csv(index=False, float_format="%.6g"))
+write_text(item.out / "tables" / "deep.heads.csv", means.to_csv(index=False, float_format="%.6g"))
 
 # %% [markdown]
 # By window: the mean share over layers and heads; its slope from the window before, where -1 is
@@ -167,7 +167,7 @@ def judge(text, quantity, expected, values, against, margin=0.0, whose="ours"):
     names = prompts(values)
     other = np.broadcast_to(against, len(values))
     found = paired_difference(other, names, values.to_numpy(), names)
-    bench.note(text, quantity, expected, found, margin=margin, whose=whose)
+    item.add_difference(text, quantity, expected, found, margin=margin, whose=whose)
 
 
 for alpha, words in ((0.0, "without LaPA2"), (ALPHA, f"with LaPA2, alpha {ALPHA:g}")):
@@ -200,9 +200,9 @@ shown = shown.join(wide.round(2).reset_index(drop=True))
 at_end = means[(means["l_kv"] == last) & (means["alpha"] == 0)].nlargest(8, "share")
 best = ", ".join(f"{int(x.layer)}.{int(x.head)} {x.share:.3f}" for x in at_end.itertuples())
 notes = [
-    f"{len(texts)} texts, read in {bench.data.dtype}. Slope: of ln share against ln l, from the"
+    f"{len(texts)} texts, read in {item.data.dtype}. Slope: of ln share against ln l, from the"
     " window before; -1 is 1/l. Law left: what LaPA2 adds to the log odds of the prefix, as a part"
     f" of alpha ln(l/n), alpha {ALPHA:g}.",
     f"The heads with most attention on the prefix at l = {last} and more: {best}.",
 ]
-bench.write(table.assign(metric=table["quantity"]), notes, shown=shown)
+item.write(table.assign(metric=table["quantity"]), notes, shown=shown)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from lapa2_interp._util.errors import Lapa2Error
 from lapa2_interp.models.machine import cores
-from lapa2_interp.paper.scripts import ScriptOptions, count
+from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -62,12 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--length",
-        type=count(8),
+        type=whole_number(8),
         default=400,
         help="read the stored texts so far, in tokens (default: 400)",
     )
     parser.add_argument(
-        "--threads", type=count(), help="of the CPU (default: its cores, 4 at most)"
+        "--threads", type=whole_number(), help="of the CPU (default: its cores, 4 at most)"
     )
     options = parser.parse_args(arguments)
     if options.model == MODEL:  # which is here
@@ -206,7 +206,7 @@ def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dat
 
 
 def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
-    """The trace of a stored text under every alpha, axes of `propositions.by_alpha`; all alphas
+    """The trace of a stored text under every alpha, axes of `propositions.stack_alphas`; all alphas
     share a batch.
 
     Args:
@@ -220,7 +220,7 @@ def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
     from lapa2_interp.methods.registry import load_task
     from lapa2_interp.models.card import model_card
     from lapa2_interp.models.smollm2 import SMOLLM2
-    from lapa2_interp.paper.propositions import by_alpha
+    from lapa2_interp.paper.propositions import stack_alphas
 
     prefix = load_task("sentiment").attributes[text["attribute"]].prefix
     branch = Layout.of(model.tokenizer, prefix, text["prompt"])
@@ -235,7 +235,7 @@ def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
     alone = {
         alpha: read.isel(sample=[i]).assign_coords(sample=[0]) for i, alpha in enumerate(ALPHAS)
     }
-    return by_alpha(alone).assign_coords(prompt_text=("sample", [text["prompt"]]))
+    return stack_alphas(alone).assign_coords(prompt_text=("sample", [text["prompt"]]))
 
 
 def _open(file: Path) -> xr.Dataset:

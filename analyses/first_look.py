@@ -40,14 +40,14 @@ from lapa2_interp import (
     pooled,
 )
 from lapa2_interp._util import plots
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("One prefix, one prompt, every head.")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 torch.set_grad_enabled(False)
 model = load_model(options.model)
 print(model_card(model))

@@ -21,15 +21,15 @@ import sys
 import pandas as pd
 
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.runs.manifest import read_manifest
 
-sys.excepthook = in_one_line
-bench = open_item("prefix_types", "Prefixes used by the run's methods")
-cells = bench.run.cells
+sys.excepthook = print_error
+item = open_item("prefix_types", "Prefixes used by the run's methods")
+cells = item.run.cells
 rows = []
 for key in cells[cells["state"] == "finished"]["key"]:
-    cell, manifest = bench.run.plan[key], read_manifest(bench.run.place(key))
+    cell, manifest = item.run.plan[key], read_manifest(item.run.place(key))
     if cell.augmentation is not None and len(manifest.arms) == 1:
         for branch, prefix in manifest.branches[cell.attribute].items():
             kind = "none" if prefix is None else "hard" if isinstance(prefix, str) else "soft"
@@ -51,4 +51,4 @@ columns = ["model", "task", "method", "attribute", "branch", "type", "prefix"]
 table = pd.DataFrame(rows, columns=columns).drop_duplicates(ignore_index=True)
 
 # %%
-bench.write(table, shown=table.assign(prefix=table["prefix"].str.replace("\n", "\\n")))
+item.write(table, shown=table.assign(prefix=table["prefix"].str.replace("\n", "\\n")))

@@ -34,19 +34,19 @@ from lapa2_interp._util.progress import format_duration
 from lapa2_interp.cli.app import main as lapa2
 from lapa2_interp.paper.claims import (
     MARGINS,
-    Findings,
-    counted_once,
+    ItemClaims,
+    count_verdicts,
     deciding_p_values,
-    disputed,
+    format_claims,
     read_claims,
-    shown_claims,
-    tally,
+    summarize_disagreement,
+    unique_comparisons,
 )
 from lapa2_interp.paper.estimates import scoring_seconds
-from lapa2_interp.paper.output import join_item
+from lapa2_interp.paper.gallery import gallery_run, read_gallery
+from lapa2_interp.paper.output import merge_item
 from lapa2_interp.paper.power import required_prompts
-from lapa2_interp.paper.gallery import read_gallery, results_of
-from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, print_error, whole_number
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
 from lapa2_interp.runs.store import load_run
 
@@ -120,7 +120,7 @@ def collect_verdicts(tables: Path) -> pd.DataFrame:
     surest first, those of the paper apart from ours."""
     files = [tables / f"{item}.claims.csv" for item in ITEMS]
     frames = [found for file in files if file.is_file() and len(found := read_claims(file))]
-    claims = pd.concat([Findings("").frame(), *frames], ignore_index=True)
+    claims = pd.concat([ItemClaims("").frame(), *frames], ignore_index=True)
     tables.mkdir(exist_ok=True)  # every script may have failed
     claims.to_csv(tables / "verdicts.csv", index=False, float_format="%.6g")
     pages = [
@@ -135,7 +135,7 @@ def collect_verdicts(tables: Path) -> pd.DataFrame:
 
 def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """One page of effects: each comparison once, by its corrected p; and what stands under it."""
-    once = counted_once(claims)
+    once = unique_comparisons(claims)
     items = claims[claims["compared"] != ""].groupby("compared")["item"].unique()
     once = once.assign(
         items=[
@@ -145,7 +145,7 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     )
     surest = deciding_p_values(once).sort_values(["holm", "p"], kind="stable").index
     once = once.loc[surest]
-    shown = shown_claims(once)
+    shown = format_claims(once)
     shown.insert(1, "item", once["items"])
     needed = required_prompts(claims).reindex(once.index).where(once["verdict"] == "inconclusive")
     shown.insert(
@@ -155,9 +155,9 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     )
     return shown, [
         (
-            f"{tally(claims)}. 95 % intervals, paired on prompts. Verdicts hold after Holm's"
-            f" correction of p over an item's claims; {tally(claims, 'raw')} without it."
-            f" {disputed(claims)}"
+            f"{count_verdicts(claims)}. 95 % intervals, paired on prompts. Verdicts hold after"
+            f" Holm's correction of p over an item's claims; {count_verdicts(claims, 'raw')}"
+            f" without it. {summarize_disagreement(claims)}"
         ),
         (
             "no difference: smaller than "
@@ -233,11 +233,11 @@ def main() -> int:
         "--no-sweep", action="store_true", help="take the run as it is; tables show what is missing"
     )
     parser.add_argument("--engine", choices=("local", "ray"), help="of `lapa2 sweep`")
-    parser.add_argument("--workers", type=count(), help="of `lapa2 sweep`")
+    parser.add_argument("--workers", type=whole_number(), help="of `lapa2 sweep`")
     parser.add_argument("--address", help="of `lapa2 sweep`")
     add_scoring(parser, None, None)
-    sys.excepthook = in_one_line
-    options = parser.read()
+    sys.excepthook = print_error
+    options = parser.parse()
     for name in ("grids", "engine", "workers", "address"):
         if options.no_sweep and getattr(options, name):
             parser.error(f"--{name} belongs to a sweep, and --no-sweep makes none; leave one out")
@@ -290,16 +290,16 @@ def main() -> int:
                 left_out.append(item)
                 break
     own = [item for item in items if item not in left_out]
-    made = results_of(load_run(out), out / "tables", own)
+    made = gallery_run(load_run(out), out / "tables", own)
     if options.beside:
         take_beside(options.beside, out, own)
         for item in own:
-            if item in JOINED and join_item(item, options.beside / "tables", out / "tables"):
+            if item in JOINED and merge_item(item, options.beside / "tables", out / "tables"):
                 file = HERE.parent / "figures" / f"{item}.py"
                 if file.is_file() and (problem := run_script(file, str(out))):
                     failed[f"figures/{file.name}"] = problem
     claims = collect_verdicts(out / "tables")
-    gallery = read_gallery(options.beside or out / "none").besides(made)
+    gallery = read_gallery(options.beside or out / "none").with_run(made)
     write_text(out / "results.json", gallery.model_dump_json(indent=1) + "\n")
     lapa2(["report", str(out)])
     for name, problem in failed.items():
@@ -310,7 +310,7 @@ def main() -> int:
     print(f"\n{done} of {len(items)} items")
     for whose, title in TITLES.items():
         if len(part := claims[claims["whose"] == whose]):
-            print(f"{title}: {tally(part)}. {disputed(part)}".rstrip())
+            print(f"{title}: {count_verdicts(part)}. {summarize_disagreement(part)}".rstrip())
     print(f"tables, figures and report.html in {out}")
     return int(bool(failed or stopped))
 

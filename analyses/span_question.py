@@ -54,8 +54,8 @@ from lapa2_interp._util.errors import LayoutError, RunError
 from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.models.machine import Dtype, tell_if_slow
-from lapa2_interp.paper.equal_perplexity import at_perplexity, interval
-from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
+from lapa2_interp.paper.equal_perplexity import interpolate_at_cost, resampled_interval
+from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.sweep import sweep
@@ -74,15 +74,15 @@ parser.add_argument(
 )
 parser.add_argument(
     "--samples",
-    type=count(),
+    type=whole_number(),
     default=40,
     help="texts per prompt and attribute; 77 show 4 points of accuracy",
 )
 parser.add_argument(
-    "--prompts", type=count(2, 15), default=15, help="of the paper's 15 sentiment prompts"
+    "--prompts", type=whole_number(2, 15), default=15, help="of the paper's 15 sentiment prompts"
 )
 parser.add_argument(
-    "--length", type=count(), default=64, help="tokens of a text, its prompt included"
+    "--length", type=whole_number(), default=64, help="tokens of a text, its prompt included"
 )
 parser.add_argument(
     "--dtype",
@@ -95,12 +95,12 @@ parser.add_argument(
 )
 parser.add_argument(
     "--perplexity",
-    type=count(),
+    type=whole_number(),
     default=10,
     help="texts per prompt and attribute whose perplexity is measured",
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 tell_if_slow(options.dtype)
 
 # %% [markdown]
@@ -300,8 +300,8 @@ def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     x, y = (mean_of(each.to_numpy()[picks]) for each in (mass, value))  # draw arm
     on_curve, off = (mass.columns.get_indexer(names) for names in (curve, others))
     xs, ys = x[:, on_curve], y[:, on_curve, None]
-    at = [at_perplexity(xs, ys, x[:, arm])[:, 0] for arm in off]  # beyond the curve: NaN
-    found, low, high = interval(y[:, off] - np.stack(at, axis=1), len(mass))
+    at = [interpolate_at_cost(xs, ys, x[:, arm])[:, 0] for arm in off]  # beyond the curve: NaN
+    found, low, high = resampled_interval(y[:, off] - np.stack(at, axis=1), len(mass))
     return pd.DataFrame(
         {"arm": others, "metric": metric, "above the curve": found, "low": low, "high": high}
     )

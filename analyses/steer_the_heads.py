@@ -38,16 +38,21 @@ from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import control
 from lapa2_interp.circuits.selection import select
 from lapa2_interp.models.planted import planted
-from lapa2_interp.paper.equal_perplexity import BASELINE, Arms, interval, judged
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.equal_perplexity import (
+    BASELINE,
+    SteeringCurves,
+    add_verdicts,
+    resampled_interval,
+)
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 from lapa2_interp.stats import paired_difference
 
 parser = ScriptOptions("Chosen heads and tokens, and other ways to steer, at equal cost.")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 
 # %% [markdown]
 # ## A model whose answer is known
@@ -238,7 +243,7 @@ texts = pd.concat([alone, *(measured(arms).assign(family=way) for way, arms in w
 # %%
 RATIO = 1.1
 quantities = ["js", "lex", "mass"]
-made = Arms(texts, quantities, resamples=20_000)  # enough for p-values after correction
+made = SteeringCurves(texts, quantities, resamples=20_000)  # enough for p-values after correction
 base = made.arms.get_loc((BASELINE, 0.0))
 gained = made.means - made.means[:, [base]]  # resample arm quantity; the first is ln perplexity
 values = {"cost": np.exp(gained[..., 0])}
@@ -246,7 +251,7 @@ for i, name in enumerate(quantities, 1):
     values |= {name: made.means[..., i], f"{name} gained": gained[..., i]}
 estimates = {
     name: pd.DataFrame(
-        np.stack(interval(each, made.prompts), 1), made.arms, ["mean", "low", "high"]
+        np.stack(resampled_interval(each, made.prompts), 1), made.arms, ["mean", "low", "high"]
     )
     for name, each in values.items()
 }
@@ -291,8 +296,8 @@ table.loc[[BASELINE, *ways], ["mass", "js", "lex", "cost"]]
 # corrected for the number of ways.
 
 # %%
-compared = made.compared("lapa2", [RATIO]).query("metric != 'mass'")
-equal = judged(compared, "lapa2").drop(columns=["ratio", "perplexity", "prompts"])
+compared = made.compare("lapa2", [RATIO]).query("metric != 'mass'")
+equal = add_verdicts(compared, "lapa2").drop(columns=["ratio", "perplexity", "prompts"])
 equal.sort_values(["metric", "value"], ascending=[True, False]).round(4)
 
 # %%
@@ -345,7 +350,7 @@ for name in ("mass", "js", "lex", "nll"):
 
 # At the cost of the prefix alone every curve is at the prefix alone.
 for way in ways:
-    assert np.allclose(made.at(way, 1.0)[0][0], made.means[0, base, 1:]), way
+    assert np.allclose(made.values_at(way, 1.0)[0][0], made.means[0, base, 1:]), way
 assert (estimates["js"]["high"] <= np.log(2) + 1e-6).all()
 for each in estimates.values():
     assert (each["low"] <= each["mean"] + 1e-9).all()

@@ -26,14 +26,14 @@ from lapa2_interp import load_model, load_task
 from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.selection import select
 from lapa2_interp.models.planted import planted
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Why control fades: does it come back when the attention does?")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 
 # %% [markdown]
 # ## Two models whose answer is known

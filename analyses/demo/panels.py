@@ -60,7 +60,7 @@ def measure(out: Path, grid: Grid) -> Measured:
     """Score the run's texts and judge the claims on synthetic logits; what was measured before is
     read."""
     from lapa2_interp.bias.synthetic import draw_log_odds, lengths_up_to
-    from lapa2_interp.paper.propositions import synthetic_verdicts
+    from lapa2_interp.paper.synthetic_propositions import synthetic_verdicts
     from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
 
     keys = [cell.key for cell in grid.cells]
@@ -235,9 +235,9 @@ def _image(drawing: plots.Drawing) -> str:
 
 def decay(grid: Grid, traces: xr.Dataset) -> Panel:
     """Prefix attention against l, with fitted exponents."""
-    from lapa2_interp.paper.propositions import exponent_table, pooled_table
+    from lapa2_interp.paper.propositions import decay_curve_table, exponent_table
 
-    curve, exponents = pooled_table(traces), exponent_table(traces)
+    curve, exponents = decay_curve_table(traces), exponent_table(traces)
     n = int(curve["texts"].iloc[0])
     rows, found = [], []
     for alpha, line in curve.groupby("alpha"):
@@ -299,10 +299,10 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
 def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-    from lapa2_interp.paper.propositions import curves
+    from lapa2_interp.paper.propositions import prefix_curves
 
-    pooled = curves(traces, pooled=True)
-    ratio = (pooled.odds[pooled.base] + pooled.log_rest).mean(1, keepdims=True)
+    pooled = prefix_curves(traces, pooled=True)
+    ratio = (pooled.odds[pooled.baseline] + pooled.log_rest).mean(1, keepdims=True)
     figure = plots.Drawing(figsize=(WIDTH, 4.3), layout="constrained", dpi=150)
     axes = figure.subplots()
     for alpha, line in curve.groupby("alpha"):
@@ -437,7 +437,7 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
 def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     """The same prompt's texts under the arms that act on all layers, side by side."""
     from lapa2_interp.models.load import load_tokenizer
-    from lapa2_interp.report.run_page import UNIT, colour_top, text_column
+    from lapa2_interp.report.run_page import MASS_UNIT, colour_top, text_column
 
     cell = grid.cells[0]
     tokenizer, prompts = load_tokenizer(cell.model), cell.task.prompts.texts
@@ -456,7 +456,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     for i, prompt in enumerate(prompts):
         for attribute in attributes:
             made = [
-                _coloured(columns[attribute, arm]["texts"][i], top, UNIT) | {"arm": shown(arm)}
+                _coloured(columns[attribute, arm]["texts"][i], top, MASS_UNIT) | {"arm": shown(arm)}
                 for arm in names
             ]
             prefix = cell.task.attributes[attribute].prefix
@@ -482,7 +482,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         for arm in names
     }
     found = ", ".join(
-        f"{100 * mean * UNIT:.1f} % {'at ' * (arm != '0')}{shown(arm)}"
+        f"{100 * mean * MASS_UNIT:.1f} % {'at ' * (arm != '0')}{shown(arm)}"
         for arm, mean in means.items()
     )
     model = cell.model
@@ -498,7 +498,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         data={
             "groups": [group for group in groups if group["open"]],
             "folded": [group for group in groups if not group["open"]],
-            "ends": ["0 %", f"{100 * top * UNIT:.0f} % or more"],
+            "ends": ["0 %", f"{100 * top * MASS_UNIT:.0f} % or more"],
         },
     )
 
@@ -647,12 +647,12 @@ SIGNS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "
 
 def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     """The propositions on synthetic logits and on the stored texts."""
+    from lapa2_interp.paper.proposition_study import verdict_page_table
     from lapa2_interp.paper.propositions import trace_verdicts
-    from lapa2_interp.paper.proposition_study import shown_verdicts
 
     cell = grid.cells[0]
     real = trace_verdicts(traces, f"{cell.model}, the same texts", dtype=cell.dtype)
-    drawn = shown_verdicts(measured.synthetic).assign(
+    drawn = verdict_page_table(measured.synthetic).assign(
         family=measured.synthetic["where"].str.removeprefix("synthetic: ").to_numpy()
     )
     claims = list(dict.fromkeys(drawn["claim"]))
@@ -663,7 +663,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     synthetic = [
         [family, *(str(marks.loc[family, claim]) for claim in claims)] for family in families
     ]
-    seen = shown_verdicts(real)
+    seen = verdict_page_table(real)
     rows = [
         [
             f"{SIGNS[row['verdict']]} {row['verdict']}",

@@ -18,7 +18,7 @@ from typing import Any
 from panels import machine
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp.paper.scripts import ScriptOptions, count
+from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.manifest import Manifest, read_manifest
 from lapa2_interp.runs.store import load_run
 
@@ -94,8 +94,8 @@ def main() -> None:
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("texts", "examples"))
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--n", type=count(), default=4, help="how many texts to store")
-    options = parser.read()
+    parser.add_argument("--n", type=whole_number(), default=4, help="how many texts to store")
+    options = parser.parse()
     data = texts(options.runs, options.n) if options.what == "texts" else examples(options.runs[0])
     file = HERE / f"{options.what}.json"
     file.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

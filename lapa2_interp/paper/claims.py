@@ -37,15 +37,15 @@ VERDICTS = (
     "inconclusive",
     "missing",
 )
-"""Verdicts in the order of a tally. Of claims of ours, two read in other words (`OUR_WORDS`)."""
-OUR_WORDS = {
+"""Verdicts in the order of a tally. Of claims of ours, two read in other words (`OUR_VERDICTS`)."""
+OUR_VERDICTS = {
     "as in the paper": "as expected",
     "against the paper": "against what was expected",
 }
 Whose = Literal["paper", "ours"]
 Relation = Literal["more", "less", "same"]
-NONE = float("nan")
-SURE = 0.05
+NAN = float("nan")
+LEVEL = 0.05
 """Level of verdicts, before and after Holm's correction."""
 MARGINS = {"acc": 5.0, "tox": 2.0, "ppl": 2.0}
 """Differences, in the metric's unit, that do not matter: stated before the runs that use them."""
@@ -82,7 +82,9 @@ class Claim:
         return "against the paper" if high < least or low > most else "inconclusive"
 
 
-def judge(relation: Relation, low: float, high: float, p: float, p_within: float) -> Verdict:
+def difference_verdict(
+    relation: Relation, low: float, high: float, p: float, p_within: float
+) -> Verdict:
     """The verdict on a difference.
 
     "more" and "less" claim its sign. Where the sign is not known, a difference that is shown to be
@@ -95,12 +97,12 @@ def judge(relation: Relation, low: float, high: float, p: float, p_within: float
         p_within: Of the test that it is smaller than the margin; NaN without one.
     """
     if relation == "same":
-        side: Verdict = "against the paper" if p < SURE else "inconclusive"
-        return "as in the paper" if p_within < SURE else side
+        side: Verdict = "against the paper" if p < LEVEL else "inconclusive"
+        return "as in the paper" if p_within < LEVEL else side
     side = Claim("", "", relation).verdict(low, high)
-    if side != "inconclusive" and p < SURE:
+    if side != "inconclusive" and p < LEVEL:
         return side
-    return "no difference" if p_within < SURE else "inconclusive"
+    return "no difference" if p_within < LEVEL else "inconclusive"
 
 
 def p_values(relation: Relation, found: Difference, margin: float) -> tuple[float, float]:
@@ -110,11 +112,11 @@ def p_values(relation: Relation, found: Difference, margin: float) -> tuple[floa
         margin: Differences that do not matter; 0 where all do.
     """
     p = found.p_beyond(margin) if relation == "same" else found.p
-    return p, found.p_within(margin) if margin else NONE
+    return p, found.p_within(margin) if margin else NAN
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimResult:
     """A claim of an item, and what this run says about it: a row of ITEM.claims.csv.
 
     Attributes:
@@ -125,7 +127,7 @@ class Finding:
         p, p_within: Of the tests that a difference is there, and that it is too small to matter
             (`judge`).
         detectable: The smallest difference these texts could have shown.
-        verdict: After Holm's correction, where `Findings.frame` gave it.
+        verdict: After Holm's correction, where `ItemClaims.frame` gave it.
         prompts: Independent clusters.
         second, second_here, second_low, second_high, second_verdict: Another scorer of the metric,
             and what its numbers say, not corrected; empty where there is none.
@@ -139,7 +141,7 @@ class Finding:
         compared: Equal where one test is made of the same texts by the same number; "" where not
             known.
         whose: "paper", or "ours": what we expect and the paper does not say. Verdicts on it are
-            worded by `OUR_WORDS` in tables (`Findings.frame`).
+            worded by `OUR_VERDICTS` in tables (`ItemClaims.frame`).
     """
 
     item: str
@@ -155,35 +157,35 @@ class Finding:
     verdict: Verdict
     prompts: int
     second: str = ""
-    second_here: float = NONE
-    second_low: float = NONE
-    second_high: float = NONE
+    second_here: float = NAN
+    second_low: float = NAN
+    second_high: float = NAN
     second_verdict: Verdict | Literal[""] = ""
     margin: float = 0.0
-    p_within: float = NONE
-    holm: float = NONE
-    holm_within: float = NONE
+    p_within: float = NAN
+    holm: float = NAN
+    holm_within: float = NAN
     raw: Verdict | Literal[""] = ""
     scorer: str = ""
     task: str = ""
     method: str = ""
     grids: str = ""
-    error: float = NONE
-    texts: float = NONE
-    noise: float = NONE
+    error: float = NAN
+    texts: float = NAN
+    noise: float = NAN
     compared: str = ""
     whose: Whose = "paper"
 
     @classmethod
-    def of(
+    def from_difference(
         cls,
         item: str,
         claim: Claim,
         found: Difference | None,
-        paper: float = NONE,
+        paper: float = NAN,
         second: tuple[str, Difference] | None = None,
         **facts: Any,
-    ) -> Finding:
+    ) -> ClaimResult:
         """Judge a claim.
 
         Args:
@@ -193,10 +195,10 @@ class Finding:
         """
         told = (item, claim.text, claim.quantity, claim.relation, paper)
         if found is None:
-            none = cls(*told, NONE, NONE, NONE, NONE, NONE, "missing", 0, raw="missing")
+            none = cls(*told, NAN, NAN, NAN, NAN, NAN, "missing", 0, raw="missing")
             return replace(none, margin=claim.margin, **facts)
         p, p_within = p_values(claim.relation, found, claim.margin)
-        verdict = judge(claim.relation, found.low, found.high, p, p_within)
+        verdict = difference_verdict(claim.relation, found.low, found.high, p, p_within)
         made = cls(
             *told,
             found.mean,
@@ -218,7 +220,7 @@ class Finding:
             return made
         name, other = second
         tests = p_values(claim.relation, other, claim.margin)
-        said = judge(claim.relation, other.low, other.high, *tests)
+        said = difference_verdict(claim.relation, other.low, other.high, *tests)
         return replace(
             made,
             second=name,
@@ -230,14 +232,14 @@ class Finding:
 
 
 @dataclass
-class Findings:
+class ItemClaims:
     """The findings of an item, in the order its claims were judged."""
 
     item: str
     grids: tuple[str, ...] = ()
-    rows: list[Finding] = field(default_factory=list)
+    rows: list[ClaimResult] = field(default_factory=list)
 
-    def claim(
+    def add_claim(
         self,
         text: str,
         scores: pd.DataFrame,
@@ -245,7 +247,7 @@ class Findings:
         after: Mapping[str, Any],
         metric: str,
         expected: Relation,
-        paper: float = NONE,
+        paper: float = NAN,
         margin: float | None = None,
         whose: Whose = "paper",
     ) -> None:
@@ -262,12 +264,14 @@ class Findings:
         """
         if margin is None:
             margin = MARGINS.get(metric, 0.0)
-        found = compare(scores, before, after, metric)
-        second = by_other(scores, before, after, metric)
+        found = compare_arms(scores, before, after, metric)
+        second = compare_by_second_scorer(scores, before, after, metric)
         facts = _facts(scores, before, after, metric, f"{expected} {margin:g}")
-        self.note(text, metric, expected, found, paper, margin, second, whose=whose, **facts)
+        self.add_difference(
+            text, metric, expected, found, paper, margin, second, whose=whose, **facts
+        )
 
-    def as_reported(
+    def add_reported_claim(
         self,
         text: str,
         scores: pd.DataFrame,
@@ -288,15 +292,15 @@ class Findings:
             text = text.format(
                 more="more" if gap > 0 else "less", raises="raises" if gap > 0 else "lowers"
             )
-            self.claim(text, scores, before, after, metric, "more" if gap > 0 else "less", gap)
+            self.add_claim(text, scores, before, after, metric, "more" if gap > 0 else "less", gap)
 
-    def note(
+    def add_difference(
         self,
         text: str,
         metric: str,
         expected: Relation,
         found: Difference | None,
-        paper: float = NONE,
+        paper: float = NAN,
         margin: float = 0.0,
         second: tuple[str, Difference] | None = None,
         **facts: Any,
@@ -305,7 +309,9 @@ class Findings:
         compare. `second`: another scorer of the metric, and the difference in its numbers."""
         claim = Claim(text, metric, expected, margin)
         facts["grids"] = " ".join(self.grids)
-        self.rows.append(Finding.of(self.item, claim, found, paper, second, **facts))
+        self.rows.append(
+            ClaimResult.from_difference(self.item, claim, found, paper, second, **facts)
+        )
 
     def frame(self) -> pd.DataFrame:
         """One row per finding. Verdicts are corrected for the number of the item's claims, the
@@ -321,16 +327,16 @@ class Findings:
             small |= _corrected({key: row.p_within for key, row in own.items() if row.margin})
         rows = []
         for key, row in zip(keys, self.rows, strict=True):
-            both = there[key], small.get(key, NONE)
+            both = there[key], small.get(key, NAN)
             verdict = row.raw
             if verdict != "missing":
-                verdict = judge(row.expected, row.low, row.high, *both)
+                verdict = difference_verdict(row.expected, row.low, row.high, *both)
             told: dict[str, str] = {"verdict": verdict, "raw": row.raw}
             told["second_verdict"] = row.second_verdict
             if row.whose == "ours":
-                told = {name: OUR_WORDS.get(said, said) for name, said in told.items()}
+                told = {name: OUR_VERDICTS.get(said, said) for name, said in told.items()}
             rows.append(vars(row) | {"holm": both[0], "holm_within": both[1], **told})
-        return pd.DataFrame(rows, columns=list(Finding.__dataclass_fields__))
+        return pd.DataFrame(rows, columns=list(ClaimResult.__dataclass_fields__))
 
 
 def _corrected(p: Mapping[tuple[Whose, str], float]) -> dict[tuple[Whose, str], float]:
@@ -338,7 +344,7 @@ def _corrected(p: Mapping[tuple[Whose, str], float]) -> dict[tuple[Whose, str], 
     return dict(zip(p, map(float, holm(list(p.values()))), strict=True))
 
 
-def compare(
+def compare_arms(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> Difference | None:
     """after - before, as `paired` says."""
@@ -348,7 +354,7 @@ def compare(
 def _sides(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    one, two = (rows_with(scores, {**side, "metric": metric}) for side in (before, after))
+    one, two = (select_rows(scores, {**side, "metric": metric}) for side in (before, after))
     return one[one["value"].notna()], two[two["value"].notna()]
 
 
@@ -359,7 +365,7 @@ def _facts(
     metric: str,
     test: str,
 ) -> dict[str, str]:
-    """What a claim compares: the fields scorer, task, method, compared of `Finding`.
+    """What a claim compares: the fields scorer, task, method, compared of `ClaimResult`.
 
     Texts are told by their cell, prompt and sample, and numbers by their scorer: the last digits
     of a number differ between machines.
@@ -382,7 +388,7 @@ def _facts(
     return facts
 
 
-def counted_once(claims: pd.DataFrame) -> pd.DataFrame:
+def unique_comparisons(claims: pd.DataFrame) -> pd.DataFrame:
     """The rows of claims, each comparison of the paper and each of ours once. Where several items
     make it, they correct for different numbers of claims: the row with the largest corrected p
     counts."""
@@ -405,19 +411,19 @@ def deciding_p_values(claims: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def by_other(
+def compare_by_second_scorer(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> tuple[str, Difference] | None:
     """As `compare`, by the metric's second scorer: its name, and the difference."""
     for name in dict.fromkeys(map(str, scores["metric"])):
         if name != metric and plain(name) == metric:
-            found = compare(scores, before, after, name)
+            found = compare_arms(scores, before, after, name)
             if found is not None:
                 return other_scorer(name), found
     return None
 
 
-def rows_with(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
+def select_rows(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
     """The rows whose columns have these values (a list: one of them)."""
     chosen = pd.Series(True, index=table.index)
     for column, value in wanted.items():
@@ -425,26 +431,26 @@ def rows_with(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
     return table[chosen]
 
 
-WORDS = ("item", "claim", "metric", "expected", "verdict", "raw", "second", "second_verdict",
+TEXT_COLUMNS = ("item", "claim", "metric", "expected", "verdict", "raw", "second", "second_verdict",
          "scorer", "task", "method", "grids", "compared", "whose")  # fmt: skip
 """Columns of a table of claims that are no numbers."""
 
 
 def read_claims(file: Path) -> pd.DataFrame:
-    """A table of claims as `Findings.frame` gave it.
+    """A table of claims as `ItemClaims.frame` gave it.
 
     Raises:
         RunError: The file is no such table, or one of another version of the package.
     """
-    numbers = [name for name in Finding.__dataclass_fields__ if name not in WORDS]
+    numbers = [name for name in ClaimResult.__dataclass_fields__ if name not in TEXT_COLUMNS]
     try:
         check_file(file)
         found = pd.read_csv(
             file, keep_default_na=False, na_values=["", "nan"], dtype={"compared": str}
         )
-        if missing := [name for name in Finding.__dataclass_fields__ if name not in found]:
+        if missing := [name for name in ClaimResult.__dataclass_fields__ if name not in found]:
             raise ValueError(f"no column {', '.join(missing)}")
-        words = {name: found[name].astype(object).fillna("") for name in WORDS}
+        words = {name: found[name].astype(object).fillna("") for name in TEXT_COLUMNS}
         return found.assign(**words, **found[numbers].astype(float)).astype({"prompts": int})
     except (OSError, ValueError) as error:
         raise RunError(
@@ -453,15 +459,15 @@ def read_claims(file: Path) -> pd.DataFrame:
         ) from error
 
 
-def disputed(claims: pd.DataFrame) -> str:
+def summarize_disagreement(claims: pd.DataFrame) -> str:
     """How many claims have another verdict by their second scorer, in words; "" where no claim has
     one."""
-    once = counted_once(claims)
+    once = unique_comparisons(claims)
     both = once[(once["second"] != "") & (once["raw"] != "missing")]
     if not len(both):
         return ""
     others = both[both["raw"] != both["second_verdict"]]
-    sides = (*OUR_WORDS, *OUR_WORDS.values())
+    sides = (*OUR_VERDICTS, *OUR_VERDICTS.values())
     opposite = (others["raw"].isin(sides) & others["second_verdict"].isin(sides)).sum()
     return (
         f"Of {pluralize(len(both), 'claim')} with two scorers, {len(others)} have another verdict"
@@ -469,17 +475,17 @@ def disputed(claims: pd.DataFrame) -> str:
     )
 
 
-def tally(claims: pd.DataFrame, column: str = "verdict") -> str:
+def count_verdicts(claims: pd.DataFrame, column: str = "verdict") -> str:
     """How many of these claims have which verdict, each comparison counted once, in words.
 
     Args:
         column: verdict, or raw: without correction.
     """
-    numbers = counted_once(claims)[column].value_counts()
+    numbers = unique_comparisons(claims)[column].value_counts()
     return ", ".join(f"{numbers[each]} {each}" for each in VERDICTS if each in numbers)
 
 
-def shown_claims(claims: pd.DataFrame) -> pd.DataFrame:
+def format_claims(claims: pd.DataFrame) -> pd.DataFrame:
     """Claims for reading."""
     rows = [dict(zip(claims.columns, row, strict=True)) for row in claims.to_numpy(dtype=object)]
     here = ["" if pd.isna(row["here"]) else _range(row) for row in rows]
@@ -492,18 +498,18 @@ def shown_claims(claims: pd.DataFrame) -> pd.DataFrame:
     n = claims["texts"] * claims["prompts"]
     shown["texts"] = ["" if pd.isna(each) else f"{each:.0f}" for each in n]
     shown["prompts"] = claims["prompts"]
-    shown["scorer"] = claims["scorer"].map(short_name)
+    shown["scorer"] = claims["scorer"].map(scorer_kind)
     if (claims["second"] != "").any():
-        shown["second scorer"] = [disagreement(row) for row in rows]
+        shown["second scorer"] = [second_scorer_verdict(row) for row in rows]
     return shown
 
 
-def short_name(scorer: str) -> str:
+def scorer_kind(scorer: str) -> str:
     """What a scorer reads with: "adapter" of "accuracy (adapter sentiment 0123456789ab)"."""
     return scorer.partition(" (")[2].split(" ")[0].strip("(),")
 
 
-def disagreement(row: Mapping[str, Any]) -> str:
+def second_scorer_verdict(row: Mapping[str, Any]) -> str:
     """What a claim's second scorer says: "" where there is none, "agrees", or its own verdict."""
     if row["second"] == "":
         return ""

@@ -17,10 +17,10 @@ from lapa2_interp._util.errors import NoGridError, RunError, ScoringError
 from lapa2_interp.attention.tables import branch_name
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.models.load import reading_tokenizer
-from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, samples_read
-from lapa2_interp.paper.reported import METRICS
-from lapa2_interp.paper.scripts import USUAL
-from lapa2_interp.paper.tables import ARM, KEYS
+from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, perplexity_samples
+from lapa2_interp.paper.reported import PAPER_METRICS
+from lapa2_interp.paper.scripts import DEFAULT_SCORERS
+from lapa2_interp.paper.tables import ARM_COLUMNS, ROW_COLUMNS
 from lapa2_interp.runs.store import Run, each_once
 from lapa2_interp.runs.texts import at_lengths, in_parts
 from lapa2_interp.scoring.named import Options, make_scorer, score_by
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-OF_ACCURACY = ("masked", "echo", "repetition")
+BESIDE_ACCURACY = ("masked", "echo", "repetition")
 """What stands beside the accuracies of an item, where it was asked for."""
 
 
@@ -53,7 +53,7 @@ class ItemData:
     run: Run
     item: str
     grids: tuple[str, ...]
-    scorers: tuple[str, ...] = chosen_scorers((), USUAL)
+    scorers: tuple[str, ...] = chosen_scorers((), DEFAULT_SCORERS)
     perplexity_texts: int = PERPLEXITY_TEXTS
     device: str | None = None
     dtype: str = "float32"
@@ -80,7 +80,9 @@ class ItemData:
         # Half an arm would be compared with a whole one: it counts when all its attributes are
         # there.
         whole = (
-            (found["state"] == "finished").groupby([found[name] for name in ARM]).transform("all")
+            (found["state"] == "finished")
+            .groupby([found[name] for name in ARM_COLUMNS])
+            .transform("all")
         )
         return found.assign(
             state=found["state"].where(whole | (found["state"] != "finished"), "incomplete")
@@ -143,7 +145,7 @@ class ItemData:
                         frames.append(found[found["metric"].map(plain) == name])
         if not frames:
             return pd.DataFrame(
-                columns=[*KEYS, "cell", "prompt", "metric", "value", "skipped", "scorer"]
+                columns=[*ROW_COLUMNS, "cell", "prompt", "metric", "value", "skipped", "scorer"]
             )
         table = pd.concat(frames, ignore_index=True)
         # Tables are cut up many hundred times, which takes Arrow's strings longer than objects.
@@ -151,14 +153,16 @@ class ItemData:
         table = table.astype(dict.fromkeys(words, object))
         names = table["metric"].map(plain)
         return table.assign(
-            value=table["value"] * names.map(lambda name: METRICS[name][1]),
+            value=table["value"] * names.map(lambda name: PAPER_METRICS[name][1]),
             metric=[
-                METRICS[name][0] + metric.removeprefix(name)
+                PAPER_METRICS[name][0] + metric.removeprefix(name)
                 for name, metric in zip(names, table["metric"], strict=True)
             ],
         )
 
-    def numbers(self, group: pd.DataFrame, samples: pd.DataFrame, metric: str) -> pd.DataFrame:
+    def scorer_numbers(
+        self, group: pd.DataFrame, samples: pd.DataFrame, metric: str
+    ) -> pd.DataFrame:
         """Every number that a metric's first scorer gives texts: `scoring.run_scorer`.
 
         Args:
@@ -183,7 +187,7 @@ class ItemData:
             of, name, _ = split_scorer(each)
             if of in ("", task):
                 by_name.setdefault(name, []).append(each.removeprefix(f"{of}:"))
-        beside = [name for name in OF_ACCURACY if name in by_name and control == "accuracy"]
+        beside = [name for name in BESIDE_ACCURACY if name in by_name and control == "accuracy"]
         names = list(metrics or (control, *beside, "perplexity"))
         if missing := [name for name in names if name not in by_name]:
             raise ScoringError(
@@ -209,8 +213,8 @@ class ItemData:
     def _few(self, samples: pd.DataFrame) -> pd.DataFrame:
         """The first samples of every prompt, as many as make about `perplexity_texts` an arm."""
         first = (samples["prompt"] + "\0" + samples["attribute"]).astype(object)
-        firsts = first.groupby([samples[name] for name in ARM]).transform("nunique")
-        kept = {n: samples_read(int(n), self.perplexity_texts) for n in firsts.unique()}
+        firsts = first.groupby([samples[name] for name in ARM_COLUMNS]).transform("nunique")
+        kept = {n: perplexity_samples(int(n), self.perplexity_texts) for n in firsts.unique()}
         return samples[samples["sample"] < firsts.map(kept)]
 
     def _options(self, group: pd.DataFrame) -> Options:
@@ -218,7 +222,7 @@ class ItemData:
         task, own = self.run.plan[first].task, self.run.manifest(first).model
         return Options(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
 
-    def curves(
+    def arm_traces(
         self, cells: pd.DataFrame
     ) -> Iterable[tuple[dict[str, Any], xr.Dataset, pd.DataFrame]]:
         """Traces of finished cells, those of one arm (all its attributes) together: its columns,
@@ -226,7 +230,7 @@ class ItemData:
 
         The trace has only the branch behind the steered attribute's prefix.
         """
-        for values, group in cells[cells["state"] == "finished"].groupby(ARM, sort=False):
+        for values, group in cells[cells["state"] == "finished"].groupby(ARM_COLUMNS, sort=False):
             runs = [self.run.cell(key) for key in group["key"]]
             found = [run.trace for run in runs if run.trace is not None]
             traces = [
@@ -235,15 +239,19 @@ class ItemData:
             ]
             if traces:
                 samples = pd.concat([run.samples for run in runs], ignore_index=True)
-                yield dict(zip(ARM, values, strict=True)), join_traces(traces, samples), samples
+                yield (
+                    dict(zip(ARM_COLUMNS, values, strict=True)),
+                    join_traces(traces, samples),
+                    samples,
+                )
 
-    def steps(
+    def step_curves(
         self, cells: pd.DataFrame, make: Callable[[xr.Dataset, pd.DataFrame], pd.DataFrame]
     ) -> pd.DataFrame:
         """What `make` reads from every arm's trace at the first 16 steps and every fourth after,
         with the arm's columns."""
         frames = []
-        for arm, trace, samples in self.curves(cells):
+        for arm, trace, samples in self.arm_traces(cells):
             found = make(trace, samples)
             found = found[(found["step"] < 16) | (found["step"] % 4 == 0)]
             frames.append(found.assign(**arm))

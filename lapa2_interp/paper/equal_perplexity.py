@@ -22,21 +22,21 @@ from jaxtyping import Bool, Float
 from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp.stats import FEW, holm, resampled, resampled_p, tails
 
-SETTING = ("task", "words", "model", "method", "variant")
+SETTING_COLUMNS = ("task", "words", "model", "method", "variant")
 """Columns of a setting: arms are compared inside it."""
 BASELINE = "baseline"
 """The family of the texts that every curve begins with."""
 RATIOS = (1.1, 1.25)
 """Perplexities at which arms are compared, as multiples of the baseline's."""
-REACHED = 0.95
+MIN_REACHED = 0.95
 """The least share of resamples whose curve must reach a perplexity to be compared there."""
 RESAMPLES = 40_000
 """So many, because Holm's correction asks for small p."""
-SURE = 0.05
+LEVEL = 0.05
 """Level of the verdicts, after Holm's correction."""
 
 
-def at_perplexity(
+def interpolate_at_cost(
     log_perplexity: Float[np.ndarray, "*resample arm"],
     values: Float[np.ndarray, "*resample arm metric"],
     target: Float[np.ndarray, "*resample"],
@@ -63,7 +63,7 @@ def at_perplexity(
     return np.where(reached, before + share * (after - before), np.nan)
 
 
-def interval(
+def resampled_interval(
     values: Float[np.ndarray, "resample *rest"], prompts: int
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
     """Numbers of the data with their 95 % intervals from resampled prompts.
@@ -75,7 +75,7 @@ def interval(
         The numbers, low and high: NaN where the data or more than 5 % of the resamples have no
         number, or below `stats.FEW` prompts.
     """
-    known = (~np.isnan(values[1:])).mean(axis=0) >= REACHED
+    known = (~np.isnan(values[1:])).mean(axis=0) >= MIN_REACHED
     known &= ~np.isnan(values[0]) & (prompts >= FEW)
     low, high = np.full((2, *values.shape[1:]), np.nan)
     if known.any():
@@ -83,7 +83,7 @@ def interval(
     return values[0], low, high
 
 
-class Arms:
+class SteeringCurves:
     """The texts of one setting (model, task, method, variant), as means of every resample.
 
     Each text counts once, as in `tables.cell_table`; so attributes count alike where they have as
@@ -140,14 +140,14 @@ class Arms:
         names = self.arms.get_level_values("family")
         return self.means[:, [*np.flatnonzero(names == BASELINE), *np.flatnonzero(names == family)]]
 
-    def at(
+    def values_at(
         self, family: str, ratio: float
     ) -> tuple[Float[np.ndarray, "resample metric"], Bool[np.ndarray, " resample"]]:
         """A family's metrics at a multiple of the baseline's perplexity, by resample; and whether
         its curve reaches it."""
         curve = self.curve(family)
         with_one = np.concatenate([curve[..., 1:], np.ones_like(curve[..., :1])], axis=-1)
-        found = at_perplexity(curve[..., 0], with_one, curve[:, 0, 0] + np.log(ratio))
+        found = interpolate_at_cost(curve[..., 0], with_one, curve[:, 0, 0] + np.log(ratio))
         return found[:, :-1], found[:, -1] == 1
 
     def points(self) -> pd.DataFrame:
@@ -159,7 +159,7 @@ class Arms:
         """
         rows = []
         for number, (family, strength) in enumerate(self.arms):
-            mean, low, high = interval(self.means[:, number], self.prompts)
+            mean, low, high = resampled_interval(self.means[:, number], self.prompts)
             own = dict(zip(("", "_low", "_high"), np.exp([mean[0], low[0], high[0]]), strict=True))
             for i, metric in enumerate(self.metrics, 1):
                 rows.append(
@@ -170,7 +170,7 @@ class Arms:
                 )
         return pd.DataFrame(rows)
 
-    def compared(self, reference: str, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
+    def compare(self, reference: str, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
         """Every family at equal perplexity, and its difference from one of them.
 
         Returns:
@@ -186,16 +186,16 @@ class Arms:
             raise ScoringError(unknown_choice("family", reference, self.families))
         rows = []
         for ratio in ratios:
-            base, base_reached = self.at(reference, ratio)
+            base, base_reached = self.values_at(reference, ratio)
             first = self.curve(reference)[0, 0, 0]
             for family in (reference, *(name for name in self.families if name != reference)):
-                here, reached = self.at(family, ratio)
+                here, reached = self.values_at(family, ratio)
                 share, of_base = reached[1:].mean(), base_reached[1:].mean()
-                counts = reached[0] and base_reached[0] and min(share, of_base) >= REACHED
+                counts = reached[0] and base_reached[0] and min(share, of_base) >= MIN_REACHED
                 counts = counts and self.prompts >= FEW and family != reference
                 gap = here - base if counts else np.full_like(here, np.nan)
-                value, low, high = interval(here, self.prompts)
-                change, least, most = interval(gap, self.prompts)
+                value, low, high = resampled_interval(here, self.prompts)
+                change, least, most = resampled_interval(gap, self.prompts)
                 p = resampled_p(gap[1:], self.prompts)
                 for i, metric in enumerate(self.metrics):
                     rows.append(
@@ -208,7 +208,7 @@ class Arms:
         return pd.DataFrame(rows)
 
 
-def judged(table: pd.DataFrame, reference: str, by: Sequence[str] = ()) -> pd.DataFrame:
+def add_verdicts(table: pd.DataFrame, reference: str, by: Sequence[str] = ()) -> pd.DataFrame:
     """Rows of `Arms.compared`, of several tasks, with Holm's p and a verdict.
 
     One family of tests is all rows of one metric (and of equal columns `by`): all tasks, ratios and
@@ -225,13 +225,13 @@ def judged(table: pd.DataFrame, reference: str, by: Sequence[str] = ()) -> pd.Da
     for row in others.index:
         p, change = found.loc[row, ["p_holm", "difference"]]
         side = "more" if change > 0 else "less"
-        verdict = "not comparable" if np.isnan(p) else side if p < SURE else "not decided"
+        verdict = "not comparable" if np.isnan(p) else side if p < LEVEL else "not decided"
         found.loc[row, "verdict"] = verdict
     return found
 
 
 def add_caveats(table: pd.DataFrame, metric: str, second: str, masked: str) -> pd.DataFrame:
-    """Rows of `judged`, where verdicts "more" and "less" by a metric say what speaks against them:
+    """Add to the verdicts "more" and "less" by a metric what speaks against them:
 
     - "disputed": by the second scorer the difference has the other sign, or there is none;
     - "echo": with the prefix's words masked, its 95 % interval does not exclude 0.
@@ -239,7 +239,7 @@ def add_caveats(table: pd.DataFrame, metric: str, second: str, masked: str) -> p
     Args:
         metric, second, masked: Names of metrics; what the table lacks is no objection.
     """
-    keys = [name for name in table if name in SETTING or name in ("ratio", "family")]
+    keys = [name for name in table if name in SETTING_COLUMNS or name in ("ratio", "family")]
     sides = table["verdict"].map({"more": 1.0, "less": -1.0})
     by = {name: table[table["metric"] == name].set_index(keys) for name in (second, masked)}
     found = table.copy()
@@ -268,7 +268,7 @@ def distinguishing_columns(table: pd.DataFrame, names: Sequence[str]) -> list[st
 
 
 def format_table(table: pd.DataFrame, setting: Sequence[str]) -> pd.DataFrame:
-    """The rows of `judged` for reading: one row per setting, ratio and family, a column per metric.
+    """Format the rows of `add_verdicts`: a row per setting, ratio and family, a column per metric.
 
     Args:
         setting: Columns before them, as `distinguishing_columns` takes them.

@@ -18,7 +18,7 @@ from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.store import Run
 
 
-class Results(BaseModel):
+class GalleryRun(BaseModel):
     """Everything that decided the numbers of a run's tables and figures."""
 
     model_config = ConfigDict(extra="forbid")
@@ -67,9 +67,9 @@ class Gallery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    runs: tuple[Results, ...]
+    runs: tuple[GalleryRun, ...]
 
-    def besides(self, newer: Results) -> Gallery:
+    def with_run(self, newer: GalleryRun) -> Gallery:
         """These runs and a newer one, whose grids take the place of theirs."""
         kept = [
             each.model_copy(
@@ -102,7 +102,7 @@ def read_gallery(folder: Path) -> Gallery:
         raise RunError(f"{file} cannot be read: {reason}; `make gallery` writes it anew") from error
 
 
-def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:
+def gallery_run(run: Run, tables: Path, items: Collection[str]) -> GalleryRun:
     """The manifest of the tables read from a run.
 
     Args:
@@ -126,7 +126,7 @@ def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:
     scorers = {
         str(name) for table in columns if "scorer" in table for name in table["scorer"].dropna()
     }
-    return Results(
+    return GalleryRun(
         analysed_at=source_commit(),
         analysed_when=datetime.now(UTC).replace(microsecond=0),
         analysed_on=f"{kind_of()}, {pluralize(cores(), 'core')}",

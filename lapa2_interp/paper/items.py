@@ -20,12 +20,12 @@ import pandas as pd
 from lapa2_interp._util.errors import RunError
 from lapa2_interp.attention.tables import layer_types, pooled, step_table
 from lapa2_interp.models.machine import tell_if_slow
-from lapa2_interp.paper.claims import Findings
+from lapa2_interp.paper.claims import ItemClaims
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
 from lapa2_interp.paper.output import write_item
-from lapa2_interp.paper.scripts import USUAL, ScriptOptions, add_scoring
-from lapa2_interp.paper.tables import ARM, at_few_steps, item_table, wide
+from lapa2_interp.paper.scripts import DEFAULT_SCORERS, ScriptOptions, add_scoring
+from lapa2_interp.paper.tables import ARM_COLUMNS, format_item_table, format_step_curves, item_table
 from lapa2_interp.runs.store import Run, load_run
 from lapa2_interp.scoring.scorer import chosen_scorers
 from lapa2_interp.stats import mean_interval, paired_difference
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-class ItemTables(Findings):
+class ItemTables(ItemClaims):
     """One item on one run: its data (`data`), tables and files by short names, and the claims
     judged so far.
 
@@ -57,14 +57,18 @@ class ItemTables(Findings):
         self.data, self.title, self.out = data, title, out
         self.run: Run = data.run
         self.groups, self.lengths, self.scores = data.groups, data.lengths, data.scores
-        self.texts, self.curves, self.steps = data.texts, data.curves, data.steps
+        self.texts, self.arm_traces, self.step_curves = (
+            data.texts,
+            data.arm_traces,
+            data.step_curves,
+        )
 
     @property
     def cells(self) -> pd.DataFrame:
         """As `ItemData.cells`."""
         return self.data.cells
 
-    def some(self, cells: pd.DataFrame, what: str) -> pd.DataFrame:
+    def require_cells(self, cells: pd.DataFrame, what: str) -> pd.DataFrame:
         """The cells that an item is made of, of those of its grids.
 
         Args:
@@ -87,17 +91,17 @@ class ItemTables(Findings):
         """As `tables.item_table`."""
         return item_table(self.item, scores, cells, variants, self.data.tokenizer_of("distinct"))
 
-    def attention(self, cells: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    def attention_table(self, cells: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Prefix attention against step of every arm, and the same at a few steps for reading.
 
         Also judges two claims: is it higher with LaPA2, and is more of the first step's attention
         left at the last step?
         """
 
-        table = self.steps(cells, prefix_curve)
+        table = self.step_curves(cells, prefix_step_table)
         kept: dict[str, dict[str, tuple[np.ndarray, pd.Series]]] = {}
         words = {tuple(where.values()): text for where, text, _ in self.groups(cells)}
-        for arm, trace, samples in self.curves(cells):
+        for arm, trace, samples in self.arm_traces(cells):
             prefix = pooled(trace, "prefix")[0]
             prefix = prefix[:, : int((~np.isnan(prefix).any(axis=0)).sum())]
             place = words[arm["model"], arm["task"], arm["method"], arm["variant"]]
@@ -113,21 +117,25 @@ class ItemTables(Findings):
                 left = paired_difference(
                     before[:, last] / before[:, 0], one, after[:, last] / after[:, 0], two
                 )
-                self.note(
-                    of_arm(f"LaPA2 raises prefix attention, mean over steps: {place}", name, arms),
+                self.add_difference(
+                    claim_for_arm(
+                        f"LaPA2 raises prefix attention, mean over steps: {place}", name, arms
+                    ),
                     "prefix attention",
                     "more",
                     higher,
                 )
-                self.note(
-                    of_arm(f"with LaPA2 more of it is left at step {last}: {place}", name, arms),
+                self.add_difference(
+                    claim_for_arm(
+                        f"with LaPA2 more of it is left at step {last}: {place}", name, arms
+                    ),
                     "prefix attention",
                     "more",
                     left,
                 )
-        return table, at_few_steps(table)
+        return table, format_step_curves(table)
 
-    def masses(
+    def table_with_attention(
         self, cells: pd.DataFrame, scores: pd.DataFrame, shown: Mapping[str, str]
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
         """The item's table with the mean attention on some keys beside each arm's scores, and the
@@ -138,25 +146,25 @@ class ItemTables(Findings):
             shown: Kinds of keys (`attention.tables.pooled`), and their columns for reading.
         """
         table = self.table(scores, cells)
-        read = wide(table).rename(columns={"augmentation": "arm"})
+        read = format_item_table(table).rename(columns={"augmentation": "arm"})
         arms = cells.set_index("key")["arm"]
         of_run = self.cells[self.cells["key"].isin(arms.index)]
         named = dict(zip(of_run["arm"], of_run["key"].map(arms), strict=True))
         rows = []
-        for arm, trace, samples in self.curves(of_run):
+        for arm, trace, samples in self.arm_traces(of_run):
             for name in shown:
                 means = np.nanmean(pooled(trace, name)[0], axis=1)
                 found = mean_interval(means, samples["prompt"].to_numpy())
                 numbers = {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
                 rows.append(arm | {"arm": named[arm["arm"]], "metric": name} | numbers)
-        masses = pd.DataFrame(rows, columns=[*ARM, "metric", "mean", "low", "high", "n"])
+        masses = pd.DataFrame(rows, columns=[*ARM_COLUMNS, "metric", "mean", "low", "high", "n"])
         beside = masses.assign(
             cell=[
                 f"{mean:.3f} [{low:.3f}, {high:.3f}]"
                 for mean, low, high in masses[["mean", "low", "high"]].to_numpy()
             ]
         ).pivot_table(
-            index=[name for name in ARM if name in read],
+            index=[name for name in ARM_COLUMNS if name in read],
             columns="metric",
             values="cell",
             aggfunc="first",
@@ -173,15 +181,15 @@ class ItemTables(Findings):
         print(write_item(self.out, self.item, self.title, table, self, notes, shown))
 
 
-def prefix_curve(trace: xr.Dataset, samples: pd.DataFrame) -> pd.DataFrame:
-    """Attention on the prefix against step, of one arm (`ItemData.steps`), in layers of the first
-    type (`layer_types`)."""
+def prefix_step_table(trace: xr.Dataset, samples: pd.DataFrame) -> pd.DataFrame:
+    """Attention on the prefix against step, of one arm (`ItemData.step_curves`), in layers of the
+    first type (`layer_types`)."""
     steps = step_table(trace, samples.assign(arm="one"))
     wanted = (steps["name"] == "prefix") & (steps["layer_type"] == layer_types(trace)[0])
     return steps[wanted].drop(columns=["arm", "layer_type"])
 
 
-def of_arm(text: str, arm: str, arms: Iterable[str]) -> str:
+def claim_for_arm(text: str, arm: str, arms: Iterable[str]) -> str:
     """A claim's text, with the arm's name where several are compared with the baseline."""
     return f"{text}, {arm}" if len(set(arms) - {"baseline"}) > 1 else text
 
@@ -190,7 +198,7 @@ def open_item(
     item: str,
     title: str,
     *grids: str,
-    scorers: Sequence[str] = USUAL,
+    scorers: Sequence[str] = DEFAULT_SCORERS,
     perplexity: int = PERPLEXITY_TEXTS,
     files: Mapping[str, str] | None = None,
 ) -> ItemTables:
@@ -221,7 +229,7 @@ def open_item(
     for name, told in (files or {}).items():
         parser.add_argument(f"--{name}", nargs="+", type=Path, default=(), help=told)
     add_scoring(parser, perplexity, scorers)
-    options = parser.read()
+    options = parser.parse()
     tell_if_slow(options.dtype, options.device)
     data = ItemData(
         load_run(options.run),

@@ -18,8 +18,8 @@ from lapa2_interp._util.files import (
     read_text,
     write_text,
 )
-from lapa2_interp.paper.claims import Finding, Findings, read_claims, shown_claims
-from lapa2_interp.paper.tables import footnotes, gaps_note, wide
+from lapa2_interp.paper.claims import ClaimResult, ItemClaims, format_claims, read_claims
+from lapa2_interp.paper.tables import footnotes, format_item_table, gaps_note
 
 
 def write_item(
@@ -27,7 +27,7 @@ def write_item(
     item: str,
     title: str,
     table: pd.DataFrame,
-    findings: Findings,
+    findings: ItemClaims,
     notes: Sequence[str] = (),
     shown: pd.DataFrame | None = None,
 ) -> str:
@@ -39,13 +39,13 @@ def write_item(
         shown: The table for reading; by default `wide(table)`.
     """
     folder = out / "tables"
-    shown = wide(table) if shown is None else shown
+    shown = format_item_table(table) if shown is None else shown
     notes = [*notes, *footnotes(table), *([gaps] if (gaps := gaps_note(table)) else [])]
     claims = findings.frame()
     _write(folder, item, title, table, claims, notes, shown)
     parts = [f"{title}\n\n{shown.to_string(index=False)}\n", *notes]
     if len(claims):
-        parts.append("\n" + shown_claims(claims).to_string(index=False))
+        parts.append("\n" + format_claims(claims).to_string(index=False))
     return "\n".join([*parts, f"\n{folder / item}.csv, .md, .tex"])
 
 
@@ -62,18 +62,18 @@ def _write(
         "csv": as_csv(table, 6),
         "md": as_markdown(title, shown, notes),
         "tex": as_latex(title, shown, notes, item),
-        "json": as_json(item, title, shown, notes),
+        "json": item_json(item, title, shown, notes),
         "claims.csv": as_csv(claims, 6),
     }.items():
         write_text(folder / f"{item}.{ending}", text)
 
 
-PLACE = ("model", "task", "method")
+RUN_COLUMNS = ("model", "task", "method")
 """Columns by which rows of two runs belong together; a table for reading leaves out those that have
 one value."""
 
 
-def join_item(item: str, beside: Path, tables: Path) -> bool:
+def merge_item(item: str, beside: Path, tables: Path) -> bool:
     """Add to an item what its tables of another run have besides: rows of the models, tasks and
     methods that this run lacks. Verdicts are corrected anew.
 
@@ -91,7 +91,7 @@ def join_item(item: str, beside: Path, tables: Path) -> bool:
     own, other = (
         pd.read_csv(folder / f"{item}.csv", keep_default_na=False) for folder in (tables, beside)
     )
-    places = [name for name in PLACE if name in own and name in other]
+    places = [name for name in RUN_COLUMNS if name in own and name in other]
     here = set(own[places].itertuples(index=False, name=None)) if places else set()
 
     def lacking(rows: pd.DataFrame) -> pd.DataFrame:
@@ -119,7 +119,7 @@ def join_item(item: str, beside: Path, tables: Path) -> bool:
     claims = [read_claims(folder / f"{item}.claims.csv") for folder in (tables, beside)]
     of_other = claims[1][~claims[1]["claim"].isin(claims[0]["claim"])]
     found = [
-        Finding(**{str(name): value for name, value in row.items()})
+        ClaimResult(**{str(name): value for name, value in row.items()})
         for row in pd.concat([claims[0], of_other]).to_dict("records")
     ]
     _write(
@@ -127,14 +127,14 @@ def join_item(item: str, beside: Path, tables: Path) -> bool:
         item,
         facts[0]["title"],
         pd.concat([own, kept], ignore_index=True),
-        Findings(item, rows=found).frame(),
+        ItemClaims(item, rows=found).frame(),
         list(dict.fromkeys([*facts[0]["notes"], *facts[1]["notes"]])),
         joined[columns].drop(columns=alike),
     )
     return True
 
 
-def as_json(item: str, title: str, shown: pd.DataFrame, notes: Sequence[str]) -> str:
+def item_json(item: str, title: str, shown: pd.DataFrame, notes: Sequence[str]) -> str:
     """A table as the report reads it."""
     rows = shown.astype(str).to_dict("split")
     facts = {"item": item, "title": title, "notes": [*notes], "rows": rows}

@@ -31,8 +31,8 @@ import pandas as pd
 
 from lapa2_interp._util.errors import DataError, pluralize
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.paper.claims import SURE
-from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS, texts_read
+from lapa2_interp.paper.claims import LEVEL
+from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS, perplexity_texts
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.stats import error_at, least_p
 
@@ -69,16 +69,18 @@ def sample_plans(grid: Grid, task: str = "", method: str = "") -> list[SamplePla
     return sorted(found, key=lambda plan: (plan.prompts * plan.texts, plan))
 
 
-def measured(plan: SamplePlan, metric: str, attributes: int, perplexity: int) -> SamplePlan:
+def measured_plan(plan: SamplePlan, metric: str, attributes: int, perplexity: int) -> SamplePlan:
     """The texts of a plan that a metric reads: perplexity reads the first few of each prompt, about
     `perplexity` of an arm."""
     if metric != "ppl":
         return plan
-    read = texts_read(plan.prompts * attributes, plan.prompts * plan.texts, perplexity)
+    read = perplexity_texts(plan.prompts * attributes, plan.prompts * plan.texts, perplexity)
     return SamplePlan(plan.prompts, read / plan.prompts)
 
 
-def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) -> pd.DataFrame:
+def power_table(
+    grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS
+) -> pd.DataFrame:
     """What each claim could show with a grid's prompts and texts.
 
     Args:
@@ -172,7 +174,7 @@ class _Tests(NamedTuple):
     @classmethod
     def of(cls, row: Mapping[Hashable, Any], claims: int, with_margin: int) -> _Tests:
         """Those of a row of claims, among so many of its item."""
-        levels = SURE / claims, SURE / max(1, with_margin)
+        levels = LEVEL / claims, LEVEL / max(1, with_margin)
         return cls(row["expected"] == "same", float(row["margin"]), *levels)
 
     def found_above(self, error: float, prompts: int, level: float | None = None) -> float:
@@ -223,7 +225,7 @@ def _row(
     from scipy.stats import norm
 
     attributes = len({cell.attribute for cell in grid.cells if row["task"] in ("", cell.task.name)})
-    plan = measured(plan, str(row["metric"]), attributes, perplexity)
+    plan = measured_plan(plan, str(row["metric"]), attributes, perplexity)
     error, here, noise, texts = (float(row[name]) for name in ("error", "here", "noise", "texts"))
     new = error_at(error, int(row["prompts"]), texts, noise, *plan)
 
@@ -237,7 +239,7 @@ def _row(
         "metric": row["metric"],
         "prompts": plan.prompts,
         "texts": plan.texts,
-        "detectable": tests.found_above(new, plan.prompts, SURE) + ready,
+        "detectable": tests.found_above(new, plan.prompts, LEVEL) + ready,
         "corrected": tests.found_above(new, plan.prompts) + ready,
         "margin": tests.margin,
         "if_zero": max(0.0, 2 * norm.cdf(small / new) - 1) if tests.margin else float("nan"),
@@ -246,7 +248,7 @@ def _row(
     }
 
 
-def detects(grid: Grid) -> str:
+def detectable_differences(grid: Grid) -> str:
     """The smallest differences that a grid's arms can show, in words; "" for tasks of one's own.
 
     Two arms of n texts: 2.80 s sqrt(2 / n), with the spread s of one text (`SPREADS`) and texts
@@ -261,7 +263,7 @@ def detects(grid: Grid) -> str:
     return ", ".join(told)
 
 
-def summary(table: pd.DataFrame) -> str:
+def summarize_power(table: pd.DataFrame) -> str:
     """How many claims a plan is expected to decide, in words; and how many tell no spread."""
     share = table["decided"].sum() / len(table)
     few = table["corrected"].groupby(table["metric"]).median()

@@ -20,7 +20,7 @@ def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.
     closed form of Eq. 8.
 
     Args:
-        shares: From `propositions.synthetic_shares`.
+        shares: From `synthetic_propositions.synthetic_shares`.
         alphas: Those to show, where the table has them.
     """
     shown = [alpha for alpha in alphas if (shares["alpha"] == alpha).any()]
@@ -54,7 +54,7 @@ def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
     """Slopes against alpha with 95 % intervals; the predictions are dotted.
 
     Args:
-        found: From `propositions.synthetic_slopes` or `exponent_table`.
+        found: From `synthetic_propositions.synthetic_slopes` or `exponent_table`.
         by: Column that tells lines apart ("family"); None for a single one.
     """
     quantities = [
@@ -99,7 +99,7 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
     C/(t+D) dotted.
 
     Args:
-        curves: From `propositions.pooled_table`.
+        curves: From `propositions.decay_curve_table`.
     """
     figure = new_figure(6.8, 4.0)
     axes = figure.subplots()
@@ -134,7 +134,7 @@ def growth_map(heads: pd.DataFrame) -> Drawing:
     """Layer x head map of how fast e_P/e_R grows in the baseline, and of the heads' kinds.
 
     Args:
-        heads: From `propositions.head_table`.
+        heads: From `propositions.head_decay_table`.
     """
     base = heads[heads["alpha"] == 0]
     found = base.pivot(index="layer", columns="head", values="growth").to_numpy()

@@ -38,17 +38,19 @@ from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.paper import proposition_plots
 from lapa2_interp.paper.propositions import (
-    by_alpha,
+    decay_curve_table,
     exponent_table,
-    head_table,
+    head_decay_table,
     local_table,
-    pooled_table,
     prediction_table,
+    stack_alphas,
+    thin,
+    trace_verdicts,
+)
+from lapa2_interp.paper.synthetic_propositions import (
     synthetic_shares,
     synthetic_slopes,
     synthetic_verdicts,
-    thin,
-    trace_verdicts,
 )
 from lapa2_interp.runs.estimates import LONG
 from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 KIND = "propositions"
-SHOWN = (0.5, 1.0)
+TERMINAL_ALPHAS = (0.5, 1.0)
 """Alphas whose verdicts a terminal shows; tables/verdicts.csv has all."""
 L_PRE = 3
 """Keys of the synthetic prefix; "Very positive:" has as many."""
@@ -148,7 +150,7 @@ class PropositionStudy:
 
 
 @dataclass(frozen=True)
-class Verified:
+class PropositionResults:
     """Tables by name, the traces they were read from (thinned to steps in equal ratios), and the
     run of generated texts.
 
@@ -161,7 +163,7 @@ class Verified:
     free: Run
 
 
-def verify(out: Path, study: PropositionStudy, force: bool = False) -> str:
+def write_proposition_study(out: Path, study: PropositionStudy, force: bool = False) -> str:
     """Run a study and write its folder; returns what to print.
 
     The folder: manifest.json, synthetic.nc, forced.nc, free.nc, long.nc (thinned), free/ (a run
@@ -172,11 +174,11 @@ def verify(out: Path, study: PropositionStudy, force: bool = False) -> str:
             short; TraceError for texts too short to fit a slope.
     """
     with new_folder(out, force, finished=_finished) as folder:
-        found = run_study(study)
+        found = run_proposition_study(study)
         for name, trace in found.traces.items():
             write_netcdf(folder / f"{name}.nc", trace)
         write_run(folder / "free", found.free)
-        figures = draw(found.tables)
+        figures = draw_figures(found.tables)
         for kind in ("tables", "figures"):
             (folder / kind).mkdir()
         for name, table in found.tables.items():
@@ -189,8 +191,8 @@ def verify(out: Path, study: PropositionStudy, force: bool = False) -> str:
         )
         (folder / "report.html").write_text(_report(found.tables, figures, facts), encoding="utf-8")
     return (
-        f"{as_text(found.tables['verdicts'])}\n\nLook at {out}/report.html (tables/verdicts.csv has"
-        " every number)."
+        f"{format_verdicts(found.tables['verdicts'])}\n\nLook at {out}/report.html"
+        " (tables/verdicts.csv has every number)."
     )
 
 
@@ -204,7 +206,7 @@ def _finished(folder: Path) -> bool:
     return True
 
 
-def run_study(study: PropositionStudy) -> Verified:
+def run_proposition_study(study: PropositionStudy) -> PropositionResults:
     """All parts of a study, without writing anything."""
     tables: dict[str, pd.DataFrame] = {}
     traces: dict[str, xr.Dataset] = {}
@@ -222,16 +224,16 @@ def run_study(study: PropositionStudy) -> Verified:
         verdicts.append(synthetic_verdicts(drawn, lengths, L_PRE, alphas))
         traces["synthetic"] = as_dataset(drawn, lengths)
     free = _generate(model, study)
-    own = by_alpha({alpha: trace for alpha, (_, trace) in _by_alpha(free).items()})
+    own = stack_alphas({alpha: trace for alpha, (_, trace) in _by_alpha(free).items()})
     verdicts.append(
         trace_verdicts(
             own, f"{name}, each alpha its own texts", same_texts=False, dtype=study.dtype
         )
     )
-    tables |= {"free_curves": pooled_table(own), "free_exponents": exponent_table(own)}
+    tables |= {"free_curves": decay_curve_table(own), "free_exponents": exponent_table(own)}
     if study.alphas:
         rules = {alpha: Augmentation(alpha=alpha) for alpha in study.alphas}
-        forced = read_again(model, free, rules)
+        forced = teacher_forced_alphas(model, free, rules)
         verdicts.append(trace_verdicts(forced, f"{name}, the same texts", dtype=study.dtype))
         tables |= _trace_tables(forced, rules)
         traces["forced"] = thin(forced)
@@ -251,16 +253,16 @@ def run_study(study: PropositionStudy) -> Verified:
         traces["long"] = thin(found)
     tables["verdicts"] = pd.concat(verdicts, ignore_index=True)
     traces["free"] = thin(own)
-    return Verified(tables, traces, _without_traces(free))
+    return PropositionResults(tables, traces, _without_traces(free))
 
 
 def _trace_tables(
     traces: xr.Dataset, rules: Mapping[float, Augmentation]
 ) -> dict[str, pd.DataFrame]:
     return {
-        "curves": pooled_table(traces),
+        "curves": decay_curve_table(traces),
         "exponents": exponent_table(traces),
-        "heads": head_table(traces),
+        "heads": head_decay_table(traces),
         "predictions": prediction_table(traces, rules),
         "local": local_table(traces),
     }
@@ -310,9 +312,11 @@ def _by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
     return joined
 
 
-def read_again(model: Model, run: Run, rules: Mapping[float, Augmentation]) -> xr.Dataset:
-    """The texts of a run's baseline under every alpha, axes as in `propositions.by_alpha`; alpha 0
-    is the run's own trace.
+def teacher_forced_alphas(
+    model: Model, run: Run, rules: Mapping[float, Augmentation]
+) -> xr.Dataset:
+    """The texts of a run's baseline under every alpha, axes as in `propositions.stack_alphas`;
+    alpha 0 is the run's own trace.
 
     Args:
         model: The one that made the run, which has hard prefixes and full traces.
@@ -334,7 +338,7 @@ def read_again(model: Model, run: Run, rules: Mapping[float, Augmentation]) -> x
             found[alpha] = teacher_forced(
                 model, layouts, texts, rule, branch="prefix", progress=bar
             )
-    return by_alpha(found)
+    return stack_alphas(found)
 
 
 def _without_traces(run: Run) -> Run:
@@ -362,7 +366,7 @@ def _read_long(
     ) as bar:
         for alpha, rule in ({0.0: None} | dict(rules)).items():
             found[alpha] = teacher_forced(model, branch, texts, rule, progress=bar)
-    return by_alpha(found)
+    return stack_alphas(found)
 
 
 def _long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[list[int]]]:
@@ -395,7 +399,7 @@ def _long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[lis
 
 SOURCES = {"free_": "each alpha its own texts", "": "the same texts", "long_": "long texts"}
 """What the prefix of a table's name says about the traces it was read from."""
-OF_TRACES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = {
+TRACE_FIGURES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = {
     "curves": (
         "Attention on the prefix, mean over layers and heads, {}. Dotted: C/(t+D).",
         proposition_plots.alpha_curves,
@@ -426,7 +430,7 @@ OF_TRACES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = {
 """Captions and drawings of the tables of a trace."""
 
 
-def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawing]]:
+def draw_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawing]]:
     """Every figure whose table is there: name -> (caption, drawing). Each is drawn from its CSV
     only."""
     found: dict[str, tuple[str, plots.Drawing]] = {}
@@ -444,13 +448,13 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawi
             proposition_plots.slopes_against_alpha(tables["synthetic_slopes"], "family"),
         )
     for source, what in SOURCES.items():
-        for name, (caption, plot) in OF_TRACES.items():
+        for name, (caption, plot) in TRACE_FIGURES.items():
             if f"{source}{name}" in tables:
                 found[f"{source}{name}"] = (caption.format(what), plot(tables[f"{source}{name}"]))
     return found
 
 
-def as_text(verdicts: pd.DataFrame) -> str:
+def format_verdicts(verdicts: pd.DataFrame) -> str:
     """The verdicts for a terminal: synthetic ones as a family x claim table, the others claim by
     claim."""
     made = verdicts["where"].str.startswith("synthetic: ")
@@ -460,7 +464,7 @@ def as_text(verdicts: pd.DataFrame) -> str:
             family=verdicts["where"].str.removeprefix("synthetic: "),
             claim=[_with_alpha(r) for r in _records(verdicts[made])],
         )
-        chosen = short[short["alpha"].isna() | short["alpha"].isin(SHOWN)]
+        chosen = short[short["alpha"].isna() | short["alpha"].isin(TERMINAL_ALPHAS)]
         marks = chosen["verdict"].map(
             {"as in the paper": "yes", "against the paper": "NO", "inconclusive": "?"}
         )
@@ -476,8 +480,8 @@ def as_text(verdicts: pd.DataFrame) -> str:
             f" inconclusive)\n{shown.to_string()}\n{fill(legend, 110)}"
         )
     real = verdicts[~made]
-    if real["alpha"].isin(SHOWN).any():
-        real = real[real["alpha"].isna() | real["alpha"].isin(SHOWN)]
+    if real["alpha"].isin(TERMINAL_ALPHAS).any():
+        real = real[real["alpha"].isna() | real["alpha"].isin(TERMINAL_ALPHAS)]
     for where, rows in real.groupby("where", sort=False):
         lines = [
             f"  {r['verdict']:<17} {_with_alpha(r):<48}{r['mean']:>8.3f} {_interval(r):<17} claimed"
@@ -494,7 +498,7 @@ def as_text(verdicts: pd.DataFrame) -> str:
     return "\n\n".join(parts)
 
 
-def shown_verdicts(verdicts: pd.DataFrame) -> pd.DataFrame:
+def verdict_page_table(verdicts: pd.DataFrame) -> pd.DataFrame:
     """The verdicts for a page: numbers with their intervals in one cell."""
     return verdicts.assign(
         claim=[_with_alpha(row) for row in _records(verdicts)],
@@ -525,7 +529,7 @@ def _report(
         ", ".join(f"{count} {name}" for name, count in counts.items())
         + " of the claims put to the test."
     )
-    shown = shown_verdicts(verdicts)
+    shown = verdict_page_table(verdicts)
     sections = [
         Section(name.replace("_", " ").capitalize(), caption, drawing)
         for name, (caption, drawing) in figures.items()
@@ -541,7 +545,7 @@ def _report(
     return page("Do the propositions hold?", lead, sections, facts)
 
 
-def _facts(study: PropositionStudy, found: Verified) -> dict[str, str]:
+def _facts(study: PropositionStudy, found: PropositionResults) -> dict[str, str]:
     facts = {name: str(value) for name, value in vars(study).items() if value is not None}
     if study.text is not None:
         facts["text"] = study.text.name

@@ -21,7 +21,7 @@ COLUMNS = [
     "criterion",
     "value",
 ]
-NAMED = (
+ARM_NAME = (
     r"^(?P<task>\S+) (?P<method>\S+) (?P<arm>.*?)(?: \| (?P<variant>.*?))?(?: @ (?P<model>.*))?$"
 )
 """How `lapa2 scorers sheets` names an arm of a run; other arms stay as they are."""
@@ -47,7 +47,7 @@ def stored_ratings(folder: Path) -> pd.DataFrame:
     answers = folder / "human" / "answers.csv"
     if answers.is_file():
         found = pd.read_csv(answers, dtype={"arm": object}).dropna(subset="rating")
-        named = found["arm"].fillna("").str.extract(NAMED)
+        named = found["arm"].fillna("").str.extract(ARM_NAME)
         found = found.assign(**named).assign(arm=named["arm"].fillna(found["arm"]))
         found = found.rename(columns={"metric": "criterion", "rating": "value"})
         frames.append(found.assign(rater="people").reindex(columns=COLUMNS))

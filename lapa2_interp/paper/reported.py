@@ -20,21 +20,21 @@ PAPER_MODELS = {
 }
 """Names of the paper's models as they load, and as its numbers name them."""
 
-SAME_TABLE = {
+TABLE_OF_ITEM = {
     "prefix_preadd_components": "components",
     "hard_prefix_robustness": "hard_prefix",
     "decay": "sent_topic",
     "alpha": "scaling",
 }
 """Items whose numbers stand in another of the paper's tables."""
-METRICS = {
+PAPER_METRICS = {
     "accuracy": ("acc", 100.0), "toxicity": ("tox", 100.0), "masked": ("acc masked", 100.0),
     "echo": ("echo %", 100.0), "perplexity": ("ppl", 1.0), "repetition": ("rep %", 100.0),
     "distinct-1": ("dist1", 1.0), "distinct-2": ("dist2", 1.0), "distinct-3": ("dist3", 1.0),
 }  # fmt: skip
 """Our metrics by the paper's names and units: percent, perplexity, shares. Of a metric that several
 scorers give, those after the first have theirs in parentheses: "acc (linear)"."""
-BETTER = {
+BETTER_SIGN = {
     "acc": 1, "tox": -1, "acc masked": 1, "ppl": -1, "rep %": -1,
     "dist1": 1, "dist2": 1, "dist3": 1,
 }  # fmt: skip
@@ -42,7 +42,7 @@ BETTER = {
 
 
 @cache
-def reported() -> pd.DataFrame:
+def reported_numbers() -> pd.DataFrame:
     """Every number of the paper's result tables: table, task, model, method, lapa2, length,
     variant, metric, value."""
     file = resources.files("lapa2_interp.paper") / "reported_results.csv"
@@ -60,7 +60,7 @@ def paper_number(table: str, **wanted: Any) -> float:
     Raises:
         RunError: More than one fits.
     """
-    found = reported()
+    found = reported_numbers()
     found = found[found["table"] == table]
     if "method" in wanted:
         wanted["method"] = registry()[wanted["method"]].paper_name

@@ -19,7 +19,7 @@ from lapa2_interp.scoring.scorer import chosen_scorers
 if TYPE_CHECKING:
     from types import TracebackType
 
-USUAL = ("accuracy", "masked", "echo", "toxicity", "perplexity")
+DEFAULT_SCORERS = ("accuracy", "masked", "echo", "toxicity", "perplexity")
 """The scorers of a script that scores, where none is named."""
 
 
@@ -33,7 +33,7 @@ class ScriptOptions(argparse.ArgumentParser):
     def __init__(self, title: str, **settings: Any) -> None:
         super().__init__(description=title, allow_abbrev=False, **settings)
 
-    def read(self) -> argparse.Namespace:
+    def parse(self) -> argparse.Namespace:
         """The options given; in a notebook, the defaults."""
         if Path(sys.argv[0]).name.startswith(("ipykernel", "colab_kernel")):
             return self.parse_args([])
@@ -55,7 +55,7 @@ class ScriptOptions(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def count(least: int = 1, most: int | None = None) -> Callable[[str], int]:
+def whole_number(least: int = 1, most: int | None = None) -> Callable[[str], int]:
     """The type of an option that takes a whole number in a range."""
 
     def read(text: str) -> int:
@@ -72,7 +72,9 @@ def count(least: int = 1, most: int | None = None) -> Callable[[str], int]:
 
 
 def add_scoring(
-    options: argparse.ArgumentParser, texts: int | None, scorers: Sequence[str] | None = USUAL
+    options: argparse.ArgumentParser,
+    texts: int | None,
+    scorers: Sequence[str] | None = DEFAULT_SCORERS,
 ) -> None:
     """Options of scripts that score.
 
@@ -86,15 +88,16 @@ def add_scoring(
         default=scorers,
         type=_scorer,
         help=(
-            f"NAME or NAME=MODEL, as of `lapa2 score` (default: {' '.join(scorers or USUAL)}):"
-            " toxicity=perspective, perplexity=gpt2-large, or for one task alone"
-            " sentiment:accuracy=MODEL. A plain accuracy or toxicity is by both classifiers that"
-            " ship; linear or adapter alone takes that one, linear being fast"
+            "NAME or NAME=MODEL, as of `lapa2 score` (default:"
+            f" {' '.join(scorers or DEFAULT_SCORERS)}): toxicity=perspective,"
+            " perplexity=gpt2-large, or for one task alone sentiment:accuracy=MODEL. A plain"
+            " accuracy or toxicity is by both classifiers that ship; linear or adapter alone takes"
+            " that one, linear being fast"
         ),
     )
     options.add_argument(
         "--perplexity",
-        type=count(),
+        type=whole_number(),
         default=texts,
         help="texts of an arm whose perplexity is measured",
     )
@@ -109,13 +112,13 @@ def add_scoring(
 
 def _scorer(text: str) -> str:
     try:
-        chosen_scorers([text], USUAL)
+        chosen_scorers([text], DEFAULT_SCORERS)
     except ScoringError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 
-def in_one_line(
+def print_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """A script's `sys.excepthook`: what a user can mend is one line on stderr and exit code 2, as

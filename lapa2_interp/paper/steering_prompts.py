@@ -26,7 +26,7 @@ NEUTRAL, SELECTION = 540, 64
 MOST_WORDS = 20
 
 
-def chosen(
+def choose_prompts(
     texts: Iterable[str], neutral: int = NEUTRAL, selection: int = SELECTION
 ) -> tuple[list[str], list[str]]:
     """(the grid's prompts, those of selection): no prompt twice.
@@ -79,7 +79,7 @@ def main() -> None:
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     names = ("steering-prompts.txt", "steering-selection.txt")
-    for name, prompts in zip(names, chosen(read_neutral(parser.read().file)), strict=True):
+    for name, prompts in zip(names, choose_prompts(read_neutral(parser.parse().file)), strict=True):
         write_text(Path(name), "".join(f"{prompt}\n" for prompt in prompts))
         print(f"{len(prompts)} prompts: {name}")
 

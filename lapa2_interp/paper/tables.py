@@ -11,15 +11,21 @@ import pandas as pd
 
 from lapa2_interp._util.errors import pluralize
 from lapa2_interp.methods.registry import registry
-from lapa2_interp.paper.claims import compare, rows_with
-from lapa2_interp.paper.reported import BETTER, METRICS, PAPER_MODELS, SAME_TABLE, paper_number
+from lapa2_interp.paper.claims import compare_arms, select_rows
+from lapa2_interp.paper.reported import (
+    BETTER_SIGN,
+    PAPER_METRICS,
+    PAPER_MODELS,
+    TABLE_OF_ITEM,
+    paper_number,
+)
 from lapa2_interp.scoring.tables import APART, cell_table, difference_table, distinct_cells, plain
 
-HALVES = {0: "whole", 1: "first", 2: "second"}
+PART_NAMES = {0: "whole", 1: "first", 2: "second"}
 """Parts of a text in words, as in the paper's table half."""
-KEYS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
-ARM = ["model", "task", "method", "variant", "arm"]
-GENERATED = r"top-k \d+|eos \w+|BOS doubled|HookedTransformer|TransformersModel"
+ROW_COLUMNS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
+ARM_COLUMNS = ["model", "task", "method", "variant", "arm"]
+DECODING_PARTS = r"top-k \d+|eos \w+|BOS doubled|HookedTransformer|TransformersModel"
 """Parts of a variant that leave it comparable with the paper's numbers."""
 PAPER_SCORERS = {
     "acc": "Air-Decoding's RoBERTa",
@@ -58,9 +64,9 @@ def item_table(
         high, n, prompts, skipped, scorer, difference, difference_low, difference_high, p,
         detectable (against the baseline of the same method), best, profile, paper, state.
     """
-    keys = [key for key in KEYS if key in scores]
+    keys = [key for key in ROW_COLUMNS if key in scores]
     keys += [key for key in APART if key in scores and _differs(scores, key, keys)]
-    frames = [pd.DataFrame(columns=[*KEYS, "metric"])]
+    frames = [pd.DataFrame(columns=[*ROW_COLUMNS, "metric"])]
     if len(scores):
         means = cell_table(scores)
         changes = difference_table(scores).rename(
@@ -74,7 +80,7 @@ def item_table(
         frames.append(means.merge(changes, on=joined, how="left") if len(changes) else means)
         frames.append(_distinct(scores, tokenizer))
     columns = [
-        *KEYS,
+        *ROW_COLUMNS,
         *(key for key in keys if key in APART),
         "metric",
         "mean",
@@ -94,17 +100,17 @@ def item_table(
     found["state"] = "finished"
     gaps = cells[cells["state"] != "finished"]
     if len(gaps):
-        states = gaps.groupby(ARM, sort=False)["state"].agg(
+        states = gaps.groupby(ARM_COLUMNS, sort=False)["state"].agg(
             lambda column: " and ".join(dict.fromkeys(column))
         )
-        lengths = gaps.groupby(ARM, sort=False)["max_length"].max()
+        lengths = gaps.groupby(ARM_COLUMNS, sort=False)["max_length"].max()
         rows = pd.DataFrame({"state": states, "length": lengths}).reset_index()
         rows = rows.assign(
             attribute="all", part=0, metric=np.where(rows["task"] == "detox", "tox", "acc")
         )
         found = pd.concat([found, rows], ignore_index=True)
-    arms = cells.drop_duplicates(ARM)[[*ARM, "profile", "alpha"]]
-    found = found.merge(arms, on=ARM, how="left")
+    arms = cells.drop_duplicates(ARM_COLUMNS)[[*ARM_COLUMNS, "profile", "alpha"]]
+    found = found.merge(arms, on=ARM_COLUMNS, how="left")
     found["best"] = _best(found, scores)
     found["paper"] = [_paper_cell(item, row, variants or {}) for row in _records(found)]
     return _ordered(found.drop(columns="alpha"), cells)
@@ -120,18 +126,18 @@ def _distinct(scores: pd.DataFrame, tokenizer: Any) -> pd.DataFrame:
     if not len(first):
         return pd.DataFrame()
     found = distinct_cells(first, tokenizer)
-    return found.assign(metric=found["metric"].map(lambda metric: METRICS[metric][0]))
+    return found.assign(metric=found["metric"].map(lambda metric: PAPER_METRICS[metric][0]))
 
 
 def split_variant(variant: str) -> tuple[str, str]:
     """The parts of a variant (`Cell.variant`): parameters and wording, and how its texts were
     generated."""
     parts = variant.split(", ")
-    n = next((i for i, part in enumerate(parts) if re.fullmatch(GENERATED, part)), len(parts))
+    n = next((i for i, part in enumerate(parts) if re.fullmatch(DECODING_PARTS, part)), len(parts))
     return ", ".join(parts[:n]), ", ".join(parts[n:])
 
 
-def without(variant: str, parameter: str) -> str:
+def drop_parameter(variant: str, parameter: str) -> str:
     """A variant (`Cell.variant`) without the part that says one parameter's value."""
     return ", ".join(part for part in variant.split(", ") if not part.startswith(f"{parameter}="))
 
@@ -151,9 +157,9 @@ def _paper_cell(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) 
     )
     if not usual or (not named and (variants or wording)):
         return float("nan")
-    variant = HALVES.get(part, named) if (part := int(row["part"])) else named
+    variant = PART_NAMES.get(part, named) if (part := int(row["part"])) else named
     return paper_number(
-        SAME_TABLE.get(item, item),
+        TABLE_OF_ITEM.get(item, item),
         task=row["task"],
         model=PAPER_MODELS[row["model"]],
         method=row["method"],
@@ -164,7 +170,7 @@ def _paper_cell(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) 
     )
 
 
-def at_few_steps(table: pd.DataFrame) -> pd.DataFrame:
+def format_step_curves(table: pd.DataFrame) -> pd.DataFrame:
     """Means with intervals of a table of curves at the first and some middle steps, and at the last
     step of its longest arm, one row per arm; empty where an arm has ended."""
     steps = sorted({0, 16, 64, 128, 256, int(table["step"].max())} & set(table["step"]))
@@ -172,7 +178,7 @@ def at_few_steps(table: pd.DataFrame) -> pd.DataFrame:
     cell = [
         f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in rows[["mean", "low", "high"]].to_numpy(float)
     ]
-    keys = [name for name in ARM if name in ("method", "arm") or rows[name].nunique() > 1]
+    keys = [name for name in ARM_COLUMNS if name in ("method", "arm") or rows[name].nunique() > 1]
     shown = rows.assign(cell=cell).pivot_table(
         index=keys, columns="step", values="cell", aggfunc="first", sort=False
     )
@@ -184,9 +190,9 @@ def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
 
-def overall(table: pd.DataFrame) -> pd.DataFrame:
+def rows_of_all_attributes(table: pd.DataFrame) -> pd.DataFrame:
     """The rows for all attributes together, or for the only attribute."""
-    several = table.groupby(ARM, dropna=False)["attribute"].transform(
+    several = table.groupby(ARM_COLUMNS, dropna=False)["attribute"].transform(
         lambda column: (column == "all").any()
     )
     return table[(table["attribute"] == "all") | ~several]
@@ -199,11 +205,11 @@ def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
     (`compare`), is an improvement; for distinct-n, the two arms' intervals do not overlap.
     """
     best = pd.Series(False, index=table.index)
-    group_of = [key for key in (*KEYS, *APART, "metric") if key in table and key != "arm"]
+    group_of = [key for key in (*ROW_COLUMNS, *APART, "metric") if key in table and key != "arm"]
     named = table[table["mean"].notna()] if "mean" in table else table.iloc[:0]
     for values, group in named.groupby(group_of, dropna=False, sort=False):
         where = dict(zip(group_of, values, strict=True))
-        better = BETTER.get(plain(str(where["metric"])))
+        better = BETTER_SIGN.get(plain(str(where["metric"])))
         if len(group) < 2 or better is None:
             continue
         order = group.sort_values("mean", ascending=better < 0)
@@ -211,7 +217,7 @@ def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
         if str(where["metric"]).startswith("dist"):
             apart = table.loc[first, "low"] > table.loc[second, "high"]
         else:
-            texts = rows_with(
+            texts = select_rows(
                 scores,
                 {
                     key: value
@@ -220,7 +226,7 @@ def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
                 },
             )
             before, after = ({"arm": table.loc[i, "arm"]} for i in (second, first))
-            found = compare(texts, before, after, str(where["metric"]))
+            found = compare_arms(texts, before, after, str(where["metric"]))
             if found is None:
                 continue
             apart = (found.low if better > 0 else -found.high) > 0
@@ -250,7 +256,7 @@ def _ordered(table: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
 def _shown_metrics(table: pd.DataFrame) -> list[str]:
     """The metrics of a table as they stand beside each other: those of several scorers together,
     the first scorer's in front."""
-    names = [name for name, _ in METRICS.values()]
+    names = [name for name, _ in PAPER_METRICS.values()]
     there = dict.fromkeys(map(str, table["metric"]))
     return sorted(there, key=lambda metric: (names.index(plain(metric)), metric != plain(metric)))
 
@@ -259,7 +265,7 @@ def _number(metric: str, value: float) -> str:
     return f"{value:.3f}" if metric.startswith("dist") else f"{value:.1f}"
 
 
-def wide(table: pd.DataFrame) -> pd.DataFrame:
+def format_item_table(table: pd.DataFrame) -> pd.DataFrame:
     """The table for reading: one row per arm, one column per metric with the interval in the cell.
 
     A mean that is surely the best is bold (**).
@@ -269,7 +275,7 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
     """
     if not len(table):
         return table
-    shown = overall(table)
+    shown = rows_of_all_attributes(table)
     keys = [
         key
         for key in ("model", "task", "length", *APART, "method", "variant", "arm", "part")
@@ -324,8 +330,8 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
         n=[str(int(x)) if pd.notna(x) else "0" for x in n["n"]], change=change
     )
     found = found.merge(n.rename(columns={"change": "change (detectable)"}), on=keys, how="left")
-    if "part" in found and set(found["part"]) <= HALVES.keys():
-        found["part"] = found["part"].map(HALVES)
+    if "part" in found and set(found["part"]) <= PART_NAMES.keys():
+        found["part"] = found["part"].map(PART_NAMES)
     return found.fillna("").rename(columns={"arm": "augmentation"})
 
 

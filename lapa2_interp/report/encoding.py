@@ -5,7 +5,7 @@ A pattern entry p in [0, 1] is stored as
     0                                      below FLOOR: shown as 0
     1 + round((top - 1) (1 - ln p / ln FLOOR))      else, with top = 2^bits - 1
 
-so that every stored number has the same relative error, `precision(bits)`.
+so that every stored number has the same relative error, `quantisation_error(bits)`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLOOR = 2.0**-24
 """The smallest attention that is not 0."""
 
 
-def quantised(values: Float[np.ndarray, "*axes"], bits: Bits) -> np.ndarray:
+def quantise(values: Float[np.ndarray, "*axes"], bits: Bits) -> np.ndarray:
     """Attention in [0, 1] as whole numbers of so many bits, same shape."""
     top = 2**bits - 1
     with np.errstate(divide="ignore"):
@@ -34,19 +34,19 @@ def quantised(values: Float[np.ndarray, "*axes"], bits: Bits) -> np.ndarray:
     return np.minimum(kept, top).astype(np.uint8 if bits == 8 else np.uint16)
 
 
-def restored(codes: np.ndarray, bits: Bits) -> Float[np.ndarray, "*axes"]:
-    """What `quantised` numbers stand for, float64, same shape."""
+def dequantise(codes: np.ndarray, bits: Bits) -> Float[np.ndarray, "*axes"]:
+    """What `quantise` numbers stand for, float64, same shape."""
     top = 2**bits - 1
     return np.where(codes == 0, 0.0, FLOOR ** (1 - (codes.astype(np.float64) - 1) / (top - 1)))
 
 
-def precision(bits: Bits) -> float:
+def quantisation_error(bits: Bits) -> float:
     """The largest relative error of a stored number above FLOOR."""
     return math.expm1(-math.log(FLOOR) / (2**bits - 2) / 2)
 
 
 @dataclass(frozen=True)
-class Packed:
+class EncodedArrays:
     """Arrays as one text.
 
     Attributes:
@@ -59,7 +59,7 @@ class Packed:
     data: str
 
 
-def pack(arrays: Mapping[str, np.ndarray]) -> Packed:
+def encode_arrays(arrays: Mapping[str, np.ndarray]) -> EncodedArrays:
     """Arrays of uint8, uint16 or float32 in a form that is the same for equal numbers."""
     index, parts = {}, []
     for name, array in arrays.items():
@@ -70,4 +70,4 @@ def pack(arrays: Mapping[str, np.ndarray]) -> Packed:
             raw = raw.reshape(-1, 2).T.ravel()
         parts.append(raw.tobytes())
     squeezed = gzip.compress(b"".join(parts), compresslevel=9, mtime=0)
-    return Packed(index, base64.b64encode(squeezed).decode("ascii"))
+    return EncodedArrays(index, base64.b64encode(squeezed).decode("ascii"))

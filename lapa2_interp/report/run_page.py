@@ -34,13 +34,13 @@ from lapa2_interp.attention.tables import branch_name, pooled
 from lapa2_interp.bias.texts import pieces
 from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.paper.claims import (
-    OUR_WORDS,
-    counted_once,
+    OUR_VERDICTS,
     deciding_p_values,
-    disagreement,
-    disputed,
     read_claims,
-    short_name,
+    scorer_kind,
+    second_scorer_verdict,
+    summarize_disagreement,
+    unique_comparisons,
 )
 from lapa2_interp.paper.gallery import read_gallery
 from lapa2_interp.runs.manifest import Manifest
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 # --- a run
 
-ORDER = (
+ITEM_ORDER = (
     "sent_topic",
     "half",
     "detox",
@@ -77,7 +77,7 @@ ORDER = (
     "cases",
 )
 """The items of the paper in the order of the page; others follow by name."""
-MARKS = {
+VERDICT_MARKS = {
     "as in the paper": "✓",
     "against the paper": "✗",
     "as expected": "✓",
@@ -87,23 +87,23 @@ MARKS = {
     "missing": "–",
 }
 VERDICTS = {
-    "paper": [verdict for verdict in MARKS if verdict not in OUR_WORDS.values()],
-    "ours": [verdict for verdict in MARKS if verdict not in OUR_WORDS],
+    "paper": [verdict for verdict in VERDICT_MARKS if verdict not in OUR_VERDICTS.values()],
+    "ours": [verdict for verdict in VERDICT_MARKS if verdict not in OUR_VERDICTS],
 }
 """The verdicts on the paper's claims, and on ours."""
-SIZE = 3_800_000
+PAGE_BYTES = 3_800_000
 """Bytes a report should stay under; the number of prompts whose texts it shows follows from it."""
 TOKEN_BYTES = 18
 """Bytes of the page that a token with its two masses takes, about."""
-ROOM = 4
+SCALE_LIMIT = 4
 """The scale of a metric's drawings reaches to this multiple of its median row; a value farther out
 is a triangle at the end of the scale."""
-PROMPTS = 8
+MAX_PROMPTS = 8
 """Prompts whose texts are shown, at most."""
-UNIT = 1e-4
+MASS_UNIT = 1e-4
 """Attention masses are rounded to multiples of this."""
 
-PACKED = {"all": "every linear layer", "lm_head": "the output layer"}
+PACKING_NAMES = {"all": "every linear layer", "lm_head": "the output layer"}
 """What `ModelCard.packing` means, in words."""
 
 
@@ -175,12 +175,12 @@ def run_report(
         + 3 * sum(len(str(item["rows"])) for item in items)
         + 100_000
     )
-    n_prompts, texts = _texts(run, SIZE - used)
+    n_prompts, texts = _texts(run, PAGE_BYTES - used)
     manifests = [run.manifest(key) for key in run.finished]
     return template("run_report.html.j2", Path(__file__).parent).render(
         title=title,
         colours=COLOURS,
-        verdicts={word: MARKS[word] for group in groups for word in group["verdicts"]},
+        verdicts={word: VERDICT_MARKS[word] for group in groups for word in group["verdicts"]},
         states=STATES,
         names=names,
         run=_overview(run, cells),
@@ -188,12 +188,12 @@ def run_report(
         others=_other_runs(run, tables.parent),
         items=items,
         scores=[] if run.folder is None else _scores(run, run.folder),
-        absent=[name for name in ORDER if name not in {item["name"] for item in items}],
+        absent=[name for name in ITEM_ORDER if name not in {item["name"] for item in items}],
         groups=groups,
         claims=[claim for group in groups for claim in group["claims"]],
         cells=_cell_rows(cells),
         n_prompts=n_prompts,
-        max_prompts=PROMPTS,
+        max_prompts=MAX_PROMPTS,
         traced=any(text["p"] or text["b"] for text in _each_text(texts)),
         n_texts=sum(1 for _ in _each_text(texts)),
         texts=embedded(texts),
@@ -236,7 +236,7 @@ def _facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
         "Weights": (f"{card.name}: {card.weights}" for card in cards),
         "Device": (card.device for card in cards),
         "CPU threads": (str(each.threads) for each in manifests if each.threads is not None),
-        "Packed weights": (PACKED[card.packing] for card in cards if card.packing != "none"),
+        "Packed weights": (PACKING_NAMES[card.packing] for card in cards if card.packing != "none"),
         "Package": (f"lapa2_interp {each.lapa2_interp}" for each in manifests),
         "Commit": (each.commit or "outside a git checkout" for each in manifests),
         "Libraries": (
@@ -372,7 +372,7 @@ def _items(tables: Path, figures: Path, names: Mapping[str, Sequence[str]]) -> l
         file.stem for file in figures.glob("*.png")
     }
     found |= {file.name.removesuffix(".claims.csv") for file in tables.glob("*.claims.csv")}
-    ordered = [name for name in ORDER if name in found] + sorted(found - set(ORDER))
+    ordered = [name for name in ITEM_ORDER if name in found] + sorted(found - set(ITEM_ORDER))
     return [_item(name, tables, figures, names) for name in ordered]
 
 
@@ -463,7 +463,7 @@ def _groups_of_claims(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     if not tables:
         return [{"whose": "paper", "verdicts": VERDICTS["paper"], "claims": [], "disputed": ""}]
     judged = pd.concat(tables, ignore_index=True)
-    once = set(counted_once(judged).index)
+    once = set(unique_comparisons(judged).index)
     claims = [claim for item in items for claim in item["claims"]]
     for number, claim in enumerate(claims):
         claim["again"] = number not in once
@@ -472,7 +472,7 @@ def _groups_of_claims(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             "whose": whose,
             "verdicts": verdicts,
             "claims": [claim for claim in claims if claim["whose"] == whose],
-            "disputed": disputed(judged[judged["whose"] == whose]),
+            "disputed": summarize_disagreement(judged[judged["whose"] == whose]),
         }
         for whose, verdicts in VERDICTS.items()
         if whose == "paper" or (judged["whose"] == whose).any()
@@ -488,7 +488,7 @@ def _claims(
         ["item", "claim", "metric", "expected", "verdict", "raw", "scorer", "whose"]
     ].astype(str)
     texts = (table["texts"] * table["prompts"]).map("{:.0f}".format).replace("nan", "")
-    seconds = [disagreement(row) for row in _records(table)]
+    seconds = [second_scorer_verdict(row) for row in _records(table)]
     ends = numbers[["low", "high", "here", "paper"]].assign(zero=0.0)
     scales = {metric: _scale(part) for metric, part in ends.groupby(words["metric"])}
     rows: list[dict[str, Any]] = []
@@ -505,7 +505,7 @@ def _claims(
                 "prompts": int(n),
                 "texts": of_arm,
                 "second": second,
-                "scorer": short_name(said["scorer"]),
+                "scorer": scorer_kind(said["scorer"]),
                 "raw": "" if said["raw"] == said["verdict"] else said["raw"],
                 "drawing": _forest(found, *scales[said["metric"]], said["verdict"]),
             }
@@ -544,7 +544,7 @@ def _scale(ends: pd.DataFrame) -> tuple[float, float]:
     reach = ends.abs().max(axis=1)
     if not (reach > 0).any():
         return 0.0, 0.0
-    far = ROOM * float(reach[reach > 0].median())  # rows without a difference do not count
+    far = SCALE_LIMIT * float(reach[reach > 0].median())  # rows without a difference do not count
     return max(float(np.nanmin(ends)), -far), min(float(np.nanmax(ends)), far)
 
 
@@ -608,7 +608,7 @@ def _texts(run: Run, room: int) -> tuple[int, dict[str, Any]]:
 
     groups = _groups(run)
     length = sum(cell.length for arms in groups.values() for cell in arms.values())
-    n_prompts = max(1, min(PROMPTS, room // (TOKEN_BYTES * max(1, length))))
+    n_prompts = max(1, min(MAX_PROMPTS, room // (TOKEN_BYTES * max(1, length))))
     shown: list[dict[str, Any]] = []
     for labels, arms in groups.items():
         prompts = list(
@@ -621,7 +621,7 @@ def _texts(run: Run, room: int) -> tuple[int, dict[str, Any]]:
             columns.append({"arm": arm, "cell": cell.key} | shown_texts)
         names = dict(zip(("setup", "task", "attribute", "method", "size"), labels, strict=True))
         shown.append(names | {"prompts": prompts, "arms": columns})
-    data: dict[str, Any] = {"unit": UNIT, "groups": shown}
+    data: dict[str, Any] = {"unit": MASS_UNIT, "groups": shown}
     data["top"] = {
         name: colour_top([text[name] for text in _each_text(data) if text[name]])
         for name in ("p", "b")
@@ -687,7 +687,9 @@ def text_column(
         text: dict[str, Any] = {"t": pieces(tokenizer, prompt, tokens), "end": str(row["finish"])}
         for name in ("p", "b"):
             mass = masses[name][rows[0]][: len(tokens)] if name in masses else None
-            text[name] = None if mass is None else [round(float(value) / UNIT) for value in mass]
+            text[name] = (
+                None if mass is None else [round(float(value) / MASS_UNIT) for value in mass]
+            )
         texts.append(text)
     return {
         "branch": branch,
@@ -717,5 +719,5 @@ def colour_top(masses: Sequence[Sequence[int]]) -> int:
     .05."""
     if not masses:
         return 0
-    step = round(0.05 / UNIT)
+    step = round(0.05 / MASS_UNIT)
     return max(1, math.ceil(float(np.percentile(np.concatenate(masses), 99)) / step)) * step

@@ -40,15 +40,15 @@ from lapa2_interp.stats import bounds
 from lapa2_interp.tasks.task import Task
 
 MASSES = ("prefix", "bos", "prompt", "generated")
-SAME = {"float32": 1e-3, "float64": 1e-3}
+MASS_TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
 """How far attention that is read again may be from what the run recorded, by dtype."""
-SAME_IN_HALF = 0.1
+HALF_TOLERANCE = 0.1
 COPIES = 3
 """Copies of the attention that exist together: as recorded, stacked, and packed."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedText:
     """One text of a run in one or two arms.
 
     Attributes:
@@ -67,7 +67,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ArmAttention:
     """What one arm's reading gave.
 
     Attributes:
@@ -80,8 +80,9 @@ class Reading:
         control: By metric, the control at every step in nats; empty where there is none.
         off: The largest difference from the sums that the run recorded; None where it recorded none
             of this text.
-        of_run: Attention on the part that is steered, mean over the first `Found.steps` steps, over
-            all texts of the cell: mean, low and high [layer, head]; empty without a full trace.
+        of_run: Attention on the part that is steered, mean over the first `ViewedText.steps`
+            steps, over all texts of the cell: mean, low and high [layer, head]; empty without a
+            full trace.
     """
 
     arm: str
@@ -96,7 +97,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Found:
+class ViewedText:
     """Everything that is shown.
 
     Attributes:
@@ -111,12 +112,12 @@ class Found:
         model: The card's name, dtype and weights.
     """
 
-    chosen: Chosen
+    chosen: SelectedText
     layout: Layout
     branch: str
     branches: tuple[str, ...]
     prefix: str
-    readings: tuple[Reading, ...]
+    readings: tuple[ArmAttention, ...]
     no_control: str
     differences: Mapping[str, Float[np.ndarray, "layer head"]]
     steps: int
@@ -124,14 +125,14 @@ class Found:
     tokenizer: Any
 
 
-def choose(
+def select_text(
     run: Run,
     only: Mapping[str, Any],
     attribute: str | None,
     prompt: str | None,
     sample: int,
     arm: str | None,
-) -> Chosen:
+) -> SelectedText:
     """The cells and the text that are asked for.
 
     Raises:
@@ -176,19 +177,19 @@ def choose(
     fewest = min(cell.samples for cell in shown.values())
     if not 0 <= sample < fewest:
         raise TraceError(f"sample must be from 0 to {fewest - 1}, found {sample}")
-    return Chosen(shown, fitting[0], sample)
+    return SelectedText(shown, fitting[0], sample)
 
 
-def read_again(
+def recompute_attention(
     run: Run,
-    chosen: Chosen,
+    chosen: SelectedText,
     *,
     branch: str | None = None,
     steps: int = 64,
     same_text: bool = False,
     model: Model | None = None,
     device: str | None = None,
-) -> Found:
+) -> ViewedText:
     """Read the chosen text in every arm.
 
     Args:
@@ -274,7 +275,7 @@ def read_again(
         made = run.cell(cell.key)
         if made.trace is not None and not (same_text and i):
             off = _off(made.trace, trace, names[number], row, masses)
-            if not off <= SAME.get(cell.dtype, SAME_IN_HALF):
+            if not off <= MASS_TOLERANCE.get(cell.dtype, HALF_TOLERANCE):
                 raise TraceError(
                     f"attention that was read again differs from what the run recorded, by up to"
                     f" {off:.2g}; the model or its libraries are not those of the run"
@@ -285,7 +286,7 @@ def read_again(
         gaps.append(by_prompt)
         augmentation, mean = todo.augmentations[number], _interval(by_prompt)
         readings.append(
-            Reading(
+            ArmAttention(
                 name,
                 augmentation,
                 tuple(tokens),
@@ -302,7 +303,7 @@ def read_again(
         shared = gaps[0].keys() & gaps[1].keys()
         paired = _interval({text: gaps[1][text] - gaps[0][text] for text in sorted(shared)})
     shown = plans[0].prefix_names[names[number]]
-    return Found(
+    return ViewedText(
         chosen,
         layouts[0],
         names[number],
@@ -317,7 +318,7 @@ def read_again(
     )
 
 
-def _text(made: FinishedCell, chosen: Chosen) -> tuple[list[int], str, int]:
+def _text(made: FinishedCell, chosen: SelectedText) -> tuple[list[int], str, int]:
     """Tokens of the chosen text, why it ended, and its row among the samples."""
     table = made.samples
     rows = np.flatnonzero((table["prompt"] == chosen.prompt) & (table["sample"] == chosen.sample))
@@ -432,7 +433,7 @@ class HeadValues:
     high: Float[np.ndarray, "layer head"]
 
 
-def read_study(folder: Path, found: Found) -> dict[str, HeadValues]:
+def load_head_values(folder: Path, found: ViewedText) -> dict[str, HeadValues]:
     """What a study's folder knows of every head: effect, write, and effect_lex where it has words.
 
     Args:

@@ -29,14 +29,21 @@ from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.texts import pieces
 from lapa2_interp.methods.registry import find
 from lapa2_interp.models.card import Model
-from lapa2_interp.report.encoding import FLOOR, Bits, pack, precision, quantised
-from lapa2_interp.report.viewed_text import MASSES, Found, HeadValues, choose, read_again, read_study
+from lapa2_interp.report.encoding import FLOOR, Bits, encode_arrays, quantisation_error, quantise
+from lapa2_interp.report.viewed_text import (
+    MASSES,
+    HeadValues,
+    ViewedText,
+    load_head_values,
+    recompute_attention,
+    select_text,
+)
 from lapa2_interp.runs.store import Run, load_run
 
 HERE = Path(__file__).parent
 MODULE, STYLE = HERE / "view.js", HERE / "view.css"
 """The ES module and its style sheet: `_esm` and `_css` of an anywidget."""
-SIZE = 5_000_000
+PAGE_BYTES = 5_000_000
 """Bytes that a page with 16-bit numbers may have; above it, numbers have 8 bits."""
 
 
@@ -47,10 +54,10 @@ class View:
     Attributes:
         found: The numbers.
         heads: What a study knows of every head, by name.
-        bits: Of a stored number; by default 16, and 8 where the page would exceed `SIZE`.
+        bits: Of a stored number; by default 16, and 8 where the page would exceed `PAGE_BYTES`.
     """
 
-    found: Found = field(repr=False)
+    found: ViewedText = field(repr=False)
     heads: Mapping[str, HeadValues] = field(default_factory=dict, repr=False)
     bits: Bits | None = None
 
@@ -60,7 +67,9 @@ class View:
         if self.bits is not None:
             return _data(self.found, self.heads, self.bits)
         fine = _data(self.found, self.heads, 16)
-        return fine if len(json.dumps(fine)) < 0.98 * SIZE else _data(self.found, self.heads, 8)
+        return (
+            fine if len(json.dumps(fine)) < 0.98 * PAGE_BYTES else _data(self.found, self.heads, 8)
+        )
 
     @cached_property
     def html(self) -> str:
@@ -140,7 +149,7 @@ def view(
         same_text: Read the baseline's text in both arms, so that only the augmentation differs.
         circuits: The folder of a study (`lapa2 circuits`) of the same model and task: effects of
             heads and what they write, with intervals.
-        bits: Of a stored number, 8 or 16; by default 16 while the page stays below `SIZE`.
+        bits: Of a stored number, 8 or 16; by default 16 while the page stays below `PAGE_BYTES`.
         model: The run's model, where it is loaded already.
         device: Where it is loaded otherwise.
         allow_code: Import the module of a method MODULE:CLASS that the run names.
@@ -153,10 +162,10 @@ def view(
         RunError: No such column or run, or a cell is damaged.
     """
     there = run if isinstance(run, Run) else load_run(run)
-    chosen = choose(there, only or {}, attribute, prompt, sample, arm)
+    chosen = select_text(there, only or {}, attribute, prompt, sample, arm)
     for cell in chosen.cells.values():
         find(cell.method, allow_code)
-    found = read_again(
+    found = recompute_attention(
         there,
         chosen,
         branch=branch,
@@ -165,11 +174,11 @@ def view(
         model=model,
         device=device,
     )
-    heads = {} if circuits is None else read_study(Path(circuits), found)
+    heads = {} if circuits is None else load_head_values(Path(circuits), found)
     return View(found, heads, bits)
 
 
-def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str, Any]:
+def _data(found: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str, Any]:
     """What `View.data` is, at so many bits."""
     layout, cell = found.layout, next(iter(found.chosen.cells.values()))
     arrays, arms = {}, []
@@ -177,7 +186,7 @@ def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str
     for i, each in enumerate(found.readings):
         keys = pieces(found.tokenizer, "", [*layout.ids, *each.tokens])
         arrays[f"pattern{i}"] = np.concatenate(
-            [quantised(step, bits).ravel() for step in each.patterns]
+            [quantise(step, bits).ravel() for step in each.patterns]
         )
         arrays[f"masses{i}"] = each.masses.astype(np.float32)
         arms.append(
@@ -197,7 +206,7 @@ def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str
         )
     parts = ["prefix"] * layout.soft + ["bos"] * layout.n_bos
     parts += ["prefix"] * (0 if layout.soft else layout.l_pre) + ["prompt"] * layout.l_pro
-    packed = pack(arrays)
+    packed = encode_arrays(arrays)
     n_layers, n_heads = found.readings[0].masses.shape[2:]
     named = f"{cell.model}, {cell.task.name}, {cell.attribute}, {cell.method}"
     return {
@@ -233,7 +242,7 @@ def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str
         },
         "bits": bits,
         "floor": FLOOR,
-        "precision": precision(bits),
+        "precision": quantisation_error(bits),
         "arrays": packed.index,
         "packed": packed.data,
     }

@@ -84,7 +84,9 @@ def test_repeated_nothing_is_knocked_out_again(folder, monkeypatch):
     before = (folder / "head.csv").read_bytes(), (folder / "circuit.json").read_bytes()
     asked = []
     real = knockout.evaluate_edits
-    monkeypatch.setattr(knockout, "evaluate_edits", lambda *a: (asked.append(len(a[2])), real(*a))[1])
+    monkeypatch.setattr(
+        knockout, "evaluate_edits", lambda *a: (asked.append(len(a[2])), real(*a))[1]
+    )
     told = []
     study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=8, notify=told.append)
     # The control and two units, which must be those that are kept; a swap is read in both branches.

@@ -14,7 +14,12 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper import proposition_plots
-from lapa2_interp.paper.proposition_study import PropositionStudy, as_text, draw, run_study
+from lapa2_interp.paper.proposition_study import (
+    PropositionStudy,
+    draw_figures,
+    format_verdicts,
+    run_proposition_study,
+)
 from lapa2_interp.runs.store import load_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
@@ -94,9 +99,9 @@ def test_the_law_recomputed_from_the_stored_trace(folder):
 
 def test_figures_are_drawn_from_their_tables(folder):
     tables = {path.stem: pd.read_csv(path) for path in (folder / "tables").glob("*.csv")}
-    assert {path.stem for path in (folder / "figures").glob("*.png")} == set(draw(tables))
+    assert {path.stem for path in (folder / "figures").glob("*.png")} == set(draw_figures(tables))
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == len(draw(tables))
+    assert page.count("data:image/png;base64,") == len(draw_figures(tables))
     assert "Texts side by side" not in page
     shares = tables["synthetic_shares"]
     for panel in proposition_plots.regimes(shares).axes:
@@ -126,10 +131,10 @@ def test_baseline_alone_and_alphas_given_twice(tmp_path):
         model="tiny-llama", length=48, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=9
     )
     assert study.alphas == ()
-    found = run_study(study)
+    found = run_proposition_study(study)
     assert set(found.tables) == {"free_curves", "free_exponents", "verdicts"}
     assert set(found.tables["verdicts"]["alpha"].isna()) == {True}
-    assert "prefix attention falls" in as_text(found.tables["verdicts"])
+    assert "prefix attention falls" in format_verdicts(found.tables["verdicts"])
     assert PropositionStudy(alphas=(1.0, 0.5, 0.5, 0.0)).alphas == (0.5, 1.0)
     assert PropositionStudy(dtype="auto").dtype in ("float32", "bfloat16")
 

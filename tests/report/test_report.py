@@ -20,9 +20,9 @@ from lapa2_interp.bias.texts import pieces
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.paper import report
 from lapa2_interp.models.load import load_tokenizer
-from lapa2_interp.paper.claims import Finding
-from lapa2_interp.paper.gallery import Gallery, results_of
-from lapa2_interp.report.run_page import UNIT, _forest, _scale, run_report
+from lapa2_interp.paper.claims import ClaimResult
+from lapa2_interp.paper.gallery import Gallery, gallery_run
+from lapa2_interp.report.run_page import MASS_UNIT, _forest, _scale, run_report
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.manifest import MANIFEST
@@ -88,7 +88,7 @@ def make_run(folder, trace="pooled"):
 def claim(item, text, verdict, here=1.5, expected="more", **more):
     nothing = float("nan")
     low, high = (nothing, nothing) if np.isnan(here) else (here - 1, here + 1)
-    found = Finding(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4)
+    found = ClaimResult(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4)
     return vars(found) | more
 
 
@@ -106,7 +106,7 @@ def write_item(folder, item, rows, columns, claims=(), title="", notes=()):
     pd.DataFrame({"task": ["sentiment"] * len(table), "method": "prefix"}).to_csv(
         tables / f"{item}.csv", index=False
     )
-    pd.DataFrame(claims, columns=list(Finding.__dataclass_fields__)).to_csv(
+    pd.DataFrame(claims, columns=list(ClaimResult.__dataclass_fields__)).to_csv(
         tables / f"{item}.claims.csv", index=False
     )
 
@@ -266,7 +266,7 @@ def test_the_run_is_told(html, finished):
 
 def test_other_runs_whose_tables_are_there_are_told(run, html):
     assert "Other runs" not in html
-    own = results_of(load_run(run), run / "tables", ["alpha"])
+    own = gallery_run(load_run(run), run / "tables", ["alpha"])
     other = own.model_copy(
         update={
             "grids": {"quick/deep": {"finished": 7, "missing": 2}, "<b>x": {"finished": 4}},
@@ -310,7 +310,7 @@ def test_colours_are_the_trace_and_tokens_are_the_text(html, finished):
                     else:
                         # float32 masses, rounded to the unit
                         np.testing.assert_allclose(
-                            np.array(text[short]) * UNIT, mass, atol=0.5 * UNIT + 1e-7
+                            np.array(text[short]) * MASS_UNIT, mass, atol=0.5 * MASS_UNIT + 1e-7
                         )
                 seen += 1
     assert seen == 5 * 2

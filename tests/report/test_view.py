@@ -23,8 +23,14 @@ from lapa2_interp._util.page import embedded
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.cli.app import main
-from lapa2_interp.report.encoding import FLOOR, pack, precision, quantised, restored
-from lapa2_interp.report.viewed_text import read_study
+from lapa2_interp.report.encoding import (
+    FLOOR,
+    dequantise,
+    encode_arrays,
+    quantisation_error,
+    quantise,
+)
+from lapa2_interp.report.viewed_text import load_head_values
 from lapa2_interp.report.viewer import MODULE
 from lapa2_interp.runs.store import FinishedCell
 
@@ -99,18 +105,18 @@ def middle(browser, canvas, row, column, rows, columns):
 def test_stored_attention_is_as_precise_as_the_page_says(bits):
     rng = np.random.default_rng(0)
     values = np.concatenate([FLOOR ** rng.random(5000), [1.0, FLOOR, 0.5]])
-    back = restored(quantised(values, bits), bits)
-    assert np.abs(back / values - 1).max() <= precision(bits) * (1 + 1e-9)
-    small = restored(quantised(np.array([0.0, FLOOR / 2]), bits), bits)
+    back = dequantise(quantise(values, bits), bits)
+    assert np.abs(back / values - 1).max() <= quantisation_error(bits) * (1 + 1e-9)
+    small = dequantise(quantise(np.array([0.0, FLOOR / 2]), bits), bits)
     assert small.tolist() == [0, 0]
-    assert restored(quantised(np.array([1.0 + 1e-7]), bits), bits) == 1
-    assert precision(16) < 1.3e-4 < precision(8) < 0.034
+    assert dequantise(quantise(np.array([1.0 + 1e-7]), bits), bits) == 1
+    assert quantisation_error(16) < 1.3e-4 < quantisation_error(8) < 0.034
 
 
 def test_equal_numbers_give_equal_pages(shown, run, study):
     again = view(run, circuits=study, model=load("planted"))
     assert again.html == shown.html
-    assert pack({"a": np.arange(300, dtype=np.uint16)}) == pack(
+    assert encode_arrays({"a": np.arange(300, dtype=np.uint16)}) == encode_arrays(
         {"a": np.arange(300, dtype=np.uint16)}
     )
 
@@ -227,7 +233,7 @@ def test_a_study_of_many_attributes_says_which_one_it_is_about(shown, study, tmp
         task=SimpleNamespace(name="sentiment", attributes=dict.fromkeys("abc"))
     )
     found = SimpleNamespace(model=shown.found.model, readings=shown.found.readings, chosen=chosen)
-    about = [each.about for each in read_study(tmp_path / "study", found).values()]
+    about = [each.about for each in load_head_values(tmp_path / "study", found).values()]
     assert about
     assert all(each.endswith(", a against the others") for each in about)
     assert not any("against" in each.about for each in shown.heads.values())
@@ -263,7 +269,7 @@ def test_one_text_in_both_arms_differs_by_the_augmentation_alone(run):
 
 def test_a_large_page_has_8_bits(shown, monkeypatch):
     assert shown.data["bits"] == 16
-    monkeypatch.setattr("lapa2_interp.report.viewer.SIZE", 1000)
+    monkeypatch.setattr("lapa2_interp.report.viewer.PAGE_BYTES", 1000)
     small = dataclasses.replace(shown)
     assert small.data["bits"] == 8
     assert small.data["arrays"]["pattern0"]["type"] == "uint8"
@@ -409,7 +415,7 @@ def test_the_page_reads_the_numbers_of_the_trace(browser, place, shown):
     for arm, step, head, row, mass, odds in found:
         layer, at = divmod(head, heads)
         there = readings[arm].patterns[step][layer, at]
-        assert np.allclose(row, there, rtol=precision(16) * 1.001, atol=FLOOR)
+        assert np.allclose(row, there, rtol=quantisation_error(16) * 1.001, atol=FLOOR)
         masses = readings[arm].masses[:, step, layer, at].astype(float)
         assert mass == masses[0]
         assert np.isclose(odds, np.log(masses[0] / masses[1:].sum()), rtol=1e-6)
@@ -429,7 +435,7 @@ def test_the_address_holds_the_state(place, shown, study):
     assert (data["step"], data["head"], data["key"], data["pin"]) == ("7", "1.2", "2", "0.1")
     for arm in (0, 1):
         there = reading[arm].patterns[7][1, 2, 2]
-        assert np.isclose(float(data[f"value{arm}"]), there, rtol=precision(16) * 1.001)
+        assert np.isclose(float(data[f"value{arm}"]), there, rtol=quantisation_error(16) * 1.001)
     table = pd.read_csv(study / "head.csv")
     row = table[(table["layer"] == 1) & (table["head"] == 2)].iloc[0]
     assert np.allclose(
@@ -446,7 +452,7 @@ def test_hover_slider_keys_and_pins(browser, place, shown):
     keys = live + steps - 1
     assert told(browser)["head"] == "mean"
     mean = first.patterns[0].mean((0, 1))[0]
-    assert np.isclose(float(told(browser)["value0"]), mean, rtol=precision(16) * 1.001)
+    assert np.isclose(float(told(browser)["value0"]), mean, rtol=quantisation_error(16) * 1.001)
 
     browser.hover(*middle(browser, 0, 6, 3, steps, keys))
     now = told(browser)
