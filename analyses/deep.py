@@ -205,4 +205,4 @@ notes = [
     f" of alpha ln(l/n), alpha {ALPHA:g}.",
     f"The heads with most attention on the prefix at l = {last} and more: {best}.",
 ]
-item.write(table.assign(metric=table["quantity"]), notes, shown=shown)
+item.write(table.assign(metric=table["quantity"]), notes, formatted=shown)

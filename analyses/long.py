@@ -86,6 +86,6 @@ note = (
     "Columns: tokens of the text, its prompt included. Arms are not equally strong, and differ in"
     " perplexity: it describes what each does at the strength of quick/steering."
 )
-item.write(table, [note], shown=shown.reset_index().fillna(""))
+item.write(table, [note], formatted=shown.reset_index().fillna(""))
 steps.to_csv(item.out / "tables" / "long.steps.csv", index=False, float_format="%.6g")
 print(format_step_curves(steps).to_string(index=False))

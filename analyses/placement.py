@@ -51,4 +51,4 @@ for where, words, group in item.groups(cells[cells["state"] == "finished"]):
                 item.add_claim(text, scores, *sides, metric, "same", whose="ours")
 
 # %%
-item.write(table, shown=shown)
+item.write(table, formatted=shown)

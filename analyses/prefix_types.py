@@ -51,4 +51,4 @@ columns = ["model", "task", "method", "attribute", "branch", "type", "prefix"]
 table = pd.DataFrame(rows, columns=columns).drop_duplicates(ignore_index=True)
 
 # %%
-item.write(table, shown=table.assign(prefix=table["prefix"].str.replace("\n", "\\n")))
+item.write(table, formatted=table.assign(prefix=table["prefix"].str.replace("\n", "\\n")))

@@ -1,5 +1,5 @@
-"""What decided the numbers of a folder of tables: one manifest over all cells of each run they were
-read from. Grids may be run apart, on other days and machines."""
+"""results.json: the models, settings and versions behind a folder of tables, one entry for each run
+that the tables come from. Grids may be run on different days and machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lapa2_interp.runs.store import Run
 
 
 class GalleryRun(BaseModel):
-    """Everything that decided the numbers of a run's tables and figures."""
+    """The models, settings and versions behind the tables and figures of one run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,18 +30,18 @@ class GalleryRun(BaseModel):
     analysed_when: datetime
     """UTC."""
     analysed_on: str
-    """The machine that scored and analysed: the kind of its processor, and cores."""
+    """The machine that scored and analysed: kind of processor and number of cores."""
     analysed_with: dict[str, str]
-    """Versions of the libraries it used."""
+    """Versions of the libraries that scored and analysed."""
     grids: dict[str, dict[str, int]]
-    """By grid: how many cells are finished, failed, partly made, missing."""
+    """By grid: the numbers of finished, failed, partly made and missing cells."""
     commits: tuple[str, ...]
     """Git commits of the package that generated; cells of a run that was resumed may have several.
     """
     versions: dict[str, tuple[str, ...]]
     """Versions of the libraries that generated."""
     weights: dict[str, tuple[str, ...]]
-    """By model: where its weights come from."""
+    """Origin of the weights, by model."""
     dtypes: tuple[str, ...]
     """Precisions of the models that generated."""
     devices: tuple[str, ...]
@@ -51,26 +51,26 @@ class GalleryRun(BaseModel):
     seeds: tuple[int, ...]
     """Seeds of the random streams."""
     prefixes: dict[str, str]
-    """sha256 of the soft prefixes' files, by what they are."""
+    """sha256 of the soft prefixes' files, by prefix."""
     scorers: tuple[str, ...]
-    """Names and versions of scorers; the version of one that reads weights names them."""
+    """Names and versions of scorers; the version of a scorer with weights names the weights."""
     texts: int
     """Generated texts."""
     tokens: int
     """Generated tokens."""
     seconds: float
-    """Seconds of generating, summed over workers."""
+    """Seconds of generation, summed over workers."""
 
 
 class Gallery(BaseModel):
-    """results.json: what decided the numbers, one entry for each run that tables come from."""
+    """The content of results.json."""
 
     model_config = ConfigDict(extra="forbid")
 
     runs: tuple[GalleryRun, ...]
 
     def with_run(self, newer: GalleryRun) -> Gallery:
-        """These runs and a newer one, whose grids take the place of theirs."""
+        """These runs and a newer one, which replaces the grids that it has."""
         kept = [
             each.model_copy(
                 update={
@@ -87,7 +87,7 @@ class Gallery(BaseModel):
 
 
 def read_gallery(folder: Path) -> Gallery:
-    """The results.json of a folder of results; empty where there is none.
+    """Read the results.json of a folder of results; empty if there is none.
 
     Raises:
         RunError: It is damaged, or of another version.
@@ -99,15 +99,17 @@ def read_gallery(folder: Path) -> Gallery:
         return Gallery.model_validate(parse_json(read_text(file)))
     except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise RunError(f"{file} cannot be read: {reason}; `make gallery` writes it anew") from error
+        raise RunError(
+            f"{file} cannot be read: {reason}; `make gallery` writes it again"
+        ) from error
 
 
 def gallery_run(run: Run, tables: Path, items: Collection[str]) -> GalleryRun:
-    """The manifest of the tables read from a run.
+    """The entry of a run in results.json.
 
     Args:
-        tables: The folder of its items' CSV files, whose column `scorer` names scorers.
-        items: The items that the run has made.
+        tables: Folder of its items' CSV files, whose column `scorer` names scorers.
+        items: Names of the items made from this run.
     """
     found = [run.manifest(key) for key in run.finished]
     prefixes = {
@@ -135,17 +137,17 @@ def gallery_run(run: Run, tables: Path, items: Collection[str]) -> GalleryRun:
             grid: {str(state): int(n) for state, n in states[list(keys)].value_counts().items()}
             for grid, keys in run.listing.grids.items()
         },
-        commits=_all(manifest.commit or "not a checkout" for manifest in found),
+        commits=_unique(manifest.commit or "not a checkout" for manifest in found),
         versions={
-            name: _all(manifest.versions[name] for manifest in found)
+            name: _unique(manifest.versions[name] for manifest in found)
             for name in (found[0].versions if found else {})
         },
         weights={
-            model: _all(each.model.weights for each in found if each.model.name == model)
-            for model in _all(each.model.name for each in found)
+            model: _unique(each.model.weights for each in found if each.model.name == model)
+            for model in _unique(each.model.name for each in found)
         },
-        dtypes=_all(manifest.model.dtype for manifest in found),
-        devices=_all(manifest.model.device for manifest in found),
+        dtypes=_unique(manifest.model.dtype for manifest in found),
+        devices=_unique(manifest.model.device for manifest in found),
         threads=tuple(sorted({manifest.threads for manifest in found if manifest.threads})),
         seeds=tuple(sorted({manifest.seed for manifest in found})),
         prefixes=prefixes,
@@ -156,5 +158,5 @@ def gallery_run(run: Run, tables: Path, items: Collection[str]) -> GalleryRun:
     )
 
 
-def _all(values: Iterable[str]) -> tuple[str, ...]:
+def _unique(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))

@@ -683,7 +683,7 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     (beside / "results.json").write_text(Gallery(runs=runs).model_dump_json())
     row = {"model": "m", "task": "another", "method": "prefix", "prefix": "Very other:"}
     other, none = pd.DataFrame([row]), ItemClaims("prefix_types")
-    write_item(beside, "prefix_types", "Title", other, none, shown=other)
+    write_item(beside, "prefix_types", "Title", other, none, formatted=other)
     items = ["decay", "long", "prefix_types"]
     asked = ["--no-sweep", "--out", copy, "--items", *items, "--beside", beside]
     with pytest.raises(SystemExit) as caught:
@@ -1061,10 +1061,13 @@ def test_perplexity_reads_as_many_texts_of_an_arm_as_planned(run):
             for i in range(prompts)
         ]
     ).assign(model="m", task="sentiment", method="prefix", variant="")
-    read = ItemData(opened, "item", (), perplexity_texts=120)._few(samples)
+    read = ItemData(opened, "item", (), perplexity_texts=120)._perplexity_rows(samples)
     assert read["arm"].value_counts().to_dict() == {"a": 120, "b": 120}
     assert perplexity_texts(60, 240.0) == perplexity_texts(6, 240.0) == 120
-    assert ItemData(opened, "item", (), perplexity_texts=1)._few(samples)["sample"].max() == 0
+    assert (
+        ItemData(opened, "item", (), perplexity_texts=1)._perplexity_rows(samples)["sample"].max()
+        == 0
+    )
 
 
 def test_a_scorer_may_be_for_one_task_alone(run):
@@ -1073,10 +1076,10 @@ def test_a_scorer_may_be_for_one_task_alone(run):
     )
     assert asked == ("topic:accuracy=mine", "sentiment:accuracy=linear", "perplexity")
     data = ItemData(load_run(run), "item", (), asked)
-    assert data._asked("topic", None)["accuracy"] == ["accuracy=mine"]
-    assert data._asked("sentiment", None)["accuracy"] == ["accuracy=linear"]
+    assert data._scorers_by_metric("topic", None)["accuracy"] == ["accuracy=mine"]
+    assert data._scorers_by_metric("sentiment", None)["accuracy"] == ["accuracy=linear"]
     with pytest.raises(ScoringError, match="needs a scorer for toxicity of detox"):
-        data._asked("detox", None)
+        data._scorers_by_metric("detox", None)
 
 
 def test_what_several_items_compare_has_one_name():
