@@ -20,12 +20,12 @@ from lapa2_interp.stats import FEW, Interval, mean_interval, resampled_means, ta
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 SLOPE_MARGIN = 0.05
-"""Margin on slopes: the regimes of alphas a quarter apart stay well apart. What grows as l^0.05
-doubles in 10^6 steps."""
+"""Margin on slopes: well below the difference between alphas a quarter apart. A quantity that grows
+as l^0.05 doubles in 10^6 steps."""
 SHARE_MARGIN = 0.02
 """Margin on ratios of attention shares."""
 ROUNDING_MARGINS = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}
-"""Margin on slopes where only rounding may differ, by the precision attention was computed in."""
+"""Margin on slopes that only rounding may change, by the precision of attention."""
 
 
 EXPECTED_SHARE = Claim(
@@ -113,18 +113,18 @@ def rate_row(
     ratios: Mapping[str, Float[np.ndarray, "text step"]],
     texts: np.ndarray,
 ) -> dict[str, object]:
-    """The verdict on O(1/l), which says that log(e_P/e_R) stays bounded: about lengths beyond any
-    that were measured.
+    """The verdict on O(1/l): that log(e_P/e_R) stays bounded, also beyond all measured lengths.
 
-    The slope over the far half of log l must be 0 or less. Behind an attention sink the slope is
+    The slope over the far half of log l must be 0 or less. With an attention sink the slope is
     above 0 over a long range, although the ratio stays bounded. The claim is therefore refuted only
-    if the slope does not get smaller with length, whichever keys are counted. A slope that surely
-    falls, however slowly, leaves it open: no length that was measured says where the fall ends.
+    if the slope does not decrease with length, for any choice of counted keys. A slope that
+    decreases significantly, however slowly, leaves the claim open: no measured length shows where
+    the decrease ends.
 
     Args:
-        ratios: log(e_P/e_R) by which keys are counted: all, and where a sink is known all but the
-            sink. Leaving keys out of e_R only makes the ratio larger, so that a bound on the second
-            holds for the first; the row is that of the better verdict.
+        ratios: log(e_P/e_R) by the counted keys: all, and without the sink if there is one.
+            Leaving keys out of e_R only makes the ratio larger, so a bound on the second holds for
+            the first. The row has the better verdict.
     """
     middle = np.asarray(x).reshape(-1, np.shape(x)[-1]).mean(0)
     near = middle <= (middle[0] + middle[-1]) / 2
@@ -148,12 +148,12 @@ def rate_row(
 def mean_curve_slope(
     x: Float[np.ndarray, "*#text step"], share: Float[np.ndarray, "text step"], texts: np.ndarray
 ) -> Interval:
-    """Slope of the log of the mean curve against log l; the interval resamples texts before the
-    mean is taken."""
+    """Slope of the log of the mean curve against log l; its interval resamples the texts of the
+    mean."""
     x = np.asarray(x).reshape(-1, np.shape(x)[-1]).mean(0)
     n = len(pd.unique(texts))
     mean = float(slopes(x, np.log(share.mean(0))))
-    if n < FEW:  # too few to resample: each text left out in turn
+    if n < FEW:  # too few to resample: the jackknife leaves out each text in turn
         codes = pd.factorize(texts)[0]
         left = (
             np.array([float(slopes(x, np.log(share[codes != i].mean(0)))) for i in range(n)])
@@ -173,8 +173,7 @@ def mean_curve_slope(
 
 
 def verdict_table(rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
-    """Verdict rows as a table that always has a column alpha (NaN where a row is about no single
-    alpha)."""
+    """Verdict rows as a table; alpha is NaN in rows that are not about a single alpha."""
     columns = [
         "claim",
         "source",

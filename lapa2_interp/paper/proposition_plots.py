@@ -1,4 +1,4 @@
-"""Drawings of the propositions, each made from its table only."""
+"""Figures of the propositions, each drawn from one table."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SHADES = ("#000000", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC
 
 
 def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)) -> Drawing:
-    """A' against l on synthetic logits, one panel per alpha and one line per family; dotted the
+    """A' against l on synthetic logits, one panel per alpha and one line per family. Dotted: the
     closed form of Eq. 8.
 
     Args:
         shares: From `synthetic_propositions.synthetic_shares`.
-        alphas: Those to show, where the table has them.
+        alphas: Panels, as far as the table has these alphas.
     """
     shown = [alpha for alpha in alphas if (shares["alpha"] == alpha).any()]
     figure = new_figure(2.6 * len(shown) + 0.6, 3.4)
@@ -55,7 +55,7 @@ def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
 
     Args:
         found: From `synthetic_propositions.synthetic_slopes` or `exponent_table`.
-        by: Column that tells lines apart ("family"); None for a single one.
+        by: Column with a line for each value ("family"); None for a single line.
     """
     quantities = [
         name for name in ("log-odds", "rise", "log A'") if (found["quantity"] == name).any()
@@ -131,7 +131,7 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
 
 
 def growth_map(heads: pd.DataFrame) -> Drawing:
-    """Layer x head map of how fast e_P/e_R grows in the baseline, and of the heads' kinds.
+    """Layer x head maps of the growth of e_P/e_R in the baseline, and of the heads' kinds.
 
     Args:
         heads: From `propositions.head_decay_table`.
@@ -200,7 +200,7 @@ def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
 
     Args:
         found: From `propositions.local_table`.
-        outside: Which definition: what the denominator leaves out.
+        outside: The keys that the denominator leaves out, "prefix" or "prefix and BOS".
     """
     part = found[(found["outside"] == outside) & (found["layer"] != "all")]
     alphas = [alpha for alpha in dict.fromkeys(part["alpha"]) if alpha in (0.5, 1.0)] or list(

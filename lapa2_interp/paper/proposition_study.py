@@ -1,9 +1,11 @@
-"""`lapa2 propositions`: the paper's claims on synthetic logits and on a model, with the data they
-were read from.
+"""`lapa2 propositions`: the paper's claims on synthetic logits and on a model, with their data.
 
-Four sources, each stored: synthetic logits; texts that every alpha generates for itself (as the
-paper's figures); the baseline's texts read again under every alpha, so that alpha alone differs;
-and, if a file is given, a long text read up to the context.
+Four sources, each stored:
+
+1. synthetic logits;
+2. texts that every alpha generates for itself, as in the paper's figures;
+3. the baseline's texts, teacher-forced under every alpha, so that only alpha differs;
+4. if a file is given, a long text, teacher-forced up to the context length.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from lapa2_interp.paper.synthetic_propositions import (
     synthetic_slopes,
     synthetic_verdicts,
 )
+from lapa2_interp.paper.tables import records
 from lapa2_interp.runs.estimates import LONG
 from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
 from lapa2_interp.runs.manifest import MANIFEST, library_versions, source_commit
@@ -62,26 +65,30 @@ if TYPE_CHECKING:
 
 KIND = "propositions"
 TERMINAL_ALPHAS = (0.5, 1.0)
-"""Alphas whose verdicts a terminal shows; tables/verdicts.csv has all."""
+"""Alphas whose verdicts are printed; tables/verdicts.csv has all."""
 L_PRE = 3
 """Keys of the synthetic prefix; "Very positive:" has as many."""
 
 
 @dataclass(frozen=True)
 class PropositionStudy:
-    """What is verified, and on what.
+    """Settings of the study.
 
     Attributes:
-        alphas: The baseline's texts are read again under each; 0 is always there. `free`: those of
-            them that also generate texts of their own.
-        length: Tokens of a generated text, its prompt included. `samples`: texts per prompt and
-            attribute.
-        synthetic_length: Longest synthetic l; 0 leaves synthetic logits out. `synthetic_texts`:
-            draws per family.
-        text: A file whose beginning is read as one long text, or as several.
-        long_length, long_texts: Tokens per text cut from the file (0: as many as the context has),
-            and how many texts.
-        long_alphas: The long texts are read under each, and under 0.
+        model, dtype, device: The model, its precision and its device.
+        alphas: Alphas under which the baseline's texts are teacher-forced, besides 0.
+        free: Alphas that generate their own texts, besides 0.
+        length: Tokens of a generated text, its prompt included.
+        samples: Texts per prompt and attribute.
+        prompts: Number of the task's first prompts.
+        seed: Seed of all random streams.
+        synthetic_length: Longest synthetic l; 0 leaves synthetic logits out.
+        synthetic_texts: Draws per family.
+        text: A file from whose beginning long texts are cut.
+        long_length: Tokens per long text; 0 for the context length.
+        long_texts: Number of long texts.
+        long_alphas: Alphas under which long texts are read, besides 0.
+        long_dtype: Precision of the model that reads them.
     """
 
     model: str = "smollm2-135m"
@@ -102,7 +109,7 @@ class PropositionStudy:
     long_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        """Alphas in rising order, each once, without the 0 that every part has anyway.
+        """Sort the alphas, each once, without the 0 that every part includes, and check all values.
 
         Raises:
             TraceError: A negative alpha, a count out of range, or an option of a text without one.
@@ -151,11 +158,11 @@ class PropositionStudy:
 
 @dataclass(frozen=True)
 class PropositionResults:
-    """Tables by name, the traces they were read from (thinned to steps in equal ratios), and the
-    run of generated texts.
+    """Tables by name, their traces (thinned to steps in equal ratios), and the run of generated
+    texts.
 
-    Slopes and verdicts are read from these very steps; curves, heads and local ratios were read
-    from all of them.
+    Slopes and verdicts are computed on these steps; curves, heads and local ratios were computed on
+    all steps.
     """
 
     tables: dict[str, pd.DataFrame]
@@ -164,16 +171,17 @@ class PropositionResults:
 
 
 def write_proposition_study(out: Path, study: PropositionStudy, force: bool = False) -> str:
-    """Run a study and write its folder; returns what to print.
+    """Run a study and write its folder; returns the text to print.
 
     The folder: manifest.json, synthetic.nc, forced.nc, free.nc, long.nc (thinned), free/ (a run
     without its trace), tables/*.csv, figures/*.png, report.html.
 
     Raises:
-        Lapa2Error: As `load_model`, `generate`, `new_folder`; DataError for a text file that is too
-            short; TraceError for texts too short to fit a slope.
+        Lapa2Error: Any error of `load_model`, `generate` and `new_folder`.
+        DataError: The text file is too short.
+        TraceError: Texts are too short to fit a slope.
     """
-    with new_folder(out, force, finished=_finished) as folder:
+    with new_folder(out, force, finished=_is_finished_study) as folder:
         found = run_proposition_study(study)
         for name, trace in found.traces.items():
             write_netcdf(folder / f"{name}.nc", trace)
@@ -185,18 +193,20 @@ def write_proposition_study(out: Path, study: PropositionStudy, force: bool = Fa
             table.to_csv(folder / "tables" / f"{name}.csv", index=False)
         for name, (_, drawing) in figures.items():
             drawing.savefig(folder / "figures" / f"{name}.png")
-        facts = _facts(study, found)
+        facts = _study_facts(study, found)
         (folder / MANIFEST).write_text(
             json.dumps({"kind": KIND, **facts}, indent=1) + "\n", encoding="utf-8"
         )
-        (folder / "report.html").write_text(_report(found.tables, figures, facts), encoding="utf-8")
+        (folder / "report.html").write_text(
+            _study_page(found.tables, figures, facts), encoding="utf-8"
+        )
     return (
         f"{format_verdicts(found.tables['verdicts'])}\n\nLook at {out}/report.html"
         " (tables/verdicts.csv has every number)."
     )
 
 
-def _finished(folder: Path) -> bool:
+def _is_finished_study(folder: Path) -> bool:
     try:
         if parse_json(read_text(folder / MANIFEST)).get("kind") != KIND:
             return False
@@ -207,14 +217,15 @@ def _finished(folder: Path) -> bool:
 
 
 def run_proposition_study(study: PropositionStudy) -> PropositionResults:
-    """All parts of a study, without writing anything."""
+    """Run all parts of a study; write nothing."""
     tables: dict[str, pd.DataFrame] = {}
     traces: dict[str, xr.Dataset] = {}
     verdicts: list[pd.DataFrame] = []
     model = load_model(study.model, dtype=study.dtype, device=study.device)
     name = model_card(model).name
-    # Files are read and lengths checked before anything long begins.
-    long_ids = _long_texts(study, model) if study.text is not None else None
+    # Read the file and check lengths before anything slow.
+    long_ids = _cut_long_texts(study, model) if study.text is not None else None
+    # 1. Synthetic logits.
     if study.synthetic_length:
         lengths = lengths_up_to(study.synthetic_length, L_PRE)
         drawn = draw_log_odds(lengths, L_PRE, texts=study.synthetic_texts, seed=study.seed)
@@ -223,27 +234,30 @@ def run_proposition_study(study: PropositionStudy) -> PropositionResults:
         tables["synthetic_slopes"] = synthetic_slopes(drawn, lengths, L_PRE, alphas)
         verdicts.append(synthetic_verdicts(drawn, lengths, L_PRE, alphas))
         traces["synthetic"] = as_dataset(drawn, lengths)
-    free = _generate(model, study)
-    own = stack_alphas({alpha: trace for alpha, (_, trace) in _by_alpha(free).items()})
+    # 2. Texts that every alpha generates for itself.
+    free = _generate_texts(model, study)
+    own = stack_alphas({alpha: trace for alpha, (_, trace) in _texts_by_alpha(free).items()})
     verdicts.append(
         trace_verdicts(
             own, f"{name}, each alpha its own texts", same_texts=False, dtype=study.dtype
         )
     )
     tables |= {"free_curves": decay_curve_table(own), "free_exponents": exponent_table(own)}
+    # 3. The baseline's texts under every alpha.
     if study.alphas:
         rules = {alpha: Augmentation(alpha=alpha) for alpha in study.alphas}
         forced = teacher_forced_alphas(model, free, rules)
         verdicts.append(trace_verdicts(forced, f"{name}, the same texts", dtype=study.dtype))
         tables |= _trace_tables(forced, rules)
         traces["forced"] = thin(forced)
+    # 4. Long texts from the file.
     if long_ids is not None:
         if study.long_dtype != study.dtype:
             del model
             model = load_model(study.model, dtype=study.long_dtype, device=study.device)
         rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas}
         branch, texts = long_ids
-        found = _read_long(model, branch, texts, rules)
+        found = _long_traces(model, branch, texts, rules)
         where = (
             f"{name}, {len(texts)} x {len(texts[0])} tokens of"
             f" {study.text.name if study.text else ''}"
@@ -268,7 +282,7 @@ def _trace_tables(
     }
 
 
-def _generate(model: Model, study: PropositionStudy) -> Run:
+def _generate_texts(model: Model, study: PropositionStudy) -> Run:
     task = load_task("sentiment")
     cells = [
         Cell.of(
@@ -284,23 +298,24 @@ def _generate(model: Model, study: PropositionStudy) -> Run:
         for attribute in task.attributes
     ]
     return make_cells(
-        model, cells, name=KIND, announce=lambda _, plans: _announce(model, study, plans)
+        model, cells, name=KIND, announce=lambda _, plans: _announce_work(model, study, plans)
     )
 
 
-def _announce(model: Model, study: PropositionStudy, plans: Sequence[Plan]) -> None:
+def _announce_work(model: Model, study: PropositionStudy, plans: Sequence[Plan]) -> None:
     print(announcement(model, plans), file=sys.stderr)
     baseline = sum(each.new_tokens for each in plans) // (1 + len(study.free))
-    told = reading_seconds(model, len(study.alphas) * baseline)
-    if told > LONG:
+    seconds = reading_seconds(model, len(study.alphas) * baseline)
+    if seconds > LONG:
         print(
-            f"then they are read under {len(study.alphas)} alphas: about {format_duration(told)}",
+            f"then they are read under {len(study.alphas)} alphas: about"
+            f" {format_duration(seconds)}",
             file=sys.stderr,
         )
 
 
-def _by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
-    """A run's texts and their traces by alpha, attribute after attribute."""
+def _texts_by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
+    """The texts and the trace of each alpha of a run, attribute after attribute."""
     found: dict[float, list[FinishedCell]] = {}
     for key, cell in run.plan.items():
         found.setdefault(cell.columns["alpha"], []).append(run.cell(key))
@@ -315,14 +330,15 @@ def _by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
 def teacher_forced_alphas(
     model: Model, run: Run, rules: Mapping[float, Augmentation]
 ) -> xr.Dataset:
-    """The texts of a run's baseline under every alpha, axes as in `propositions.stack_alphas`;
-    alpha 0 is the run's own trace.
+    """Trace of the baseline's texts of a run, teacher-forced under every alpha, with the axes of
+    `propositions.stack_alphas`; alpha 0 is the run's own trace.
 
     Args:
-        model: The one that made the run, which has hard prefixes and full traces.
+        model: The model of the run.
+        run: A run with hard prefixes and full traces.
         rules: Augmentations by alpha > 0.
     """
-    samples, base = _by_alpha(run)[0.0]
+    samples, base = _texts_by_alpha(run)[0.0]
     task = next(iter(run.plan.values())).task
     pairs = zip(samples["attribute"], samples["prompt"], strict=True)
     layouts = [
@@ -342,19 +358,18 @@ def teacher_forced_alphas(
 
 
 def _without_traces(run: Run) -> Run:
-    """The run without its traces: they are stored thinned, and readers of a run would take them for
-    whole."""
+    """The run without its traces, which are stored thinned: readers of a run expect all steps."""
     plan, held = {}, {}
     for key, cell in run.plan.items():
         bare, made = cell.model_copy(update={"trace": "none"}), run.cell(key)
-        # Cached properties of the cell it was copied from, its key among them, do not belong to it.
+        # A copy keeps cached properties of the original, such as its key: validate it again.
         bare = Cell.model_validate(bare.model_dump())
         manifest = made.manifest.model_copy(update={"trace": "none", "cell": bare.key})
         plan[bare.key], held[bare.key] = bare, FinishedCell(manifest, made.samples, None)
     return Run(None, Listing(grids={KIND: tuple(plan)}), plan, held)
 
 
-def _read_long(
+def _long_traces(
     model: Model,
     branch: Layout,
     texts: Sequence[Sequence[int]],
@@ -369,9 +384,12 @@ def _read_long(
     return stack_alphas(found)
 
 
-def _long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[list[int]]]:
-    """The branch and the texts cut from a file, each of the length asked for or as long as the
-    context allows."""
+def _cut_long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[list[int]]]:
+    """The branch, and the texts cut from the file, as token ids.
+
+    Raises:
+        DataError: The file cannot be read, or is too short; or texts exceed the context.
+    """
     assert study.text is not None
     try:
         whole = read_text(study.text)
@@ -382,7 +400,7 @@ def _long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[lis
     length = study.long_length or room
     if length > room:
         raise DataError(
-            f"texts of {length} tokens exceed the context behind prefix and prompt; give at most"
+            f"texts of {length} tokens exceed the context after prefix and prompt; give at most"
             f" {room}"
         )
     ids = model.tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
@@ -394,11 +412,11 @@ def _long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[lis
     return branch, [ids[i * length : (i + 1) * length] for i in range(study.long_texts)]
 
 
-# --- what is shown
+# --- figures, text and page
 
 
 SOURCES = {"free_": "each alpha its own texts", "": "the same texts", "long_": "long texts"}
-"""What the prefix of a table's name says about the traces it was read from."""
+"""Sources of the traces by the prefix of a table's name."""
 TRACE_FIGURES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = {
     "curves": (
         "Attention on the prefix, mean over layers and heads, {}. Dotted: C/(t+D).",
@@ -427,12 +445,11 @@ TRACE_FIGURES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = 
         proposition_plots.local_ratios,
     ),
 }
-"""Captions and drawings of the tables of a trace."""
+"""Caption and figure of every table of a trace."""
 
 
 def draw_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawing]]:
-    """Every figure whose table is there: name -> (caption, drawing). Each is drawn from its CSV
-    only."""
+    """The figures of all tables: name -> (caption, figure). Each is drawn from its table only."""
     found: dict[str, tuple[str, plots.Drawing]] = {}
     if "synthetic_shares" in tables:
         shares = tables["synthetic_shares"]
@@ -455,14 +472,15 @@ def draw_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plo
 
 
 def format_verdicts(verdicts: pd.DataFrame) -> str:
-    """The verdicts for a terminal: synthetic ones as a family x claim table, the others claim by
-    claim."""
+    """The verdicts as text: synthetic ones as a table of families and claims, the others one on
+    each line."""
     made = verdicts["where"].str.startswith("synthetic: ")
     parts = []
+    # Synthetic logits: families x claims.
     if made.any():
         short = verdicts[made].assign(
             family=verdicts["where"].str.removeprefix("synthetic: "),
-            claim=[_with_alpha(r) for r in _records(verdicts[made])],
+            claim=[_with_alpha(r) for r in records(verdicts[made])],
         )
         chosen = short[short["alpha"].isna() | short["alpha"].isin(TERMINAL_ALPHAS)]
         marks = chosen["verdict"].map(
@@ -479,38 +497,35 @@ def format_verdicts(verdicts: pd.DataFrame) -> str:
             "synthetic logits (yes: as in the paper, NO: against it, ?"
             f" inconclusive)\n{shown.to_string()}\n{fill(legend, 110)}"
         )
+    # Traces: a line for each claim.
     real = verdicts[~made]
     if real["alpha"].isin(TERMINAL_ALPHAS).any():
         real = real[real["alpha"].isna() | real["alpha"].isin(TERMINAL_ALPHAS)]
     for where, rows in real.groupby("where", sort=False):
         lines = [
-            f"  {r['verdict']:<17} {_with_alpha(r):<48}{r['mean']:>8.3f} {_interval(r):<17} claimed"
-            f" {r['expected']}"
-            for r in _records(rows)
+            f"  {r['verdict']:<17} {_with_alpha(r):<48}{r['mean']:>8.3f} {_format_interval(r):<17}"
+            f" claimed {r['expected']}"
+            for r in records(rows)
         ]
         texts = int(rows["texts"].iloc[0])
-        counted = (
+        count = (
             f"{texts} independent prompts or texts"
             if texts > 1
             else "one text tells no interval; several do: --long-texts 4"
         )
-        parts.append(f"{where} ({counted})\n" + "\n".join(lines))
+        parts.append(f"{where} ({count})\n" + "\n".join(lines))
     return "\n\n".join(parts)
 
 
 def verdict_page_table(verdicts: pd.DataFrame) -> pd.DataFrame:
-    """The verdicts for a page: numbers with their intervals in one cell."""
+    """The verdicts as a table of the page, with a number and its interval in one cell."""
     return verdicts.assign(
-        claim=[_with_alpha(row) for row in _records(verdicts)],
-        measured=[f"{r['mean']:.3f} {_interval(r)}".strip() for r in _records(verdicts)],
+        claim=[_with_alpha(row) for row in records(verdicts)],
+        measured=[f"{r['mean']:.3f} {_format_interval(r)}".strip() for r in records(verdicts)],
     )[["verdict", "claim", "measured", "expected", "margin", "where", "quantity", "texts"]]
 
 
-def _records(table: pd.DataFrame) -> list[dict]:
-    return table.to_dict("records")
-
-
-def _interval(row: Mapping) -> str:
+def _format_interval(row: Mapping) -> str:
     return "" if np.isnan(row["low"]) else f"[{row['low']:.3f}, {row['high']:.3f}]"
 
 
@@ -518,7 +533,7 @@ def _with_alpha(row: Mapping) -> str:
     return row["claim"] if np.isnan(row["alpha"]) else f"{row['claim']}, alpha {row['alpha']:g}"
 
 
-def _report(
+def _study_page(
     tables: Mapping[str, pd.DataFrame],
     figures: Mapping[str, tuple[str, plots.Drawing]],
     facts: Mapping[str, str],
@@ -529,7 +544,6 @@ def _report(
         ", ".join(f"{count} {name}" for name, count in counts.items())
         + " of the claims put to the test."
     )
-    shown = verdict_page_table(verdicts)
     sections = [
         Section(name.replace("_", " ").capitalize(), caption, drawing)
         for name, (caption, drawing) in figures.items()
@@ -539,13 +553,13 @@ def _report(
             "Verdicts",
             "A verdict is the 95 % interval against the margin around the claim.",
             None,
-            shown,
+            verdict_page_table(verdicts),
         )
     )
     return page("Do the propositions hold?", lead, sections, facts)
 
 
-def _facts(study: PropositionStudy, found: PropositionResults) -> dict[str, str]:
+def _study_facts(study: PropositionStudy, found: PropositionResults) -> dict[str, str]:
     facts = {name: str(value) for name, value in vars(study).items() if value is not None}
     if study.text is not None:
         facts["text"] = study.text.name

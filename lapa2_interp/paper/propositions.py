@@ -1,10 +1,10 @@
-"""The paper's claims as measurements with intervals, and a verdict on each (`paper.claims`).
+"""The propositions on traces of a model: curves, exponents, heads, predictions and verdicts.
 
 A claim is tested where it is exact (`theory`): on log-odds. Written with r = l / l_pre,
 
     log(A'/(1-A')) + log(r - 1) = log(e_P/e_R) + alpha * log(r)
 
-holds for any logits, so that its slope against log r is alpha plus how fast e_P / e_R grows. The
+holds for any logits, so its slope against log r is alpha plus the growth rate of e_P / e_R. The
 bounded-ratio form of Proposition 1 says that it does not grow (O(1/l)); Proposition 2, with uniform
 logits, that the slope is alpha. Proposition 1 itself is about the mean of A over draws, which may
 fall as 1/l while A of a typical text does not: both are measured. Slopes of log A' approach alpha -
@@ -12,11 +12,7 @@ fall as 1/l while A of a typical text does not: both are measured. Slopes of log
 judged.
 
 Two lengths: r - 1 counts all keys of the softmax, BOS included (`l_kv`); the bias counts as the
-paper does, without BOS.
-
-A verdict compares a 95 % interval with a margin around what was claimed: inside it supports,
-outside it refutes, anything else is inconclusive. Intervals are over texts (prompts, where several
-texts share one), because the steps of a text are not independent.
+paper does, without BOS. `paper.proposition_claims` has the claims and their verdicts.
 """
 
 from __future__ import annotations
@@ -61,28 +57,27 @@ if TYPE_CHECKING:
 
 
 def thinned_steps(n_steps: int, n: int = 48) -> Int[np.ndarray, " step"]:
-    """Steps 0 to n_steps - 1, at most n, in equal ratios: slopes on log l weigh all scales alike,
-    and traces stay small."""
+    """At most n of the steps 0 to n_steps - 1, in equal ratios: slopes on log l give all scales
+    equal weight, and traces stay small."""
     return np.unique(np.geomspace(1, n_steps, min(n, n_steps)).round().astype(np.int64)) - 1
 
 
 def thin(traces: xr.Dataset) -> xr.Dataset:
-    """The trace at those steps that slopes are read from; a thin trace stays as it is."""
+    """The trace at the steps from which slopes are computed; a thinned trace is unchanged."""
     steps = traces["step"].to_numpy()
     return traces.isel(step=np.isin(steps, thinned_steps(int(steps[-1]) + 1)))
 
 
 def stack_alphas(traces: Mapping[float, xr.Dataset]) -> xr.Dataset:
-    """Traces of the same prompts under several alphas as one, along a new axis `alpha`; the branch
-    that is controlled.
+    """Traces of the same prompts under several alphas, stacked along a new axis `alpha`; only the
+    first branch with a prefix.
 
     All texts are cut at the end of the shortest, so that every point of a curve is over the same
     texts.
 
     Raises:
         TraceError: No trace at alpha 0, traces of different size or prefixes, pooled ones, texts
-            beyond a sliding window, a text without a prefix, or fewer than 3 steps that all texts
-            have.
+            beyond a sliding window, a text without a prefix, or fewer than 3 common steps.
     """
     import xarray as xr
 
@@ -133,9 +128,12 @@ class PrefixCurves:
     """Attention on the prefix by alpha, text and step, of all heads pooled or of every head.
 
     Attributes:
-        share: A'. `odds`: log(A'/(1-A')), -inf where A' is 0.
-        log_r: log(l/l_pre) with the paper's l. `log_rest`: log(r - 1) with all keys. `log_l`: log
-            of all keys.
+        alphas: The alphas, 0 among them.
+        share: A'.
+        odds: log(A'/(1-A')), -inf where A' is 0.
+        log_r: log(l/l_pre) with the paper's l.
+        log_rest: log(r - 1) with all keys.
+        log_l: log of the number of all keys.
         texts: The cluster of each text: its prompt, or its number.
     """
 
@@ -149,20 +147,19 @@ class PrefixCurves:
 
     @property
     def baseline(self) -> int:
-        """The baseline's number among the alphas."""
+        """Index of the baseline among the alphas."""
         return self.alphas.index(0.0)
 
     def slope(
         self, x: Float[np.ndarray, "sample step"], y: Float[np.ndarray, "alpha sample step *head"]
     ) -> Float[np.ndarray, "alpha sample *head"]:
-        """Slopes along the steps of every text, and head if there are heads; NaN where a value is
-        infinite."""
+        """Slopes along the steps of every text (and head); NaN where a value is infinite."""
         return slopes(x.reshape(len(x), *[1] * (y.ndim - 3), x.shape[1]), np.moveaxis(y, 2, -1))
 
     def with_head_axes(
         self, x: Float[np.ndarray, "sample step"]
     ) -> Float[np.ndarray, "sample step *one"]:
-        """With axes for heads where the curves have them."""
+        """The same values with axes for heads if the curves have them."""
         return x.reshape(*x.shape, *[1] * (self.share.ndim - 3))
 
     def growth(self) -> Float[np.ndarray, "alpha sample *head"]:
@@ -174,8 +171,8 @@ class PrefixCurves:
         return self.slope(self.log_r, self.odds + self.with_head_axes(self.log_rest))
 
     def rise_slope(self) -> Float[np.ndarray, "alpha sample *head"]:
-        """Slope of the log-odds' rise over the baseline against log r: alpha, where queries and
-        keys are the baseline's."""
+        """Slope of the log-odds' rise over the baseline against log r: alpha, if queries and keys
+        are the baseline's."""
         with np.errstate(invalid="ignore"):
             return self.slope(self.log_r, self.odds - self.odds[[self.baseline]])
 
@@ -196,7 +193,7 @@ def prefix_curves(
 
     Args:
         layer: Only this layer.
-        sink: False leaves BOS out, of attention and of lengths, as if it were no key.
+        sink: False leaves BOS out of attention and lengths, as if it were not a key.
     """
     parts = ["prompt", "generated", *(["bos"] if sink else [])]
     share, *others = (traces[name].to_numpy().astype(np.float64) for name in ("prefix", *parts))
@@ -228,10 +225,10 @@ def _text_clusters(traces: xr.Dataset) -> np.ndarray:
 
 
 def head_kinds(traces: xr.Dataset) -> pd.DataFrame:
-    """What the baseline's heads attend to: columns layer, head, kind.
+    """Kinds of the baseline's heads by their attention: columns layer, head, kind.
 
     sink: at least half on BOS. local: at least half on the query's own token and the one before.
-    prefix: at least half on the prefix. Else mixed.
+    prefix: at least half on the prefix. mixed: none of these.
     """
     base = traces.sel(alpha=0.0)
     means = (
@@ -246,15 +243,15 @@ def head_kinds(traces: xr.Dataset) -> pd.DataFrame:
 
 
 def head_decay_table(traces: xr.Dataset) -> pd.DataFrame:
-    """Every head's decay.
+    """The decay of prefix attention in every head.
 
     Returns:
         Columns alpha, layer, head, kind; growth (slope of log(e_P/e_R) on log l, the bias
-        included), low, high; verdict (at alpha 0: is the growth 0 to 0.05, as 1/l predicts);
+        included), low, high; verdict (at alpha 0: on growth 0 within 0.05, as 1/l predicts);
         exponent (slope of log A'); sup_ratio (largest e_P/e_R of any text and step); tightness (A
         over the bound this supremum gives, at the last step, mean over texts); C, D and R2 of
-        C/(t+D) on the baseline's mean curve. Slopes are read from steps in equal ratios (`thin`),
-        the others from all.
+        C/(t+D) on the baseline's mean curve. Slopes are computed on steps in equal ratios (`thin`),
+        the other columns on all steps.
     """
     found, whole = prefix_curves(thin(traces), pooled=False), prefix_curves(traces, pooled=False)
     growth, exponents = found.growth(), found.exponents()
@@ -292,7 +289,7 @@ def head_decay_table(traces: xr.Dataset) -> pd.DataFrame:
 def decay_curve_table(traces: xr.Dataset) -> pd.DataFrame:
     """The curve of the paper's figures, A' averaged over layers and heads: columns alpha, step,
     l_kv (keys, BOS included), mean, low, high, texts, and C, D, R2 of C/(t+D) over all steps (NaN
-    where none fits)."""
+    without a fit)."""
     found = prefix_curves(traces, pooled=True)
     t = traces["step"].to_numpy()
     frames = []
@@ -352,23 +349,22 @@ def exponent_table(traces: xr.Dataset) -> pd.DataFrame:
 def prediction_table(
     traces: xr.Dataset, augmentations: Mapping[float, Augmentation]
 ) -> pd.DataFrame:
-    """A' predicted from the baseline by the exact law against A' as measured, layer by layer.
+    """A' predicted from the baseline by the exact law beside the measured A', layer by layer.
 
-    The effect that the prediction misses came through queries and keys that the bias changed in
-    lower layers; `direct` is the share of the effect that is predicted.
+    The rest of the effect comes through queries and keys that the bias changed in lower layers;
+    `direct` is the predicted share of the effect.
 
     Args:
         traces: With the same texts at every alpha (teacher-forced).
-        augmentations: By alpha; the prediction uses where, when and by how much they act.
+        augmentations: By alpha; the prediction uses their bias, layers, heads and phase.
 
     Returns:
         Columns alpha, layer, baseline, predicted, measured (means over texts, steps and heads),
         low, high (of measured - predicted, over texts), texts, error (largest difference of any
-        head's log-odds, where the baseline is not 0), direct.
+        head's log-odds, if the baseline is not 0), direct.
 
     Raises:
-        TraceError: An augmentation acts on other keys than the prefix, whose mass the trace does
-            not give.
+        TraceError: An augmentation acts on keys other than the prefix, whose mass the trace lacks.
     """
     found = prefix_curves(thin(traces), pooled=False)
     steps, base = thin(traces)["step"].to_numpy(), found.baseline
@@ -429,18 +425,18 @@ LOCAL_TABLE_COLUMNS = [
 
 
 def local_table(traces: xr.Dataset) -> pd.DataFrame:
-    """Local dependency (methods: "Record definitions"): what the k nearest keys get of the
+    """Local dependency (methods: "Record definitions"): the share of the k nearest keys in the
     attention outside the prefix.
 
     Two poolings: "pooled" is the paper's, the ratio of masses averaged over heads (of a layer, or
     of all); "per head" averages the heads' ratios. Within a head and a layer the bias cannot change
-    the ratio: what changes there came from the layers before. A pooled ratio also moves because
+    the ratio: a change there comes from earlier layers. A pooled ratio also moves because
     heads with much attention on the prefix lose more of the rest than others.
 
     Returns:
-        Columns alpha, layer (number, or "all"), k, outside ("prefix", or "prefix and BOS": what is
-        not counted), pooling, baseline, augmented, difference, low, high, texts. Means over texts
-        and steps.
+        Columns alpha, layer (number, or "all"), k, outside ("prefix", or "prefix and BOS": the keys
+        that do not count), pooling, baseline, augmented, difference, low, high, texts. Means over
+        texts and steps.
     """
     alphas, names, rows = [float(a) for a in traces["alpha"].to_numpy()], _text_clusters(traces), []
     base = alphas.index(0.0)
@@ -482,15 +478,14 @@ def trace_verdicts(
     same_texts: bool = True,
     dtype: str = "float32",
 ) -> pd.DataFrame:
-    """The claims on a real model's traces.
+    """Verdicts on the claims, on a model's traces.
 
     Args:
         traces: From `stack_alphas`.
-        where: What they are, for the table ("smollm2-135m, the same texts").
+        where: Their description for the table ("smollm2-135m, the same texts").
         first_layer: The first augmented layer, where queries and keys are still the baseline's.
-        same_texts: Every alpha read the same texts, so that the law is exact there.
-        dtype: Precision of the model; in half precision attention is rounded, and the law holds to
-            that.
+        same_texts: True if every alpha has the same texts, so that the law is exact there.
+        dtype: Precision of the model, which limits the precision of the law.
     """
     thinned = thin(traces)
     found, first = (
@@ -505,6 +500,7 @@ def trace_verdicts(
             verdict_row(claim, where, mean_interval(values, found.texts), expected, **marks)
         )
 
+    # The baseline: attention falls, at the rate 1/l.
     add(ATTENTION_FALLS, found.exponents()[base], 0)
     rows.append(
         verdict_row(
@@ -515,6 +511,7 @@ def trace_verdicts(
     ratios = {keys: each.odds[base] + each.log_rest for keys, each in kinds.items()}
     rows.append(rate_row(where, found.log_l, ratios, found.texts))
     add(TYPICAL_RATIO, found.growth()[base], 0)
+    # Each alpha: the bias, the decay, and the share of near keys.
     local = local_table(traces)
     paper = local[
         (local["layer"] == "all") & (local["outside"] == "prefix") & (local["pooling"] == "pooled")

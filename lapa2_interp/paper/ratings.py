@@ -1,5 +1,4 @@
-"""Ratings that are stored in a run's folder: a judge model's scores, and people's answers. Nothing
-is asked here."""
+"""Ratings stored in a run's folder: a judge model's scores, and people's answers."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ COLUMNS = [
 ARM_NAME = (
     r"^(?P<task>\S+) (?P<method>\S+) (?P<arm>.*?)(?: \| (?P<variant>.*?))?(?: @ (?P<model>.*))?$"
 )
-"""How `lapa2 scorers sheets` names an arm of a run; other arms stay as they are."""
+"""Names of a run's arms in `lapa2 scorers sheets`; other arms stay unchanged."""
 
 
 def stored_ratings(folder: Path) -> pd.DataFrame:
@@ -34,7 +33,7 @@ def stored_ratings(folder: Path) -> pd.DataFrame:
 
     Returns:
         Columns rater, model, task, method, variant, length, arm, attribute, prompt, criterion,
-        value ("" where it is not known); empty where nothing is stored.
+        value ("" if not known); empty if nothing is stored.
     """
     frames = [pd.DataFrame(columns=COLUMNS)]
     scores = folder / "judge" / "scores.parquet"

@@ -1,4 +1,4 @@
-"""The propositions on synthetic logits: attention on the prefix by family, alpha and length."""
+"""The propositions on synthetic logits: shares of attention, slopes and verdicts by family."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def synthetic_verdicts(
     l_pre: int,
     alphas: Sequence[float] = ALPHAS,
 ) -> pd.DataFrame:
-    """The claims on every family, under the assumptions it keeps or breaks.
+    """Verdicts on the claims, on every family with the assumptions that it keeps or breaks.
 
-    Not the law of the bias: synthetic A' is computed by it.
+    The law of the bias is not tested: synthetic A' is computed by it.
     (`tests/paper/test_propositions.py` puts the bias on whole rows of logits.)
     """
     x, rows = np.log(lengths), []
@@ -113,15 +113,15 @@ def synthetic_verdicts(
         where = f"synthetic: {name}" + (f" ({family.keeps})" if family else "")
         share = 1 / (1 + np.exp(-odds))
         start = share[..., 0].mean(1) / float(prefix_share(float(lengths[0]), l_pre))
-        seen = [_effective_draws(share[..., i]) >= MIN_DRAWS for i in range(len(lengths))]
+        enough_draws = [_effective_draws(share[..., i]) >= MIN_DRAWS for i in range(len(lengths))]
         rows.append(
             _inconclusive_unless(
-                seen[0], verdict_row(EXPECTED_SHARE, where, mean_interval(start, texts), 1)
+                enough_draws[0], verdict_row(EXPECTED_SHARE, where, mean_interval(start, texts), 1)
             )
         )
         rows.append(
             _inconclusive_unless(
-                all(seen),
+                all(enough_draws),
                 verdict_row(MEAN_DECAY, where, mean_curve_slope(x[None], share.mean(1), texts), -1),
             )
         )
@@ -141,18 +141,18 @@ def synthetic_verdicts(
 
 
 MIN_DRAWS = 100
-"""Draws that a mean must rest on for a verdict."""
+"""Effective draws that a verdict on a mean needs."""
 
 
 def _effective_draws(shares: Float[np.ndarray, "*draw"]) -> float:
-    """How many draws a mean rests on, (sum a)^2 / sum a^2: few if rare draws make up most of the
-    mean."""
+    """The effective number of draws of a mean, (sum a)^2 / sum a^2: few if rare draws make up most
+    of the mean."""
     return float(shares.sum() ** 2 / (shares**2).sum())
 
 
-def _inconclusive_unless(seen: bool, row: dict[str, object]) -> dict[str, object]:
-    """The row, made inconclusive unless the mean was seen.
+def _inconclusive_unless(enough_draws: bool, row: dict[str, object]) -> dict[str, object]:
+    """The row, with the verdict inconclusive unless the mean has enough effective draws.
 
-    An interval from draws says nothing about draws that are rarer still.
+    An interval from draws says nothing about rarer ones.
     """
-    return row if seen else row | {"verdict": "inconclusive"}
+    return row if enough_draws else row | {"verdict": "inconclusive"}

@@ -170,7 +170,7 @@ def test_bad_input(tmp_path, capsys, folder):
     assert "has 9 tokens, fewer than 2 x 50; give a longer text" in fails(
         "--text", str(short), "--long-length", "50", "--long-texts", "2"
     )
-    assert "exceed the context behind prefix and prompt; give at most" in fails(
+    assert "exceed the context after prefix and prompt; give at most" in fails(
         "--text", str(short), "--long-length", "9999"
     )
     assert "cannot read" in fails("--text", str(tmp_path / "none.txt"))
