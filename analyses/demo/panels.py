@@ -437,7 +437,7 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
 def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     """The same prompt's texts under the arms that act on all layers, side by side."""
     from lapa2_interp.models.load import load_tokenizer
-    from lapa2_interp.report.run_page import MASS_UNIT, colour_top, text_column
+    from lapa2_interp.report.run_texts import MASS_UNIT, colour_top, text_column
 
     cell = grid.cells[0]
     tokenizer, prompts = load_tokenizer(cell.model), cell.task.prompts.texts

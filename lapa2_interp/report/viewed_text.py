@@ -1,10 +1,10 @@
-"""What the viewer shows of a run, in numbers: one text in one or two arms.
+"""The attention of one text of a run in one or two arms, for the viewer.
 
-1. Choose the cells of the arms, and the sample.
-2. Read its text again with the cell's model, under the arm's augmentation (teacher forcing), and
-   keep the attention of every head on every key: a run keeps sums only.
-3. Compare the sums with those that the run recorded, and refuse a reading that differs.
-4. Add what is known by head: from the run's traces over all texts, and from a study's folder.
+1. Select the cells of the arms, and the sample.
+2. Run a teacher-forced pass over its text with the cell's model and the arm's augmentation, and
+   record the attention of every head on every key: a run stores sums only.
+3. Compare the sums with those of the run, and refuse a pass that differs.
+4. Add values of every head: from the run's traces over all texts, and from a study's folder.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from lapa2_interp.tasks.task import Task
 
 MASSES = ("prefix", "bos", "prompt", "generated")
 MASS_TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
-"""How far attention that is read again may be from what the run recorded, by dtype."""
+"""Largest allowed difference of recomputed attention from the run's trace, by dtype."""
 HALF_TOLERANCE = 0.1
 COPIES = 3
-"""Copies of the attention that exist together: as recorded, stacked, and packed."""
+"""Copies of the attention in memory at the same time: recorded, stacked, and encoded."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class SelectedText:
     """One text of a run in one or two arms.
 
     Attributes:
-        cells: By arm, the baseline first.
-        prompt, sample: Which text.
+        cells: The arms' cells, the baseline first.
+        prompt, sample: The text's prompt and sample number.
     """
 
     cells: Mapping[str, Cell]
@@ -68,19 +68,19 @@ class SelectedText:
 
 @dataclass(frozen=True)
 class ArmAttention:
-    """What one arm's reading gave.
+    """The attention of one arm, from its forward pass.
 
     Attributes:
-        arm: Its name in the run.
-        augmentation: What acted: nothing, one, or several.
-        tokens: The text that was read.
-        end: Why the text ended.
-        patterns: By step, attention on every live key, [layer, head, key]; a step more, a key more.
+        arm: The arm's name in the run.
+        augmentation: The arm's augmentations: none, one, or several.
+        tokens: The text of the pass.
+        end: The reason why the text ended.
+        patterns: Attention on every live key by step, [layer, head, key]; each step has one more
+            key.
         masses: Attention on each of MASSES, [mass, step, layer, head].
-        control: By metric, the control at every step in nats; empty where there is none.
-        off: The largest difference from the sums that the run recorded; None where it recorded none
-            of this text.
-        of_run: Attention on the part that is steered, mean over the first `ViewedText.steps`
+        control: Control at every step by metric, in nats; empty if not computed.
+        off: The largest difference from the run's trace; None if the run has no trace of this text.
+        of_run: Attention on the steered part, mean over the first `ViewedText.steps`
             steps, over all texts of the cell: mean, low and high [layer, head]; empty without a
             full trace.
     """
@@ -98,26 +98,28 @@ class ArmAttention:
 
 @dataclass(frozen=True)
 class ViewedText:
-    """Everything that is shown.
+    """A text of a run and its attention in every arm.
 
     Attributes:
-        chosen: Which text.
+        selected: The text.
         layout: The keys of the branch up to the end of the prompt, the same in every arm.
-        branch: The branch that was read, one of `branches`.
-        prefix: What stands in front of the prompt there.
-        readings: One for every arm.
-        no_control: Why there is no control; "" where there is.
-        differences: `Reading.of_run` of the second arm minus the first, paired by prompt.
-        steps: Steps that every text of the arms has; texts without tokens are left out.
+        branch: The branch of the pass, one of `branches`.
+        branches: All branches of the method.
+        prefix: The branch's prefix.
+        arms: The attention of each arm.
+        no_control: The reason why control is not computed; "" if it is.
+        differences: `ArmAttention.of_run` of the second arm minus the first, paired by prompt.
+        steps: Steps that every text of the arms has; texts without tokens do not count.
         model: The card's name, dtype and weights.
+        tokenizer: The model's tokenizer.
     """
 
-    chosen: SelectedText
+    selected: SelectedText
     layout: Layout
     branch: str
     branches: tuple[str, ...]
     prefix: str
-    readings: tuple[ArmAttention, ...]
+    arms: tuple[ArmAttention, ...]
     no_control: str
     differences: Mapping[str, Float[np.ndarray, "layer head"]]
     steps: int
@@ -133,18 +135,22 @@ def select_text(
     sample: int,
     arm: str | None,
 ) -> SelectedText:
-    """The cells and the text that are asked for.
+    """Select one text and the cells of its arms.
+
+    Args:
+        only: Values of columns that the cells must have.
+        attribute, prompt, sample, arm: See `viewer.view`.
 
     Raises:
-        TraceError: No finished cell is left, cells of several kinds are, or there is no such
+        TraceError: No finished cell or cells of several kinds are selected, or there is no such
             attribute, arm, prompt or sample.
-        RunError: No such column.
+        RunError: There is no such column.
     """
     cells = run.cells
     cells = cells[cells["key"].isin(run.select(**only).plan) & (cells["state"] == "finished")]
     if not len(cells):
-        told = f" with {shown_only(only)}" if only else ""
-        raise TraceError(f"{run.name} has no finished cell{told}; `lapa2 runs` lists its cells")
+        filters = f" with {shown_only(only)}" if only else ""
+        raise TraceError(f"{run.name} has no finished cell{filters}; `lapa2 runs` lists its cells")
     for name in (*ALIKE, "seed"):
         values = list(dict.fromkeys(cells[name]))
         if len(values) > 1:
@@ -156,6 +162,7 @@ def select_text(
     if attribute is not None and attribute not in attributes:
         raise TraceError(unknown_choice("attribute", attribute, attributes))
     cells = cells[cells["attribute"] == (attribute or attributes[0])]
+    # The two arms: the baseline, and the given or the usual one.
     by_arm: dict[str, Cell] = {}
     for key in cells["key"]:
         by_arm.setdefault(run.plan[key].arm, run.plan[key])
@@ -166,14 +173,15 @@ def select_text(
         papers = by_arm[others[0]].usual_arm
         arm = papers if papers in others else others[0]
     shown = {name: by_arm[name] for name in ("baseline", arm) if name in by_arm}
+    # The prompt, given whole or by its beginning, and the sample.
     prompts = list(next(iter(shown.values())).prompts)
     fitting = [each for each in prompts if prompt is None or each.startswith(prompt)]
     if prompt is not None and (prompt in prompts or len(fitting) == 1):
         fitting = [prompt] if prompt in prompts else fitting
     elif prompt is not None:
-        told = ", ".join(map(repr, (fitting or prompts)[:8]))
+        listed = ", ".join(map(repr, (fitting or prompts)[:8]))
         count = "several prompts begin" if fitting else "no prompt begins"
-        raise TraceError(f"{count} with {prompt!r}: {told}")
+        raise TraceError(f"{count} with {prompt!r}: {listed}")
     fewest = min(cell.samples for cell in shown.values())
     if not 0 <= sample < fewest:
         raise TraceError(f"sample must be from 0 to {fewest - 1}, found {sample}")
@@ -182,7 +190,7 @@ def select_text(
 
 def recompute_attention(
     run: Run,
-    chosen: SelectedText,
+    selected: SelectedText,
     *,
     branch: str | None = None,
     steps: int = 64,
@@ -190,23 +198,23 @@ def recompute_attention(
     model: Model | None = None,
     device: str | None = None,
 ) -> ViewedText:
-    """Read the chosen text in every arm.
+    """Compute the attention of the selected text in every arm, by teacher forcing.
 
     Args:
-        branch: Which branch of the method; by default the first with a prefix.
-        steps: The first tokens of the text, at most.
-        same_text: Read the first arm's text in every arm, so that only the augmentation differs.
-        model: The cells' model; loaded where it is not given.
-        device: Where it is loaded.
+        branch: The method's branch; by default the first with a prefix.
+        steps: Largest number of the text's first tokens.
+        same_text: Use the first arm's text in every arm, so that only the augmentation differs.
+        model: The cells' model; loaded if not given.
+        device: Device on which it is loaded.
 
     Raises:
         TraceError: There is no such branch, the method changes the network while it decodes, the
-            text is empty, or a reading differs from what the run recorded.
+            text is empty, or the attention differs from the run's trace.
         ModelError, PrefixError, RunError: Model or files are not those of the run.
     """
     if steps < 1:
         raise TraceError(f"steps must be at least 1, found {steps}")
-    first = next(iter(chosen.cells.values()))
+    first = next(iter(selected.cells.values()))
     if first.decoder.recomputes:
         raise TraceError(
             f"method {first.method} changes the network while it decodes, so its texts cannot be"
@@ -214,28 +222,31 @@ def recompute_attention(
         )
     if model is None:
         model = load_model(first.model, first.dtype, device, first.model_class)
+    # A plan of the one prompt, and the text, for each arm.
     card, plans, texts = model_card(model), [], []
-    for cell in chosen.cells.values():
+    for cell in selected.cells.values():
         ours = run.manifest(cell.key).model.weights
         if ours != card.weights:
             raise TraceError(
                 f"the run was made with weights {ours}, and here {card.name} has {card.weights}"
             )
-        prompts = cell.task.prompts.model_copy(update={"texts": (chosen.prompt,)})
+        prompts = cell.task.prompts.model_copy(update={"texts": (selected.prompt,)})
         task = cell.task.model_copy(update={"prompts": prompts})
         one = cell.model_copy(update={"task": task})
         todo = plan(model, one, ModelContext(model))
         check_files(cell, todo)
         plans.append(todo)
-        texts.append(_text(run.cell(cell.key), chosen))
+        texts.append(_selected_tokens(run.cell(cell.key), selected))
+    # The branch, whose keys must be the same in all arms.
     names = plans[0].branches
-    number = _branch(plans[0], branch)
+    number = _branch_number(plans[0], branch)
     layouts = [todo.layouts[number][0] for todo in plans]
     if any(each.ids != layouts[0].ids or each.soft != layouts[0].soft for each in layouts):
         raise TraceError("the arms have different prefixes; choose one arm with --only arm=NAME")
     rows = [list(tokens[:steps]) for tokens, _, _ in texts]
     if same_text:
         rows = [rows[0]] * len(rows)
+    # One teacher-forced pass over all arms, if memory allows.
     size = (model.cfg.n_layers, model.cfg.n_heads)
     longest = max(map(len, rows))
     need = COPIES * trace_bytes(
@@ -258,12 +269,13 @@ def recompute_attention(
     if not all(np.isfinite(trace[mass].to_numpy()[0, i, : len(tokens)]).all()
                for i, tokens in enumerate(rows) for mass in MASSES):  # fmt: skip
         raise TraceError("attention is not a number here; the model or its dtype overflows")
-    lengths = [run.cell(cell.key).samples["tokens"].map(len) for cell in chosen.cells.values()]
+    # Each arm's attention, compared with the run's trace; its control; its means over all texts.
+    lengths = [run.cell(cell.key).samples["tokens"].map(len) for cell in selected.cells.values()]
     shared_steps = min(int(each[each > 0].min()) for each in lengths)
-    readings, gaps, why = [], [], ""
+    arms, means_by_prompt, no_control = [], [], ""
     part = "prefix" if layouts[0].l_pre else "prompt"
-    items = zip(chosen.cells.items(), plans, texts, rows, strict=True)
-    for i, ((name, cell), todo, (_, end, row), tokens) in enumerate(items):
+    per_arm = zip(selected.cells.items(), plans, texts, rows, strict=True)
+    for i, ((name, cell), todo, (_, end, row), tokens) in enumerate(per_arm):
         patterns = tuple(
             trace["pattern"]
             .to_numpy()[0, i, step, :, : layouts[0].n_live + step]
@@ -274,18 +286,18 @@ def recompute_attention(
         off = None
         made = run.cell(cell.key)
         if made.trace is not None and not (same_text and i):
-            off = _off(made.trace, trace, names[number], row, masses)
+            off = _largest_difference(made.trace, trace, names[number], row, masses)
             if not off <= MASS_TOLERANCE.get(cell.dtype, HALF_TOLERANCE):
                 raise TraceError(
                     f"attention that was read again differs from what the run recorded, by up to"
                     f" {off:.2g}; the model or its libraries are not those of the run"
                 )
-        values, none = _control(model, cell, chosen.prompt, tokens, todo, number)
-        why = why or none
-        by_prompt = _by_prompt(made, names[number], part, shared_steps)
-        gaps.append(by_prompt)
-        augmentation, mean = todo.augmentations[number], _interval(by_prompt)
-        readings.append(
+        values, reason = _step_control(model, cell, selected.prompt, tokens, todo, number)
+        no_control = no_control or reason
+        by_prompt = _means_by_prompt(made, names[number], part, shared_steps)
+        means_by_prompt.append(by_prompt)
+        augmentation, mean = todo.augmentations[number], _mean_interval(by_prompt)
+        arms.append(
             ArmAttention(
                 name,
                 augmentation,
@@ -299,18 +311,19 @@ def recompute_attention(
             )
         )
     paired: dict[str, np.ndarray] = {}
-    if len(gaps) == 2:
-        shared = gaps[0].keys() & gaps[1].keys()
-        paired = _interval({text: gaps[1][text] - gaps[0][text] for text in sorted(shared)})
+    if len(means_by_prompt) == 2:
+        before, after = means_by_prompt
+        shared = sorted(before.keys() & after.keys())
+        paired = _mean_interval({text: after[text] - before[text] for text in shared})
     shown = plans[0].prefix_names[names[number]]
     return ViewedText(
-        chosen,
+        selected,
         layouts[0],
         names[number],
         names,
         "" if shown is None else str(shown),
-        tuple(readings),
-        why,
+        tuple(arms),
+        no_control,
         paired,
         shared_steps,
         {"name": card.name, "dtype": card.dtype, "weights": card.weights},
@@ -318,20 +331,22 @@ def recompute_attention(
     )
 
 
-def _text(made: FinishedCell, chosen: SelectedText) -> tuple[list[int], str, int]:
-    """Tokens of the chosen text, why it ended, and its row among the samples."""
+def _selected_tokens(made: FinishedCell, selected: SelectedText) -> tuple[list[int], str, int]:
+    """Tokens of the selected text, the reason why it ended, and its row among the samples."""
     table = made.samples
-    rows = np.flatnonzero((table["prompt"] == chosen.prompt) & (table["sample"] == chosen.sample))
+    rows = np.flatnonzero(
+        (table["prompt"] == selected.prompt) & (table["sample"] == selected.sample)
+    )
     tokens = [int(token) for row in rows[:1] for token in table["tokens"].iloc[row]]
     if not tokens:
         raise TraceError(
-            f"sample {chosen.sample} of {chosen.prompt!r} has no tokens; choose another with"
+            f"sample {selected.sample} of {selected.prompt!r} has no tokens; choose another with"
             " --prompt or --sample"
         )
     return tokens, str(table["finish"].iloc[rows[0]]), int(rows[0])
 
 
-def _branch(todo: Plan, name: str | None) -> int:
+def _branch_number(todo: Plan, name: str | None) -> int:
     if name is None:
         with_prefix = [i for i, row in enumerate(todo.layouts) if row[0].l_pre]
         return with_prefix[0] if with_prefix else 0
@@ -340,15 +355,15 @@ def _branch(todo: Plan, name: str | None) -> int:
     return todo.branches.index(name)
 
 
-def _off(
+def _largest_difference(
     recorded: Any,
     read: Any,
     branch: str,
     row: int,
     masses: Float[np.ndarray, "mass step layer head"],
 ) -> float:
-    """The largest difference from the sums that a run recorded of this text: of every head, or of
-    their mean over the layers of the first type."""
+    """The largest difference from the run's trace of this text: of every head, or, in a pooled
+    trace, of the mean over the layers of the first type."""
     steps, worst = masses.shape[1], 0.0
     part, of_type = recorded.sel(branch=[branch]), slice(None)
     if "layer_sees" in read.coords:
@@ -360,11 +375,11 @@ def _off(
     return float(worst)
 
 
-def _control(
+def _step_control(
     model: Model, cell: Cell, prompt: str, tokens: list[int], todo: Plan, number: int
 ) -> tuple[dict[str, list[float]], str]:
-    """The control of a text at every step, the arm's augmentation acting in every branch; or why
-    there is none."""
+    """Control of a text at every step by metric, with the arm's augmentation in every branch; or
+    the reason why it cannot be computed."""
     if todo.prefixes[number] is not None:
         return {}, "the branch has a soft prefix"
     if not todo.layouts[number][0].l_pre:
@@ -388,14 +403,14 @@ def _control(
     return {name: score.values[name][0].tolist() for name in metrics}, ""
 
 
-def _by_prompt(
+def _means_by_prompt(
     made: FinishedCell, branch: str, part: str, steps: int
 ) -> dict[str, Float[np.ndarray, "layer head"]]:
-    """By prompt, a cell's attention on a part, mean over its texts and the first steps; empty
-    without a full trace.
+    """A cell's attention on a part of the keys by prompt, mean over its texts and the first steps;
+    empty without a full trace.
 
-    Attention falls with the step, so all texts give the same ones. A text without tokens gives
-    none.
+    Attention falls with the step, so all texts count with the same steps. A text without tokens
+    does not count.
     """
     if made.trace is None or "head" not in made.trace[part].dims:
         return {}
@@ -405,7 +420,7 @@ def _by_prompt(
     return {str(text): values[prompts == text].mean(0) for text in dict.fromkeys(prompts)}
 
 
-def _interval(
+def _mean_interval(
     by_prompt: Mapping[str, Float[np.ndarray, "layer head"]],
 ) -> dict[str, Float[np.ndarray, "layer head"]]:
     """Mean over prompts, and its 95 % interval."""
@@ -421,9 +436,9 @@ class HeadValues:
     """A number for every head, with its 95 % interval over prompts.
 
     Attributes:
-        about: What it is, in words.
-        unit: nats or logits.
-        values, low, high: [layer, head]; NaN where there is none.
+        about: Description of the number.
+        unit: Its unit, in nats or logits.
+        values, low, high: [layer, head]; NaN for heads without a number.
     """
 
     about: str
@@ -434,13 +449,13 @@ class HeadValues:
 
 
 def load_head_values(folder: Path, found: ViewedText) -> dict[str, HeadValues]:
-    """What a study's folder knows of every head: effect, write, and effect_lex where it has words.
+    """Values of every head in a study's folder: effect, write, and effect_lex if it has words.
 
     Args:
-        folder: Written by `lapa2 circuits`.
+        folder: A folder of `lapa2 circuits`.
 
     Raises:
-        CircuitError: The folder is no study, or one of another model or task.
+        CircuitError: The folder is not a study, or is of another model or task.
     """
     try:
         settings = without_checksums(read_text(folder / "question.json"))[0]["settings"]
@@ -455,20 +470,20 @@ def load_head_values(folder: Path, found: ViewedText) -> dict[str, HeadValues]:
             f"{folder} is not a finished study ({type(error).__name__}: {error}); `lapa2 circuits"
             " MODEL --out FOLDER` makes one"
         ) from error
-    task = found.chosen.task.name
+    task = found.selected.task.name
     if there != found.model["weights"] or about != task:
         raise CircuitError(
             f"{folder} is about {settings['model']['name']} and {about}, and the run about"
             f" {found.model['name']} and {task}; give a study of the run's model and task"
         )
-    size = found.readings[0].masses.shape[2:]
+    size = found.arms[0].masses.shape[2:]
     wanted = {
         "effect": ("head", "effect", "", "js lost without the head", "nats a step"),
         "effect_lex": ("head", "lex_effect", "lex_", "lex lost without the head", "nats a step"),
         "write": ("writes", "direct", "", "written from the prefix", "logits a step"),
     }
-    # Of two attributes, what one gains the other loses; of more, the study is about one of them.
-    names = found.chosen.task.attributes
+    # With more than two attributes, a study is about one of them.
+    names = found.selected.task.attributes
     of = f", {target or next(iter(names))} against the others" if len(names) > 2 else ""
     values = {}
     for name, (table, column, mark, about, unit) in wanted.items():

@@ -22,7 +22,9 @@ from lapa2_interp.cli.paper import report
 from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.paper.claims import ClaimResult
 from lapa2_interp.paper.gallery import Gallery, gallery_run
-from lapa2_interp.report.run_page import MASS_UNIT, _forest, _scale, run_report
+from lapa2_interp.report.intervals import interval_svg, shared_scale
+from lapa2_interp.report.run_page import run_report
+from lapa2_interp.report.run_texts import MASS_UNIT
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.manifest import MANIFEST
@@ -423,22 +425,22 @@ def test_characters_of_several_tokens_stay_whole(gpt2_tokenizer):
 def test_one_far_row_leaves_the_others_their_drawing(tmp_path):
     far = {"here": 400.0, "low": 300.0, "high": 500.0, "paper": float("nan")}
     rows = [{"here": 2.0 + i, "low": 1.0 + i, "high": 3.0 + i, "paper": 4.0} for i in range(5)]
-    least, most = _scale(pd.DataFrame([*rows, far]).assign(zero=0.0))
+    least, most = shared_scale(pd.DataFrame([*rows, far]).assign(zero=0.0))
     assert (least, most) == (0.0, 4 * 5.5), "four times the median of 4, 4, 5, 6, 7 and 500"
     nothing = dict.fromkeys(far, float("nan"))
     same = dict.fromkeys(far, 0.0)
     gaps = pd.DataFrame([*rows, far, *[nothing] * 9, *[same] * 9]).assign(zero=0.0)
-    assert _scale(gaps) == (
+    assert shared_scale(gaps) == (
         least,
         most,
     ), "claims without cells or without a difference leave the others their drawing"
-    assert _scale(pd.DataFrame([nothing]).assign(zero=0.0)) == (0.0, 0.0)
-    near, beyond = (str(_forest(row, least, most, "inconclusive")) for row in (rows[0], far))
+    assert shared_scale(pd.DataFrame([nothing]).assign(zero=0.0)) == (0.0, 0.0)
+    near, beyond = (str(interval_svg(row, least, most, "inconclusive")) for row in (rows[0], far))
     assert 'class="here" d="M19.5 9m' in near, "6 + 148 * 2 / 22"
     assert 'class="paper" d="M32.9 3l' in near
     assert 'class="here" d="M159.0 9l-9 -5v10z"' in beyond
     assert 'class="paper"' not in beyond
-    below = str(_forest({**far, "here": -400.0, "paper": -90.0}, -20.0, 20.0, "inconclusive"))
+    below = str(interval_svg({**far, "here": -400.0, "paper": -90.0}, -20.0, 20.0, "inconclusive"))
     assert 'class="here" d="M1.0 9l9 -5v10z"' in below
     assert 'class="paper" d="M1.0 9l9 -5v10z"' in below
 
