@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Control, step by step: how far do opposite prefixes pull the next token apart?
 #
-# The same text is read behind "Very positive:" and behind "Very negative:". At every step the two
+# The same text is read after "Very positive:" and after "Very negative:". At every step the two
 # branches predict the next token. The more their predictions differ, the more the prefix controls.
 #
 # `js` is the distance between the two distributions (Jensen-Shannon, in nats, at most log 2). It
@@ -58,7 +58,7 @@ known.plot(["lex", "js"])
 # %% [markdown]
 # ## The model
 #
-# The texts are written by the model without any prefix (`source="raw"`). A text written behind
+# The texts are written by the model without any prefix (`source="raw"`). A text written after
 # "Very positive:" already says what the prefix wants, so the prefix would seem to act less, or
 # more, than it does.
 
@@ -78,15 +78,15 @@ found.interval("js", None)
 # %% [markdown]
 # ## By the source of the text
 #
-# `llr` on a text written behind "Very positive:" is large by construction. `js` on raw texts is the
+# `llr` on a text written after "Very positive:" is large by construction. `js` on raw texts is the
 # clean measure.
 
 # %%
-behind = {
+by_source = {
     source: control(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
     for source in question.cases[0].names
 }
-for source, each in {RAW: found, **behind}.items():
+for source, each in {RAW: found, **by_source}.items():
     for name in ("js", "llr"):
         row = each.interval(name, None).iloc[0]
         interval = f"[{row['low']:.4f}, {row['high']:.4f}]"
@@ -106,7 +106,7 @@ print(f"js early {early.mean():.4f}, late {late.mean():.4f}")
 print(f"change {change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]")
 
 # %% [markdown]
-# ## A metric of your own
+# ## A custom metric
 #
 # Any function of the branches' logits. Here: how often the branches would write another token.
 
@@ -126,7 +126,7 @@ other.interval("another token", None)
 assert np.abs(known.values["lex"][0] - closed).max() < 1e-4
 assert found.values["js"].max() <= np.log(2) + 1e-6
 assert (found.values["js"] > -1e-6).all()
-assert behind["positive"].values["llr"].mean() > behind["negative"].values["llr"].mean()
+assert by_source["positive"].values["llr"].mean() > by_source["negative"].values["llr"].mean()
 swapped = ContrastSet(tuple(case.swapped() for case in question.cases), question.words)
 turned = control(model, swapped, metrics=("llr", "js"))
 assert np.abs(turned.values["llr"] + found.values["llr"]).max() < 1e-3

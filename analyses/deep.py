@@ -45,7 +45,8 @@ if not len(finished):
     raise RunError(f"{item.run.name} has no finished cell of quick/deep; `lapa2 runs` says why")
 
 # %% [markdown]
-# Reading, in float32. Kept are means over windows of l, each twice as long as the one before.
+# Teacher-forced passes in float32. Stored are means over windows of l, each twice as long as the
+# one before.
 #
 # - `share`: attention on the prefix.
 # - `log_odds`: ln(share / (1 - share)).
@@ -55,7 +56,7 @@ if not len(finished):
 
 # %%
 def windows(longest):
-    """The least l of each window, and one behind the end. Texts of a rehearsal begin at 8."""
+    """The least l of each window, and one past the end; short test texts begin at 8."""
     edges = [64 if longest >= 192 else 8]
     while 3 * edges[-1] < longest:
         edges.append(2 * edges[-1])
@@ -129,7 +130,7 @@ def prompts(values):
 
 
 def slope(shares, least, most):
-    """Of ln share against ln l, from one window to another, text by text."""
+    """Slope of ln share against ln l, from one window to another, text by text."""
     one, two = (lengths.xs(l, level="l_kv") for l in (least, most))
     return np.log(shares[most] / shares[least]) / np.log(two / one)
 
@@ -161,8 +162,8 @@ starts = edges[:-1]
 first, last = starts[0], starts[-1]
 
 
-def judge(text, quantity, expected, values, against, margin=0.0, whose="ours"):
-    """A number of every text against another, or against one number."""
+def add_claim(text, quantity, expected, values, against, margin=0.0, whose="ours"):
+    """Add a claim on a number of every text, against another or against one number."""
     values = values.dropna()
     names = prompts(values)
     other = np.broadcast_to(against, len(values))
@@ -175,11 +176,11 @@ for alpha, words in ((0.0, "without LaPA2"), (ALPHA, f"with LaPA2, alpha {ALPHA:
     for least, most in pairwise(dict.fromkeys((first, starts[len(starts) // 2], last))):
         text = f"from l = {least} to {most} attention falls as l^{alpha - 1:g}: {words}"
         slopes = slope(shares, least, most)
-        judge(text, "slope", "same", slopes, alpha - 1, margin=0.1, whose="paper")
+        add_claim(text, "slope", "same", slopes, alpha - 1, margin=0.1, whose="paper")
 in_first = left.xs(0, level="layer").groupby("text").mean()
 later = left[left.index.get_level_values("layer") > 0].groupby("text").mean()
-judge("in layer 0 the law holds to 1 %", "part of the law", "same", in_first, 1.0, margin=0.01)
-judge("later layers take a part of the law back", "part of the law", "less", later, 1.0)
+add_claim("in layer 0 the law holds to 1 %", "part of the law", "same", in_first, 1.0, margin=0.01)
+add_claim("later layers take a part of the law back", "part of the law", "less", later, 1.0)
 
 # %%
 bands = np.minimum(left.index.get_level_values("layer") * 3 // model.cfg.n_layers, 2)

@@ -113,7 +113,7 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
     )
     _write_texts(out, grid, worker)
     _stage(3, f"stored texts, read under alpha {', '.join(f'{a:g}' for a in ALPHAS)}")
-    read = _readings(out, grid.cells[0], length, worker)
+    read = _text_traces(out, grid.cells[0], length, worker)
     _stage(4, "scores and verdicts")
     sys.path.insert(0, str(HERE))
     import panels
@@ -132,7 +132,7 @@ Try next{_where()}:
 
 
 def _where() -> str:
-    """Where the command is, if the shell does not find it."""
+    """A hint on the command's place, if the shell does not find it."""
     return (
         ""
         if shutil.which("lapa2")
@@ -179,8 +179,8 @@ def _write_texts(out: Path, grid: Grid, worker: Worker) -> None:
 # --- 2: long texts, read under every alpha
 
 
-def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dataset]:
-    """The trace of every stored text; those that are there are not read again."""
+def _text_traces(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dataset]:
+    """The trace of every stored text, computed if it is not stored yet."""
     import hashlib
     import json
 
@@ -206,8 +206,8 @@ def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dat
 
 
 def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
-    """The trace of a stored text under every alpha, axes of `propositions.stack_alphas`; all alphas
-    share a batch.
+    """The teacher-forced trace of a stored text under every alpha, in one batch, with the axes of
+    `propositions.stack_alphas`.
 
     Args:
         text: prompt, attribute, text, and the tokens it was written with, which the model that

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # First look: one prefix, one prompt, every head
 #
-# Where does a language model look while it writes behind the prefix "Very positive:"? What does
+# Where does a language model look while it writes after the prefix "Very positive:"? What does
 # LaPA2 change, and what do the next-token logits do when a single head is kept from reading the
 # prefix?
 #

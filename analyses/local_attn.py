@@ -45,7 +45,7 @@ cells = cells[cells["method"] == cells["task"].map({"detox": "preadd"}).fillna("
 
 
 def local_ratio(trace, k, *, without_bos=False):
-    """Of the first branch, means of layers and heads before the division: [sample step]."""
+    """The local ratio of the first branch, [sample step]: means over heads, then the ratio."""
     parts = local_parts(trace.isel(branch=0), k, without_bos=without_bos)
     heads = [axis for axis in ("layer", "head") if axis in parts[0].dims]
     near, rest = (part.mean(heads, skipna=False) for part in parts)

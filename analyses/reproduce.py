@@ -77,25 +77,25 @@ ITEMS = (
     "long",
     "deep",
 )
-"""The scripts of analyses/, in the order of the report; those of figures/ follow by name."""
+"""Items with a script in analyses/, in the order of the report; figures/ has the same names."""
 EXTRA = ("heads", "related", "frontier", "steering", "long", "deep")
-"""Ours; a grid of these that lacks a file is left out."""
+"""Items of ours; one whose grid lacks a file is left out."""
 JOINED = ("prefix_types", "local_attn", "cases")
-"""Items that show several grids: with --beside they keep what this run does not make of them."""
+"""Items of several grids: with --beside they keep the rows that this run does not make."""
 SCALES = {
     "tiny": ("quick", ["samples=1", "prompts=4", "length=48"]),
     "quick": ("quick", []),
     "paper": ("paper", []),
 }
-"""The grids of a scale, and what is changed in them."""
+"""Folder of a scale's grids, and changes of their settings."""
 
 
 TITLES = {"paper": "The paper's claims", "ours": "Ours, not the paper's"}
-"""The tables of verdicts.md, by whose claims they judge."""
+"""Titles of the tables of verdicts.md, by whose claims."""
 
 
 def run_script(file: Path, *arguments: str) -> str:
-    """Run a script as if from the command line; what stopped it, or nothing.
+    """Run a script as if from the command line; returns its error, or "".
 
     Raises:
         NoGridError: The run lacks the script's grids.
@@ -116,15 +116,15 @@ def run_script(file: Path, *arguments: str) -> str:
 
 
 def collect_verdicts(tables: Path) -> pd.DataFrame:
-    """All claims of all items as one table: verdicts.csv, and .md with each comparison once, the
-    surest first, those of the paper apart from ours."""
+    """Write all claims of all items to verdicts.csv, and each comparison once to verdicts.md, by
+    corrected p-value, the paper's and ours separately."""
     files = [tables / f"{item}.claims.csv" for item in ITEMS]
     frames = [found for file in files if file.is_file() and len(found := read_claims(file))]
     claims = pd.concat([ItemClaims("").frame(), *frames], ignore_index=True)
     tables.mkdir(exist_ok=True)  # every script may have failed
     claims.to_csv(tables / "verdicts.csv", index=False, float_format="%.6g")
     pages = [
-        as_markdown(title, *by_sureness(part))
+        as_markdown(title, *format_by_p_value(part))
         for whose, title in TITLES.items()
         if len(part := claims[claims["whose"] == whose])
     ]
@@ -133,8 +133,8 @@ def collect_verdicts(tables: Path) -> pd.DataFrame:
     return claims
 
 
-def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """One page of effects: each comparison once, by its corrected p; and what stands under it."""
+def format_by_p_value(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Claims as text, each comparison once, by corrected p-value; and the notes under the table."""
     once = unique_comparisons(claims)
     items = claims[claims["compared"] != ""].groupby("compared")["item"].unique()
     once = once.assign(
@@ -174,10 +174,10 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def check_beside(folder: Path) -> None:
-    """Refuse what `take_beside` could not use.
+    """Check a folder for `copy_beside`.
 
     Raises:
-        RunError: The folder has no tables, or those of another version of the package.
+        RunError: The folder has no tables, or tables of another version of the package.
     """
     if not (folder / "tables").is_dir():
         raise RunError(f"--beside {folder} has no tables/; give a folder such as figures/quick")
@@ -186,7 +186,7 @@ def check_beside(folder: Path) -> None:
         read_claims(file)
 
 
-def take_beside(folder: Path, out: Path, own: Collection[str]) -> None:
+def copy_beside(folder: Path, out: Path, own: Collection[str]) -> None:
     """Copy the tables and figures of other grids to OUT.
 
     Args:
@@ -196,14 +196,14 @@ def take_beside(folder: Path, out: Path, own: Collection[str]) -> None:
     for source, place in ((folder / "tables", out / "tables"), (figures, out / "figures")):
         place.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.glob("*.*")):
-            kept = source.name == "tables" or file.suffix in (".png", ".pdf")
-            if kept and file.name.partition(".")[0] not in ("verdicts", *own):
+            wanted = source.name == "tables" or file.suffix in (".png", ".pdf")
+            if wanted and file.name.partition(".")[0] not in ("verdicts", *own):
                 shutil.copy(file, place)
 
 
 def failed_since(began: datetime, out: Path) -> bool:
-    """Whether cells have failed; else the sweep was refused or cut off, and it is too early to
-    score."""
+    """True if cells have failed since then. Otherwise the sweep was refused or interrupted, and it
+    is too early to score."""
     if not (out / "run.json").is_file():
         return False
     return any(each.when >= began for each in load_run(out).failures.values())
@@ -292,7 +292,7 @@ def main() -> int:
     own = [item for item in items if item not in left_out]
     made = gallery_run(load_run(out), out / "tables", own)
     if options.beside:
-        take_beside(options.beside, out, own)
+        copy_beside(options.beside, out, own)
         for item in own:
             if item in JOINED and merge_item(item, options.beside / "tables", out / "tables"):
                 file = HERE.parent / "figures" / f"{item}.py"

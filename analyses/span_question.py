@@ -27,8 +27,8 @@
 # - Mass is not control. The paper's span takes prefix attention from .028 to .042, .063 and .091
 #   (alpha 1/4, 1/2, 3/4) and accuracy from .593 up by 2.8 [0.4, 5.2], 2.1 [-0.6, 4.8] and 2.8 [0.0,
 #   5.9] points, most of it on "positive". The sham span gives 1.6 [-1.3, 4.6], on "positive" too,
-#   with less prefix attention than the baseline: at alpha 1/2 the two cannot be told apart (0.5
-#   [-1.8, 3.1]).
+#   with less prefix attention than the baseline: at alpha 1/2 the two do not differ significantly
+#   (0.5 [-1.8, 3.1]).
 # - " positive" or " negative" alone beats ":" alone by 3.2 points [0.8, 5.4] (p .015, one of
 #   several comparisons) with less attention on the prefix (.049 against .063). A single token gets
 #   alpha log(l), more than a token of the whole prefix.

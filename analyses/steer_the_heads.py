@@ -180,7 +180,7 @@ plt.show()
 # %% [markdown]
 # ## Ways to steer, on the other prompts
 #
-# *Control* is how far the branches behind opposite prefixes are apart. `js` counts every
+# *Control* is the difference between the branches with opposite prefixes. `js` counts every
 # difference, `lex` only what favours the attribute's own words.
 #
 # *Cost* is the perplexity of the texts, which the model wrote without a prefix, under the mean of
@@ -190,13 +190,13 @@ plt.show()
 # itself would charge for control, too.)
 #
 # A prefix is read here before anything acts, so the laws that were published for every query begin
-# behind it (`phase="all_queries"`). The released Spotlight computes one bias for a whole pass; a
+# after it (`phase="all_queries"`). The released Spotlight computes one bias for a whole pass; a
 # given text is one pass, and generation is many. The variant with a bias for each head and query
 # is the same in both.
 
 # %%
 heads = chosen.heads
-behind = {"phase": "all_queries"}
+after_prefix = {"phase": "all_queries"}
 ways = {
     "lapa2": [recipe("lapa2", alpha=a) for a in (0.5, 1.0)],
     "chosen tokens": [recipe("token-selective", tokens=tokens, alpha=a) for a in (0.4, 0.8)],
@@ -205,9 +205,11 @@ ways = {
     "random heads": [recipe("head-selective", heads=drawn.heads, alpha=a) for a in (1.0, 3.0)],
     "set-point": [recipe("set-point", tau=t) for t in (0.06, 0.12)],
     "set-point in heads": [recipe("set-point", heads=heads, tau=t) for t in (0.2, 0.5)],
-    "instaboost": [recipe("instaboost", M=m, **behind) for m in (1.5, 3.0)],
-    "spotlight per head": [recipe("spotlight-per-head", tau=t, **behind) for t in (0.06, 0.12)],
-    "split-softmax": [recipe("split-softmax", k=k, **behind) for k in (0.8, 0.6)],
+    "instaboost": [recipe("instaboost", M=m, **after_prefix) for m in (1.5, 3.0)],
+    "spotlight per head": [
+        recipe("spotlight-per-head", tau=t, **after_prefix) for t in (0.06, 0.12)
+    ],
+    "split-softmax": [recipe("split-softmax", k=k, **after_prefix) for k in (0.8, 0.6)],
 }
 
 
@@ -336,7 +338,7 @@ assert (boosted["all heads"] < boosted["chosen heads"]).all()
 assert np.abs(fixed[:, :, *carrier] - tau).max() < 1e-5
 assert np.abs(fixed[:, 0, *relay] - tau).max() < 1e-5
 
-# Of the model: choosing and judging are apart, and the set-point is hit where it acts.
+# The model: selection and evaluation have different prompts; the set-point is reached in its heads.
 assert not set(choosing.prompts) & set(held_out.prompts)
 assert not set(chosen.heads) & set(chosen.suppressors)
 rule = recipe("set-point", tau=tau, floor=False, heads=chosen.heads)

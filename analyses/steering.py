@@ -13,13 +13,13 @@
 #
 # LaPA2, LaPA2 on chosen tokens, LaPA2 in chosen heads, and a set-point, each at three strengths.
 # They are compared at 1.1 and 1.25 times the baseline's perplexity, on each way's own curve. Texts
-# that may not say a word of their prefix are compared apart, at 1.25 times alone: their curves have
-# no weak arms.
+# that may not say a word of their prefix are compared separately, and only at 1.25 times: their
+# curves have no weak arms.
 #
 #     make steering-prompts DATA=FOLDER && lapa2 sweep quick/steering --out results/steering
 #     python analyses/steering.py results/steering && python figures/steering.py results/steering
 #
-# `--grids NAME` reads a grid of your own with the same, or other, ways to steer. The scores of all
+# `--grids NAME` reads a custom grid with the same, or other, ways to steer. The scores of all
 # texts go to tables/steering.texts.parquet, without the texts: a grid that is run in parts, on
 # several machines (`lapa2 sweep quick/steering --only task=topic`), is compared as a whole with
 # `--beside` the tables of its other parts.
@@ -97,8 +97,8 @@ texts = scores.pivot(
 texts["nll"] = np.log(texts["ppl"])
 texts = texts.join(known[["family", "strength", "words"]], on="cell").drop(columns="ppl")
 texts["prompt"] = [sha256(prompt.encode()).hexdigest()[:12] for prompt in texts["prompt"]]
-kept = item.out / "tables" / "steering.texts.parquet"
-with atomic_write(kept) as fresh:
+scores_file = item.out / "tables" / "steering.texts.parquet"
+with atomic_write(scores_file) as fresh:
     texts.to_parquet(fresh, index=False, compression="zstd")
 for file in item.files["beside"]:
     try:

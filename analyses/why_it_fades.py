@@ -13,7 +13,7 @@
 #
 # As a text grows, softmax spreads attention over more keys, and a fixed prefix gets less. The
 # paper takes this for the reason why control fades. Here it is tested. The same tokens are scored
-# near the prompt and behind more text. Then every head gets the attention on the prefix that it had
+# near the prompt and after more text. Then every head gets the attention on the prefix that it had
 # near (`hold`). If mass mediates the fade, holding it must bring the control back (`restored`), and
 # taking the far mass near must take the control away (`removed`). Set the environment variable
 # `LAPA2_MODEL`, or give `--model`, to look at another model.

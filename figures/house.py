@@ -1,4 +1,4 @@
-"""What the figure scripts share: where tables come from, and how figures look and are saved."""
+"""Shared by the figure scripts: reading tables, and the style and files of figures."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
     A table that is not there is made first, by `analyses/ITEM.py`.
 
     Args:
-        draw: Given the table, and the further ones, gives the figure.
-        further: More tables of the item: ITEM.NAME.csv.
+        draw: Makes the figure from the table and the further tables.
+        further: Names of further tables of the item, ITEM.NAME.csv.
     """
     parser = ScriptOptions(f"Draw figure {item} from a run's tables.")
     parser.add_argument(

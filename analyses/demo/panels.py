@@ -1,4 +1,4 @@
-"""The demo's page: what is measured on its run and stored texts, and how each panel shows it."""
+"""The panels of the demo's page, and the measurements on its run and stored texts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ COLOURS = dict(
 """An arm keeps its colour in every panel."""
 L_PRE = 3
 SYNTHETIC = {"longest": 100_000, "texts": 12}
-"""How far synthetic logits go, and texts per family: seconds, where `lapa2 propositions` takes
-minutes."""
+"""Length of synthetic logits, and texts per family: seconds of work, where `lapa2 propositions`
+takes minutes."""
 WIDTH = 7.2
 """Inches of a drawing: its letters are still read on a telephone."""
 SHOWN_FIRST = 2
@@ -44,11 +44,12 @@ SHOWN_FIRST = 2
 
 @dataclass(frozen=True)
 class Measured:
-    """What is read off the short texts, and the verdicts on synthetic logits.
+    """Scores of the short texts, and the verdicts on synthetic logits.
 
     Attributes:
-        cells: Of `scoring.tables.cell_table`. `differences`: of its `difference_table`, against the
-            arm without LaPA2.
+        cells: Means from `scoring.tables.cell_table`.
+        differences: Differences from the arm without LaPA2 (`difference_table`).
+        synthetic: Verdicts on synthetic logits.
     """
 
     cells: pd.DataFrame
@@ -65,10 +66,10 @@ def measure(out: Path, grid: Grid) -> Measured:
 
     keys = [cell.key for cell in grid.cells]
     samples = load_run(out).samples(keys)
-    kept = out / "scores" / f"{_hash(__version__, *keys)}.parquet"
-    if not kept.is_file():
-        _keep(kept, _score(samples, grid, out))
-    scores = pd.read_parquet(kept)
+    stored = out / "scores" / f"{_hash(__version__, *keys)}.parquet"
+    if not stored.is_file():
+        _store(stored, _score(samples, grid, out))
+    scores = pd.read_parquet(stored)
     tables = [cell_table(part) for _, part in scores.groupby("scorer", sort=False)]
     judged = out / "scores" / f"{_hash(__version__, *SYNTHETIC.values())}.parquet"
     if judged.is_file():
@@ -77,7 +78,7 @@ def measure(out: Path, grid: Grid) -> Measured:
         lengths = lengths_up_to(SYNTHETIC["longest"], L_PRE)
         drawn = draw_log_odds(lengths, L_PRE, texts=SYNTHETIC["texts"], seed=1)
         verdicts = synthetic_verdicts(drawn, lengths, L_PRE, (0.0, 0.5, 1.0))
-        _keep(judged, verdicts)
+        _store(judged, verdicts)
     cells = pd.concat([*tables, distinct_cells(samples)], ignore_index=True)
     return Measured(cells, difference_table(scores), verdicts)
 
@@ -98,9 +99,9 @@ def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
         return pd.concat([found, score_table(samples, perplexity, cache)], ignore_index=True)
 
 
-def _keep(file: Path, table: pd.DataFrame) -> None:
-    kept = table.drop(columns=["tokens"], errors="ignore")
-    keep_file(file, lambda path: kept.to_parquet(path, index=False))
+def _store(file: Path, table: pd.DataFrame) -> None:
+    table = table.drop(columns=["tokens"], errors="ignore")
+    keep_file(file, lambda path: table.to_parquet(path, index=False))
 
 
 def _hash(*parts: Any) -> str:
@@ -133,7 +134,7 @@ def page(
 
     Args:
         read: One trace per stored text, axes alpha, sample, step, layer, head.
-        seconds: What this call took.
+        seconds: Duration of this call.
     """
     from lapa2_interp._util.page import template
 
@@ -435,7 +436,7 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
 
 
 def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
-    """The same prompt's texts under the arms that act on all layers, side by side."""
+    """Texts of one prompt side by side, from the arms that act on all layers."""
     from lapa2_interp.models.load import load_tokenizer
     from lapa2_interp.report.run_texts import MASS_UNIT, colour_top, text_column
 

@@ -1,5 +1,5 @@
-"""What the demo ships: long texts for it to read, and an example text of every method. Needed again
-when a method is new.
+"""The demo's stored texts: long texts for it to read, and an example text of every method. Run it
+again after adding a method.
 
 lapa2 generate --attribute positive --prompt ... --alpha 0 --length 400 --dtype float32 --trace none --out results/long-positive
 python analyses/demo/shipped.py texts results/long-positive results/long-negative      # texts.json
@@ -24,7 +24,7 @@ from lapa2_interp.runs.store import load_run
 
 HERE = Path(__file__).resolve().parent
 TOKENS = 392
-"""Tokens of each stored text that are kept, behind its prompt."""
+"""Tokens of each stored text after its prompt."""
 
 
 def _stamp(manifest: Manifest, command: str) -> dict[str, Any]:

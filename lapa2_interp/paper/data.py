@@ -221,8 +221,8 @@ class ItemData:
         texts."""
         first = (samples["prompt"] + "\0" + samples["attribute"]).astype(object)
         firsts = first.groupby([samples[name] for name in ARM_COLUMNS]).transform("nunique")
-        kept = {n: perplexity_samples(int(n), self.perplexity_texts) for n in firsts.unique()}
-        return samples[samples["sample"] < firsts.map(kept)]
+        per_prompt = {n: perplexity_samples(int(n), self.perplexity_texts) for n in firsts.unique()}
+        return samples[samples["sample"] < firsts.map(per_prompt)]
 
     def _scorer_options(self, group: pd.DataFrame) -> Options:
         first = group["key"].iloc[0]

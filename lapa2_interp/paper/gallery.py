@@ -71,7 +71,7 @@ class Gallery(BaseModel):
 
     def with_run(self, newer: GalleryRun) -> Gallery:
         """These runs and a newer one, which replaces the grids that it has."""
-        kept = [
+        older = [
             each.model_copy(
                 update={
                     "grids": {
@@ -83,7 +83,7 @@ class Gallery(BaseModel):
             )
             for each in self.runs
         ]
-        return Gallery(runs=(newer, *(each for each in kept if each.grids)))
+        return Gallery(runs=(newer, *(each for each in older if each.grids)))
 
 
 def read_gallery(folder: Path) -> Gallery:

@@ -229,7 +229,7 @@ def open_item(
         "--grids",
         nargs="+",
         default=grids or (item,),
-        help="grids of the run that take the place of the item's, such as that of a file of yours",
+        help="grids of the run that replace the item's, such as a custom grid",
     )
     for name, text in (files or {}).items():
         parser.add_argument(f"--{name}", nargs="+", type=Path, default=(), help=text)

@@ -47,15 +47,15 @@ def choose_prompts(
         for text in dict.fromkeys(texts)
         if 0 < len(text.split()) <= MOST_WORDS and len(text.splitlines()) == 1 and text not in own
     ]
-    apart = fit[neutral : neutral + selection]
+    held_out = fit[neutral : neutral + selection]
     others = [text for text in fit[:neutral] + fit[neutral + selection :] if text[0].isalnum()]
-    if len(apart) < selection or len(others) < neutral:
+    if len(held_out) < selection or len(others) < neutral:
         raise DataError(
             f"{neutral} neutral prompts of at most {MOST_WORDS} words that begin with a letter or"
-            f" digit are needed, and {selection} others; found {len(others)} and {len(apart)}; give"
-            " a longer file"
+            f" digit are needed, and {selection} others; found {len(others)} and {len(held_out)};"
+            " give a longer file"
         )
-    return own + others[:neutral], apart
+    return own + others[:neutral], held_out
 
 
 def read_neutral(file: Path) -> list[str]:

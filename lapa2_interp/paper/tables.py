@@ -217,7 +217,7 @@ def _best_means(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
         order = group.sort_values("mean", ascending=better < 0)
         first, second = order.index[:2]
         if str(where["metric"]).startswith("dist"):
-            apart = table.loc[first, "low"] > table.loc[second, "high"]
+            is_best = table.loc[first, "low"] > table.loc[second, "high"]
         else:
             texts = select_rows(
                 scores,
@@ -231,8 +231,8 @@ def _best_means(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
             found = compare_arms(texts, before, after, str(where["metric"]))
             if found is None:
                 continue
-            apart = (found.low if better > 0 else -found.high) > 0
-        best[first] = bool(apart)
+            is_best = (found.low if better > 0 else -found.high) > 0
+        best[first] = bool(is_best)
     return list(best)
 
 
