@@ -102,6 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     model, task = load_model(MODEL, dtype="auto"), load_task(TASK)
     prompts = task.prompts.texts[:PROMPTS]
+    # Texts of the baseline, on which attention is measured.
     cases = [
         case
         for attribute in task.attributes
@@ -112,6 +113,7 @@ def main() -> None:
     question = ContrastSet.of(model, cases)
     base = mean_mass(model, question)
     sets = head_sets(prefix_mass(model, question))
+    # The arms, and the attention that each is given.
     arms: dict[str, dict] = {"all heads": {}}
     arms |= {name: {"heads": heads} for name, heads in sets.items()}
     arms |= {f"{name} layers": {"layers": name} for name in ("bottom", "top", "even", "odd")}
@@ -119,6 +121,7 @@ def main() -> None:
     facts = {"n": N, "model": MODEL, "task": TASK, "mass": goal, "base": base, "target": TARGET}
     facts["description"] = "Head scope at equal attention: heads by several scores, and layers"
     facts |= {"times": goal / base, "texts": len(cases), "tokens": TOKENS, "prompts": PROMPTS}
+    # One line of the grid per arm, with its calibrated alpha.
     lines = [HEADER.format(**facts)]
     for name, where in arms.items():
         rule = Augmentation(alpha=TARGET, **where)

@@ -143,8 +143,9 @@ def format_by_p_value(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             for compared, item in zip(once["compared"], once["item"], strict=True)
         ]
     )
-    surest = deciding_p_values(once).sort_values(["holm", "p"], kind="stable").index
-    once = once.loc[surest]
+    by_p_value = deciding_p_values(once).sort_values(["holm", "p"], kind="stable").index
+    once = once.loc[by_p_value]
+    # The claims as text, with the prompts that would decide the inconclusive ones.
     shown = format_claims(once)
     shown.insert(1, "item", once["items"])
     needed = required_prompts(claims).reindex(once.index).where(once["verdict"] == "inconclusive")
@@ -238,6 +239,7 @@ def main() -> int:
     add_scoring(parser, None, None)
     sys.excepthook = print_error
     options = parser.parse()
+    # Options that go to the scripts, and the scale.
     for name in ("grids", "engine", "workers", "address"):
         if options.no_sweep and getattr(options, name):
             parser.error(f"--{name} belongs to a sweep, and --no-sweep makes none; leave one out")
@@ -252,6 +254,7 @@ def main() -> int:
     folder, changes = SCALES[options.scale]
     if options.beside:
         check_beside(options.beside)
+    # 1. Sweep the grids.
     stopped = 0
     if not options.no_sweep:
         grids = [name for name in built_in() if name.startswith(f"{folder}/")]
@@ -275,6 +278,7 @@ def main() -> int:
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])
         if stopped and not (stopped == 2 and failed_since(began, out)):
             return stopped
+    # 2. Run the script and the figure of every item.
     items, failed, left_out = options.items, {}, []
     for number, item in enumerate(items, 1):
         print(f"[{number}/{len(items)}] {item}", file=sys.stderr)
@@ -289,6 +293,7 @@ def main() -> int:
             except NoGridError:
                 left_out.append(item)
                 break
+    # 3. Add the results of the other grids.
     own = [item for item in items if item not in left_out]
     made = gallery_run(load_run(out), out / "tables", own)
     if options.beside:
@@ -298,10 +303,12 @@ def main() -> int:
                 file = HERE.parent / "figures" / f"{item}.py"
                 if file.is_file() and (problem := run_script(file, str(out))):
                     failed[f"figures/{file.name}"] = problem
+    # 4. Write verdicts, results.json and the page.
     claims = collect_verdicts(out / "tables")
     gallery = read_gallery(options.beside or out / "none").with_run(made)
     write_text(out / "results.json", gallery.model_dump_json(indent=1) + "\n")
     lapa2(["report", str(out)])
+    # 5. Print failures and the numbers of verdicts.
     for name, problem in failed.items():
         print(f"\n{name} failed:\n{problem}", file=sys.stderr)
     if left_out:

@@ -198,6 +198,7 @@ class ClaimResult:
         if found is None:
             none = cls(*first, NAN, NAN, NAN, NAN, NAN, "missing", 0, raw="missing")
             return replace(none, margin=claim.margin, **facts)
+        # The verdict by the first scorer.
         p, p_within = p_values(claim.relation, found, claim.margin)
         verdict = difference_verdict(claim.relation, found.low, found.high, p, p_within)
         made = cls(
@@ -219,6 +220,7 @@ class ClaimResult:
         made = replace(made, **facts)
         if second is None:
             return made
+        # The verdict by the second.
         name, other = second
         tests = p_values(claim.relation, other, claim.margin)
         said = difference_verdict(claim.relation, other.low, other.high, *tests)

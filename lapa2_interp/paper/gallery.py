@@ -111,6 +111,7 @@ def gallery_run(run: Run, tables: Path, items: Collection[str]) -> GalleryRun:
         tables: Folder of its items' CSV files, whose column `scorer` names scorers.
         items: Names of the items made from this run.
     """
+    # What the manifests, the cells and the tables say.
     found = [run.manifest(key) for key in run.finished]
     prefixes = {
         str(prefix): prefix.sha256
@@ -128,6 +129,7 @@ def gallery_run(run: Run, tables: Path, items: Collection[str]) -> GalleryRun:
     scorers = {
         str(name) for table in columns if "scorer" in table for name in table["scorer"].dropna()
     }
+    # Distinct values of each, in order.
     return GalleryRun(
         analysed_at=source_commit(),
         analysed_when=datetime.now(UTC).replace(microsecond=0),

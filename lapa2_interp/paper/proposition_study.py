@@ -114,6 +114,7 @@ class PropositionStudy:
         Raises:
             TraceError: A negative alpha, a count out of range, or an option of a text without one.
         """
+        # Resolve precisions, and check and sort alphas.
         for name in ("dtype", "long_dtype"):
             object.__setattr__(self, name, resolve_dtype(getattr(self, name), self.device))
         for name in ("alphas", "free", "long_alphas"):
@@ -122,6 +123,7 @@ class PropositionStudy:
             if bad := [a for a in given if not (a >= 0 and math.isfinite(a))]:
                 raise TraceError(f"{option} must be numbers of at least 0, found {bad[0]:g}")
             object.__setattr__(self, name, tuple(sorted({float(a) for a in given if a > 0})))
+        # Check numbers, and options that need a text.
         least = {
             "samples": 1,
             "prompts": 1,

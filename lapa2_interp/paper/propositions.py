@@ -85,6 +85,7 @@ def stack_alphas(traces: Mapping[float, xr.Dataset]) -> xr.Dataset:
         raise TraceError(
             f"the baseline is alpha 0, found only {', '.join(f'{a:g}' for a in traces)}; add 0"
         )
+    # The branch with a prefix of each trace.
     parts = []
     for each in traces.values():
         controlled = np.flatnonzero((each["l_pre"].to_numpy() > 0).any(axis=1))
@@ -101,6 +102,7 @@ def stack_alphas(traces: Mapping[float, xr.Dataset]) -> xr.Dataset:
                 " hidden, not only outweighed; give shorter texts"
             )
         parts.append(each.isel(branch=int(controlled[0]), drop=True))
+    # Only equal texts and prefixes can be stacked.
     first = parts[0]
     for each in parts:
         if dict(each.sizes) != dict(first.sizes) or not np.array_equal(
@@ -112,6 +114,7 @@ def stack_alphas(traces: Mapping[float, xr.Dataset]) -> xr.Dataset:
             )
     if not (first["l_pre"] > 0).all():
         raise TraceError("some texts have no prefix (its length is 0); leave them out")
+    # Stack, and cut at the end of the shortest text.
     axis = pd.Index([float(alpha) for alpha in traces], name="alpha")
     whole = xr.concat(parts, dim=axis, coords="minimal", compat="override", join="override")
     alive = ~np.isnan(whole["prefix"].to_numpy()).any(axis=(0, 1, 3, 4))
@@ -379,6 +382,7 @@ def prediction_table(
             raise TraceError(
                 f"A' is predicted for augmentations of the exact prefix, not of span {rule.span!r}"
             )
+        # The bias of every step and head, and the shares that it predicts.
         l = l_kv - (traces["n_bos"].to_numpy()[:, None] if rule.length_rule == "paper" else 0)
         bias = np.stack([rule.bias(l[j], int(each)) for j, each in enumerate(n)])
         bias = np.where((rule.phase == "decode") & (steps == 0), 0.0, bias)
@@ -386,6 +390,7 @@ def prediction_table(
         predicted, measured = shifted_share(found.share[base], of_heads), found.share[i]
         with np.errstate(invalid="ignore"):
             error = np.nanmax(np.abs(found.odds[i] - found.odds[base] - of_heads), axis=(0, 1, 3))
+        # Means by layer, and the interval of what the prediction misses.
         for layer in range(n_layers):
             means = [
                 each[:, :, layer].mean((1, 2)) for each in (found.share[base], predicted, measured)

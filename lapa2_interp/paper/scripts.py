@@ -57,7 +57,7 @@ class ScriptOptions(argparse.ArgumentParser):
 def whole_number(least: int = 1, most: int | None = None) -> Callable[[str], int]:
     """The argparse type of a whole number in a range."""
 
-    def read(text: str) -> int:
+    def whole(text: str) -> int:
         try:
             found = int(text)
         except ValueError:
@@ -67,7 +67,7 @@ def whole_number(least: int = 1, most: int | None = None) -> Callable[[str], int
             raise argparse.ArgumentTypeError(f"takes a whole number, {allowed}; found {text!r}")
         return found
 
-    return read
+    return whole
 
 
 def add_scoring(

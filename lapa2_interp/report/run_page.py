@@ -100,6 +100,7 @@ def run_report(
     """
 
     cells = run.cells
+    # Items, then texts in the bytes that are left.
     names = {
         "task": list(dict.fromkeys(cells.get("task", ()))),
         "method": list(dict.fromkeys(cells.get("method", ()))),
@@ -236,6 +237,7 @@ def _score_sections(run: Run, folder: Path) -> list[dict[str, Any]]:
 def _score_section(run: Run, folder: Path) -> dict[str, Any]:
     """The scores in one folder as text, and one figure a metric of each arm against the
     baseline."""
+    # Read both tables, and draw the differences.
     words = dict.fromkeys((*KEYS, *APART, "metric", "scorer", "why"), str)
     try:
         table, differences = (
@@ -257,6 +259,7 @@ def _score_section(run: Run, folder: Path) -> dict[str, Any]:
             f"{folder} has no tables of `lapa2 score` ({type(error).__name__}: {error}); score"
             f" again, or remove the folder"
         ) from error
+    # The table as text, and arms without scores.
     arms = {cell.arm for cell in run.finished.values()}
     if "arm" in table and (left := sorted(arms - set(table["arm"]))):
         notes.append(f"not among these scores: {', '.join(left)}")

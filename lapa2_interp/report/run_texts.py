@@ -141,6 +141,7 @@ def _prefix_text(manifest: Manifest, branch: str) -> str:
 
 
 def each_text(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """All texts of `texts_to_show`."""
     return (
         text
         for group in data["groups"]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -38,6 +38,9 @@ from lapa2_interp.runs.store import ALIKE, FinishedCell, Run, shown_only
 from lapa2_interp.runs.worker import check_files
 from lapa2_interp.stats import bounds
 from lapa2_interp.tasks.task import Task
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 MASSES = ("prefix", "bos", "prompt", "generated")
 MASS_TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
@@ -222,31 +225,117 @@ def recompute_attention(
         )
     if model is None:
         model = load_model(first.model, first.dtype, device, first.model_class)
-    # A plan of the one prompt, and the text, for each arm.
-    card, plans, texts = model_card(model), [], []
-    for cell in selected.cells.values():
-        ours = run.manifest(cell.key).model.weights
-        if ours != card.weights:
-            raise TraceError(
-                f"the run was made with weights {ours}, and here {card.name} has {card.weights}"
-            )
-        prompts = cell.task.prompts.model_copy(update={"texts": (selected.prompt,)})
-        task = cell.task.model_copy(update={"prompts": prompts})
-        one = cell.model_copy(update={"task": task})
-        todo = plan(model, one, ModelContext(model))
-        check_files(cell, todo)
-        plans.append(todo)
-        texts.append(_selected_tokens(run.cell(cell.key), selected))
+    finished = {name: run.cell(cell.key) for name, cell in selected.cells.items()}
+    plans = {
+        name: _plan_prompt(model, run, cell, selected.prompt)
+        for name, cell in selected.cells.items()
+    }
     # The branch, whose keys must be the same in all arms.
-    names = plans[0].branches
-    number = _branch_number(plans[0], branch)
-    layouts = [todo.layouts[number][0] for todo in plans]
-    if any(each.ids != layouts[0].ids or each.soft != layouts[0].soft for each in layouts):
-        raise TraceError("the arms have different prefixes; choose one arm with --only arm=NAME")
-    rows = [list(tokens[:steps]) for tokens, _, _ in texts]
+    one = next(iter(plans.values()))
+    number = _branch_number(one, branch)
+    branch, layout = one.branches[number], one.layouts[number][0]
+    for other in plans.values():
+        if other.layouts[number][0].ids != layout.ids or (
+            other.layouts[number][0].soft != layout.soft
+        ):
+            raise TraceError(
+                "the arms have different prefixes; choose one arm with --only arm=NAME"
+            )
+    # One teacher-forced pass over the texts of all arms.
+    texts = {name: _selected_tokens(made, selected) for name, made in finished.items()}
+    rows = [list(tokens[:steps]) for tokens, _, _ in texts.values()]
     if same_text:
         rows = [rows[0]] * len(rows)
-    # One teacher-forced pass over all arms, if memory allows.
+    trace = _attention_trace(model, list(plans.values()), number, rows)
+    # Each arm's attention, compared with the run's trace; its control; its means over all texts.
+    lengths = [made.samples["tokens"].map(len) for made in finished.values()]
+    shared_steps = min(int(each[each > 0].min()) for each in lengths)
+    part = "prefix" if layout.l_pre else "prompt"
+    arms, means_by_prompt, no_control = [], [], ""
+    for i, (name, cell) in enumerate(selected.cells.items()):
+        own_text, (_, end, row), tokens = not (same_text and i), texts[name], rows[i]
+        patterns = tuple(
+            trace["pattern"]
+            .to_numpy()[0, i, step, :, : layout.n_live + step]
+            .reshape(model.cfg.n_layers, model.cfg.n_heads, layout.n_live + step)
+            for step in range(len(tokens))
+        )
+        masses = np.stack([trace[mass].to_numpy()[0, i, : len(tokens)] for mass in MASSES])
+        off, recorded = None, finished[name].trace
+        if recorded is not None and own_text:
+            off = _largest_difference(recorded, trace, branch, row, masses)
+            if not off <= MASS_TOLERANCE.get(cell.dtype, HALF_TOLERANCE):
+                raise TraceError(
+                    f"attention that was read again differs from what the run recorded, by up to"
+                    f" {off:.2g}; the model or its libraries are not those of the run"
+                )
+        values, reason = _step_control(model, cell, selected.prompt, tokens, plans[name], number)
+        no_control = no_control or reason
+        means_by_prompt.append(_means_by_prompt(finished[name], branch, part, shared_steps))
+        arms.append(
+            ArmAttention(
+                arm=name,
+                augmentation=plans[name].augmentations[number],
+                tokens=tuple(tokens),
+                end=end if own_text else "",
+                patterns=patterns,
+                masses=masses,
+                control=values,
+                off=off,
+                of_run=_mean_interval(means_by_prompt[-1]),
+            )
+        )
+    differences: dict[str, np.ndarray] = {}
+    if len(means_by_prompt) == 2:
+        before, after = means_by_prompt
+        shared = sorted(before.keys() & after.keys())
+        differences = _mean_interval({text: after[text] - before[text] for text in shared})
+    prefix, card = one.prefix_names[branch], model_card(model)
+    return ViewedText(
+        selected=selected,
+        layout=layout,
+        branch=branch,
+        branches=one.branches,
+        prefix="" if prefix is None else str(prefix),
+        arms=tuple(arms),
+        no_control=no_control,
+        differences=differences,
+        steps=shared_steps,
+        model={"name": card.name, "dtype": card.dtype, "weights": card.weights},
+        tokenizer=model.tokenizer,
+    )
+
+
+def _plan_prompt(model: Model, run: Run, cell: Cell, prompt: str) -> Plan:
+    """The plan of a cell's one prompt.
+
+    Raises:
+        TraceError: The model has other weights than the run.
+    """
+    card, weights = model_card(model), run.manifest(cell.key).model.weights
+    if weights != card.weights:
+        raise TraceError(
+            f"the run was made with weights {weights}, and here {card.name} has {card.weights}"
+        )
+    prompts = cell.task.prompts.model_copy(update={"texts": (prompt,)})
+    task = cell.task.model_copy(update={"prompts": prompts})
+    planned = plan(model, cell.model_copy(update={"task": task}), ModelContext(model))
+    check_files(cell, planned)
+    return planned
+
+
+def _attention_trace(
+    model: Model, plans: Sequence[Plan], number: int, rows: Sequence[Sequence[int]]
+) -> xr.Dataset:
+    """The trace of a teacher-forced pass over a text for each plan, with the patterns of all heads.
+
+    Args:
+        number: The branch's index.
+
+    Raises:
+        TraceError: Memory is too small, or attention is not finite.
+    """
+    layouts = [each.layouts[number][0] for each in plans]
     size = (model.cfg.n_layers, model.cfg.n_heads)
     longest = max(map(len, rows))
     need = COPIES * trace_bytes(
@@ -261,74 +350,15 @@ def recompute_attention(
         model,
         layouts,
         rows,
-        [todo.augmentations[number] for todo in plans],
-        prefixes=[todo.prefixes[number] for todo in plans],
-        branch=names[number],
+        [each.augmentations[number] for each in plans],
+        prefixes=[each.prefixes[number] for each in plans],
+        branch=plans[0].branches[number],
         patterns=[(layer, head) for layer in range(size[0]) for head in range(size[1])],
     )
-    if not all(np.isfinite(trace[mass].to_numpy()[0, i, : len(tokens)]).all()
-               for i, tokens in enumerate(rows) for mass in MASSES):  # fmt: skip
-        raise TraceError("attention is not a number here; the model or its dtype overflows")
-    # Each arm's attention, compared with the run's trace; its control; its means over all texts.
-    lengths = [run.cell(cell.key).samples["tokens"].map(len) for cell in selected.cells.values()]
-    shared_steps = min(int(each[each > 0].min()) for each in lengths)
-    arms, means_by_prompt, no_control = [], [], ""
-    part = "prefix" if layouts[0].l_pre else "prompt"
-    per_arm = zip(selected.cells.items(), plans, texts, rows, strict=True)
-    for i, ((name, cell), todo, (_, end, row), tokens) in enumerate(per_arm):
-        patterns = tuple(
-            trace["pattern"]
-            .to_numpy()[0, i, step, :, : layouts[0].n_live + step]
-            .reshape(*size, layouts[0].n_live + step)
-            for step in range(len(tokens))
-        )
-        masses = np.stack([trace[mass].to_numpy()[0, i, : len(tokens)] for mass in MASSES])
-        off = None
-        made = run.cell(cell.key)
-        if made.trace is not None and not (same_text and i):
-            off = _largest_difference(made.trace, trace, names[number], row, masses)
-            if not off <= MASS_TOLERANCE.get(cell.dtype, HALF_TOLERANCE):
-                raise TraceError(
-                    f"attention that was read again differs from what the run recorded, by up to"
-                    f" {off:.2g}; the model or its libraries are not those of the run"
-                )
-        values, reason = _step_control(model, cell, selected.prompt, tokens, todo, number)
-        no_control = no_control or reason
-        by_prompt = _means_by_prompt(made, names[number], part, shared_steps)
-        means_by_prompt.append(by_prompt)
-        augmentation, mean = todo.augmentations[number], _mean_interval(by_prompt)
-        arms.append(
-            ArmAttention(
-                name,
-                augmentation,
-                tuple(tokens),
-                "" if same_text and i else end,
-                patterns,
-                masses,
-                values,
-                off,
-                mean,
-            )
-        )
-    paired: dict[str, np.ndarray] = {}
-    if len(means_by_prompt) == 2:
-        before, after = means_by_prompt
-        shared = sorted(before.keys() & after.keys())
-        paired = _mean_interval({text: after[text] - before[text] for text in shared})
-    shown = plans[0].prefix_names[names[number]]
-    return ViewedText(
-        selected,
-        layouts[0],
-        names[number],
-        names,
-        "" if shown is None else str(shown),
-        tuple(arms),
-        no_control,
-        paired,
-        shared_steps,
-        {"name": card.name, "dtype": card.dtype, "weights": card.weights},
-        model.tokenizer,
-    )
+    for i, tokens in enumerate(rows):
+        if not all(np.isfinite(trace[mass][0, i, : len(tokens)]).all() for mass in MASSES):
+            raise TraceError("attention is not a number here; the model or its dtype overflows")
+    return trace
 
 
 def _selected_tokens(made: FinishedCell, selected: SelectedText) -> tuple[list[int], str, int]:
@@ -356,8 +386,8 @@ def _branch_number(todo: Plan, name: str | None) -> int:
 
 
 def _largest_difference(
-    recorded: Any,
-    read: Any,
+    recorded: xr.Dataset,
+    recomputed: xr.Dataset,
     branch: str,
     row: int,
     masses: Float[np.ndarray, "mass step layer head"],
@@ -366,38 +396,40 @@ def _largest_difference(
     trace, of the mean over the layers of the first type."""
     steps, worst = masses.shape[1], 0.0
     part, of_type = recorded.sel(branch=[branch]), slice(None)
-    if "layer_sees" in read.coords:
-        of_type = read["layer_sees"].to_numpy() == layer_types(read)[0]
-    for name, again in zip(MASSES, masses, strict=True):
+    if "layer_sees" in recomputed.coords:
+        of_type = recomputed["layer_sees"].to_numpy() == layer_types(recomputed)[0]
+    for name, mass in zip(MASSES, masses, strict=True):
         there = of_layer_type(part, name).to_numpy()[0, row, :steps]
-        now = again[:, of_type] if there.ndim == 3 else again[:, of_type].mean((1, 2))
-        worst = np.maximum(worst, np.abs(there - now).max())  # NaN stays
+        here = mass[:, of_type] if there.ndim == 3 else mass[:, of_type].mean((1, 2))
+        worst = np.maximum(worst, np.abs(there - here).max())  # NaN stays
     return float(worst)
 
 
 def _step_control(
-    model: Model, cell: Cell, prompt: str, tokens: list[int], todo: Plan, number: int
+    model: Model, cell: Cell, prompt: str, tokens: list[int], planned: Plan, number: int
 ) -> tuple[dict[str, list[float]], str]:
     """Control of a text at every step by metric, with the arm's augmentation in every branch; or
     the reason why it cannot be computed."""
-    if todo.prefixes[number] is not None:
+    if planned.prefixes[number] is not None:
         return {}, "the branch has a soft prefix"
-    if not todo.layouts[number][0].l_pre:
+    if not planned.layouts[number][0].l_pre:
         return {}, "the branch has no prefix"
     if cell.doubled_bos:
         return {}, "the run doubles BOS"
     try:
-        question = ContrastSet.of(
+        contrast = ContrastSet.of(
             model,
             cell.task,
             attribute=cell.attribute,
             prompts=(prompt,),
             texts={prompt: [tokens]},
         )
-        if question.cases[0].layouts[0].ids != todo.layouts[number][0].ids:
+        if contrast.cases[0].layouts[0].ids != planned.layouts[number][0].ids:
             return {}, "the branch's prefix is not the task's"
-        metrics = [name for name in ("js", "lex") if name in question.metrics]
-        score = control(model, question, metrics=metrics, augmentation=todo.augmentations[number])
+        metrics = [name for name in ("js", "lex") if name in contrast.metrics]
+        score = control(
+            model, contrast, metrics=metrics, augmentation=planned.augmentations[number]
+        )
     except Lapa2Error as error:
         return {}, str(error)
     return {name: score.values[name][0].tolist() for name in metrics}, ""
@@ -476,6 +508,7 @@ def load_head_values(folder: Path, found: ViewedText) -> dict[str, HeadValues]:
             f"{folder} is about {settings['model']['name']} and {about}, and the run about"
             f" {found.model['name']} and {task}; give a study of the run's model and task"
         )
+    # Each column as a map of heads, with its interval.
     size = found.arms[0].masses.shape[2:]
     wanted = {
         "effect": ("head", "effect", "", "js lost without the head", "nats a step"),

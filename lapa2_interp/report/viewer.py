@@ -208,6 +208,7 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
                 "run": {name: _json_numbers(grid) for name, grid in each.of_run.items()},
             }
         )
+    # The part of every key, and the page's data.
     parts = ["prefix"] * layout.soft + ["bos"] * layout.n_bos
     parts += ["prefix"] * (0 if layout.soft else layout.l_pre) + ["prompt"] * layout.l_pro
     packed = encode_arrays(arrays)
