@@ -138,7 +138,7 @@ def page(
     """
     from lapa2_interp._util.page import template
 
-    run, traces = load_run(out), _joined(read)
+    run, traces = load_run(out), _stacked_traces(read)
     arms = {cell.key: arm_name(cell) for cell in grid.cells}
     panels = [
         decay(grid, traces),
@@ -168,7 +168,7 @@ def page(
     )
 
 
-def _joined(read: Sequence[xr.Dataset]) -> xr.Dataset:
+def _stacked_traces(read: Sequence[xr.Dataset]) -> xr.Dataset:
     import xarray as xr
 
     numbered = [each.assign_coords(sample=[i]) for i, each in enumerate(read)]
@@ -194,7 +194,7 @@ def number(alpha: float) -> str:
     )
 
 
-def shown(arm: str) -> str:
+def arm_label(arm: str) -> str:
     """An arm in words."""
     return "without LaPA2" if arm == "0" else f"alpha {arm}"
 
@@ -238,6 +238,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
     """Prefix attention against l, with fitted exponents."""
     from lapa2_interp.paper.propositions import decay_curve_table, exponent_table
 
+    # A row of exponents for each alpha, and a sentence on its curve.
     curve, exponents = decay_curve_table(traces), exponent_table(traces)
     n = int(curve["texts"].iloc[0])
     rows, found = [], []
@@ -250,7 +251,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
         share, odds = fit["log A'"], fit["log-odds"]
         rows.append(
             [
-                shown(number(alpha)),
+                arm_label(number(alpha)),
                 f"{share['mean']:.2f} {interval(share['low'], share['high'])}",
                 f"{share['predicted']:.2f}",
                 f"{min(0.0, alpha - 1):.2f}",
@@ -260,7 +261,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
         )
         first, last = line.iloc[0], line.iloc[-1]
         found.append(
-            f"{shown(number(alpha))} from {percent(first['mean'])} to {percent(last['mean'])}"
+            f"{arm_label(number(alpha))} from {percent(first['mean'])} to {percent(last['mean'])}"
         )
     l = curve["l_kv"]
     head = [
@@ -309,7 +310,7 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     for alpha, line in curve.groupby("alpha"):
         name = number(float(alpha))
         colour = COLOURS.get(name, plots.COLOURS[3])
-        axes.plot(line["l_kv"], line["mean"], color=colour, lw=1.8, label=shown(name))
+        axes.plot(line["l_kv"], line["mean"], color=colour, lw=1.8, label=arm_label(name))
         seen = line["low"] > 0
         axes.fill_between(
             line["l_kv"],
@@ -361,6 +362,7 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
 
 def heads(grid: Grid, traces: xr.Dataset) -> Panel:
     """Layer x head maps."""
+    # The heads with half of the attention, and those that alpha raises.
     mass = traces["prefix"].mean(("sample", "step")).to_numpy().astype(float)
     alphas = [float(a) for a in traces["alpha"].to_numpy()]
     base = mass[alphas.index(0.0)]
@@ -440,6 +442,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     from lapa2_interp.models.load import load_tokenizer
     from lapa2_interp.report.run_texts import MASS_UNIT, colour_top, text_column
 
+    # The texts and attention of every arm, on one scale of colour.
     cell = grid.cells[0]
     tokenizer, prompts = load_tokenizer(cell.model), cell.task.prompts.texts
     attributes = list(dict.fromkeys(each.attribute for each in grid.cells))
@@ -453,11 +456,13 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         text["p"] for column in columns.values() for text in column["texts"] if text and text["p"]
     ]
     top = colour_top(masses)
+    # The arms' texts of each prompt and attribute, and the mean attention of each arm.
     groups = []
     for i, prompt in enumerate(prompts):
         for attribute in attributes:
             made = [
-                _coloured(columns[attribute, arm]["texts"][i], top, MASS_UNIT) | {"arm": shown(arm)}
+                _coloured_tokens(columns[attribute, arm]["texts"][i], top, MASS_UNIT)
+                | {"arm": arm_label(arm)}
                 for arm in names
             ]
             prefix = cell.task.attributes[attribute].prefix
@@ -483,7 +488,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         for arm in names
     }
     found = ", ".join(
-        f"{100 * mean * MASS_UNIT:.1f} % {'at ' * (arm != '0')}{shown(arm)}"
+        f"{100 * mean * MASS_UNIT:.1f} % {'at ' * (arm != '0')}{arm_label(arm)}"
         for arm, mean in means.items()
     )
     model = cell.model
@@ -507,7 +512,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
 LEVELS = 16
 
 
-def _coloured(text: Mapping[str, Any] | None, top: int, unit: float) -> dict[str, Any]:
+def _coloured_tokens(text: Mapping[str, Any] | None, top: int, unit: float) -> dict[str, Any]:
     if text is None:
         return {"tokens": [], "mean": ""}
     masses = text["p"] or [0] * len(text["t"])
@@ -524,7 +529,7 @@ def _coloured(text: Mapping[str, Any] | None, top: int, unit: float) -> dict[str
 
 # --- 4: scores
 
-METRICS = {
+METRIC_FORMATS = {
     "accuracy": ("accuracy, %", 100, 0),
     "accuracy (linear)": ("linear, %", 100, 0),
     "echo": ("echo, %", 100, 0),
@@ -533,11 +538,12 @@ METRICS = {
     "distinct-2": ("distinct-2", 1, 2),
     "distinct-3": ("distinct-3", 1, 2),
 }
-"""Names, factors and digits."""
+"""Name, factor and digits of each metric."""
 
 
 def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     """Accuracy, perplexity and distinct-n of every arm."""
+    # A row of means for each arm.
     labels = {cell.arm: arms[cell.key] for cell in grid.cells}
     table = measured.cells[measured.cells["attribute"] == "all"].assign(
         arm=lambda t: t["arm"].map(labels)
@@ -550,20 +556,21 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     rows = []
     for arm in names:
         own = table[table["arm"] == arm].set_index("metric")
-        row = [shown(arm)]
-        for metric, (_, factor, digits) in METRICS.items():
+        row = [arm_label(arm)]
+        for metric, (_, factor, digits) in METRIC_FORMATS.items():
             if metric not in own.index or np.isnan(own.loc[metric, "mean"]):
                 row.append("no number")
                 continue
             mean, low, high = (factor * own.loc[metric, each] for each in ("mean", "low", "high"))
             row.append(f"{mean:.{digits}f} {interval(low, high, digits)}")
         rows.append([*row, str(int(own["n"].max()))])
+    # Differences from the arm without LaPA2, and the smallest that would show.
     skipped = int(table.loc[table["metric"] == "perplexity", "skipped"].sum())
     scorers = list(dict.fromkeys(measured.cells["scorer"]))
     found, points = [], gaps[gaps["metric"] == "accuracy"] if len(gaps) else gaps
     for row in points.to_dict("records"):
         found.append(
-            f"{shown(row['arm'])}: {100 * row['difference']:+.0f} points "
+            f"{arm_label(row['arm'])}: {100 * row['difference']:+.0f} points "
             f"{interval(100 * row['low'], 100 * row['high'], 0)}"
         )
     least = (
@@ -610,7 +617,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         [warning, *([against] if found else [])],
         _image(_score_figure(table, names)),
         "accuracy and perplexity of the arms with intervals",
-        [_table(["", *(name for name, _, _ in METRICS.values()), "n"], rows, note)],
+        [_table(["", *(name for name, _, _ in METRIC_FORMATS.values()), "n"], rows, note)],
     )
 
 
@@ -619,7 +626,7 @@ def _score_figure(table: pd.DataFrame, names: Sequence[str]) -> plots.Drawing:
     for panel, metric in zip(
         figure.subplots(1, 2, sharey=True), ("accuracy", "perplexity"), strict=True
     ):
-        label, factor, _ = METRICS[metric]
+        label, factor, _ = METRIC_FORMATS[metric]
         own = table[table["metric"] == metric].set_index("arm")
         for i, arm in enumerate(names):
             if arm in own.index and not np.isnan(own.loc[arm, "mean"]):
@@ -632,7 +639,7 @@ def _score_figure(table: pd.DataFrame, names: Sequence[str]) -> plots.Drawing:
                     solid_capstyle="butt",
                 )
                 panel.plot(mean, i, "o", color=COLOURS.get(arm, "#777777"), ms=6)
-        panel.set_yticks(range(len(names)), [shown(arm).replace(", ", ",\n") for arm in names])
+        panel.set_yticks(range(len(names)), [arm_label(arm).replace(", ", ",\n") for arm in names])
         panel.set_ylim(len(names) - 0.5, -0.5)
         panel.grid(axis="x", color="#e8e8e8", lw=0.7)
         _axes(panel, label, "")
@@ -651,6 +658,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     from lapa2_interp.paper.proposition_study import verdict_page_table
     from lapa2_interp.paper.propositions import trace_verdicts
 
+    # Synthetic logits: families x claims. Stored texts: a row for each claim.
     cell = grid.cells[0]
     real = trace_verdicts(traces, f"{cell.model}, the same texts", dtype=cell.dtype)
     drawn = verdict_page_table(measured.synthetic).assign(
@@ -676,6 +684,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
         ]
         for row in seen.to_dict("records")
     ]
+    # Numbers of verdicts.
     broken = measured.synthetic["where"].str.contains("not exchangeable|unbounded")
     groups = {
         "synthetic logits that keep the assumptions": measured.synthetic[~broken],
@@ -744,7 +753,7 @@ def halves(run: Run, grid: Grid, measured: Measured, arms: Mapping[str, str]) ->
         mean, low, high = (100 * accuracy.loc[arm, each] for each in ("mean", "low", "high"))
         rows.append(
             [
-                shown(arm),
+                arm_label(arm),
                 percent(found[:, :middle].mean()),
                 percent(found[:, middle:].mean()),
                 percent(found.mean()),
@@ -773,17 +782,17 @@ def halves(run: Run, grid: Grid, measured: Measured, arms: Mapping[str, str]) ->
         f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set samples=20 --out"
         " results/my-halves && lapa2 score results/my-halves",
         found,
-        _image(_halves_figure(layers, middle)),
+        _image(_layer_figure(layers, middle)),
         "attention on the prefix by layer",
         [_table(["", "bottom half", "top half", "all layers", "accuracy, %", "n"], rows)],
     )
 
 
-def _halves_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawing:
+def _layer_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawing:
     figure = plots.Drawing(figsize=(WIDTH, 3.7), layout="constrained", dpi=150)
     axes = figure.subplots()
     for arm, found in layers.items():
-        label = "alpha 1/2, all layers" if arm == "1/2" else shown(arm)
+        label = "alpha 1/2, all layers" if arm == "1/2" else arm_label(arm)
         axes.plot(
             100 * found.mean(0),
             color=COLOURS.get(arm, "#777777"),

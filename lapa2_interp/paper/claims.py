@@ -201,7 +201,7 @@ class ClaimResult:
         # The verdict by the first scorer.
         p, p_within = p_values(claim.relation, found, claim.margin)
         verdict = difference_verdict(claim.relation, found.low, found.high, p, p_within)
-        made = cls(
+        result = cls(
             *first,
             found.mean,
             found.low,
@@ -217,20 +217,20 @@ class ClaimResult:
             texts=found.texts,
             noise=found.noise,
         )
-        made = replace(made, **facts)
+        result = replace(result, **facts)
         if second is None:
-            return made
+            return result
         # The verdict by the second.
         name, other = second
         tests = p_values(claim.relation, other, claim.margin)
-        said = difference_verdict(claim.relation, other.low, other.high, *tests)
+        second_verdict = difference_verdict(claim.relation, other.low, other.high, *tests)
         return replace(
-            made,
+            result,
             second=name,
             second_here=other.mean,
             second_low=other.low,
             second_high=other.high,
-            second_verdict=said,
+            second_verdict=second_verdict,
         )
 
 
@@ -494,17 +494,17 @@ def format_claims(claims: pd.DataFrame) -> pd.DataFrame:
     here = ["" if pd.isna(row["here"]) else _value_and_interval(row) for row in rows]
     paper = ["" if pd.isna(value) else f"{value:+.2f}" for value in claims["paper"]]
     columns = ["verdict", "claim", "metric", "expected"]
-    shown = claims[columns].assign(paper=paper, here=here)
+    formatted = claims[columns].assign(paper=paper, here=here)
     for name, values in deciding_p_values(claims).items():
-        shown[name] = ["" if pd.isna(value) else f"{value:.2g}" for value in values]
-    shown["uncorrected"] = claims["raw"].where(claims["raw"] != claims["verdict"], "")
+        formatted[name] = ["" if pd.isna(value) else f"{value:.2g}" for value in values]
+    formatted["uncorrected"] = claims["raw"].where(claims["raw"] != claims["verdict"], "")
     n = claims["texts"] * claims["prompts"]
-    shown["texts"] = ["" if pd.isna(each) else f"{each:.0f}" for each in n]
-    shown["prompts"] = claims["prompts"]
-    shown["scorer"] = claims["scorer"].map(scorer_kind)
+    formatted["texts"] = ["" if pd.isna(each) else f"{each:.0f}" for each in n]
+    formatted["prompts"] = claims["prompts"]
+    formatted["scorer"] = claims["scorer"].map(scorer_kind)
     if (claims["second"] != "").any():
-        shown["second scorer"] = [second_scorer_verdict(row) for row in rows]
-    return shown
+        formatted["second scorer"] = [second_scorer_verdict(row) for row in rows]
+    return formatted
 
 
 def scorer_kind(scorer: str) -> str:

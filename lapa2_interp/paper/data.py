@@ -81,13 +81,13 @@ class ItemData:
         keys = each_once(planned)
         found = self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
         # An arm without all its attributes must not be compared with a complete one.
-        whole = (
+        complete = (
             (found["state"] == "finished")
             .groupby([found[name] for name in ARM_COLUMNS])
             .transform("all")
         )
         return found.assign(
-            state=found["state"].where(whole | (found["state"] != "finished"), "incomplete")
+            state=found["state"].where(complete | (found["state"] != "finished"), "incomplete")
         )
 
     def groups(

@@ -259,12 +259,12 @@ def add_caveats(table: pd.DataFrame, metric: str, second: str, masked: str) -> p
 def distinguishing_columns(table: pd.DataFrame, names: Sequence[str]) -> list[str]:
     """The columns that distinguish a table's settings: without the last ones that follow from the
     others; at least one stays."""
-    kept = list(names)
+    needed = list(names)
     for name in reversed(names):
-        rest = [each for each in kept if each != name]
+        rest = [each for each in needed if each != name]
         if rest and (table.groupby(rest, dropna=False)[name].nunique(dropna=False) == 1).all():
-            kept = rest
-    return kept
+            needed = rest
+    return needed
 
 
 def format_table(table: pd.DataFrame, setting: Sequence[str]) -> pd.DataFrame:

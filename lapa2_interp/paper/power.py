@@ -74,8 +74,8 @@ def measured_plan(plan: SamplePlan, metric: str, attributes: int, perplexity: in
     prompt, about `perplexity` texts of an arm."""
     if metric != "ppl":
         return plan
-    read = perplexity_texts(plan.prompts * attributes, plan.prompts * plan.texts, perplexity)
-    return SamplePlan(plan.prompts, read / plan.prompts)
+    texts = perplexity_texts(plan.prompts * attributes, plan.prompts * plan.texts, perplexity)
+    return SamplePlan(plan.prompts, texts / plan.prompts)
 
 
 def power_table(
@@ -263,8 +263,8 @@ def detectable_differences(grid: Grid) -> str:
     for tasks, metric in ((("sentiment", "topic"), "acc"), (("detox",), "tox")):
         found = [plan for task in tasks for plan in sample_plans(grid, task)]
         if found:
-            worst = min(plan.prompts * plan.texts for plan in found)
-            parts.append(f"{metric} {2.80 * SPREADS[metric] * np.sqrt(2 / worst):.1f}")
+            fewest = min(plan.prompts * plan.texts for plan in found)
+            parts.append(f"{metric} {2.80 * SPREADS[metric] * np.sqrt(2 / fewest):.1f}")
     return ", ".join(parts)
 
 
@@ -272,11 +272,11 @@ def summarize_power(table: pd.DataFrame) -> str:
     """A sentence on the number of claims that a plan is expected to decide, and of claims without
     spread."""
     share = table["decided"].sum() / len(table)
-    few = table["corrected"].groupby(table["metric"]).median()
-    worst = ", ".join(f"{value:.1f} ({metric})" for metric, value in few.items())
+    medians = table["corrected"].groupby(table["metric"]).median()
+    differences = ", ".join(f"{value:.1f} ({metric})" for metric, value in medians.items())
     return (
         f"of {len(table)} claims about {table['decided'].sum():.0f} will be decided ({share:.0%});"
-        f" the median smallest difference, corrected, is {worst}"
+        f" the median smallest difference, corrected, is {differences}"
     ) + (
         f"; left out: {pluralize(alike, 'claim')} whose prompts all differed by the same, which"
         " tells no spread"

@@ -23,11 +23,11 @@ def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.
         shares: From `synthetic_propositions.synthetic_shares`.
         alphas: Panels, as far as the table has these alphas.
     """
-    shown = [alpha for alpha in alphas if (shares["alpha"] == alpha).any()]
-    figure = new_figure(2.6 * len(shown) + 0.6, 3.4)
-    panels = np.atleast_1d(figure.subplots(1, len(shown)))
+    panel_alphas = [alpha for alpha in alphas if (shares["alpha"] == alpha).any()]
+    figure = new_figure(2.6 * len(panel_alphas) + 0.6, 3.4)
+    panels = np.atleast_1d(figure.subplots(1, len(panel_alphas)))
     styles = [(colour, dash) for dash in ("-", "--") for colour in COLOURS[1:]]
-    for panel, alpha in zip(panels, shown, strict=True):
+    for panel, alpha in zip(panels, panel_alphas, strict=True):
         part = shares[shares["alpha"] == alpha]
         for (family, curve), (colour, dash) in zip(
             part.groupby("family", sort=False), styles, strict=False
@@ -110,12 +110,12 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
             curve["l_kv"], curve["mean"], color=colour, lw=1.4, label=f"alpha {alpha:g}: {fit}"
         )
         # The interval of few texts may reach below 0, which a log axis cannot show.
-        shown = curve["low"] > 0
+        positive = curve["low"] > 0
         axes.fill_between(
             curve["l_kv"],
-            curve["low"].where(shown),
+            curve["low"].where(positive),
             curve["high"],
-            shown,
+            positive,
             color=colour,
             alpha=0.15,
             lw=0,

@@ -363,11 +363,11 @@ def _without_traces(run: Run) -> Run:
     """The run without its traces, which are stored thinned: readers of a run expect all steps."""
     plan, held = {}, {}
     for key, cell in run.plan.items():
-        bare, made = cell.model_copy(update={"trace": "none"}), run.cell(key)
+        copy, finished = cell.model_copy(update={"trace": "none"}), run.cell(key)
         # A copy keeps cached properties of the original, such as its key: validate it again.
-        bare = Cell.model_validate(bare.model_dump())
-        manifest = made.manifest.model_copy(update={"trace": "none", "cell": bare.key})
-        plan[bare.key], held[bare.key] = bare, FinishedCell(manifest, made.samples, None)
+        copy = Cell.model_validate(copy.model_dump())
+        manifest = finished.manifest.model_copy(update={"trace": "none", "cell": copy.key})
+        plan[copy.key], held[copy.key] = copy, FinishedCell(manifest, finished.samples, None)
     return Run(None, Listing(grids={KIND: tuple(plan)}), plan, held)
 
 
@@ -394,7 +394,7 @@ def _cut_long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list
     """
     assert study.text is not None
     try:
-        whole = read_text(study.text)
+        content = read_text(study.text)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {study.text} as text: {error}") from error
     branch = Layout.of(model.tokenizer, load_task("sentiment").attributes["positive"].prefix, "The")
@@ -405,7 +405,7 @@ def _cut_long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list
             f"texts of {length} tokens exceed the context after prefix and prompt; give at most"
             f" {room}"
         )
-    ids = model.tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
+    ids = model.tokenizer(content, add_special_tokens=False, verbose=False).input_ids
     if len(ids) < length * study.long_texts:
         raise DataError(
             f"{study.text} has {len(ids)} tokens, fewer than {study.long_texts} x {length}; give a"
@@ -476,13 +476,13 @@ def draw_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plo
 def format_verdicts(verdicts: pd.DataFrame) -> str:
     """The verdicts as text: synthetic ones as a table of families and claims, the others one on
     each line."""
-    made = verdicts["where"].str.startswith("synthetic: ")
+    synthetic = verdicts["where"].str.startswith("synthetic: ")
     parts = []
     # Synthetic logits: families x claims.
-    if made.any():
-        short = verdicts[made].assign(
+    if synthetic.any():
+        short = verdicts[synthetic].assign(
             family=verdicts["where"].str.removeprefix("synthetic: "),
-            claim=[_with_alpha(r) for r in records(verdicts[made])],
+            claim=[_with_alpha(r) for r in records(verdicts[synthetic])],
         )
         chosen = short[short["alpha"].isna() | short["alpha"].isin(TERMINAL_ALPHAS)]
         marks = chosen["verdict"].map(
@@ -494,16 +494,16 @@ def format_verdicts(verdicts: pd.DataFrame) -> str:
         ].fillna("")
         names = {name: f"({chr(97 + i)})" for i, name in enumerate(table.columns)}
         legend = "; ".join(f"{mark} {name}" for name, mark in names.items())
-        shown = table.rename(columns=names).rename_axis(index=None, columns=None)
+        lettered = table.rename(columns=names).rename_axis(index=None, columns=None)
         parts.append(
             "synthetic logits (yes: as in the paper, NO: against it, ?"
-            f" inconclusive)\n{shown.to_string()}\n{fill(legend, 110)}"
+            f" inconclusive)\n{lettered.to_string()}\n{fill(legend, 110)}"
         )
     # Traces: a line for each claim.
-    real = verdicts[~made]
-    if real["alpha"].isin(TERMINAL_ALPHAS).any():
-        real = real[real["alpha"].isna() | real["alpha"].isin(TERMINAL_ALPHAS)]
-    for where, rows in real.groupby("where", sort=False):
+    others = verdicts[~synthetic]
+    if others["alpha"].isin(TERMINAL_ALPHAS).any():
+        others = others[others["alpha"].isna() | others["alpha"].isin(TERMINAL_ALPHAS)]
+    for where, rows in others.groupby("where", sort=False):
         lines = [
             f"  {r['verdict']:<17} {_with_alpha(r):<48}{r['mean']:>8.3f} {_format_interval(r):<17}"
             f" claimed {r['expected']}"

@@ -116,14 +116,14 @@ def stack_alphas(traces: Mapping[float, xr.Dataset]) -> xr.Dataset:
         raise TraceError("some texts have no prefix (its length is 0); leave them out")
     # Stack, and cut at the end of the shortest text.
     axis = pd.Index([float(alpha) for alpha in traces], name="alpha")
-    whole = xr.concat(parts, dim=axis, coords="minimal", compat="override", join="override")
-    alive = ~np.isnan(whole["prefix"].to_numpy()).any(axis=(0, 1, 3, 4))
-    if alive.sum() < 3:
+    stacked = xr.concat(parts, dim=axis, coords="minimal", compat="override", join="override")
+    common = ~np.isnan(stacked["prefix"].to_numpy()).any(axis=(0, 1, 3, 4))
+    if common.sum() < 3:
         raise TraceError(
-            f"a slope needs at least 3 steps, found {alive.sum()} that all texts have; ask for"
+            f"a slope needs at least 3 steps, found {common.sum()} that all texts have; ask for"
             " longer texts"
         )
-    return whole.isel(step=alive)
+    return stacked.isel(step=common)
 
 
 @dataclass(frozen=True)
@@ -539,8 +539,8 @@ def trace_verdicts(
         add(POOLED_RISE, found.rise_slope()[i], alpha, alpha=alpha)
         add(LOG_ODDS_SLOPE, found.corrected_slope()[i], alpha, alpha=alpha)
         add(SLOWER_DECAY, found.exponents()[i] - found.exponents()[base], 0, alpha=alpha)
-        said = 1 / (1 + np.exp(found.log_rest[:, -1] - alpha * found.log_r[:, -1]))
-        add(CLOSED_FORM, found.share[i][:, -1] / said, 1, alpha=alpha)
+        closed_form = 1 / (1 + np.exp(found.log_rest[:, -1] - alpha * found.log_r[:, -1]))
+        add(CLOSED_FORM, found.share[i][:, -1] / closed_form, 1, alpha=alpha)
         for row in paper[paper["alpha"] == alpha].to_dict("records"):
             change = Interval(
                 row["difference"], row["low"], row["high"], row["texts"], row["texts"]

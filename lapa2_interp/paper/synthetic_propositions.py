@@ -130,9 +130,9 @@ def synthetic_verdicts(
             verdict_row(TYPICAL_RATIO, where, mean_interval(slopes(x, ratio).mean(1), texts), 0)
         )
         for alpha in sorted({alpha for alpha in alphas if alpha > 0}):
-            said = augmented_share(lengths[-1:], l_pre, alpha)
+            closed_form = augmented_share(lengths[-1:], l_pre, alpha)
             found = (
-                shifted_share(share[..., -1], alpha * np.log(lengths[-1] / l_pre)) / said
+                shifted_share(share[..., -1], alpha * np.log(lengths[-1] / l_pre)) / closed_form
             ).mean(1)
             rows.append(
                 verdict_row(CLOSED_FORM, where, mean_interval(found, texts), 1, alpha=alpha)

@@ -180,11 +180,11 @@ def format_step_curves(table: pd.DataFrame) -> pd.DataFrame:
         f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in rows[["mean", "low", "high"]].to_numpy(float)
     ]
     keys = [name for name in ARM_COLUMNS if name in ("method", "arm") or rows[name].nunique() > 1]
-    shown = rows.assign(cell=cell).pivot_table(
+    formatted = rows.assign(cell=cell).pivot_table(
         index=keys, columns="step", values="cell", aggfunc="first", sort=False
     )
-    shown.columns = [f"step {step}" for step in shown.columns]
-    return shown.reset_index().fillna("")
+    formatted.columns = [f"step {step}" for step in formatted.columns]
+    return formatted.reset_index().fillna("")
 
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -259,8 +259,8 @@ def _metric_order(table: pd.DataFrame) -> list[str]:
     """The metrics of a table in the order of columns; those of several scorers stand together, the
     first scorer's in front."""
     names = [name for name, _ in PAPER_METRICS.values()]
-    there = dict.fromkeys(map(str, table["metric"]))
-    return sorted(there, key=lambda metric: (names.index(plain(metric)), metric != plain(metric)))
+    present = dict.fromkeys(map(str, table["metric"]))
+    return sorted(present, key=lambda metric: (names.index(plain(metric)), metric != plain(metric)))
 
 
 def _format_mean(metric: str, value: float) -> str:
@@ -275,16 +275,18 @@ def format_item_table(table: pd.DataFrame) -> pd.DataFrame:
     """
     if not len(table):
         return table
-    shown = rows_of_all_attributes(table)
+    chosen = rows_of_all_attributes(table)
     keys = [
         key
         for key in ("model", "task", "length", *APART, "method", "variant", "arm", "part")
-        if key in shown
+        if key in chosen
     ]
-    keys = [key for key in keys if key in ("method", "arm") or shown[key].nunique(dropna=False) > 1]
+    keys = [
+        key for key in keys if key in ("method", "arm") or chosen[key].nunique(dropna=False) > 1
+    ]
     # The text of every row, and the metrics of control.
     text, counts = [], []
-    for row in shown.to_dict("records"):
+    for row in chosen.to_dict("records"):
         metric = row["metric"]
         if row["state"] != "finished" or pd.isna(row["mean"]):
             text.append(row["state"] if row["state"] != "finished" else "no number")
@@ -297,12 +299,12 @@ def format_item_table(table: pd.DataFrame) -> pd.DataFrame:
             )
             text.append((f"**{number}**" if row["best"] else number) + interval)
         counts.append(row["metric"] in ("acc", "tox"))
-    shown = shown.assign(cell=text)
+    chosen = chosen.assign(cell=text)
     # A column per metric, and the paper's number after it.
-    rows = shown[keys].drop_duplicates()
+    rows = chosen[keys].drop_duplicates()
     found = rows.copy()
-    for metric in _metric_order(shown):
-        part = shown[shown["metric"] == metric]
+    for metric in _metric_order(chosen):
+        part = chosen[chosen["metric"] == metric]
         found = found.merge(
             part[[*keys, "cell"]].rename(columns={"cell": metric}), on=keys, how="left"
         )
@@ -322,7 +324,7 @@ def format_item_table(table: pd.DataFrame) -> pd.DataFrame:
                 beside.rename(columns={"paper": f"paper {metric}"}), on=keys, how="left"
             )
     # The number of texts, and the change of control against the baseline.
-    first = shown[np.array(counts)]
+    first = chosen[np.array(counts)]
     n = first[[*keys, "n", "difference", "difference_low", "difference_high", "detectable"]]
     change = [
         "" if pd.isna(d) else f"{d:+.1f} [{low:+.1f}, {high:+.1f}] ({least:.1f})"
@@ -348,12 +350,12 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     if "scorer" not in table:
         return []
     scorers = "; ".join(sorted(set(table["scorer"].dropna())))
-    shown = table["metric"].str.startswith("dist").any()
-    diversity = "dist-n: different n-grams of all texts per token; " if shown else ""
+    has_distinct = table["metric"].str.startswith("dist").any()
+    diversity = "dist-n: different n-grams of all texts per token; " if has_distinct else ""
     first = table.loc[table["metric"].isin(["acc", "tox"]), "scorer"].dropna()
     kinds = dict.fromkeys(str(name).partition(" (")[2].partition(" ")[0] for name in first)
-    several = bool((table["metric"].map(plain) != table["metric"]).any())
-    second = f", by {' and '.join(kinds)} where no other scorer is named" * several
+    has_second = bool((table["metric"].map(plain) != table["metric"]).any())
+    second = f", by {' and '.join(kinds)} where no other scorer is named" * has_second
     echo = (
         "acc masked: with the words of all prefixes hidden; echo: texts that say a word of their"
         " own prefix; "

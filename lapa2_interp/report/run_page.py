@@ -211,10 +211,10 @@ def _cell_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """A row for every cell, unfinished cells first."""
     rows = []
     for row in records(cells):
-        made = {"tokens": "", "seconds": ""}
+        numbers = {"tokens": "", "seconds": ""}
         if row["state"] == "finished":
-            made = {"tokens": f"{row['tokens']:.0f}", "seconds": f"{row['seconds']:.1f}"}
-        rows.append(row | made | {"size": f"{row['samples']} x {row['max_length']}"})
+            numbers = {"tokens": f"{row['tokens']:.0f}", "seconds": f"{row['seconds']:.1f}"}
+        rows.append(row | numbers | {"size": f"{row['samples']} x {row['max_length']}"})
     return sorted(rows, key=lambda row: row["state"] == "finished")
 
 

@@ -175,9 +175,9 @@ def select_text(
     if arm is None and others:
         papers = by_arm[others[0]].usual_arm
         arm = papers if papers in others else others[0]
-    shown = {name: by_arm[name] for name in ("baseline", arm) if name in by_arm}
+    arms = {name: by_arm[name] for name in ("baseline", arm) if name in by_arm}
     # The prompt, given whole or by its beginning, and the sample.
-    prompts = list(next(iter(shown.values())).prompts)
+    prompts = list(next(iter(arms.values())).prompts)
     fitting = [each for each in prompts if prompt is None or each.startswith(prompt)]
     if prompt is not None and (prompt in prompts or len(fitting) == 1):
         fitting = [prompt] if prompt in prompts else fitting
@@ -185,10 +185,10 @@ def select_text(
         listed = ", ".join(map(repr, (fitting or prompts)[:8]))
         count = "several prompts begin" if fitting else "no prompt begins"
         raise TraceError(f"{count} with {prompt!r}: {listed}")
-    fewest = min(cell.samples for cell in shown.values())
+    fewest = min(cell.samples for cell in arms.values())
     if not 0 <= sample < fewest:
         raise TraceError(f"sample must be from 0 to {fewest - 1}, found {sample}")
-    return SelectedText(shown, fitting[0], sample)
+    return SelectedText(arms, fitting[0], sample)
 
 
 def recompute_attention(
@@ -394,15 +394,15 @@ def _largest_difference(
 ) -> float:
     """The largest difference from the run's trace of this text: of every head, or, in a pooled
     trace, of the mean over the layers of the first type."""
-    steps, worst = masses.shape[1], 0.0
+    steps, largest = masses.shape[1], 0.0
     part, of_type = recorded.sel(branch=[branch]), slice(None)
     if "layer_sees" in recomputed.coords:
         of_type = recomputed["layer_sees"].to_numpy() == layer_types(recomputed)[0]
     for name, mass in zip(MASSES, masses, strict=True):
-        there = of_layer_type(part, name).to_numpy()[0, row, :steps]
-        here = mass[:, of_type] if there.ndim == 3 else mass[:, of_type].mean((1, 2))
-        worst = np.maximum(worst, np.abs(there - here).max())  # NaN stays
-    return float(worst)
+        before = of_layer_type(part, name).to_numpy()[0, row, :steps]
+        now = mass[:, of_type] if before.ndim == 3 else mass[:, of_type].mean((1, 2))
+        largest = np.maximum(largest, np.abs(before - now).max())  # NaN stays
+    return float(largest)
 
 
 def _step_control(

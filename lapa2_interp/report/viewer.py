@@ -164,12 +164,12 @@ def view(
         CircuitError: The folder is not a study of this model and task.
         RunError: There is no such column or run, or a cell is damaged.
     """
-    there = run if isinstance(run, Run) else load_run(run)
-    selected = select_text(there, only or {}, attribute, prompt, sample, arm)
+    loaded = run if isinstance(run, Run) else load_run(run)
+    selected = select_text(loaded, only or {}, attribute, prompt, sample, arm)
     for cell in selected.cells.values():
         find(cell.method, allow_code)
     text = recompute_attention(
-        there,
+        loaded,
         selected,
         branch=branch,
         steps=steps,

@@ -126,7 +126,7 @@ def test_pairing_makes_differences_narrow():
     assert width[0] < 0.7 * width[1]
 
 
-def test_the_baselines_perplexity_is_drawn_anew():
+def test_the_baselines_perplexity_is_resampled():
     """Where prompts move all arms alike, a fixed target would be reached at other strengths."""
     texts = made({"lapa2": LINE}, shared=2.0, metrics=("acc",)).assign(acc=lambda t: t["nll"] * 0)
     texts["acc"] = texts.groupby(["family", "strength"])["nll"].transform("mean")

@@ -3,7 +3,7 @@ one sample, 48 tokens.
 
 The golden tables are what the scripts wrote when they were read and checked, from the scores of
 models stored beside the run: no number depends on the processor. `python tests/paper/test_items.py`
-writes both anew.
+writes both again.
 """
 
 import functools
@@ -280,7 +280,7 @@ def test_the_frontier_is_drawn_of_any_arms(tasks):
     assert legend.get_window_extent().width <= drawing.bbox.width
 
 
-def test_every_arm_of_the_head_scopes_has_a_name_of_its_own():
+def test_every_arm_of_the_head_scopes_has_a_distinct_name():
     """By its heads or layers, whatever the order; heads that are in no set keep the cell's label."""
     made = runpy.run_path(str(ROOT / "analyses" / "heads_grid.py"))
     scope, known = made["scope"], made["named_sets"]()
@@ -469,7 +469,7 @@ def test_half_an_arm_is_a_gap_and_is_not_compared_with_a_whole_one(run, tmp_path
 
 @pytest.fixture
 def mine(run, tmp_path):
-    """Runs a script on some of the run's cells, as those of a grid of one's own."""
+    """Runs a script on some of the run's cells, as a custom grid."""
 
     def ask(item, **wanted):
         copy = shutil.copytree(run, tmp_path / "mine", dirs_exist_ok=True)
@@ -884,7 +884,7 @@ def noted(*differences, margin=0.0, expected="more", compared=None, whose="paper
     return found.frame()
 
 
-def test_what_is_compared_is_told_by_its_texts_and_its_margin():
+def test_a_comparison_is_identified_by_its_texts_and_its_margin():
     both = scores({"baseline": 0, "a": 5}).assign(length=8, part=0)
     both["cell"] = both["arm"]
     found = ItemClaims("item")
@@ -937,7 +937,7 @@ def test_a_difference_too_small_to_matter_is_a_verdict():
 
 
 def test_what_we_expect_is_no_claim_of_the_paper(tmp_path):
-    """It has other words, is tested alike, and is told apart; what both compare counts in each."""
+    """It has other words, is tested alike, and is kept apart; what both compare counts in each."""
     differences = (3.0, 0.5, 0.001), (-3.0, 0.5, 0.001), (0.0, 9.0, 0.9)
     paper, ours = (noted(*differences, whose=each, compared="abc") for each in ("paper", "ours"))
     assert ours["verdict"].tolist() == ["as expected", "against what was expected", "inconclusive"]
@@ -1102,7 +1102,7 @@ def test_what_several_items_compare_has_one_name():
     assert len(set(names)) == 3
 
 
-def test_claims_without_texts_are_claims_of_their_own():
+def test_claims_without_texts_are_separate_claims():
     """An arm that is not finished: its claims are missing, and the others are corrected for them."""
     texts = scores({"baseline": 0, "a": 5}).assign(cell=lambda table: table["arm"] + " cell")
     found = ItemClaims("item")
@@ -1237,7 +1237,7 @@ def scores(gains, prompts=12):
         (
             {"baseline": 0, "a": 5, "b": 5.1},
             None,
-        ),  # two good arms that cannot be told apart: neither is the best
+        ),  # two good arms that do not differ significantly: neither is the best
         ({"baseline": 0, "a": 5, "b": 9}, "b"),
     ],
 )
@@ -1272,7 +1272,7 @@ def test_best_compares_texts_of_attributes_that_both_arms_have():
 @pytest.mark.parametrize(
     ("apart", "values"), [("dtype", ["float32", "float64"]), ("max_length", [64, 128])]
 )
-def test_rows_that_only_precision_or_length_tell_apart_are_not_multiplied(apart, values):
+def test_rows_that_differ_only_in_precision_or_length_are_not_multiplied(apart, values):
     texts = pd.concat(scores({"baseline": i, "a": i + 5}).assign(**{apart: each})
                       for i, each in enumerate(values))  # fmt: skip
     cells = texts.drop_duplicates(["arm"]).assign(state="finished", profile="", alpha=0.0)

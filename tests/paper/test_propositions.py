@@ -490,7 +490,7 @@ def test_the_exact_law_in_the_first_augmented_layer(forced):
 
 
 def test_verdicts_recomputed_from_the_stored_trace(forced, tmp_path):
-    """The slope behind one verdict, from the netCDF file with nothing of ours."""
+    """The slope of one verdict, from the netCDF file with nothing of ours."""
     from scipy.stats import linregress
 
     traces, _ = forced

@@ -58,7 +58,7 @@ def script(kind, *arguments):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of a grid of one's own, on a tiny model."""
+    """A run of a custom grid, on a tiny model."""
     folder = tmp_path_factory.mktemp("steering")
     # Ten words: shorter texts have no perplexity.
     prompts = [f"{i} a b c d e f g h i j" for i in range(9)]

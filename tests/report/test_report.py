@@ -240,10 +240,12 @@ def test_claims_of_ours_are_told_apart_and_each_comparison_counts_once(run):
     write_item(run, "half", [], ["x"], later)
     html = page(run)
     text = " ".join(Parts(html).text.split())
-    told = "1 as in the paper, 1 against the paper, 0 no difference, 2 inconclusive, 1 missing."
-    assert f"Of 5 claims the paper makes: {told}" in text
-    told = "1 as expected, 0 against what was expected, 0 no difference, 0 inconclusive, 0 missing."
-    assert f"Of 1 claims of ours: {told}" in text
+    counts = "1 as in the paper, 1 against the paper, 0 no difference, 2 inconclusive, 1 missing."
+    assert f"Of 5 claims the paper makes: {counts}" in text
+    counts = (
+        "1 as expected, 0 against what was expected, 0 no difference, 0 inconclusive, 0 missing."
+    )
+    assert f"Of 1 claims of ours: {counts}" in text
     assert "Claims: ✓ 1 as in the paper Claims of ours: ✓ 1 as expected" in text
     assert "Ours, not the paper's" in text
     rows = re.findall(r'data-verdict=.*?<td class="words">(.*?)</td>.*?</a>(.*?)</td>', html, re.S)
@@ -277,14 +279,14 @@ def test_other_runs_whose_tables_are_there_are_told(run, html):
         }
     )
     (run / "results.json").write_text(Gallery(runs=(own, other)).model_dump_json())
-    told = page(run).partition("Other runs")[2].partition("<h2")[0]
-    assert told.count("<tr>") == 2, "the head, and one run"
+    other_runs = page(run).partition("Other runs")[2].partition("<h2")[0]
+    assert other_runs.count("<tr>") == 2, "the head, and one run"
     for words in (
         '<td class="words">quick/deep, &lt;b&gt;x</td><td class="num">11</td>',
         "tiny-gpt2, float16, cpu",
         "0123456789ab, not a checkout",
     ):
-        assert words in told
+        assert words in other_runs
     (run / "results.json").write_text("{")
     with pytest.raises(RunError, match="results.json cannot be read"):
         page(run)
@@ -538,12 +540,12 @@ def test_the_command_writes_the_page_and_says_what_is_missing(run, tmp_path, cap
         report(run, tables=elsewhere / "tables")
 
 
-# --- scores of a run of one's own
+# --- scores of a custom run
 
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory):
-    """A run of one's own grid, two arms and the baseline, with scores that need nothing."""
+    """A run of a custom grid, two arms and the baseline, with scores that need nothing."""
     folder = tmp_path_factory.mktemp("scored")
     (folder / "mine.toml").write_text(
         GRID.format(trace="pooled").partition("[[block]]")[0]

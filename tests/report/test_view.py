@@ -84,7 +84,7 @@ def quiet(browser, place):
     assert (others, browser.errors) == ([], [])
 
 
-def told(browser):
+def state_of(browser):
     return browser.ask(f"({{...{VIEW}.dataset}})")
 
 
@@ -448,12 +448,12 @@ def test_hover_slider_keys_and_pins(browser, place, shown):
     first, second = shown.text.arms
     steps, live = len(first.tokens), shown.text.layout.n_live
     keys = live + steps - 1
-    assert told(browser)["head"] == "mean"
+    assert state_of(browser)["head"] == "mean"
     mean = first.patterns[0].mean((0, 1))[0]
-    assert np.isclose(float(told(browser)["value0"]), mean, rtol=quantisation_error(16) * 1.001)
+    assert np.isclose(float(state_of(browser)["value0"]), mean, rtol=quantisation_error(16) * 1.001)
 
     browser.hover(*middle(browser, 0, 6, 3, steps, keys))
-    now = told(browser)
+    now = state_of(browser)
     assert (now["step"], now["key"], now["head"]) == ("6", "3", "mean")
     assert np.isclose(float(now["value1"]), second.patterns[6].mean((0, 1))[3], rtol=2e-4)
     assert browser.ask(f"{VIEW}.viewer.state.step") == 0  # hovering chooses nothing
@@ -466,12 +466,12 @@ def test_hover_slider_keys_and_pins(browser, place, shown):
     browser.press("ArrowDown")
     assert browser.ask("location.hash") == "#step=6&key=3"
     browser.press("End")
-    assert told(browser)["key"] == str(live + 5)
+    assert state_of(browser)["key"] == str(live + 5)
     browser.press("Home")
 
     browser.ask("document.querySelector('input[name=step]').focus()")
     browser.press("ArrowRight")
-    assert told(browser)["step"] == "7"
+    assert state_of(browser)["step"] == "7"
     assert (
         browser.ask("document.querySelector('.stepper output').textContent") == f"7 of {steps - 1}"
     )
@@ -480,7 +480,7 @@ def test_hover_slider_keys_and_pins(browser, place, shown):
     layers, heads = first.masses.shape[2:]
     x, y = middle(browser, grid, 1, 2, layers, heads)
     browser.hover(x, y)
-    assert told(browser)["head"] == "1.2"
+    assert state_of(browser)["head"] == "1.2"
     known = browser.ask("document.querySelector('.readout').textContent")
     assert known.startswith(
         "Head 1.2: js lost without the head 0.4674 [0.4637, 0.4723] nats a step"
@@ -488,13 +488,13 @@ def test_hover_slider_keys_and_pins(browser, place, shown):
     browser.click(x, y)
     browser.press("Enter")
     browser.press("ArrowUp")
-    assert (told(browser)["head"], told(browser)["pin"]) == ("0.2", "1.2")
+    assert (state_of(browser)["head"], state_of(browser)["pin"]) == ("0.2", "1.2")
     assert browser.ask("document.querySelectorAll('.map canvas').length") == 6
-    assert float(told(browser)["value0"]) == pytest.approx(first.patterns[7][0, 2, 0], rel=2e-4)
+    assert float(state_of(browser)["value0"]) == pytest.approx(first.patterns[7][0, 2, 0], rel=2e-4)
 
     browser.ask("document.querySelector('.token[aria-current]').focus()")
     browser.press("ArrowLeft")
-    assert told(browser)["step"] == "6"
+    assert state_of(browser)["step"] == "6"
     assert browser.ask("document.activeElement.getAttribute('aria-current')") == "step"
     quiet(browser, place)
 
@@ -582,7 +582,7 @@ def test_arms_of_unequal_lengths(browser, shown, tmp_path):
     found = dataclasses.replace(shown.text, arms=(first, short))
     place = dataclasses.replace(shown, text=found).save(tmp_path / "view.html")
     opened(browser, place, f"step={len(first.tokens) - 1}&head=1.2&grid=odds&colour=js")
-    now = told(browser)
+    now = state_of(browser)
     assert float(now["value0"]) == pytest.approx(first.patterns[-1][1, 2, 0], rel=2e-4)
     assert (now["value1"], now["difference"], now["odds1"]) == ("NaN", "NaN", "NaN")
     assert "alpha 0.5 paper none" in browser.ask("document.querySelector('.readout').textContent")
@@ -623,7 +623,7 @@ def test_heads_without_a_number_are_sorted_last(browser, shown, tmp_path):
     drawn = []
     for column in range(heads):
         browser.hover(*middle(browser, 5, 0, column, layers, heads))
-        drawn.append(told(browser)["head"])
+        drawn.append(state_of(browser)["head"])
     odds = [np.log(each.masses[0, 0, 0] / each.masses[1:, 0, 0].sum(0)) for each in (first, second)]
     rising = odds[1] - odds[0]
     rising[1] = -np.inf
@@ -702,8 +702,8 @@ def test_the_grid_tells_the_number_that_is_drawn(browser, place, shown, grid):
         means = [each.masses[0, :, 1, 2].mean() for each in (first, second)]
         ends, difference = means[:1], means[1] - means[0]
     assert [float(each) for each in said.groups()] == pytest.approx(ends, rel=1e-3)
-    told = re.search(r", difference (\+?-?[\d.e-]+)", known)
-    assert float(told[1]) == pytest.approx(difference, rel=1e-3)
+    difference_text = re.search(r", difference (\+?-?[\d.e-]+)", known)
+    assert float(difference_text[1]) == pytest.approx(difference, rel=1e-3)
     quiet(browser, place)
 
 
@@ -713,7 +713,7 @@ def test_the_mean_of_all_heads_leaves_the_pin(browser, place):
         browser.ask(f"document.querySelectorAll('canvas')[{canvas}].focus()")
         for key in ("p", "Enter", " "):
             browser.press(key)
-    assert told(browser)["pin"] == "0.1"
+    assert state_of(browser)["pin"] == "0.1"
     assert browser.ask("location.hash") == "#pin=0.1"
 
 
@@ -723,9 +723,9 @@ def test_what_a_click_and_a_key_do_not_do(browser, place, shown):
     keys = live + steps - 1
     browser.click(*middle(browser, 3, 6, 2, steps, keys))  # the pinned head's map
     assert browser.ask("location.hash") == "#step=6&head=1.2&key=2&pin=0.1"
-    before = told(browser)
+    before = state_of(browser)
     browser.hover(*middle(browser, 0, 0, keys - 1, steps, keys))  # no such key at this step
-    assert told(browser) == before
+    assert state_of(browser) == before
     stopped = """(() => { const pressed = new KeyboardEvent('keydown', { key: 'p', ctrlKey: true, cancelable: true, bubbles: true });
       document.querySelector('canvas').dispatchEvent(pressed); return pressed.defaultPrevented; })()"""
     assert browser.ask(stopped) is False
@@ -734,7 +734,7 @@ def test_what_a_click_and_a_key_do_not_do(browser, place, shown):
     browser.ask("document.querySelector('input[name=step]').focus()")
     browser.press("ArrowRight")
     browser.press("ArrowRight")
-    assert told(browser)["step"] == "8", "although the address could not be written"
+    assert state_of(browser)["step"] == "8", "although the address could not be written"
     quiet(browser, place)
 
 
@@ -751,7 +751,7 @@ def test_the_focus_stays_where_a_table_is_sorted(browser, place):
     browser.ask("document.querySelectorAll('.grid tbody button')[5].focus()")
     head = browser.ask(active)
     browser.press("Enter")
-    assert (browser.ask(active), told(browser)["head"]) == (head, head)
+    assert (browser.ask(active), state_of(browser)["head"]) == (head, head)
 
 
 def test_hostile_text_does_not_act(browser, tmp_path):
