@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Control, step by step: how far do opposite prefixes pull the next token apart?
 #
-# The same text is read behind "Very positive:" and behind "Very negative:". At every step the two
+# The same text is read after "Very positive:" and after "Very negative:". At every step the two
 # branches predict the next token. The more their predictions differ, the more the prefix controls.
 #
 # `js` is the distance between the two distributions (Jensen-Shannon, in nats, at most log 2). It
@@ -31,15 +31,15 @@ from lapa2_interp import load_model
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
 from lapa2_interp.models.planted import planted
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 from lapa2_interp.stats import paired_difference
 
 parser = ScriptOptions("Control by step, and where it fades.")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 
 # %% [markdown]
 # ## A model whose answer is known
@@ -59,7 +59,7 @@ known.plot(["lex", "js"])
 # %% [markdown]
 # ## The model
 #
-# The texts are written by the model without any prefix (`source="raw"`). A text written behind
+# The texts are written by the model without any prefix (`source="raw"`). A text written after
 # "Very positive:" already says what the prefix wants, so the prefix would seem to act less, or
 # more, than it does.
 
@@ -79,7 +79,7 @@ found.interval("js", None)
 # %% [markdown]
 # ## By the source of the text
 #
-# `llr` on a text written behind "Very positive:" is large by construction. `js` on raw texts is the
+# `llr` on a text written after "Very positive:" is large by construction. `js` on raw texts is the
 # clean measure.
 
 # %%
@@ -87,7 +87,7 @@ behind = {
     source: control_score(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
     for source in contrast_set.attributes
 }
-for source, each in {RAW: found, **behind}.items():
+for source, each in {RAW: found, **by_source}.items():
     for name in ("js", "llr"):
         row = each.interval(name, None).iloc[0]
         interval = f"[{row['low']:.4f}, {row['high']:.4f}]"
@@ -107,7 +107,7 @@ print(f"js early {early.mean():.4f}, late {late.mean():.4f}")
 print(f"change {change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]")
 
 # %% [markdown]
-# ## A metric of your own
+# ## A custom metric
 #
 # Any function of the branches' logits. Here: how often the branches would write another token.
 

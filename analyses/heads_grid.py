@@ -52,7 +52,7 @@ augmentation = ["none",
 
 
 def head_sets(masses: np.ndarray) -> dict[str, list[list[int]]]:
-    """The sets by name, as [[layer, head], ...] in order.
+    """The sets by name, each as a sorted list [[layer, head], ...].
 
     Args:
         masses: Attention on the prefix, [layer head].
@@ -83,7 +83,7 @@ def named_sets(file: Path = SETS) -> dict[frozenset, str]:
 
 
 def scope(cell: Cell, names: Mapping[frozenset, str]) -> str:
-    """What an arm is called: by the heads or layers that it augments."""
+    """The name of an arm, from the heads or layers that it augments."""
     if not cell.rules:
         return "baseline"
     (rule,) = cell.rules

@@ -31,14 +31,14 @@ from lapa2_interp import load_model
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import POSITIVE, planted
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Direct effects of heads, by part of the text, and the words they promote.")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 
 # %% [markdown]
 # ## A model whose answer is known

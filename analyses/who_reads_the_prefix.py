@@ -34,14 +34,14 @@ from lapa2_interp import load_model
 from lapa2_interp.circuits.knockout import joint_curve, knock_out
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import planted
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Knock-outs from layers down to tokens, and why attention misleads.")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 
 # %% [markdown]
 # ## A model whose answer is known
