@@ -136,7 +136,7 @@ class ItemData:
             parts: Score texts in this many equal parts.
             metrics: Any of accuracy, toxicity and perplexity; by default those of the task.
 
-        If several scorers give a metric, the first one's rows have the metric_name name, and the others'
+        If several scorers give a metric, the first one's rows have the plain name, and the others'
         have the scorer in parentheses (`PAPER_METRICS`).
         """
         frames = []
