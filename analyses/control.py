@@ -29,7 +29,7 @@ from lapa2_interp import load_model, load_task, model_card
 from lapa2_interp.circuits.cases import RAW
 from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import control
-from lapa2_interp.models.planted import planted
+from lapa2_interp.models.planted import answer_key
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 from lapa2_interp.stats import paired_difference
 
@@ -47,7 +47,7 @@ options = parser.read()
 # instrument can be checked before it is trusted.
 
 # %%
-toy, key = load_model("planted"), planted("planted")
+toy, key = load_model("planted"), answer_key("planted")
 known = control(toy, "sentiment", prompts=["The lake"], tokens=48)
 layout = known.question.cases[0].layouts[0]
 steps = range(known.values["lex"].shape[1])

@@ -22,7 +22,7 @@
 # %%
 import sys
 
-from lapa2_interp.bias.recipes import RECIPES, name_of
+from lapa2_interp.bias.recipes import RECIPES, recipe_name
 from lapa2_interp.paper.bench import open_item, prefix_curve
 from lapa2_interp.paper.scripts import in_one_line
 from lapa2_interp.paper.tables import at_few_steps
@@ -38,7 +38,7 @@ def shown(key):
     rules = bench.run.plan[key].rules
     if not rules:
         return "baseline"
-    name = name_of(rules)
+    name = recipe_name(rules)
     if name is None:
         return bench.run.plan[key].arm
     chosen = rules[0].heads != "all" and not RECIPES[name].needs

@@ -53,7 +53,7 @@ from lapa2_interp import Augmentation, Cell, Layout, load_run, load_task, load_t
 from lapa2_interp._util.errors import LayoutError, RunError
 from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
 from lapa2_interp.generation.loop import join_traces
-from lapa2_interp.models.machine import Dtype, tell_if_slow
+from lapa2_interp.models.machine import Dtype, print_if_slow
 from lapa2_interp.paper.equal_perplexity import at_perplexity, interval
 from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
 from lapa2_interp.runs.grid import Grid
@@ -101,7 +101,7 @@ parser.add_argument(
 )
 sys.excepthook = in_one_line
 options = parser.read()
-tell_if_slow(options.dtype)
+print_if_slow(options.dtype)
 
 # %% [markdown]
 # ## The arms

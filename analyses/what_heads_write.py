@@ -29,7 +29,7 @@ from lapa2_interp import load_model, load_task
 from lapa2_interp.circuits.direct import head_logit_attribution
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.question import ContrastSet
-from lapa2_interp.models.planted import POSITIVE, planted
+from lapa2_interp.models.planted import POSITIVE, answer_key
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
 parser = ScriptOptions("Direct effects of heads, by part of the text, and the words they promote.")
@@ -46,7 +46,7 @@ options = parser.read()
 # sign), the relay nothing that is read out directly.
 
 # %%
-toy, key = load_model("planted"), planted("planted")
+toy, key = load_model("planted"), answer_key("planted")
 known = head_logit_attribution(toy, "sentiment", tokens=16)
 names = {head: role for role, head in key.heads.items()}
 table = known.frame()

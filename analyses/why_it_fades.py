@@ -25,7 +25,7 @@ import sys
 from lapa2_interp import load_model, load_task
 from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.selection import select
-from lapa2_interp.models.planted import planted
+from lapa2_interp.models.planted import answer_key
 from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
 
 parser = ScriptOptions("Why control fades: does it come back when the attention does?")
@@ -44,7 +44,7 @@ options = parser.read()
 # %%
 known = {}
 for name in ("planted", "planted-gain"):
-    key = planted(name)
+    key = answer_key(name)
     heads = {"decoy": (key.heads["decoy"],)}
     if "carrier" in key.heads:
         heads = {"carrier": (key.heads["carrier"],), **heads}

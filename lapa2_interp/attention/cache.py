@@ -26,16 +26,16 @@ from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.models.card import (
     Model,
-    check_keeps_cache,
-    check_kept,
-    check_loaded,
-    check_one_side,
+    check_cache_grew,
+    check_has_tokenizer,
+    check_no_checkpointing,
+    check_rotary_side,
     is_bridge,
+    model_short_context,
     network_of,
-    short_context_of,
-    window_of,
+    smallest_window,
 )
-from lapa2_interp.models.rotary import watch
+from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 
@@ -58,13 +58,13 @@ class Rows(Protocol):
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         """Row i becomes a copy of old row index[i], with room for `capacity` keys."""
 
-    def read(
+    def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         """Append tokens to each row; the logits after the last `keep` of them."""
 
 
-def open_rows(model: Model, recompute: bool = False, direct: bool = False) -> Rows:
+def new_rows(model: Model, recompute: bool = False, direct: bool = False) -> Rows:
     """Fresh decode state for a model of either class.
 
     Args:
@@ -75,7 +75,7 @@ def open_rows(model: Model, recompute: bool = False, direct: bool = False) -> Ro
     if recompute:
         return RecomputedRows(model)
     rows = BridgeRows(model) if is_bridge(model) else HookedRows(model)
-    return DirectRows(rows) if direct else rows
+    return RereadRows(rows) if direct else rows
 
 
 def prompt_log_likelihood(
@@ -109,15 +109,15 @@ def padded_ids(
 
 def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
     """Refuse what a model cannot read, or would read differently each time; from now on also
-    passes that mix rotary factors (`rotary.watch`).
+    passes that mix rotary factors (`rotary.refuse_mixed_rotary`).
 
     Raises:
         ModelError: Its dropout is on, or its passes keep no keys.
         LayoutError: It has no embedding for a token.
     """
     network = network_of(model)
-    check_keeps_cache(network)
-    watch(network)
+    check_no_checkpointing(network)
+    refuse_mixed_rotary(network)
     drops = [each for each in network.modules() if isinstance(each, nn.Dropout) and each.p]
     share = getattr(getattr(network, "config", None), "attention_dropout", None)
     if any(each.training for each in drops) or (network.training and share):
@@ -144,7 +144,7 @@ def check_tokens(model: Model, ids: Sequence[int]) -> None:
         )
 
 
-def soft_slots(
+def soft_keys_and_values(
     model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
 ) -> Float[Tensor, "two layer row kv_head slot d_head"] | None:
     """Keys and values of every row's soft slots, zero where a row has none; None where no row has
@@ -184,7 +184,7 @@ def soft_slots(
     return stacked.to(model.cfg.device)
 
 
-def first_positions(
+def bos_positions(
     layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
 ) -> list[int]:
     """The position of each row's BOS: 0, or behind the slots of a shifted soft prefix."""
@@ -206,13 +206,13 @@ def soft_inputs(
     Raises:
         LayoutError: A layout is longer than passes with the rotary factors of short texts.
     """
-    check_loaded(model)
+    check_has_tokenizer(model)
     check_readable(model, layouts)
     ids, mask = padded_ids(layouts, model.cfg.device)
     check_window(model, layouts, len(layouts[0]))
-    check_one_side(short_context_of(model), 0, len(layouts[0]), "texts read in one pass")
-    cache = Cache(layers=layers_of(model, DynamicLayer))
-    soft = soft_slots(model, layouts, prefixes)
+    check_rotary_side(model_short_context(model), 0, len(layouts[0]), "texts read in one pass")
+    cache = Cache(layers=new_cache_layers(model, DynamicLayer))
+    soft = soft_keys_and_values(model, layouts, prefixes)
     if soft is not None:
         for layer, (keys, values) in enumerate(zip(*soft, strict=True)):
             cache.update(keys, values, layer)
@@ -231,7 +231,7 @@ def _positions(
 ) -> Int[Tensor, "row query"]:
     """Position of every id; 0 on padding."""
     bos = torch.tensor([ids.shape[1] - len(each.ids) for each in layouts], device=ids.device)
-    first = torch.tensor(first_positions(layouts, prefixes), device=ids.device)
+    first = torch.tensor(bos_positions(layouts, prefixes), device=ids.device)
     count = torch.arange(ids.shape[1], device=ids.device) - bos[:, None]
     return torch.where(count < 0, 0, count + first[:, None])
 
@@ -291,7 +291,7 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
 
 
-def layers_of(model: Model, of_keys: Callable[[], CacheLayerMixin]) -> list[Any]:
+def new_cache_layers(model: Model, of_keys: Callable[[], CacheLayerMixin]) -> list[Any]:
     """The layers of a cache: new ones where a layer of the model holds keys and values and nothing
     else.
 
@@ -316,7 +316,7 @@ def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
     Raises:
         LayoutError: There are such rows, and `used` exceeds the window.
     """
-    window = window_of(model)
+    window = smallest_window(model)
     if window is None or used <= window:
         return
     if any(each.soft and each.bos.start > each.soft for each in layouts):
@@ -339,7 +339,7 @@ class BridgeRows:
     ) -> Float[Tensor, "row query vocab"]:
         used = self.cache.get_seq_length() + ids.shape[1]
         check_window(self.model, self.layouts, used)
-        check_keeps_cache(network := network_of(self.model))
+        check_no_checkpointing(network := network_of(self.model))
         logits = self.model(
             ids,
             attention_mask=self.mask[:, :used],
@@ -347,7 +347,7 @@ class BridgeRows:
             past_key_values=self.cache,
             logits_to_keep=keep,
         )[:, -keep:]
-        check_kept(network, bool(self.cache.get_seq_length() == used))
+        check_cache_grew(network, bool(self.cache.get_seq_length() == used))
         return logits
 
     def prompt_pass(
@@ -363,11 +363,13 @@ class BridgeRows:
         self.positions = positions[:, -1:] + 1
         return self._forward(ids, positions, keep)
 
-    def behind(self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]) -> None:
-        """Read nothing but soft prefixes of one length, so that `read` begins with BOS."""
+    def start_after_prefix(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
+    ) -> None:
+        """Read nothing but soft prefixes of one length, so that `read_tokens` begins with BOS."""
         device = self.model.cfg.device
         self.mask = torch.ones(len(layouts), layouts[0].soft, dtype=torch.long, device=device)
-        self.positions = torch.tensor(first_positions(layouts, prefixes), device=device)[:, None]
+        self.positions = torch.tensor(bos_positions(layouts, prefixes), device=device)[:, None]
         self._open(layouts, prefixes)
 
     def _open(
@@ -375,8 +377,8 @@ class BridgeRows:
     ) -> None:
         check_readable(self.model, layouts)
         capacity = len(layouts[0])
-        layers = layers_of(self.model, lambda: SlotLayer(capacity))
-        soft = soft_slots(self.model, layouts, prefixes)
+        layers = new_cache_layers(self.model, lambda: SlotLayer(capacity))
+        soft = soft_keys_and_values(self.model, layouts, prefixes)
         if soft is not None:
             for layer, keys, values in zip(layers, *soft, strict=True):
                 layer.update(keys, values)
@@ -392,7 +394,7 @@ class BridgeRows:
         self.mask = torch.cat([self.mask[index], room], dim=1)
         self.positions = self.positions[index]
 
-    def read(
+    def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         count = torch.arange(tokens.shape[1], device=tokens.device)
@@ -436,7 +438,7 @@ class HookedRows:
         self.cache = TransformerLensKeyValueCache.init_cache(
             self.model.cfg, self.model.cfg.device, len(ids)
         )
-        soft = soft_slots(self.model, layouts, prefixes)
+        soft = soft_keys_and_values(self.model, layouts, prefixes)
         if soft is not None:
             unshifted = [
                 prefix
@@ -461,7 +463,7 @@ class HookedRows:
             entry.past_keys, entry.past_values = entry.past_keys[index], entry.past_values[index]
         self.cache.previous_attention_mask = self.cache.previous_attention_mask[index]
 
-    def read(
+    def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         read = self.cache.previous_attention_mask.shape[1] + tokens.shape[1]
@@ -494,7 +496,7 @@ class RecomputedRows:
     ) -> Float[Tensor, "row query vocab"]:
         self.layouts = list(layouts)
         self.prefixes = list(prefixes or [None] * len(layouts))
-        return open_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
+        return new_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         rows = index.tolist()
@@ -503,17 +505,17 @@ class RecomputedRows:
             [self.prefixes[row] for row in rows],
         )
 
-    def read(
+    def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         self.layouts = [
             replace(each, ids=each.ids + tuple(more))
             for each, more in zip(self.layouts, tokens.tolist(), strict=True)
         ]
-        return open_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
+        return new_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
 
 
-class DirectRows:
+class RereadRows:
     """Rows whose last token is always read anew, before the next one.
 
     The query that predicts a token is then the last of its pass, where phase "query" acts, and what
@@ -538,12 +540,12 @@ class DirectRows:
         self.rows.expand(index, capacity)
         self.last = self.last[index.to(self.last.device)]
 
-    def read(
+    def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         found = []
         for token in tokens.split(1, dim=1):
-            found.append(self.rows.read(torch.cat([self.last, token], dim=1)))
+            found.append(self.rows.read_tokens(torch.cat([self.last, token], dim=1)))
             self.rows.crop(1)
             self.last = token
         return torch.cat(found[-keep:], dim=1)

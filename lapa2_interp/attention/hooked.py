@@ -30,33 +30,33 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError, TraceError
-from lapa2_interp.attention.bias import Bias
+from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.bias.augmentation import (
     Augmentation,
-    Rules,
+    AugmentationLike,
     active_augmentations,
     broadcast_to_rows,
 )
-from lapa2_interp.bias.keys_seen import KeysSeen, layers_in_words
+from lapa2_interp.bias.layer_types import LayerType, describe_layers
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.recipes import named_rules
-from lapa2_interp.models.blocks import attached
+from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.blocks import attach_hooks
 from lapa2_interp.models.card import (
     Model,
     attention_layers,
     is_bridge,
-    keys_seen,
+    layer_types,
+    n_layers_and_heads,
     network_of,
     plain_network,
-    size_of,
 )
-from lapa2_interp.models.interface import Visitor, visited
-from lapa2_interp.models.liveness import PATTERN, SCORES
-from lapa2_interp.models.rotary import watch
+from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
+from lapa2_interp.models.rotary import refuse_mixed_rotary
 
-HIDDEN = -3e4
+MASKED_BELOW = -3e4
 """Scores below are masked: transformers adds a dtype's smallest number. A knock-out is -inf."""
-SIGHT_CHECKED = 64
+MASK_CHECK_INTERVAL = 64
 """Tokens between checks of which keys a query sees, where a pass reads one."""
 
 
@@ -70,7 +70,8 @@ class Observer(Protocol):
 
 @runtime_checkable
 class CapObserver(Protocol):
-    """An observer that is also told where a bias that depends on the scores was cut at +-CAP."""
+    """An observer that is also told where a bias that depends on the scores was cut at
+    +-BIAS_CAP."""
 
     def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
         """Called before `observe` of the same layer and pass."""
@@ -79,7 +80,7 @@ class CapObserver(Protocol):
 @contextmanager
 def augmented(
     model: Model,
-    augmentation: Augmentation | Sequence[Rules] | str | None,
+    augmentation: Augmentation | Sequence[AugmentationLike] | str | None,
     layout: Layout | Sequence[Layout],
     observer: Observer | None = None,
     check_ids: bool = True,
@@ -119,13 +120,17 @@ def augmented(
             were changed inside the block.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
             rows of the forward pass differ; it reads other tokens or masks other slots than the
-            layouts have; it mixes rotary factors (`rotary.watch`); a cache has dropped keys; or,
-            under phase "query", a cache holds keys that were computed under the augmentation.
+            layouts have; it mixes rotary factors (`rotary.refuse_mixed_rotary`); a cache has
+            dropped keys; or, under phase "query", a cache holds keys that were computed under the
+            augmentation.
     """
     plain = plain_network(model)
-    watch(network_of(model))
+    refuse_mixed_rotary(network_of(model))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    given = [named_rules(row) for row in broadcast_to_rows(named_rules(augmentation), len(layouts))]
+    given = [
+        resolve_recipes(row)
+        for row in broadcast_to_rows(resolve_recipes(augmentation), len(layouts))
+    ]
     flat = [rule for row in given for rule in (row if isinstance(row, Sequence) else (row,))]
     for each, kind in (
         *((rule, Augmentation) for rule in flat if rule is not None),
@@ -141,27 +146,27 @@ def augmented(
             f"{len(given)} augmentations for {len(layouts)} layouts; give one layout a row, and one"
             " augmentation or as many"
         )
-    bias = Bias(
+    bias = BatchBias(
         [active_augmentations(row) for row in given],
         layouts,
-        size_of(model),
-        keys_seen(model),
+        n_layers_and_heads(model),
+        layer_types(model),
         may_repeat=plain is model,
         capped=observer.capped if isinstance(observer, CapObserver) else None,
     )
-    if (told := getattr(observer, "keys_seen", None)) is not None and told != bias.seen:
+    if (told := getattr(observer, "layer_types", None)) is not None and told != bias.seen:
         raise TraceError(
-            f"the recorder is for a model of layers {layers_in_words(told)}, and this one's are"
-            f" {layers_in_words(bias.seen)}; give Recorder(..., seen=keys_seen(model)), of"
+            f"the recorder is for a model of layers {describe_layers(told)}, and this one's are"
+            f" {describe_layers(bias.seen)}; give Recorder(..., layer_types=layer_types(model)), of"
             " lapa2_interp.models.card"
         )
-    read = _Read(model, layouts, check_ids)
+    read = _PassCheck(model, layouts, check_ids)
     changed: float = math.inf  # the slot of a query that is not clean
     unchecked = set(bias.reading_layers)
 
     def edit(layer: int, scores: Tensor, first: int) -> Tensor:
         nonlocal changed
-        _check_keys(scores, first)
+        _check_cache_complete(scores, first)
         read.check_sight(layer, bias.seen[layer], scores, first)
         if scores.shape[3] < bias.last_key and not read.is_ours:
             raise LayoutError(
@@ -186,7 +191,7 @@ def augmented(
 
     looked = attention_layers(model) if observer is not None else bias.layers
     if plain is not None:
-        with visited(plain, Visitor(edit, look), read.begin, looked):
+        with hook_attention(plain, AttentionHooks(edit, look), read.begin, looked):
             yield
         return
 
@@ -199,13 +204,13 @@ def augmented(
 
     if not is_bridge(model):
         looked = sorted({0, *looked})  # where its first query is told, and so which ids are its
-    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
-    hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in looked]
-    with attached(model, hooks, read.begin):
+    hooks = [(HOOK_SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
+    hooks += [(HOOK_PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in looked]
+    with attach_hooks(model, hooks, read.begin):
         yield
 
 
-class _Read:
+class _PassCheck:
     """What the passes of a block read: each is compared with the layouts before it.
 
     Attributes:
@@ -240,7 +245,7 @@ class _Read:
         if "tokens" in given:  # what a HookedTransformer embeds
             self.unread = given["tokens"]
             return self.first
-        self.first = _held(given)
+        self.first = _n_cached_keys(given)
         self._check_mask(given)
         if not is_bridge(self.model) and plain_network(self.model) is None:
             return self.first
@@ -261,12 +266,12 @@ class _Read:
             ids, self.unread = self.unread, None
             if ids is not None:
                 self._check_ids(ids)
-        _check_keys(attention, self.first)
+        _check_cache_complete(attention, self.first)
         return self.first
 
     def _of_rows(self, table: Tensor, n_rows: int) -> Tensor | None:
         """A table of the layouts for the rows of a pass: copies of each row lie behind each other.
-        None where the pass has other rows, which `Bias` refuses."""
+        None where the pass has other rows, which `BatchBias` refuses."""
         copies, left = divmod(n_rows, len(table))
         return None if left else table.repeat_interleave(copies, 0)
 
@@ -286,7 +291,7 @@ class _Read:
             )
 
     def check_sight(
-        self, layer: int, seen: KeysSeen, scores: Float[Tensor, "row head query key"], first: int
+        self, layer: int, seen: LayerType, scores: Float[Tensor, "row head query key"], first: int
     ) -> None:
         """Refuse a layer whose masked scores begin at another key than its type says, in passes of
         several queries and every so many tokens: l would count other keys than it sees.
@@ -296,14 +301,14 @@ class _Read:
         """
         last = first + scores.shape[2] - 1
         if not hasattr(network_of(self.model), "config") or (
-            scores.shape[2] == 1 and last % SIGHT_CHECKED
+            scores.shape[2] == 1 and last % MASK_CHECK_INTERVAL
         ):
             return
         wanted = self._of_rows(
             torch.tensor([each.first_in_sight(last, seen) for each in self.layouts]), len(scores)
         )
         of_last = scores[:, 0, -1, : last + 1]  # row key
-        found = ((of_last > HIDDEN) | of_last.isneginf()).int().argmax(1).cpu()
+        found = ((of_last > MASKED_BELOW) | of_last.isneginf()).int().argmax(1).cpu()
         if (
             wanted is not None
             and (wrong := ((wanted <= last) & (found != wanted)).nonzero()).numel()
@@ -369,7 +374,7 @@ class _Read:
 
 
 @contextmanager
-def without_sinks(model: Model) -> Iterator[None]:
+def refuse_sinks(model: Model) -> Iterator[None]:
     """Refuse, in the block, a model whose attention has a learned sink beside its keys.
 
     Raises:
@@ -377,19 +382,19 @@ def without_sinks(model: Model) -> Iterator[None]:
     """
     if (plain := plain_network(model)) is not None:
         if any(name.endswith(".sinks") for name, _ in plain.named_parameters()):
-            raise DeadHookError(SINK)
+            raise DeadHookError(SINK_ERROR)
         yield
         return
     hooks = [
-        (PATTERN.format(layer), lambda pattern, hook: _check_no_sink(pattern))
+        (HOOK_PATTERN.format(layer), lambda pattern, hook: _check_no_sink(pattern))
         for layer in attention_layers(model)
     ]
-    with attached(model, hooks):
+    with attach_hooks(model, hooks):
         yield
 
 
 @contextmanager
-def on_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+def edit_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
     """Let a function change the attention scores of every layer and pass inside the block.
 
     Args:
@@ -398,24 +403,24 @@ def on_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator
             scores, in any precision.
     """
     if (plain := plain_network(model)) is not None:
-        visitor = Visitor(lambda layer, scores, _first: change(layer, scores))
-        with visited(plain, visitor, lambda _given: 0):
+        visitor = AttentionHooks(lambda layer, scores, _first: change(layer, scores))
+        with hook_attention(plain, visitor, lambda _given: 0):
             yield
         return
     layers = attention_layers(model)
     hooks: list[tuple[str, Callable]] = [
-        (SCORES.format(layer), lambda scores, hook, layer=layer: change(layer, scores))
+        (HOOK_SCORES.format(layer), lambda scores, hook, layer=layer: change(layer, scores))
         for layer in layers
     ]
     hooks += [
-        (PATTERN.format(layer), lambda pattern, hook: pattern.to(model.cfg.dtype))
+        (HOOK_PATTERN.format(layer), lambda pattern, hook: pattern.to(model.cfg.dtype))
         for layer in layers
     ]
-    with attached(model, hooks):
+    with attach_hooks(model, hooks):
         yield
 
 
-def _check_keys(attention: Float[Tensor, "row head query key"], first: int) -> None:
+def _check_cache_complete(attention: Float[Tensor, "row head query key"], first: int) -> None:
     """Refuse a cache that has dropped keys."""
     n_queries, n_keys = attention.shape[2:]
     if n_keys < first + n_queries:
@@ -426,7 +431,7 @@ def _check_keys(attention: Float[Tensor, "row head query key"], first: int) -> N
         )
 
 
-SINK = (
+SINK_ERROR = (
     "this model's attention has a learned sink beside its keys, so what reads the scores cannot"
     " know or reach a share; use law log, scale or cut"
 )
@@ -435,10 +440,10 @@ SINK = (
 def _check_no_sink(pattern: Float[Tensor, "row head query key"]) -> None:
     """Refuse a pattern that gives a share to a learned sink, which the scores do not show."""
     if (pattern[:, :, -1].sum(2) - 1).abs().max() > 0.02:
-        raise DeadHookError(SINK)
+        raise DeadHookError(SINK_ERROR)
 
 
-def _held(kwargs: dict[str, Any]) -> int:
+def _n_cached_keys(kwargs: dict[str, Any]) -> int:
     """Keys in the cache that a pass is given, as transformers or a HookedTransformer names it."""
     if (cache := kwargs.get("past_key_values")) is not None:
         return int(cache.get_seq_length())  # some caches count in a tensor they later change

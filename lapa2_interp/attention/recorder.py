@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp.attention.trace import NEAREST, SUMS, TraceKind
-from lapa2_interp.bias.keys_seen import FULL, NONE, KeysSeen, kinds_of
+from lapa2_interp.bias.layer_types import FULL_ATTENTION, NO_ATTENTION, LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Recorder:
         n_layers, n_heads: The model's.
         kind: "pooled" stores means over layers and heads, "full" every head.
         patterns: (layer, head) pairs whose whole attention rows are kept.
-        seen: By layer, which keys its queries see; all keys by default.
+        layer_types: By layer; "full" for all by default.
 
     Raises:
         TraceError: A pair the model does not have, or of a layer without attention.
@@ -44,10 +44,12 @@ class Recorder:
         n_heads: int,
         kind: TraceKind = "full",
         patterns: Sequence[tuple[int, int]] = (),
-        seen: Sequence[KeysSeen] | None = None,
+        layer_types: Sequence[LayerType] | None = None,
     ) -> None:
-        self.keys_seen = tuple(seen or [FULL] * n_layers)
-        self.attending = [layer for layer, each in enumerate(self.keys_seen) if each != NONE]
+        self.layer_types = tuple(layer_types or [FULL_ATTENTION] * n_layers)
+        self.attending = [
+            layer for layer, each in enumerate(self.layer_types) if each != NO_ATTENTION
+        ]
         for layer, head in patterns:
             if not (0 <= layer < n_layers and 0 <= head < n_heads):
                 raise TraceError(
@@ -59,8 +61,8 @@ class Recorder:
                     f"layer {layer} has no attention; layers with attention:"
                     f" {', '.join(map(str, self.attending))}"
                 )
-        self.kinds = kinds_of(self.keys_seen)
-        self.has_windows = self.kinds != [FULL]
+        self.kinds = distinct_types(self.layer_types)
+        self.has_windows = self.kinds != [FULL_ATTENTION]
         self.kind = kind
         self.patterns = tuple(patterns)
         self.steps: list[Tensor] = []
@@ -142,7 +144,7 @@ class Recorder:
             self._close_pass()
 
     def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
-        """Count the biases of a layer that were cut at +-CAP."""
+        """Count the biases of a layer that were cut at +-BIAS_CAP."""
         self.may_cap = True
         if not self._has_steps(first + caps.shape[2]):
             return
@@ -173,7 +175,7 @@ class Recorder:
 
     def _layers_of_kinds(self) -> list[list[int]]:
         """By kind of layer, where its layers stand among those with attention."""
-        kinds = [self.keys_seen[layer] for layer in self.attending]
+        kinds = [self.layer_types[layer] for layer in self.attending]
         return [[i for i, each in enumerate(kinds) if each == kind] for kind in self.kinds]
 
     def _of_samples(
@@ -211,9 +213,9 @@ class Recorder:
         by_kind = ("layer_type",) if self.has_windows else ()
         heads = ("layer", "head") if self.kind == "full" else by_kind
         sums = unstack(self.steps)  # branch sample step *heads sum
-        if self.kind == "full" and len(self.attending) < len(self.keys_seen):
+        if self.kind == "full" and len(self.attending) < len(self.layer_types):
             whole = np.full(
-                (*sums.shape[:3], len(self.keys_seen), *sums.shape[4:]), np.float32(np.nan)
+                (*sums.shape[:3], len(self.layer_types), *sums.shape[4:]), np.float32(np.nan)
             )
             whole[:, :, :, self.attending] = sums
             sums = whole
@@ -236,7 +238,7 @@ class Recorder:
             tokens if by_kind else tokens[:, :, :, 0],
         )
         if by_kind:
-            kinds = self.keys_seen if self.kind == "full" else self.kinds
+            kinds = self.layer_types if self.kind == "full" else self.kinds
             slots = len(layouts[0]) - 1 + np.arange(n_seen)
             in_sight = np.stack(
                 [[each.in_sight(slots, kind) for kind in kinds] for each in layouts]
@@ -270,8 +272,8 @@ class Recorder:
         }
         if by_kind:
             coords["layer_type"] = [str(each) for each in self.kinds]
-        if self.kind == "full" and (by_kind or len(self.attending) < len(self.keys_seen)):
-            coords["layer_sees"] = ("layer", [str(each) for each in self.keys_seen])
+        if self.kind == "full" and (by_kind or len(self.attending) < len(self.layer_types)):
+            coords["layer_sees"] = ("layer", [str(each) for each in self.layer_types])
         if self.rows:
             coords["key"] = np.arange(data["pattern"][1].shape[-1])
             for i, name in enumerate(("pair_layer", "pair_head")):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # --- reading a trace
 
 
-def layer_types(trace: xr.Dataset) -> list[str]:
+def traced_layer_types(trace: xr.Dataset) -> list[str]:
     """Types of the layers by the keys they see: "full" first, then those with windows."""
     return (
         [str(each) for each in trace["layer_type"].to_numpy()]
@@ -29,14 +29,14 @@ def layer_types(trace: xr.Dataset) -> list[str]:
     )
 
 
-def of_layer_type(trace: xr.Dataset, name: str, layer_type: str | None = None) -> xr.DataArray:
-    """One of the sums in the layers of a type, the first of `layer_types` by default.
+def select_layer_type(trace: xr.Dataset, name: str, layer_type: str | None = None) -> xr.DataArray:
+    """One of the sums in the layers of a type, the first of `traced_layer_types` by default.
 
     A mean over layers that see all keys and others that do not would follow no law.
     """
     found = trace[name]
     if layer_type is None:
-        layer_type = layer_types(trace)[0]
+        layer_type = traced_layer_types(trace)[0]
     if "layer_type" in found.dims:
         return found.sel(layer_type=layer_type, drop=True)
     if "layer" in found.dims and "layer_sees" in trace.coords:
@@ -47,9 +47,9 @@ def of_layer_type(trace: xr.Dataset, name: str, layer_type: str | None = None) -
 def pooled(
     trace: xr.Dataset, name: str, layer_type: str | None = None
 ) -> Float[np.ndarray, "branch sample step"]:
-    """One of the sums, averaged over heads and the layers of a type (`of_layer_type`) where the
+    """One of the sums, averaged over heads and the layers of a type (`select_layer_type`) where the
     trace has them; NaN after a sample's last step."""
-    found = of_layer_type(trace, name, layer_type)
+    found = select_layer_type(trace, name, layer_type)
     return found.mean(
         [axis for axis in ("layer", "head") if axis in found.dims], skipna=False
     ).to_numpy()
@@ -70,34 +70,34 @@ def local_ratio(
     Raises:
         TraceError: Another k.
     """
-    near, rest = local_parts(trace, k, without_bos=without_bos)
+    near, rest = local_ratio_terms(trace, k, without_bos=without_bos)
     return (near / rest).to_numpy()
 
 
-def local_parts(
+def local_ratio_terms(
     trace: xr.Dataset, k: int, *, without_bos: bool = False
 ) -> tuple[xr.DataArray, xr.DataArray]:
     """Numerator and denominator of `local_ratio`, for averages over heads before the division.
 
-    Of a model with sliding windows: in the layers of the first type (`layer_types`).
+    Of a model with sliding windows: in the layers of the first type (`traced_layer_types`).
     """
     if k not in NEAREST:
         raise TraceError(f"the trace has the nearest {', '.join(map(str, NEAREST))} keys, not {k}")
-    near = of_layer_type(trace, f"nearest_{k}")
+    near = select_layer_type(trace, f"nearest_{k}")
     # Summed, not 1 - prefix - bos: in a head that gives BOS nearly everything the difference is
     # rounding.
-    rest = of_layer_type(trace, "prompt") + of_layer_type(trace, "generated")
+    rest = select_layer_type(trace, "prompt") + select_layer_type(trace, "generated")
     if not without_bos:
-        return near, rest + of_layer_type(trace, "bos")
+        return near, rest + select_layer_type(trace, "bos")
     # In a short context all keys outside the prefix are near, BOS among them.
     return near.where(trace["l_kv"] - trace["l_pre"] - trace["n_bos"] >= k, rest), rest
 
 
-def steered_part(trace: xr.Dataset, branch: str | None = None) -> str:
+def augmented_part(trace: xr.Dataset, branch: str | None = None) -> str:
     """What a branch's augmentation acts on: "prefix", or "prompt" on the raw model."""
     return (
         "prefix"
-        if (trace["l_pre"].to_numpy()[_branch_number(trace, branch)] > 0).any()
+        if (trace["l_pre"].to_numpy()[_branch_index(trace, branch)] > 0).any()
         else "prompt"
     )
 
@@ -108,7 +108,7 @@ def branch_name(trace: xr.Dataset, branch: str | None = None) -> str:
     Raises:
         TraceError: The trace has no such branch.
     """
-    return str(trace["branch"].to_numpy()[_branch_number(trace, branch)])
+    return str(trace["branch"].to_numpy()[_branch_index(trace, branch)])
 
 
 def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
@@ -128,10 +128,10 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
     Raises:
         TraceError: Another number of samples than the trace has; or no such branch.
     """
-    at = _branch_number(trace, branch)
+    at = _branch_index(trace, branch)
     rows = []
-    for arm, members in _arms(trace, samples):
-        for layer_type in layer_types(trace):
+    for arm, members in _split_by_arm(trace, samples):
+        for layer_type in traced_layer_types(trace):
             for name in ("prefix", "bos", "released_slice", "prompt"):
                 curve = pooled(trace, name, layer_type)[at, members.index]
                 curve = curve[:, ~np.isnan(curve).any(axis=0)]
@@ -166,11 +166,11 @@ def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
 def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
     """Every head's sums, mean over each text's steps and then over texts: columns arm, layer, head,
     then the sums."""
-    at = _branch_number(trace, branch)
+    at = _branch_index(trace, branch)
     if "head" not in trace["prefix"].dims:
         raise TraceError("this trace is pooled over heads; record it with --trace full")
     frames = []
-    for arm, members in _arms(trace, samples):
+    for arm, members in _split_by_arm(trace, samples):
         part = trace.isel(branch=at, sample=members.index.to_numpy())
         means = (
             part[list(SUMS)]
@@ -193,10 +193,12 @@ def prefix_token_table(
         Columns arm, key ("BOS", "p1", ...; those that any sample of the arm has), mean, low, high
         (95 %, prompts resampled), n.
     """
-    at = _branch_number(trace, branch)
+    at = _branch_index(trace, branch)
     rows = []
-    for arm, members in _arms(trace, samples):
-        tokens = of_layer_type(trace, "prefix_tokens")[at, members.index].mean("step").to_numpy()
+    for arm, members in _split_by_arm(trace, samples):
+        tokens = (
+            select_layer_type(trace, "prefix_tokens")[at, members.index].mean("step").to_numpy()
+        )
         bos = np.nanmean(pooled(trace, "bos")[at, members.index], axis=1)
         masses = {"BOS": bos} | {f"p{i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
         for key, values in masses.items():
@@ -217,7 +219,7 @@ def prefix_token_table(
     return pd.DataFrame(rows)
 
 
-def _arms(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+def _split_by_arm(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     if len(samples) != trace.sizes["sample"]:
         raise TraceError(
             f"{len(samples)} samples for a trace of {trace.sizes['sample']}; give both the same"
@@ -241,7 +243,7 @@ def _arms(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, pd.DataFr
     return [(str(arm), members) for arm, members in samples.groupby("arm", sort=False)]
 
 
-def _branch_number(trace: xr.Dataset, branch: str | None) -> int:
+def _branch_index(trace: xr.Dataset, branch: str | None) -> int:
     names = [str(name) for name in trace["branch"].to_numpy()]
     if branch is None:
         with_prefix = np.flatnonzero((trace["l_pre"].to_numpy() > 0).any(axis=1))

@@ -36,23 +36,23 @@ from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import Rules, active_augmentations
+from lapa2_interp.bias.augmentation import AugmentationLike, active_augmentations
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.recipes import named_rules
+from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.cases import ContrastExample
 from lapa2_interp.circuits.edits import one_pass
 from lapa2_interp.circuits.question import ContrastLike, ContrastSet
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.models.card import (
     Model,
-    check_weights_read,
+    check_not_quantised,
     is_bridge,
     kv_heads,
     plain_network,
     prepacked_model,
 )
-from lapa2_interp.models.liveness import PATTERN
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.liveness import HOOK_PATTERN
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.stats import bounds
 
@@ -208,13 +208,13 @@ class HeadLogitAttribution:
         return figure
 
 
-@takes_model
+@accepts_model_name
 def head_logit_attribution(
     model: Model,
     about: ContrastLike,
     *,
     along: Along = "lex",
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     progress: tqdm | None = None,
     **settings: Any,
 ) -> HeadLogitAttribution:
@@ -272,7 +272,7 @@ class _Weights:
     """What turns outputs of heads into logits."""
 
     def __init__(self, model: Model) -> None:
-        check_weights_read(model, "what heads write is computed from")
+        check_not_quantised(model, "what heads write is computed from")
         self.out = _wide(model.W_O)  # layer head d_head d_model
         self.unembed = _wide(model.W_U)  # d_model vocab
         self.unembed_bias = _wide(model.b_U)  # vocab
@@ -321,7 +321,7 @@ def whole(case: ContrastExample) -> tuple[list[Layout], list[SoftPrefix | None]]
     return layouts, list(case.prefixes)
 
 
-def _read(model: Model, case: ContrastExample, augmentation: Rules) -> _HeadOutputs:
+def _read(model: Model, case: ContrastExample, augmentation: AugmentationLike) -> _HeadOutputs:
     layouts, prefixes = whole(case)
     inputs = soft_inputs(model, layouts, prefixes)
     own = case.layouts[0]
@@ -360,7 +360,7 @@ def _read(model: Model, case: ContrastExample, augmentation: Rules) -> _HeadOutp
     for layer in range(model.cfg.n_layers):
         hooks += [
             (f"blocks.{layer}.attn.v.hook_out", _for_layer(on_value, layer)),
-            (PATTERN.format(layer), _for_layer(on_pattern, layer)),
+            (HOOK_PATTERN.format(layer), _for_layer(on_pattern, layer)),
             (f"blocks.{layer}.mlp.hook_out", _named(add, "mlp")),
         ]
     hooks += [
@@ -369,7 +369,7 @@ def _read(model: Model, case: ContrastExample, augmentation: Rules) -> _HeadOutp
         ("ln_final.hook_scale", _named(add, "scale")),
     ]
     with (
-        augmented(model, active_augmentations(named_rules(augmentation)), list(case.layouts)),
+        augmented(model, active_augmentations(resolve_recipes(augmentation)), list(case.layouts)),
         model.hooks(fwd_hooks=hooks),
     ):
         logits = _wide(model(**inputs)[:, -case.n :])

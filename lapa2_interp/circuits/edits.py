@@ -30,13 +30,18 @@ from torch import Tensor
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import Augmentation, Phase, Rules, active_augmentations
+from lapa2_interp.bias.augmentation import (
+    Augmentation,
+    AugmentationLike,
+    Phase,
+    active_augmentations,
+)
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.recipes import named_rules
+from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.cases import ContrastExample
-from lapa2_interp.models.blocks import attached
+from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.blocks import attach_hooks
 from lapa2_interp.models.card import Model, is_bridge, plain_network
-from lapa2_interp.models.interface import Visitor, visited
 
 How = Literal["cut", "zero", "resample", "mean"]
 Branches = Literal["target", "others"]
@@ -92,7 +97,7 @@ class Edit:
 def edited_logits(
     model: Model,
     items: Sequence[tuple[ContrastExample, Edit | None]],
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     raw: bool = False,
 ) -> tuple[Float[Tensor, "branch item step vocab"], Float[Tensor, "item step vocab"] | None]:
     """Logits of every step of some texts, in every branch, each under its edit.
@@ -130,7 +135,7 @@ _Row = tuple[ContrastExample, Edit | None, int]
 
 
 def _read_rows(
-    model: Model, rows: Sequence[_Row], augmentation: Rules
+    model: Model, rows: Sequence[_Row], augmentation: AugmentationLike
 ) -> Float[Tensor, "row step vocab"]:
     first = rows[0][0]
     device = model.cfg.device
@@ -144,7 +149,7 @@ def _read_rows(
     for _, edit, branch in rows:
         cut = edit is not None and edit.how == "cut" and edit.touches(branch)
         cuts = (edit.rule,) if cut and edit is not None else ()
-        rules.append((*active_augmentations(named_rules(augmentation)), *cuts))
+        rules.append((*active_augmentations(resolve_recipes(augmentation)), *cuts))
     for layout, row, (_, edit, branch) in zip(layouts, rules, rows, strict=True):
         other = edit is not None and edit.how != "cut" and edit.touches(branch)
         for rule in (*row, *((edit.rule,) if other and edit is not None else ())):
@@ -158,7 +163,7 @@ def _read_rows(
     state = BridgeRows(model)
     fronts = [front_of(each) for each in layouts]
     if layouts[0].soft:
-        state.behind(layouts, prefixes)
+        state.start_after_prefix(layouts, prefixes)
     else:
         with augmented(model, None, fronts):
             state.prompt_pass(fronts)
@@ -186,10 +191,12 @@ def _read_rows(
                 for row, each in zip(acting, own, strict=True)
             ]
             with augmented(model, early, own):
-                state.read(tokens[:, :n_before])
+                state.read_tokens(tokens[:, :n_before])
             tokens = tokens[:, n_before:]
         stack.enter_context(augmented(model, acting, own))
-        logits = _read_directly(state, tokens) if direct else state.read(tokens, keep=first.n)
+        logits = (
+            _read_directly(state, tokens) if direct else state.read_tokens(tokens, keep=first.n)
+        )
     return logits[: len(rows)]
 
 
@@ -220,19 +227,19 @@ def _read_directly(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row step
     clean, before the next."""
     found = []
     for i in range(tokens.shape[1]):
-        found.append(state.read(tokens[:, max(i - 1, 0) : i + 1]))
+        found.append(state.read_tokens(tokens[:, max(i - 1, 0) : i + 1]))
         state.crop(1)
     return torch.cat(found, dim=1)
 
 
-def one_pass(augmentation: Rules, cases: Sequence[ContrastExample], what: str) -> None:
+def one_pass(augmentation: AugmentationLike, cases: Sequence[ContrastExample], what: str) -> None:
     """Refuse what one pass of prefix, prompt and text has not, and what `edited_logits` refuses.
 
     Raises:
         CircuitError: Phase "query", under which every step is a pass of its own; or as
             `edited_logits`.
     """
-    for rule in active_augmentations(named_rules(augmentation)):
+    for rule in active_augmentations(resolve_recipes(augmentation)):
         if rule.phase == "query":
             raise CircuitError(
                 f"under phase {rule.phase!r} prefix and text are not read in one pass, and {what}"
@@ -263,7 +270,7 @@ def unprefixed_logits(
         index = torch.arange(len(cases), device=model.cfg.device)
         state.expand(index, capacity=len(layouts[0] or ()) + n - 1)
         text = torch.tensor([case.text[:-1] for case in cases], device=model.cfg.device)
-        logits.append(state.read(text, keep=n - 1))
+        logits.append(state.read_tokens(text, keep=n - 1))
     return torch.cat(logits, dim=1)
 
 
@@ -351,7 +358,7 @@ class _Mix:
             return held
 
         if (plain := plain_network(self.model)) is not None:
-            with visited(plain, Visitor(out=self), begin):
+            with hook_attention(plain, AttentionHooks(edit_output=self), begin):
                 yield
             return
 
@@ -362,5 +369,5 @@ class _Mix:
             (MIX.format(layer), lambda z, hook, layer=layer: on_z(z, hook, layer))
             for layer in range(self.model.cfg.n_layers)
         ]
-        with attached(self.model, hooks, begin):
+        with attach_hooks(self.model, hooks, begin):
             yield

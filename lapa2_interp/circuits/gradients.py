@@ -47,18 +47,18 @@ from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import Phase, Rules, active_augmentations
+from lapa2_interp.bias.augmentation import AugmentationLike, Phase, active_augmentations
 from lapa2_interp.bias.layout import Span
-from lapa2_interp.bias.recipes import named_rules
+from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.cases import ContrastExample, batches
 from lapa2_interp.circuits.edits import Heads, one_pass, unprefixed_logits
 from lapa2_interp.circuits.knockout import KnockOut, head_pairs, knock_out, units_of
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.question import ContrastLike, ContrastSet, rows_at_once
 from lapa2_interp.circuits.statistics import ranks, spearman
-from lapa2_interp.models.card import Model, check_weights_read, is_bridge, plain_network
-from lapa2_interp.models.liveness import PATTERN, SCORES
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.card import Model, check_not_quantised, is_bridge, plain_network
+from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import bounds
 
 ESTIMATES = ("cut_hat", "slope")
@@ -160,13 +160,13 @@ class Attribution:
         return figure
 
 
-@takes_model
+@accepts_model_name
 def attribution(
     model: Model,
     about: ContrastLike,
     *,
     metric: str | Metric | Mapping[str, Metric] = "js",
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     at_once: int = 1,
     progress: tqdm | None = None,
     **settings: Any,
@@ -220,7 +220,7 @@ def attribution(
     return Attribution(question, name, whole, slopes, cut_hats)
 
 
-@takes_model
+@accepts_model_name
 def integrated(
     model: Model,
     about: ContrastLike,
@@ -228,7 +228,7 @@ def integrated(
     *,
     metric: str | Metric | Mapping[str, Metric] = "js",
     nodes: int = 5,
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     at_once: int = 8,
     progress: tqdm | None = None,
     **settings: Any,
@@ -410,7 +410,7 @@ class Prefiltered:
         return table.assign(chosen=[pair in chosen for pair in heads])
 
 
-@takes_model
+@accepts_model_name
 def prefiltered(
     model: Model,
     about: ContrastLike,
@@ -422,7 +422,7 @@ def prefiltered(
     how: str = "cut",
     phase: Phase = "all_queries",
     also: Sequence[str] | None = None,
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     file: str | Path | None = None,
     at_once: int | None = None,
     progress: tqdm | None = None,
@@ -483,7 +483,7 @@ def check_gradients(model: Model) -> None:
             "gradients are read through the hooks of a TransformerBridge, not from a"
             f' {type(model).__name__}; load the model with model_class="TransformerBridge"'
         )
-    check_weights_read(model, "gradients go through")
+    check_not_quantised(model, "gradients go through")
     if model.cfg.dtype not in (torch.float32, torch.float64):
         name = str(model.cfg.dtype).removeprefix("torch.")
         raise CircuitError(
@@ -503,7 +503,7 @@ def _read(
     model: Model,
     cases: Sequence[ContrastExample],
     biases: Float[Tensor, "layer item head position"],
-    augmentation: Rules,
+    augmentation: AugmentationLike,
 ) -> tuple[Float[Tensor, "branch item step vocab"], list[Float[Tensor, "row head query key"]]]:
     """Every step of some texts of one shape, in every branch, in one pass that keeps no cache.
 
@@ -533,15 +533,15 @@ def _read(
 
     hooks: list[tuple[str, Any]] = []
     for i in range(model.cfg.n_layers):
-        scores = SCORES.format(i), lambda scores, hook, i=i: on_scores(scores, hook, i)
-        hooks += [scores, (PATTERN.format(i), on_pattern)]
+        scores = HOOK_SCORES.format(i), lambda scores, hook, i=i: on_scores(scores, hook, i)
+        hooks += [scores, (HOOK_PATTERN.format(i), on_pattern)]
     whole = [
         replace(layout, ids=layout.ids + case.text[:-1])
         for layout, (case, _) in zip(layouts, rows, strict=True)
     ]
     inputs = soft_inputs(model, whole, [case.prefixes[branch] for case, branch in rows])
     with (
-        augmented(model, active_augmentations(named_rules(augmentation)), layouts),
+        augmented(model, active_augmentations(resolve_recipes(augmentation)), layouts),
         model.hooks(fwd_hooks=hooks),
     ):
         logits = model(**inputs, logits_to_keep=n)[:, -n:]

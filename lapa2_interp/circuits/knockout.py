@@ -40,14 +40,14 @@ from lapa2_interp._util.files import (
 )
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_bar
-from lapa2_interp.bias.augmentation import Phase, Rules
+from lapa2_interp.bias.augmentation import AugmentationLike, Phase
 from lapa2_interp.circuits.edits import Edit, Heads
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.question import ContrastLike, ContrastSet, evaluate_edits
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model, kv_heads
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
 
 NULL = "nothing"
@@ -81,7 +81,7 @@ class Unit:
         return json.dumps([self.heads, self.positions])
 
 
-@takes_model
+@accepts_model_name
 def units_of(model: Model, question: ContrastSet, over: str | Mapping[str, Any]) -> list[Unit]:
     """The units of a kind, or sets of heads by name.
 
@@ -186,7 +186,7 @@ class KnockOut:
     effects: Float[np.ndarray, "case unit"]
     noise: float
     others: Mapping[str, tuple[np.ndarray, np.ndarray, float]] = field(default_factory=dict)
-    augmentation: Rules = None
+    augmentation: AugmentationLike = None
 
     @property
     def n_prompts(self) -> int:
@@ -318,7 +318,7 @@ def _map(grid: Float[np.ndarray, "layer head"], label: str) -> Drawing:
     return figure
 
 
-@takes_model
+@accepts_model_name
 def knock_out(
     model: Model,
     about: ContrastLike,
@@ -329,7 +329,7 @@ def knock_out(
     phase: Phase = "all_queries",
     metric: str | Metric | Mapping[str, Metric] = "js",
     also: Sequence[str] | None = None,
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     file: str | Path | None = None,
     at_once: int | None = None,
     progress: tqdm | None = None,
@@ -627,7 +627,7 @@ class JointCurve:
         return figure
 
 
-@takes_model
+@accepts_model_name
 def joint_curve(
     model: Model,
     table: KnockOut,
@@ -744,7 +744,7 @@ def _numbered(file: Path, number: int) -> Path:
     return file.with_name(f"{file.stem}-{number}{file.suffix}")
 
 
-@takes_model
+@accepts_model_name
 def prefix_mass(
     model: Model, about: ContrastLike, **settings: Any
 ) -> Float[np.ndarray, "layer head"]:

@@ -19,21 +19,21 @@ from typing import Any
 import numpy as np
 
 from lapa2_interp._util.errors import CircuitError
-from lapa2_interp.attention.tables import of_layer_type
-from lapa2_interp.bias.augmentation import BOUNDS, Augmentation, Rules
+from lapa2_interp.attention.tables import select_layer_type
+from lapa2_interp.bias.augmentation import ALPHA_BOUNDS, Augmentation, AugmentationLike
 from lapa2_interp.circuits.question import ContrastLike, ContrastSet
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 
 CLOSE = 1e-3
 """How far the attention that is reached may lie from the one that is asked for, as a share of it.
 """
 
 
-@takes_model
+@accepts_model_name
 def mean_mass(
-    model: Model, about: ContrastLike, augmentation: Rules = None, **settings: Any
+    model: Model, about: ContrastLike, augmentation: AugmentationLike = None, **settings: Any
 ) -> float:
     """The attention on the prefix, from 0 to 1: its mean over layers, heads, steps, branches and
     texts.
@@ -63,15 +63,15 @@ def mean_mass(
         prefixes=[case.prefixes[branch] for case, branch in rows],
         trace="pooled",
     )
-    return float(np.nanmean(of_layer_type(trace, "prefix").mean("step").to_numpy()))
+    return float(np.nanmean(select_layer_type(trace, "prefix").mean("step").to_numpy()))
 
 
-@takes_model
+@accepts_model_name
 def alpha_at_mass(
     model: Model,
     about: ContrastLike,
     mass: float,
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     *,
     most: float = 8.0,
     **settings: Any,
@@ -97,7 +97,7 @@ def alpha_at_mass(
     if len(given) != 1:
         raise CircuitError(f"alpha is that of one augmentation; found {len(given)}")
     rule = given[0] or Augmentation(alpha=1)
-    high = BOUNDS.get(rule.law, (0.0, math.inf))[1]
+    high = ALPHA_BOUNDS.get(rule.law, (0.0, math.inf))[1]
     if not 0 < mass < 1:
         raise CircuitError(f"mass must be a share of attention between 0 and 1; found {mass:g}")
     if not 0 < most < math.inf:

@@ -49,7 +49,7 @@ from lapa2_interp.circuits.edits import Branches, Edit, edited_logits
 from lapa2_interp.circuits.question import ContrastLike, ContrastSet, rows_at_once
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval
 from lapa2_interp.models.card import Model, is_bridge, kv_heads, plain_network, prepacked_model
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
 
 HOOKS: Mapping[str, str] = {
@@ -249,7 +249,7 @@ class Patching:
         return figure
 
 
-@takes_model
+@accepts_model_name
 def patch(
     model: Model,
     about: ContrastLike,

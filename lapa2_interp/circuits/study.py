@@ -49,7 +49,7 @@ from lapa2_interp._util.progress import format_duration
 from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.bias.augmentation import Phase
-from lapa2_interp.bias.texts import pieces
+from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.circuits.cases import RAW, ContrastExample, prefix_texts
 from lapa2_interp.circuits.direct import HeadLogitAttribution, head_logit_attribution, whole
 from lapa2_interp.circuits.edits import Heads
@@ -69,8 +69,8 @@ from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import Control, control
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.models.card import Model, model_card, plain_network
-from lapa2_interp.models.liveness import PATTERN
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.liveness import HOOK_PATTERN
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW
 from lapa2_interp.tasks.task import Task
 
@@ -128,7 +128,7 @@ class CircuitStudy:
         return _agreement(self)
 
 
-@takes_model
+@accepts_model_name
 def study(
     model: Model,
     task: str | Task,
@@ -450,11 +450,11 @@ def patterns(model: Model, case: ContrastExample, heads: Heads) -> dict[str, Any
     def keep(pattern: Tensor, hook: Any) -> None:
         kept[int(hook.name.split(".")[1])] = pattern[0].float().cpu().numpy()
 
-    names = [PATTERN.format(layer) for layer in sorted({layer for layer, _ in heads})]
+    names = [HOOK_PATTERN.format(layer) for layer in sorted({layer for layer, _ in heads})]
     with torch.no_grad(), model.hooks(fwd_hooks=[(name, keep) for name in names]):
         model(**inputs)
     soft = [f"soft {i + 1}" for i in range(layouts[0].soft)]
-    tokens = [*soft, *pieces(model.tokenizer, "", layouts[0].ids)]
+    tokens = [*soft, *token_texts(model.tokenizer, "", layouts[0].ids)]
     attention = [np.round(kept[layer][head], 4).tolist() for layer, head in heads]
     names = [f"{layer}.{head}" for layer, head in heads]
     return {"tokens": tokens, "heads": names, "attention": attention}

@@ -101,8 +101,8 @@ def generate(
     """
     from lapa2_interp._util.files import new_folder
     from lapa2_interp.generation.cell import Cell
-    from lapa2_interp.methods.registry import for_task, load_task
-    from lapa2_interp.models.machine import tell_if_slow
+    from lapa2_interp.methods.registry import get_for_task, load_task
+    from lapa2_interp.models.machine import print_if_slow
     from lapa2_interp.runs.generate import UnfinishedTextsError, announcement
     from lapa2_interp.runs.generate import generate as make
     from lapa2_interp.runs.store import is_finished_run, write_run
@@ -110,7 +110,7 @@ def generate(
 
     chosen_task = load_task(task)
     decided = augmentation.parameters(method)
-    chosen_method = for_task(method, chosen_task, **(decided | settings(parameters)))
+    chosen_method = get_for_task(method, chosen_task, **(decided | settings(parameters)))
     kept = pairs("patterns", patterns, ".") if patterns else ()
     if isinstance(kept, str):
         raise TraceError(
@@ -148,7 +148,7 @@ def generate(
 
     problem = None
     with new_folder(out, force, is_finished_run) as folder:
-        tell_if_slow(cell.dtype, device)
+        print_if_slow(cell.dtype, device)
         try:
             run = make(
                 model,

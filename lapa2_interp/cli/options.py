@@ -83,7 +83,7 @@ class AugmentationOptions:
     def build(self, default_alpha: float) -> tuple[Augmentation, ...]:
         """The augmentations, none at alpha 0."""
         from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
-        from lapa2_interp.bias.recipes import read_recipes
+        from lapa2_interp.bias.recipes import parse_recipes
 
         if self.augmentation is not None:
             beside = [
@@ -96,7 +96,7 @@ class AugmentationOptions:
                     f"--augmentation names recipes, which take parameters of their own; leave out"
                     f" --{' and --'.join(beside)} (`lapa2 recipes`)"
                 )
-            named = read_recipes(self.augmentation)
+            named = parse_recipes(self.augmentation)
             return named if active_augmentations(named) else ()
         alpha = default_alpha if self.alpha is None else self.alpha
         fields: dict[str, Any] = {"profile": self.profile, "law": self.law, "l0": self.l0}

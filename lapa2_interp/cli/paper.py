@@ -57,11 +57,11 @@ def propositions(
         seed: Seed of texts and synthetic logits.
         force: Replace a finished folder.
     """  # noqa: E501
-    from lapa2_interp.models.machine import tell_if_slow
+    from lapa2_interp.models.machine import print_if_slow
     from lapa2_interp.paper.study import PropositionStudy, verify
 
     for each in dict.fromkeys((dtype, long_dtype)):
-        tell_if_slow(each, device)
+        print_if_slow(each, device)
     study = PropositionStudy(
         model=model,
         dtype=dtype,

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import TaskError
-from lapa2_interp.bias.texts import REPLACEMENT
+from lapa2_interp.bias.tokens import REPLACEMENT_CHARACTER
 from lapa2_interp.tasks.segmentation import beginning, end, normal, unspaced
 from lapa2_interp.tasks.segmentation import words as words_of
 
@@ -55,7 +55,9 @@ class Barred:
         self.spelled = token_texts(tokenizer)
         for word in words:
             spelling = tokenizer(f" {word} {word.upper()}", add_special_tokens=False).input_ids
-            if unspaced(word) or any(REPLACEMENT in self._text(token) for token in spelling):
+            if unspaced(word) or any(
+                REPLACEMENT_CHARACTER in self._text(token) for token in spelling
+            ):
                 raise TaskError(
                     f"the word {word!r} cannot be barred: it has no spaces around it in its script,"
                     " or letters that this tokenizer spells in several tokens; set"

@@ -46,18 +46,24 @@ from lapa2_interp._util.files import sha256_of
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import (
     Augmentation,
+    AugmentationLike,
     Augmentations,
-    Rules,
     active_augmentations,
     normalize_augmentations,
 )
-from lapa2_interp.bias.recipes import Named, named_rules
-from lapa2_interp.bias.texts import check_long
-from lapa2_interp.methods.base import Branch, Method, Soft
-from lapa2_interp.methods.registry import assign, find, for_task, load_task, name_of
+from lapa2_interp.bias.recipes import LabeledAugmentations, resolve_recipes
+from lapa2_interp.bias.tokens import check_text_length
+from lapa2_interp.methods.base import Branch, Method, SoftPrefixName
+from lapa2_interp.methods.registry import (
+    assign_augmentations,
+    find_class,
+    get_for_task,
+    load_task,
+    method_name,
+)
 from lapa2_interp.methods.registry import get as get_method
 from lapa2_interp.models.card import Model, model_card
-from lapa2_interp.models.load import name_of as model_name
+from lapa2_interp.models.load import expand_name as model_name
 from lapa2_interp.models.machine import Dtype, resolve_dtype
 from lapa2_interp.prefixes.soft_prefix import read_card, set_folder
 from lapa2_interp.tasks.task import MethodSettings, Prompts, Task
@@ -133,7 +139,7 @@ class Cell(BaseModel):
         task: str | Path | Task = "sentiment",
         attribute: str,
         prompts: Iterable[str] | None = None,
-        augmentation: Rules | str = None,
+        augmentation: AugmentationLike | str = None,
         alpha: float | int | None = None,
         label: str = "",
         length: int = 128,
@@ -191,7 +197,7 @@ class Cell(BaseModel):
             raise TaskError(f"attribute must be one name, found {attribute!r}")
         chosen_task = task if isinstance(task, Task) else load_task(task)
         if isinstance(method, str):
-            method = for_task(method, chosen_task, **(parameters or {}))
+            method = get_for_task(method, chosen_task, **(parameters or {}))
         elif not isinstance(method, Method):
             raise MethodError(
                 f"method must be a name, or come from methods.get or for_task, found {method!r}"
@@ -200,7 +206,7 @@ class Cell(BaseModel):
             raise MethodError(
                 f"{method!r} has its parameters already; give it by name, or without parameters"
             )
-        rules: Rules = named_rules(augmentation)
+        rules: AugmentationLike = resolve_recipes(augmentation)
         for each in rules if isinstance(rules, Sequence) else (rules,):
             if each is not None and not isinstance(each, Augmentation):
                 raise AugmentationError(
@@ -213,7 +219,7 @@ class Cell(BaseModel):
             raise AugmentationError(
                 f"give alpha {alpha:g}, or an augmentation that has its own, not both"
             )
-        if not label and isinstance(rules, Named) and active_augmentations(rules):
+        if not label and isinstance(rules, LabeledAugmentations) and active_augmentations(rules):
             label = rules.label
         if isinstance(model, str | Path):
             facts = {
@@ -232,13 +238,13 @@ class Cell(BaseModel):
                 f"{method.name} has two branches {twice[0]!r} for {attribute!r}; give its text in"
                 f" task {chosen_task.name!r} another name"
             )
-        assign(method, branches, rules)
+        assign_augmentations(method, branches, rules)
         settings = chosen_task.methods.get(method.name, MethodSettings())
         texts = chosen_task.prompts.texts if prompts is None else given
         for text in texts:
             if not isinstance(text, str):
                 raise LayoutError(f"prompts must be texts, found {text!r}")
-            check_long("prompt", text)
+            check_text_length("prompt", text)
             if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
                 raise LayoutError(
                     f"the prompt {text!r} has half a character of UTF-16, which UTF-8 does not"
@@ -255,7 +261,7 @@ class Cell(BaseModel):
         try:
             return cls(
                 **facts,
-                method=name_of(method),
+                method=method_name(method),
                 parameters=asdict(method),  # type: ignore[call-overload]
                 task=Task(
                     name=chosen_task.name,
@@ -351,7 +357,7 @@ class Cell(BaseModel):
             MethodError: It is MODULE:CLASS, and nobody has imported it: a cell may be read from a
                 file (`methods.find`).
         """
-        find(self.method)
+        find_class(self.method)
         return get_method(self.method, **self.parameters)
 
     @property
@@ -411,7 +417,7 @@ class Cell(BaseModel):
         usual = load_task(self.task.name) if built_in else self.task
         default: dict[str, Any] = {}
         if ":" not in self.method:
-            default = asdict(for_task(self.method, usual))  # type: ignore[call-overload]
+            default = asdict(get_for_task(self.method, usual))  # type: ignore[call-overload]
         changed = [
             f"{name}={value}"
             for name, value in self.parameters.items()
@@ -508,7 +514,7 @@ def _files(
     """sha256 of the soft prefixes by branch, and of the files that decide a method's texts."""
     found = {}
     for branch in branches:
-        if isinstance(branch.prefix, Soft):
+        if isinstance(branch.prefix, SoftPrefixName):
             try:
                 folder = set_folder(model, task, branch.prefix.set)
                 found[branch.name] = read_card(folder / f"{branch.prefix.attribute}.json").sha256

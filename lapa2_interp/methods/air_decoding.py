@@ -23,7 +23,15 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, checked, contrast
+from lapa2_interp.methods.base import (
+    FLOOR,
+    Branch,
+    LogProbs,
+    Method,
+    State,
+    check_branches,
+    contrast_branches,
+)
 from lapa2_interp.tasks.task import Task
 
 
@@ -57,10 +65,10 @@ class AirDecoding(Method):
     pro_aug: bool = True
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        return (Branch("base"), *contrast(task, attribute, self.prefixes))
+        return (Branch("base"), *contrast_branches(task, attribute, self.prefixes))
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_probs = checked(log_probs, "base", "target", others=1)
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         if self.numerics == "released":
             return self._combine_released(log_probs, state)
         short = fits = None
@@ -80,7 +88,7 @@ class AirDecoding(Method):
         return whole if short is None or fits is None else torch.where(fits, short, whole)
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        log_probs = checked(log_probs, "base", "target", others=1)
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         released = self.numerics == "released"
         # by branch: sample 1
         of_tokens = {c: each.gather(1, tokens[:, None]) for c, each in log_probs.items()}
@@ -100,7 +108,7 @@ class AirDecoding(Method):
         """ln cond of the target against one other class; -inf where n_b / n_a exceeds the
         precision's range."""
         (other,) = log_probs.keys() - {"base", "target"}
-        a, b = (_uncertain(log_probs[c]) for c in ("target", other))
+        a, b = (_clamp_log_probs(log_probs[c]) for c in ("target", other))
         ratio = a.div_(b)  # n_b / n_a
         if state is not None:
             ratio *= state[other].exp()[:, None]
@@ -108,7 +116,7 @@ class AirDecoding(Method):
 
     def _log_n(self, log_probs: LogProbs) -> dict[str, Float[Tensor, "sample vocab"]]:
         """ln n_c by class."""
-        classes = {c: _uncertain(each) for c, each in log_probs.items() if c != "base"}
+        classes = {c: _clamp_log_probs(each) for c, each in log_probs.items() if c != "base"}
         return {
             c: -(-each).log() if self.posterior == "reconstructed" else each
             for c, each in classes.items()
@@ -132,6 +140,6 @@ class AirDecoding(Method):
         return (log_probs["base"].float().exp() * cond**self.omega).log()
 
 
-def _uncertain(log_probs: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
+def _clamp_log_probs(log_probs: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
     """ln P with a certain token's just below 0 and an impossible one's above -inf."""
     return log_probs.clamp(FLOOR, -torch.finfo(log_probs.dtype).tiny)

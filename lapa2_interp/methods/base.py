@@ -46,7 +46,7 @@ infinities meet."""
 
 
 @dataclass(frozen=True)
-class Soft:
+class SoftPrefixName:
     """A soft prefix by name: a set of soft prefixes for the task, and an attribute of the set."""
 
     set: str
@@ -67,7 +67,7 @@ class Branch:
     """
 
     name: str
-    prefix: str | Soft | None = None
+    prefix: str | SoftPrefixName | None = None
     join: str = ""
 
 
@@ -87,7 +87,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Start:
+class BatchStart:
     """What is known about a batch of samples before its first step.
 
     Attributes:
@@ -129,7 +129,7 @@ class MethodContext(Protocol):
     end_ids: tuple[int, ...]
     gated: bool
 
-    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+    def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         """The result of `make`, called only the first time for a name: for what the prompts
         share."""
 
@@ -145,19 +145,21 @@ class MethodContext(Protocol):
     def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
         """Continuations of the bare prompt by a method without prefixes."""
 
-    def shares(
+    def attribute_probabilities(
         self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]
     ) -> list[float | None]:
         """P(attribute | text) by a scorer; None for a text it cannot score."""
 
-    def promoters(
+    def promoting_neurons(
         self, tokens: Sequence[int], k: int, upper: bool = False
     ) -> Int[Tensor, "token k two"]:
         """The (layer, neuron) pairs that raise each token's probability most, of all layers or of
         the upper half."""
 
 
-def attribute_prefix(task: Task, attribute: str, prefixes: str, method: str = "") -> str | Soft:
+def attribute_prefix(
+    task: Task, attribute: str, prefixes: str, method: str = ""
+) -> str | SoftPrefixName:
     """An attribute's prefix: under "hard" the method's own text or the task's, else the one in a
     soft set.
 
@@ -169,7 +171,7 @@ def attribute_prefix(task: Task, attribute: str, prefixes: str, method: str = ""
     return (
         task.texts(method, attribute).get("prefix", text)
         if prefixes == "hard"
-        else Soft(prefixes, attribute)
+        else SoftPrefixName(prefixes, attribute)
     )
 
 
@@ -185,10 +187,10 @@ class Method(ABC):
         text_names: The texts it reads from a task file; None where it takes any.
         files: Parameters that name files, whose contents decide its texts.
         when_empty: Why no token may have positive weight, and what to change.
-        of_paper: Whether the LaPA2 paper runs it; `alpha` and `paper_name` are ours for the others.
+        in_paper: Whether the LaPA2 paper runs it; `alpha` and `paper_name` are ours for the others.
         reads_prompt: Whether `begin` is given the prompt's log-likelihood under every branch.
-        recomputes: Whether the whole text is read again at every step, because `intervene` changes
-            what it was.
+        rereads_text: Whether the whole text is read again at every step, because `intervene`
+            changes what it was.
         trials: How often a text is drawn, at most, until `accepts` takes it; the last one stays.
     """
 
@@ -200,9 +202,9 @@ class Method(ABC):
     text_names: ClassVar[tuple[str, ...] | None] = ()
     files: ClassVar[tuple[str, ...]] = ()
     when_empty: ClassVar[str] = "a branch's own distribution is empty or not a number"
-    of_paper: ClassVar[bool] = True
+    in_paper: ClassVar[bool] = True
     reads_prompt: ClassVar[bool] = False
-    recomputes: ClassVar[bool] = False
+    rereads_text: ClassVar[bool] = False
     trials: int = 1
 
     @abstractmethod
@@ -229,7 +231,7 @@ class Method(ABC):
         prompt."""
         return Prepared()
 
-    def begin(self, start: Start) -> State:
+    def begin(self, start: BatchStart) -> State:
         """The first step's state."""
         return None
 
@@ -257,7 +259,7 @@ class Method(ABC):
         return True
 
 
-def checked(
+def check_branches(
     log_probs: LogProbs, *names: str, others: int = 0
 ) -> dict[str, Float[Tensor, "sample vocab"]]:
     """The branches of a step in at least float32.
@@ -304,7 +306,7 @@ def nucleus(
     )
 
 
-def contrast(task: Task, attribute: str, prefixes: str) -> tuple[Branch, ...]:
+def contrast_branches(task: Task, attribute: str, prefixes: str) -> tuple[Branch, ...]:
     """The branch "target" behind the attribute's prefix, and one per competing attribute, named
     after it."""
     return (

@@ -29,8 +29,8 @@ from lapa2_interp.methods.base import (
     Method,
     State,
     attribute_prefix,
-    checked,
-    contrast,
+    check_branches,
+    contrast_branches,
 )
 from lapa2_interp.tasks.task import Task
 
@@ -60,14 +60,14 @@ class ConPrefix(Method):
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         if self.form == "soft":
             return (Branch("target", attribute_prefix(task, attribute, self.prefixes)),)
-        return contrast(task, attribute, "hard")
+        return contrast_branches(task, attribute, "hard")
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         if self.form == "soft":
-            return checked(log_probs, "target")["target"]
+            return check_branches(log_probs, "target")["target"]
         clean = {
             name: each.clamp(min=FLOOR)
-            for name, each in checked(log_probs, "target", others=1).items()
+            for name, each in check_branches(log_probs, "target", others=1).items()
         }
         target = clean.pop("target")
         return target + self.lam * (target - torch.stack(list(clean.values())).mean(dim=0))

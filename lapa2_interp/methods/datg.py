@@ -36,14 +36,14 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError
 from lapa2_interp.methods.base import (
+    BatchStart,
     Branch,
     LogProbs,
     Method,
     MethodContext,
     Prepared,
-    Start,
     State,
-    checked,
+    check_branches,
     nucleus,
 )
 from lapa2_interp.tasks.task import Task
@@ -60,7 +60,7 @@ PUNCTUATION = frozenset(string.punctuation + "“”‘’…–—«»\ufffd、
 
 
 @plain_dataclass(frozen=True)
-class Words:
+class PromptWords:
     """The words of a prompt's two graphs, best first, and the first token of each."""
 
     positive: tuple[str, ...]
@@ -119,11 +119,11 @@ class Datg(Method):
         return (Branch("base"),) if self.form == "L" else (Branch("target", SENTENCE, " "),)
 
     def prepare(self, kit: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
-        kit.shares(
+        kit.attribute_probabilities(
             self.scorer, task, attribute, prompt, ()
         )  # a scorer that does not fit is found before drafting
         drafts = kit.drafts(Drafting(), prompt, self.drafts, self.draft_tokens, self.draft_seed)
-        shares = kit.shares(self.scorer, task, attribute, prompt, drafts)
+        shares = kit.attribute_probabilities(self.scorer, task, attribute, prompt, drafts)
         scored = [
             (kit.ids(text), q) for text, q in zip(drafts, shares, strict=True) if q is not None
         ]
@@ -133,7 +133,9 @@ class Datg(Method):
                 f" {self.scorer}; give another scorer"
             )
         positive, negative = dual_graphs([([kit.text([i]) for i in ids], q) for ids, q in scored])
-        words = words_of(kit, best_nodes(positive, self.nodes), best_nodes(negative, self.nodes))
+        words = with_first_tokens(
+            kit, best_nodes(positive, self.nodes), best_nodes(negative, self.nodes)
+        )
         if not words.positive and not words.negative:
             raise MethodError(
                 f"datg: the {len(drafts)} drafts of {prompt!r} hold no word that is not"
@@ -150,22 +152,22 @@ class Datg(Method):
         }
         return Prepared(words, {"target": sentence} if self.form == "P" else {}, summary)
 
-    def begin(self, start: Start) -> Sequence[Words]:
+    def begin(self, start: BatchStart) -> Sequence[PromptWords]:
         return [each.known for each in start.prepared]
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         name = "base" if self.form == "L" else "target"
-        log_weights = checked(log_probs, name)[name]
+        log_weights = check_branches(log_probs, name)[name]
         if self.form == "L" and state is not None:
             log_weights = log_weights + torch.stack(
                 [self._shift(words, log_weights[0]) for words in state]
             )
-        return official(log_weights) if self.sampler == "official" else log_weights
+        return released_sampler(log_weights) if self.sampler == "official" else log_weights
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Tensor) -> State:
         return state
 
-    def _shift(self, words: Words, like: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"]:
+    def _shift(self, words: PromptWords, like: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"]:
         """What is added to each logit."""
         shift = torch.zeros_like(like)
         for ids, value in ((words.positive_ids, self.boost), (words.negative_ids, -self.avoid)):
@@ -187,10 +189,10 @@ class Drafting(Method):
         return (Branch("base"),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        return official(checked(log_probs, "base")["base"])
+        return released_sampler(check_branches(log_probs, "base")["base"])
 
 
-def official(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
+def released_sampler(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
     """Temperature .7, then the 200 likeliest, then the smallest set of those that holds .9."""
     return nucleus(log_weights / 0.7, 0.9, top_k=200)
 
@@ -237,7 +239,9 @@ def _is_word(text: str) -> bool:
     )
 
 
-def words_of(kit: MethodContext, positive: Sequence[str], negative: Sequence[str]) -> Words:
+def with_first_tokens(
+    kit: MethodContext, positive: Sequence[str], negative: Sequence[str]
+) -> PromptWords:
     """Words with the first token of each."""
     ids = [tuple(kit.ids(word)[0] for word in words) for words in (positive, negative)]
-    return Words(tuple(positive), tuple(negative), *ids)
+    return PromptWords(tuple(positive), tuple(negative), *ids)

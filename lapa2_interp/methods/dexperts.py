@@ -23,8 +23,8 @@ from lapa2_interp.methods.base import (
     LogProbs,
     Method,
     State,
-    checked,
-    contrast,
+    check_branches,
+    contrast_branches,
     nucleus,
 )
 from lapa2_interp.tasks.task import Task
@@ -48,7 +48,7 @@ class Dexperts(Method):
         "log w = log P_base + strength (log P_target - mean_c log P_c) where P_base is top-p"
     )
     alpha: ClassVar[float] = 0.5
-    of_paper: ClassVar[bool] = False
+    in_paper: ClassVar[bool] = False
     when_empty: ClassVar[str] = (
         "strength is so large that the difference overflows; the original's is 2 to 3.2"
     )
@@ -58,10 +58,10 @@ class Dexperts(Method):
     pro_aug: bool = False
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        return (Branch("base"), *contrast(task, attribute, self.prefixes))
+        return (Branch("base"), *contrast_branches(task, attribute, self.prefixes))
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_probs = checked(log_probs, "base", "target", others=1)
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         base = nucleus(log_probs["base"], self.top_p) if self.top_p < 1 else log_probs["base"]
         clean = {name: each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"}
         target = clean.pop("target")

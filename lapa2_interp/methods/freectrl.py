@@ -56,20 +56,20 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError
 from lapa2_interp.methods.base import (
+    BatchStart,
     Branch,
     Intervention,
     LogProbs,
     Method,
     MethodContext,
     Prepared,
-    Start,
     State,
-    checked,
+    check_branches,
 )
 from lapa2_interp.tasks.task import Task
 from lapa2_interp.tasks.word_lists import read_words
 
-OFF = 1e-20
+OFF_VALUE = 1e-20
 NOISE_CLASSES = 4
 """The factor of the noise ratio counts four classes even where there are two."""
 MOST_NEURONS = 100
@@ -78,7 +78,7 @@ MOST_REPEATED, MOST_LINES = 7, 2
 
 
 @plain_dataclass(frozen=True)
-class Control:
+class ControlCentre:
     """What is known before the first token.
 
     Attributes:
@@ -101,7 +101,7 @@ class Control:
 
 
 @plain_dataclass(frozen=True)
-class Monitor:
+class TextMonitor:
     """The text so far, as the monitor sees it.
 
     Attributes:
@@ -111,7 +111,7 @@ class Monitor:
         length: Tokens so far.
     """
 
-    control: Control
+    control: ControlCentre
     nearest: Mapping[str, Float[Tensor, "sample keyword"]]
     latest: Mapping[str, Float[Tensor, "sample keyword"]]
     length: Int[Tensor, " sample"]
@@ -153,7 +153,7 @@ class FreeCtrl(Method):
     )
     alpha: ClassVar[float] = 0.0
     text_names: ClassVar[tuple[str, ...] | None] = ("class",)
-    recomputes: ClassVar[bool] = True
+    rereads_text: ClassVar[bool] = True
     files: ClassVar[tuple[str, ...]] = ("words",)
     u: Annotated[float, Field(allow_inf_nan=False)] = 1.15
     lam: Annotated[float, Field(allow_inf_nan=False)] = 0.2
@@ -175,10 +175,10 @@ class FreeCtrl(Method):
 
     def prepare(self, kit: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
         key = (self, task.model_dump_json(), attribute)
-        embedding, keywords, centre = kit.once(
+        embedding, keywords, centre = kit.cached(
             key, lambda: self._of_attribute(kit, task, attribute)
         )
-        known = Control(
+        known = ControlCentre(
             target=attribute,
             keywords={c: embedding[list(ids.values())] for c, ids in keywords.items()},
             embedding=embedding,
@@ -197,7 +197,7 @@ class FreeCtrl(Method):
         self, kit: MethodContext, task: Task, attribute: str
     ) -> tuple[Tensor, dict, dict]:
         """Unit embeddings, keywords, and the attribute's control centre."""
-        embedding = kit.once(
+        embedding = kit.cached(
             "unit embedding", lambda: torch.nn.functional.normalize(kit.embedding(), dim=1)
         )
         keywords = self.keywords(kit, task, embedding)
@@ -207,9 +207,9 @@ class FreeCtrl(Method):
             # One table serves all attributes of the task.
             tokens = sorted({i for ids in keywords.values() for i in ids.values()})
             rows = [tokens.index(i) for i in keywords[attribute].values()]
-            own = kit.promoters(tokens, MOST_NEURONS, upper=kit.gated)[rows, :per_keyword].reshape(
-                -1, 2
-            )
+            own = kit.promoting_neurons(tokens, MOST_NEURONS, upper=kit.gated)[
+                rows, :per_keyword
+            ].reshape(-1, 2)
             centre = {
                 layer: own[own[:, 0] == layer, 1].unique() for layer in own[:, 0].unique().tolist()
             }
@@ -230,7 +230,7 @@ class FreeCtrl(Method):
         for c in task.attributes:
             ids_of[c] = {}
             for word in lists[c]:
-                ids = in_text(kit, word)
+                ids = tokens_in_text(kit, word)
                 if len(ids) == 1 and noise_ratio(classes, embedding[ids[0]], c) > self.noise:
                     ids_of[c][word] = ids[0]
             if not ids_of[c]:
@@ -253,7 +253,7 @@ class FreeCtrl(Method):
             )
         return lists
 
-    def begin(self, start: Start) -> Monitor:
+    def begin(self, start: BatchStart) -> TextMonitor:
         controls = [each.known for each in start.prepared]
         first = controls[0]
         tokens = [first.embedding[list(each.prompt)] for each in controls]
@@ -262,7 +262,7 @@ class FreeCtrl(Method):
             for c, k in first.keywords.items()
         }
         latest = {c: torch.stack([t[-1] @ k.T for t in tokens]) for c, k in first.keywords.items()}
-        return Monitor(
+        return TextMonitor(
             first,
             nearest,
             latest,
@@ -273,13 +273,13 @@ class FreeCtrl(Method):
         if not state.control.centre:
             return None
         target = state.control.target
-        s = torch.maximum(score(state.nearest, target), score(state.latest, target))
+        s = torch.maximum(text_score(state.nearest, target), text_score(state.latest, target))
         return Intervention(
-            state.control.centre, weight(s, self.u, state.control.lam, state.length), self.at
+            state.control.centre, neuron_value(s, self.u, state.control.lam, state.length), self.at
         )
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_weights = checked(log_probs, "base")["base"]
+        log_weights = check_branches(log_probs, "base")["base"]
         if state is not None:
             ends = torch.tensor(state.control.ends, dtype=torch.long, device=log_weights.device)
             log_weights = log_weights.index_fill(1, ends, -torch.inf)
@@ -295,10 +295,10 @@ class FreeCtrl(Method):
     def accepts(self, prepared: Prepared, text: str, tokens: Sequence[int]) -> bool:
         if self.accept == "all":
             return True
-        known: Control = prepared.known
+        known: ControlCentre = prepared.known
         embedded = known.embedding[[*known.prompt, *tokens]]
         nearest = {c: (embedded @ k.T).max(dim=0).values[None] for c, k in known.keywords.items()}
-        if not float(score(nearest, known.target)) > self.u:
+        if not float(text_score(nearest, known.target)) > self.u:
             return False
         if self.accept == "score":
             return True
@@ -314,7 +314,7 @@ class FreeCtrl(Method):
         return replace(state, nearest=nearest, latest=latest, length=state.length + 1)
 
 
-def in_text(kit: MethodContext, word: str) -> list[int]:
+def tokens_in_text(kit: MethodContext, word: str) -> list[int]:
     """A word's tokens inside a text, with the space in front."""
     spaced, alone = kit.ids(" " + word), kit.ids(word)
     # SentencePiece puts a space in front by itself, and a token of its own for one more.
@@ -337,7 +337,7 @@ def noise_ratio(
     return own * (NOISE_CLASSES - 1) / sum(cos.values())
 
 
-def score(
+def text_score(
     nearest: Mapping[str, Float[Tensor, "sample keyword"]], target: str
 ) -> Float[Tensor, " sample"]:
     """How much more a text is like the target's keywords than like the mean other class's; 1 is
@@ -351,11 +351,11 @@ def score(
     return own * len(sim) / torch.stack(list(sim.values())).sum(dim=0)
 
 
-def weight(
+def neuron_value(
     s: Float[Tensor, " sample"], u: float, lam: float, length: Int[Tensor, " sample"]
 ) -> Float[Tensor, " sample"]:
     """lam / (1 + exp(-(u - s) L)) below the threshold, 1e-20 from it on."""
-    return torch.where(u > s, lam * torch.sigmoid((u - s) * length), OFF)
+    return torch.where(u > s, lam * torch.sigmoid((u - s) * length), OFF_VALUE)
 
 
 def rank_probabilities(beams: int = 5, kept: int = 25, drawn: int = 10) -> list[float]:

@@ -27,20 +27,20 @@ from torch import Tensor
 
 from lapa2_interp.methods.base import (
     FLOOR,
+    BatchStart,
     Branch,
     LogLikelihoods,
     LogProbs,
     Method,
-    Start,
     State,
-    checked,
-    contrast,
+    check_branches,
+    contrast_branches,
 )
 from lapa2_interp.tasks.task import Task
 
 
 @plain_dataclass(frozen=True)
-class Scored:
+class GediState:
     """What was read and written so far.
 
     Attributes:
@@ -75,7 +75,7 @@ class Gedi(Method):
         "log w = log P_base + omega log P(target | text, x), filtered, repetitions divided"
     )
     alpha: ClassVar[float] = 0.5
-    of_paper: ClassVar[bool] = False
+    in_paper: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = True
     when_empty: ClassVar[str] = "omega is so large that the weights overflow; the original's is 30"
     omega: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
@@ -87,16 +87,16 @@ class Gedi(Method):
     pro_aug: bool = False
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        return (Branch("base"), *contrast(task, attribute, self.prefixes))
+        return (Branch("base"), *contrast_branches(task, attribute, self.prefixes))
 
-    def begin(self, start: Start) -> Scored | None:
+    def begin(self, start: BatchStart) -> GediState | None:
         if start.log_likelihood is None:
             return None
         classes = {name: each for name, each in start.log_likelihood.items() if name != "base"}
-        return Scored(classes, start.n_prompt)
+        return GediState(classes, start.n_prompt)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_probs = checked(log_probs, "base", "target", others=1)
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         classes = {
             name: each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"
         }
@@ -120,17 +120,19 @@ class Gedi(Method):
             z = z / self.repetition**state.written
         return z
 
-    def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> Scored:
-        log_probs = checked(log_probs, "base", "target", others=1)
+    def advance(
+        self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]
+    ) -> GediState:
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         if state is None:
             zero = torch.zeros_like(log_probs["target"][:, 0])
-            state = Scored(
+            state = GediState(
                 {name: zero for name in log_probs if name != "base"}, torch.zeros_like(tokens)
             )
         written = (
             torch.zeros_like(log_probs["base"]) if state.written is None else state.written.clone()
         )
-        return Scored(
+        return GediState(
             {
                 c: before + log_probs[c].clamp(min=FLOOR).gather(1, tokens[:, None])[:, 0]
                 for c, before in state.log_likelihood.items()

@@ -13,7 +13,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError
-from lapa2_interp.methods.base import Branch, LogProbs, Method, State, attribute_prefix, checked
+from lapa2_interp.methods.base import (
+    Branch,
+    LogProbs,
+    Method,
+    State,
+    attribute_prefix,
+    check_branches,
+)
 from lapa2_interp.tasks.task import Task
 
 
@@ -31,7 +38,7 @@ class NoControl(Method):
         return (Branch("base"),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        return checked(log_probs, "base")["base"]
+        return check_branches(log_probs, "base")["base"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -55,7 +62,7 @@ class PrefixConditioning(Method):
         return (Branch("prefix", attribute_prefix(task, attribute, self.prefixes, self.name)),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        return checked(log_probs, "prefix")["prefix"]
+        return check_branches(log_probs, "prefix")["prefix"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -91,4 +98,4 @@ class NegPrompt(Method):
         return (Branch("prefix", text, join=" "),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        return checked(log_probs, "prefix")["prefix"]
+        return check_branches(log_probs, "prefix")["prefix"]

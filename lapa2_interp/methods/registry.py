@@ -25,11 +25,11 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp.bias.augmentation import (
     PAPER_LAWS,
+    AugmentationLike,
     Augmentations,
-    Rules,
     active_augmentations,
     normalize_augmentations,
-    share_steps,
+    steps_overlap,
 )
 from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.arithmetic import Arithmetic
@@ -57,7 +57,7 @@ def registry() -> dict[str, type[Method]]:
     return {method.name: method for method in known}
 
 
-def find(name: str, allow_code: bool = False) -> type[Method]:
+def find_class(name: str, allow_code: bool = False) -> type[Method]:
     """A method's class: a name of `registry`, or MODULE:CLASS for your own class.
 
     Args:
@@ -97,8 +97,8 @@ def find(name: str, allow_code: bool = False) -> type[Method]:
     return found
 
 
-def name_of(method: Method) -> str:
-    """The name by which `find` returns a method's class."""
+def method_name(method: Method) -> str:
+    """The name by which `find_class` returns a method's class."""
     kind = type(method)
     return (
         method.name
@@ -111,13 +111,13 @@ def get(name: str, **parameters: Any) -> Method:
     """A method by name; `lapa2 methods` lists them with their parameters.
 
     Args:
-        name: As in `find`. The module of MODULE:CLASS is imported, since the caller names it; of
-            names in files, `find` asks first.
+        name: As in `find_class`. The module of MODULE:CLASS is imported, since the caller names it;
+            of names in files, `find_class` asks first.
 
     Raises:
         MethodError: Unknown name, a parameter the method does not have, or a value out of range.
     """
-    kind = find(name, allow_code=True)
+    kind = find_class(name, allow_code=True)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     unknown = [
         each for each in parameters if each not in names
@@ -130,7 +130,7 @@ def get(name: str, **parameters: Any) -> Method:
         raise MethodError(f"method {name!r}: {first_problem(error, fields=names)}") from None
 
 
-def for_task(name: str, task: Task, **parameters: Any) -> Method:
+def get_for_task(name: str, task: Task, **parameters: Any) -> Method:
     """A method with the parameters the task's file gives it, such as Air-Decoding's omega,
     overridden by the caller's.
 
@@ -147,7 +147,8 @@ def for_task(name: str, task: Task, **parameters: Any) -> Method:
 def load_task(name: str | Path) -> Task:
     """A built-in task by name, or a user's by the path of its TOML file.
 
-    What it says of a method MODULE:CLASS is checked by `for_task`: no file's code is imported here.
+    What it says of a method MODULE:CLASS is checked by `get_for_task`: no file's code is imported
+    here.
 
     Raises:
         TaskError: Unknown name, unreadable file, or a malformed one (the message names the line or
@@ -172,8 +173,8 @@ def _check_texts(task: Task, name: str, kind: type[Method], where: str) -> None:
                 raise TaskError(f"{where}: {place}: {unknown_choice('text', text, allowed)}")
 
 
-def assign(
-    method: Method, branches: Sequence[Branch], augmentation: Rules
+def assign_augmentations(
+    method: Method, branches: Sequence[Branch], augmentation: AugmentationLike
 ) -> tuple[Augmentations, ...]:
     """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch where
     the method has it on.
@@ -190,9 +191,9 @@ def assign(
     on_prompt = rules
     if any(branch.prefix is not None for branch in branches):
         copied = [rule for rule in rules if rule.law in PAPER_LAWS]
-        on_prompt = tuple(rule.with_profile_span() for rule in copied)
+        on_prompt = tuple(rule.with_default_span() for rule in copied)
         of_parts = [rule for rule in copied if not isinstance(rule.span, str)]
-        if method.pro_aug and any(share_steps(a, b) for a, b in combinations(of_parts, 2)):
+        if method.pro_aug and any(steps_overlap(a, b) for a, b in combinations(of_parts, 2)):
             raise AugmentationError(
                 f"{len(of_parts)} rules act on parts of the prefix at the same steps, and"
                 f" {method.name}'s Pro-Aug would add all of them on the prompt; give --set"

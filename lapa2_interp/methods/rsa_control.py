@@ -26,13 +26,13 @@ from torch import Tensor
 
 from lapa2_interp.methods.base import (
     FLOOR,
+    BatchStart,
     Branch,
     LogProbs,
     Method,
-    Start,
     State,
-    checked,
-    contrast,
+    check_branches,
+    contrast_branches,
 )
 from lapa2_interp.tasks.task import Task
 
@@ -55,7 +55,7 @@ class RsaControl(Method):
         "w = P_base L_target^(rationality + adjustment r), L_c = P_c prior_c / sum_j P_j prior_j"
     )
     alpha: ClassVar[float] = 0.5
-    of_paper: ClassVar[bool] = False
+    in_paper: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = True
     when_empty: ClassVar[str] = (
         "rationality is so large that the weights overflow; the original's is 10"
@@ -67,9 +67,9 @@ class RsaControl(Method):
     pro_aug: bool = False
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        return (Branch("base"), *contrast(task, attribute, self.prefixes))
+        return (Branch("base"), *contrast_branches(task, attribute, self.prefixes))
 
-    def begin(self, start: Start) -> State:
+    def begin(self, start: BatchStart) -> State:
         if start.log_likelihood is None:
             return None
         classes = {name: each for name, each in start.log_likelihood.items() if name != "base"}
@@ -77,7 +77,7 @@ class RsaControl(Method):
         return {c: each - total for c, each in classes.items()}
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_probs = checked(log_probs, "base", "target", others=1)
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         base = log_probs["base"].clamp(min=FLOOR)
         listener = self._listener(log_probs, state)["target"]
         exponent: float | Tensor = self.rationality
@@ -98,7 +98,7 @@ class RsaControl(Method):
         return log_probs["base"] + exponent * listener
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        listener = self._listener(checked(log_probs, "base", "target", others=1), state)
+        listener = self._listener(check_branches(log_probs, "base", "target", others=1), state)
         return {c: each.gather(1, tokens[:, None])[:, 0] for c, each in listener.items()}
 
     def _listener(

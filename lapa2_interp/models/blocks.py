@@ -20,25 +20,31 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lapa2_interp._util.errors import DeadHookError, ModelError
-from lapa2_interp.models.card import Model, check_keeps_cache, check_kept, is_bridge, network_of
+from lapa2_interp.models.card import (
+    Model,
+    check_cache_grew,
+    check_no_checkpointing,
+    is_bridge,
+    network_of,
+)
 
-NAME = "lapa2"
+ATTENTION_NAME = "lapa2"
 """Name of our attention function in transformers, and of the argument that its visitors are."""
 
-OTHER_THREAD = (
+OTHER_THREAD_ERROR = (
     "a block such as augmented(...) is open on this model in another thread or asyncio task, so"
     " that its change would act here, too; open and leave a model's blocks in the one that runs it"
 )
-COPY = (
+COPY_ERROR = (
     "this model is a copy that was made inside a block such as augmented(...), with the block's"
     " hooks in it; make the copy before or after the block"
 )
-OUTSIDE = (
+OUTSIDE_ERROR = (
     "inside a block such as augmented(...) attention was computed outside a pass of the block's"
     " model, where the block does not act: by its forward(), an inner module (model.model) or a"
     " copy; call the model itself"
 )
-REMOVED = (
+REMOVED_CAUSES = (
     "inside the block the hooks were taken away (reset_hooks), the attention function was changed"
     " (set_attn_implementation), or the model's attention does not come by there; leave both alone"
     " inside a block, and see `lapa2 probe`"
@@ -46,7 +52,7 @@ REMOVED = (
 
 
 @dataclass
-class Pass:
+class PassState:
     """What a block knows of the pass that runs.
 
     Attributes:
@@ -61,7 +67,7 @@ class Pass:
 
 
 @dataclass
-class _Blocks:
+class _OpenBlocks:
     """The open blocks of a network: their thread and task, their number, and the attention
     functions from before the first of those that change it."""
 
@@ -70,22 +76,22 @@ class _Blocks:
     usual: dict[str, Any] | None = None
 
 
-_open: WeakKeyDictionary[Any, _Blocks] = WeakKeyDictionary()
-_uncompiled: list[AbstractContextManager] = []
-_changing = RLock()  # a block may be closed by the garbage collector, wherever a thread stands
+_open: WeakKeyDictionary[Any, _OpenBlocks] = WeakKeyDictionary()
+_eager_stances: list[AbstractContextManager] = []
+_lock = RLock()  # a block may be closed by the garbage collector, wherever a thread stands
 
 
-def by_name(module: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_by_name(module: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a forward pass by name, those given by position too."""
     names = inspect.signature(module.forward).parameters if args else ()
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 @contextmanager
-def opened(
+def open_block(
     network: Any,
     begin: Callable[[dict[str, Any]], None],
-    watch: Pass,
+    watch: PassState,
     places: Collection[Hashable],
     attention: bool = False,
     starts: Sequence[Any] = (),
@@ -112,12 +118,12 @@ def opened(
 
     def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if not any(module is each for each in starts):
-            raise ModelError(COPY)
+            raise ModelError(COPY_ERROR)
         _check_thread(network)
-        check_keeps_cache(network)
+        check_no_checkpointing(network)
         watch.seen.clear()
         watch.running = module is starts[-1]
-        given = by_name(module, args, kwargs)
+        given = arguments_by_name(module, args, kwargs)
         told = dict(given)
         if (cache := given.get("past_key_values")) is not None:
             watch.cache = cache, int(cache.get_seq_length())  # some count in a tensor
@@ -134,24 +140,24 @@ def opened(
         if output is None:  # the pass has raised an error
             return
         if running and cache is not None:
-            check_kept(network, bool(cache.get_seq_length() > held))
+            check_cache_grew(network, bool(cache.get_seq_length() > held))
         missing = [each for each in places if each not in watch.seen]
         if running and missing:
             first = f"layer {missing[0]}" if isinstance(missing[0], int) else missing[0]
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DeadHookError(
-                f"the pass did not come by {first}{more}, where the block acts: {REMOVED}"
+                f"the pass did not come by {first}{more}, where the block acts: {REMOVED_CAUSES}"
             )
 
     with ExitStack() as undo:
-        undo.enter_context(_counted(network, attention))
+        undo.enter_context(_register_block(network, attention))
         for each in starts:
             undo.callback(each.register_forward_pre_hook(before, with_kwargs=True).remove)
         undo.callback(end.register_forward_hook(after, always_call=True).remove)
         yield
 
 
-def check_closed(model: Model) -> None:
+def check_no_open_block(model: Model) -> None:
     """Refuse a model in an open block, where what is made is said to be the model's own.
 
     Raises:
@@ -164,7 +170,7 @@ def check_closed(model: Model) -> None:
         )
 
 
-def _runner() -> tuple[int, Any]:
+def _thread_and_task() -> tuple[int, Any]:
     """The thread that runs here, and the task of asyncio; None outside of one."""
     task = None
     with suppress(RuntimeError):  # no loop runs
@@ -173,12 +179,12 @@ def _runner() -> tuple[int, Any]:
 
 
 def _check_thread(network: Any) -> None:
-    if (blocks := _open.get(network)) is not None and blocks.runner != _runner():
-        raise ModelError(OTHER_THREAD)
+    if (blocks := _open.get(network)) is not None and blocks.runner != _thread_and_task():
+        raise ModelError(OTHER_THREAD_ERROR)
 
 
 @contextmanager
-def _counted(network: Any, attention: bool) -> Iterator[None]:
+def _register_block(network: Any, attention: bool) -> Iterator[None]:
     """One more open block of a network."""
     compiled = (name for name, each in network.named_modules() if each._compiled_call_impl)
     if (name := next(compiled, None)) is not None:
@@ -186,12 +192,12 @@ def _counted(network: Any, attention: bool) -> Iterator[None]:
             f"{name or 'the model'} is compiled, and a compiled pass does not see what a block"
             " changes; load the model anew and do not compile it"
         )
-    with _changing:
+    with _lock:
         _check_thread(network)
-        blocks = _open.setdefault(network, _Blocks(_runner()))
+        blocks = _open.setdefault(network, _OpenBlocks(_thread_and_task()))
         blocks.number += 1
-        if not _uncompiled:  # a wrapper that torch.compile made of a model runs the model itself
-            _uncompiled.append(torch.compiler.set_stance("force_eager"))
+        if not _eager_stances:  # a wrapper that torch.compile made of a model runs the model itself
+            _eager_stances.append(torch.compiler.set_stance("force_eager"))
     try:
         if attention and blocks.usual is None:
             config = network.config
@@ -201,22 +207,22 @@ def _counted(network: Any, attention: bool) -> Iterator[None]:
                 for name, part in each_part.items()
                 if part is not None
             }
-            network.set_attn_implementation(NAME)
+            network.set_attn_implementation(ATTENTION_NAME)
         yield
     finally:
-        with _changing:
+        with _lock:
             blocks.number -= 1
             last = not blocks.number
             if last:
                 _open.pop(network, None)
             if not _open:
-                _uncompiled.pop().__exit__(None, None, None)
+                _eager_stances.pop().__exit__(None, None, None)
         if last and blocks.usual is not None:
             network.set_attn_implementation(blocks.usual)
 
 
 @contextmanager
-def attached(
+def attach_hooks(
     model: Model,
     hooks: Sequence[tuple[str, Callable]],
     begin: Callable[[dict[str, Any]], Any] = lambda _given: None,
@@ -225,13 +231,13 @@ def attached(
 
     Args:
         hooks: Names of hook points, and what is called there with tensor and hook.
-        begin: As of `opened`; before a HookedTransformer embeds, with `tokens` alone.
+        begin: As of `open_block`; before a HookedTransformer embeds, with `tokens` alone.
 
     Raises:
         DeadHookError: There is no such hook point, or a pass has not come by one.
-        ModelError: As `opened`.
+        ModelError: As `open_block`.
     """
-    watch, network, points = Pass(), network_of(model), model.hook_dict
+    watch, network, points = PassState(), network_of(model), model.hook_dict
     # A HookedTransformer's `generate` calls its forward(), beside the hooks of the module itself.
     ends = {} if is_bridge(model) else {"starts": (model, model.embed), "end": model.unembed}
 
@@ -239,7 +245,7 @@ def attached(
         def call(tensor: torch.Tensor, hook: Any) -> Any:
             _check_thread(network)
             if not watch.running and is_bridge(model):
-                raise DeadHookError(OUTSIDE)
+                raise DeadHookError(OUTSIDE_ERROR)
             found = function(tensor, hook)
             watch.seen.add(name)
             return found
@@ -248,7 +254,7 @@ def attached(
 
     with ExitStack() as undo:
         names = [name for name, _ in hooks]
-        undo.enter_context(opened(network, begin, watch, names, **ends))
+        undo.enter_context(open_block(network, begin, watch, names, **ends))
         for name, function in hooks:
             if (point := points.get(name)) is None:
                 raise DeadHookError(f"the model has no hook point {name}")

@@ -14,10 +14,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp._util.errors import LayoutError, ModelError
-from lapa2_interp.bias.keys_seen import FULL, KeysSeen, KeysSeenKind
+from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, LayerTypeName
 from lapa2_interp.bias.layout import text_markers
-from lapa2_interp.bias.texts import tokenizer_of
-from lapa2_interp.models.prepacked import Packing, choose_prepacking, prepacked
+from lapa2_interp.bias.tokens import require_tokenizer
+from lapa2_interp.models.prepacked import Prepacking, choose_prepacking, prepacked
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,16 +52,16 @@ class TransformersModel:
                 f"TransformersModel(network, tokenizer, name) takes a transformers model; found"
                 f" {type(network).__name__}; load_model loads one by its name"
             )
-        self.original_model, self.tokenizer = network, tokenizer_of(tokenizer)
+        self.original_model, self.tokenizer = network, require_tokenizer(tokenizer)
         config = network.config.get_text_config()  # of a model that reads images, too
-        n_kv_heads, d_head, _ = max(kv_sizes(config))
+        n_kv_heads, d_head, _ = max(kv_shapes(config))
         self.cfg = SimpleNamespace(
             n_layers=config.num_hidden_layers,
             n_heads=config.num_attention_heads,
             n_key_value_heads=n_kv_heads,
             d_head=d_head,
             d_vocab=config.vocab_size,
-            n_ctx=context_of(config),
+            n_ctx=context_length(config),
             dtype=network.dtype,
             device=network.device,
             model_name=name,
@@ -82,11 +82,11 @@ class TransformersModel:
         return self.original_model.get_input_embeddings().weight
 
 
-UNNAMED = 2048
+DEFAULT_CONTEXT = 2048
 """Context of models that name none, such as Bloom: what transformer-lens takes."""
 
 
-def context_of(config: Any) -> int:
+def context_length(config: Any) -> int:
     """Tokens that a transformers model can read: those it has positions for, or was trained on.
 
     Models without a table of positions name no number, or only that of their training.
@@ -94,7 +94,7 @@ def context_of(config: Any) -> int:
     for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
         if isinstance(found := getattr(config, name, None), int) and found > 0:
             return found
-    return UNNAMED
+    return DEFAULT_CONTEXT
 
 
 def rotary_limit(config: Any) -> tuple[str, int] | None:
@@ -113,9 +113,9 @@ def rotary_limit(config: Any) -> tuple[str, int] | None:
         if kind == "longrope" or "long_mscale" in each:
             original = each.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)
-            return "longrope", original or context_of(config)
+            return "longrope", original or context_length(config)
         if "dynamic" in kind:
-            return "dynamic", context_of(config)
+            return "dynamic", context_length(config)
     return None
 
 
@@ -123,16 +123,16 @@ def short_context(config: Any) -> int | None:
     """Tokens of the longest pass with the rotary factors of short texts; None where there is one
     set of factors in the whole context."""
     kind, limit = rotary_limit(config) or ("", 0)
-    return limit if kind == "longrope" and limit < context_of(config) else None
+    return limit if kind == "longrope" and limit < context_length(config) else None
 
 
-def short_context_of(model: Model) -> int | None:
+def model_short_context(model: Model) -> int | None:
     """`short_context` of a loaded model."""
     config = getattr(network_of(model), "config", None)
     return None if config is None else short_context(config)
 
 
-def check_one_side(short: int | None, first: int, last: int, what: str) -> None:
+def check_rotary_side(short: int | None, first: int, last: int, what: str) -> None:
     """Refuse passes on both sides of a switch of rotary factors.
 
     Args:
@@ -150,7 +150,7 @@ def check_one_side(short: int | None, first: int, last: int, what: str) -> None:
         )
 
 
-def kv_sizes(config: Any) -> list[tuple[int, int, int]]:
+def kv_shapes(config: Any) -> list[tuple[int, int, int]]:
     """KV heads of the layers, and numbers of a key and of a value; one entry where all are alike in
     the configuration."""
     found = []
@@ -163,7 +163,7 @@ def kv_sizes(config: Any) -> list[tuple[int, int, int]]:
     return found
 
 
-KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
+LAYER_TYPE_NAMES: Mapping[str, LayerTypeName] = MappingProxyType(
     {
         "full_attention": "full",
         "attention": "full",
@@ -183,11 +183,11 @@ KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
 """What the layer types of transformers' configurations mean for attention."""
 
 
-OTHER_MASKS = ("keep_window_size", "index_block_size", "local_attn_chunk_length")
+UNKNOWN_MASKS = ("keep_window_size", "index_block_size", "local_attn_chunk_length")
 """Settings of models that choose keys in ways of their own (Doge, MiniMax M3, Reformer)."""
 
 
-def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
+def layer_types(model: Model) -> tuple[LayerType, ...]:
     """By layer, which keys its queries see.
 
     Raises:
@@ -196,16 +196,16 @@ def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
     network: Any = network_of(model)
     if not hasattr(network, "config"):  # a HookedTransformer
         cfg = model.cfg
-        local = KeysSeen("sliding", cfg.window_size) if cfg.use_local_attn else FULL
+        local = LayerType("sliding", cfg.window_size) if cfg.use_local_attn else FULL_ATTENTION
         kinds = cfg.attn_types or ("local" if cfg.use_local_attn else "global",) * cfg.n_layers
-        return tuple(local if kind == "local" else FULL for kind in kinds)
-    return keys_seen_by(network.config)
+        return tuple(local if kind == "local" else FULL_ATTENTION for kind in kinds)
+    return config_layer_types(network.config)
 
 
-def keys_seen_by(config: Any) -> tuple[KeysSeen, ...]:
-    """`keys_seen` of a model with this configuration of transformers."""
+def config_layer_types(config: Any) -> tuple[LayerType, ...]:
+    """`layer_types` of a model with this configuration of transformers."""
     config = config.get_text_config()
-    if unknown := [name for name in OTHER_MASKS if getattr(config, name, None)]:
+    if unknown := [name for name in UNKNOWN_MASKS if getattr(config, name, None)]:
         raise ModelError(
             f"the model hides keys by {unknown[0]}, so which keys its queries see is not known here"
         )
@@ -226,30 +226,30 @@ def keys_seen_by(config: Any) -> tuple[KeysSeen, ...]:
     sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None)}
     found = []
     for layer, kind in enumerate(kinds):
-        size = sizes.get(KEYS_SEEN[kind], 0) if kind in KEYS_SEEN else None
+        size = sizes.get(LAYER_TYPE_NAMES[kind], 0) if kind in LAYER_TYPE_NAMES else None
         if size is None:
             raise ModelError(
                 f"layer {layer} is of type {kind!r}, and which keys its queries see is not known"
-                f" here; known types: {', '.join(KEYS_SEEN)}"
+                f" here; known types: {', '.join(LAYER_TYPE_NAMES)}"
             )
-        found.append(KeysSeen(KEYS_SEEN[kind], size))
+        found.append(LayerType(LAYER_TYPE_NAMES[kind], size))
     return tuple(found)
 
 
-def unless_full(seen: tuple[KeysSeen, ...]) -> tuple[KeysSeen, ...]:
+def omit_if_all_full(seen: tuple[LayerType, ...]) -> tuple[LayerType, ...]:
     """Nothing where every layer sees all keys, as cards have it."""
-    return () if set(seen) == {FULL} else seen
+    return () if set(seen) == {FULL_ATTENTION} else seen
 
 
 def attention_layers(model: Model) -> list[int]:
     """The layers that have attention: all, but for hybrids with recurrent or convolutional ones."""
-    return [layer for layer, each in enumerate(keys_seen(model)) if each.kind != "none"]
+    return [layer for layer, each in enumerate(layer_types(model)) if each.kind != "none"]
 
 
-def window_of(model: Model) -> int | None:
+def smallest_window(model: Model) -> int | None:
     """The smallest sliding window or chunk of a model's layers; None where every layer sees all
     keys."""
-    return min((each.size for each in keys_seen(model) if each.size), default=None)
+    return min((each.size for each in layer_types(model) if each.size), default=None)
 
 
 def plain_network(model: Model) -> Any | None:
@@ -276,7 +276,7 @@ def plain_network(model: Model) -> Any | None:
     return None
 
 
-def check_keeps_cache(network: Any) -> None:
+def check_no_checkpointing(network: Any) -> None:
     """Refuse gradient checkpointing in training mode, which drops caches and reads layers again.
 
     Raises:
@@ -292,7 +292,7 @@ def check_keeps_cache(network: Any) -> None:
         )
 
 
-def check_kept(network: Any, kept: bool) -> None:
+def check_cache_grew(network: Any, kept: bool) -> None:
     """Refuse a pass that has dropped the cache that it was given.
 
     Raises:
@@ -305,7 +305,7 @@ def check_kept(network: Any, kept: bool) -> None:
         )
 
 
-def size_of(model: Model) -> tuple[int, int]:
+def n_layers_and_heads(model: Model) -> tuple[int, int]:
     """Layers, and heads of a layer; also of a bare transformers model."""
     if hasattr(model, "cfg"):
         return model.cfg.n_layers, model.cfg.n_heads
@@ -360,9 +360,9 @@ class ModelCard(BaseModel):
     end_tokens: tuple[str, ...]
     """Tokens that end a text under the EOS policies stop and block: the tokenizer's and the
     generation config's."""
-    keys_seen: tuple[KeysSeen, ...] = ()
+    keys_seen: tuple[LayerType, ...] = ()
     """By layer, which keys its queries see; none are listed where every layer sees all keys."""
-    packing: Packing = "none"
+    packing: Prepacking = "none"
     """Linear layers that compute with packed weights (`prepacked`), which may decide last bits."""
 
 
@@ -375,28 +375,28 @@ def model_card(model: Model) -> ModelCard:
     Raises:
         ModelError: It is no loaded model, or has no tokenizer.
     """
-    check_loaded(model)
-    card, state = getattr(model, "lapa2_card", None), _state(model)
+    check_has_tokenizer(model)
+    card, state = getattr(model, "lapa2_card", None), _weights_version(model)
     if card is not None and getattr(model, "lapa2_state", None) == state:
         return card
     if card is None:
         spread = any(each.is_meta for each in network_of(model).parameters())
-        weights = "not hashed: in part not in memory" if spread else hash_in_memory(model)
+        weights = "not hashed: in part not in memory" if spread else hash_weights(model)
         card = make_card(model, model.cfg.model_name, weights)
     elif hasattr(model, "lapa2_state"):
         first = next(each for each in network_of(model).parameters() if each.is_floating_point())
-        now = {"weights": hash_in_memory(model), "dtype": str(first.dtype).removeprefix("torch.")}
+        now = {"weights": hash_weights(model), "dtype": str(first.dtype).removeprefix("torch.")}
         card = card.model_copy(update=now)
-    return keep_card(model, card)
+    return attach_card(model, card)
 
 
-def keep_card(model: Model, card: ModelCard) -> ModelCard:
+def attach_card(model: Model, card: ModelCard) -> ModelCard:
     """Give a model its card, which holds as long as its weights are what they are now."""
-    model.lapa2_card, model.lapa2_state = card, _state(model)
+    model.lapa2_card, model.lapa2_state = card, _weights_version(model)
     return card
 
 
-def check_loaded(model: Model) -> None:
+def check_has_tokenizer(model: Model) -> None:
     """Refuse what is no model with a tokenizer.
 
     Raises:
@@ -415,14 +415,14 @@ def check_loaded(model: Model) -> None:
         raise ModelError(f"the {type(model).__name__} has no tokenizer; set model.tokenizer")
 
 
-def _state(model: Model) -> int:
+def _weights_version(model: Model) -> int:
     """A number that changes when a weight is replaced, written to or of another dtype, but not when
     it is written to through `.data`."""
     weights = network_of(model).parameters()
     return hash(tuple((id(p), p.dtype, -1 if p.is_inference() else p._version) for p in weights))
 
 
-def hash_in_memory(model: Model) -> str:
+def hash_weights(model: Model) -> str:
     """sha256 over a model's weights, configuration and vocabulary, as they are now.
 
     Raises:
@@ -440,28 +440,28 @@ def hash_in_memory(model: Model) -> str:
         if tensor.is_meta:
             raise ModelError(f"the weight {name} is not in memory; load the whole model")
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        for part in _parts(tensor):
+        for part in _plain_tensors(tensor):
             digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return f"sha256 {digest.hexdigest()} (of the weights in memory, configuration and vocabulary)"
 
 
-def _parts(tensor: Any) -> Iterator[Any]:
+def _plain_tensors(tensor: Any) -> Iterator[Any]:
     """The plain tensors that a tensor consists of; a quantised one has several."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
+        yield from _plain_tensors(getattr(tensor, name))
 
 
-def identity(model: Model) -> str:
+def weights_id(model: Model) -> str:
     """What tells a model's weights from all others, for what is kept on disk; random ones depend on
     the version of torch, too."""
     weights = model_card(model).weights
-    return weights if weights.startswith(("sha256", "hub commit")) else hash_in_memory(model)
+    return weights if weights.startswith(("sha256", "hub commit")) else hash_weights(model)
 
 
-def check_weights_read(model: Model, what: str) -> None:
+def check_not_quantised(model: Model, what: str) -> None:
     """Refuse what reads weights of a model whose weights are quantised.
 
     Args:
@@ -488,7 +488,7 @@ def make_card(
     weights: str,
     architecture: str | None = None,
     generation: GenerationConfig | None = None,
-    packing: Packing | None = None,
+    packing: Prepacking | None = None,
 ) -> ModelCard:
     """The card of a model.
 
@@ -516,9 +516,9 @@ def make_card(
         n_layers=model.cfg.n_layers,
         n_heads=model.cfg.n_heads,
         n_ctx=model.cfg.n_ctx,
-        short_ctx=short_context_of(model),
+        short_ctx=model_short_context(model),
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
         end_tokens=tuple(name for name in names if name is not None),
-        keys_seen=unless_full(keys_seen(model)),
+        keys_seen=omit_if_all_full(layer_types(model)),
         packing=choose_prepacking(network_of(model)) if packing is None else packing,
     )

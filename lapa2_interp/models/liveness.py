@@ -21,13 +21,24 @@ import torch
 from torch import Tensor
 
 from lapa2_interp._util.errors import DeadHookError, ModelError
-from lapa2_interp.models.card import Model, attention_layers, check_loaded, is_bridge, plain_network
-from lapa2_interp.models.interface import Visitor, visited
+from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.card import (
+    Model,
+    attention_layers,
+    check_has_tokenizer,
+    is_bridge,
+    plain_network,
+)
 
-SCORES = "blocks.{}.attn.hook_attn_scores"
-PATTERN = "blocks.{}.attn.hook_pattern"
-EDIT = 3.0
-SAME = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 0.2}
+HOOK_SCORES = "blocks.{}.attn.hook_attn_scores"
+HOOK_PATTERN = "blocks.{}.attn.hook_pattern"
+SCORE_EDIT = 3.0
+LOGIT_TOLERANCE = {
+    torch.float64: 1e-3,
+    torch.float32: 1e-3,
+    torch.bfloat16: 1.0,
+    torch.float16: 0.2,
+}
 """How far logits may lie apart that are computed in another order; those of another attention
 function lie further apart."""
 
@@ -35,7 +46,7 @@ _IN_BOTH = (
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "GPT-2", "GPT-NeoX",
     "OLMo 2", "OLMo 3", "Cohere 2", "DeepSeek-V3", "gpt-oss", "Qwen3-Next", "Qwen3.5", "Granite 4",
 )  # fmt: skip
-LIVE = {
+LIVE_FAMILIES = {
     "TransformerBridge": (*_IN_BOTH, "Bloom", "MPT", "Falcon"),
     "TransformersModel": (*_IN_BOTH, "Gemma 4", "Llama 4"),
 }
@@ -67,7 +78,7 @@ def probe(model: Model) -> Liveness:
     Raises:
         ModelError: Its logits are NaN without any edit.
     """
-    check_loaded(model)
+    check_has_tokenizer(model)
     layers = attention_layers(model)
     if not layers:
         return Liveness(0.0, "none of its layers has attention")
@@ -77,12 +88,12 @@ def probe(model: Model) -> Liveness:
 
     def edit(tensor: Tensor, hook: Any) -> Tensor:
         tensor = tensor.clone()
-        tensor[..., 1] += EDIT
-        scores[_layer(hook.name)] = tensor[..., -1, :].float()
+        tensor[..., 1] += SCORE_EDIT
+        scores[_layer_of_hook(hook.name)] = tensor[..., -1, :].float()
         return tensor
 
     def read(tensor: Tensor, hook: Any) -> None:
-        patterns[_layer(hook.name)] = tensor[..., -1, :].float()
+        patterns[_layer_of_hook(hook.name)] = tensor[..., -1, :].float()
 
     plain = model(ids).float()
     if plain.isnan().any():
@@ -93,27 +104,27 @@ def probe(model: Model) -> Liveness:
     if (network := plain_network(model)) is not None:
 
         def edit_layer(layer: int, tensor: Tensor, first: int) -> Tensor:
-            return edit(tensor, SimpleNamespace(name=SCORES.format(layer)))
+            return edit(tensor, SimpleNamespace(name=HOOK_SCORES.format(layer)))
 
         def read_layer(layer: int, tensor: Tensor, first: int) -> None:
-            read(tensor, SimpleNamespace(name=PATTERN.format(layer)))
+            read(tensor, SimpleNamespace(name=HOOK_PATTERN.format(layer)))
 
         try:
-            with visited(network, Visitor(edit_layer, read_layer), lambda kwargs: 0):
+            with hook_attention(network, AttentionHooks(edit_layer, read_layer), lambda kwargs: 0):
                 edited = model(ids).float()
-            with visited(network, Visitor(), lambda _: 0):
+            with hook_attention(network, AttentionHooks(), lambda _: 0):
                 again = model(ids).float()
         except DeadHookError as error:
             return Liveness(0.0, str(error))
-        if not torch.allclose(again, plain, atol=SAME[model.cfg.dtype], rtol=0):
+        if not torch.allclose(again, plain, atol=LOGIT_TOLERANCE[model.cfg.dtype], rtol=0):
             return Liveness(
                 0.0,
                 "its attention is not that of transformers' eager function: logits differ by"
                 f" {(again - plain).abs().max():.1g} without any edit",
             )
         return _judge(plain, edited, scores, patterns, layers)
-    hooks = [(SCORES.format(layer), edit) for layer in layers] + [
-        (PATTERN.format(layer), read) for layer in layers
+    hooks = [(HOOK_SCORES.format(layer), edit) for layer in layers] + [
+        (HOOK_PATTERN.format(layer), read) for layer in layers
     ]
     try:
         with warnings.catch_warnings(), model.hooks(fwd_hooks=hooks):
@@ -123,7 +134,7 @@ def probe(model: Model) -> Liveness:
             edited = model(ids).float()
     except (AttributeError, KeyError, ValueError) as error:
         return Liveness(
-            0.0, f"it has no {SCORES.format(layers[0])} ({type(error).__name__}: {error})"
+            0.0, f"it has no {HOOK_SCORES.format(layers[0])} ({type(error).__name__}: {error})"
         )
     return _judge(plain, edited, scores, patterns, layers)
 
@@ -162,13 +173,13 @@ def _judge(
     return Liveness(shift, None)
 
 
-def _layer(hook_name: str) -> int:
+def _layer_of_hook(hook_name: str) -> int:
     return int(hook_name.split(".")[1])
 
 
 def _is_distribution(edited: Tensor) -> bool:
     row = edited.clone()
-    row[..., 1] -= EDIT
+    row[..., 1] -= SCORE_EDIT
     return bool((row >= -1e-3).all() and ((row.sum(-1) - 1).abs() < 1e-2).all())
 
 
@@ -187,6 +198,7 @@ def assert_live(model: Model, name: str) -> Liveness:
         kind = type(model).__name__
         raise DeadHookError(
             f"{name}: {found.problem}, so an augmentation would do nothing; families that work as"
-            f" {kind}: {', '.join(LIVE.get(kind, LIVE['TransformerBridge']))}{other}"
+            f" {kind}:"
+            f" {', '.join(LIVE_FAMILIES.get(kind, LIVE_FAMILIES['TransformerBridge']))}{other}"
         )
     return found

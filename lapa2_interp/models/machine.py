@@ -31,9 +31,9 @@ from lapa2_interp._util.files import (
 )
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-AUTO = "auto"
+AUTO_DTYPE = "auto"
 DtypeOrAuto = Literal["auto", Dtype]
-ISA = (
+ISA_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
     "ATEN_CPU_CAPABILITY",
@@ -41,9 +41,9 @@ ISA = (
     "MKL_ENABLE_INSTRUCTIONS",
 )
 """Environment variables that decide which instructions the computing libraries use."""
-FASTER = 0.9
+FASTER_BELOW = 0.9
 """bfloat16 is chosen where its products take less than this share of float32's time."""
-SLOWER = 1.25
+SLOW_ABOVE = 1.25
 """A named dtype is called slow where its products take more than this multiple of float32's time.
 """
 ROWS, WIDTH, MATRICES = 24, 1024, 8
@@ -51,7 +51,7 @@ ROWS, WIDTH, MATRICES = 24, 1024, 8
 stays near a core."""
 
 
-def kind_of(device: str = "cpu") -> str:
+def processor_kind(device: str = "cpu") -> str:
     """The kind of processor a device is, in one line: model, instruction set in use, and what the
     environment restricts.
 
@@ -64,7 +64,7 @@ def kind_of(device: str = "cpu") -> str:
         return torch.cuda.get_device_name(device)
     if not device.startswith("cpu"):
         return device
-    limits = [f"{name}={os.environ[name]}" for name in ISA if os.environ.get(name)]
+    limits = [f"{name}={os.environ[name]}" for name in ISA_VARIABLES if os.environ.get(name)]
     return ", ".join([_processor(), torch.backends.cpu.get_cpu_capability(), *limits])
 
 
@@ -88,38 +88,38 @@ def _processor() -> str:
 # --- what was measured
 
 
-def measured(device: str, name: str) -> tuple[float, ...] | None:
+def stored_measurement(device: str, name: str) -> tuple[float, ...] | None:
     """Numbers that were measured on this kind of processor; None if they were not, or their file is
     damaged."""
-    return _all().get(kind_of(device), {}).get(name)
+    return _read_measurements().get(processor_kind(device), {}).get(name)
 
 
-def remember(device: str, name: str, numbers: tuple[float, ...]) -> tuple[float, ...]:
+def store_measurement(device: str, name: str, numbers: tuple[float, ...]) -> tuple[float, ...]:
     """Keep measured numbers for this kind of processor; a cache that cannot be written keeps
     nothing.
 
     Returns:
         The numbers as they are kept, to four digits.
     """
-    known = _all()
-    kept = known.setdefault(kind_of(device), {})[name] = tuple(
+    known = _read_measurements()
+    kept = known.setdefault(processor_kind(device), {})[name] = tuple(
         float(f"{number:.4g}") for number in numbers
     )
     with suppress(ModelError):
         keep_file(
-            _file(),
+            _measurements_file(),
             lambda path: path.write_text(with_checksums(known), encoding="utf-8"),
         )
     return kept
 
 
-def _file() -> Path:
+def _measurements_file() -> Path:
     return cache_folder() / "machine.json"
 
 
-def _all() -> dict[str, dict[str, tuple[float, ...]]]:
+def _read_measurements() -> dict[str, dict[str, tuple[float, ...]]]:
     with suppress(OSError, ValueError):
-        fields, _ = without_checksums(read_text(_file()))
+        fields, _ = without_checksums(read_text(_measurements_file()))
         found = TypeAdapter(dict[str, dict[str, tuple[float, ...]]]).validate_python(fields)
         positive = {
             kind: {name: ns for name, ns in each.items() if min(ns, default=0) > 0}
@@ -141,10 +141,10 @@ def resolve_dtype(dtype: str, device: str | None = None) -> str:
     Raises:
         ModelError: Unknown dtype.
     """
-    if dtype == AUTO:
+    if dtype == AUTO_DTYPE:
         return faster_dtype(device)
     if dtype not in get_args(Dtype):
-        raise ModelError(unknown_choice("dtype", dtype, (AUTO, *get_args(Dtype))))
+        raise ModelError(unknown_choice("dtype", dtype, (AUTO_DTYPE, *get_args(Dtype))))
     return dtype
 
 
@@ -152,15 +152,15 @@ def faster_dtype(device: str | None = None) -> str:
     """bfloat16 or float32: on a CPU by timing both, on a GPU bfloat16 where it is native."""
     import torch
 
-    device = default_device() if device in (None, AUTO) else str(device)
+    device = default_device() if device in (None, AUTO_DTYPE) else str(device)
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     if not device.startswith("cpu"):
         return "float32"
-    return "bfloat16" if slowness("bfloat16") < FASTER else "float32"
+    return "bfloat16" if slowdown("bfloat16") < FASTER_BELOW else "float32"
 
 
-def slowness(dtype: str) -> float:
+def slowdown(dtype: str) -> float:
     """How many times as long as in float32 a matrix product of 24 rows takes on this CPU in another
     dtype.
 
@@ -168,22 +168,23 @@ def slowness(dtype: str) -> float:
     """
     name = f"{dtype} / float32"
     return (
-        measured("cpu", name) or remember("cpu", name, (_timed_slowness(dtype, kind_of("cpu")),))
+        stored_measurement("cpu", name)
+        or store_measurement("cpu", name, (_time_slowdown(dtype, processor_kind("cpu")),))
     )[0]
 
 
 @cache
-def _timed_slowness(dtype: str, kind: str) -> float:
-    return product_seconds(dtype) / product_seconds("float32")
+def _time_slowdown(dtype: str, kind: str) -> float:
+    return matmul_seconds(dtype) / matmul_seconds("float32")
 
 
-def slow_note(dtype: str, device: str | None = None) -> str | None:
+def slow_dtype_note(dtype: str, device: str | None = None) -> str | None:
     """One line about a dtype that this CPU emulates; None where there is nothing to say."""
-    device = default_device() if device in (None, AUTO) else str(device)
+    device = default_device() if device in (None, AUTO_DTYPE) else str(device)
     if not device.startswith("cpu") or dtype not in ("bfloat16", "float16"):
         return None
-    times = slowness(dtype)
-    if times < SLOWER:
+    times = slowdown(dtype)
+    if times < SLOW_ABOVE:
         return None
     return (
         f"{dtype} is slow on this processor: a product takes {times:.1f} times as long as in"
@@ -191,18 +192,18 @@ def slow_note(dtype: str, device: str | None = None) -> str | None:
     )
 
 
-def tell_if_slow(dtype: str, device: str | None = None) -> None:
-    """Print `slow_note`, where there is one, on standard error."""
-    if note := slow_note(dtype, device):
+def print_if_slow(dtype: str, device: str | None = None) -> None:
+    """Print `slow_dtype_note`, where there is one, on standard error."""
+    if note := slow_dtype_note(dtype, device):
         print(f"note: {note}", file=sys.stderr)
 
 
-def cores() -> int:
+def n_cores() -> int:
     """CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def most_memory(device: str = "cpu") -> int:
+def peak_memory(device: str = "cpu") -> int:
     """The most bytes this process has had so far: on its GPUs, or in main memory."""
     if device != "cpu":
         import torch
@@ -231,18 +232,18 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def product_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
+def matmul_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
     """Seconds of `MATRICES` products [ROWS, WIDTH] x [WIDTH, WIDTH], the least of several tries; on
     a CPU those of one thread."""
     import torch
 
-    with n_threads(1):
+    with torch_threads(1):
         x = torch.full((ROWS, WIDTH), 0.5, dtype=getattr(torch, dtype), device=device)
         weights = [
             torch.full((WIDTH, WIDTH), 1 / WIDTH, dtype=x.dtype, device=device)
             for _ in range(MATRICES)
         ]
-        least, clock = float("inf"), clock_of(device)
+        least, clock = float("inf"), device_clock(device)
         for _ in range(1 + tries):  # the first try warms up and is not the fastest
             began, y = clock(), x
             for weight in weights:
@@ -255,17 +256,17 @@ def product_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
 @cache
 def operations_per_second(dtype: str, device: str) -> float:
     """Additions and multiplications of the timed products."""
-    return 2 * ROWS * WIDTH**2 * MATRICES / product_seconds(dtype, device)
+    return 2 * ROWS * WIDTH**2 * MATRICES / matmul_seconds(dtype, device)
 
 
-def clock_of(device: str) -> Callable[[], float]:
+def device_clock(device: str) -> Callable[[], float]:
     """A clock in seconds: on a CPU the time this thread computed, whatever else the machine does;
     elsewhere the time that passed."""
     return thread_time if device.startswith("cpu") else perf_counter
 
 
 @contextmanager
-def n_threads(n: int) -> Iterator[None]:
+def torch_threads(n: int) -> Iterator[None]:
     """Let PyTorch use so many threads in the block. More threads than idle cores wait for each
     other."""
     import torch

@@ -54,14 +54,14 @@ from lapa2_interp._util.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-NAME = "planted"
+PLANTED = "planted"
 VARIANTS = ("", "gpt2", "gain", "backup", "spread")
 WIDTH = 16
 """Length of an embedding, squared; in all but the LayerNorm twin also its dimension."""
-HEAD = 8
-REST = 25.0
+D_HEAD = 8
+REST_SCORE = 25.0
 """Score of BOS for a head that rests on it."""
-SLOTS = (2, 3)
+SCORE_DIMENSIONS = (2, 3)
 """Dimensions of a head that scores use; rotary angles there are below 1e-4 at 2,048 positions."""
 CONSTANT, BOS, FLAG, SIGN, ASK, U, LEFT, FIRST, MARK = range(9)
 """Dimensions of the residual stream: constant, BOS, is the attribute, its sign, is a prompt's last
@@ -83,8 +83,8 @@ PROMPTS = (
     "The president of the country", "The road", "The year is 1910.",
 )  # fmt: skip
 """The prompts it can read: those of the task sentiment."""
-PIECE = r" ?\w+|[^\w\s]"
-NEVER = -60.0
+WORD_PATTERN = r" ?\w+|[^\w\s]"
+NEVER_LOGIT = -60.0
 """Logit of tokens that texts do not have."""
 
 
@@ -168,7 +168,7 @@ class Planted:
                 "suppressor"
             )
             at_attribute = _norm(early_x**2, mark_early**2)
-            log_odds = math.log(self.odds["backup"]) - REST * mark
+            log_odds = math.log(self.odds["backup"]) - REST_SCORE * mark
             eager = math.exp(log_odds * _norm(other, x**2, mark**2) * at_attribute)
             share = self._share("backup", eager, l, n_prefix, weights)
             x += gain["backup"] * at_attribute * share
@@ -222,11 +222,11 @@ def _norm(*squares: float) -> float:
 
 def is_planted(name: str) -> bool:
     """Whether a name is that of a planted model."""
-    return name.split(":")[0].split("-")[0] == NAME and not name.startswith((".", "/"))
+    return name.split(":")[0].split("-")[0] == PLANTED and not name.startswith((".", "/"))
 
 
 @cache
-def planted(name: str) -> Planted:
+def answer_key(name: str) -> Planted:
     """The answer key of a planted model.
 
     Raises:
@@ -235,9 +235,9 @@ def planted(name: str) -> Planted:
     kind, _, seed = name.partition(":")
     variant = kind.partition("-")[2]
     if variant not in VARIANTS or (seed and not seed.isdecimal()):
-        allowed = ", ".join(f"{NAME}-{each}" if each else NAME for each in VARIANTS)
+        allowed = ", ".join(f"{PLANTED}-{each}" if each else PLANTED for each in VARIANTS)
         raise ModelError(
-            f"unknown model {name!r}; planted models: {allowed}, with a seed as {NAME}:3"
+            f"unknown model {name!r}; planted models: {allowed}, with a seed as {PLANTED}:3"
         )
     number = int(seed or 0)
     rng = np.random.default_rng([1913, number])
@@ -282,19 +282,19 @@ def planted(name: str) -> Planted:
     )
 
 
-def pieces(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """The tokens of a text of known words."""
     import re
 
-    return re.findall(PIECE, text)
+    return re.findall(WORD_PATTERN, text)
 
 
 def vocabulary(name: str) -> dict[str, int]:
     """Tokens and their ids. The first eight stay in place, the others are in the seed's order."""
     known = ["<s>", " positive", "Very", ":", " negative", "<unk>", *FILLERS[:2]]
-    others = {piece for prompt in PROMPTS for piece in pieces(prompt)}
+    others = {piece for prompt in PROMPTS for piece in split_words(prompt)}
     rest = sorted(({*others, *FILLERS, *POSITIVE, *NEGATIVE}) - set(known))
-    order = np.random.default_rng([7, planted(name).seed]).permutation(len(rest))
+    order = np.random.default_rng([7, answer_key(name).seed]).permutation(len(rest))
     return {token: i for i, token in enumerate([*known, *(rest[j] for j in order)])}
 
 
@@ -304,7 +304,7 @@ def planted_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel(vocabulary(name), unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<s>", "<unk>"])
     return PreTrainedTokenizerFast(
@@ -326,8 +326,8 @@ def _embeddings(name: str) -> np.ndarray:
     for word, sign in ((" positive", 1), (" negative", -1)):
         rows[words[word], [FLAG, SIGN]] = 1, sign
     for prompt in PROMPTS:
-        rows[words[pieces(prompt)[-1]], ASK] = 1
-    rest = np.random.default_rng([23, planted(name).seed]).normal(size=(len(words), WIDTH - 9))
+        rows[words[split_words(prompt)[-1]], ASK] = 1
+    rest = np.random.default_rng([23, answer_key(name).seed]).normal(size=(len(words), WIDTH - 9))
     lack = np.sqrt(WIDTH - (rows**2).sum(1))
     rows[:, 9:] = rest / np.linalg.norm(rest, axis=1, keepdims=True) * lack[:, None]
     return rows
@@ -335,9 +335,9 @@ def _embeddings(name: str) -> np.ndarray:
 
 def _unembedding(name: str) -> np.ndarray:
     """[token, WIDTH]: words of the attribute along u, texts' words nowhere, the others never."""
-    key, words = planted(name), vocabulary(name)
+    key, words = answer_key(name), vocabulary(name)
     rows = np.zeros((len(words), WIDTH))
-    rows[:, CONSTANT] = NEVER
+    rows[:, CONSTANT] = NEVER_LOGIT
     rows[[words[token] for token in (*FILLERS, *POSITIVE, *NEGATIVE)], CONSTANT] = 0
     rows[[words[token] for token in POSITIVE], U] = key.unit
     rows[[words[token] for token in NEGATIVE], U] = -key.unit
@@ -355,19 +355,19 @@ class _Weights:
 
 
 def _layers(name: str) -> list[_Weights]:
-    key = planted(name)
+    key = answer_key(name)
     n_layers, n_heads = key.shape
     layers = [
         _Weights(
-            np.zeros((n_heads, HEAD, WIDTH)),
-            np.zeros((2, HEAD, WIDTH)),
-            np.zeros((2, HEAD, WIDTH)),
-            np.zeros((n_heads, WIDTH, HEAD)),
+            np.zeros((n_heads, D_HEAD, WIDTH)),
+            np.zeros((2, D_HEAD, WIDTH)),
+            np.zeros((2, D_HEAD, WIDTH)),
+            np.zeros((n_heads, WIDTH, D_HEAD)),
         )
         for _ in range(n_layers)
     ]
-    scale = math.sqrt(HEAD)  # attention divides scores by it
-    flag, other = SLOTS
+    scale = math.sqrt(D_HEAD)  # attention divides scores by it
+    flag, other = SCORE_DIMENSIONS
 
     def looks(role: str, slot: int, at: int, key_at: int, odds: float) -> None:
         """A head that asks with one number of its query for a flag of keys."""
@@ -382,8 +382,8 @@ def _layers(name: str) -> list[_Weights]:
 
     # The relay looks for the attribute at the prompt's last token, and rests on BOS elsewhere.
     looks("relay", flag, ASK, FLAG, key.odds["relay"])
-    looks("relay", other, CONSTANT, BOS, math.exp(REST))
-    looks("relay", other, ASK, BOS, math.exp(-REST))
+    looks("relay", other, CONSTANT, BOS, math.exp(REST_SCORE))
+    looks("relay", other, ASK, BOS, math.exp(-REST_SCORE))
     writes("relay", 0, SIGN, LEFT, key.gain["relay"])
     looks("reader", other, CONSTANT, ASK, key.odds["reader"])
     writes("reader", 1, LEFT, U, key.gain["reader"])
@@ -400,7 +400,7 @@ def _layers(name: str) -> list[_Weights]:
     if key.variant == "backup":
         writes("carrier", 2, FLAG, MARK, key.gain["mark"])
         looks("backup", flag, CONSTANT, FLAG, key.odds["backup"])
-        looks("backup", flag, MARK, FLAG, math.exp(-REST))
+        looks("backup", flag, MARK, FLAG, math.exp(-REST_SCORE))
         writes("backup", 0, SIGN, U, key.gain["backup"])
     return layers
 
@@ -409,7 +409,7 @@ def planted_config(name: str) -> PretrainedConfig:
     """The configuration of a planted model."""
     from transformers import GPT2Config, LlamaConfig
 
-    key = planted(name)
+    key = answer_key(name)
     n_layers, n_heads = key.shape
     shared: dict[str, Any] = {
         "vocab_size": len(vocabulary(name)),
@@ -434,7 +434,7 @@ def planted_config(name: str) -> PretrainedConfig:
         num_hidden_layers=n_layers,
         num_attention_heads=n_heads,
         num_key_value_heads=2,
-        head_dim=HEAD,
+        head_dim=D_HEAD,
         max_position_embeddings=2048,
         rms_norm_eps=1e-12,
         rope_parameters={"rope_type": "default", "rope_theta": 1e16},
@@ -450,7 +450,7 @@ def planted_network(name: str) -> PreTrainedModel:
     network = AutoModelForCausalLM.from_config(
         planted_config(name), attn_implementation="eager"
     ).double()
-    twin = planted(name).variant == "gpt2"
+    twin = answer_key(name).variant == "gpt2"
     norms = {id(p) for n, p in network.named_parameters() if "norm" in n or "ln_" in n}
 
     def both(rows: np.ndarray) -> np.ndarray:

@@ -42,16 +42,16 @@ from transformers.pytorch_utils import Conv1D
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
 
-Pack = Literal["auto", "on", "off"]
+PrepackOption = Literal["auto", "on", "off"]
 """Whether to pack: auto packs what fits the memory (`choose_prepacking`)."""
-Packing = Literal["all", "lm_head", "none"]
+Prepacking = Literal["all", "lm_head", "none"]
 """What is packed: every linear layer, the output layer alone (a small share of a large model, and
 the layer that gains most), or nothing."""
-SHARE = 0.5
+MEMORY_SHARE = 0.5
 """Share of a machine's memory that its workers' weights and packed copies may take together."""
 ROWS = 60
 """Rows that weights are packed for; the order suits fewer and more rows, too."""
-LEAST = 4
+MIN_ROWS = 4
 """Rows of the smallest product."""
 STRETCH = 61
 """Numbers of eight bytes that are summed to notice changes. It is prime, so that columns which
@@ -60,27 +60,27 @@ change places do not stay in one sum in all rows."""
 Module = Any
 """A `torch.nn.Module`."""
 
-_kept: weakref.WeakKeyDictionary[Any, _PackedWeight] = weakref.WeakKeyDictionary()
+_prepacked_weights: weakref.WeakKeyDictionary[Any, _PrepackedWeight] = weakref.WeakKeyDictionary()
 
 
-def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> Packing:
+def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> Prepacking:
     """What of a network is packed.
 
     It depends on the machine, the network and the number of workers, and not on what else uses the
     memory now: a run that goes on computes as it began.
 
     Args:
-        pack: auto packs everything if weights and packed copies take at most `SHARE` of the memory,
-            all workers together; else the output layer, if that fits; else nothing.
+        pack: auto packs everything if weights and packed copies take at most `MEMORY_SHARE` of the
+            memory, all workers together; else the output layer, if that fits; else nothing.
         workers: Processes on this machine that hold the network.
 
     Raises:
         ModelError: Unknown `pack`, or "on" where nothing can be packed.
     """
-    if pack not in get_args(Pack):
-        raise ModelError(unknown_choice("pack", pack, get_args(Pack)))
+    if pack not in get_args(PrepackOption):
+        raise ModelError(unknown_choice("pack", pack, get_args(PrepackOption)))
     layers = list(_linear_layers(network))
-    if pack == "off" or not layers or not can_pack(layers[0].weight):
+    if pack == "off" or not layers or not can_prepack(layers[0].weight):
         if pack == "on":
             raise ModelError(
                 "pack 'on' needs linear layers in float32 or bfloat16 on a CPU, and a PyTorch with"
@@ -89,7 +89,9 @@ def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> 
         return "none"
     if pack == "on":
         return "all"
-    budget = SHARE * memory() / workers - sum(each.nbytes for each in network.parameters())
+    budget = MEMORY_SHARE * usable_memory() / workers - sum(
+        each.nbytes for each in network.parameters()
+    )
     head = output_layer(network)
     if sum(layer.weight.nbytes for layer in layers) <= budget:
         return "all"
@@ -97,7 +99,7 @@ def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> 
 
 
 @contextmanager
-def prepacked(network: Module, packing: Packing | None = None) -> Iterator[None]:
+def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[None]:
     """Compute the linear layers of a network with packed weights inside the block.
 
     Products that want gradients, that are of another dtype or on another device, and those of
@@ -115,9 +117,9 @@ def prepacked(network: Module, packing: Packing | None = None) -> Iterator[None]
         head = output_layer(network)
         layers = [head] if head is not None and "forward" not in vars(head) else []
     for layer in layers:
-        kept = _kept.get(layer)
+        kept = _prepacked_weights.get(layer)
         if kept is not None and not kept.has_bits_of(layer.weight):
-            del _kept[layer]
+            del _prepacked_weights[layer]
     if packing == "all":
         layers += [
             each
@@ -126,7 +128,7 @@ def prepacked(network: Module, packing: Packing | None = None) -> Iterator[None]
         ]
     try:
         for layer in layers:
-            layer.forward = _gelu if type(layer) is NewGELUActivation else _forward(layer)
+            layer.forward = _gelu if type(layer) is NewGELUActivation else _prepacked_forward(layer)
         yield
     finally:
         for layer in layers:
@@ -142,14 +144,14 @@ def output_layer(network: Module) -> Module | None:
     return None
 
 
-def can_pack(weight: Tensor) -> bool:
+def can_prepack(weight: Tensor) -> bool:
     """Whether products with this weight can be computed packed here: on a CPU, in float32 or
     bfloat16, by a PyTorch with oneDNN that has the operations for it."""
-    return weight.device.type == "cpu" and _works(weight.dtype)
+    return weight.device.type == "cpu" and _prepacking_works(weight.dtype)
 
 
 @cache
-def _works(dtype: torch.dtype) -> bool:
+def _prepacking_works(dtype: torch.dtype) -> bool:
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
     weight = torch.ones(16, 16, dtype=dtype)
@@ -179,7 +181,7 @@ def _product(
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class _PackedWeight:
+class _PrepackedWeight:
     """A layer's weight as it was packed, and what tells whether it still is the layer's."""
 
     def __init__(self, layer: Module) -> None:
@@ -187,17 +189,17 @@ class _PackedWeight:
         rows = weight.detach().t() if isinstance(layer, Conv1D) else weight.detach()
         self.packed = _reorder(rows)  # out in, in the processor's order
         self.weight, self.state = weakref.ref(weight), (weight.data_ptr(), weight._version)
-        self.sums = _sums(weight)
+        self.sums = _bit_sums(weight)
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether this is the same tensor, which no operation has changed or moved since."""
         return self.weight() is weight and self.state == (weight.data_ptr(), weight._version)
 
     def has_bits_of(self, weight: Tensor) -> bool:
-        return self.is_of(weight) and torch.equal(self.sums, _sums(weight))
+        return self.is_of(weight) and torch.equal(self.sums, _bit_sums(weight))
 
 
-def _sums(weight: Tensor) -> Int64[Tensor, " stretch"]:
+def _bit_sums(weight: Tensor) -> Int64[Tensor, " stretch"]:
     """Sums over all bits of a weight, stretch by stretch, as fast as memory is read.
 
     A change goes unseen only if it keeps every sum: numbers that change places inside a stretch.
@@ -209,10 +211,10 @@ def _sums(weight: Tensor) -> Int64[Tensor, " stretch"]:
     return torch.cat([sums, bits[whole:].long()])
 
 
-def _forward(layer: Module) -> Callable[[Tensor], Tensor]:
+def _prepacked_forward(layer: Module) -> Callable[[Tensor], Tensor]:
     """The layer's `forward`, with a packed weight where that may be."""
     usual = type(layer).forward
-    kept = _kept.get(layer)
+    kept = _prepacked_weights.get(layer)
 
     def forward(x: Tensor) -> Tensor:  # *rows in -> *rows out
         nonlocal kept
@@ -227,13 +229,13 @@ def _forward(layer: Module) -> Callable[[Tensor], Tensor]:
         ):
             return usual(layer, x)
         if kept is None or not kept.is_of(weight):
-            if not can_pack(weight):
+            if not can_prepack(weight):
                 return usual(layer, x)
-            kept = _kept[layer] = _PackedWeight(layer)
+            kept = _prepacked_weights[layer] = _PrepackedWeight(layer)
         n_rows = x.numel() // x.shape[-1]
-        if n_rows >= LEAST:
+        if n_rows >= MIN_ROWS:
             return _product(x, kept.packed, layer.bias)
-        few = pad(x.reshape(n_rows, -1), (0, 0, 0, LEAST - n_rows))
+        few = pad(x.reshape(n_rows, -1), (0, 0, 0, MIN_ROWS - n_rows))
         return _product(few, kept.packed, layer.bias)[:n_rows].view(*x.shape[:-1], -1)
 
     return forward
@@ -246,7 +248,7 @@ def _gelu(x: Tensor) -> Tensor:
     return gelu(x, approximate="tanh")
 
 
-def memory() -> int:
+def usable_memory() -> int:
     """Bytes of memory this process may use: the machine's, or what its control group allows."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

@@ -44,7 +44,7 @@ def smollm2_folder() -> Path:
     cache = cache_folder()
     folder = cache / f"{SMOLLM2}-{SMOLLM2_SHA256[:12]}"
     if folder.exists():
-        problem = _damage(folder)
+        problem = _find_damage(folder)
         if problem is None:
             return folder
         print(f"the cached {SMOLLM2} is corrupt ({problem}); rebuilding it", file=sys.stderr)
@@ -59,7 +59,7 @@ def smollm2_folder() -> Path:
     print(f"converting {SMOLLM2} once into {folder} (about 10 s)", file=sys.stderr)
     try:
         # Another process may have finished first.
-        with whole_folder(folder, lambda there: _damage(there) is None) as fresh:
+        with whole_folder(folder, lambda there: _find_damage(there) is None) as fresh:
             _convert(gguf, fresh)
             _write_seal(fresh)
     except OSError as error:
@@ -118,11 +118,13 @@ def _gguf_read_once() -> Iterator[None]:
 
 
 def _write_seal(folder: Path) -> None:
-    seal = {file.name: [sha256_of(file), *_stamp(file)] for file in sorted(folder.iterdir())}
+    seal = {
+        file.name: [sha256_of(file), *_size_and_time(file)] for file in sorted(folder.iterdir())
+    }
     (folder / "seal.json").write_text(json.dumps(seal, indent=1))
 
 
-def _damage(folder: Path) -> str | None:
+def _find_damage(folder: Path) -> str | None:
     """What is wrong with a sealed folder. A file that was touched since is hashed; an untouched one
     is not again."""
     try:
@@ -136,12 +138,12 @@ def _damage(folder: Path) -> str | None:
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
-        if stamp != _stamp(file) and sha256_of(file) != digest:
+        if stamp != _size_and_time(file) and sha256_of(file) != digest:
             return f"{name} has another sha256"
     return None
 
 
-def _stamp(file: Path) -> list[int]:
+def _size_and_time(file: Path) -> list[int]:
     status = file.stat()
     return [status.st_size, status.st_mtime_ns]
 

@@ -20,7 +20,7 @@ from lapa2_interp._util.files import parse_json, read_text, sha256_of
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
-DECIDING = (
+DECIDING_PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
     "config.json",
@@ -38,7 +38,7 @@ DECIDING = (
 """Files of a model's folder that decide its texts."""
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Parts of names that torch.compile, DataParallel, FSDP and checkpointing put in."""
-SHOWN = 3
+MAX_NAMES = 3
 
 
 def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
@@ -58,38 +58,39 @@ def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
         source, output_loading_info=True, ignore_mismatched_sizes=True, **settings
     )
     if getattr(network, "_hf_peft_config_loaded", False):
-        raise ModelError(adapter_refused(source))
+        raise ModelError(adapter_error(source))
     if other := sorted(found["mismatched_keys"]):
-        shapes = "; ".join(f"{name} {list(a)} for {list(b)}" for name, a, b in other[:SHOWN])
+        shapes = "; ".join(f"{name} {list(a)} for {list(b)}" for name, a, b in other[:MAX_NAMES])
         raise ModelError(
             f"{source} holds {pluralize(len(other), 'tensor')} of another shape than config.json"
-            f" asks for: {shapes}{_more(other)}; config.json belongs to another model, or its"
+            f" asks for: {shapes}{_and_more(other)}; config.json belongs to another model, or its"
             " sizes were changed: put back the file that was saved with these weights"
         )
     if missing := sorted(found["missing_keys"]):
         raise ModelError(
             f"{source} lacks {pluralize(len(missing), 'tensor')} of a {type(network).__name__},"
-            f" which would be random: {_named(missing)}; {_cause(network, missing, found)}"
+            f" which would be random: {_list_names(missing)};"
+            f" {_missing_cause(network, missing, found)}"
         )
     # Quantised files have scales beside the weights, which their library reads or passes over.
     quantised = getattr(network, "hf_quantizer", None) is not None
-    if not quantised and (left := sorted(_left_over(network, found["unexpected_keys"]))):
+    if not quantised and (left := sorted(_ignored_tensors(network, found["unexpected_keys"]))):
         raise ModelError(
             f"{source} has {pluralize(len(left), 'tensor')} that a {type(network).__name__} of this"
-            f" config.json would ignore: {_named(left)}; {_leftover_cause(left)}"
+            f" config.json would ignore: {_list_names(left)}; {_leftover_cause(left)}"
         )
     return network
 
 
-def _named(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + _more(names)
+def _list_names(names: list[str]) -> str:
+    return ", ".join(names[:MAX_NAMES]) + _and_more(names)
 
 
-def _more(names: list[Any]) -> str:
-    return f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
+def _and_more(names: list[Any]) -> str:
+    return f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
 
 
-def _cause(network: Any, missing: list[str], found: Mapping[str, Any]) -> str:
+def _missing_cause(network: Any, missing: list[str], found: Mapping[str, Any]) -> str:
     """Why tensors are likely to be missing, and what to do."""
     unexpected = sorted(found["unexpected_keys"])
     if any("lora_" in name for name in unexpected):
@@ -137,7 +138,7 @@ def _leftover_cause(left: list[str]) -> str:
     )
 
 
-def _left_over(network: Any, unexpected: Iterable[str]) -> Iterator[str]:
+def _ignored_tensors(network: Any, unexpected: Iterable[str]) -> Iterator[str]:
     """Tensors of layers or modules that the network has: more layers than it counts, or more
     tensors in a module than it takes. Extra heads, towers and old buffers are none."""
     modules = dict(network.named_modules())
@@ -170,12 +171,12 @@ def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
     """
     folder = Path(name)
     if (folder / ADAPTER).is_file():
-        raise ModelError(adapter_refused(name))
+        raise ModelError(adapter_error(name))
     index = folder / f"{WEIGHTS}.index.json"
     if not folder.is_dir() or (folder / WEIGHTS).is_file():
         return
     if index.is_file():
-        gone = [file for file in _in_index(index) if not (folder / file).is_file()]
+        gone = [file for file in _indexed_files(index) if not (folder / file).is_file()]
         if gone:
             more = f" and {len(gone) - 1} more" * (len(gone) > 1)
             raise ModelError(
@@ -198,7 +199,7 @@ def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
     )
 
 
-def _in_index(index: Path) -> list[str]:
+def _indexed_files(index: Path) -> list[str]:
     """The files that an index of weights names."""
     try:
         return sorted(set(map(str, parse_json(read_text(index))["weight_map"].values())))
@@ -208,7 +209,7 @@ def _in_index(index: Path) -> list[str]:
         ) from error
 
 
-def adapter_refused(source: str | Path) -> str:
+def adapter_error(source: str | Path) -> str:
     return (
         f"{source} holds an adapter ({ADAPTER}), whose base lies elsewhere, or which is added only"
         " where peft is installed; merge it first (peft's merge_and_unload(), then save_pretrained"
@@ -216,7 +217,7 @@ def adapter_refused(source: str | Path) -> str:
     )
 
 
-def check_ends(folder: Path) -> None:
+def check_generation_config(folder: Path) -> None:
     """Refuse a damaged generation_config.json, which transformers would pass over: texts would end
     at other tokens.
 
@@ -232,26 +233,26 @@ def check_ends(folder: Path) -> None:
         raise ValueError(f"{file.name} is not a valid JSON file")
 
 
-def _deciding(folder: Path) -> list[Path]:
+def _deciding_files(folder: Path) -> list[Path]:
     """The files that decide a model's texts, also where its index or configuration names weights in
     another place."""
-    found = {file for kind in DECIDING for file in folder.glob(kind)}
+    found = {file for kind in DECIDING_PATTERNS for file in folder.glob(kind)}
     index = folder / f"{WEIGHTS}.index.json"
     if index.is_file():
-        found |= {folder / name for name in _in_index(index) if (folder / name).is_file()}
+        found |= {folder / name for name in _indexed_files(index) if (folder / name).is_file()}
     return sorted(found)
 
 
 def folder_hash(folder: Path) -> str:
     """sha256 over the names and contents of the files that decide a model's texts."""
     digest = hashlib.sha256()
-    for file in _deciding(folder):
+    for file in _deciding_files(folder):
         digest.update(f"{file.relative_to(folder)} {sha256_of(file)}\n".encode())
     return digest.hexdigest()
 
 
 @contextmanager
-def unchanged(source: str | Path) -> Iterator[None]:
+def files_unchanged(source: str | Path) -> Iterator[None]:
     """Refuse a folder whose files change inside the block, where they are loaded and hashed.
 
     Raises:
@@ -259,7 +260,7 @@ def unchanged(source: str | Path) -> Iterator[None]:
     """
 
     def stamps() -> list[tuple]:
-        files = _deciding(Path(source)) if Path(source).is_dir() else []
+        files = _deciding_files(Path(source)) if Path(source).is_dir() else []
         return [(file, (at := file.stat()).st_size, at.st_mtime_ns, at.st_ino) for file in files]
 
     before = stamps()
@@ -271,10 +272,10 @@ def unchanged(source: str | Path) -> Iterator[None]:
 __all__ = [
     "ADAPTER",
     "WEIGHTS",
-    "adapter_refused",
-    "check_ends",
+    "adapter_error",
+    "check_generation_config",
     "check_weights",
+    "files_unchanged",
     "folder_hash",
     "load_network",
-    "unchanged",
 ]

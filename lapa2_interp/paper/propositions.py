@@ -30,17 +30,17 @@ import pandas as pd
 from jaxtyping import Float, Int
 
 from lapa2_interp._util.errors import TraceError
-from lapa2_interp.attention.tables import local_parts
+from lapa2_interp.attention.tables import local_ratio_terms
 from lapa2_interp.attention.trace import NEAREST
 from lapa2_interp.bias.augmentation import Augmentation
-from lapa2_interp.bias.synthetic import FAMILIES
+from lapa2_interp.bias.synthetic import LOGIT_FAMILIES
 from lapa2_interp.bias.theory import (
     augmented_share,
     fit_decay,
+    fit_slopes,
     prefix_share,
     ratio_bound,
     shifted_share,
-    slopes,
 )
 from lapa2_interp.paper.claims import Claim
 from lapa2_interp.stats import FEW, Interval, bounds, mean_interval, resampled_means, tails
@@ -155,7 +155,7 @@ def rate_row(
         return verdict_row(RATE, where, unknown, 0)
     rows = []
     for keys, ratio in ratios.items():
-        halves = [slopes(x[..., part], ratio[..., part]) for part in (near, ~near)]
+        halves = [fit_slopes(x[..., part], ratio[..., part]) for part in (near, ~near)]
         change = mean_interval(halves[1] - halves[0], texts)
         row = verdict_row(RATE, where, mean_interval(halves[1], texts), 0)
         if row["verdict"] == "against the paper" and (
@@ -174,11 +174,11 @@ def mean_rate(
     mean is taken."""
     x = np.asarray(x).reshape(-1, np.shape(x)[-1]).mean(0)
     n = len(pd.unique(texts))
-    mean = float(slopes(x, np.log(share.mean(0))))
+    mean = float(fit_slopes(x, np.log(share.mean(0))))
     if n < FEW:  # too few to resample: each text left out in turn
         codes = pd.factorize(texts)[0]
         left = (
-            np.array([float(slopes(x, np.log(share[codes != i].mean(0)))) for i in range(n)])
+            np.array([float(fit_slopes(x, np.log(share[codes != i].mean(0)))) for i in range(n)])
             if n > 1
             else np.array([np.nan])
         )
@@ -190,7 +190,7 @@ def mean_rate(
             else np.nan
         )
         return Interval(mean, mean - half, mean + half, len(texts), n)
-    low, high = np.percentile(slopes(x, np.log(resampled_means(share, texts))), tails(n))
+    low, high = np.percentile(fit_slopes(x, np.log(resampled_means(share, texts))), tails(n))
     return Interval(mean, float(low), float(high), len(texts), n)
 
 
@@ -245,10 +245,10 @@ def synthetic_slopes(
             biased = odds + alpha * x
             share = np.log(shifted_share(1 / (1 + np.exp(-odds)), alpha * x).mean(1))
             measured = {
-                "log-odds": (slopes(x, biased + np.log(r - 1)).mean(1), alpha),
+                "log-odds": (fit_slopes(x, biased + np.log(r - 1)).mean(1), alpha),
                 "log A'": (
-                    slopes(x, share),
-                    float(slopes(x, np.log(augmented_share(lengths, l_pre, alpha)))),
+                    fit_slopes(x, share),
+                    float(fit_slopes(x, np.log(augmented_share(lengths, l_pre, alpha)))),
                 ),
             }
             for quantity, (values, predicted) in measured.items():
@@ -282,7 +282,7 @@ def synthetic_verdicts(
     x, rows = np.log(lengths), []
     for name, odds in drawn.items():
         texts, ratio = np.arange(len(odds)), odds + np.log(lengths / l_pre - 1)
-        family = FAMILIES.get(name)
+        family = LOGIT_FAMILIES.get(name)
         where = f"synthetic: {name}" + (f" ({family.keeps})" if family else "")
         share = 1 / (1 + np.exp(-odds))
         start = share[..., 0].mean(1) / float(prefix_share(float(lengths[0]), l_pre))
@@ -295,7 +295,9 @@ def synthetic_verdicts(
             )
         )
         rows.append(rate_row(where, x[None], {"": ratio.mean(1)}, texts))
-        rows.append(verdict_row(TYPICAL, where, mean_interval(slopes(x, ratio).mean(1), texts), 0))
+        rows.append(
+            verdict_row(TYPICAL, where, mean_interval(fit_slopes(x, ratio).mean(1), texts), 0)
+        )
         for alpha in sorted({alpha for alpha in alphas if alpha > 0}):
             said = augmented_share(lengths[-1:], l_pre, alpha)
             found = (
@@ -443,7 +445,7 @@ class Curves:
     ) -> Float[np.ndarray, "alpha sample *head"]:
         """Slopes along the steps of every text, and head if there are heads; NaN where a value is
         infinite."""
-        return slopes(x.reshape(len(x), *[1] * (y.ndim - 3), x.shape[1]), np.moveaxis(y, 2, -1))
+        return fit_slopes(x.reshape(len(x), *[1] * (y.ndim - 3), x.shape[1]), np.moveaxis(y, 2, -1))
 
     def wide(self, x: Float[np.ndarray, "sample step"]) -> Float[np.ndarray, "sample step *one"]:
         """With axes for heads where the curves have them."""
@@ -610,7 +612,7 @@ def exponent_table(traces: xr.Dataset) -> pd.DataFrame:
         measured = {
             "log-odds": (found.corrected()[i], alpha),
             "rise": (found.rise()[i], alpha),
-            "log A'": (found.exponents()[i], float(slopes(found.log_l, log_share).mean())),
+            "log A'": (found.exponents()[i], float(fit_slopes(found.log_l, log_share).mean())),
         }
         for quantity, (values, predicted) in measured.items():
             one = mean_interval(values, found.texts)
@@ -665,7 +667,7 @@ def prediction_table(
         l = l_kv - (traces["n_bos"].to_numpy()[:, None] if rule.length_rule == "paper" else 0)
         bias = np.stack([rule.bias(l[j], int(each)) for j, each in enumerate(n)])
         bias = np.where((rule.phase == "decode") & (steps == 0), 0.0, bias)
-        of_heads = bias[:, :, None, None] * rule.selects(n_layers, n_heads)
+        of_heads = bias[:, :, None, None] * rule.head_mask(n_layers, n_heads)
         predicted, measured = shifted_share(found.share[base], of_heads), found.share[i]
         with np.errstate(invalid="ignore"):
             error = np.nanmax(np.abs(found.odds[i] - found.odds[base] - of_heads), axis=(0, 1, 3))
@@ -725,7 +727,7 @@ def local_table(traces: xr.Dataset) -> pd.DataFrame:
     base = alphas.index(0.0)
     for without_bos, outside in ((False, "prefix"), (True, "prefix and BOS")):
         for k in NEAREST:
-            near, rest = local_parts(traces, k, without_bos=without_bos)
+            near, rest = local_ratio_terms(traces, k, without_bos=without_bos)
             axes = ("alpha", "sample", "step")
             near, rest = (
                 near.transpose(*axes, "layer", "head"),

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from lapa2_interp._util.errors import RunError, first_problem, pluralize
 from lapa2_interp._util.files import parse_json, read_text
 from lapa2_interp._util.version import __version__
-from lapa2_interp.models.machine import cores, kind_of
+from lapa2_interp.models.machine import n_cores, processor_kind
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.store import Run
 
@@ -129,7 +129,7 @@ def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:
     return Results(
         analysed_at=source_commit(),
         analysed_when=datetime.now(UTC).replace(microsecond=0),
-        analysed_on=f"{kind_of()}, {pluralize(cores(), 'core')}",
+        analysed_on=f"{processor_kind()}, {pluralize(n_cores(), 'core')}",
         analysed_with=library_versions(),
         grids={
             grid: {str(state): int(n) for state, n in states[list(keys)].value_counts().items()}

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from lapa2_interp._util.errors import CircuitError, Lapa2Error, TraceError, unknown_choice
 from lapa2_interp._util.files import check_file, read_text, without_checksums
 from lapa2_interp.attention.recorder import trace_bytes
-from lapa2_interp.attention.tables import layer_types, of_layer_type
+from lapa2_interp.attention.tables import select_layer_type, traced_layer_types
 from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.question import ContrastSet
@@ -32,7 +32,7 @@ from lapa2_interp.generation.plan import Plan, plan
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.prepacked import memory
+from lapa2_interp.models.prepacked import usable_memory
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.store import ALIKE, FinishedCell, Run, shown_only
 from lapa2_interp.runs.worker import check_files
@@ -206,7 +206,7 @@ def read_again(
     if steps < 1:
         raise TraceError(f"steps must be at least 1, found {steps}")
     first = next(iter(chosen.cells.values()))
-    if first.decoder.recomputes:
+    if first.decoder.rereads_text:
         raise TraceError(
             f"method {first.method} changes the network while it decodes, so its texts cannot be"
             " read again; choose cells of another method"
@@ -240,7 +240,7 @@ def read_again(
     need = COPIES * trace_bytes(
         "full", len(rows), longest, *size, math.prod(size), layouts[0].n_live + longest
     )
-    if need > 0.9 * (there := memory()):
+    if need > 0.9 * (there := usable_memory()):
         raise TraceError(
             f"{longest} steps of all heads need about {need / 1e9:.0f} GB of memory, and here are"
             f" {there / 1e9:.0f} GB; show fewer steps"
@@ -351,9 +351,9 @@ def _off(
     steps, worst = masses.shape[1], 0.0
     part, of_type = recorded.sel(branch=[branch]), slice(None)
     if "layer_sees" in read.coords:
-        of_type = read["layer_sees"].to_numpy() == layer_types(read)[0]
+        of_type = read["layer_sees"].to_numpy() == traced_layer_types(read)[0]
     for name, again in zip(MASSES, masses, strict=True):
-        there = of_layer_type(part, name).to_numpy()[0, row, :steps]
+        there = select_layer_type(part, name).to_numpy()[0, row, :steps]
         now = again[:, of_type] if there.ndim == 3 else again[:, of_type].mean((1, 2))
         worst = np.maximum(worst, np.abs(there - now).max())  # NaN stays
     return float(worst)

@@ -31,8 +31,8 @@ from lapa2_interp._util.files import check_file, is_page, parse_json, read_text,
 from lapa2_interp._util.page import embedded, template
 from lapa2_interp._util.plots import COLOURS
 from lapa2_interp.attention.tables import branch_name, pooled
-from lapa2_interp.bias.texts import pieces
-from lapa2_interp.models.load import reading_tokenizer
+from lapa2_interp.bias.tokens import token_texts
+from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.paper.claims import (
     OUR_WORDS,
     counted_once,
@@ -616,7 +616,7 @@ def _texts(run: Run, room: int) -> tuple[int, dict[str, Any]]:
         )[:n_prompts]
         columns = []
         for arm, cell in arms.items():
-            tokenizer = reading_tokenizer(cell.model)
+            tokenizer = shared_tokenizer(cell.model)
             shown_texts = text_column(run.cell(cell.key), prompts, tokenizer)
             columns.append({"arm": arm, "cell": cell.key} | shown_texts)
         names = dict(zip(("setup", "task", "attribute", "method", "size"), labels, strict=True))
@@ -684,7 +684,10 @@ def text_column(
             continue
         row = samples.loc[rows[0]]
         tokens = [int(token) for token in row["tokens"]]
-        text: dict[str, Any] = {"t": pieces(tokenizer, prompt, tokens), "end": str(row["finish"])}
+        text: dict[str, Any] = {
+            "t": token_texts(tokenizer, prompt, tokens),
+            "end": str(row["finish"]),
+        }
         for name in ("p", "b"):
             mass = masses[name][rows[0]][: len(tokens)] if name in masses else None
             text[name] = None if mass is None else [round(float(value) / UNIT) for value in mass]

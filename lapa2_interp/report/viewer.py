@@ -26,8 +26,8 @@ from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import is_page, write_text
 from lapa2_interp._util.page import embedded, template
 from lapa2_interp.bias.augmentation import active_augmentations
-from lapa2_interp.bias.texts import pieces
-from lapa2_interp.methods.registry import find
+from lapa2_interp.bias.tokens import token_texts
+from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models.card import Model
 from lapa2_interp.report.packing import FLOOR, Bits, pack, precision, quantised
 from lapa2_interp.report.reading import MASSES, Found, HeadValues, choose, read_again, read_study
@@ -155,7 +155,7 @@ def view(
     there = run if isinstance(run, Run) else load_run(run)
     chosen = choose(there, only or {}, attribute, prompt, sample, arm)
     for cell in chosen.cells.values():
-        find(cell.method, allow_code)
+        find_class(cell.method, allow_code)
     found = read_again(
         there,
         chosen,
@@ -175,7 +175,7 @@ def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str
     arrays, arms = {}, []
     start = [f"soft {i + 1}" for i in range(layout.soft)]
     for i, each in enumerate(found.readings):
-        keys = pieces(found.tokenizer, "", [*layout.ids, *each.tokens])
+        keys = token_texts(found.tokenizer, "", [*layout.ids, *each.tokens])
         arrays[f"pattern{i}"] = np.concatenate(
             [quantised(step, bits).ravel() for step in each.patterns]
         )

@@ -23,9 +23,9 @@ from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import EmptyGenerationError, join_traces, run_plan
 from lapa2_interp.generation.plan import Plan, plan
 from lapa2_interp.methods.base import MethodContext
-from lapa2_interp.models.blocks import check_closed
+from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import Model, model_card
-from lapa2_interp.models.load import load_model, model_of, takes_model
+from lapa2_interp.models.load import accepts_model_name, load_model, resolve_model
 from lapa2_interp.models.machine import is_out_of_memory
 from lapa2_interp.runs.estimates import (
     LONG,
@@ -92,7 +92,7 @@ def generate(
     if unknown := [name for name in settings if name not in SETTINGS]:
         raise Lapa2Error(unknown_choice("setting", unknown[0], SETTINGS))
     if not isinstance(model, str | Path):
-        model = model_of(model)
+        model = resolve_model(model)
     if cell is None:
         cell = Cell.of(model, device=device, **settings)
     if isinstance(model, str | Path):
@@ -115,7 +115,7 @@ class UnfinishedTextsError(EmptyDistributionError):
         self.run = run
 
 
-@takes_model
+@accepts_model_name
 def make_cells(
     model: Model,
     cells: Sequence[Cell],
@@ -139,7 +139,7 @@ def make_cells(
         Lapa2Error: As `plan`.
         ModelError: A block such as `augmented` is open on the model.
     """
-    check_closed(model)
+    check_no_open_block(model)
     kit = kit or ModelContext(model)
     plans = {cell.key: plan(model, cell, kit) for cell in cells}
     if announce is not None:
@@ -190,7 +190,7 @@ def announcement(model: Model, plans: Sequence[Plan]) -> str:
         f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"
     )
-    if plans[0].method.recomputes:
+    if plans[0].method.rereads_text:
         cached, read = (sum(each.tokens_read(anew) for each in plans) for anew in (False, True))
         line += (
             f"; every step reads its text anew: {read} tokens through the model, where a cache"
@@ -210,7 +210,7 @@ def announcement(model: Model, plans: Sequence[Plan]) -> str:
 
 
 def _time(model: Model, plans: Sequence[Plan]) -> str:
-    at = _pace(model, sum(each.tokens_read(each.method.recomputes) for each in plans))
+    at = _pace(model, sum(each.tokens_read(each.method.rereads_text) for each in plans))
     told = sum(plan_seconds(each, at) for each in plans)
     return f"; about {format_duration(told)} ({at.basis})" if told > LONG else ""
 

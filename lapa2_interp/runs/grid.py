@@ -27,12 +27,12 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.files import parse_toml, read_text
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, normalize_augmentations
-from lapa2_interp.bias.recipes import RECIPES, read_recipes
+from lapa2_interp.bias.recipes import RECIPES, parse_recipes
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.methods.base import Method
-from lapa2_interp.methods.registry import find, for_task, load_task
+from lapa2_interp.methods.registry import find_class, get_for_task, load_task
 from lapa2_interp.models.card import ModelClass
-from lapa2_interp.models.machine import AUTO, DtypeOrAuto, faster_dtype
+from lapa2_interp.models.machine import AUTO_DTYPE, DtypeOrAuto, faster_dtype
 from lapa2_interp.tasks.task import Attribute, Prompts, Task, more_prompts, read_prompts
 
 EXAMPLE = """description = "does a descriptive prefix hold longer?"
@@ -89,7 +89,7 @@ class Block(BaseModel):
     prompts: Literal["task"] | Annotated[int, Field(ge=1)] | FromFile | str = "task"
     """The task's; so many at most, of the task's and then of `tasks.more_prompts`; or a file's."""
     augmentation: str | dict[str, Any] = "none"
-    """none; a profile (paper, released) at the method's alpha; recipes, as `read_recipes` takes
+    """none; a profile (paper, released) at the method's alpha; recipes, as `parse_recipes` takes
     them; or fields of an augmentation, alpha the method's if absent, or { recipe = ... }, either
     with a label."""
     label: str = ""
@@ -199,7 +199,7 @@ def load_grid(
     dtypes = [
         _as_list((raw | block | dict(changes or {})).get("dtype", "float32")) for block in blocks
     ]
-    named = frozenset(str(each) for values in dtypes for each in values if each != AUTO)
+    named = frozenset(str(each) for values in dtypes for each in values if each != AUTO_DTYPE)
 
     def meaning(model: str) -> str:
         return (auto or _fastest)(title, model, named)
@@ -266,7 +266,7 @@ def _resolve(
     """The cells of one point of a block: one per attribute."""
     try:
         block = Block.model_validate(point)
-        if block.dtype == AUTO:
+        if block.dtype == AUTO_DTYPE:
             block = block.model_copy(update={"dtype": auto(block.model)})
     except ValidationError as error:
         raise GridError(f"{where}: {first_problem(error, FORMS, Block.model_fields)}") from None
@@ -275,8 +275,8 @@ def _resolve(
         given = {"name": block.method} if isinstance(block.method, str) else dict(block.method)
         if not isinstance(given.get("name"), str):
             raise GridError(f"a method is a name or {{ name = ... }}, found {block.method!r}")
-        find(name := given.pop("name"), allow_code)
-        method = for_task(name, load_task(block.task), **given)
+        find_class(name := given.pop("name"), allow_code)
+        method = get_for_task(name, load_task(block.task), **given)
         augmentation, label = _augmentation(block.augmentation, method)
         attributes = list(task.attributes) if block.attribute == "all" else [block.attribute]
         _check_wording(block, task, method, attributes)
@@ -360,7 +360,7 @@ def _augmentation(asked: str | dict[str, Any], method: Method) -> tuple[Augmenta
     if isinstance(asked, str):
         if asked not in ("paper", "released"):
             if re.split("[+:]", asked)[0].strip() in RECIPES:
-                named = read_recipes(asked)
+                named = parse_recipes(asked)
                 return normalize_augmentations(named), label or named.label
             allowed = ("none", "paper", "released", *RECIPES)
             raise AugmentationError(

@@ -60,7 +60,7 @@ from lapa2_interp._util.errors import ModelError, RunError, pluralize, unknown_c
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.version import __version__
-from lapa2_interp.attention.bias import Bias
+from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation import loop
@@ -71,21 +71,26 @@ from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import (
     Model,
     TransformersModel,
-    keep_card,
+    attach_card,
     make_card,
     model_card,
     network_of,
 )
-from lapa2_interp.models.liveness import SCORES
-from lapa2_interp.models.load import bridge_of, load_tokenizer, load_transformers, move
+from lapa2_interp.models.liveness import HOOK_SCORES
+from lapa2_interp.models.load import (
+    load_tokenizer,
+    load_transformers,
+    move_to_device,
+    wrap_in_bridge,
+)
 from lapa2_interp.models.machine import (
     default_device,
     faster_dtype,
-    kind_of,
-    n_threads,
+    processor_kind,
     resolve_dtype,
+    torch_threads,
 )
-from lapa2_interp.models.prepacked import can_pack, prepacked
+from lapa2_interp.models.prepacked import can_prepack, prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2
 
 Contender = Literal[
@@ -333,7 +338,7 @@ def _transformer_lens(subject: Subject, todo: Plan, clock: Clock) -> None:
         branch = i
         return model(ids, past_key_values=cache, logits_to_keep=1)
 
-    hooks = [(SCORES.format(layer), boost) for layer in range(model.cfg.n_layers)]
+    hooks = [(HOOK_SCORES.format(layer), boost) for layer in range(model.cfg.n_layers)]
     with model.hooks(fwd_hooks=hooks):
         _one_after_another(read, _prompts(todo, subject.device), todo.steps[0], clock)
 
@@ -377,7 +382,7 @@ class Products:
             The sum over shapes of the quickest way's least seconds so far.
         """
         self._pass("F.linear", lambda layer, x: layer(x))
-        if all(can_pack(layer.weight) for layer in self.layers):
+        if all(can_prepack(layer.weight) for layer in self.layers):
             self._pass("oneDNN", _onednn)
             with prepacked(self.network, "all"):
                 self._pass("packed", lambda layer, x: layer(x))
@@ -486,7 +491,7 @@ def _watched(model: Model, method: Method, ledger: Ledger) -> Iterator[None]:
         *((block.attn, "attention") for block in model.blocks),
     ]
     functions: tuple[tuple[Any, str, str], ...] = (
-        (Bias, "add", "bias"),
+        (BatchBias, "add", "bias"),
         (Recorder, "observe", "trace"),
         (type(method), "combine", "combine"),
         (type(method), "advance", "combine"),
@@ -578,7 +583,7 @@ def bench(
     samples, contexts = (list(dict.fromkeys(each)) for each in (samples, contexts))
     timed: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
-    with n_threads(threads or torch.get_num_threads()), torch.no_grad():
+    with torch_threads(threads or torch.get_num_threads()), torch.no_grad():
         machine = _machine(device)
         announce(machine)
         for shape in shapes:
@@ -639,7 +644,7 @@ def _machine(device: str) -> str:
     threads = torch.get_num_threads()
     return "; ".join(
         [
-            kind_of(device),
+            processor_kind(device),
             f"{threads} thread{'s' * (threads != 1)}",
             f"{', '.join(versions)}, lapa2_interp {__version__}",
         ]
@@ -663,11 +668,11 @@ def _load(shape: str, dtype: str, device: str) -> Subject:
     else:
         name = shape
         network, tokenizer, weights = load_transformers(shape, dtype)
-        move(network, device)
+        move_to_device(network, device)
     plain = _twin(network)  # before the bridge takes the network apart
     direct: Model = TransformersModel(_twin(network), tokenizer, name)
-    keep_card(direct, make_card(direct, name, weights))
-    return Subject(bridge_of(network, tokenizer, name, weights), plain, direct)
+    attach_card(direct, make_card(direct, name, weights))
+    return Subject(wrap_in_bridge(network, tokenizer, name, weights), plain, direct)
 
 
 def _plan(model: Model, setting: Setting, length: int | None = None) -> Plan:

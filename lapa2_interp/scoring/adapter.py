@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.files import atomic_write, with_checksums, write_text
 from lapa2_interp.bias.layout import text_markers
-from lapa2_interp.models.card import check_weights_read, short_context
-from lapa2_interp.models.load import load_transformers, move
+from lapa2_interp.models.card import check_not_quantised, short_context
+from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.scoring.trained import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
@@ -178,9 +178,9 @@ def open_reader(
 ) -> tuple[Reader, PreTrainedTokenizerBase, str]:
     """A reader with an empty head, its tokenizer, and where the base's weights come from."""
     network, tokenizer, weights = load_transformers(base)
-    check_weights_read(network, "adapters are added to")
+    check_not_quantised(network, "adapters are added to")
     reader = Reader(network, layers, labels).requires_grad_(False)
-    move(reader, device)
+    move_to_device(reader, device)
     return reader.eval(), tokenizer, weights
 
 

@@ -32,7 +32,7 @@ from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.circuits.score import control
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, planted
+from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, answer_key
 from lapa2_interp.tasks.task import Task
 
 PAIR = {"plus": "ab cd:", "minus": "xy zw:"}
@@ -453,7 +453,7 @@ def expected_effects(key, question, role):
     "name", ["planted", "planted-gpt2:3", "planted-spread:1", "planted-backup"]
 )
 def test_planted_effects_are_the_closed_form(name, n):
-    model, key = load_planted(name), planted(name)
+    model, key = load_planted(name), answer_key(name)
     asked = planted_question(model, name, n, prompts=("The lake", "Once upon a time"))
     table = knock_out(model, asked, metric="lex", also=())
     places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
@@ -467,7 +467,7 @@ def test_planted_effects_are_the_closed_form(name, n):
 @pytest.mark.parametrize("how", ALL)
 def test_the_planted_order_is_found_whatever_the_replacement(how):
     """And never by attention mass: the decoy has most of it."""
-    model, key = load_planted(), planted("planted")
+    model, key = load_planted(), answer_key("planted")
     asked = planted_question(model, "planted", 24)
     table = knock_out(model, asked, how=how, metric="lex", also=["js"])
     best = table.best(8)
@@ -482,7 +482,7 @@ def test_the_planted_order_is_found_whatever_the_replacement(how):
 
 def test_phases_are_part_of_the_question():
     """The relay acts at the prompt's last token: a sweep over generated tokens would not see it."""
-    model, key = load_planted(), planted("planted")
+    model, key = load_planted(), answer_key("planted")
     asked = planted_question(model, "planted", 12)
     lost = {
         phase: knock_out(
@@ -502,7 +502,7 @@ def test_phases_are_part_of_the_question():
 
 
 def test_layers_cells_positions_and_sets():
-    model, key = load_planted(), planted("planted")
+    model, key = load_planted(), answer_key("planted")
     asked = planted_question(model, "planted", 12)
     tables = {
         over: knock_out(model, asked, over=over, metric="lex", also=())
@@ -525,7 +525,7 @@ def test_layers_cells_positions_and_sets():
 
 
 def test_self_repair_hides_a_head_that_a_joint_cut_shows():
-    model, key = load_planted("planted-backup"), planted("planted-backup")
+    model, key = load_planted("planted-backup"), answer_key("planted-backup")
     asked = planted_question(model, "planted-backup", 24)
     carrier, backup = key.heads["carrier"], key.heads["backup"]
     sets = {"carrier": [carrier], "backup": [backup], "both": [carrier, backup]}
@@ -536,7 +536,7 @@ def test_self_repair_hides_a_head_that_a_joint_cut_shows():
 
 
 def test_joint_curves_of_the_planted_model():
-    model, key = load_planted(), planted("planted")
+    model, key = load_planted(), answer_key("planted")
     asked = planted_question(
         model, "planted", 12, prompts=("The lake", "The book", "The city", "The road")
     )
@@ -553,7 +553,7 @@ def test_joint_curves_of_the_planted_model():
 
 def test_a_joint_curve_asks_what_the_table_asked():
     """Sizes that a table of few heads does not have are left out; the rest is the table's."""
-    model, pairs = load_planted(), planted("planted").heads
+    model, pairs = load_planted(), answer_key("planted").heads
     asked = planted_question(model, "planted", 6, prompts=("The lake", "The book"))
     units = [
         Unit({"layer": i, "head": j}, ((i, j),)) for i, j in (pairs["carrier"], pairs["relay"])

@@ -23,14 +23,14 @@ from lapa2_interp.circuits.fading import (
 )
 from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.question import ContrastSet
-from lapa2_interp.models.planted import planted
+from lapa2_interp.models.planted import answer_key
 from tests.conftest import load
 
 TOKENS = 4
 
 
 def found_of(name="planted", filler=(8, 64, 200), **settings):
-    key = planted(name)
+    key = answer_key(name)
     heads = {role: (key.heads[role],) for role in ("carrier", "decoy") if role in key.heads}
     return measure_fading(
         load(name), "sentiment", filler=filler, tokens=TOKENS, heads=heads, **settings
@@ -55,7 +55,7 @@ def mean_control(key, case, filler, weight=None):
 
 def test_near_far_and_held_are_the_closed_forms(planted_fading):
     """The carrier's attention is E / (E + l - 1), so its log-odds fall as -log(l - n)."""
-    key, found, n = planted("planted"), planted_fading, 3
+    key, found, n = answer_key("planted"), planted_fading, 3
     for i, case in enumerate(found.question.cases):
         assert found.near[i] == pytest.approx(mean_control(key, case, NEAR), abs=2e-3)
         for filler in (8, 64, 200):
@@ -186,7 +186,7 @@ def test_a_window_that_hides_keys_is_refused(monkeypatch):
     from lapa2_interp.circuits import measure_fading as function
 
     module = __import__("sys").modules[function.__module__]
-    monkeypatch.setattr(module, "window_of", lambda model: 30)
+    monkeypatch.setattr(module, "smallest_window", lambda model: 30)
     found_of(filler=(8,))
     with pytest.raises(CircuitError, match="some layers of this model see 30 keys, and prompt"):
         found_of(filler=(40,))

@@ -29,26 +29,32 @@ from lapa2_interp._util.files import alone_with, with_checksums
 from lapa2_interp.attention import neurons
 from lapa2_interp.attention.neurons import (
     assert_neurons_live,
-    neuron_point,
-    promoters,
-    with_neurons_set,
+    neuron_hook_name,
+    promoting_neurons,
+    set_neurons,
 )
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.plan import plan as decoding_plan
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.base import Intervention, Prepared, Start
-from lapa2_interp.methods.datg import SENTENCE, Words, best_nodes, dual_graphs, official
+from lapa2_interp.methods.base import BatchStart, Intervention, Prepared
+from lapa2_interp.methods.datg import (
+    SENTENCE,
+    PromptWords,
+    best_nodes,
+    dual_graphs,
+    released_sampler,
+)
 from lapa2_interp.methods.freectrl import (
-    OFF,
-    Control,
+    OFF_VALUE,
+    ControlCentre,
+    neuron_value,
     noise_ratio,
     rank_probabilities,
-    score,
-    weight,
+    text_score,
 )
 from lapa2_interp.methods.prefix import NoControl
-from lapa2_interp.models.card import identity
+from lapa2_interp.models.card import weights_id
 from lapa2_interp.runs.method_context import DRAFT_SEEDS, ModelContext
 
 
@@ -98,13 +104,13 @@ class Desk:
     def __init__(self, drafts, shares):
         self.texts, self.q, self.asked = drafts, shares, []
 
-    def once(self, name, make):
+    def cached(self, name, make):
         return make()
 
     def embedding(self):
         raise AssertionError("not asked for")
 
-    def promoters(self, tokens, k, upper=False):
+    def promoting_neurons(self, tokens, k, upper=False):
         raise AssertionError("not asked for")
 
     def ids(self, text):
@@ -117,7 +123,7 @@ class Desk:
         self.asked.append((method.name, prompt, n, new_tokens, seed))
         return self.texts
 
-    def shares(self, scorer, task, attribute, prompt, texts):
+    def attribute_probabilities(self, scorer, task, attribute, prompt, texts):
         return self.q
 
 
@@ -140,12 +146,12 @@ def test_score_and_weight_by_hand():
     """Two keywords against one; the score of a text is that of its nearest tokens, and 1 is
     neutral."""
     near = {"positive": torch.tensor([[0.8, 0.4]]), "negative": torch.tensor([[0.5]])}
-    assert score(near, "positive").tolist() == pytest.approx([0.6 / 0.5])
-    assert score(near, "negative").tolist() == pytest.approx([0.5 / 0.6])
+    assert text_score(near, "positive").tolist() == pytest.approx([0.6 / 0.5])
+    assert text_score(near, "negative").tolist() == pytest.approx([0.5 / 0.6])
     four = {c: torch.tensor([[sim]]) for c, sim in (("a", 0.6), ("b", 0.2), ("c", 0.3), ("d", 0.4))}
-    assert score(four, "a").tolist() == pytest.approx([0.6 * 3 / 0.9])
-    w = weight(torch.tensor([1.05, 1.15, 1.3]), 1.15, 0.2, torch.tensor([10, 10, 10]))
-    assert w.tolist() == pytest.approx([0.2 / (1 + math.exp(-1)), OFF, OFF])
+    assert text_score(four, "a").tolist() == pytest.approx([0.6 * 3 / 0.9])
+    w = neuron_value(torch.tensor([1.05, 1.15, 1.3]), 1.15, 0.2, torch.tensor([10, 10, 10]))
+    assert w.tolist() == pytest.approx([0.2 / (1 + math.exp(-1)), OFF_VALUE, OFF_VALUE])
 
 
 def test_noise_ratio_by_hand():
@@ -159,7 +165,7 @@ def test_noise_ratio_by_hand():
 
 def test_setting_neurons_changes_those_and_no_others(tiny, model_class):
     model = load(tiny, "float64", model_class)
-    point = neuron_point(model, 1)
+    point = neuron_hook_name(model, 1)
     assert point == ("blocks.1.mlp.hook_post" if tiny == "tiny-llama" else "blocks.1.mlp.hook_pre")
     ids, seen = torch.tensor([[1, 2, 3], [4, 5, 6]]), []
 
@@ -173,7 +179,7 @@ def test_setting_neurons_changes_those_and_no_others(tiny, model_class):
         plain = model(ids)
         with model.hooks(fwd_hooks=[(point, look)]):
             model(ids)
-        with with_neurons_set(model, chosen), model.hooks(fwd_hooks=[(point, look)]):
+        with set_neurons(model, chosen), model.hooks(fwd_hooks=[(point, look)]):
             changed = model(ids)
         again = model(ids)
     before, after = seen
@@ -183,7 +189,7 @@ def test_setting_neurons_changes_those_and_no_others(tiny, model_class):
     assert (after[1][:, [0, 5]] == -3).all()
     assert (changed - plain).abs().max() > 1e-3
     assert torch.equal(plain, again), "the hooks are gone"
-    with with_neurons_set(model, None), torch.no_grad():
+    with set_neurons(model, None), torch.no_grad():
         assert torch.equal(model(ids), plain)
 
 
@@ -204,16 +210,16 @@ def test_after_the_activation_function_the_value_itself_goes_on(model_class):
 
 
 def _logits(model, ids, intervention):
-    with with_neurons_set(model, intervention):
+    with set_neurons(model, intervention):
         return model(ids)
 
 
 def test_the_control_table_is_one_pass_per_neuron(tiny, model_class, tmp_path, monkeypatch):
     model = load(tiny, "float64", model_class)
     tokens, reading = [7, 30, 11], [5, 6]
-    monkeypatch.setattr(neurons, "ROWS", 10)
+    monkeypatch.setattr(neurons, "NEURONS_PER_PASS", 10)
     file = tmp_path / "table.npz"
-    values, where = promoters(model, reading, tokens, 4, file=file)
+    values, where = promoting_neurons(model, reading, tokens, 4, file=file)
     # A row for each neuron, set by a hook of this test; and some neurons one at a time.
     point = "hook_post" if neurons.is_gated(model) else "hook_pre"
     every = torch.arange(model.cfg.d_mlp)
@@ -240,13 +246,15 @@ def test_the_control_table_is_one_pass_per_neuron(tiny, model_class, tmp_path, m
         assert where[row].tolist() == [
             list(divmod(i, model.cfg.d_mlp)) for i in best.indices[:4].tolist()
         ]
-    upper = promoters(model, reading, tokens, 4, first_layer=2)[1]
+    upper = promoting_neurons(model, reading, tokens, 4, first_layer=2)[1]
     assert upper[:, :, 0].min() >= 2
     # Stored, it is not computed again; and a table that was left half-way goes on where it was.
     calls = []
-    real = neurons._with_each
-    monkeypatch.setattr(neurons, "_with_each", lambda *args: calls.append(args[2]) or real(*args))
-    assert torch.equal(promoters(model, reading, tokens, 4, file=file)[1], where)
+    real = neurons._log_probs_by_neuron
+    monkeypatch.setattr(
+        neurons, "_log_probs_by_neuron", lambda *args: calls.append(args[2]) or real(*args)
+    )
+    assert torch.equal(promoting_neurons(model, reading, tokens, 4, file=file)[1], where)
     assert calls == []
     half = tmp_path / "half.npz"
 
@@ -255,11 +263,13 @@ def test_the_control_table_is_one_pass_per_neuron(tiny, model_class, tmp_path, m
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(neurons, "_with_each", stops)
+    monkeypatch.setattr(neurons, "_log_probs_by_neuron", stops)
     with pytest.raises(KeyboardInterrupt):
-        promoters(model, reading, tokens, 4, file=half)
-    monkeypatch.setattr(neurons, "_with_each", lambda *args: calls.append(args[2]) or real(*args))
-    resumed = promoters(model, reading, tokens, 4, file=half)
+        promoting_neurons(model, reading, tokens, 4, file=half)
+    monkeypatch.setattr(
+        neurons, "_log_probs_by_neuron", lambda *args: calls.append(args[2]) or real(*args)
+    )
+    resumed = promoting_neurons(model, reading, tokens, 4, file=half)
     assert set(calls) == set(range(2, model.cfg.n_layers))
     assert torch.equal(resumed[0], values)
     assert torch.equal(resumed[1], where)
@@ -279,7 +289,7 @@ def test_models_whose_neurons_cannot_be_set_are_refused(monkeypatch):
         assert_neurons_live(model)
     monkeypatch.undo()
     assert_neurons_live(model)
-    monkeypatch.setattr(neurons, "with_neurons_set", lambda model, every: nullcontext())
+    monkeypatch.setattr(neurons, "set_neurons", lambda model, every: nullcontext())
     with pytest.raises(DeadHookError, match=r"blocks.3.mlp.hook_pre does not move the logits"):
         assert_neurons_live(model)
 
@@ -301,7 +311,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
     ids = {c: [kit.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
     unit = torch.nn.functional.normalize(model.W_E.detach().float(), dim=1)
     tokens = sorted({i for each in ids.values() for i in each})
-    table = promoters(model, kit.ids(" "), tokens, 4)[1]
+    table = promoting_neurons(model, kit.ids(" "), tokens, 4)[1]
     centre = {}
     for token in ids["positive"]:
         for layer, neuron in table[tokens.index(token)].tolist():
@@ -331,7 +341,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
             log_weights[0, order] = torch.tensor(rank_probabilities(), dtype=torch.float64).log()
             assert int(draw(log_weights, torch.tensor([uniform[t]]), top_k=200)[0]) == token
             text.append(token)
-    assert min(weights) == OFF
+    assert min(weights) == OFF_VALUE
     assert max(weights) > 0.5, "both sides of the threshold were met"
     parts = (
         made.trace[["prefix", "bos", "prompt", "generated"]]
@@ -344,7 +354,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
 
 @dataclasses.dataclass(frozen=True)
 class Again(NoControl):
-    recomputes = True
+    rereads_text = True
 
 
 def test_reading_anew_changes_nothing_by_itself(tiny, model_class):
@@ -560,7 +570,7 @@ def test_gated_mlps_have_settings_of_their_own(monkeypatch):
         def embedding(self):
             return torch.eye(40)
 
-        def promoters(self, tokens, k, upper=False):
+        def promoting_neurons(self, tokens, k, upper=False):
             assert upper
             return torch.arange(len(tokens) * k * 2).reshape(len(tokens), k, 2)
 
@@ -671,7 +681,7 @@ def test_what_is_no_word_for_datg(word):
 def test_datg_boosts_and_avoids():
     """An id in both lists gets 4 - 6, one that is listed twice gets it twice; then T .7, top-p .9."""
     method = methods.get("datg", sampler="uniform")
-    words = [Words((), (), (0, 1, 1), (1, 2)), Words((), (), (), (4,))]
+    words = [PromptWords((), (), (0, 1, 1), (1, 2)), PromptWords((), (), (), (4,))]
     log_probs = torch.full((2, 5), math.log(0.2), dtype=torch.float64)
     found = method.combine({"base": log_probs}, words) - log_probs
     assert found.tolist() == [[4, 2, -6, 0, 0], [0, 0, 0, 0, -6]]
@@ -692,7 +702,7 @@ def test_datgs_sampler_is_that_of_transformers():
     expected = logits
     for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(200), TopPLogitsWarper(0.9)):
         expected = warper(None, expected)
-    assert torch.equal(official(logits), expected)
+    assert torch.equal(released_sampler(logits), expected)
 
 
 def test_datg_prepares_once_from_its_drafts():
@@ -745,7 +755,11 @@ def test_drafts_are_the_bare_models_and_kept(cache):
         while len(tokens) < 6 and not (tokens and tokens[-1] in ends):
             logits = oracle_logits(model, branch, tokens)[0][-1:]
             tokens.append(
-                int(draw(official(logits), torch.tensor([uniform[len(tokens)]]), top_k=200)[0])
+                int(
+                    draw(released_sampler(logits), torch.tensor([uniform[len(tokens)]]), top_k=200)[
+                        0
+                    ]
+                )
             )
         plain = [token for token in tokens if token not in ends]
         assert text == model.tokenizer.decode([*kit.ids("The sea"), *plain])[len("The sea") :]
@@ -770,7 +784,7 @@ def test_workers_share_one_table_and_one_set_of_drafts(cache, monkeypatch):
     """Two kits ask at once: one makes, and the other finds it made."""
     from lapa2_interp.methods.datg import Drafting
 
-    calls, real = [], neurons._with_each
+    calls, real = [], neurons._log_probs_by_neuron
     draft = ModelContext._draft
 
     def slowly(*args):
@@ -783,12 +797,12 @@ def test_workers_share_one_table_and_one_set_of_drafts(cache, monkeypatch):
         time.sleep(0.3)
         return draft(*args)
 
-    monkeypatch.setattr(neurons, "_with_each", slowly)
+    monkeypatch.setattr(neurons, "_log_probs_by_neuron", slowly)
     monkeypatch.setattr(ModelContext, "_draft", drafted)
     model = load("tiny-gpt2")
     kits = [ModelContext(model), ModelContext(copy.deepcopy(model))]
     with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(lambda kit: kit.promoters([5, 9], 3), kits)
+        one, two = pool.map(lambda kit: kit.promoting_neurons([5, 9], 3), kits)
         assert torch.equal(one, two)
         assert calls == list(range(model.cfg.n_layers))
         del calls[:]
@@ -829,20 +843,23 @@ def test_scores_of_drafts_are_shares_of_the_attribute():
     kit, task = ModelContext(load("tiny-gpt2")), load_task("detox")
     texts = ["I love this wonderful day.", "You stupid idiot, shut up!", "  "]
     nontoxic, toxic = (
-        kit.shares("accuracy", task, each, "", texts) for each in ("nontoxic", "toxic")
+        kit.attribute_probabilities("accuracy", task, each, "", texts)
+        for each in ("nontoxic", "toxic")
     )
     assert nontoxic[2] is toxic[2] is None
     assert [a + b for a, b in zip(nontoxic[:2], toxic[:2], strict=True)] == pytest.approx([1, 1])
     assert nontoxic[0] > 0.5 > nontoxic[1]
-    assert kit.shares("toxicity", task, "nontoxic", "", texts[:2]) == pytest.approx(nontoxic[:2])
+    assert kit.attribute_probabilities(
+        "toxicity", task, "nontoxic", "", texts[:2]
+    ) == pytest.approx(nontoxic[:2])
     with pytest.raises(
         ScoringError, match="unknown scorer 'judgement'; allowed: accuracy, .*did you mean 'judge'"
     ):
-        kit.shares("judgement", task, "toxic", "", texts)
+        kit.attribute_probabilities("judgement", task, "toxic", "", texts)
     with pytest.raises(
         ScoringError, match=r"the scorer toxicity tells toxicity, not 'positive'; give another"
     ):
-        kit.shares("toxicity", load_task("sentiment"), "positive", "", texts)
+        kit.attribute_probabilities("toxicity", load_task("sentiment"), "positive", "", texts)
 
 
 @pytest.mark.parametrize("form", [pytest.param("L", marks=pytest.mark.slow), "P"])
@@ -852,7 +869,7 @@ def test_datg_generates_with_words_of_its_own(form):
     prompt, and takes LaPA2."""
 
     model, task = load("smollm2-135m"), load_task("sentiment")
-    method = methods.for_task("datg", task, form=form, drafts=3, draft_tokens=8)
+    method = methods.get_for_task("datg", task, form=form, drafts=3, draft_tokens=8)
     arms = (None, Augmentation(alpha=1.0)) if form == "P" else (None,)
     prompts = task.prompts.texts[1:3]
     run = run_of(
@@ -893,7 +910,7 @@ CALLS = []
 @dataclasses.dataclass(frozen=True)
 class Counting(NoControl):
     def prepare(self, kit, task, attribute, prompt):
-        return Prepared(kit.once("shared", lambda: CALLS.append(prompt) or prompt))
+        return Prepared(kit.cached("shared", lambda: CALLS.append(prompt) or prompt))
 
 
 def test_plans_prepare_each_prompt_once():
@@ -924,13 +941,15 @@ def test_monitor_grows_with_the_text():
     torch.manual_seed(0)
     unit = torch.nn.functional.normalize(torch.randn(30, 8, dtype=torch.float64), dim=1)
     keywords = {"positive": unit[[3, 4]], "negative": unit[[5]]}
-    control = Control("positive", keywords, unit, {0: torch.tensor([1])}, 0.2, (0,), (7, 8))
-    longer = Control("positive", keywords, unit, {0: torch.tensor([1])}, 0.2, (0,), (7, 8, 9, 3))
+    control = ControlCentre("positive", keywords, unit, {0: torch.tensor([1])}, 0.2, (0,), (7, 8))
+    longer = ControlCentre(
+        "positive", keywords, unit, {0: torch.tensor([1])}, 0.2, (0,), (7, 8, 9, 3)
+    )
     method, lengths = methods.get("freectrl"), torch.tensor([2])
-    state = method.begin(Start([Prepared(control)], None, lengths))
+    state = method.begin(BatchStart([Prepared(control)], None, lengths))
     for token in (9, 3):
         state = method.advance(state, {}, torch.tensor([token]))
-    whole = method.begin(Start([Prepared(longer)], None, lengths))
+    whole = method.begin(BatchStart([Prepared(longer)], None, lengths))
     assert state.length.tolist() == whole.length.tolist() == [4]
     for c in keywords:
         assert torch.allclose(state.nearest[c], whole.nearest[c], rtol=0, atol=1e-14)
@@ -947,14 +966,14 @@ def test_the_cache_tells_models_apart(cache):
     """Random models share a description; their weights and vocabularies do not. An edited model is
     another one."""
 
-    prints = {name: identity(load(name)) for name in ("tiny-gpt2", "tiny-llama", "tiny-neox")}
+    prints = {name: weights_id(load(name)) for name in ("tiny-gpt2", "tiny-llama", "tiny-neox")}
     assert len(set(prints.values())) == 3
-    assert identity(load("tiny-gpt2")) == prints["tiny-gpt2"]
+    assert weights_id(load("tiny-gpt2")) == prints["tiny-gpt2"]
     edited = copy.deepcopy(load("tiny-gpt2"))
     with torch.no_grad():
         next(iter(getattr(edited, "original_model", edited).parameters())).mul_(1.01)
-    assert identity(edited) != prints["tiny-gpt2"]
-    tables = {name: ModelContext(load(name)).promoters([5, 9], 3) for name in prints}
+    assert weights_id(edited) != prints["tiny-gpt2"]
+    tables = {name: ModelContext(load(name)).promoting_neurons([5, 9], 3) for name in prints}
     assert len(list((cache / "neurons").iterdir())) == 3
     assert tables["tiny-neox"][:, :, 1].max() < 64
 
@@ -963,12 +982,15 @@ def test_a_damaged_cache_is_made_again(cache):
     from lapa2_interp.methods.datg import Drafting
 
     kit = ModelContext(load("tiny-gpt2"))
-    table, drafts = kit.promoters([5, 9], 3), kit.drafts(Drafting(), "The sea", 2, 4, seed=1)
+    table, drafts = (
+        kit.promoting_neurons([5, 9], 3),
+        kit.drafts(Drafting(), "The sea", 2, 4, seed=1),
+    )
     for folder in ("neurons", "drafts"):
         (file,) = (cache / folder).iterdir()
         file.write_bytes(file.read_bytes()[:7])
     fresh = ModelContext(load("tiny-gpt2"))
-    assert torch.equal(fresh.promoters([5, 9], 3), table)
+    assert torch.equal(fresh.promoting_neurons([5, 9], 3), table)
     assert fresh.drafts(Drafting(), "The sea", 2, 4, seed=1) == drafts
 
 
@@ -980,7 +1002,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         ModelError, match=r"cannot write the cache .*file.* set LAPA2_CACHE to a folder that can"
     ):
-        ModelContext(load("tiny-gpt2")).promoters([5, 9], 3)
+        ModelContext(load("tiny-gpt2")).promoting_neurons([5, 9], 3)
 
 
 def test_no_text_shares_its_random_numbers_with_a_draft():
@@ -1031,7 +1053,7 @@ def test_the_sentence_of_form_p_leaves_the_prompt_whole():
 
 def test_keywords_of_sentencepiece_tokenizers():
     """There a space of one's own is a token of its own, and a word has one in front anyway."""
-    from lapa2_interp.methods.freectrl import in_text
+    from lapa2_interp.methods.freectrl import tokens_in_text
 
     class Piece(Desk):
         def ids(self, text):
@@ -1041,5 +1063,5 @@ def test_keywords_of_sentencepiece_tokenizers():
         def ids(self, text):
             return [{"great": 4, " great": 5, " ": 1}[text]]
 
-    assert in_text(Piece([], []), "great") == [7]
-    assert in_text(Bytes([], []), "great") == [5]
+    assert tokens_in_text(Piece([], []), "great") == [7]
+    assert tokens_in_text(Bytes([], []), "great") == [5]

@@ -14,7 +14,7 @@ from lapa2_interp.generation.loop import EmptyGenerationError
 from lapa2_interp.generation.sampling import draw
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import FLOOR
-from lapa2_interp.methods.registry import assign
+from lapa2_interp.methods.registry import assign_augmentations
 from lapa2_interp.tasks.task import MethodSettings
 
 STEPS = 3
@@ -377,23 +377,23 @@ def test_stacked_samples_equal_single_ones():
 
 
 def test_the_papers_parameters():
-    alphas = {name: method.alpha for name, method in methods.registry().items() if method.of_paper}
+    alphas = {name: method.alpha for name, method in methods.registry().items() if method.in_paper}
     assert alphas == {
         "none": 0.0, "prefix": 0.5, "con-prefix": 0.5, "air-decoding": 0.5, "negprompt": 1.0, "preadd": 2.0, "palette": 2.0,
         "freectrl": 0.0, "datg": 0.0,
     }  # fmt: skip
     omegas = {
-        name: methods.for_task("air-decoding", load_task(name)).omega
+        name: methods.get_for_task("air-decoding", load_task(name)).omega
         for name in ("sentiment", "topic", "detox")
     }
     assert omegas == {"sentiment": 140, "topic": 60, "detox": 120}
-    assert methods.for_task("preadd", load_task("detox")).lam == -1
-    assert methods.for_task("preadd", load_task("detox"), lam="-2").lam == -2
+    assert methods.get_for_task("preadd", load_task("detox")).lam == -1
+    assert methods.get_for_task("preadd", load_task("detox"), lam="-2").lam == -2
 
 
 def test_pro_aug_defaults():
     on = {
-        (name, task): methods.for_task(name, load_task(task)).pro_aug
+        (name, task): methods.get_for_task(name, load_task(task)).pro_aug
         for name in ("air-decoding", "preadd", "palette", "con-prefix")
         for task in ("sentiment", "topic", "detox")
     }
@@ -410,19 +410,19 @@ def test_pre_aug_and_pro_aug_reach_their_branches():
         branches = method.branches(task, "positive")
         assert [branch.name for branch in branches] == ["base", "target", "negative"]
         expected = (augmentation if pro_aug else None, augmentation, augmentation)
-        assert assign(method, branches, augmentation) == expected
+        assert assign_augmentations(method, branches, augmentation) == expected
     explicit = Augmentation(alpha=0.5, span=((1, 3),))
-    on_base = assign(methods.get("air-decoding"), branches, explicit)[0]
+    on_base = assign_augmentations(methods.get("air-decoding"), branches, explicit)[0]
     assert on_base == augmentation, "slots of a prefix branch mean nothing on the raw model"
-    assert assign(
+    assert assign_augmentations(
         methods.get("none"), methods.get("none").branches(task, "positive"), explicit
     ) == (explicit,)
-    assert assign(method, branches, None) == (None, None, None)
+    assert assign_augmentations(method, branches, None) == (None, None, None)
 
 
 def test_texts_of_the_paper():
     detox = load_task("detox")
-    base, prefix = methods.for_task("preadd", detox).branches(detox, "nontoxic")
+    base, prefix = methods.get_for_task("preadd", detox).branches(detox, "nontoxic")
     assert (base.prefix, prefix.join) == (None, "")
     assert prefix.prefix.startswith("The following text perpetuates negative stereotypes")
     assert prefix.prefix.endswith("profane language.\n\n")
@@ -573,11 +573,11 @@ def test_every_method_and_task_of_the_paper_generates_with_and_without_lapa2(
     name, task, attribute, model, length, tmp_path
 ):
     task, model = load_task(task), load(model)
-    method = methods.for_task(name, task)
+    method = methods.get_for_task(name, task)
     if (
         model_card(model).name == "tiny-llama" and getattr(method, "prefixes", "hard") != "hard"
     ):  # none ship for it
-        method = methods.for_task(name, task, prefixes=soft_set(tmp_path, model, task))
+        method = methods.get_for_task(name, task, prefixes=soft_set(tmp_path, model, task))
     texts = {}
     for alpha in (0.0, method.alpha):
         settings = {"augmentation": Augmentation(alpha=alpha), "length": length, "trace": "pooled"}

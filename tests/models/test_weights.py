@@ -15,7 +15,7 @@ from lapa2_interp._util.errors import CircuitError, ModelError, ScoringError
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import generate
 from lapa2_interp.models import weights
-from lapa2_interp.models.card import TransformersModel, hash_in_memory
+from lapa2_interp.models.card import TransformersModel, hash_weights
 from lapa2_interp.models.load import check_hub, load_transformers, provenance
 from lapa2_interp.models.prepacked import choose_prepacking, prepacked
 from lapa2_interp.runs.method_context import ModelContext
@@ -195,7 +195,7 @@ def test_models_made_elsewhere_are_told_apart():
             network.lm_head.weight.mul_(scale)
         found.append(model_card(TransformersModel(network, tokenizer, "mine")).weights)
     assert found[0] == found[1] != found[2]
-    assert hash_in_memory(load("tiny-llama")).startswith("sha256 ")
+    assert hash_weights(load("tiny-llama")).startswith("sha256 ")
 
 
 # --- quantised weights
@@ -235,7 +235,7 @@ def test_quantised_weights_generate_and_take_the_bias(quantised):
 
 
 def test_what_reads_weights_refuses_quantised_ones(quantised, monkeypatch):
-    from lapa2_interp.models.load import bridge_of
+    from lapa2_interp.models.load import wrap_in_bridge
 
     network, tokenizer = quantised
     model = TransformersModel(network, tokenizer, "mine")
@@ -246,7 +246,7 @@ def test_what_reads_weights_refuses_quantised_ones(quantised, monkeypatch):
     monkeypatch.setattr(adapter, "load_transformers", lambda base: (network, tokenizer, ""))
     with pytest.raises(ModelError, match="adapters are added to the weights themselves"):
         adapter.open_reader("mine", 1, 2)
-    bridge = bridge_of(network, tokenizer, "mine", "w")
+    bridge = wrap_in_bridge(network, tokenizer, "mine", "w")
     question = circuits.ContrastSet.of(bridge, "sentiment", prompts=["The lake"], tokens=2)
     for call in (lambda: circuits.head_logit_attribution(bridge, question, along="text"),
                  lambda: circuits.attribution(bridge, question)):  # fmt: skip

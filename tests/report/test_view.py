@@ -245,7 +245,7 @@ def test_numbers_that_are_not_finite_stay_out_of_the_page(shown):
 
 
 def test_more_attention_than_memory_is_refused(run, monkeypatch):
-    monkeypatch.setattr("lapa2_interp.report.reading.memory", lambda: 1000)
+    monkeypatch.setattr("lapa2_interp.report.reading.usable_memory", lambda: 1000)
     with pytest.raises(TraceError, match="12 steps of all heads need .* memory.*show fewer steps"):
         view(run, model=load("planted"))
 
@@ -310,7 +310,7 @@ def test_what_cannot_be_shown_is_refused(run, tmp_path, monkeypatch):
         view(run, model=model, circuits=tmp_path)
     with pytest.raises(TraceError, match="was made with weights"):
         view(run, model=load("tiny-llama"))
-    monkeypatch.setattr("lapa2_interp.methods.prefix.PrefixConditioning.recomputes", True)
+    monkeypatch.setattr("lapa2_interp.methods.prefix.PrefixConditioning.rereads_text", True)
     with pytest.raises(TraceError, match="changes the network while it decodes"):
         view(run, model=model)
 

@@ -27,15 +27,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lapa2_interp._util.errors import AugmentationError, LayoutError
-from lapa2_interp.bias.augmentation import CAP, Augmentation, share_steps
-from lapa2_interp.bias.keys_seen import FULL, NONE, KeysSeen, kinds_of
+from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation, steps_overlap
+from lapa2_interp.bias.layer_types import FULL_ATTENTION, NO_ATTENTION, LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 
-Capped = Callable[[int, Tensor, int], None]
-"""Told of a layer, which biases were cut at +-CAP [row head query], and the first query's slot."""
+CapCallback = Callable[[int, Tensor, int], None]
+"""Told of a layer, which biases were cut at +-BIAS_CAP [row head query], and the first query's
+slot."""
 
 
-def _selected(
+def _selected_heads(
     rule: Augmentation, size: tuple[int, int], attends: Bool[np.ndarray, " layer"]
 ) -> Bool[np.ndarray, "layer head"]:
     """The heads that an augmentation reaches in a model some of whose layers have no attention.
@@ -43,7 +44,7 @@ def _selected(
     Raises:
         AugmentationError: Such a layer is named, or none of the chosen layers has attention.
     """
-    chosen = rule.selects(*size)
+    chosen = rule.head_mask(*size)
     lost = np.flatnonzero(chosen.any(1) & ~attends)
     named = not isinstance(rule.layers, str) or rule.heads != "all"
     if len(lost) and (named or not chosen[attends].any()):
@@ -67,7 +68,9 @@ class _Term:
         self.rules, self.layouts = list(rules), list(layouts)
         keys = np.zeros((len(layouts), max(len(each) for each in layouts)), bool)  # row key
         heads = np.zeros((size[0], len(layouts), size[1]), bool)  # layer row head
-        chosen = {rule: _selected(rule, size, attends) for rule in set(rules) if rule is not None}
+        chosen = {
+            rule: _selected_heads(rule, size, attends) for rule in set(rules) if rule is not None
+        }
         for row, (rule, each) in enumerate(zip(rules, layouts, strict=True)):
             if rule is not None:
                 for span in each.spans(rule.span):
@@ -83,7 +86,7 @@ class _Term:
             if rule is not None and rule.reads_scores
         }
 
-    def of_queries(self, slots: np.ndarray, seen: KeysSeen) -> Float[np.ndarray, "row query"]:
+    def of_queries(self, slots: np.ndarray, seen: LayerType) -> Float[np.ndarray, "row query"]:
         """b of every row and query in layers of one kind; where a law that reads the scores acts,
         NaN."""
         nothing = np.zeros(len(slots))
@@ -96,7 +99,7 @@ class _Term:
                 b = (
                     np.where(each.acts(rule, slots, seen), np.nan, 0.0)
                     if rule.reads_scores
-                    else rule.within(each.bias(rule, slots, seen))  # a law of a user's own, too
+                    else rule.check_bias(each.bias(rule, slots, seen))  # a law of a user's own, too
                 )
                 if rule.phase == "query":
                     b = np.where(slots == slots[-1], b, 0.0)
@@ -107,7 +110,7 @@ class _Term:
 
 
 @dataclass
-class _TermOfPass:
+class _PassTerm:
     """A term in one forward pass, on the device of the scores.
 
     Attributes:
@@ -120,7 +123,7 @@ class _TermOfPass:
     keys: Bool[Tensor, "row key"]
     heads: Bool[Tensor, "layer row head"]
 
-    def on(self, device: torch.device) -> _TermOfPass:
+    def on(self, device: torch.device) -> _PassTerm:
         """The same on another device: a model may span several."""
         if self.b.device == device:
             return self
@@ -129,7 +132,7 @@ class _TermOfPass:
         )
 
 
-class Bias:
+class BatchBias:
     """The bias of a batch of rows: static masks and, per forward pass, one number per row and
     query.
 
@@ -139,7 +142,7 @@ class Bias:
         size: Layers and heads of the model.
         seen: By layer, which keys its queries see; all keys by default.
         may_repeat: A pass may have several copies of each row behind each other.
-        capped: Told of the biases that were cut at +-CAP.
+        capped: Told of the biases that were cut at +-BIAS_CAP.
 
     Raises:
         AugmentationError: Layers or heads the model does not have, or augmentations that read the
@@ -152,13 +155,13 @@ class Bias:
         rules: Sequence[tuple[Augmentation, ...]],
         layouts: Sequence[Layout],
         size: tuple[int, int],
-        seen: Sequence[KeysSeen] | None = None,
+        seen: Sequence[LayerType] | None = None,
         may_repeat: bool = False,
-        capped: Capped | None = None,
+        capped: CapCallback | None = None,
     ) -> None:
         self.layouts, self.may_repeat, self.capped = list(layouts), may_repeat, capped
-        self.size, self.seen = size, tuple(seen or [FULL] * size[0])
-        attends = np.array([each != NONE for each in self.seen])
+        self.size, self.seen = size, tuple(seen or [FULL_ATTENTION] * size[0])
+        attends = np.array([each != NO_ATTENTION for each in self.seen])
         self.n_rows = len(self.layouts)
         fixed = [[rule for rule in row if not rule.reads_scores] for row in rules]
         reading = [[rule for rule in row if rule.reads_scores] for row in rules]
@@ -180,7 +183,7 @@ class Bias:
             if rule.phase == "query"
         ]
         self.of_pass: tuple[range, int] = (range(0), 0)
-        self.terms: dict[KeysSeen, list[_TermOfPass]] = {}
+        self.terms: dict[LayerType, list[_PassTerm]] = {}
         self.several = [self._meet(row) for row in reading]
         self._check_joint(reading)
         self._check_blocked(fixed)
@@ -188,7 +191,8 @@ class Bias:
     def _meet(self, several: Sequence[Augmentation]) -> bool:
         """Whether any two of a row's augmentations can act at one query of one head."""
         return any(
-            share_steps(one, other) and (one.selects(*self.size) & other.selects(*self.size)).any()
+            steps_overlap(one, other)
+            and (one.head_mask(*self.size) & other.head_mask(*self.size)).any()
             for one, other in combinations(several, 2)
         )
 
@@ -225,8 +229,8 @@ class Bias:
             if not cuts or (*cuts, id(each)) in checked:
                 continue
             checked.add((*cuts, id(each)))
-            chosen = np.stack([rule.selects(*self.size) for rule in cuts])  # cut layer head
-            for seen in kinds_of(self.seen):
+            chosen = np.stack([rule.head_mask(*self.size) for rule in cuts])  # cut layer head
+            for seen in distinct_types(self.seen):
                 here = chosen[:, [kind == seen for kind in self.seen]].reshape(len(cuts), -1)
                 # by column: which cuts meet in some head
                 self._check_queries(row, each, cuts, np.unique(here, axis=1).T, seen)
@@ -237,7 +241,7 @@ class Bias:
         layout: Layout,
         cuts: Sequence[Augmentation],
         together: Bool[np.ndarray, "set cut"],
-        seen: KeysSeen,
+        seen: LayerType,
     ) -> None:
         live = np.ones(len(layout), bool)
         live[layout.soft : layout.soft + layout.pad] = False
@@ -246,7 +250,7 @@ class Bias:
             acts = np.array([layout.acts(rule, slot, seen)[0] for rule in cuts])
             for here in np.unique(together & acts, axis=0):
                 left = live[: query + 1].copy()
-                left[: seen.first(slot, layout.pad)[0]] = False
+                left[: seen.first_seen(slot, layout.pad)[0]] = False
                 for rule in np.array(cuts, dtype=object)[here]:
                     for span in layout.spans(rule.span):
                         left[span.start : span.stop] = False
@@ -261,7 +265,7 @@ class Bias:
         """Whether a rule of phase "query" acts on a query in this slot, the last of its pass."""
         return any(each.acts(rule, np.array([slot]))[0] for rule, each in self.of_last_query)
 
-    def _terms(self, seen: KeysSeen, scores: Tensor) -> list[_TermOfPass]:
+    def _terms(self, seen: LayerType, scores: Tensor) -> list[_PassTerm]:
         """The numbers of this pass in layers of one kind. Terms that add nothing are left out."""
         if seen not in self.terms:
             queries, copies = self.of_pass
@@ -273,7 +277,7 @@ class Bias:
                     reads = term in self.reading
                     # Several sequences or beams of a prompt lie behind each other in `generate`.
                     self.terms[seen].append(
-                        _TermOfPass(
+                        _PassTerm(
                             term,
                             torch.from_numpy(np.isnan(b) if reads else b)
                             .to(scores.device, torch.bool if reads else wide)
@@ -327,7 +331,7 @@ class Bias:
         if reading:
             b = self._read(scores, reading, layer)
             if self.capped is not None:
-                self.capped(layer, (b.abs() >= CAP).any(0), first)
+                self.capped(layer, (b.abs() >= BIAS_CAP).any(0), first)
             for each, of_term in zip(reading, b, strict=True):
                 _add(scores, each, layer, rearrange(of_term, "row head query -> row head query 1"))
         return scores
@@ -335,7 +339,7 @@ class Bias:
     def _read(
         self,
         scores: Float[Tensor, "row head query key"],
-        terms: Sequence[_TermOfPass],
+        terms: Sequence[_PassTerm],
         layer: int,
     ) -> Float[Tensor, "term row head query"]:
         """The biases of the laws that read the scores."""
@@ -361,7 +365,7 @@ class Bias:
                 [each.term.rules[row] for row in joint for _ in range(len(scores) // self.n_rows)]
                 for each in terms
             ]
-            b[:, where] = _joint(rules, sums[:, where], rest[where], acting[:, where])
+            b[:, where] = _solve_targets(rules, sums[:, where], rest[where], acting[:, where])
         return torch.where(acting, b, 0.0)
 
     def _pooled(
@@ -384,7 +388,7 @@ class Bias:
 
 def _add(
     scores: Float[Tensor, "row head query key"],
-    of_pass: _TermOfPass,
+    of_pass: _PassTerm,
     layer: int,
     b: Float[Tensor, "row #head query 1"],
 ) -> None:
@@ -408,7 +412,7 @@ def _log_sum(
     return scores.masked_fill(~keys[:, None, None], -torch.inf).logsumexp(3)
 
 
-def _joint(
+def _solve_targets(
     rules: Sequence[Sequence[Augmentation | None]],
     sums: Float[Tensor, "term row head query"],
     rest: Float[Tensor, "row head query"],
@@ -437,4 +441,4 @@ def _joint(
         base = torch.stack([rest, *torch.where(active, -torch.inf, sums)]).logsumexp(0)
         b = tau.log() - left.log() - (sums - base)
         active = active | (acting & (b > 0))
-    return torch.where(active, alpha * b, 0.0).nan_to_num(0.0).clamp(-CAP, CAP)
+    return torch.where(active, alpha * b, 0.0).nan_to_num(0.0).clamp(-BIAS_CAP, BIAS_CAP)
