@@ -1,4 +1,4 @@
-"""A loaded model of either TransformerLens class, and the card that says what was loaded."""
+"""Loaded models of every class, what can be read from them, and the card that records them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ a `TransformersModel`."""
 
 
 class TransformersModel:
-    """A plain transformers model behind the few names by which texts are generated and read.
+    """A plain transformers model with the few names of a TransformerLens model that we use.
 
     It has no hooks: `augmented` reaches its attention through transformers' own interface. So it
     also serves architectures that TransformerLens lacks, or whose hooks are dead.
@@ -40,8 +40,8 @@ class TransformersModel:
         tokenizer, name: The model's.
 
     Raises:
-        ModelError: It is no transformers model.
-        LayoutError: The tokenizer is none.
+        ModelError: The network is not a transformers model.
+        LayoutError: The tokenizer is not a tokenizer.
     """
 
     hook_dict: Mapping[str, Any] = MappingProxyType({})
@@ -83,13 +83,14 @@ class TransformersModel:
 
 
 DEFAULT_CONTEXT = 2048
-"""Context of models that name none, such as Bloom: what transformer-lens takes."""
+"""Context of models whose configuration names none, such as Bloom; transformer-lens has the same.
+"""
 
 
 def context_length(config: Any) -> int:
-    """Tokens that a transformers model can read: those it has positions for, or was trained on.
+    """Tokens that a transformers model can read: its positions, or the length of its training.
 
-    Models without a table of positions name no number, or only that of their training.
+    Configurations without a table of positions name no number, or only that of the training.
     """
     for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
         if isinstance(found := getattr(config, name, None), int) and found > 0:
@@ -98,11 +99,11 @@ def context_length(config: Any) -> int:
 
 
 def rotary_limit(config: Any) -> tuple[str, int] | None:
-    """Where the rotary factors of a transformers model depend on the length of a pass: the kind,
-    "longrope" or "dynamic", and the longest pass with the factors of short texts.
+    """The kind of rotary factors that depend on the length of a pass ("longrope" or "dynamic"), and
+    the longest pass with the factors of short texts; None for models without such factors.
 
     longrope (Phi-3.5, Phi-4-mini, PhiMoE) has two sets of factors, and PhiMoE two scales of them;
-    dynamic NTK has others for every length beyond the context.
+    dynamic NTK has different factors for every length beyond the context.
     """
     config = config.get_text_config()
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -120,8 +121,8 @@ def rotary_limit(config: Any) -> tuple[str, int] | None:
 
 
 def short_context(config: Any) -> int | None:
-    """Tokens of the longest pass with the rotary factors of short texts; None where there is one
-    set of factors in the whole context."""
+    """Tokens of the longest pass with the rotary factors of short texts; None if the whole context
+    has one set of factors."""
     kind, limit = rotary_limit(config) or ("", 0)
     return limit if kind == "longrope" and limit < context_length(config) else None
 
@@ -140,7 +141,7 @@ def check_rotary_side(short: int | None, first: int, last: int, what: str) -> No
         first, last: Tokens of the shortest and the longest pass whose logits count.
 
     Raises:
-        LayoutError: The first has the factors of short texts, and the last others.
+        LayoutError: The first has the factors of short texts, and the last has not.
     """
     if short is not None and first <= short < last:
         raise LayoutError(
@@ -151,8 +152,8 @@ def check_rotary_side(short: int | None, first: int, last: int, what: str) -> No
 
 
 def kv_shapes(config: Any) -> list[tuple[int, int, int]]:
-    """KV heads of the layers, and numbers of a key and of a value; one entry where all are alike in
-    the configuration."""
+    """By layer the number of KV heads and the dimensions of a key and a value; a single entry if
+    the configuration has one for all layers."""
     found = []
     for each in getattr(config, "per_layer_config", None) or [config]:
         heads = each.num_attention_heads
@@ -180,15 +181,15 @@ LAYER_TYPE_NAMES: Mapping[str, LayerTypeName] = MappingProxyType(
         "mlp": "none",
     }
 )
-"""What the layer types of transformers' configurations mean for attention."""
+"""Kinds of attention by the layer types of transformers' configurations."""
 
 
 UNKNOWN_MASKS = ("keep_window_size", "index_block_size", "local_attn_chunk_length")
-"""Settings of models that choose keys in ways of their own (Doge, MiniMax M3, Reformer)."""
+"""Settings of models whose masks are not known here (Doge, MiniMax M3, Reformer)."""
 
 
 def layer_types(model: Model) -> tuple[LayerType, ...]:
-    """By layer, which keys its queries see.
+    """The types of a model's layers, in order: the keys that their queries see.
 
     Raises:
         ModelError: A layer is of a type that is not known here.
@@ -237,17 +238,17 @@ def config_layer_types(config: Any) -> tuple[LayerType, ...]:
 
 
 def omit_if_all_full(seen: tuple[LayerType, ...]) -> tuple[LayerType, ...]:
-    """Nothing where every layer sees all keys, as cards have it."""
+    """An empty tuple if every layer sees all keys, as cards record it."""
     return () if set(seen) == {FULL_ATTENTION} else seen
 
 
 def attention_layers(model: Model) -> list[int]:
-    """The layers that have attention: all, but for hybrids with recurrent or convolutional ones."""
+    """The layers with attention: in hybrids not the recurrent and convolutional ones."""
     return [layer for layer, each in enumerate(layer_types(model)) if each.kind != "none"]
 
 
 def smallest_window(model: Model) -> int | None:
-    """The smallest sliding window or chunk of a model's layers; None where every layer sees all
+    """The smallest sliding window or chunk of a model's layers; None if every layer sees all
     keys."""
     return min((each.size for each in layer_types(model) if each.size), default=None)
 
@@ -257,7 +258,7 @@ def plain_network(model: Model) -> Any | None:
     transformers model; None for the others.
 
     Raises:
-        ModelError: It is no model, or one inside a wrapper.
+        ModelError: It is not a model, or is inside a wrapper.
     """
     if "_orig_mod" in getattr(model, "_modules", ()):
         raise ModelError(
@@ -277,7 +278,7 @@ def plain_network(model: Model) -> Any | None:
 
 
 def check_no_checkpointing(network: Any) -> None:
-    """Refuse gradient checkpointing in training mode, which drops caches and reads layers again.
+    """Refuse gradient checkpointing in training mode: it drops caches and recomputes layers.
 
     Raises:
         ModelError: The network would do so.
@@ -292,13 +293,13 @@ def check_no_checkpointing(network: Any) -> None:
         )
 
 
-def check_cache_grew(network: Any, kept: bool) -> None:
+def check_cache_grew(network: Any, grew: bool) -> None:
     """Refuse a pass that has dropped the cache that it was given.
 
     Raises:
-        ModelError: It has not `kept` its keys.
+        ModelError: The cache has not grown by the keys of the pass.
     """
-    if not kept:
+    if not grew:
         raise ModelError(
             f"{type(network).__name__} has dropped the cache of a pass, so that the next would read"
             " another text; a model must keep the keys that it reads in past_key_values"
@@ -319,30 +320,30 @@ def kv_heads(model: Model) -> int:
 
 
 def is_bridge(model: Model) -> bool:
-    """Whether a model wraps a transformers model (TransformerBridge, `TransformersModel`), or is a
-    HookedTransformer."""
+    """True for a model that wraps a transformers model (TransformerBridge, `TransformersModel`),
+    False for a HookedTransformer."""
     return hasattr(model, "original_model")
 
 
 def network_of(model: Model) -> nn.Module:
-    """The transformers model inside a model that wraps one; any other model itself."""
+    """The transformers model inside a model that wraps one; any other model unchanged."""
     return model.original_model if is_bridge(model) else model
 
 
 def prepacked_model(model: Model) -> AbstractContextManager[None]:
-    """`prepacked` for a model, as its card says."""
+    """`prepacked` with the layers that the model's card names."""
     return prepacked(network_of(model), model_card(model).packing)
 
 
 class ModelCard(BaseModel):
-    """What was loaded, as recorded in every manifest."""
+    """The record of a loaded model, which every manifest holds."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
     """The name it was loaded by: a built-in name, a hub id or a folder."""
     weights: str
-    """Where the weights come from: a sha256, a hub commit, or the seed of a random model."""
+    """The origin of the weights: a sha256, a hub commit, or the seed of a random model."""
     architecture: str
     """The transformers class."""
     model_class: str
@@ -354,26 +355,27 @@ class ModelCard(BaseModel):
     n_ctx: int
     """Positions the model was built for."""
     short_ctx: int | None = None
-    """As `short_context`."""
+    """`short_context` of the model."""
     start_token: str
     """The token that starts plain text (`bias.layout.text_markers`)."""
     end_tokens: tuple[str, ...]
     """Tokens that end a text under the EOS policies stop and block: the tokenizer's and the
     generation config's."""
     keys_seen: tuple[LayerType, ...] = ()
-    """By layer, which keys its queries see; none are listed where every layer sees all keys."""
+    """The layers' types; empty if every layer sees all keys."""
     packing: Prepacking = "none"
-    """Linear layers that compute with packed weights (`prepacked`), which may decide last bits."""
+    """Linear layers that compute with prepacked weights (`prepacked`), which may decide last bits.
+    """
 
 
 def model_card(model: Model) -> ModelCard:
-    """The card of a loaded model; for one made elsewhere, what can be read from it.
+    """The card of a loaded model; for a model that was made elsewhere, a card read from it.
 
-    Weights that were made elsewhere, or changed since they were loaded, are named by a hash of what
-    is in memory.
+    Weights that were made elsewhere, or changed since they were loaded, are identified by a hash of
+    the weights in memory.
 
     Raises:
-        ModelError: It is no loaded model, or has no tokenizer.
+        ModelError: It is not a loaded model, or has no tokenizer.
     """
     check_has_tokenizer(model)
     card, state = getattr(model, "lapa2_card", None), _weights_version(model)
@@ -391,13 +393,13 @@ def model_card(model: Model) -> ModelCard:
 
 
 def attach_card(model: Model, card: ModelCard) -> ModelCard:
-    """Give a model its card, which holds as long as its weights are what they are now."""
+    """Attach a card to a model; it is valid as long as the weights do not change."""
     model.lapa2_card, model.lapa2_state = card, _weights_version(model)
     return card
 
 
 def check_has_tokenizer(model: Model) -> None:
-    """Refuse what is no model with a tokenizer.
+    """Refuse anything but a loaded model with a tokenizer.
 
     Raises:
         ModelError: A name, a bare transformers model, or a model without a tokenizer.
@@ -416,8 +418,8 @@ def check_has_tokenizer(model: Model) -> None:
 
 
 def _weights_version(model: Model) -> int:
-    """A number that changes when a weight is replaced, written to or of another dtype, but not when
-    it is written to through `.data`."""
+    """A number that changes when a weight is replaced, written to or converted, except by a write
+    through `.data`."""
     weights = network_of(model).parameters()
     return hash(tuple((id(p), p.dtype, -1 if p.is_inference() else p._version) for p in weights))
 
@@ -446,7 +448,7 @@ def hash_weights(model: Model) -> str:
 
 
 def _plain_tensors(tensor: Any) -> Iterator[Any]:
-    """The plain tensors that a tensor consists of; a quantised one has several."""
+    """The plain tensors inside a tensor; a quantised one has several."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -455,27 +457,27 @@ def _plain_tensors(tensor: Any) -> Iterator[Any]:
 
 
 def weights_id(model: Model) -> str:
-    """What tells a model's weights from all others, for what is kept on disk; random ones depend on
-    the version of torch, too."""
+    """An identifier of a model's weights, for files that depend on them. Random weights are hashed,
+    since they also depend on the version of torch."""
     weights = model_card(model).weights
     return weights if weights.startswith(("sha256", "hub commit")) else hash_weights(model)
 
 
 def check_not_quantised(model: Model, what: str) -> None:
-    """Refuse what reads weights of a model whose weights are quantised.
+    """Refuse a model with quantised weights, where the weights themselves are needed.
 
     Args:
         model: Also a bare transformers model.
-        what: The beginning of the sentence.
+        what: The beginning of the error message.
 
     Raises:
-        ModelError: They are packed, so that their numbers are not those of the layers.
+        ModelError: They are quantised, so that their numbers are not those of the layers.
     """
     network: Any = network_of(model)
-    packed_one = next(
+    quantised = next(
         (name for name, each in network.named_parameters() if not each.is_floating_point()), None
     )
-    if packed_one is not None or getattr(network, "hf_quantizer", None) is not None:
+    if quantised is not None or getattr(network, "hf_quantizer", None) is not None:
         raise ModelError(
             f"{what} the weights themselves, and those of this {type(network).__name__} are"
             " quantised; load the model without quantization_config, from unquantised files"
@@ -493,10 +495,10 @@ def make_card(
     """The card of a model.
 
     Args:
-        name, weights: As the card has them.
-        architecture: The transformers class; by default what the model's configuration says.
-        generation: The model's generation configuration, whose end tokens count, too.
-        packing: By default as `choose_prepacking` has it.
+        name, weights: As in `ModelCard`.
+        architecture: The transformers class; by default that of the model's configuration.
+        generation: The model's generation configuration, whose end tokens are added.
+        packing: By default `choose_prepacking` of the network.
     """
     markers = text_markers(model.tokenizer)
     listed = generation.eos_token_id if generation is not None else None

@@ -1,4 +1,4 @@
-"""Proof that an augmentation reaches a model: on some architectures the scores hook is there and
+"""A test that an augmentation reaches a model: on some architectures the scores hook exists and
 does nothing.
 
 Two passes over a short sequence, the second with +3 on one key's score in every layer:
@@ -39,8 +39,8 @@ LOGIT_TOLERANCE = {
     torch.bfloat16: 1.0,
     torch.float16: 0.2,
 }
-"""How far logits may lie apart that are computed in another order; those of another attention
-function lie further apart."""
+"""Largest difference of logits that are computed in another order; other attention functions differ
+by more."""
 
 _IN_BOTH = (
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "GPT-2", "GPT-NeoX",
@@ -50,17 +50,17 @@ LIVE_FAMILIES = {
     "TransformerBridge": (*_IN_BOTH, "Bloom", "MPT", "Falcon"),
     "TransformersModel": (*_IN_BOTH, "Gemma 4", "Llama 4"),
 }
-"""Families of models that work, by class: what tests/models/test_families.py loads and compares
-with transformers (docs/models.md)."""
+"""Families of models that work, by class: tests/models/test_families.py loads them and compares
+them with transformers (docs/models.md)."""
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """What the probe found.
+    """The result of the probe.
 
     Attributes:
         logit_shift: Largest change of a logit when the scores are edited.
-        problem: Why an augmentation would do nothing; None on a live model.
+        problem: The reason why an augmentation would do nothing; None on a live model.
     """
 
     logit_shift: float
@@ -73,7 +73,7 @@ class Liveness:
 
 @torch.no_grad()
 def probe(model: Model) -> Liveness:
-    """Edit the scores of every layer once and watch what follows.
+    """Edit the scores of every layer once, and compare patterns and logits.
 
     Raises:
         ModelError: Its logits are NaN without any edit.
@@ -95,12 +95,14 @@ def probe(model: Model) -> Liveness:
     def read(tensor: Tensor, hook: Any) -> None:
         patterns[_layer_of_hook(hook.name)] = tensor[..., -1, :].float()
 
+    # A pass without an edit.
     plain = model(ids).float()
     if plain.isnan().any():
         raise ModelError(
             "the model's logits are NaN (not a number) before anything is changed: weights are NaN,"
             " or numbers exceed its dtype; load sound weights, or another --dtype"
         )
+    # A pass with an edit, through the attention interface of a plain transformers model.
     if (network := plain_network(model)) is not None:
 
         def edit_layer(layer: int, tensor: Tensor, first: int) -> Tensor:
@@ -123,6 +125,7 @@ def probe(model: Model) -> Liveness:
                 f" {(again - plain).abs().max():.1g} without any edit",
             )
         return _judge(plain, edited, scores, patterns, layers)
+    # A pass with an edit, through the hooks of a TransformerLens model.
     hooks = [(HOOK_SCORES.format(layer), edit) for layer in layers] + [
         (HOOK_PATTERN.format(layer), read) for layer in layers
     ]
@@ -146,14 +149,14 @@ def _judge(
     patterns: dict[int, Tensor],
     layers: Sequence[int],
 ) -> Liveness:
-    """What the two passes show; scores and patterns are those of the edited one, by layer."""
+    """The result of the two passes; scores and patterns are those of the edited one, by layer."""
     shift = (edited - plain).abs().max().item()
 
     def follows(layer: int) -> bool:
         if layer not in scores or layer not in patterns:
             return False
-        # Scores of several units can be told from their softmax at any precision; bfloat16 patterns
-        # carry 3 digits.
+        # The tolerance: bfloat16 patterns have 3 digits, and scores of several units differ by far
+        # more from their softmax.
         wanted, found = (
             scores[layer].softmax(-1),
             patterns[layer] / patterns[layer].sum(-1, keepdim=True),
@@ -184,7 +187,7 @@ def _is_distribution(edited: Tensor) -> bool:
 
 
 def assert_live(model: Model, name: str) -> Liveness:
-    """The probe's finding, or an error.
+    """Probe a model, and refuse one whose attention ignores edits.
 
     Raises:
         DeadHookError: An augmentation would do nothing on this model.

@@ -1,9 +1,9 @@
-"""Models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny random ones,
-and some whose circuit is known.
+"""Loading of models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny
+random models, and planted models whose circuit is known.
 
-`load_model` returns a TransformerLens model, checked live (an edit of the attention scores moves
-the logits), whose tokenizer starts plain text with the token of `bias.layout.text_markers`;
-`model_card` says what was loaded.
+`load_model` returns a TransformerLens model that was checked live (an edit of the attention scores
+moves the logits). Its tokenizer starts plain text with the token of `bias.layout.text_markers`, and
+`model_card` is its record.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 
 LOG_PROB_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
-"""How far log-probabilities of one model may lie apart on average, computed in another order."""
+"""Largest mean difference of one model's log-probabilities, computed in another order."""
 
 
 P = ParamSpec("P")
@@ -107,11 +107,11 @@ def load_model(
             unprocessed); or "TransformersModel": no hooks, faster on small batches, and also for
             architectures that TransformerLens lacks or whose hooks are dead.
         trust_remote_code: Run code that comes with the model.
-        pack: Whether texts are generated and read with packed weights, which is faster on a CPU and
-            takes as much memory again: auto where it fits, on, or off
+        pack: Compute with prepacked weights, which is faster on a CPU and needs the memory of the
+            weights a second time: auto where it fits, on, or off
             (`models.prepacked.choose_prepacking`).
         workers: Processes on this machine that load the model, for pack "auto".
-        seed: Of a planted model; load_model("planted", seed=3) is load_model("planted:3").
+        seed: Seed of a planted model; load_model("planted", seed=3) is load_model("planted:3").
 
     Returns:
         A model of that class in eval mode, logits equal to transformers'.
@@ -123,6 +123,7 @@ def load_model(
     """
     import torch
 
+    # Check the arguments.
     wrap = {
         "TransformerBridge": _make_bridge,
         "HookedTransformer": _make_hooked_transformer,
@@ -140,6 +141,7 @@ def load_model(
         if not is_planted(name) or ":" in name:
             raise ModelError(f"a seed belongs to a planted model without one, not to {name!r}")
         name = f"{name}:{seed}"
+    # Load the transformers model, and put it on its device or devices.
     spread = device == "auto"
     if device is None or spread:
         device = default_device()
@@ -151,13 +153,12 @@ def load_model(
         _check_device_map(network.hf_device_map, model_class)
     else:
         move_to_device(network, device)
+    # Wrap it in the model class, with its log-probabilities before and after.
     architecture = type(network).__name__
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # deprecations inside the libraries, nothing about this model
+        warnings.simplefilter("ignore")  # deprecations inside the libraries
         try:
-            # Some adapters change the network that they wrap, so it is read before.
+            # Some adapters change the network that they wrap, so its log-probabilities come first.
             wanted = _sample_log_probs(network, network)
             model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
             model.eval()
@@ -166,15 +167,14 @@ def load_model(
             found = _sample_log_probs(model, network)
         except ModelError:
             raise
-        except Exception as error:  # each architecture's adapter fails in its own way
+        except Exception as error:  # the adapters of architectures raise various errors
             hint = "" if model_class == "TransformersModel" else "; TransformersModel may do"
             raise ModelError(
                 f"cannot load {name!r} ({architecture}) as {model_class}:"
                 f" {_first_sentence(error) or type(error).__name__}{hint}"
             ) from error
-    model.cfg.default_prepend_bos = (
-        True  # text given as a string starts as a layout does, on every architecture
-    )
+    # Strings start with the same token as layouts, on every architecture.
+    model.cfg.default_prepend_bos = True
     assert_live(model, name)
     _check_same_log_probs(found, wanted, name, model_class, dtype)
     packing = choose_prepacking(network_of(model), pack, workers)
@@ -184,9 +184,9 @@ def load_model(
 
 
 def resolve_model(model: Model | str | Path) -> Model:
-    """A model from what a user gives: a loaded one, or its name.
+    """The model that a user gives, loaded if it is a name.
 
-    One made elsewhere is checked live, once.
+    A model that was made elsewhere is checked live, once.
 
     Raises:
         ModelError: As `load_model`; a bare transformers model, or one without a tokenizer.
@@ -202,7 +202,7 @@ def resolve_model(model: Model | str | Path) -> Model:
 
 
 def accepts_model_name(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the argument `model` of a function, its first one, be whatever `resolve_model` takes."""
+    """Let the argument `model` of a function, its first one, also be a name (`resolve_model`)."""
 
     @functools.wraps(function)
     def with_model(*args: P.args, **settings: P.kwargs) -> R:
@@ -217,7 +217,7 @@ def accepts_model_name(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _sample_log_probs(model: Any, network: Any) -> Tensor:
-    """What a model makes of 32 ids from all over the vocabulary: [query vocab], on the CPU."""
+    """Log-probabilities [query vocab] after 32 ids from the whole vocabulary, on the CPU."""
     import torch
 
     config = network.config.get_text_config()
@@ -231,12 +231,12 @@ def _sample_log_probs(model: Any, network: Any) -> Tensor:
 def _check_same_log_probs(
     found: Tensor, wanted: Tensor, name: str, model_class: str, dtype: str
 ) -> None:
-    """Refuse a model that is not the one that transformers loads.
+    """Refuse a model whose log-probabilities are not those of the transformers model.
 
     Raises:
-        ModelError: Its log-probabilities differ by more than rounding.
+        ModelError: They differ by more than rounding.
     """
-    difference = float((found - wanted).abs().mean())  # in half precision a few lie further apart
+    difference = float((found - wanted).abs().mean())  # in half precision a few differ by more
     if difference > LOG_PROB_TOLERANCE[dtype]:
         raise ModelError(
             f"{name} as {model_class} is another model than transformers loads: log-probabilities"
@@ -249,7 +249,7 @@ def move_to_device(network: PreTrainedModel, device: str | None) -> None:
     """Put a network on a device, by default CUDA when there is one.
 
     Raises:
-        ModelError: There is no such device, or no room on it.
+        ModelError: There is no such device, or not enough memory on it.
     """
     device = device or default_device()
     try:
@@ -278,8 +278,8 @@ def load_transformers(
     trust_remote_code: bool = False,
     device_map: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """The plain transformers model with eager attention, its tokenizer, and where its weights come
-    from.
+    """The plain transformers model with eager attention, its tokenizer, and the origin of its
+    weights.
 
     Args:
         device_map: As in transformers; by default the model is put on the CPU. Tiny models always
@@ -316,7 +316,7 @@ def load_transformers(
             )
         except ModelError:
             raise
-        except Exception as error:  # damaged files raise errors of half a dozen libraries
+        except Exception as error:  # damaged files raise errors of many libraries
             raise ModelError(_load_error(name, error)) from error
         weights = provenance(name, network.config)
     if dtype == "float64" and network._can_set_experts_implementation():
@@ -343,7 +343,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
             reads = bool(tokenizer("a", add_special_tokens=False).input_ids)
-        except Exception as error:  # damaged files raise errors of half a dozen libraries
+        except Exception as error:  # damaged files raise errors of many libraries
             raise ModelError(_load_error(name, error)) from error
     if not reads:
         raise ModelError(
@@ -358,7 +358,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 @functools.cache
 def shared_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer to read texts with. It is loaded once and shared, so nothing may change it.
+    """A tokenizer that is loaded once and shared, so that nothing may change it.
 
     Raises:
         ModelError: As `load_tokenizer`.
@@ -367,12 +367,12 @@ def shared_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def expand_name(name: str | Path) -> str:
-    """A model's name or folder as text, with the user's folder for ~."""
+    """A model's name or folder as text, with ~ expanded to the user's folder."""
     return os.path.expanduser(name)  # noqa: PTH111  a Path would drop "./", and so rename models
 
 
 def model_source(name: str) -> str | Path:
-    """The folder or hub id that transformers loads a name from."""
+    """The folder or hub id from which transformers loads a model."""
     if name == SMOLLM2:
         return smollm2_folder()
     path = Path(name)
@@ -394,7 +394,7 @@ def model_source(name: str) -> str | Path:
 
 
 def check_hub(name: str) -> None:
-    """Ask the hub once for a model that is not in its cache. Where the hub is not reached, its own
+    """Ask the hub once for a model that is not in the cache. If the hub is not reached, its own
     library would wait for almost a minute.
 
     Raises:
@@ -415,19 +415,19 @@ def check_hub(name: str) -> None:
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
     except (HfHubHTTPError, ValueError):
         pass  # an answer, or no hub id: transformers says more
-    except Exception as error:  # of whatever library speaks HTTP
+    except Exception as error:  # of the HTTP library, whichever it is
         raise ModelError(
             _load_error(name, OSError(f"{constants.ENDPOINT} is not reached: {error}"))
         ) from error
 
 
 def needs_remote_code(error: Exception) -> bool:
-    """Whether loading failed because code that comes with the model may not run."""
+    """True if loading failed because the model's own code may not run."""
     return "trust_remote_code" in str(error)
 
 
 def _first_sentence(error: Exception) -> str:
-    """The first sentence of an error of a library, in one line."""
+    """The first sentence of a library's error, in one line."""
     return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
 
 
@@ -453,7 +453,7 @@ def _load_error(name: str, error: Exception) -> str:
 
 
 def provenance(name: str, config: PretrainedConfig) -> str:
-    """Where a model comes from: a hash of the files that decide its texts, or the hub's commit."""
+    """The origin of a model: a hash of the files that decide its texts, or the hub's commit."""
     if name == SMOLLM2:
         return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
     if Path(name).is_dir():
@@ -466,11 +466,10 @@ def provenance(name: str, config: PretrainedConfig) -> str:
 
 
 def _without_reload(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
-    """A copy that TransformerLens takes as it is, instead of loading the tokenizer again with BOS
+    """A copy that TransformerLens uses unchanged, instead of loading the tokenizer again with BOS
     switched on.
 
-    Spans are counted as the model's own tokenizer counts, and a tokenizer that now prepends BOS
-    would count one more.
+    Spans are counted by the model's own tokenizer, and one that prepends BOS would count one more.
     """
     taken = copy.copy(tokenizer)
     taken.init_kwargs = {**tokenizer.init_kwargs, "name_or_path": name, "add_bos_token": True}
@@ -500,13 +499,13 @@ def _make_transformers_model(
 def wrap_in_bridge(
     network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, weights: str
 ) -> Model:
-    """A TransformerBridge, with its card, around a transformers model that is there already.
+    """A TransformerBridge, with its card, around an existing transformers model.
 
     The network then belongs to the bridge.
 
     Args:
-        network: With eager attention.
-        name, weights: As the card has them.
+        network: A model with eager attention.
+        name, weights: As in `ModelCard`.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -540,8 +539,7 @@ def _make_hooked_transformer(
     config.architectures = [type(network).__name__]
     if config.model_type == "gpt2":
         config.n_ctx = config.n_positions
-    # transformer-lens guesses the architecture from the folder's path, so the folder has a neutral
-    # name.
+    # transformer-lens guesses the architecture from the folder's path, so its name is neutral.
     with tempfile.TemporaryDirectory(prefix="config-") as folder:
         config.save_pretrained(folder)
         settings = loading.convert_hf_model_config(folder)

@@ -1,10 +1,9 @@
-"""What kind of machine this is, and what it computes fast. Speed is measured, never read from the
-processor's flags.
+"""The processor of this machine and its speed, which is measured and never read from flags.
 
 Processors without bfloat16 units compute in bfloat16 too, several times slower than in float32.
-`dtype = "auto"` means bfloat16 where that is really the faster of the two. What is measured is kept
-in the user's cache (machine.json) under the kind of processor, so that machines that share a home
-folder, and emulated ones, each have their own numbers.
+`dtype = "auto"` means bfloat16 where that is the faster of the two. Measurements are stored in the
+user's cache (machine.json) under the kind of processor, so that machines that share a home folder,
+and emulated ones, each have their own numbers.
 """
 
 from __future__ import annotations
@@ -40,20 +39,19 @@ ISA_VARIABLES = (
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
 )
-"""Environment variables that decide which instructions the computing libraries use."""
+"""Environment variables that decide which instructions the numerical libraries use."""
 FASTER_BELOW = 0.9
-"""bfloat16 is chosen where its products take less than this share of float32's time."""
+"""bfloat16 is chosen if its products take less than this share of float32's time."""
 SLOW_ABOVE = 1.25
-"""A named dtype is called slow where its products take more than this multiple of float32's time.
-"""
+"""A named dtype is called slow if its products take more than this multiple of float32's time."""
 ROWS, WIDTH, MATRICES = 24, 1024, 8
-"""Rows of the timed products, and the square matrices they go through: 32 MiB in float32, more than
-stays near a core."""
+"""Rows of the timed products, and size and number of the square matrices: 32 MiB in float32, more
+than a core's cache holds."""
 
 
 def processor_kind(device: str = "cpu") -> str:
-    """The kind of processor a device is, in one line: model, instruction set in use, and what the
-    environment restricts.
+    """A device's kind of processor in one line: model, instruction set in use, and restrictions by
+    the environment.
 
     Args:
         device: cpu, cuda, cuda:1, ...
@@ -85,24 +83,23 @@ def _processor() -> str:
     )
 
 
-# --- what was measured
+# --- stored measurements
 
 
 def stored_measurement(device: str, name: str) -> tuple[float, ...] | None:
-    """Numbers that were measured on this kind of processor; None if they were not, or their file is
-    damaged."""
+    """Numbers that were measured on this kind of processor; None if there are none, or their file
+    is damaged."""
     return _read_measurements().get(processor_kind(device), {}).get(name)
 
 
 def store_measurement(device: str, name: str, numbers: tuple[float, ...]) -> tuple[float, ...]:
-    """Keep measured numbers for this kind of processor; a cache that cannot be written keeps
-    nothing.
+    """Store measured numbers for this kind of processor, unless the cache cannot be written.
 
     Returns:
-        The numbers as they are kept, to four digits.
+        The numbers as they are stored, to four digits.
     """
     known = _read_measurements()
-    kept = known.setdefault(processor_kind(device), {})[name] = tuple(
+    stored = known.setdefault(processor_kind(device), {})[name] = tuple(
         float(f"{number:.4g}") for number in numbers
     )
     with suppress(ModelError):
@@ -110,7 +107,7 @@ def store_measurement(device: str, name: str, numbers: tuple[float, ...]) -> tup
             _measurements_file(),
             lambda path: path.write_text(with_checksums(known), encoding="utf-8"),
         )
-    return kept
+    return stored
 
 
 def _measurements_file() -> Path:
@@ -133,10 +130,10 @@ def _read_measurements() -> dict[str, dict[str, tuple[float, ...]]]:
 
 
 def resolve_dtype(dtype: str, device: str | None = None) -> str:
-    """A dtype by name; "auto" is bfloat16 where this device computes faster in it, else float32.
+    """The name of a dtype; "auto" is bfloat16 if the device computes faster in it, else float32.
 
     Args:
-        device: Where it will be computed; CUDA when there is one, by default.
+        device: The device that computes; by default CUDA where there is one.
 
     Raises:
         ModelError: Unknown dtype.
@@ -161,8 +158,7 @@ def faster_dtype(device: str | None = None) -> str:
 
 
 def slowdown(dtype: str) -> float:
-    """How many times as long as in float32 a matrix product of 24 rows takes on this CPU in another
-    dtype.
+    """Time of a matrix product of 24 rows in a dtype on this CPU, as a multiple of float32's.
 
     Timed once per kind of processor, in half a second, on one thread.
     """
@@ -179,7 +175,7 @@ def _time_slowdown(dtype: str, kind: str) -> float:
 
 
 def slow_dtype_note(dtype: str, device: str | None = None) -> str | None:
-    """One line about a dtype that this CPU emulates; None where there is nothing to say."""
+    """One line about a dtype that is slow on this CPU; None for other dtypes and devices."""
     device = default_device() if device in (None, AUTO_DTYPE) else str(device)
     if not device.startswith("cpu") or dtype not in ("bfloat16", "float16"):
         return None
@@ -193,7 +189,7 @@ def slow_dtype_note(dtype: str, device: str | None = None) -> str | None:
 
 
 def print_if_slow(dtype: str, device: str | None = None) -> None:
-    """Print `slow_dtype_note`, where there is one, on standard error."""
+    """Print `slow_dtype_note`, if there is one, on standard error."""
     if note := slow_dtype_note(dtype, device):
         print(f"note: {note}", file=sys.stderr)
 
@@ -204,7 +200,7 @@ def n_cores() -> int:
 
 
 def peak_memory(device: str = "cpu") -> int:
-    """The most bytes this process has had so far: on its GPUs, or in main memory."""
+    """Peak memory of this process in bytes: on its GPUs, or in main memory."""
     if device != "cpu":
         import torch
 
@@ -216,7 +212,7 @@ def peak_memory(device: str = "cpu") -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that main memory, or that of a GPU, is used up."""
+    """True if an error means that main memory, or that of a GPU, is used up."""
     # PyTorch's allocator of main memory raises a plain RuntimeError.
     return (
         isinstance(error, MemoryError)
@@ -226,7 +222,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def default_device() -> str:
-    """cuda where there is one, else cpu."""
+    """cuda if there is one, else cpu."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -234,7 +230,7 @@ def default_device() -> str:
 
 def matmul_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
     """Seconds of `MATRICES` products [ROWS, WIDTH] x [WIDTH, WIDTH], the least of several tries; on
-    a CPU those of one thread."""
+    a CPU on one thread."""
     import torch
 
     with torch_threads(1):
@@ -244,7 +240,7 @@ def matmul_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
             for _ in range(MATRICES)
         ]
         least, clock = float("inf"), device_clock(device)
-        for _ in range(1 + tries):  # the first try warms up and is not the fastest
+        for _ in range(1 + tries):  # the first one is a warm-up
             began, y = clock(), x
             for weight in weights:
                 y = torch.nn.functional.linear(y, weight)
@@ -255,20 +251,20 @@ def matmul_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
 
 @cache
 def operations_per_second(dtype: str, device: str) -> float:
-    """Additions and multiplications of the timed products."""
+    """Additions and multiplications per second in the timed products."""
     return 2 * ROWS * WIDTH**2 * MATRICES / matmul_seconds(dtype, device)
 
 
 def device_clock(device: str) -> Callable[[], float]:
-    """A clock in seconds: on a CPU the time this thread computed, whatever else the machine does;
-    elsewhere the time that passed."""
+    """A clock in seconds: on a CPU the computing time of this thread, which does not depend on
+    other processes; elsewhere the wall-clock time."""
     return thread_time if device.startswith("cpu") else perf_counter
 
 
 @contextmanager
 def torch_threads(n: int) -> Iterator[None]:
-    """Let PyTorch use so many threads in the block. More threads than idle cores wait for each
-    other."""
+    """Let PyTorch use n threads in the block. If there are more threads than idle cores, they wait
+    for each other."""
     import torch
 
     before = torch.get_num_threads()

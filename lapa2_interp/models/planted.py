@@ -1,36 +1,37 @@
-"""A model whose circuit is known: weights set by hand, and the control of its heads in closed form.
+"""A planted model: its circuit is known, its weights are set by hand, and the control by its heads
+has a closed form.
 
 Two layers of four heads write sentiment. The attribute is one token of the prefix (" positive" or
-" negative"). In numbers, every embedding has a constant 1, flags for what it is, its sign +1 or -1,
-and random numbers that make up for the rest of its length: |x|^2 = WIDTH, so that the norms change
-nothing until a head has written. A head's score is log(E) on the key that it looks for and 0 on all
-others, so that among l keys it gives that key
+" negative"). Every embedding has a constant 1, flags for its roles, its sign +1 or -1, and random
+numbers that fill the rest of its length: |x|^2 = WIDTH, so that the norms change nothing until a
+head has written. A head's score is log(E) on its target key and 0 on all others, so that among l
+keys it gives that key
 
     A = E / (E + l - 1)
 
 =============  =====  ==============================================================================
 head           layer  what it does
 =============  =====  ==============================================================================
-carrier        1      reads the attribute's sign behind the prefix, writes `carrier` * A * sign on
-                      the direction u of the attribute's words
+carrier        1      reads the attribute's sign at queries after the prefix, writes `carrier` * A *
+                      sign on the direction u of the attribute's words
 suppressor     1      the same with a negative gain
 relay          0      at the prompt's last token reads the sign and leaves it there; elsewhere it
                       rests on BOS
-reader         1      reads what the relay has left, at the prompt's last token, and writes it on u
+reader         1      reads the relay's output at the prompt's last token, and writes it on u
 decoy          1      gives the attribute more attention than any other head, and writes nothing
 idle heads     0      write nothing: the null units of a sweep
 =============  =====  ==============================================================================
 
-With x what the heads have written on u, the difference of the log-probabilities of positive and
-negative words is lex = 2 U x / sqrt(1 + x^2 / WIDTH). `Planted.lex` is that, at any length, with
-heads cut or biased. Which head plays which part, the gains and the order of the vocabulary depend
-on a seed, so that nothing can know them but by looking.
+With x the sum of the heads' outputs on u, the difference of the log-probabilities of positive and
+negative words is lex = 2 U x / sqrt(1 + x^2 / WIDTH). `Planted.lex` gives it at any length, with
+heads cut or biased. The places of the heads, the gains and the order of the vocabulary depend on a
+seed, so that a method can only find them in the model.
 
 Names: "planted" (a Llama with grouped queries), "planted-gpt2" (LayerNorm; every number stands
 twice, with both signs, so that means are 0), and three other circuits:
 
-- "planted-gain": no carrier. What fades is the reader's attention to the prompt's last token, not
-  anything's attention to the prefix.
+- "planted-gain": no carrier. The attention that fades is that of the reader to the prompt's last
+  token, and no attention to the prefix.
 - "planted-backup": a third layer, in which a head does the carrier's work where the carrier does
   not. Its query falls with a mark that the carrier leaves.
 - "planted-spread": a gate in layer 0 reads the prefix's first token, and without it the carrier
@@ -60,15 +61,15 @@ WIDTH = 16
 """Length of an embedding, squared; in all but the LayerNorm twin also its dimension."""
 D_HEAD = 8
 REST_SCORE = 25.0
-"""Score of BOS for a head that rests on it."""
+"""Score of BOS in a head that rests on it."""
 SCORE_DIMENSIONS = (2, 3)
-"""Dimensions of a head that scores use; rotary angles there are below 1e-4 at 2,048 positions."""
+"""Dimensions of a head for scores; rotary angles there are below 1e-4 at 2,048 positions."""
 CONSTANT, BOS, FLAG, SIGN, ASK, U, LEFT, FIRST, MARK = range(9)
 """Dimensions of the residual stream: constant, BOS, is the attribute, its sign, is a prompt's last
-token, the words' direction, what the relay leaves, is the prefix's first token, what gate or
-carrier leaves."""
+token, the words' direction, the relay's output, is the prefix's first token, the mark of gate or
+carrier."""
 ATTRIBUTE_AT = 2
-"""Slot of the attribute: behind BOS and the prefix's first token."""
+"""Slot of the attribute: after BOS and the prefix's first token."""
 POSITIVE = (" great", " best", " excellent", " love", " wonderful", " perfect")
 NEGATIVE = (" bad", " worst", " awful", " boring", " waste", " terrible")
 FILLERS = (
@@ -93,11 +94,11 @@ class Planted:
     """The answer key of a planted model.
 
     Attributes:
-        variant, seed: What was planted.
-        heads: By role, its (layer, head). Roles that the variant lacks are left out.
-        odds: By role, E: how much more weight the key it looks for has than another.
-        gain: By role, what it writes on u for each unit that it reads (relay: what it leaves).
-        unit: U, what a unit on u adds to the logit of a positive word.
+        variant, seed: The variant of the circuit, and the seed.
+        heads: By role, the (layer, head). Roles that the variant lacks are left out.
+        odds: By role, E: the weight of the target key as a multiple of another key's.
+        gain: By role, the output on u for each unit of its input (relay: on its own dimension).
+        unit: U, the logit that a unit on u adds to a positive word.
     """
 
     variant: str
@@ -121,21 +122,21 @@ class Planted:
         weights: Mapping[str, tuple[float, float, float]] | None = None,
         asking: bool = False,
     ) -> tuple[float, float]:
-        """What the heads have written behind " positive" at a query of a text.
+        """The sum of the heads' outputs after " positive" at a query of a text.
 
         Args:
             l: Keys of the query, BOS and its own included.
             n_prompt: Tokens of the prompt.
             n_prefix: Tokens of the prefix, its first and the attribute among them.
-            weights: By role, what the attention weights of the attribute, of the prefix's first
-                token and of its other tokens are multiplied by: exp(b), 0 where they are cut.
-            asking: Whether the query is the prompt's last token itself.
+            weights: By role, the factors of the attention weights of the attribute, of the prefix's
+                first token and of its other tokens: exp(b), 0 where they are cut.
+            asking: True if the query is the prompt's last token itself.
 
         Returns:
-            The sum on u, and the square of what stands on other dimensions that heads write to.
+            The sum on u, and the squared length on the other dimensions that heads write to.
         """
+        # The outputs of layer 0 (relay and gate), and what the norms multiply by after it.
         there = 1 + n_prefix + n_prompt  # keys of the prompt's last token
-
         gain = dict.fromkeys(self.gain, 0.0) | {
             role: value for role, value in self.gain.items() if role in {*self.heads, "mark"}
         }
@@ -149,6 +150,7 @@ class Planted:
         at_query = at_prompt if asking else _norm(gates[0] ** 2)
         other = gates[0] ** 2 + (left**2 if asking else 0.0)
 
+        # The heads of layer 1.
         asks = at_query * at_attribute * (gates[0] if "gate" in self.heads else 1.0)
         odds = {role: self.odds[role] for role in ("carrier", "suppressor", "reader")}
         odds["carrier"] **= asks
@@ -162,6 +164,7 @@ class Planted:
             + gain["suppressor"] * suppressed
             + gain["reader"] * left * read
         )
+        # The backup head of layer 2.
         if "backup" in self.heads:
             mark, mark_early = gain["mark"] * carried, gain["mark"] * self._early("carrier")
             early_x = gain["carrier"] * self._early("carrier") + gain["suppressor"] * self._early(
@@ -176,7 +179,7 @@ class Planted:
         return x, other
 
     def _early(self, role: str) -> float:
-        """The share of what a head looks for, at the attribute itself, where nothing is cut."""
+        """A head's attention to its target key at the attribute itself, where nothing is cut."""
         return self.odds[role] / (self.odds[role] + ATTRIBUTE_AT)
 
     def _share(
@@ -187,7 +190,7 @@ class Planted:
         n_prefix: int,
         weights: Mapping[str, tuple[float, float, float]] | None,
     ) -> float:
-        """A head's attention to what it looks for."""
+        """A head's attention to its target key."""
         attribute, first, others = (weights or {}).get(role, (1.0, 1.0, 1.0))
         prefix = attribute + first + (n_prefix - 2) * others
         outside = keys - n_prefix
@@ -197,18 +200,18 @@ class Planted:
         return odds * found / ((odds - 1) * found + prefix + outside)
 
     def lex(self, l: int, n_prompt: int, **settings: Any) -> float:
-        """lse of the positive words' log-probabilities minus that of the negative words', behind
-        " positive"; behind " negative" it is the opposite. The arguments are those of
+        """lse of the positive words' log-probabilities minus that of the negative words', after
+        " positive"; after " negative" the sign is the opposite. The arguments are those of
         `written`."""
         x, other = self.written(l, n_prompt, **settings)
         return 2 * self.unit * x / math.sqrt(1 + (x**2 + other) / WIDTH)
 
     def control(self, l: int, n_prompt: int, **settings: Any) -> float:
-        """D = lex behind " positive" minus lex behind " negative"."""
+        """D = lex after " positive" minus lex after " negative"."""
         return 2 * self.lex(l, n_prompt, **settings)
 
     def effect(self, role: str, l: int, n_prompt: int, **settings: Any) -> float:
-        """How much control is lost where a head does not see the prefix, at any query after it."""
+        """The control that is lost if a head does not see the prefix, at any query after it."""
         cut = {role: (0.0, 0.0, 0.0)}
         return self.control(l, n_prompt, **settings) - self.control(
             l, n_prompt, weights=cut, **settings
@@ -216,12 +219,12 @@ class Planted:
 
 
 def _norm(*squares: float) -> float:
-    """What a norm multiplies by where these squares were added to an embedding's."""
+    """The factor of a norm after these squares were added to an embedding's squared length."""
     return 1 / math.sqrt(1 + sum(squares) / WIDTH)
 
 
 def is_planted(name: str) -> bool:
-    """Whether a name is that of a planted model."""
+    """True if a name is that of a planted model."""
     return name.split(":")[0].split("-")[0] == PLANTED and not name.startswith((".", "/"))
 
 
@@ -283,14 +286,15 @@ def answer_key(name: str) -> Planted:
 
 
 def split_words(text: str) -> list[str]:
-    """The tokens of a text of known words."""
+    """Split a text of known words into tokens."""
     import re
 
     return re.findall(WORD_PATTERN, text)
 
 
 def vocabulary(name: str) -> dict[str, int]:
-    """Tokens and their ids. The first eight stay in place, the others are in the seed's order."""
+    """Tokens and their ids. The first eight are fixed, the order of the others depends on the
+    seed."""
     known = ["<s>", " positive", "Very", ":", " negative", "<unk>", *FILLERS[:2]]
     others = {piece for prompt in PROMPTS for piece in split_words(prompt)}
     rest = sorted(({*others, *FILLERS, *POSITIVE, *NEGATIVE}) - set(known))
@@ -299,7 +303,7 @@ def vocabulary(name: str) -> dict[str, int]:
 
 
 def planted_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """One token a word, with the space before it."""
+    """A tokenizer with one token a word, which includes the space before it."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -334,7 +338,8 @@ def _embeddings(name: str) -> np.ndarray:
 
 
 def _unembedding(name: str) -> np.ndarray:
-    """[token, WIDTH]: words of the attribute along u, texts' words nowhere, the others never."""
+    """[token, WIDTH]: words of the attribute along u, filler words at logit 0, all others at
+    `NEVER_LOGIT`."""
     key, words = answer_key(name), vocabulary(name)
     rows = np.zeros((len(words), WIDTH))
     rows[:, CONSTANT] = NEVER_LOGIT
@@ -370,7 +375,7 @@ def _layers(name: str) -> list[_Weights]:
     flag, other = SCORE_DIMENSIONS
 
     def looks(role: str, slot: int, at: int, key_at: int, odds: float) -> None:
-        """A head that asks with one number of its query for a flag of keys."""
+        """Let one dimension of a head's query match a flag of the keys."""
         layer, head = key.heads[role]
         layers[layer].q[head, slot, at] += scale * math.log(odds)
         layers[layer].k[head // 2, slot, key_at] = 1
@@ -443,7 +448,7 @@ def planted_config(name: str) -> PretrainedConfig:
 
 
 def planted_network(name: str) -> PreTrainedModel:
-    """The model as transformers has it, in float64."""
+    """The planted transformers model, in float64."""
     import torch
     from transformers import AutoModelForCausalLM
 

