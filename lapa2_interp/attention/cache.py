@@ -5,9 +5,8 @@ Rows are left-padded; the attention mask and (on the bridge) explicit positions 
 On TransformerBridge keys and values lie in buffers of their final size, and each step writes one
 slot. HookedTransformer concatenates them.
 
-A soft prefix stands in the first slots of its rows' cache before anything is read. In rows without
-a soft prefix those slots are masked.
-`RecomputedRows` has the same interface and keeps nothing.
+A soft prefix fills the first slots of its rows' cache before anything is read. In rows without a
+soft prefix those slots are masked. `RecomputedRows` has the same interface and no cache.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 @runtime_checkable
 class Rows(Protocol):
-    """The decode state of stacked rows: what is kept of the text that each has read."""
+    """The decode state of stacked rows, such as the cached keys and values of their texts."""
 
     def prompt_pass(
         self,
@@ -49,28 +48,33 @@ class Rows(Protocol):
         prefixes: Sequence[SoftPrefix | None] | None = None,
         keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
-        """Read left-padded layouts, behind soft prefixes if there are any.
+        """Read left-padded layouts, after soft prefixes if there are any.
 
         Returns:
             The logits of each row's last `keep` tokens.
         """
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        """Row i becomes a copy of old row index[i], with room for `capacity` keys."""
+        """Make row i a copy of the old row index[i], with room for `capacity` keys."""
 
     def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
-        """Append tokens to each row; the logits after the last `keep` of them."""
+        """Append tokens to each row.
+
+        Returns:
+            The logits after the last `keep` of them.
+        """
 
 
 def new_rows(model: Model, recompute: bool = False, direct: bool = False) -> Rows:
-    """Fresh decode state for a model of either class.
+    """A new decode state for a model of either class.
 
     Args:
         recompute: Read the whole text at every step.
-        direct: For augmentations of phase "query": read one token at a time, each a second time
-            once it no longer is the last, so that only clean keys and values are kept.
+        direct: Needed by augmentations of phase "query": read one token at a time, and read it
+            again when it is no longer the last, so that the cache holds unaugmented keys and
+            values.
     """
     if recompute:
         return RecomputedRows(model)
@@ -81,7 +85,7 @@ def new_rows(model: Model, recompute: bool = False, direct: bool = False) -> Row
 def prompt_log_likelihood(
     logits: Float[Tensor, "row query vocab"], layouts: Sequence[Layout]
 ) -> Float[Tensor, " row"]:
-    """log P of each row's prompt, from the logits of (at least) the token before it on."""
+    """log P of each row's prompt, from logits that begin at or before the token before it."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     found = []
     for row, each in zip(wide, layouts, strict=True):
@@ -94,10 +98,10 @@ def prompt_log_likelihood(
 def padded_ids(
     layouts: Sequence[Layout], device: Any
 ) -> tuple[Int[Tensor, "row query"], Int[Tensor, "row slot"]]:
-    """The ids of left-padded layouts from the first slot after the longest soft prefix, and the
-    mask of all slots.
+    """The ids of left-padded layouts after the slots of the longest soft prefix, and the mask of
+    all slots.
 
-    Padding repeats the row's BOS id, masked.
+    Padding has the row's BOS id and is masked.
     """
     width, first = len(layouts[0]), max(each.soft for each in layouts)
     ids = [(each.ids[0],) * (width - first - len(each.ids)) + each.ids for each in layouts]
@@ -108,11 +112,11 @@ def padded_ids(
 
 
 def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
-    """Refuse what a model cannot read, or would read differently each time; from now on also
+    """Refuse layouts that a model cannot read, and models whose passes are random; from now on also
     passes that mix rotary factors (`rotary.refuse_mixed_rotary`).
 
     Raises:
-        ModelError: Its dropout is on, or its passes keep no keys.
+        ModelError: Its dropout is on, or its passes drop the cache.
         LayoutError: It has no embedding for a token.
     """
     network = network_of(model)
@@ -130,7 +134,7 @@ def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
 
 
 def check_tokens(model: Model, ids: Sequence[int]) -> None:
-    """Refuse tokens that a model has no embedding for.
+    """Refuse tokens without an embedding.
 
     Raises:
         LayoutError: There is such a token.
@@ -147,8 +151,8 @@ def check_tokens(model: Model, ids: Sequence[int]) -> None:
 def soft_keys_and_values(
     model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
 ) -> Float[Tensor, "two layer row kv_head slot d_head"] | None:
-    """Keys and values of every row's soft slots, zero where a row has none; None where no row has
-    any.
+    """Keys and values of every row's soft slots, zero in rows without a soft prefix; None if no row
+    has one.
 
     Raises:
         LayoutError: A layout has another number of soft slots than its prefix.
@@ -187,7 +191,7 @@ def soft_keys_and_values(
 def bos_positions(
     layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
 ) -> list[int]:
-    """The position of each row's BOS: 0, or behind the slots of a shifted soft prefix."""
+    """The position of each row's BOS: 0, or the number of slots of a shifted soft prefix."""
     given = [None] * len(layouts) if prefixes is None else list(prefixes)
     return [len(prefix) if prefix is not None and prefix.card.shifted else 0 for prefix in given]
 
@@ -195,8 +199,8 @@ def bos_positions(
 def soft_inputs(
     model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
 ) -> dict[str, Any]:
-    """Arguments with which a TransformerBridge reads left-padded layouts behind soft prefixes in
-    one pass.
+    """Arguments with which a TransformerBridge reads left-padded layouts after soft prefixes in one
+    pass.
 
         model.run_with_cache(**soft_inputs(model, [branch], [prefix]))
 
@@ -229,7 +233,7 @@ def _positions(
     prefixes: Sequence[SoftPrefix | None] | None,
     ids: Int[Tensor, "row query"],
 ) -> Int[Tensor, "row query"]:
-    """Position of every id; 0 on padding."""
+    """The position of every id; 0 on padding."""
     bos = torch.tensor([ids.shape[1] - len(each.ids) for each in layouts], device=ids.device)
     first = torch.tensor(bos_positions(layouts, prefixes), device=ids.device)
     count = torch.arange(ids.shape[1], device=ids.device) - bos[:, None]
@@ -260,9 +264,8 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif (
-            self.keys.device != key_states.device
-        ):  # a soft prefix, put here before the layer's own device was known
+        elif self.keys.device != key_states.device:
+            # A soft prefix was stored before the layer's device was known.
             self.keys, self.values = (
                 self.keys.to(key_states.device),
                 self.values.to(key_states.device),
@@ -292,11 +295,11 @@ class SlotLayer(CacheLayerMixin):
 
 
 def new_cache_layers(model: Model, of_keys: Callable[[], CacheLayerMixin]) -> list[Any]:
-    """The layers of a cache: new ones where a layer of the model holds keys and values and nothing
-    else.
+    """The layers of a new cache: those of `of_keys` where a layer of the model caches keys and
+    values and nothing else.
 
-    Layers without keys of their own (recurrent ones, and those that read another layer's) have
-    what transformers gives them.
+    Layers without own keys (recurrent layers, and those that share another layer's) have the cache
+    layer of transformers.
     """
     network: Any = network_of(model)
     layers = DynamicCache(config=network.config.get_text_config()).layers
@@ -307,11 +310,10 @@ def new_cache_layers(model: Model, of_keys: Callable[[], CacheLayerMixin]) -> li
 
 
 def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
-    """Refuse rows whose padding stands between soft slots and text where a sliding window would
-    count it.
+    """Refuse rows with padding between soft slots and text if a sliding window would count it.
 
     Args:
-        used: Slots that are read.
+        used: Number of slots that are read.
 
     Raises:
         LayoutError: There are such rows, and `used` exceeds the window.
@@ -366,7 +368,7 @@ class BridgeRows:
     def start_after_prefix(
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
     ) -> None:
-        """Read nothing but soft prefixes of one length, so that `read_tokens` begins with BOS."""
+        """Start with soft prefixes of one length alone, so that `read_tokens` begins with BOS."""
         device = self.model.cfg.device
         self.mask = torch.ones(len(layouts), layouts[0].soft, dtype=torch.long, device=device)
         self.positions = torch.tensor(bos_positions(layouts, prefixes), device=device)[:, None]
@@ -403,7 +405,7 @@ class BridgeRows:
         return logits
 
     def crop(self, n: int) -> None:
-        """Forget the last `n` tokens of each row."""
+        """Remove the last `n` tokens of each row."""
         for layer in self.cache.layers:
             if isinstance(layer, SlotLayer):
                 layer.used -= n
@@ -473,16 +475,16 @@ class HookedRows:
         ]
 
     def crop(self, n: int) -> None:
-        """Forget the last `n` tokens of each row."""
+        """Remove the last `n` tokens of each row."""
         for entry in self.cache.entries:
             entry.past_keys, entry.past_values = entry.past_keys[:, :-n], entry.past_values[:, :-n]
         self.cache.previous_attention_mask = self.cache.previous_attention_mask[:, :-n]
 
 
 class RecomputedRows:
-    """Rows that keep no keys and values.
+    """Rows without a cache.
 
-    Every step reads the whole text, for interventions that change how earlier tokens are read.
+    Every step reads the whole text, for interventions that change earlier tokens' activations.
     """
 
     def __init__(self, model: Model) -> None:
@@ -516,10 +518,10 @@ class RecomputedRows:
 
 
 class RereadRows:
-    """Rows whose last token is always read anew, before the next one.
+    """Rows that read their last token again together with the next one.
 
-    The query that predicts a token is then the last of its pass, where phase "query" acts, and what
-    is kept of a token comes from a pass in which it was not the last.
+    The query that predicts a token is then the last of its pass, where phase "query" acts, and a
+    token's cached keys and values come from a pass in which it was not the last.
     """
 
     def __init__(self, rows: BridgeRows | HookedRows) -> None:

@@ -1,19 +1,19 @@
-"""The augmentation on any forward pass: through TransformerLens hook points, or in a plain
+"""The augmentation of forward passes: through TransformerLens hook points, or in a plain
 transformers model through its attention interface.
 
     with augmented(model, Augmentation(alpha=0.5), Layout.of(model.tokenizer, "Very positive:", "The lake")):
         logits = model(tokens)
 
-1. Before each forward pass note how many keys the cache holds: with the layouts, that gives every
-   query's slot and l. The last dimension of a score tensor would not give l: padding and fixed-size
-   caches make it larger than l.
+1. Before each forward pass note the number of cached keys: with the layouts, it gives every query's
+   slot and l. The last dimension of a score tensor would not give l: padding and fixed-size caches
+   make it larger than l.
 2. At `blocks.{i}.attn.hook_attn_scores` ([row, head, query, key], masked, before softmax) add b(l)
    to the span's keys, row by row, in at least float32 (Eq. 7).
 3. At `blocks.{i}.attn.hook_pattern` let an observer read the pattern, and give half-precision
    models their dtype back.
 
-A plain transformers model has the same two places (`interface`). When the block ends, also
-through an exception, everything is as before.
+A plain transformers model has the same two hook points (`models.attention_interface`). When the
+block ends, also by an exception, the model is as before.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -55,14 +55,16 @@ from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 
 MASKED_BELOW = -3e4
-"""Scores below are masked: transformers adds a dtype's smallest number. A knock-out is -inf."""
+"""Scores below this are masked: transformers adds a dtype's smallest number. A knock-out is -inf.
+"""
 MASK_CHECK_INTERVAL = 64
-"""Tokens between checks of which keys a query sees, where a pass reads one."""
+"""Tokens between two checks of the mask, in passes of one token."""
 
 
 @runtime_checkable
 class Observer(Protocol):
-    """Reads attention patterns while the model runs; one is `attention.recorder.Recorder`."""
+    """A reader of attention patterns while the model runs, such as
+    `attention.recorder.Recorder`."""
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
         """Called once per layer and forward pass; `first` is the slot of the first query."""
@@ -70,8 +72,7 @@ class Observer(Protocol):
 
 @runtime_checkable
 class CapObserver(Protocol):
-    """An observer that is also told where a bias that depends on the scores was cut at
-    +-BIAS_CAP."""
+    """An observer that is also called with the biases that were cut at +-BIAS_CAP."""
 
     def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
         """Called before `observe` of the same layer and pass."""
@@ -87,43 +88,44 @@ def augmented(
 ) -> Iterator[None]:
     """Apply an augmentation to every forward pass of a model inside the block.
 
-    Works with `model(tokens)`, `run_with_cache`, `run_with_hooks` and KV caches alike, and works
-    beside hooks that are already there. The forward pass must read the layout's keys:
-    `layout.tensor`, or left-padded rows of several layouts (`left_pad`) with their attention mask;
-    positions that are not given come from the layouts. A prompt may be read in several passes with
-    a cache. A plain transformers model may also `generate`, by sampling or with beams:
+    It works with `model(tokens)`, `run_with_cache`, `run_with_hooks`, KV caches and other hooks.
+    The forward pass must read the layout's keys: `layout.tensor`, or left-padded rows of several
+    layouts (`left_pad`) with their attention mask; positions that are not given come from the
+    layouts. A prompt may be read in several passes with a cache. A plain transformers model may
+    also `generate`, by sampling or with beams:
 
         with augmented(hf_model, Augmentation(alpha=0.5), layout):
             mask = torch.ones_like(layout.tensor)
             hf_model.generate(layout.tensor, attention_mask=mask, max_new_tokens=100)
 
-    Hooks on scores that are entered before the block act before the augmentation, and those entered
-    inside it after. So a law that reads the scores belongs into the innermost block.
+    Hooks on scores that are added before the block act before the augmentation, and those added
+    inside it after. So a law that reads the scores belongs in the innermost block.
 
     Args:
         model: A TransformerBridge, a HookedTransformer, or a transformers model.
         augmentation: One for all rows, or several as a tuple; or a list with those of each row,
-            `[(one, other), None]`. None leaves a row alone; a text names recipes, such as
+            `[(one, other), None]`. None does not change a row; a text names recipes, such as
             "instaboost:M=5".
-        layout: One for all rows, or one per row.
-        observer: Sees the attention pattern of every layer and pass.
+        layout: One for all rows, or one for each row.
+        observer: Gets the attention pattern of every layer and pass.
         check_ids: Refuse a pass whose token ids are not those of the layouts. With False the
-            layouts only say which slots are which.
+            layouts only give the spans.
 
     Raises:
-        AugmentationError: Layers or heads the model does not have, or a bias beyond all use.
+        AugmentationError: Layers or heads the model does not have, or a bias that is too large.
         ModelError: The model is none of these, or compiled, or in training mode with gradient
             checkpointing; or a block or pass is another thread's or a copy's; or its queries see
             other keys than its configuration says.
-        TraceError: A recorder was made for layers that see other keys.
-        DeadHookError: A pass did not come by the augmentation, since hooks or attention function
-            were changed inside the block.
+        TraceError: A recorder was made for layers of other types.
+        DeadHookError: A pass did not call the augmentation, since hooks or attention function were
+            changed inside the block.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
             rows of the forward pass differ; it reads other tokens or masks other slots than the
             layouts have; it mixes rotary factors (`rotary.refuse_mixed_rotary`); a cache has
             dropped keys; or, under phase "query", a cache holds keys that were computed under the
             augmentation.
     """
+    # Check the arguments.
     plain = plain_network(model)
     refuse_mixed_rotary(network_of(model))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
@@ -146,6 +148,7 @@ def augmented(
             f"{len(given)} augmentations for {len(layouts)} layouts; give one layout a row, and one"
             " augmentation or as many"
         )
+    # The bias, and the check of each pass.
     bias = BatchBias(
         [active_augmentations(row) for row in given],
         layouts,
@@ -154,32 +157,34 @@ def augmented(
         may_repeat=plain is model,
         capped=observer.capped if isinstance(observer, CapObserver) else None,
     )
-    if (told := getattr(observer, "layer_types", None)) is not None and told != bias.seen:
+    recorded = getattr(observer, "layer_types", None)
+    if recorded is not None and recorded != bias.layer_types:
         raise TraceError(
-            f"the recorder is for a model of layers {describe_layers(told)}, and this one's are"
-            f" {describe_layers(bias.seen)}; give Recorder(..., layer_types=layer_types(model)), of"
-            " lapa2_interp.models.card"
+            f"the recorder is for a model of layers {describe_layers(recorded)}, and this one's are"
+            f" {describe_layers(bias.layer_types)}; give Recorder(...,"
+            " layer_types=layer_types(model)), of lapa2_interp.models.card"
         )
-    read = _PassCheck(model, layouts, check_ids)
-    changed: float = math.inf  # the slot of a query that is not clean
-    unchecked = set(bias.reading_layers)
+    passes = _PassCheck(model, layouts, check_ids)
+    augmented_slot: float = math.inf  # the slot of a query whose keys and values are augmented
+    unchecked = set(bias.score_law_layers)  # layers that may have a learned sink
 
+    # The two hooks of a layer.
     def edit(layer: int, scores: Tensor, first: int) -> Tensor:
-        nonlocal changed
+        nonlocal augmented_slot
         _check_cache_complete(scores, first)
-        read.check_sight(layer, bias.seen[layer], scores, first)
-        if scores.shape[3] < bias.last_key and not read.is_ours:
+        passes.check_sight(layer, bias.layer_types[layer], scores, first)
+        if scores.shape[3] < bias.last_key and not passes.is_ours:
             raise LayoutError(
                 f"the span ends at slot {bias.last_key} but the forward pass has"
                 f" {scores.shape[3]} keys; feed the layout's own ids (layout.tensor)"
             )
-        if first > changed:
+        if first > augmented_slot:
             raise LayoutError(
                 "under phase 'query' a cache must not keep keys of the query that predicts; use"
-                " open_rows(..., direct=True), a pass over the whole text, or phase 'last_query'"
+                " new_rows(..., direct=True), a pass over the whole text, or phase 'last_query'"
             )
         last = first + scores.shape[2] - 1
-        changed = last if bias.acts_on_last(last) else math.inf
+        augmented_slot = last if bias.acts_on_last(last) else math.inf
         return bias.add(layer, scores, first) if layer in bias.layers else scores
 
     def look(layer: int, pattern: Tensor, first: int) -> None:
@@ -189,32 +194,33 @@ def augmented(
         if observer is not None:
             observer.observe(layer, pattern, first)
 
-    looked = attention_layers(model) if observer is not None else bias.layers
+    # Attach them.
+    observed = attention_layers(model) if observer is not None else bias.layers
     if plain is not None:
-        with hook_attention(plain, AttentionHooks(edit, look), read.begin, looked):
+        with hook_attention(plain, AttentionHooks(edit, look), passes.begin, observed):
             yield
         return
 
     def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
-        return edit(layer, scores, read.first_query(scores))
+        return edit(layer, scores, passes.first_query(scores))
 
     def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
-        look(layer, pattern, read.first_query(pattern))
+        look(layer, pattern, passes.first_query(pattern))
         return pattern.to(model.cfg.dtype)
 
     if not is_bridge(model):
-        looked = sorted({0, *looked})  # where its first query is told, and so which ids are its
+        observed = sorted({0, *observed})  # layer 0 gives the first query, and so the ids
     hooks = [(HOOK_SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
-    hooks += [(HOOK_PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in looked]
-    with attach_hooks(model, hooks, read.begin):
+    hooks += [(HOOK_PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in observed]
+    with attach_hooks(model, hooks, passes.begin):
         yield
 
 
 class _PassCheck:
-    """What the passes of a block read: each is compared with the layouts before it.
+    """A check of a block's forward passes: the arguments of each are compared with the layouts.
 
     Attributes:
-        is_ours: Whether the pass's ids are known to be those of the layouts.
+        is_ours: True if the pass's ids are known to be those of the layouts.
     """
 
     def __init__(self, model: Model, layouts: Sequence[Layout], check_ids: bool) -> None:
@@ -239,10 +245,10 @@ class _PassCheck:
             The slot of its first query.
 
         Raises:
-            LayoutError: It reads other tokens, masks other slots, or would not know positions.
+            LayoutError: It reads other tokens, masks other slots, or cannot be given positions.
         """
         self.is_ours = False
-        if "tokens" in given:  # what a HookedTransformer embeds
+        if "tokens" in given:  # the ids that a HookedTransformer embeds
             self.unread = given["tokens"]
             return self.first
         self.first = _n_cached_keys(given)
@@ -259,8 +265,8 @@ class _PassCheck:
 
     def first_query(self, attention: Tensor) -> int:
         """The slot of the first query, from scores or pattern [row head query key]."""
-        # A HookedTransformer's only cache concatenates, and its `generate` passes by the hooks of
-        # the module; the bridge may carry a cache with more slots than live keys.
+        # A HookedTransformer's only cache concatenates, and its `generate` does not call the
+        # module's hooks; the bridge's cache may have more slots than live keys.
         if not is_bridge(self.model):
             self.first = attention.shape[3] - attention.shape[2]
             ids, self.unread = self.unread, None
@@ -270,8 +276,8 @@ class _PassCheck:
         return self.first
 
     def _of_rows(self, table: Tensor, n_rows: int) -> Tensor | None:
-        """A table of the layouts for the rows of a pass: copies of each row lie behind each other.
-        None where the pass has other rows, which `BatchBias` refuses."""
+        """A table of the layouts for the rows of a pass, in which the copies of a row follow each
+        other; None if the pass has other rows, which `BatchBias` refuses."""
         copies, left = divmod(n_rows, len(table))
         return None if left else table.repeat_interleave(copies, 0)
 
@@ -293,8 +299,10 @@ class _PassCheck:
     def check_sight(
         self, layer: int, seen: LayerType, scores: Float[Tensor, "row head query key"], first: int
     ) -> None:
-        """Refuse a layer whose masked scores begin at another key than its type says, in passes of
-        several queries and every so many tokens: l would count other keys than it sees.
+        """Refuse a layer whose unmasked scores begin at another key than its type says: l would
+        count other keys than the layer sees.
+
+        Passes of one query are checked every `MASK_CHECK_INTERVAL` tokens.
 
         Raises:
             ModelError: They do.
@@ -327,15 +335,15 @@ class _PassCheck:
         return f"token {int(token)}{text}"
 
     def _check_mask(self, given: dict[str, Any]) -> None:
-        """Refuse a pass that does not mask its layouts' padding: spans would lie on other keys.
+        """Refuse a pass that does not mask its layouts' padding: spans would cover other keys.
 
-        Masks that transformers' `generate` has made (one a layer type, or by query) come from the
-        padding that it was given.
+        Masks that transformers' `generate` makes (one for each layer type, or by query) are not
+        checked; they come from the padding that it was given.
         """
         mask, width = given.get("attention_mask"), self.live.shape[1]
         start = 0
         if "input" in given or "past_kv_cache" in given:
-            start = self.first  # a HookedTransformer keeps the mask of what it has read
+            start = self.first  # a HookedTransformer stores the mask of cached keys
         if mask is None:
             if self.pads.any() and start < width:
                 raise LayoutError(
@@ -359,7 +367,7 @@ class _PassCheck:
                 )
 
     def _add_positions(self, given: dict[str, Any], read: Tensor | None) -> None:
-        """Positions as each row alone has them: transformers counts padding."""
+        """Add the positions that each row alone would have: transformers counts padding."""
         network = network_of(self.model)
         if "position_ids" in signature(network.forward).parameters and read is not None:
             slots = torch.arange(self.first, self.first + read.shape[1])
@@ -375,7 +383,7 @@ class _PassCheck:
 
 @contextmanager
 def refuse_sinks(model: Model) -> Iterator[None]:
-    """Refuse, in the block, a model whose attention has a learned sink beside its keys.
+    """Refuse, inside the block, a model whose attention has a learned sink beside its keys.
 
     Raises:
         DeadHookError: It has one.
@@ -395,7 +403,7 @@ def refuse_sinks(model: Model) -> Iterator[None]:
 
 @contextmanager
 def edit_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-    """Let a function change the attention scores of every layer and pass inside the block.
+    """Edit the attention scores of every layer and pass inside the block by a function.
 
     Args:
         model: A TransformerBridge, or a transformers model.
@@ -403,8 +411,8 @@ def edit_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterat
             scores, in any precision.
     """
     if (plain := plain_network(model)) is not None:
-        visitor = AttentionHooks(lambda layer, scores, _first: change(layer, scores))
-        with hook_attention(plain, visitor, lambda _given: 0):
+        hook = AttentionHooks(lambda layer, scores, _first: change(layer, scores))
+        with hook_attention(plain, hook, lambda _given: 0):
             yield
         return
     layers = attention_layers(model)
@@ -444,8 +452,8 @@ def _check_no_sink(pattern: Float[Tensor, "row head query key"]) -> None:
 
 
 def _n_cached_keys(kwargs: dict[str, Any]) -> int:
-    """Keys in the cache that a pass is given, as transformers or a HookedTransformer names it."""
+    """The number of keys in the cache that a pass is given, by either library's argument."""
     if (cache := kwargs.get("past_key_values")) is not None:
-        return int(cache.get_seq_length())  # some caches count in a tensor they later change
+        return int(cache.get_seq_length())  # some caches count in a tensor that changes later
     hooked = kwargs.get("past_kv_cache")
     return 0 if hooked is None else hooked.previous_attention_mask.shape[1]

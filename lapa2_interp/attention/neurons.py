@@ -1,7 +1,7 @@
 """MLP neurons through TransformerLens hook points: set them while the model runs, and find those
 that promote a token.
 
-Where a neuron is set: `blocks.{i}.mlp.hook_pre`, before the activation function, or
+A neuron is set at `blocks.{i}.mlp.hook_pre`, before the activation function, or at
 `blocks.{i}.mlp.hook_post`, after it. A gated MLP multiplies two projections, and only the product
 is a neuron's activation: there it is always `hook_post`, the input of the down-projection.
 """
@@ -29,17 +29,17 @@ from lapa2_interp.methods.base import Intervention
 from lapa2_interp.models.card import Model
 
 PROBE_VALUE = 50.0
-"""The value a neuron is set to when its effect on the next token is read."""
+"""The value at which a neuron is held to measure its effect on the next token."""
 NEURONS_PER_PASS = 256
 
 
 def is_gated(model: Model) -> bool:
-    """Whether a model's MLPs multiply two projections, as Llama's do."""
+    """True if a model's MLPs multiply two projections, as Llama's do."""
     return bool(getattr(model.cfg, "gated_mlp", False))
 
 
 def neuron_hook_name(model: Model, layer: int, at: Literal["pre", "post"] = "pre") -> str:
-    """The hook point where a layer's neurons are set."""
+    """The name of the hook point where a layer's neurons are set."""
     return f"blocks.{layer}.mlp.hook_{'post' if is_gated(model) else at}"
 
 
@@ -51,7 +51,7 @@ def set_neurons(
 
     Args:
         intervention: None changes nothing.
-        branches: How many times the samples are stacked in the rows.
+        branches: Number of branches that are stacked in the rows.
 
     Raises:
         DeadHookError: The model has no such hook point.
@@ -110,27 +110,27 @@ def assert_neurons_live(model: Model) -> None:
 @torch.no_grad()
 def promoting_neurons(
     model: Model,
-    reading: Sequence[int],
+    text: Sequence[int],
     tokens: Sequence[int],
     k: int,
     first_layer: int = 0,
     file: Path | None = None,
 ) -> tuple[Float[Tensor, "token k"], Int[Tensor, "token k two"]]:
-    """The control table's k largest entries per token.
+    """The k largest entries of each token in the control table, and their (layer, neuron) pairs.
 
-    An entry is log P(token) after `reading`, with the (layer, neuron) held at 50.
-
-    Each row of a pass holds one neuron; layers are read one after the other. Among equal entries
-    the lower layer and neuron comes first.
+    An entry is log P(token) after the text, with the neuron held at 50. Each row of a pass holds
+    one neuron; layers are searched one after another. Among equal entries the lower layer and
+    neuron comes first.
 
     Args:
-        reading: The ids the model reads.
+        text: The ids of the text.
         first_layer: The lowest layer to search.
-        file: Where the growing table is kept (.npz), so that an interrupted call can go on.
+        file: The file (.npz) of the growing table, from which an interrupted call resumes.
 
     Raises:
         DeadHookError: The model's neurons cannot be set.
     """
+    # Start with an empty table, or with the stored part of one.
     assert_neurons_live(model)
     n_layers, n_neurons = model.cfg.n_layers, _count_neurons(model, first_layer)
     columns = torch.tensor(list(tokens), device=model.cfg.device)
@@ -141,10 +141,11 @@ def promoting_neurons(
     )
     if file is not None and (stored := _load_table(file)) is not None:
         best, where, done = stored
-    ids = torch.tensor([list(reading)], device=model.cfg.device)
+    ids = torch.tensor([list(text)], device=model.cfg.device)
     total = (n_layers - first_layer) * n_neurons
     if done < n_layers and file is not None:
         print(f"computing the control table once into {file}: {total:,} neurons", file=sys.stderr)
+    # Search the layers, and keep the k best neurons of each token.
     with progress_bar(
         total, "control table", "neuron", initial=(done - first_layer) * n_neurons
     ) as bar:
@@ -170,8 +171,7 @@ def _save_table(file: Path, best: Tensor, where: Tensor, layers: int) -> None:
 
 
 def _load_table(file: Path) -> tuple[Tensor, Tensor, int] | None:
-    """The stored part of a table; None where none is stored, or a damaged file, whose table is made
-    again."""
+    """The stored part of a table; None if none is stored or its file is damaged."""
     try:
         # Opened here: NumPy would leave a damaged file open.
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
@@ -185,7 +185,7 @@ def _load_table(file: Path) -> tuple[Tensor, Tensor, int] | None:
 
 
 def _count_neurons(model: Model, layer: int) -> int:
-    """Number of neurons of a layer, counted in a pass: not every configuration states it."""
+    """The number of neurons of a layer, counted in a pass: not every configuration states it."""
     found = []
     with model.hooks(
         fwd_hooks=[
@@ -202,8 +202,7 @@ def _count_neurons(model: Model, layer: int) -> int:
 def _log_probs_by_neuron(
     model: Model, ids: Int[Tensor, "row=1 query"], layer: int, neurons: Int[Tensor, " neuron"]
 ) -> Float[Tensor, "neuron vocab"]:
-    """log P of the next token with each of a layer's neurons held at 50 by itself, at all
-    positions."""
+    """log P of the next token with each of a layer's neurons alone held at 50, at all positions."""
     rows = torch.arange(len(neurons), device=ids.device)
 
     def put(activation: Tensor, hook: Any) -> Tensor:

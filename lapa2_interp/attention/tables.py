@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-# --- reading a trace
-
-
 def traced_layer_types(trace: xr.Dataset) -> list[str]:
-    """Types of the layers by the keys they see: "full" first, then those with windows."""
+    """The types of a trace's layers by the keys that they see: "full" first, then windows."""
     return (
         [str(each) for each in trace["layer_type"].to_numpy()]
         if "layer_type" in trace
@@ -30,9 +27,9 @@ def traced_layer_types(trace: xr.Dataset) -> list[str]:
 
 
 def select_layer_type(trace: xr.Dataset, name: str, layer_type: str | None = None) -> xr.DataArray:
-    """One of the sums in the layers of a type, the first of `traced_layer_types` by default.
+    """One of the sums in the layers of one type, by default the first of `traced_layer_types`.
 
-    A mean over layers that see all keys and others that do not would follow no law.
+    A mean over layers with and without windows would follow no law.
     """
     found = trace[name]
     if layer_type is None:
@@ -63,8 +60,8 @@ def local_ratio(
 
     Args:
         k: 2, 4, 6 or 8.
-        without_bos: False: nearest_k / (1 - prefix), the paper's words. True: nearest_k / (1 -
-            prefix - bos), the attention sink left out; the released code is close to this, because
+        without_bos: False: nearest_k / (1 - prefix), as in the paper's text. True: nearest_k / (1 -
+            prefix - bos), without the attention sink; the released code is close to this, because
             its slice from slot 0 counts BOS as prefix.
 
     Raises:
@@ -84,17 +81,16 @@ def local_ratio_terms(
     if k not in NEAREST:
         raise TraceError(f"the trace has the nearest {', '.join(map(str, NEAREST))} keys, not {k}")
     near = select_layer_type(trace, f"nearest_{k}")
-    # Summed, not 1 - prefix - bos: in a head that gives BOS nearly everything the difference is
-    # rounding.
+    # A sum, since 1 - prefix - bos is only rounding in a head that attends almost only to BOS.
     rest = select_layer_type(trace, "prompt") + select_layer_type(trace, "generated")
     if not without_bos:
         return near, rest + select_layer_type(trace, "bos")
-    # In a short context all keys outside the prefix are near, BOS among them.
+    # In a short context all keys outside the prefix are near, also BOS.
     return near.where(trace["l_kv"] - trace["l_pre"] - trace["n_bos"] >= k, rest), rest
 
 
 def augmented_part(trace: xr.Dataset, branch: str | None = None) -> str:
-    """What a branch's augmentation acts on: "prefix", or "prompt" on the raw model."""
+    """The part that a branch's augmentation acts on: "prefix", or "prompt" on the raw model."""
     return (
         "prefix"
         if (trace["l_pre"].to_numpy()[_branch_index(trace, branch)] > 0).any()
@@ -103,7 +99,7 @@ def augmented_part(trace: xr.Dataset, branch: str | None = None) -> str:
 
 
 def branch_name(trace: xr.Dataset, branch: str | None = None) -> str:
-    """The branch that readers look at: the one named, or the first with a prefix.
+    """The name of the branch to read: the given one, or the first with a prefix.
 
     Raises:
         TraceError: The trace has no such branch.
@@ -118,12 +114,12 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
     Args:
         trace: The trace of a run; its samples are the rows of `samples`.
         samples: With columns `prompt` (the bootstrap's cluster) and, if arms are compared, `arm`.
-        branch: Which branch; by default the first with a prefix.
+        branch: Name of the branch; by default the first with a prefix.
 
     Returns:
         Columns arm, layer_type, step, name, mean, low, high (95 %, prompts resampled; NaN for a
-        single prompt), n, prompts. Layers of every type have a curve of their own. Steps that any
-        sample of the arm lacks are left out, so that a curve never changes its texts on the way.
+        single prompt), n, prompts. There is a curve for each layer type. Steps that any sample of
+        the arm lacks are left out, so that all points of a curve have the same texts.
 
     Raises:
         TraceError: Another number of samples than the trace has; or no such branch.
@@ -149,8 +145,8 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
 
 
 def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
-    """C / (t + D) fitted to each arm's mean curve: columns arm, C, D, R2; NaN where it does not fit
-    or has under 3 steps. Curves of layers with windows, where l stops growing, have no fit."""
+    """C / (t + D) fitted to each arm's mean curve: columns arm, C, D, R2; NaN if it does not fit or
+    has under 3 steps. Layers with windows, where l stops growing, have no fit."""
     rows = []
     for arm in dict.fromkeys(steps["arm"]):
         curve = steps[
@@ -164,8 +160,8 @@ def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
 
 
 def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
-    """Every head's sums, mean over each text's steps and then over texts: columns arm, layer, head,
-    then the sums."""
+    """The sums of every head, averaged over each text's steps and then over texts: columns arm,
+    layer, head, then the sums."""
     at = _branch_index(trace, branch)
     if "head" not in trace["prefix"].dims:
         raise TraceError("this trace is pooled over heads; record it with --trace full")
@@ -230,7 +226,7 @@ def _split_by_arm(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, p
         if column in samples and coordinate in trace.coords:
             here = samples[column].astype(str).to_numpy()
             there = np.broadcast_to(trace[coordinate].to_numpy().astype(str), len(samples))
-            # Arms may have been given other names.
+            # Other values are not an error: arms may have been renamed.
             if set(here) == set(there) and (other := here != there).any():
                 at = int(other.argmax())
                 raise TraceError(

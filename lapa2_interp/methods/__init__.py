@@ -1,4 +1,4 @@
-"""Decoding methods, one file each; `base` says what a method states and may ask."""
+"""Decoding methods, one file each; `base` defines the interface of a method."""
 
 from typing import TYPE_CHECKING
 

@@ -10,7 +10,7 @@ Per class c and token x, from the class's prefixed model:
 omega = 140 takes weights far below what float32 holds, so this is computed on logarithms. Of two
 classes a and b, ln cond_a = -ln(1 + R_b n_b / n_a), and n_b / n_a = ln P_a / ln P_b.
 `numerics="released"` multiplies in float32 as the released code does: weights below about 7e-46
-vanish, and a token the target class is certain of gets weight 0.
+become 0, and a token of which the target class is certain gets weight 0.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class AirDecoding(Method):
     """Air-Decoding. The state holds R_j (log R_j in log space) per competing class, [sample].
 
     Args:
-        omega: Control strength, >= 0; the paper's 140, 60 and 120 for sentiment, topic and detox
-            stand in the task files.
+        omega: Control strength, >= 0; the task files have the paper's 140, 60 and 120 for
+            sentiment, topic and detox.
         posterior: "reconstructed" (released code and Air-Decoding's paper) or "plain" (the LaPA2
             paper's Eq. 5).
         numerics: "log" or "released".
@@ -71,6 +71,7 @@ class AirDecoding(Method):
         log_probs = check_branches(log_probs, "base", "target", others=1)
         if self.numerics == "released":
             return self._combine_released(log_probs, state)
+        # The short form for two classes, where its numbers are finite.
         short = fits = None
         if len(log_probs) == 3 and self.posterior == "reconstructed":
             log_cond = self._log_cond_of_two(log_probs, state)
@@ -78,6 +79,7 @@ class AirDecoding(Method):
             short = log_cond.mul_(self.omega).add_(log_probs["base"])
             if fits.all():
                 return short
+        # The general form.
         log_n = self._log_n(log_probs)
         with_ratio = [
             each if state is None or c == "target" else each + state[c][:, None]
@@ -141,5 +143,5 @@ class AirDecoding(Method):
 
 
 def _clamp_log_probs(log_probs: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
-    """ln P with a certain token's just below 0 and an impossible one's above -inf."""
+    """ln P, below 0 for a certain token and above -inf for an impossible one."""
     return log_probs.clamp(FLOOR, -torch.finfo(log_probs.dtype).tiny)

@@ -2,15 +2,15 @@
 
     formula = "target - 0.96 * union(opponents, target)"
 
-1. Every name stands for a branch's log P(x) and has weight 1; a number weighs itself. Sums,
-   differences and multiples of formulas have the sums, differences and multiples of their values
-   and weights.
+1. Every name is a branch's log P(x) with weight 1; the weight of a number is the number itself.
+   Sums, differences and multiples of formulas have the sums, differences and multiples of their
+   values and weights.
 2. union(a, b) is the larger value, intersection(a, b) the smaller; the weight is that of the value
    taken, token by token.
 3. log w = log_softmax(value / weight), or the value alone where some weight is 0.
 
-Names: `base`; `target` and the competing attributes, by their names; `opponents`, the mean of the
-competitors that the formula does not name itself; and the texts that a task file adds
+Names: `base`; `target`; the competing attributes, by their names; `opponents`, the mean of the
+competitors that the formula does not name itself; and the texts of the task file
 ([methods.arithmetic.texts.positive] happy = "..."), each on a line above the prompt.
 """
 
@@ -38,10 +38,10 @@ from lapa2_interp.methods.base import (
 from lapa2_interp.tasks.task import Task
 
 WeightedValue = tuple[Tensor, Tensor, float]
-"""A formula's value, its weight, and what the weight would be if nothing cancelled; plain numbers
-are tensors of no axes."""
+"""A formula's value, its weight, and the size of the weight without cancellation; plain numbers are
+tensors without axes."""
 OPERATORS = {"union": torch.ge, "intersection": torch.lt}
-"""When the first of two formulas is taken."""
+"""Comparisons under which the first of two formulas is taken."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -49,9 +49,9 @@ class Arithmetic(Method):
     """Model Arithmetic.
 
     Args:
-        formula: Over base, target, opponents, attributes and texts of the task, with + - * / ( )
-            numbers, union(a, b) and intersection(a, b). "base" alone is the raw model (with --alpha
-            0: there is no prefix to strengthen).
+        formula: A formula of base, target, opponents, attributes and texts of the task, with + - *
+            / ( ) numbers, union(a, b) and intersection(a, b). "base" alone is the raw model (with
+            --alpha 0: there is no prefix to strengthen).
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
         pro_aug: Also strengthen the prompt on the base branch.
     """
@@ -79,6 +79,7 @@ class Arithmetic(Method):
         return formula
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        # The branches that a formula may name.
         task.prefix(attribute)
         names = _branch_names(self.formula)
         others = [name for name in task.attributes if name != attribute]
@@ -103,6 +104,7 @@ class Arithmetic(Method):
         known["opponents"] = tuple(
             branch for other in others if other not in names for branch in known[other]
         )
+        # The branches that this formula names.
         chosen: dict[str, Branch] = {}
         for name in names:
             if name not in known:
@@ -120,6 +122,7 @@ class Arithmetic(Method):
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         names = _branch_names(self.formula)
+        # The branches, and the mean of the opponents.
         given = {name: each.clamp(min=FLOOR) for name, each in check_branches(log_probs).items()}
         opponents = [each for name, each in given.items() if name not in ("base", "target", *names)]
         if opponents:
@@ -130,6 +133,7 @@ class Arithmetic(Method):
                 f"log_probs needs the branches {', '.join(names)}; found"
                 f" {', '.join(log_probs) or 'none'}"
             )
+        # The value, divided by the weight where the weight is not 0.
         value, weight, size = _evaluate(_parse_formula(self.formula).body, given)
         nothing = weight.abs() <= 1e-9 * size  # 0.6 + 0.3 - 0.9 is not quite 0
         of_sample = nothing.broadcast_to(value.shape).any(dim=1, keepdim=True)
@@ -137,10 +141,10 @@ class Arithmetic(Method):
 
 
 def _parse_formula(formula: str) -> ast.Expression:
-    """The formula, parsed and checked to be one; no part of it is ever executed.
+    """Parse a formula and check it; no part of it is ever executed.
 
     Raises:
-        MethodError: It is not a formula over names, or is only a number.
+        MethodError: It is not a formula of names, or is only a number.
     """
     try:
         tree = ast.parse(formula.strip(), mode="eval")
@@ -165,13 +169,13 @@ def _parse_formula(formula: str) -> ast.Expression:
 
 
 def _cancels(tree: ast.Expression) -> bool:
-    """Whether a formula is 0 whatever its branches say."""
+    """True if a formula is 0 for all values of its branches."""
     value, _, size = _evaluate_at_random(tree)
     return bool((value.abs() <= 1e-9 * size).all())
 
 
 def _evaluate_at_random(tree: ast.Expression) -> WeightedValue:
-    """A formula of random branches."""
+    """The value of a formula at random branches."""
     names = sorted(
         {
             node.id
@@ -186,7 +190,11 @@ def _evaluate_at_random(tree: ast.Expression) -> WeightedValue:
 
 
 def _check_node(node: ast.expr, formula: str) -> bool:
-    """Whether a part of a formula is a plain number; raises if it cannot be part of a formula."""
+    """True if a part of a formula is a plain number.
+
+    Raises:
+        MethodError: It cannot be part of a formula.
+    """
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             if abs(number) < 1e6:
@@ -247,7 +255,7 @@ def _evaluate(node: ast.expr, given: LogProbs) -> WeightedValue:
     """Value and weight of a checked formula."""
     match node:
         case ast.Constant(value=int() | float() as number):
-            # In float64, but of no axes: a float32 branch stays float32.
+            # A float64 tensor without axes: a float32 branch stays float32.
             exact = torch.tensor(number, dtype=torch.float64)
             return exact, exact, float(abs(number))
         case ast.Name(id=name):

@@ -5,9 +5,9 @@ the target's soft prefix:
 
     log w = log P_a                                                         form "soft"
 
-The paper lists hard prefixes for its sentiment rows but no code computes anything with them that
-differs from direct conditioning. The second form is the decoding-time contrast those rows suggest;
-it is a proposal and stands in no source:
+The paper lists hard prefixes for its sentiment rows, but in no code do they give anything other
+than direct conditioning. The second form is the contrast at decoding time that those rows suggest;
+it is our proposal and has no source:
 
     log w = log P_a + lam (log P_a - mean over the other classes of log P_c)   form "hard-contrast"
 """
@@ -41,8 +41,8 @@ class ConPrefix(Method):
 
     Args:
         form: "soft", or "hard-contrast" with the task's hard prefixes.
-        prefixes: The set of the form "soft": contrastive, mle, or a set's folder.
-        lam: Strength of the contrast of the form "hard-contrast"; 0 is direct conditioning.
+        prefixes: The set for form "soft": contrastive, mle, or a set's folder.
+        lam: Strength of the contrast in form "hard-contrast"; 0 is direct conditioning.
     """
 
     name: ClassVar[str] = "con-prefix"

@@ -3,8 +3,8 @@
 
     log w = log P_base + strength (log P_target - mean over the competing attributes of log P_c)    on the nucleus of P_base
 
-Tokens outside the smallest set that holds `top_p` of the raw model's probability are left out
-before the experts are asked.
+Tokens outside the smallest set that holds `top_p` of the raw model's probability are removed before
+the experts count.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Dexperts(Method):
     Args:
         strength: The original's alpha: 2.0 against toxicity, 3.2 for sentiment (in the task file).
             0 is the raw model's nucleus.
-        top_p: Probability the raw model's candidates hold, in (0, 1]; 1 keeps every token.
+        top_p: Probability of the raw model's candidates, in (0, 1]; 1 keeps every token.
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
         pro_aug: Also strengthen the prompt on the base branch.
     """

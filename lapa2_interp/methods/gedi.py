@@ -41,12 +41,12 @@ from lapa2_interp.tasks.task import Task
 
 @plain_dataclass(frozen=True)
 class GediState:
-    """What was read and written so far.
+    """The likelihoods and tokens so far.
 
     Attributes:
         log_likelihood: H_c by class, [sample].
-        n: Tokens scored, [sample].
-        written: How often each token was generated, or None before the first.
+        n: Number of tokens in it, [sample].
+        written: Number of times each token was generated; None before the first.
     """
 
     log_likelihood: LogLikelihoods
@@ -56,14 +56,14 @@ class GediState:
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Gedi(Method):
-    """GeDi. Without `begin`, the state None says that nothing was read before.
+    """GeDi. The state None, without `begin`, means that there is no text before the first token.
 
     Args:
         omega: Weight of the discriminator, >= 0; the original's 30. 0 is the raw model (with
             filter_p 0 and repetition 1).
         filter_p: Share of the weighted probability that may be dropped, [0, 1].
         target_p: A token that makes the target at least this likely is never dropped, (0, 1].
-        repetition: Divides the shifted logit of what was generated before, > 0; 1 turns it off.
+        repetition: Divisor of the shifted logit of tokens generated before, > 0; 1 turns it off.
         logit_scale: Sharpness of the discriminator, > 0; the original learns it.
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
         pro_aug: Also strengthen the prompt on the base branch.
@@ -107,6 +107,7 @@ class Gedi(Method):
                 c: (state.log_likelihood[c][:, None] + each) / (state.n[:, None] + 1)
                 for c, each in classes.items()
             }
+        # The discriminator, the weighted log-probabilities, the filter, and repetitions.
         g = {c: self.logit_scale * each for c, each in g.items()}
         d = g["target"] - torch.stack(list(g.values())).logsumexp(dim=0)
         z = log_probs["base"].clamp(min=FLOOR) + self.omega * d

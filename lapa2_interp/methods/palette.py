@@ -10,9 +10,9 @@ With p_i = softmax of attribute branch i, sigma the logistic function, signed st
     M1   = 1 + (2 + 1/e) sum_i |s_i|   M2 = (2 + 1/e) sum_i s'
     log w = main / M1 + t comp / M2
 
-s' cancels while it is the same for all attributes. Small constants (1e-10) keep the logarithms
-finite. In float16, in which the released code runs Pythia, those constants are 0 and a certain
-token gets weight 0: `numerics="released"`.
+s' cancels if it is the same for all attributes. Small constants (1e-10) keep the logarithms finite.
+The released code runs Pythia in float16, where those constants are 0 and a certain token gets
+weight 0: `numerics="released"`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Palette(Method):
     texts stand in the task file.
 
     Args:
-        s_aux: Strength of auxiliary attributes; that of `main` is 1. Below 0 moves away, in both
-            terms.
+        s_aux: Strength of auxiliary attributes; that of `main` is 1. Values below 0 move away, in
+            both terms.
         t: Weight of the complementary term.
         s_comp: s', > 0.
         auxiliaries: False keeps `main` (and `anti`) alone: the one text of the paper's table

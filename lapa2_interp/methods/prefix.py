@@ -1,4 +1,4 @@
-"""One branch, passed on: the raw model, and direct prefix conditioning (paradigm I, section 3.1).
+"""Methods with one branch: the raw model, and direct prefix conditioning (paradigm I, section 3.1).
 
 P(x_t | x_<t, a) = P_theta_a(x_t | x_<t)
 """
@@ -43,7 +43,7 @@ class NoControl(Method):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class PrefixConditioning(Method):
-    """GPT-2+Prefix: the attribute's prefix in front of the prompt, and nothing else.
+    """GPT-2+Prefix: the attribute's prefix before the prompt, and nothing else.
 
     Args:
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. The paper's tasks
@@ -67,11 +67,11 @@ class PrefixConditioning(Method):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class NegPrompt(Method):
-    """NegPrompt: the same computation with hard prefixes, which the paper runs on large models
+    """NegPrompt: prefix conditioning with hard prefixes, which the paper runs on large models
         against toxicity.
 
     The released code skips the nontoxic attribute and so conditions on the toxic text (attribute
-    "toxic" here); this uses the prefix of the attribute that is asked for.
+    "toxic" here); this uses the prefix of the given attribute.
 
     Args:
         form: "short", the paper's prefix, or "long", the sentence of PREADD's authors, where the

@@ -1,10 +1,10 @@
-"""ROSE: suppress what the opposite prefix induces (Reverse Prompt Contrastive Decoding), with
-    prefixes for its chat prompts.
+"""ROSE: subtract the distribution under the opposite prefix (Reverse Prompt Contrastive Decoding),
+    with prefixes for its chat prompts.
 
     log w = log P_target - strength * mean over the competing attributes of log P_c
 
-The original decodes greedily (`--top-k 1`); with several competitors, which it does not have, their
-mean stands for the reverse prompt.
+The original decodes greedily (`--top-k 1`). It has one reverse prompt; with several competitors
+their mean takes its place.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""RSA-Control: a speaker who thinks of a listener that guesses the attribute, with
-    prefix-conditioned branches as its classes.
+"""RSA-Control: a speaker that models a listener who guesses the attribute, with prefix-conditioned
+    branches as its classes.
 
 Per class c (the target and its competitors), with the listener's belief prior_c after all tokens so
 far, the prompt's included:
@@ -10,8 +10,8 @@ far, the prompt's included:
     w(x)     = P_base(x) L_target(x)^(rationality + adjustment r)
     prior_c <- L_c(x_t)                                        after sampling x_t; uniform before the first token of the text
 
-r says how much probability the raw model loses against what the listener gains: where control costs
-much, there is less of it.
+r is the raw model's loss of probability relative to the listener's gain: where control costs much,
+there is less of it.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RsaControl(Method):
     Args:
         rationality: The original's alpha, >= 0; 0 (with adjustment 0) is the raw model.
         adjustment: The original's beta, >= 0; 0 turns the adjustment off.
-        top: How many of the likeliest tokens the adjustment compares.
+        top: Number of the likeliest tokens that the adjustment compares.
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
         pro_aug: Also strengthen the prompt on the base branch.
     """
@@ -83,14 +83,14 @@ class RsaControl(Method):
         exponent: float | Tensor = self.rationality
         if self.adjustment > 0:
             k = min(self.top, base.shape[1])
-            of_speaker = (base + self.rationality * listener).topk(k, dim=1).indices
-            of_base = base.topk(k, dim=1).indices
+            speaker_top = (base + self.rationality * listener).topk(k, dim=1).indices
+            base_top = base.topk(k, dim=1).indices
 
             def gain(log_p: Tensor) -> Tensor:
                 """log of the mean over the speaker's candidates, minus that over the raw
                 model's."""
-                return log_p.gather(1, of_speaker).logsumexp(dim=1) - log_p.gather(
-                    1, of_base
+                return log_p.gather(1, speaker_top).logsumexp(dim=1) - log_p.gather(
+                    1, base_top
                 ).logsumexp(dim=1)
 
             r = (gain(base) - gain(listener)).exp().clamp(max=1)
