@@ -1,1 +1,1 @@
-"""What acts on attention scores, and what records attention."""
+"""Augmentation of attention scores, decode caches, and recording of attention."""

@@ -338,15 +338,15 @@ class BatchBias:
             return scores
         # Add the biases that depend on the length, then those that depend on the scores.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
-        of_scores = [each for each in here if each.b.dtype == torch.bool]
+        score_terms = [each for each in here if each.b.dtype == torch.bool]
         for each in here:
             if each.b.dtype != torch.bool:
                 _add(scores, each, layer, rearrange(each.b, "row query -> row 1 query 1"))
-        if of_scores:
-            b = self._score_biases(scores, of_scores, layer)
+        if score_terms:
+            b = self._score_biases(scores, score_terms, layer)
             if self.capped is not None:
                 self.capped(layer, (b.abs() >= BIAS_CAP).any(0), first)
-            for each, b_term in zip(of_scores, b, strict=True):
+            for each, b_term in zip(score_terms, b, strict=True):
                 _add(scores, each, layer, rearrange(b_term, "row head query -> row head query 1"))
         return scores
 

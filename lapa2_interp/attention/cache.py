@@ -294,8 +294,8 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
 
 
-def new_cache_layers(model: Model, of_keys: Callable[[], CacheLayerMixin]) -> list[Any]:
-    """The layers of a new cache: those of `of_keys` where a layer of the model caches keys and
+def new_cache_layers(model: Model, make_layer: Callable[[], CacheLayerMixin]) -> list[Any]:
+    """The layers of a new cache: those of `make_layer` where a layer of the model caches keys and
     values and nothing else.
 
     Layers without own keys (recurrent layers, and those that share another layer's) have the cache
@@ -304,7 +304,9 @@ def new_cache_layers(model: Model, of_keys: Callable[[], CacheLayerMixin]) -> li
     network: Any = network_of(model)
     layers = DynamicCache(config=network.config.get_text_config()).layers
     return [
-        of_keys() if isinstance(each, DynamicLayer) and not hasattr(each, "conv_states") else each
+        make_layer()
+        if isinstance(each, DynamicLayer) and not hasattr(each, "conv_states")
+        else each
         for each in layers
     ]
 
@@ -323,7 +325,7 @@ def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
         return
     if any(each.soft and each.bos.start > each.soft for each in layouts):
         raise LayoutError(
-            f"{used} slots exceed the sliding window of {window} tokens, and rows behind soft"
+            f"{used} slots exceed the sliding window of {window} tokens, and rows after soft"
             " prefixes are padded, so that they would see other keys than alone; read prompts of"
             " one length in tokens together"
         )

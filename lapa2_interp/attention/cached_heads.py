@@ -61,11 +61,11 @@ class CachedHeads(Tensor):
     def _product(
         self, left: Float[Tensor, "row head query inner"]
     ) -> Float[Tensor, "row head query outer"]:
-        of_group = left.reshape(*self.shape[:2], self.repeats * left.shape[2], left.shape[3])
+        grouped = left.reshape(*self.shape[:2], self.repeats * left.shape[2], left.shape[3])
         right = self.as_subclass(Tensor)
         if right.device.type == "cpu" and right.dtype in (torch.bfloat16, torch.float16):
             right = right.clone()  # dense, in the order it has
-        return (of_group @ right).view(*left.shape[:3], self.shape[3])
+        return (grouped @ right).view(*left.shape[:3], self.shape[3])
 
     def _copied(self) -> Tensor:
         plain = self.as_subclass(Tensor)

@@ -275,7 +275,7 @@ class _PassCheck:
         _check_cache_complete(attention, self.first)
         return self.first
 
-    def _of_rows(self, table: Tensor, n_rows: int) -> Tensor | None:
+    def _repeat_rows(self, table: Tensor, n_rows: int) -> Tensor | None:
         """A table of the layouts for the rows of a pass, in which the copies of a row follow each
         other; None if the pass has other rows, which `BatchBias` refuses."""
         copies, left = divmod(n_rows, len(table))
@@ -283,7 +283,7 @@ class _PassCheck:
 
     def _check_ids(self, ids: Int[Tensor, "row query"]) -> None:
         stop = min(self.first + ids.shape[1], self.ids.shape[1])
-        wanted = self._of_rows(self.ids[:, self.first : stop], len(ids))
+        wanted = self._repeat_rows(self.ids[:, self.first : stop], len(ids))
         if not self.check_ids or wanted is None:
             return
         self.is_ours = True
@@ -312,11 +312,11 @@ class _PassCheck:
             scores.shape[2] == 1 and last % MASK_CHECK_INTERVAL
         ):
             return
-        wanted = self._of_rows(
+        wanted = self._repeat_rows(
             torch.tensor([each.first_in_sight(last, seen) for each in self.layouts]), len(scores)
         )
-        of_last = scores[:, 0, -1, : last + 1]  # row key
-        found = ((of_last > MASKED_BELOW) | of_last.isneginf()).int().argmax(1).cpu()
+        last_scores = scores[:, 0, -1, : last + 1]  # row key
+        found = ((last_scores > MASKED_BELOW) | last_scores.isneginf()).int().argmax(1).cpu()
         if (
             wanted is not None
             and (wrong := ((wanted <= last) & (found != wanted)).nonzero()).numel()
@@ -352,7 +352,7 @@ class _PassCheck:
                 )
         elif isinstance(mask, Tensor) and mask.ndim == 2:
             live, known = (
-                self._of_rows(table[:, start : start + mask.shape[1]], len(mask))
+                self._repeat_rows(table[:, start : start + mask.shape[1]], len(mask))
                 for table in (self.live, self.known)
             )
             if live is None or known is None:
@@ -371,7 +371,7 @@ class _PassCheck:
         network = network_of(self.model)
         if "position_ids" in signature(network.forward).parameters and read is not None:
             slots = torch.arange(self.first, self.first + read.shape[1])
-            positions = self._of_rows((slots - self.pads).clamp(min=0), len(read))
+            positions = self._repeat_rows((slots - self.pads).clamp(min=0), len(read))
             if positions is not None:
                 given["position_ids"] = positions.to(read.device)
         elif getattr(getattr(self.model, "cfg", None), "positional_embedding_type", "") != "alibi":
@@ -434,7 +434,7 @@ def _check_cache_complete(attention: Float[Tensor, "row head query key"], first:
     if n_keys < first + n_queries:
         raise LayoutError(
             f"the cache holds {n_keys} keys of the {first + n_queries} read so far (a sliding"
-            " window drops old ones), so slots cannot be told; use a cache that keeps all keys,"
+            " window drops old ones), so slots are unknown; use a cache that keeps all keys,"
             " such as transformers' DynamicCache()"
         )
 

@@ -82,9 +82,8 @@ def set_neurons(
 
 def _missing_hook_error(name: str) -> str:
     return (
-        f"the model has no {name} (a mixture of experts has no neurons of its own, for one), so its"
-        " neurons cannot be set; use a model with one MLP per layer, such as GPT-2,"
-        " GPT-NeoX/Pythia, Llama or SmolLM2"
+        f"the model has no {name} (as in a mixture of experts), so its neurons cannot be set; use"
+        " a model with one MLP per layer, such as GPT-2, GPT-NeoX/Pythia, Llama or SmolLM2"
     )
 
 

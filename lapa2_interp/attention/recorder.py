@@ -115,7 +115,7 @@ class Recorder:
         )
         self.is_near = (age >= 0)[:, None].to(device)  # row 1 query last
         self.layers: list[Tensor] = []
-        self.kept: dict[tuple[int, int], Tensor] = {}
+        self.pattern_rows: dict[tuple[int, int], Tensor] = {}
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
         """Reduce a layer's attention at the queries that are steps."""
@@ -138,7 +138,9 @@ class Recorder:
         n_parts = len(SUMS) - len(NEAREST)
         self.layers.append(torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3))
         # by pair: row query key
-        self.kept |= {pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer}
+        self.pattern_rows |= {
+            pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer
+        }
         if layer == self.attending[-1]:
             self._close_pass()
 
@@ -168,12 +170,12 @@ class Recorder:
         if self.patterns:
             # row query pair key -> by query: sample pair key
             rows = self._split_by_step(
-                torch.stack([self.kept[pair] for pair in self.patterns], dim=2)
+                torch.stack([self.pattern_rows[pair] for pair in self.patterns], dim=2)
             )
             self.rows += [
                 row[..., : slot + 1] for row, slot in zip(rows, self.slots.tolist(), strict=True)
             ]
-        self.layers, self.kept = [], {}
+        self.layers, self.pattern_rows = [], {}
 
     def _layers_of_kinds(self) -> list[list[int]]:
         """By layer type, the indices of its layers among those with attention."""

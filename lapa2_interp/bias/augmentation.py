@@ -133,19 +133,19 @@ class Augmentation(BaseModel):
             each layer and row. Then the bias depends on how a text is divided into passes: decoding
             with a cache (the prompt in one pass, then one token in each) differs from one pass over
             the whole text.
-        span: Which keys are boosted: "prefix" (its exact tokens), "prefix+bos", "bos", "input" (all
-            keys up to the end of the prompt), "released" (the first n slots, n being what the
-            tokenizer counts for the prefix alone), explicit
-            `((start, stop), ...)` over live slots, 0 being the first key (BOS), or `("prefix",
-            (position, ...))`, tokens of the prefix, 0 being its first.
-        length_rule: What l counts at a query: "paper" the keys in its softmax without BOS, "kv" all
-            of them.
-        phase: Which queries: "decode" the generated tokens, "last_query" those and the last prompt
-            token (t = T of Algorithm 1), "all_queries" every query after the span, each with its
-            own l (for a span inside the prefix, every query after the prefix), "every_query" all
-            queries, also those inside and before the span. "query" is only the query that predicts
-            the next token: the cached keys and values are those of a model without the
-            augmentation.
+        span: The keys that are boosted: "prefix" (its exact tokens), "prefix+bos", "bos", "input"
+            (all keys up to the end of the prompt), "released" (the first n slots, n being what the
+            tokenizer counts for the prefix alone), explicit `((start, stop), ...)` over live slots,
+            0 being the first key (BOS), or `("prefix", (position, ...))`, tokens of the prefix, 0
+            being its first.
+        length_rule: The keys that l counts at a query: "paper" those in its softmax without BOS,
+            "kv" all of them.
+        phase: The queries that are augmented: "decode" the generated tokens, "last_query" those and
+            the last prompt token (t = T of Algorithm 1), "all_queries" every query after the span,
+            each with its own l (for a span inside the prefix, every query after the prefix),
+            "every_query" all queries, also those inside and before the span. "query" is only the
+            query that predicts the next token: the cached keys and values are those of a model
+            without the augmentation.
         steps: `(a, b)`: only the queries that predict the generated tokens a, ..., b - 1; 0 is the
             first.
         layers: "all", "bottom" (first half), "top" (second half), "even", "odd" or explicit layer
@@ -205,6 +205,7 @@ class Augmentation(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Augmentation:
+        # Each law has bounds of alpha and its own fields.
         low, high = ALPHA_BOUNDS.get(self.law, (0.0, math.inf))
         if not low <= self.alpha <= high:
             allowed = f"from 0 to {high:g}" if high < math.inf else "greater than or equal to 0"
@@ -223,6 +224,7 @@ class Augmentation(BaseModel):
             raise ValueError(f"floor belongs to law target, not to law {self.law!r}")
         if self.pooled and self.law != "ratio":
             raise ValueError(f"pooled belongs to law ratio, not to law {self.law!r}")
+        # Steps and spans are not empty, and do not overlap.
         if self.steps is not None and self.steps[1] <= self.steps[0]:
             raise ValueError(f"steps {self.steps} are none; give (first, stop) with first < stop")
         if self.positions is not None:
@@ -370,6 +372,7 @@ class Augmentation(BaseModel):
         Raises:
             AugmentationError: A layer or head the model does not have, or none is left.
         """
+        # The layers.
         layer = np.arange(n_layers)
         match self.layers:
             case "all":
@@ -389,6 +392,7 @@ class Augmentation(BaseModel):
                         f"layer {missing[0]} does not exist; the model has layers 0-{n_layers - 1}"
                     )
                 chosen = np.isin(layer, self.layers)
+        # The heads among them.
         selected = np.repeat(chosen[:, None], n_heads, axis=1)
         if self.heads != "all":
             named = np.zeros_like(selected)

@@ -97,7 +97,7 @@ def render_chat(
     ):
         raise LayoutError(
             f"the chat template does not write {part} once and unchanged, so its tokens cannot be"
-            " told"
+            " found"
         )
     start = first + part.text.index(phrase)
     ids = tuple(render([dict(message) for message in messages], True))
@@ -139,16 +139,18 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str,
 
 def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
     """The message text that contains a span of `Layout.of_chat`, and the span's own text."""
+    # The texts of the chat: contents, reasonings, and the messages that are turns.
     roles = ", ".join(each["role"] for each in chat)
     contents = [
         MessageText(i, ("content",), (each.get("content") or "").strip())
         for i, each in enumerate(chat)
     ]
-    thoughts = []
+    reasonings = []
     for i, each in enumerate(chat):
         fields = tuple(name for name in REASONING_FIELDS if isinstance(each.get(name), str))
-        thoughts.append(MessageText(i, fields, each[fields[0]].strip() if fields else ""))
+        reasonings.append(MessageText(i, fields, each[fields[0]].strip() if fields else ""))
     turns = [i for i, each in enumerate(chat) if each["role"] != "system"]
+    # The text that the span names.
     kind, mark, rest = span.partition(":")
     if span == "system":
         if chat[0]["role"] != "system":
@@ -163,7 +165,7 @@ def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
                 f"there is no turn {rest}; the chat has turns 1 to {len(turns)} beside its system"
                 f" message (roles: {roles})"
             )
-        found = (contents if kind == "turn" else thoughts)[turns[int(rest) - 1]]
+        found = (contents if kind == "turn" else reasonings)[turns[int(rest) - 1]]
         phrase = found.text
         if kind == "reasoning" and not phrase:
             raise LayoutError(
@@ -172,7 +174,7 @@ def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
     elif kind == "phrase" and mark:
         places = [
             part
-            for part in (*contents, *thoughts)
+            for part in (*contents, *reasonings)
             for at in range(len(part.text))
             if part.text.startswith(rest, at)
         ]

@@ -204,8 +204,8 @@ class Layout:
             )
         if not l_pro:
             raise LayoutError(
-                f"the prompt {prompt!r} tokenises to nothing of its own; give at least one token of"
-                " text"
+                f"the prompt {prompt!r} tokenises to nothing beside the prefix; give at least one"
+                " token of text"
             )
 
         alone = prefix if prefix is not None else prompt
@@ -264,6 +264,7 @@ class Layout:
                 f" {'chat template' if tokenizer.is_fast else 'character offsets'}, which a chat"
                 " needs; use an instruct model, or Layout.of with a prefix and a prompt"
             )
+        # Render the chat, and tokenise it.
         rendered = render_chat(tokenizer, messages, span, add_generation_prompt, template or {})
         encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
         ids = tuple(encoded["input_ids"])
@@ -271,6 +272,7 @@ class Layout:
             raise LayoutError(
                 "the tokens of the chat template's text are not those that the template gives"
             )
+        # The tokens of the span.
         start, stop, phrase = rendered.start, rendered.stop, rendered.span
         inside = [i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a < stop and b > start]
         begin, end = inside[0], inside[-1] + 1
@@ -283,7 +285,7 @@ class Layout:
             )
         if end == len(ids):
             raise LayoutError(
-                f"nothing stands behind {phrase!r} in the chat; add_generation_prompt=True opens"
+                f"no text follows {phrase!r} in the chat; add_generation_prompt=True opens"
                 " the assistant's turn"
             )
         n_bos = min(begin, 1)
@@ -518,7 +520,7 @@ class Layout:
         return found if layer_type.kind != "none" else np.zeros_like(found)
 
     def padded(self, width: int) -> Layout:
-        """The same branch, left-padded to `width` slots."""
+        """A copy, left-padded to `width` slots."""
         return replace(self, pad=width - self.n_live)
 
 

@@ -197,7 +197,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "split-softmax": Recipe(
         _split_softmax,
-        "makes A to the power k of the prefix's share A, at every query behind the prefix",
+        "raises the prefix's share A to the power k, at every query after the prefix",
         "split-softmax, arXiv 2402.10962. The formula is from memory: its code"
         " (likenneth/persona_drift) does not contain it",
         "k: ours; we know of no published default",
@@ -257,7 +257,7 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
         if key in SHARED_PARAMETERS and key != "tokens"
     }
     if "tokens" in parameters and all(rule.span != "prefix" for rule in rules):
-        raise AugmentationError(f"recipe {name} covers slots of its own, so it takes no tokens")
+        raise AugmentationError(f"recipe {name} has a fixed span, so it takes no tokens")
     found = (
         Augmentation(
             **dict(rule)

@@ -93,8 +93,8 @@ class AirDecoding(Method):
         log_probs = check_branches(log_probs, "base", "target", others=1)
         released = self.numerics == "released"
         # by branch: sample 1
-        of_tokens = {c: each.gather(1, tokens[:, None]) for c, each in log_probs.items()}
-        n = self._n_released(of_tokens) if released else self._log_n(of_tokens)
+        sampled_log_probs = {c: each.gather(1, tokens[:, None]) for c, each in log_probs.items()}
+        n = self._n_released(sampled_log_probs) if released else self._log_n(sampled_log_probs)
         sampled = {c: each[:, 0] for c, each in n.items()}
         target = sampled.pop("target")
         if released:

@@ -136,8 +136,8 @@ class Arithmetic(Method):
         # The value, divided by the weight where the weight is not 0.
         value, weight, size = _evaluate(_parse_formula(self.formula).body, given)
         nothing = weight.abs() <= 1e-9 * size  # 0.6 + 0.3 - 0.9 is not quite 0
-        of_sample = nothing.broadcast_to(value.shape).any(dim=1, keepdim=True)
-        return torch.where(of_sample, value, (value / weight).log_softmax(dim=1))
+        unweighted = nothing.broadcast_to(value.shape).any(dim=1, keepdim=True)
+        return torch.where(unweighted, value, (value / weight).log_softmax(dim=1))
 
 
 def _parse_formula(formula: str) -> ast.Expression:
@@ -265,20 +265,26 @@ def _evaluate(node: ast.expr, given: LogProbs) -> WeightedValue:
             value, weight, size = _evaluate(operand, given)
             return sign * value, sign * weight, size
         case ast.BinOp(op=op, left=left, right=right):
-            (a, of_a, size_a), (b, of_b, size_b) = _evaluate(left, given), _evaluate(right, given)
+            (a, weight_a, size_a), (b, weight_b, size_b) = (
+                _evaluate(left, given),
+                _evaluate(right, given),
+            )
             if isinstance(op, ast.Add):
-                return a + b, of_a + of_b, size_a + size_b
+                return a + b, weight_a + weight_b, size_a + size_b
             if isinstance(op, ast.Sub):
-                return a - b, of_a - of_b, size_a + size_b
+                return a - b, weight_a - weight_b, size_a + size_b
             if isinstance(op, ast.Mult):
-                return a * b, of_a * of_b, size_a * size_b
-            return a / b, of_a / of_b, size_a / size_b
+                return a * b, weight_a * weight_b, size_a * size_b
+            return a / b, weight_a / weight_b, size_a / size_b
         case ast.Call(func=ast.Name(id=name), args=[first, *rest]):
             value, weight, size = _evaluate(first, given)
             for part in rest:
-                other, of_other, size_other = _evaluate(part, given)
+                other, weight_other, size_other = _evaluate(part, given)
                 wins = OPERATORS[name](value, other)
-                value, weight = torch.where(wins, value, other), torch.where(wins, weight, of_other)
+                value, weight = (
+                    torch.where(wins, value, other),
+                    torch.where(wins, weight, weight_other),
+                )
                 size = max(size, size_other)
             return value, weight, size
     raise AssertionError(node)

@@ -189,9 +189,9 @@ class Method(ABC):
         files: Parameters that name files whose contents decide its texts.
         when_empty: The reason why no token may have positive weight, and what to change.
         in_paper: True if the LaPA2 paper runs it; for others `alpha` and `paper_name` are ours.
-        reads_prompt: Whether `begin` is given the prompt's log-likelihood under every branch.
-        rereads_text: Whether the whole text is read again at every step, because `intervene`
-            changes what it was.
+        reads_prompt: True if `begin` needs the prompt's log-likelihood under every branch.
+        rereads_text: True if the whole text is read again at every step, because `intervene`
+            changes its activations.
         trials: The largest number of times a text is drawn until `accepts` returns True; the last
             text stays.
     """

@@ -18,8 +18,8 @@ At every token, E being the embeddings of the text's tokens and L their number:
     w        = lam / (1 + exp(-(u - s) L)) if u > s, else 1e-20
 
 4. the whole text is read again with every neuron of the centre set to w at all positions: before
-   the activation function in GPT-2's kind of MLP, so that gelu(w) goes on (`at="pre"`, the released
-   code), or after it (`at="post"`, the paper's coefficient).
+   the activation function in GPT-2's kind of MLP, so that its output is gelu(w) (`at="pre"`, the
+   released code), or after it (`at="post"`, the paper's coefficient).
 5. the next token, end tokens excluded: of the 25 likeliest, with five copies of each (one per
    beam), ten are drawn and the likeliest of them is taken. This is one draw, whose rank
    probabilities have a closed form (`rank_probabilities`).
@@ -174,7 +174,7 @@ class FreeCtrl(Method):
     def prepare(self, context: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
         key = (self, task.model_dump_json(), attribute)
         embedding, keywords, centre = context.cached(
-            key, lambda: self._of_attribute(context, task, attribute)
+            key, lambda: self._prepare_attribute(context, task, attribute)
         )
         known = ControlCentre(
             target=attribute,
@@ -191,7 +191,7 @@ class FreeCtrl(Method):
         }
         return Prepared(known, summary=summary)
 
-    def _of_attribute(
+    def _prepare_attribute(
         self, context: MethodContext, task: Task, attribute: str
     ) -> tuple[Tensor, dict, dict]:
         """Unit embeddings, keywords, and the attribute's control centre."""
@@ -287,8 +287,8 @@ class FreeCtrl(Method):
         p = torch.tensor(rank_probabilities(), dtype=log_weights.dtype, device=log_weights.device)[
             : ids.shape[1]
         ]
-        of_rank = p.log().expand(len(ids), -1)
-        return torch.full_like(log_weights, -torch.inf).scatter(1, ids[:, : len(p)], of_rank)
+        log_p = p.log().expand(len(ids), -1)
+        return torch.full_like(log_weights, -torch.inf).scatter(1, ids[:, : len(p)], log_p)
 
     def accepts(self, prepared: Prepared, text: str, tokens: Sequence[int]) -> bool:
         if self.accept == "all":

@@ -10,7 +10,7 @@ With H_c the log-likelihood of all n - 1 tokens so far under class c, the prompt
     log w   = z - max z + 10, divided by `repetition` once for every time x was generated before
 
 The original learns `logit_scale` with its class-conditional model, and decodes greedily (`--top-k
-1`) unless told to sample.
+1`) by default.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ STRENGTHS = {"main": 1.0, "anti": -1.0}
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Palette(Method):
     """Palette. Its branches are `main`, optionally `anti` (strength -1), and auxiliaries; their
-    texts stand in the task file.
+    texts are in the task file.
 
     Args:
         s_aux: Strength of auxiliary attributes; that of `main` is 1. Values below 0 move away, in

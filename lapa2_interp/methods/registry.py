@@ -188,10 +188,10 @@ def assign_augmentations(
     if any(branch.prefix is not None for branch in branches):
         copied = [rule for rule in rules if rule.law in PAPER_LAWS]
         on_prompt = tuple(rule.with_default_span() for rule in copied)
-        of_parts = [rule for rule in copied if not isinstance(rule.span, str)]
-        if method.pro_aug and any(steps_overlap(a, b) for a, b in combinations(of_parts, 2)):
+        on_parts = [rule for rule in copied if not isinstance(rule.span, str)]
+        if method.pro_aug and any(steps_overlap(a, b) for a, b in combinations(on_parts, 2)):
             raise AugmentationError(
-                f"{len(of_parts)} rules act on parts of the prefix at the same steps, and"
+                f"{len(on_parts)} rules act on parts of the prefix at the same steps, and"
                 f" {method.name}'s Pro-Aug would add all of them on the prompt; give --set"
                 " pro_aug=false, or one rule"
             )

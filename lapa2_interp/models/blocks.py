@@ -72,7 +72,7 @@ class _OpenBlocks:
 
     Attributes:
         runner: Their thread and asyncio task.
-        number: How many there are.
+        number: Their number.
         usual: The attention functions before the first block that changed them.
     """
 
@@ -192,6 +192,7 @@ def _check_thread(network: Any) -> None:
 @contextmanager
 def _register_block(network: Any, attention: bool) -> Iterator[None]:
     """Count one more open block of a network, until the `with` block ends."""
+    # A compiled pass would not call the hooks.
     compiled = (name for name, each in network.named_modules() if each._compiled_call_impl)
     if (name := next(compiled, None)) is not None:
         raise ModelError(
@@ -205,6 +206,7 @@ def _register_block(network: Any, attention: bool) -> Iterator[None]:
         if not _eager_stances:  # a model's torch.compile wrapper must run the model itself
             _eager_stances.append(torch.compiler.set_stance("force_eager"))
     try:
+        # Switch to our attention function; the last block switches back.
         if attention and blocks.usual is None:
             config = network.config
             each_part = {name: getattr(config, name) for name in config.sub_configs}

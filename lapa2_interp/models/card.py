@@ -210,6 +210,7 @@ def config_layer_types(config: Any) -> tuple[LayerType, ...]:
         raise ModelError(
             f"the model hides keys by {unknown[0]}, so which keys its queries see is not known here"
         )
+    # The names of the layers' types in the configuration.
     window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
     kinds = next(
         (
@@ -224,6 +225,7 @@ def config_layer_types(config: Any) -> tuple[LayerType, ...]:
         kinds = ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
     if config.model_type == "minimax" and window:  # its window is that of its "full" layers
         kinds = ["sliding_attention" if kind == "full_attention" else kind for kind in kinds]
+    # The types with their sizes.
     sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None)}
     found = []
     for layer, kind in enumerate(kinds):
@@ -433,8 +435,8 @@ def hash_weights(model: Model) -> str:
     network: Any = network_of(model)
     config = getattr(network, "config", None)
     facts = model.cfg if config is None else config
-    kept = {name: each for name, each in facts.to_dict().items() if not name.startswith("_")}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+    public = {name: each for name, each in facts.to_dict().items() if not name.startswith("_")}
+    digest = hashlib.sha256(json.dumps(public, sort_keys=True, default=str).encode())
     digest.update(repr(sorted(model.tokenizer.get_vocab().items())).encode())
     for name, tensor in network.state_dict().items():
         if not hasattr(tensor, "is_meta"):

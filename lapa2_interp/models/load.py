@@ -77,7 +77,7 @@ LOG_PROB_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float1
 P = ParamSpec("P")
 R = TypeVar("R")
 REMOTE_CODE = (
-    "comes with Python code of its own, which does not run unless you ask for it: read it, then"
+    "comes with its own Python code, which does not run unless you ask for it: read it, then"
     " give --trust-remote-code (a sweep never runs it)"
 )
 
@@ -288,6 +288,7 @@ def load_transformers(
     import torch
     from transformers import AutoModelForCausalLM
 
+    # Planted and tiny models are made here.
     name, dtype = expand_name(name), resolve_dtype(dtype)
     tokenizer = load_tokenizer(name, trust_remote_code)
     if is_planted(name):
@@ -300,6 +301,7 @@ def load_transformers(
                 tiny_config(name, tokenizer), attn_implementation="eager"
             )
         return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
+    # All others are loaded from files.
     source = str(model_source(name))
     check_weights(name)
     with quiet_transformers(), files_unchanged(source):
@@ -535,6 +537,7 @@ def _make_hooked_transformer(
             " use TransformerBridge"
         ) from None
     check_not_quantised(network, "a HookedTransformer takes")
+    # Convert the configuration and the weights without processing them.
     config = copy.deepcopy(network.config)
     config.architectures = [type(network).__name__]
     if config.model_type == "gpt2":

@@ -242,6 +242,7 @@ def answer_key(name: str) -> Planted:
         raise ModelError(
             f"unknown model {name!r}; planted models: {allowed}, with a seed as {PLANTED}:3"
         )
+    # Draw the odds and gains near these values.
     number = int(seed or 0)
     rng = np.random.default_rng([1913, number])
     around = {
@@ -260,6 +261,7 @@ def answer_key(name: str) -> Planted:
         kind: {role: value * rng.uniform(0.9, 1.1) for role, value in values.items()}
         for kind, values in around.items()
     }
+    # Draw the places of the heads.
     groups = [rng.permutation(2) for _ in range(3)]  # KV heads, by layer
     pairs = rng.permuted(np.tile([0, 1], (3, 2, 1)), axis=2)  # heads of a group, by layer and group
 
@@ -360,6 +362,7 @@ class _Weights:
 
 
 def _layers(name: str) -> list[_Weights]:
+    """The weights of every layer, head by head."""
     key = answer_key(name)
     n_layers, n_heads = key.shape
     layers = [
@@ -463,8 +466,8 @@ def planted_network(name: str) -> PreTrainedModel:
         return np.concatenate([rows, -rows], axis=-1)
 
     with torch.no_grad():
-        for name_of, parameter in network.named_parameters():
-            is_scale = id(parameter) in norms and name_of.endswith("weight")
+        for parameter_name, parameter in network.named_parameters():
+            is_scale = id(parameter) in norms and parameter_name.endswith("weight")
             parameter.fill_(1.0 if is_scale else 0.0)
         if twin:
             _fill_gpt2(network, name, both)
@@ -483,6 +486,7 @@ def planted_network(name: str) -> PreTrainedModel:
 
 
 def _fill_gpt2(network: Any, name: str, both: Any) -> None:
+    """Write the weights into the LayerNorm twin, every number with both signs."""
     import torch
 
     body = network.transformer

@@ -43,6 +43,7 @@ def refuse_mixed_rotary(network: Any) -> None:
 
 
 def _check_pass(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: int) -> None:
+    # The lengths of the pass and of its rows.
     given = arguments_by_name(part, args, kwargs)
     cache = given.get("past_key_values")
     read = next((given[name] for name in INPUT_NAMES if given.get(name) is not None), None)
@@ -60,6 +61,7 @@ def _check_pass(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, li
                 f" do not follow; read at most {limit} tokens"
             )
         return
+    # longrope: rows, queries and cached keys must have the factors of the pass.
     at = f"{limit} tokens (longrope, original_max_position_embeddings)"
     if other := [row for row in rows if row and (row > limit) != is_long]:
         raise LayoutError(

@@ -89,7 +89,7 @@ def model_size(name: str | Path) -> ModelSize:
         )
     except (AttributeError, ValueError) as error:
         raise ModelError(
-            f"{name!r} is a {config.model_type} model, whose size cannot be told"
+            f"{name!r} is a {config.model_type} model, whose size is unknown"
             f" ({str(error).splitlines()[0]:.120}); give a causal language model with attention"
         ) from error
 

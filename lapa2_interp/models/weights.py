@@ -92,17 +92,18 @@ def _and_more(names: list[Any]) -> str:
 
 def _missing_cause(network: Any, missing: list[str], found: Mapping[str, Any]) -> str:
     """The likely reason for missing tensors, and what to do."""
+    # An adapter, or names with the prefix of a wrapper.
     unexpected = sorted(found["unexpected_keys"])
     if any("lora_" in name for name in unexpected):
         return _leftover_cause(unexpected)
     wanted, beginnings = set(missing), Counter[str]()
     for name in unexpected:
         parts = name.split(".")
-        kept = [part for part in parts if part not in WRAPPERS]
-        for i in range(len(kept)):
-            if ".".join(kept[i:]) in wanted and len(kept) - i < len(parts):
+        unwrapped = [part for part in parts if part not in WRAPPERS]
+        for i in range(len(unwrapped)):
+            if ".".join(unwrapped[i:]) in wanted and len(unwrapped) - i < len(parts):
                 wrappers = [part for part in parts if part in WRAPPERS]
-                beginnings[".".join([*kept[:i], *wrappers])] += 1
+                beginnings[".".join([*unwrapped[:i], *wrappers])] += 1
                 break
     if beginnings:
         (part, _), *_ = beginnings.most_common(1)
@@ -110,6 +111,7 @@ def _missing_cause(network: Any, missing: list[str], found: Mapping[str, Any]) -
             f"the files name them with {part + '.'!r} in front or between (as {unexpected[0]}):"
             " save the model that is inside (its own save_pretrained), or rename them"
         )
+    # An output layer that is not tied, or a classifier without its head.
     head = network.get_output_embeddings() if hasattr(network, "get_output_embeddings") else None
     modules = dict(network.named_modules())
     if head is not None and all(modules.get(name.rpartition(".")[0]) is head for name in missing):
@@ -212,7 +214,7 @@ def _indexed_files(index: Path) -> list[str]:
 def adapter_error(source: str | Path) -> str:
     """The error message for a folder that holds an adapter."""
     return (
-        f"{source} holds an adapter ({ADAPTER}), whose base lies elsewhere, or which is added only"
+        f"{source} holds an adapter ({ADAPTER}), whose base is elsewhere, or which is added only"
         " where peft is installed; merge it first (peft's merge_and_unload(), then save_pretrained"
         " into a new folder), and give that folder"
     )

@@ -501,7 +501,7 @@ def test_what_a_chat_does_not_have_is_named():
         with pytest.raises(LayoutError, match=problem):
             Layout.of_chat(chat_tokenizer(template), CHAT)
     bare = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(LayoutError, match="nothing stands behind .*add_generation_prompt=True"):
+    with pytest.raises(LayoutError, match="no text follows .*add_generation_prompt=True"):
         Layout.of_chat(chat_tokenizer(bare), CHAT, span="turn:3")
     assert Layout.of_chat(chat_tokenizer(bare), CHAT).n_bos == 0
     with pytest.raises(LayoutError, match="no chat template"):
