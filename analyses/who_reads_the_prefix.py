@@ -33,7 +33,6 @@ import lapa2_interp
 from lapa2_interp import load_model
 from lapa2_interp.circuits.knockout import joint_curve, knock_out
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Knock-outs from layers down to tokens, and why attention misleads.")
@@ -51,7 +50,7 @@ options = parser.parse()
 # A ranking by attention finds the decoy.
 
 # %%
-toy, key = load_model("planted"), planted("planted")
+toy, key = load_model("planted"), answer_key("planted")
 known = knock_out(toy, "sentiment", metric="lex", tokens=16)
 names = {head: role for role, head in key.heads.items()}
 table = known.frame()

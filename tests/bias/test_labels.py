@@ -47,7 +47,7 @@ def arms(found):
         (recipe("selective", tokens=(0, 2), heads=((3, 1),)), "selective:tokens=0/2,heads=3.1"),
         (recipe("lapa2", steps=(0, 16)), "lapa2:steps=0:16"),
         (
-            read_recipes("lapa2:tokens=1 +instaboost:M=5.0,layers=top"),
+            parse_recipes("lapa2:tokens=1 +instaboost:M=5.0,layers=top"),
             "lapa2:tokens=1 + instaboost:M=5,layers=top",
         ),
     ],

@@ -29,7 +29,7 @@ TOKENS = 4
 
 
 def found_of(name="planted", filler=(8, 64, 200), **settings):
-    key = planted(name)
+    key = answer_key(name)
     heads = {role: (key.heads[role],) for role in ("carrier", "decoy") if role in key.heads}
     return measure_fading(
         load(name), "sentiment", filler=filler, tokens=TOKENS, heads=heads, **settings

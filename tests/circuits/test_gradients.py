@@ -12,7 +12,6 @@ from test_circuits import contrast_set, examples_of, planted_contrast_set, words
 
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp._util.errors import CircuitError, ModelError
-from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits import gradients as module
 from lapa2_interp.circuits import prefilter
@@ -159,7 +158,11 @@ def by_hand(model, example):
             state[hook.name] = tensor
             return tensor
 
-        points = [form.format(i) for i in range(model.cfg.n_layers) for form in (SCORES, PATTERN)]
+        points = [
+            form.format(i)
+            for i in range(model.cfg.n_layers)
+            for form in (HOOK_SCORES, HOOK_PATTERN)
+        ]
         with model.hooks(fwd_hooks=[(point, keep) for point in points]):
             ids = torch.tensor([[*layout.ids, *example.text[:-1]]])
             logits.append(model(ids)[0, len(layout) - 1 :].log_softmax(-1))
@@ -169,11 +172,11 @@ def by_hand(model, example):
         sign * (each[:, plus].logsumexp(1) - each[:, minus].logsumexp(1)).mean()
         for sign, each in zip((1, -1), logits, strict=True)
     )
-    patterns = [state[PATTERN.format(i)] for state in kept for i in range(model.cfg.n_layers)]
+    patterns = [state[HOOK_PATTERN.format(i)] for state in kept for i in range(model.cfg.n_layers)]
     gradients = iter(torch.autograd.grad(d, patterns))
     return [
         [
-            (state[SCORES.format(i)][0], state[PATTERN.format(i)][0], next(gradients)[0])
+            (state[HOOK_SCORES.format(i)][0], state[HOOK_PATTERN.format(i)][0], next(gradients)[0])
             for i in range(model.cfg.n_layers)
         ]
         for state in kept
@@ -497,7 +500,7 @@ def test_the_draw_depends_on_the_seed_alone(monkeypatch):
 
 def test_a_table_a_map_a_drawing():
     model = load("planted")
-    key = planted("planted")
+    key = answer_key("planted")
     found = attribution(
         model, "sentiment", metric="lex", prompts=["The lake", "The book", "The city"], tokens=4
     )

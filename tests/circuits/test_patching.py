@@ -570,7 +570,7 @@ def test_slots_are_parts_of_the_text():
 
 
 def test_a_task_by_name():
-    model, key = load("planted"), planted("planted")
+    model, key = load("planted"), answer_key("planted")
     found = patch(
         model, "sentiment", prompts=["The lake", "The book"], tokens=4, samples=2, parts=("v",)
     )

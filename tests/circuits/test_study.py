@@ -58,7 +58,7 @@ def test_the_command_finds_the_planted_circuit(folder):
 
 def test_the_page_answers_in_words(folder, capsys):
     page = (folder / "report.html").read_text("utf-8")
-    key = planted("planted")
+    key = answer_key("planted")
     first, second = (".".join(map(str, key.heads[role])) for role in ("carrier", "relay"))
     assert (
         f"2 heads of 8 carry control (family-wise p &lt; .05), the largest first: {first}, {second}."
@@ -142,7 +142,7 @@ def test_a_study_of_another_precision_says_so(folder):
 
 
 def test_few_prompts_make_no_claim(tmp_path, capsys):
-    key = planted("planted")
+    key = answer_key("planted")
     names = {role: f"{layer}.{head}" for role, (layer, head) in key.heads.items()}
     arguments = ["circuits", "planted", "--out", str(tmp_path / "few"), "--tokens", "4"]
     assert main([*arguments, "--prompt", "The lake"]) == 0

@@ -308,7 +308,7 @@ def test_what_cannot_be_shown_is_refused(run, tmp_path, monkeypatch):
         view(run, model=model, circuits=tmp_path)
     with pytest.raises(TraceError, match="was made with weights"):
         view(run, model=load("tiny-llama"))
-    monkeypatch.setattr("lapa2_interp.methods.prefix.PrefixConditioning.recomputes", True)
+    monkeypatch.setattr("lapa2_interp.methods.prefix.PrefixConditioning.rereads_text", True)
     with pytest.raises(TraceError, match="changes the network while it decodes"):
         view(run, model=model)
 
