@@ -35,12 +35,12 @@ WITHOUT = ("key", "cell", "compared")
 
 def make_texts(out: Path) -> None:
     from lapa2_interp import load_model
-    from lapa2_interp.methods.registry import registry
+    from lapa2_interp.methods.registry import known_methods
     from lapa2_interp.runs.generate import make_cells
 
     for name, length in MODELS.items():
         model = load_model(name, "float32", "cpu")
-        parameters = [(method, {}) for method in registry()]
+        parameters = [(method, {}) for method in known_methods()]
         if name == "smollm2-135m":
             parameters += [(each, {"prefixes": "mle"}) for each in ("prefix", "air-decoding")]
         for method, given in parameters:

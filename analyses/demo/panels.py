@@ -816,11 +816,11 @@ def _layer_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawin
 
 def methods(grid: Grid) -> Panel:
     """Every decoding method with an example text, as shipped."""
-    from lapa2_interp.methods.registry import registry
+    from lapa2_interp.methods.registry import known_methods
 
     stored = json.loads((HERE / "examples.json").read_text("utf-8"))
     rows = []
-    for name, method in registry().items():
+    for name, method in known_methods().items():
         found = stored["methods"].get(name, {})
         with_it = found.get("with LaPA2")
         rows.append(

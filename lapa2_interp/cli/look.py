@@ -268,13 +268,13 @@ def list_methods(*names: str) -> None:
     from docstring_parser import parse
 
     from lapa2_interp.bias.augmentation import Augmentation
-    from lapa2_interp.methods.registry import load_task, registry
+    from lapa2_interp.methods.registry import known_methods, load_task
     from lapa2_interp.tasks.task import built_in_tasks
 
-    unknown = [name for name in names if name not in registry()]
+    unknown = [name for name in names if name not in known_methods()]
     if unknown:
-        raise MethodError(unknown_choice("method", unknown[0], registry()))
-    for name, method in registry().items():
+        raise MethodError(unknown_choice("method", unknown[0], known_methods()))
+    for name, method in known_methods().items():
         if names and name not in names:
             continue
         print(f"{name}: {method.paper_name}")

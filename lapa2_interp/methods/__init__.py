@@ -27,9 +27,9 @@ if TYPE_CHECKING:
         find_class,
         get,
         get_for_task,
+        known_methods,
         load_task,
         method_name,
-        registry,
     )
 
 __all__ = [
@@ -51,9 +51,9 @@ __all__ = [
     "find_class",
     "get",
     "get_for_task",
+    "known_methods",
     "load_task",
     "method_name",
     "nucleus",
-    "registry",
 ]
 __getattr__, __dir__ = lazy_names(__name__)

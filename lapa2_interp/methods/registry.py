@@ -48,7 +48,7 @@ from lapa2_interp.methods.rsa_control import RsaControl
 from lapa2_interp.tasks.task import MethodSettings, Task, read_task
 
 
-def registry() -> dict[str, type[Method]]:
+def known_methods() -> dict[str, type[Method]]:
     """Method classes by name: the paper's in its order, its baselines, related decoders."""
     paper = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
     known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic)
@@ -56,7 +56,7 @@ def registry() -> dict[str, type[Method]]:
 
 
 def find_class(name: str, allow_code: bool = False) -> type[Method]:
-    """A method's class: a name of `registry`, or MODULE:CLASS for a custom class.
+    """A method's class: a name of `known_methods`, or MODULE:CLASS for a custom class.
 
     Args:
         allow_code: Import MODULE, which runs it. Otherwise it must be imported already: a name may
@@ -66,7 +66,7 @@ def find_class(name: str, allow_code: bool = False) -> type[Method]:
         MethodError: Unknown name, the class is not a method, or it is not imported.
     """
     if ":" not in name:
-        known = registry()
+        known = known_methods()
         if name not in known:
             raise MethodError(
                 f"{unknown_choice('method', name, known)}; or one of your own as MODULE:CLASS"
@@ -100,7 +100,7 @@ def method_name(method: Method) -> str:
     kind = type(method)
     return (
         method.name
-        if registry().get(method.name) is kind
+        if known_methods().get(method.name) is kind
         else f"{kind.__module__}:{kind.__qualname__}"
     )
 
@@ -149,7 +149,7 @@ def load_task(name: str | Path) -> Task:
         TaskError: Unknown name, unreadable file, or a malformed one (the message names the line or
             field); an unknown method or text.
     """
-    task, known = read_task(name), registry()
+    task, known = read_task(name), known_methods()
     for method in task.methods:
         if method in known:
             _check_texts(task, method, known[method], f"task file {name}")

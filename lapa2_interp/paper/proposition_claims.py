@@ -20,12 +20,12 @@ from lapa2_interp.stats import FEW, Interval, mean_interval, resampled_means, ta
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 SLOPE_MARGIN = 0.05
-"""Margin on fit_slopes: well below the difference between alphas a quarter apart. A quantity that
+"""Margin on slopes: well below the difference between alphas a quarter apart. A quantity that
 grows as l^0.05 doubles in 10^6 steps."""
 SHARE_MARGIN = 0.02
 """Margin on ratios of attention shares."""
 ROUNDING_MARGINS = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}
-"""Margin on fit_slopes that only rounding may change, by the precision of attention."""
+"""Margin on slopes that only rounding may change, by the precision of attention."""
 
 
 EXPECTED_SHARE = Claim(

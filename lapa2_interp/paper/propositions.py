@@ -62,13 +62,13 @@ if TYPE_CHECKING:
 
 
 def thinned_steps(n_steps: int, n: int = 48) -> Int[np.ndarray, " step"]:
-    """At most n of the steps 0 to n_steps - 1, in equal ratios: fit_slopes on log l give all scales
+    """At most n of the steps 0 to n_steps - 1, in equal ratios: slopes on log l give all scales
     equal weight, and traces stay small."""
     return np.unique(np.geomspace(1, n_steps, min(n, n_steps)).round().astype(np.int64)) - 1
 
 
 def thin(traces: xr.Dataset) -> xr.Dataset:
-    """The trace at the steps from which fit_slopes are computed; a thinned trace is unchanged."""
+    """The trace at the steps from which slopes are computed; a thinned trace is unchanged."""
     steps = traces["step"].to_numpy()
     return traces.isel(step=np.isin(steps, thinned_steps(int(steps[-1]) + 1)))
 

@@ -1,4 +1,4 @@
-"""The propositions on synthetic logits: shares of attention, fit_slopes and verdicts by family."""
+"""The propositions on synthetic logits: shares of attention, slopes and verdicts by family."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ MASS_TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
 """Largest allowed difference of recomputed attention from the run's trace, by dtype."""
 HALF_TOLERANCE = 0.1
 COPIES = 3
-"""Copies of the attention in usable_memory at the same time: recorded, stacked, and encoded."""
+"""Copies of the attention in memory at the same time: recorded, stacked, and encoded."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ def _attention_trace(
     )
     if need > 0.9 * (there := usable_memory()):
         raise TraceError(
-            f"{longest} steps of all heads need about {need / 1e9:.0f} GB of usable_memory, and"
+            f"{longest} steps of all heads need about {need / 1e9:.0f} GB of memory, and"
             f" here are {there / 1e9:.0f} GB; show fewer steps"
         )
     trace = teacher_forced(

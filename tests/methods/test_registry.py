@@ -9,7 +9,9 @@ from lapa2_interp.methods.registry import assign_augmentations
 
 
 def test_the_papers_parameters():
-    alphas = {name: method.alpha for name, method in methods.registry().items() if method.in_paper}
+    alphas = {
+        name: method.alpha for name, method in methods.known_methods().items() if method.in_paper
+    }
     assert alphas == {
         "none": 0.0, "prefix": 0.5, "con-prefix": 0.5, "air-decoding": 0.5, "negprompt": 1.0, "preadd": 2.0, "palette": 2.0,
         "freectrl": 0.0, "datg": 0.0,

@@ -729,9 +729,9 @@ def tokens_read(cell):
     [("prefix", False), ("air-decoding", False), ("preadd", False), ("prefix", True)],
 )
 def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, anew):
-    from lapa2_interp.methods.registry import registry
+    from lapa2_interp.methods.registry import known_methods
 
-    monkeypatch.setattr(registry()[method], "rereads_text", anew)
+    monkeypatch.setattr(known_methods()[method], "rereads_text", anew)
     text = (
         TINY.replace("length = 24", "length = 64")
         .replace("samples = 1", "samples = 3")
