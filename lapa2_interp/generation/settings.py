@@ -202,12 +202,15 @@ def read_value(text: str) -> Any:
 
 
 def python_values(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as Python gives them, where a list of prompts or patterns is one value, and no
-    axis."""
-    return {
-        name: tuple(value) if name in ("prompts", "patterns") and isinstance(value, list) else value
-        for name, value in fields.items()
-    }
+    """Settings as Python gives them, where arrays are lists, and a list of prompts or patterns is
+    one value, and no axis."""
+    found = {}
+    for name, value in fields.items():
+        if hasattr(value, "tolist"):  # of numpy, pandas or torch
+            value = value.tolist()
+        one = name in ("prompts", "patterns") and isinstance(value, list)
+        found[name] = tuple(value) if one else value
+    return found
 
 
 def product(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

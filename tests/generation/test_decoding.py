@@ -319,9 +319,9 @@ def test_every_branch_sees_the_same_tokens():
     [
         ({"length": 300}, LayoutError, "exceed the context of 256 of tiny-gpt2"),
         ({"length": 8}, LayoutError, "leaves nothing to generate after the 8 tokens of 'The lake'"),
-        ({"length": 0}, LayoutError, "at least 1"),
-        ({"samples": 0}, LayoutError, "at least 1"),
-        ({"top_k": 0}, Lapa2Error, "top_k must be at least 1"),
+        ({"length": 0}, Lapa2Error, "length: input should be greater than or equal to 1, found 0"),
+        ({"samples": 0}, Lapa2Error, "samples: input should be greater than or equal to 1"),
+        ({"top_k": 0}, Lapa2Error, "top_k: input should be greater than or equal to 1, found 0"),
         ({"prompts": ("The lake", "The lake")}, LayoutError, "given twice"),
         ({"prompts": ("",)}, LayoutError, "tokenises to nothing"),
         (
@@ -336,7 +336,7 @@ def test_every_branch_sees_the_same_tokens():
             "outside the sequence",
         ),
         ({"patterns": [(0, 7)]}, Lapa2Error, r"head \(0, 7\) does not exist"),
-        ({"prompts": ()}, LayoutError, "a list of at least one text, found"),
+        ({"prompts": ()}, LayoutError, "prompts is an empty list; give at least one text"),
         ({"patterns": [(0, 1)], "trace": "none"}, Lapa2Error, "patterns are part of a trace"),
     ],
 )

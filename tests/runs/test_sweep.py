@@ -543,7 +543,9 @@ def test_a_job_whose_worker_dies_is_done_again_and_gives_up_in_the_end(
         assert (done.made, done.failed) == (3, (victim[0],))
         assert "the worker died 3 times" in load_run(tmp_path / "run").failures[victim[0]].reason
         (line,) = told
-        assert line.startswith(f"failed: {load_run(whole).plan[victim[0]].where} ({victim[0]}): ")
+        assert line.startswith(
+            f"failed: {load_run(whole).plan[victim[0]].description} ({victim[0]}): "
+        )
         monkeypatch.undo()
         sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
     assert_equal_runs(tmp_path / "run", whole)
