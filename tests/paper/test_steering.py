@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {"lapa2", "token-selective", "head-selective", "set-point"}
 GRID = """
 model = "tiny-gpt2"
-augmentation = "none"
 dtype = "float32"
 method = { name = "prefix", prefixes = "hard" }
 length = 44
