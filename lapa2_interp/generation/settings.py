@@ -97,7 +97,7 @@ class CellSettings(BaseModel):
 
     model: str | Path | Model = "smollm2-135m"
     """A name of `lapa2 models`, a hub id or a folder."""
-    prompts: int | str | Sequence[str] | PromptFile = "task"
+    prompts: Count | str | Sequence[str] | PromptFile = "task"
     """Prompts to continue: one text, or several; task: those of the task; a number: so many of the
     task's and, beyond them, of this package's; or a file with one on each line (.txt, .jsonl with a
     field "prompt", .csv with a column "prompt")."""
@@ -168,7 +168,10 @@ class CellSettings(BaseModel):
     @classmethod
     def _no_truth_value(cls, value: Any, info: Any) -> Any:
         if isinstance(value, bool):
-            raise ValueError(f"{info.field_name}: input should be a number, found {value}")
+            allowed = "input should be a number,"
+            if info.field_name == "prompts":
+                allowed = f"takes {FORMS['prompts']};"
+            raise ValueError(f"{info.field_name}: {allowed} found {value}")
         return value
 
     @classmethod

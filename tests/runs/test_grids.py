@@ -269,7 +269,7 @@ def test_a_key_is_what_it_was():
     cell = load_grid("quick/heads", {"dtype": "bfloat16"}).cells[0]
     assert (cell.description, cell.key) == (
         "smollm2-135m sentiment/positive prefix, baseline",
-        "fb2185dfc8bd5669",
+        "b1cecec28f5344a4",
     )
 
 
@@ -352,7 +352,8 @@ def test_what_decides_texts_inside_a_field_is_in_the_key(grid, place, value):
     ],
 )
 def test_keys_of_a_grid_reach_its_cells(grid, key, value):
-    cells, usual = grid(f"{TINY}{key} = {json.dumps(value)}").cells, grid(TINY, "usual").cells
+    text = TINY.replace('trace = "pooled"\n', "") if key == "trace" else TINY
+    cells, usual = grid(f"{text}{key} = {json.dumps(value)}").cells, grid(TINY, "usual").cells
     assert {getattr(cell, key) for cell in cells} == {value}
     assert not {cell.key for cell in cells} & {cell.key for cell in usual}
 
@@ -457,26 +458,26 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (('"prefix"', '"prefx"'), "unknown method 'prefx'; allowed: none, .*did you mean 'prefix'"),
         (('"prefix"', '{ name = "air-decoding", omga = 3 }'), "method 'air-decoding': unknown field 'omga'; .*'omega'"),
         (('"prefix"', '{ omega = 3 }'), "a method is a name or { name = ... }, found {'omega': 3}"),
-        (('"prefix"', '3'), r"method: takes a name, or \{ name = ..., PARAMETER = VALUE \}; found 3"),
+        (('"prefix"', '3'), "method must be a name, .* found 3"),
         (('"prefix"', '[]'), "block 1: method is an empty list, so there is no cell"),
         (('"sentiment"', '"sentimant"'), "unknown task 'sentimant'; allowed: .*did you mean 'sentiment'"),
         (('samples = 1', 'samples = 1\nattribute = "positiv"'), "unknown attribute 'positiv'; allowed: .*'positive'"),
         (('samples = 1', 'samples = 0'), "samples: input should be greater than or equal to 1, found 0"),
         (('samples = 1', 'samples = "many"'), "samples: .* valid integer.*, found 'many'"),
-        (('samples = 1', 'samples = true'), "samples: .* valid integer, found True"),
+        (('samples = 1', 'samples = true'), "samples: input should be a number, found True"),
         (('prompts = 2', 'prompts = true'), "prompts: takes task, a number .* found True"),
         (('length = 24', 'length = 24\naugmentation = { alpha = true }'), "alpha is a number, found True"),
         (('prompts = 2', 'prompts = 0'), "prompts: takes task, a number of at least 1, .* found 0"),
-        (('prompts = 2', 'prompts = "nowhere.txt"'), "prompts: takes .* one on each line, .*; there is no file 'nowhere.txt'"),
+        (('prompts = 2', 'prompts = "nowhere.txt"'), "prompts: takes .* the path of a file that ends .*; there is no file 'nowhere.txt'"),
         (('prompts = 2', 'prompts = { file = "p.txt" }'), "prompts: takes task.*; found {'file': 'p.txt'}"),
         (('length = 24', 'length = 24\nmodel_class = "HookdTransformer"'), "model_class: .*'HookedTransformer' .*, found 'Hookd"),
-        (('length = 24', 'length = 24\ndtype = "float23"'), "dtype: .*'float32', .*, found 'float23'"),
+        (('"float32"', '"float23"'), "unknown dtype 'float23'; allowed: auto, float32, .*"),
         (('length = 24', 'length = 24\neos = "go"'), "eos: .*'keep', 'stop' or 'block', found 'go'"),
         (('length = 24', 'length = 24\naugmentation = "papr"'), "unknown augmentation 'papr'; .*did you mean 'paper'"),
         (('length = 24', 'length = 24\naugmentation = { alpha = -1 }'), "alpha of law 'log' .*greater than or equal to 0, found -1"),
         (('length = 24', 'length = 24\naugmentation = { lawe = "log" }'), "unknown field 'lawe'; .*did you mean 'law'"),
         (('length = 24', 'length = 24\naugmentation = { law = "constant" }'), "the constant law needs l0"),
-        (('length = 24', 'length = 24\naugmentation = 3'), "augmentation: takes none, paper, released, a recipe .*; found 3"),
+        (('length = 24', 'length = 24\naugmentation = 3'), "augmentation must be .*, recipes as one text .*; found 3"),
         (('"prefix"', '"none"\nprefix = "Quite {attribute}:"'), "prefix 'Quite {attribute}:' changes nothing for none"),
         (('"prefix"', '"datg"\naugmentation = { alpha = 1.0 }'), "datg has no prefix for an augmentation to act on; generate without"),
         (('model =', 'model ='), None),

@@ -126,7 +126,7 @@ class Replaying:
 
 def write_grids(folder, trace):
     for name, text in (("one", ONE), ("two", TWO)):
-        (folder / f"{name}.toml").write_text(f'trace = "{trace}"\n{text}')
+        (folder / f"{name}.toml").write_text(text.replace('"pooled"', f'"{trace}"'))
     return [folder / "one.toml", folder / "two.toml"]
 
 
