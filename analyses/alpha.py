@@ -19,21 +19,21 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_item
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
-bench = open_item("alpha", "The strength of the bias")
-cells = bench.cells
-scores = bench.scores(cells)
-table = bench.table(
+sys.excepthook = print_error
+item = open_item("alpha", "The strength of the bias")
+cells = item.cells
+scores = item.scores(cells)
+table = item.table(
     scores, cells, {"baseline": "none", "alpha 0.5 paper": "log", "alpha 2 paper": "log"}
 )
 table["alpha"] = table["arm"].map(cells.drop_duplicates("arm").set_index("arm")["alpha"])
 
 # %%
 BEST = {"prefix": 0.5, "air-decoding": 0.5, "preadd": 2.0}
-for where, words, group in bench.groups(cells):
+for where, words, group in item.groups(cells):
     metric, better = ("tox", "less") if where["task"] == "detox" else ("acc", "more")
     arms = group.drop_duplicates("alpha")[["alpha", "arm"]].to_numpy()
     sides = {alpha: where | {"arm": arm} for alpha, arm in arms}
@@ -43,10 +43,10 @@ for where, words, group in bench.groups(cells):
     # 1/2 is the paper's best trade with perplexity, 2 is PREADD's least toxic.
     for other in sorted({0.0} & set(sides) if best < 2 else set(sides) - {best}):
         text = f"alpha {best:g} controls better than {other:g}: {words}"
-        bench.claim(text, scores, sides[other], sides[best], metric, better)
+        item.add_claim(text, scores, sides[other], sides[best], metric, better)
     if best < 2 and 2.0 in sides:
         text = f"perplexity grows from alpha {best:g} to 2: {words}"
-        bench.claim(text, scores, sides[best], sides[2.0], "ppl", "more")
+        item.add_claim(text, scores, sides[best], sides[2.0], "ppl", "more")
 
 # %%
-bench.write(table)
+item.write(table)

@@ -20,19 +20,19 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_item
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
-bench = open_item(
+sys.excepthook = print_error
+item = open_item(
     "augmentation_large", "Attention on the prefix with and without LaPA2: detoxification", "detox"
 )
-cells = bench.cells
-table, shown = bench.attention(cells[cells["method"].isin(["negprompt", "preadd"])])
+cells = item.cells
+table, shown = item.attention_table(cells[cells["method"].isin(["negprompt", "preadd"])])
 
 # %%
 note = (
     "Mean over layers and heads of the exact prefix span; of methods with several prefixes, the"
     " target's."
 )
-bench.write(table, [note], shown)
+item.write(table, [note], shown)

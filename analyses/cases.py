@@ -23,31 +23,31 @@ import sys
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import open_item
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
-bench = open_item(
+sys.excepthook = print_error
+item = open_item(
     "cases",
     "Case studies: the pair of texts at the median of LaPA2's change",
     "sent_topic",
     "detox",
 )
 LENGTH, TARGETS = 64, {"sentiment": "positive", "topic": "world", "detox": "nontoxic"}
-cells = bench.cells
+cells = item.cells
 cells = cells[(cells["state"] == "finished") & ~cells["method"].isin(["freectrl", "datg"])]
 cells = cells[cells["attribute"] == cells["task"].map(TARGETS)]
 
 # %%
 rows = []
-for where, _, group in bench.groups(cells):
+for where, _, group in item.groups(cells):
     task = where["task"]
     if set(group["arm"]) == {"baseline"} or "baseline" not in set(group["arm"]):
         continue
     length = min(LENGTH, int(group["max_length"].min()))
-    texts = bench.texts(group, (length,)).query("length == @length")
+    texts = item.texts(group, (length,)).query("length == @length")
     metric = "toxicity" if task == "detox" else "accuracy"
-    found = bench.data.numbers(group, texts, metric)
+    found = item.data.scorer_numbers(group, texts, metric)
     value = found["toxicity" if task == "detox" else TARGETS[task]]
     both = texts.assign(value=value.to_numpy()).pivot_table(
         index=["prompt", "sample"],
@@ -97,7 +97,7 @@ shown = table.assign(
     text=table["text"].astype(str).str.replace("\n", " ⏎ "),
 )
 variant = ["variant"] if table["variant"].nunique() > 1 else []
-bench.write(
+item.write(
     table,
     [
         "value: P(attribute) by the first scorer of accuracy, toxicity on detox. The texts are a"

@@ -29,11 +29,12 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
-from lapa2_interp._util.files import as_csv, write_text
+from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.bias.recipes import read_recipes
 from lapa2_interp.generation.chat import continue_chats
-from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
 from lapa2_interp.stats import mean_interval, paired_difference
 
 # %% [markdown]
@@ -57,16 +58,18 @@ CHATS = {
 }
 REQUEST = "Tell me a long story about two old friends."
 
-sys.excepthook = in_one_line
+sys.excepthook = print_error
 parser = ScriptOptions("Does a chat's instruction hold?")
-parser.add_argument("--length", type=count(4), default=96, help="tokens of a continuation")
+parser.add_argument("--length", type=whole_number(4), default=96, help="tokens of a continuation")
 parser.add_argument(
-    "--chats", type=count(1, len(CHATS)), default=2, help=f"chats, at most {len(CHATS)}"
+    "--chats", type=whole_number(1, len(CHATS)), default=2, help=f"chats, at most {len(CHATS)}"
 )
-parser.add_argument("--samples", type=count(), default=2, help="continuations of each chat and arm")
+parser.add_argument(
+    "--samples", type=whole_number(), default=2, help="continuations of each chat and arm"
+)
 parser.add_argument("--augmentation", default="lapa2", help="a recipe of `lapa2 recipes`")
 parser.add_argument("--out", type=Path, help="a CSV file for the table")
-options = parser.read()
+options = parser.parse()
 
 # %%
 model = load_model("smollm2-135m", dtype="float32")

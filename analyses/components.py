@@ -19,18 +19,18 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import in_one_line
-from lapa2_interp.paper.tables import without
+from lapa2_interp.paper.scripts import print_error
+from lapa2_interp.paper.tables import drop_parameter
 
-sys.excepthook = in_one_line
-bench = open_item("components", "Pre-Aug and Pro-Aug on Air-Decoding")
-cells = bench.cells
-cells = bench.some(cells[cells["method"] == "air-decoding"], "air-decoding")
+sys.excepthook = print_error
+item = open_item("components", "Pre-Aug and Pro-Aug on Air-Decoding")
+cells = item.cells
+cells = item.require_cells(cells[cells["method"] == "air-decoding"], "air-decoding")
 on = {
     key: bool(cell.parameters["pro_aug"])
-    for key, cell in bench.run.plan.items()
+    for key, cell in item.run.plan.items()
     if cell.method == "air-decoding"
 }
 cells["component"] = [
@@ -39,24 +39,24 @@ cells["component"] = [
 ]
 cells = cells.sort_values("component", kind="stable")
 rows = cells.assign(
-    variant=[without(each, "pro_aug") for each in cells["variant"]],
+    variant=[drop_parameter(each, "pro_aug") for each in cells["variant"]],
     arm=cells["component"].replace("none", "baseline"),
 )
-scores = bench.scores(cells)
+scores = item.scores(cells)
 for name in ("variant", "arm"):
     scores[name] = scores["cell"].map(rows.set_index("key")[name])
-table = bench.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
+table = item.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
 
 # %%
-for where, words, _ in bench.groups(rows):
+for where, words, _ in item.groups(rows):
     metric = "tox" if where["task"] == "detox" else "acc"
     at = {"table": "components", "task": where["task"], "method": where["method"], "metric": metric}
     for one, two in (("none", "pre"), ("pre", "pre+pro")):
         known = [paper_number(**at, variant=each) for each in (one, two)]
         sides = [where | {"arm": each.replace("none", "baseline")} for each in (one, two)]
-        bench.as_reported(
+        item.add_reported_claim(
             f"{two} has {{more}} {metric} than {one}: {words}", scores, *sides, metric, known
         )
 
 # %%
-bench.write(table)
+item.write(table)

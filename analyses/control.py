@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Control, step by step: how far do opposite prefixes pull the next token apart?
 #
-# The same text is read behind "Very positive:" and behind "Very negative:". At every step the two
+# The same text is read after "Very positive:" and after "Very negative:". At every step the two
 # branches predict the next token. The more their predictions differ, the more the prefix controls.
 #
 # `js` is the distance between the two distributions (Jensen-Shannon, in nats, at most log 2). It
@@ -24,23 +24,22 @@ import os
 import sys
 
 import numpy as np
-
-from lapa2_interp import load_model
 from lapa2_interp.circuits.cases import RAW
 from lapa2_interp.circuits.question import ContrastSet
-from lapa2_interp.circuits.score import control
+
+from lapa2_interp import load_model
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
 from lapa2_interp.models.planted import planted
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 from lapa2_interp.stats import paired_difference
 
 parser = ScriptOptions("Control by step, and where it fades.")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 
 # %% [markdown]
 # ## A model whose answer is known
@@ -50,8 +49,8 @@ options = parser.read()
 
 # %%
 toy, key = load_model("planted"), planted("planted")
-known = control(toy, "sentiment", prompts=["The lake"], tokens=48)
-layout = known.question.cases[0].layouts[0]
+known = control_score(toy, "sentiment", prompts=["The lake"], tokens=48)
+layout = known.contrast_set.examples[0].layouts[0]
 steps = range(known.values["lex"].shape[1])
 closed = [key.control(len(layout) + t, layout.l_pro, asking=t == 0) for t in steps]
 print("largest difference from the closed form:", np.abs(known.values["lex"][0] - closed).max())
@@ -60,7 +59,7 @@ known.plot(["lex", "js"])
 # %% [markdown]
 # ## The model
 #
-# The texts are written by the model without any prefix (`source="raw"`). A text written behind
+# The texts are written by the model without any prefix (`source="raw"`). A text written after
 # "Very positive:" already says what the prefix wants, so the prefix would seem to act less, or
 # more, than it does.
 
@@ -69,9 +68,9 @@ model = load_model(options.model)
 print(model_card(model))
 tokens = 24
 chosen = load_task("sentiment").prompts.texts[:8]
-question = ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens)
-print(repr(model.tokenizer.decode(question.cases[0].text)))
-found = control(model, question)
+contrast_set = ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens)
+print(repr(model.tokenizer.decode(contrast_set.examples[0].text)))
+found = control_score(model, contrast_set)
 found.plot()
 
 # %%
@@ -80,15 +79,15 @@ found.interval("js", None)
 # %% [markdown]
 # ## By the source of the text
 #
-# `llr` on a text written behind "Very positive:" is large by construction. `js` on raw texts is the
+# `llr` on a text written after "Very positive:" is large by construction. `js` on raw texts is the
 # clean measure.
 
 # %%
 behind = {
-    source: control(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
-    for source in question.cases[0].names
+    source: control_score(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
+    for source in contrast_set.attributes
 }
-for source, each in {RAW: found, **behind}.items():
+for source, each in {RAW: found, **by_source}.items():
     for name in ("js", "llr"):
         row = each.interval(name, None).iloc[0]
         interval = f"[{row['low']:.4f}, {row['high']:.4f}]"
@@ -103,12 +102,12 @@ for source, each in {RAW: found, **behind}.items():
 third = tokens // 3
 js = found.values["js"]
 early, late = js[:, :third].mean(1), js[:, -third:].mean(1)
-change = paired_difference(early, question.prompts, late, question.prompts)
+change = paired_difference(early, contrast_set.prompts, late, contrast_set.prompts)
 print(f"js early {early.mean():.4f}, late {late.mean():.4f}")
 print(f"change {change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]")
 
 # %% [markdown]
-# ## A metric of your own
+# ## A custom metric
 #
 # Any function of the branches' logits. Here: how often the branches would write another token.
 
@@ -118,7 +117,7 @@ def another_token(each):
     return (each.logits[0].argmax(2) != each.logits[1].argmax(2)).double()
 
 
-other = control(model, question, metrics={"another token": another_token})
+other = control_score(model, contrast_set, metrics={"another token": another_token})
 other.interval("another token", None)
 
 # %% [markdown]
@@ -129,8 +128,10 @@ assert np.abs(known.values["lex"][0] - closed).max() < 1e-4
 assert found.values["js"].max() <= np.log(2) + 1e-6
 assert (found.values["js"] > -1e-6).all()
 assert behind["positive"].values["llr"].mean() > behind["negative"].values["llr"].mean()
-swapped = ContrastSet(tuple(case.swapped() for case in question.cases), question.words)
-turned = control(model, swapped, metrics=("llr", "js"))
+swapped = ContrastSet(
+    tuple(example.swapped() for example in contrast_set.examples), contrast_set.words
+)
+turned = control_score(model, swapped, metrics=("llr", "js"))
 assert np.abs(turned.values["llr"] + found.values["llr"]).max() < 1e-3
 assert np.abs(turned.values["js"] - found.values["js"]).max() < 1e-4
 print("all checks hold")

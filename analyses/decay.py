@@ -19,25 +19,25 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
-bench = open_item("decay", "Accuracy of the base methods against length", "sent_topic")
-cells = bench.cells
+sys.excepthook = print_error
+item = open_item("decay", "Accuracy of the base methods against length", "sent_topic")
+cells = item.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
-cells = bench.some(cells, "a method without LaPA2, FreeCtrl aside,")
-lengths = bench.lengths(cells)
-scores = bench.scores(cells, lengths, metrics=("accuracy",))
-table = bench.table(scores, cells)
+cells = item.require_cells(cells, "a method without LaPA2, FreeCtrl aside,")
+lengths = item.lengths(cells)
+scores = item.scores(cells, lengths, metrics=("accuracy",))
+table = item.table(scores, cells)
 table = table[~table["metric"].str.startswith("dist")]
 
 # %% [markdown]
 # The same texts at two lengths, so the comparison is paired.
 
 # %%
-for where, words, group in bench.groups(cells):
+for where, words, group in item.groups(cells):
     longest = int(group["max_length"].max())
     first = min(*lengths, longest)
     sides = [where | {"length": length} for length in (first, longest)]
@@ -50,7 +50,7 @@ for where, words, group in bench.groups(cells):
     }
     known = [paper_number(**at, length=length) for length in (64, 512)]
     text = f"accuracy falls from {first} to {longest} tokens: {words} (paper: 64 to 512)"
-    bench.claim(text, scores, *sides, "acc", "less", known[1] - known[0])
+    item.add_claim(text, scores, *sides, "acc", "less", known[1] - known[0])
 
 # %%
-bench.write(table)
+item.write(table)

@@ -32,20 +32,21 @@ from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.paper.bench import open_item
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.stats import mean_interval, paired_difference
 
-sys.excepthook = in_one_line
+sys.excepthook = print_error
 ALPHA = 0.5
-bench = open_item("deep", "Attention on the prefix in texts of 8,000 tokens, head by head")
-cells = bench.cells
+item = open_item("deep", "Attention on the prefix in texts of 8,000 tokens, head by head")
+cells = item.cells
 finished = cells[cells["state"] == "finished"]
 if not len(finished):
-    raise RunError(f"{bench.run.name} has no finished cell of quick/deep; `lapa2 runs` says why")
+    raise RunError(f"{item.run.name} has no finished cell of quick/deep; `lapa2 runs` says why")
 
 # %% [markdown]
-# Reading, in float32. Kept are means over windows of l, each twice as long as the one before.
+# Teacher-forced passes in float32. Stored are means over windows of l, each twice as long as the
+# one before.
 #
 # - `share`: attention on the prefix.
 # - `log_odds`: ln(share / (1 - share)).
@@ -55,7 +56,7 @@ if not len(finished):
 
 # %%
 def windows(longest):
-    """The least l of each window, and one behind the end. Texts of a rehearsal begin at 8."""
+    """The least l of each window, and one past the end; short test texts begin at 8."""
     edges = [64 if longest >= 192 else 8]
     while 3 * edges[-1] < longest:
         edges.append(2 * edges[-1])
@@ -87,7 +88,7 @@ def read(model, layout, text, edges, bar):
 
 
 (name,) = finished["model"].unique()
-model = load_model(name, dtype=bench.data.dtype, device=bench.data.device)
+model = load_model(name, dtype=item.data.dtype, device=item.data.device)
 texts = [
     (key, Layout.of(model.tokenizer, cell.task.prefix(cell.attribute), made.prompt), made)
     for key, cell in zip(finished["key"], map(bench.run.plan.get, finished["key"]), strict=True)
@@ -106,7 +107,7 @@ means = heads.groupby(["l_kv", "alpha", "layer", "head"], as_index=False)[
     ["share", "log_odds", "law"]
 ]
 means = means.mean()
-write_text(bench.out / "tables" / "deep.heads.csv", means.to_csv(index=False, float_format="%.6g"))
+write_text(item.out / "tables" / "deep.heads.csv", means.to_csv(index=False, float_format="%.6g"))
 
 # %% [markdown]
 # By window: the mean share over layers and heads; its slope from the window before, where -1 is
@@ -129,7 +130,7 @@ def prompts(values):
 
 
 def slope(shares, least, most):
-    """Of ln share against ln l, from one window to another, text by text."""
+    """Slope of ln share against ln l, from one window to another, text by text."""
     one, two = (lengths.xs(l, level="l_kv") for l in (least, most))
     return np.log(shares[most] / shares[least]) / np.log(two / one)
 
@@ -161,13 +162,13 @@ starts = edges[:-1]
 first, last = starts[0], starts[-1]
 
 
-def judge(text, quantity, expected, values, against, margin=0.0, whose="ours"):
-    """A number of every text against another, or against one number."""
+def add_claim(text, quantity, expected, values, against, margin=0.0, whose="ours"):
+    """Add a claim on a number of every text, against another or against one number."""
     values = values.dropna()
     names = prompts(values)
     other = np.broadcast_to(against, len(values))
     found = paired_difference(other, names, values.to_numpy(), names)
-    bench.note(text, quantity, expected, found, margin=margin, whose=whose)
+    item.add_difference(text, quantity, expected, found, margin=margin, whose=whose)
 
 
 for alpha, words in ((0.0, "without LaPA2"), (ALPHA, f"with LaPA2, alpha {ALPHA:g}")):
@@ -175,11 +176,11 @@ for alpha, words in ((0.0, "without LaPA2"), (ALPHA, f"with LaPA2, alpha {ALPHA:
     for least, most in pairwise(dict.fromkeys((first, starts[len(starts) // 2], last))):
         text = f"from l = {least} to {most} attention falls as l^{alpha - 1:g}: {words}"
         slopes = slope(shares, least, most)
-        judge(text, "slope", "same", slopes, alpha - 1, margin=0.1, whose="paper")
+        add_claim(text, "slope", "same", slopes, alpha - 1, margin=0.1, whose="paper")
 in_first = left.xs(0, level="layer").groupby("text").mean()
 later = left[left.index.get_level_values("layer") > 0].groupby("text").mean()
-judge("in layer 0 the law holds to 1 %", "part of the law", "same", in_first, 1.0, margin=0.01)
-judge("later layers take a part of the law back", "part of the law", "less", later, 1.0)
+add_claim("in layer 0 the law holds to 1 %", "part of the law", "same", in_first, 1.0, margin=0.01)
+add_claim("later layers take a part of the law back", "part of the law", "less", later, 1.0)
 
 # %%
 bands = np.minimum(left.index.get_level_values("layer") * 3 // model.cfg.n_layers, 2)
@@ -200,9 +201,9 @@ shown = shown.join(wide.round(2).reset_index(drop=True))
 at_end = means[(means["l_kv"] == last) & (means["alpha"] == 0)].nlargest(8, "share")
 best = ", ".join(f"{int(x.layer)}.{int(x.head)} {x.share:.3f}" for x in at_end.itertuples())
 notes = [
-    f"{len(texts)} texts, read in {bench.data.dtype}. Slope: of ln share against ln l, from the"
+    f"{len(texts)} texts, read in {item.data.dtype}. Slope: of ln share against ln l, from the"
     " window before; -1 is 1/l. Law left: what LaPA2 adds to the log odds of the prefix, as a part"
     f" of alpha ln(l/n), alpha {ALPHA:g}.",
     f"The heads with most attention on the prefix at l = {last} and more: {best}.",
 ]
-bench.write(table.assign(metric=table["quantity"]), notes, shown=shown)
+item.write(table.assign(metric=table["quantity"]), notes, formatted=shown)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from lapa2_interp._util.errors import Lapa2Error
 from lapa2_interp.models.machine import cores
-from lapa2_interp.paper.scripts import ScriptOptions, count
+from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -62,12 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--length",
-        type=count(8),
+        type=whole_number(8),
         default=400,
         help="read the stored texts so far, in tokens (default: 400)",
     )
     parser.add_argument(
-        "--threads", type=count(), help="of the CPU (default: its cores, 4 at most)"
+        "--threads", type=whole_number(), help="of the CPU (default: its cores, 4 at most)"
     )
     options = parser.parse_args(arguments)
     if options.model == MODEL:  # which is here
@@ -113,7 +113,7 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
     )
     _write_texts(out, grid, worker)
     _stage(3, f"stored texts, read under alpha {', '.join(f'{a:g}' for a in ALPHAS)}")
-    read = _readings(out, grid.cells[0], length, worker)
+    read = _text_traces(out, grid.cells[0], length, worker)
     _stage(4, "scores and verdicts")
     sys.path.insert(0, str(HERE))
     import panels
@@ -132,7 +132,7 @@ Try next{_where()}:
 
 
 def _where() -> str:
-    """Where the command is, if the shell does not find it."""
+    """A hint on the command's place, if the shell does not find it."""
     return (
         ""
         if shutil.which("lapa2")
@@ -179,12 +179,12 @@ def _write_texts(out: Path, grid: Grid, worker: Worker) -> None:
 # --- 2: long texts, read under every alpha
 
 
-def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dataset]:
-    """The trace of every stored text; those that are there are not read again."""
+def _text_traces(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dataset]:
+    """The trace of every stored text, computed if it is not stored yet."""
     import hashlib
     import json
 
-    from lapa2_interp._util.files import keep_file, write_netcdf
+    from lapa2_interp._util.files import cache_file, write_netcdf
     from lapa2_interp._util.progress import progress_bar
     from lapa2_interp._util.version import __version__
     from lapa2_interp.runs.manifest import read_manifest
@@ -199,15 +199,15 @@ def _readings(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.Dat
             file = out / "reading" / f"{key}.nc"
             if not file.is_file():
                 trace = read_text(worker.model(cell), text, length)
-                keep_file(file, lambda path, trace=trace: write_netcdf(path, trace))
+                cache_file(file, lambda path, trace=trace: write_netcdf(path, trace))
             found.append(_open(file))
             bar.update(1)
     return found
 
 
 def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
-    """The trace of a stored text under every alpha, axes of `propositions.by_alpha`; all alphas
-    share a batch.
+    """The teacher-forced trace of a stored text under every alpha, in one batch, with the axes of
+    `propositions.stack_alphas`.
 
     Args:
         text: prompt, attribute, text, and the tokens it was written with, which the model that
@@ -220,7 +220,7 @@ def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
     from lapa2_interp.methods.registry import load_task
     from lapa2_interp.models.card import model_card
     from lapa2_interp.models.smollm2 import SMOLLM2
-    from lapa2_interp.paper.propositions import by_alpha
+    from lapa2_interp.paper.propositions import stack_alphas
 
     prefix = load_task("sentiment").attributes[text["attribute"]].prefix
     branch = Layout.of(model.tokenizer, prefix, text["prompt"])
@@ -235,7 +235,7 @@ def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:
     alone = {
         alpha: read.isel(sample=[i]).assign_coords(sample=[0]) for i, alpha in enumerate(ALPHAS)
     }
-    return by_alpha(alone).assign_coords(prompt_text=("sample", [text["prompt"]]))
+    return stack_alphas(alone).assign_coords(prompt_text=("sample", [text["prompt"]]))
 
 
 def _open(file: Path) -> xr.Dataset:

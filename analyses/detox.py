@@ -19,27 +19,27 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import PAPER_MODELS, paper_number
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
-bench = open_item("detox", "Detoxification: base methods, LaPA2 and DATG")
-cells = bench.cells
+sys.excepthook = print_error
+item = open_item("detox", "Detoxification: base methods, LaPA2 and DATG")
+cells = item.cells
 longest = int(cells["max_length"].max())
-lengths = bench.lengths(cells) if longest > 128 else (longest // 2, longest)
-scores = bench.scores(cells, lengths)
-table = bench.table(scores, cells)
+lengths = item.lengths(cells) if longest > 128 else (longest // 2, longest)
+scores = item.scores(cells, lengths)
+table = item.table(scores, cells)
 
 # %%
-for where, words, group in bench.groups(cells[cells["alpha"] > 0]):
+for where, words, group in item.groups(cells[cells["alpha"] > 0]):
     own = int(group["max_length"].max())
     sides = [where | {"arm": arm, "length": own} for arm in ("baseline", group["arm"].iloc[0])]
     theirs = PAPER_MODELS.get(where["model"], "llama-2-7b")
     at = {"table": "detox", "model": theirs, "method": where["method"], "length": 512}
     for metric, name in (("tox", "toxicity"), ("ppl", "perplexity")):
         known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
-        bench.as_reported(
+        item.add_reported_claim(
             f"LaPA2 {{raises}} {name}: {words} (paper: {theirs}, 512)",
             scores,
             *sides,
@@ -48,4 +48,4 @@ for where, words, group in bench.groups(cells[cells["alpha"] > 0]):
         )
 
 # %%
-bench.write(table)
+item.write(table)

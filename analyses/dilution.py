@@ -25,13 +25,13 @@ import pandas as pd
 
 from lapa2_interp.attention.tables import layer_types, pooled, step_table
 from lapa2_interp.bias.theory import DecayFit, fit_decay
-from lapa2_interp.paper.bench import open_item
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.stats import paired_difference
 
-sys.excepthook = in_one_line
-bench = open_item("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")
-cells = bench.cells
+sys.excepthook = print_error
+item = open_item("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")
+cells = item.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
 
 
@@ -42,15 +42,15 @@ def curve(trace, samples):
     return steps[wanted].drop(columns=["arm", "layer_type"])
 
 
-table = bench.steps(cells, curve)
+table = item.step_curves(cells, curve)
 
 # %% [markdown]
 # ## The fits, on every step, and is the last step below the first?
 
 # %%
-words = {tuple(where.values()): text for where, text, _ in bench.groups(cells)}
+words = {tuple(where.values()): text for where, text, _ in item.groups(cells)}
 fits = []
-for arm, trace, samples in bench.curves(cells):
+for arm, trace, samples in item.arm_traces(cells):
     prefix = pooled(trace, "prefix")[0]
     prefix = prefix[:, ~np.isnan(prefix).any(axis=0)]
     mean, last = prefix.mean(axis=0), prefix.shape[1] - 1
@@ -65,7 +65,7 @@ for arm, trace, samples in bench.curves(cells):
         f"attention on the prefix is less at step {last} than at step 0:"
         f" {words[tuple(place.values())]}"
     )
-    bench.note(text, "prefix attention", "less", found)
+    item.add_difference(text, "prefix attention", "less", found)
 fits = pd.DataFrame(fits)
 if not fits["variant"].any():
     del fits["variant"]
@@ -81,5 +81,5 @@ note = (
     "Mean over layers and heads of the exact prefix span, 95 % bands over prompts; C/(t + D) by"
     " least squares."
 )
-bench.write(table, [note], shown)
-fits.to_csv(bench.out / "tables" / "dilution.fits.csv", index=False, float_format="%.6g")
+item.write(table, [note], shown)
+fits.to_csv(item.out / "tables" / "dilution.fits.csv", index=False, float_format="%.6g")

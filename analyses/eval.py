@@ -29,21 +29,22 @@ from functools import partial
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import of_arm, open_item
+from lapa2_interp.paper.items import claim_for_arm, open_item
 from lapa2_interp.paper.ratings import stored_ratings
-from lapa2_interp.paper.scripts import in_one_line
-from lapa2_interp.scoring.tables import within
+from lapa2_interp.scoring.tables import interval_in_range
 from lapa2_interp.stats import mean_interval
 
-sys.excepthook = in_one_line
-bench = open_item("eval", "Ratings by people and by a judge model")
-ratings = stored_ratings(bench.run.folder)
+sys.excepthook = print_error
+item = open_item("eval", "Ratings by people and by a judge model")
+ratings = stored_ratings(item.run.folder)
 places = ["rater", "model", "task", "method", "variant", "length"]
 columns = [*places, "arm", "criterion", "mean", "low", "high", "n", "prompts"]
 rows = []
 for values, part in ratings.groupby(columns[:8], sort=False):
     found = mean_interval(part["value"].to_numpy(float), part["prompt"].to_numpy())
-    rows.append([*values, found.mean, *within(values[-1], found), found.n, found.clusters])
+    rows.append(
+        [*values, found.mean, *interval_in_range(values[-1], found), found.n, found.clusters]
+    )
 table = pd.DataFrame(rows, columns=columns)
 
 # %%
@@ -56,20 +57,20 @@ for values, part in ratings.groupby(places, sort=False):
     )
     for arm in dict.fromkeys(part["arm"][part["arm"] != "baseline"]):
         arms = ({"arm": "baseline"}, {"arm": arm})
-        named = partial(of_arm, arm=arm, arms=part["arm"])
+        named = partial(claim_for_arm, arm=arm, arms=part["arm"])
         known = PAPER.get((where["rater"], where["task"], where["method"]), float("nan"))
         for criterion in ("relevance", "fluency"):
             scores = part[part["criterion"] == criterion].assign(metric=criterion)
             if criterion == "relevance":
                 text = f"relevance is higher with LaPA2: {words} ({where['rater']})"
-                bench.claim(named(text), scores, *arms, criterion, "more", known)
+                item.add_claim(named(text), scores, *arms, criterion, "more", known)
             else:
                 text = (
                     f"fluency is the same within {MARGIN:g} with LaPA2: {words} ({where['rater']})"
                 )
-                bench.claim(named(text), scores, *arms, criterion, "same", margin=MARGIN)
+                item.add_claim(named(text), scores, *arms, criterion, "same", margin=MARGIN)
 
 # %%
 cell = [f"{m:.2f} [{a:.2f}, {b:.2f}]" for m, a, b in table[["mean", "low", "high"]].to_numpy()]
 shown = table[columns[:8]].assign(rating=cell, n=table["n"])
-bench.write(table, ["no judge: this run has no stored ratings."] if table.empty else [], shown)
+item.write(table, ["no judge: this run has no stored ratings."] if table.empty else [], shown)

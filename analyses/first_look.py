@@ -11,7 +11,7 @@
 # %% [markdown]
 # # First look: one prefix, one prompt, every head
 #
-# Where does a language model look while it writes behind the prefix "Very positive:"? What does
+# Where does a language model look while it writes after the prefix "Very positive:"? What does
 # LaPA2 change, and what do the next-token logits do when a single head is kept from reading the
 # prefix?
 #
@@ -33,14 +33,14 @@ from lapa2_interp._util import plots
 from lapa2_interp.attention import head_table, pooled
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions
 
 parser = ScriptOptions("One prefix, one prompt, every head.")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 torch.set_grad_enabled(False)
 model = load_model(options.model)
 print(model_card(model))

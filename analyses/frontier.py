@@ -23,32 +23,32 @@
 import sys
 
 from lapa2_interp.bias.recipes import RECIPES, name_of
-from lapa2_interp.paper.bench import open_item, prefix_curve
-from lapa2_interp.paper.scripts import in_one_line
-from lapa2_interp.paper.tables import at_few_steps
+from lapa2_interp.paper.items import open_item, prefix_step_table
+from lapa2_interp.paper.scripts import print_error
+from lapa2_interp.paper.tables import format_step_curves
 
-sys.excepthook = in_one_line
-bench = open_item("frontier", "Attention steering in one frame: recipes at their defaults")
-cells = bench.cells
+sys.excepthook = print_error
+item = open_item("frontier", "Attention steering in one frame: recipes at their defaults")
+cells = item.cells
 
 
 # %%
 def shown(key):
     """An arm by its recipe."""
-    rules = bench.run.plan[key].rules
+    rules = item.run.plan[key].rules
     if not rules:
         return "baseline"
     name = name_of(rules)
     if name is None:
-        return bench.run.plan[key].arm
+        return item.run.plan[key].arm
     chosen = rules[0].heads != "all" and not RECIPES[name].needs
     return f"{name}, chosen heads" if chosen else name
 
 
 names = dict(zip(cells["arm"], map(shown, cells["key"]), strict=True))
-scores = bench.scores(cells)
+scores = item.scores(cells)
 scores["arm"], cells["arm"] = scores["arm"].map(names), cells["arm"].map(names)
-table = bench.table(scores, cells)
+table = item.table(scores, cells)
 
 
 # %% [markdown]
@@ -57,11 +57,11 @@ table = bench.table(scores, cells)
 
 # %%
 
-steps = bench.steps(cells, prefix_curve)
+steps = item.step_curves(cells, prefix_step_table)
 note = (
     "Every recipe at its own defaults. Heads and tokens were chosen by knock-outs on the same"
     " prompts, so what they add is no held-out result."
 )
-bench.write(table, [note])
-steps.to_csv(bench.out / "tables" / "frontier.steps.csv", index=False, float_format="%.6g")
-print(at_few_steps(steps).to_string(index=False))
+item.write(table, [note])
+steps.to_csv(item.out / "tables" / "frontier.steps.csv", index=False, float_format="%.6g")
+print(format_step_curves(steps).to_string(index=False))

@@ -21,28 +21,28 @@ import sys
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
-bench = open_item(
+sys.excepthook = print_error
+item = open_item(
     "half",
     "Attribute relevance of the first and the second half of Air-Decoding's texts",
     "sent_topic",
 )
-cells = bench.cells
-cells = bench.some(cells[cells["method"] == "air-decoding"], "air-decoding")
+cells = item.cells
+cells = item.require_cells(cells[cells["method"] == "air-decoding"], "air-decoding")
 longest = int(cells["max_length"].max())
 lengths = (longest // 2, longest)
-halves = bench.scores(cells, lengths, parts=2, metrics=("accuracy",))
-full = bench.scores(cells, lengths, metrics=("accuracy",))
+halves = item.scores(cells, lengths, parts=2, metrics=("accuracy",))
+full = item.scores(cells, lengths, metrics=("accuracy",))
 scores = pd.concat([halves, full], ignore_index=True)
-table = bench.table(scores, cells, {"": "full"})
+table = item.table(scores, cells, {"": "full"})
 table = table[~table["metric"].str.startswith("dist")]
 
 # %%
-for where, words, group in bench.groups(cells[cells["alpha"] == 0]):
+for where, words, group in item.groups(cells[cells["alpha"] == 0]):
     own = int(group["max_length"].max())
     for length in [*(each for each in lengths if each < own), own]:
         one, two = (where | {"arm": "baseline", "length": length, "part": part} for part in (1, 2))
@@ -52,9 +52,9 @@ for where, words, group in bench.groups(cells[cells["alpha"] == 0]):
             for part in ("first", "second")
         ]
         text = f"the second half is less on target: {words}, {length} tokens (paper: {at})"
-        bench.claim(text, scores, one, two, "acc", "less", known[1] - known[0])
+        item.add_claim(text, scores, one, two, "acc", "less", known[1] - known[0])
 
 # %%
-bench.write(
+item.write(
     table, ["first and second: the halves of a text (in the CSV parts 1 and 2, and 0 the whole)."]
 )

@@ -21,22 +21,22 @@ import sys
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.paper.tables import split_variant
-from lapa2_interp.scoring.tables import other_scorer, paired, plain
+from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_metric
 
-sys.excepthook = in_one_line
-bench = open_item("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")
-cells = bench.cells
-scores = bench.scores(cells)
+sys.excepthook = print_error
+item = open_item("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")
+cells = item.cells
+scores = item.scores(cells)
 THEIRS = {
     "": "Very positive:",
     "prefix {Attribute}:": "Positive:",
     "prefix A {attribute} text:": "A positive text:",
 }
-table = bench.table(scores, cells, THEIRS)
+table = item.table(scores, cells, THEIRS)
 parts = table["variant"].map(split_variant)
 table["variant"] = [", ".join(filter(None, (THEIRS.get(one, one), other))) for one, other in parts]
 for each in (cells, scores):  # a wording is no variant here: one is compared with another
@@ -46,7 +46,7 @@ for each in (cells, scores):  # a wording is no variant here: one is compared wi
 # %%
 WORDINGS = ("prefix A {attribute} text:", "")
 gains, reported = {}, {}
-for where, words, group in bench.groups(cells, "wording"):
+for where, words, group in item.groups(cells, "wording"):
     wording = where["wording"]
     arms = list(dict.fromkeys(group["arm"]))
     others = [arm for arm in arms if arm != "baseline"]
@@ -61,11 +61,13 @@ for where, words, group in bench.groups(cells, "wording"):
         "metric": "acc",
     }
     known = [paper_number(**at, lapa2=lapa2) for lapa2 in (False, True)]
-    bench.as_reported(
+    item.add_reported_claim(
         f"LaPA2 {{raises}} accuracy under {at['variant']!r}: {words}", scores, *sides, "acc", known
     )
     part = scores[(scores[list(where)] == pd.Series(where)).all(axis=1)]
-    for metric, texts in part[part["metric"].map(plain) == "acc"].groupby("metric", sort=False):
+    for metric, texts in part[part["metric"].map(metric_name) == "acc"].groupby(
+        "metric", sort=False
+    ):
         by = texts.groupby(["arm", "prompt", "attribute"])["value"].mean().unstack("arm")
         if {"baseline", others[0]} <= set(by):
             gain = (by[others[0]] - by["baseline"]).dropna().rename("value")
@@ -75,16 +77,16 @@ for words in dict.fromkeys(name for name, _ in gains):
     if all((words, each) in gains for each in WORDINGS):
         found = {}
         for metric, last in gains[words, WORDINGS[0]].items():
-            found[metric] = paired(last, gains[words, WORDINGS[1]][metric])
+            found[metric] = paired_change(last, gains[words, WORDINGS[1]][metric])
         others = [
-            (other_scorer(metric), each)
+            (scorer_of_metric(metric), each)
             for metric, each in found.items()
             if metric != "acc" and each is not None
         ]
         text = f"the gain is larger under 'Very positive:' than under 'A positive text:': {words}"
         reported_gain = reported[words, ""] - reported[words, WORDINGS[0]]
         second = others[0] if others else None
-        bench.note(text, "acc", "more", found["acc"], reported_gain, second=second)
+        item.add_difference(text, "acc", "more", found["acc"], reported_gain, second=second)
 
 # %%
-bench.write(table)
+item.write(table)

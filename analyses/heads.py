@@ -23,20 +23,20 @@ import sys
 
 from heads_grid import CHOSEN, named_sets, scope
 
-from lapa2_interp.paper.bench import open_item
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
+sys.excepthook = print_error
 
 # %%
-bench = open_item("heads", "Head scope at equal attention on the prefix")
-cells = bench.cells
+item = open_item("heads", "Head scope at equal attention on the prefix")
+cells = item.cells
 known = named_sets()
-scopes = {key: scope(bench.run.plan[key], known) for key in cells["key"]}
+scopes = {key: scope(item.run.plan[key], known) for key in cells["key"]}
 arms = dict(zip(cells["arm"], map(scopes.get, cells["key"]), strict=True))
-scores = bench.scores(cells)
+scores = item.scores(cells)
 scores["arm"], cells["arm"] = scores["arm"].map(arms), cells["arm"].map(arms)
-table, shown = bench.masses(cells, scores, {"prefix": "attention on prefix"})
+table, shown = item.table_with_attention(cells, scores, {"prefix": "attention on prefix"})
 
 # %% [markdown]
 # The draws at random are one arm in the claims.
@@ -56,7 +56,7 @@ for other in OTHERS:
     if {other, CHOSEN} <= there:
         text = f"{CHOSEN} control better than {other}: prefix"
         sides = ({"arm": other}, {"arm": CHOSEN})
-        bench.claim(text, pooled_scores, *sides, "acc", "more", whose="ours")
+        item.add_claim(text, pooled_scores, *sides, "acc", "more", whose="ours")
 
 # %%
 note = (
@@ -65,4 +65,4 @@ note = (
     " by knock-out and those of lowest effect were chosen on the same prompts, so what they gain is"
     " no held-out result."
 )
-bench.write(table, [note], shown)
+item.write(table, [note], shown)

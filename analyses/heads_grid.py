@@ -19,13 +19,11 @@ from textwrap import wrap
 
 import numpy as np
 import pandas as pd
+from lapa2_interp.circuits.cases import make_examples
+from lapa2_interp.circuits.question import ContrastSet
 
 from lapa2_interp import Cell, load_model
 from lapa2_interp.bias.augmentation import Augmentation
-from lapa2_interp.circuits.cases import make_examples
-from lapa2_interp.circuits.knockout import prefix_mass
-from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
-from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.methods import load_task
 
 MODEL, TASK, N, SEEDS = "smollm2-135m", "sentiment", 24, (1, 2, 3, 4, 5)
@@ -54,7 +52,7 @@ augmentation = ["none",
 
 
 def head_sets(masses: np.ndarray) -> dict[str, list[list[int]]]:
-    """The sets by name, as [[layer, head], ...] in order.
+    """The sets by name, each as a sorted list [[layer, head], ...].
 
     Args:
         masses: Attention on the prefix, [layer head].
@@ -85,7 +83,7 @@ def named_sets(file: Path = SETS) -> dict[frozenset, str]:
 
 
 def scope(cell: Cell, names: Mapping[frozenset, str]) -> str:
-    """What an arm is called: by the heads or layers that it augments."""
+    """The name of an arm, from the heads or layers that it augments."""
     if not cell.rules:
         return "baseline"
     (rule,) = cell.rules
@@ -103,27 +101,29 @@ def main() -> None:
     options = parser.parse_args()
     model, task = load_model(MODEL, dtype="auto"), load_task(TASK)
     prompts = task.prompts.texts[:PROMPTS]
-    cases = [
-        case
+    examples = [
+        example
         for attribute in task.attributes
-        for case in make_examples(
+        for example in make_examples(
             model, TASK, None, prompts, source=attribute, tokens=TOKENS, seed=2
         )
     ]
-    question = ContrastSet.of(model, cases)
-    base = mean_mass(model, question)
-    sets = head_sets(prefix_mass(model, question))
+    contrast_set = ContrastSet.of(model, examples)
+    base = mean_prefix_attention(model, contrast_set)
+    sets = head_sets(prefix_attention_by_head(model, contrast_set))
     arms: dict[str, dict] = {"all heads": {}}
     arms |= {name: {"heads": heads} for name, heads in sets.items()}
     arms |= {f"{name} layers": {"layers": name} for name in ("bottom", "top", "even", "odd")}
-    goal = mean_mass(model, question, Augmentation(alpha=TARGET, **arms[CHOSEN]))
+    goal = mean_prefix_attention(model, contrast_set, Augmentation(alpha=TARGET, **arms[CHOSEN]))
     facts = {"n": N, "model": MODEL, "task": TASK, "mass": goal, "base": base, "target": TARGET}
     facts["description"] = "Head scope at equal attention: heads by several scores, and layers"
-    facts |= {"times": goal / base, "texts": len(cases), "tokens": TOKENS, "prompts": PROMPTS}
+    facts |= {"times": goal / base, "texts": len(examples), "tokens": TOKENS, "prompts": PROMPTS}
     lines = [HEADER.format(**facts)]
     for name, where in arms.items():
         rule = Augmentation(alpha=TARGET, **where)
-        alpha = TARGET if name == CHOSEN else alpha_at_mass(model, question, goal, rule)
+        alpha = (
+            TARGET if name == CHOSEN else alpha_at_prefix_attention(model, contrast_set, goal, rule)
+        )
         print(f"{name}: alpha {alpha:.4f}", file=sys.stderr)
         fields = [f"alpha = {alpha:.4f}"]
         if "layers" in where:

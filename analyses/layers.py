@@ -19,14 +19,14 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
-bench = open_item("layers", "The layers that are augmented")
-cells = bench.cells
-scores = bench.scores(cells)
+sys.excepthook = print_error
+item = open_item("layers", "The layers that are augmented")
+cells = item.cells
+scores = item.scores(cells)
 THEIRS = {
     "all": "all",
     "bottom": "bottom half",
@@ -38,10 +38,10 @@ names = {
     arm: THEIRS.get(layers, "")
     for arm, layers in cells.drop_duplicates("arm").set_index("arm")["layers"].items()
 }
-table = bench.table(scores, cells, names)
+table = item.table(scores, cells, names)
 
 # %%
-for where, words, group in bench.groups(cells):
+for where, words, group in item.groups(cells):
     metric = "tox" if where["task"] == "detox" else "acc"
     arms = dict(zip(group["layers"], group["arm"], strict=True))
     at = {"table": "layers", "task": where["task"], "method": where["method"], "metric": metric}
@@ -50,7 +50,7 @@ for where, words, group in bench.groups(cells):
             one, two = (where | {"arm": arms[each]} for each in (layers, "all"))
             known = [paper_number(**at, variant=THEIRS[each]) for each in (layers, "all")]
             text = f"all layers have {{more}} {metric} than {THEIRS[layers]}: {words}"
-            bench.as_reported(text, scores, one, two, metric, known)
+            item.add_reported_claim(text, scores, one, two, metric, known)
 
 # %%
-bench.write(table)
+item.write(table)

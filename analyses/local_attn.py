@@ -27,25 +27,25 @@ import pandas as pd
 
 from lapa2_interp.attention.tables import local_parts
 from lapa2_interp.attention.trace import NEAREST
-from lapa2_interp.paper.bench import of_arm, open_item
-from lapa2_interp.paper.scripts import in_one_line
-from lapa2_interp.paper.tables import at_few_steps
+from lapa2_interp.paper.items import claim_for_arm, open_item
+from lapa2_interp.paper.scripts import print_error
+from lapa2_interp.paper.tables import format_step_curves
 from lapa2_interp.stats import bounds, paired_difference
 
 MARGIN = 0.02  # "nearly overlap" as a number: two points of the share
-sys.excepthook = in_one_line
-bench = open_item(
+sys.excepthook = print_error
+item = open_item(
     "local_attn",
     "Share of the nearest k keys in the attention outside the prefix",
     "sent_topic",
     "detox",
 )
-cells = bench.cells
+cells = item.cells
 cells = cells[cells["method"] == cells["task"].map({"detox": "preadd"}).fillna("air-decoding")]
 
 
 def local_ratio(trace, k, *, without_bos=False):
-    """Of the first branch, means of layers and heads before the division: [sample step]."""
+    """The local ratio of the first branch, [sample step]: means over heads, then the ratio."""
     parts = local_parts(trace.isel(branch=0), k, without_bos=without_bos)
     heads = [axis for axis in ("layer", "head") if axis in parts[0].dims]
     near, rest = (part.mean(heads, skipna=False) for part in parts)
@@ -70,12 +70,12 @@ def ratios(trace, samples):
     return pd.concat(frames, ignore_index=True)
 
 
-table = bench.steps(cells, ratios)
+table = item.step_curves(cells, ratios)
 
 # %%
-words = {tuple(where.values()): text for where, text, _ in bench.groups(cells)}
+words = {tuple(where.values()): text for where, text, _ in item.groups(cells)}
 values = {}
-for arm, trace, samples in bench.curves(cells):
+for arm, trace, samples in item.arm_traces(cells):
     for k in NEAREST:
         found = np.nanmean(local_ratio(trace, k), axis=1)
         place = words[arm["model"], arm["task"], arm["method"], arm["variant"]]
@@ -85,8 +85,10 @@ for (place, k), arms in values.items():
         if "baseline" in arms:
             found = paired_difference(*arms["baseline"], *arms[after])
             text = f"the share of the nearest {k} is the same within {MARGIN:g}: {place}"
-            bench.note(of_arm(text, after, arms), "local ratio", "same", found, margin=MARGIN)
+            item.add_difference(
+                claim_for_arm(text, after, arms), "local ratio", "same", found, margin=MARGIN
+            )
 
 # %%
-shown = at_few_steps(table[(table["k"] == 4) & ~table["without_bos"]])
-bench.write(table, ["k = 4 of the paper's 2, 4, 6, 8, over 1 - prefix; the CSV has all."], shown)
+shown = format_step_curves(table[(table["k"] == 4) & ~table["without_bos"]])
+item.write(table, ["k = 4 of the paper's 2, 4, 6, 8, over 1 - prefix; the CSV has all."], shown)

@@ -24,28 +24,28 @@ import sys
 import numpy as np
 
 from lapa2_interp.bias.recipes import families
-from lapa2_interp.paper.bench import open_item, prefix_curve
-from lapa2_interp.paper.scripts import in_one_line
-from lapa2_interp.paper.tables import at_few_steps
+from lapa2_interp.paper.items import open_item, prefix_step_table
+from lapa2_interp.paper.scripts import print_error
+from lapa2_interp.paper.tables import format_step_curves
 
-sys.excepthook = in_one_line
+sys.excepthook = print_error
 PARTS = 8
 METRICS = ("accuracy", "masked", "echo", "repetition")
-bench = open_item("long", "Control and attention on the prefix in long texts", scorers=METRICS)
-cells = bench.cells
-rules = {key: bench.run.plan[key].rules for key in cells["key"]}
+item = open_item("long", "Control and attention on the prefix in long texts", scorers=METRICS)
+cells = item.cells
+rules = {key: item.run.plan[key].rules for key in cells["key"]}
 named = families(rules.values())
 names = {arm: named[rules[key]] for arm, key in cells[["arm", "key"]].to_numpy()}
-scores = bench.scores(cells, parts=PARTS, metrics=METRICS)
+scores = item.scores(cells, parts=PARTS, metrics=METRICS)
 scores["arm"], cells["arm"] = scores["arm"].map(names), cells["arm"].map(names)
-table = bench.table(scores, cells)
+table = item.table(scores, cells)
 table = table[~table["metric"].str.startswith("dist")]
 
 # %% [markdown]
 # Attention on the prefix, the mean over layers and heads, against step.
 
 # %%
-steps = bench.steps(cells, prefix_curve)
+steps = item.step_curves(cells, prefix_step_table)
 steps = steps[steps["step"] % 16 == 0]
 
 # %% [markdown]
@@ -61,7 +61,7 @@ for arm, expected in (("baseline", "less"), ("lapa2", "same")):
         words = {"less": "less on target than", "same": "as much on target as"}[expected]
         text = f"the last eighth is {words} the first: {arm}"
         sides = ({"arm": arm, "part": first}, {"arm": arm, "part": last})
-        bench.claim(text, scores, *sides, "acc", expected)
+        item.add_claim(text, scores, *sides, "acc", expected)
 for arm, other, whose in (
     ("lapa2", "baseline", "paper"),
     ("token-selective", "lapa2", "ours"),
@@ -70,7 +70,7 @@ for arm, other, whose in (
     if {arm, other} <= there:
         text = f"the last eighth is more on target with {arm} than with {other}"
         sides = ({"arm": other} | at, {"arm": arm} | at)
-        bench.claim(text, scores, *sides, "acc", "more", whose=whose)
+        item.add_claim(text, scores, *sides, "acc", "more", whose=whose)
 
 # %%
 by_part = table[(table["attribute"] == "all") & table["mean"].notna()]
@@ -86,6 +86,6 @@ note = (
     "Columns: tokens of the text, its prompt included. Arms are not equally strong, and differ in"
     " perplexity: it describes what each does at the strength of quick/steering."
 )
-bench.write(table, [note], shown=shown.reset_index().fillna(""))
-steps.to_csv(bench.out / "tables" / "long.steps.csv", index=False, float_format="%.6g")
-print(at_few_steps(steps).to_string(index=False))
+item.write(table, [note], formatted=shown.reset_index().fillna(""))
+steps.to_csv(item.out / "tables" / "long.steps.csv", index=False, float_format="%.6g")
+print(format_step_curves(steps).to_string(index=False))

@@ -20,22 +20,24 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_item
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
-bench = open_item(
+sys.excepthook = print_error
+item = open_item(
     "placement", "The paper's placement of the bias and that of its released code", "profile"
 )
-cells = bench.cells
-scores = bench.scores(cells)
-table, shown = bench.masses(cells, scores, {"prefix": "attention on prefix", "bos": "on BOS"})
+cells = item.cells
+scores = item.scores(cells)
+table, shown = item.table_with_attention(
+    cells, scores, {"prefix": "attention on prefix", "bos": "on BOS"}
+)
 
 # %% [markdown]
 # Ours: does the place matter?
 
 # %%
-for where, words, group in bench.groups(cells[cells["state"] == "finished"]):
+for where, words, group in item.groups(cells[cells["state"] == "finished"]):
     metric = "tox" if where["task"] == "detox" else "acc"
     arms = dict.fromkeys(group["arm"])
     for paper in (each for each in arms if each.endswith(" paper")):
@@ -46,7 +48,7 @@ for where, words, group in bench.groups(cells[cells["state"] == "finished"]):
             if other in arms:
                 sides = (where | {"arm": paper}, where | {"arm": other})
                 text = f"boosting {slots} gives as much {metric} as boosting the prefix: {words}"
-                bench.claim(text, scores, *sides, metric, "same", whose="ours")
+                item.add_claim(text, scores, *sides, metric, "same", whose="ours")
 
 # %%
-bench.write(table, shown=shown)
+item.write(table, formatted=shown)

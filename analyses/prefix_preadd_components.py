@@ -21,39 +21,41 @@
 import sys
 from itertools import pairwise
 
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import in_one_line
-from lapa2_interp.paper.tables import without
+from lapa2_interp.paper.scripts import print_error
+from lapa2_interp.paper.tables import drop_parameter
 
-sys.excepthook = in_one_line
-bench = open_item(
+sys.excepthook = print_error
+item = open_item(
     "prefix_preadd_components", "Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD", "components"
 )
-cells = bench.cells
-cells = bench.some(cells[cells["method"].isin(["prefix", "preadd"])], "prefix or preadd")
-on = {key: bool(cell.parameters.get("pro_aug", False)) for key, cell in bench.run.plan.items()}
+cells = item.cells
+cells = item.require_cells(cells[cells["method"].isin(["prefix", "preadd"])], "prefix or preadd")
+on = {key: bool(cell.parameters.get("pro_aug", False)) for key, cell in item.run.plan.items()}
 names = [
     "baseline" if not a else "pre+pro" if on[key] else "pre"
     for key, a in zip(cells["key"], cells["alpha"], strict=True)
 ]
-rows = cells.assign(variant=[without(each, "pro_aug") for each in cells["variant"]], arm=names)
-scores = bench.scores(cells)
+rows = cells.assign(
+    variant=[drop_parameter(each, "pro_aug") for each in cells["variant"]], arm=names
+)
+scores = item.scores(cells)
 for name in ("variant", "arm"):
     scores[name] = scores["cell"].map(rows.set_index("key")[name])
-table = bench.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
+table = item.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
 
 # %%
 STEPS = {"prefix": ("none", "pre"), "preadd": ("none", "pre", "pre+pro")}
-for where, words, _ in bench.groups(rows):
+for where, words, _ in item.groups(rows):
     metric = "tox" if where["task"] == "detox" else "acc"
     at = {"table": "components", "task": where["task"], "method": where["method"], "metric": metric}
     for one, two in pairwise(STEPS[where["method"]]):
         known = [paper_number(**at, variant=each) for each in (one, two)]
         sides = [where | {"arm": each.replace("none", "baseline")} for each in (one, two)]
-        bench.as_reported(
+        item.add_reported_claim(
             f"{two} has {{more}} {metric} than {one}: {words}", scores, *sides, metric, known
         )
 
 # %%
-bench.write(table, ["GPT-2+Prefix with Pro-Aug is not defined: the method has no raw branch."])
+item.write(table, ["GPT-2+Prefix with Pro-Aug is not defined: the method has no raw branch."])

@@ -20,13 +20,13 @@ import sys
 
 import pandas as pd
 
-from lapa2_interp.paper.bench import open_item
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.runs.manifest import read_manifest
 
-sys.excepthook = in_one_line
-bench = open_item("prefix_types", "Prefixes used by the run's methods")
-cells = bench.run.cells
+sys.excepthook = print_error
+item = open_item("prefix_types", "Prefixes used by the run's methods")
+cells = item.run.cells
 rows = []
 for key in cells[cells["state"] == "finished"]["key"]:
     cell, manifest = bench.run.plan[key], read_manifest(bench.run.place(key))
@@ -51,4 +51,4 @@ columns = ["model", "task", "method", "attribute", "branch", "type", "prefix"]
 table = pd.DataFrame(rows, columns=columns).drop_duplicates(ignore_index=True)
 
 # %%
-bench.write(table, shown=table.assign(prefix=table["prefix"].str.replace("\n", "\\n")))
+item.write(table, formatted=table.assign(prefix=table["prefix"].str.replace("\n", "\\n")))

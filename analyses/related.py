@@ -20,10 +20,10 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_item
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
-bench = open_item("related", "LaPA2 on decoders the paper does not run")
-cells = bench.cells
-bench.write(bench.table(bench.scores(cells), cells))
+sys.excepthook = print_error
+item = open_item("related", "LaPA2 on decoders the paper does not run")
+cells = item.cells
+item.write(item.table(item.scores(cells), cells))

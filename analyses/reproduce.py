@@ -29,24 +29,25 @@ from pathlib import Path
 import pandas as pd
 
 from lapa2_interp._util.errors import Lapa2Error, NoGridError, RunError, unknown_choice
-from lapa2_interp._util.files import as_markdown, write_text
+from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import format_duration
+from lapa2_interp._util.table_formats import as_markdown
 from lapa2_interp.cli.app import main as lapa2
 from lapa2_interp.paper.claims import (
     MARGINS,
-    Findings,
-    counted_once,
+    ItemClaims,
+    count_verdicts,
     deciding_p_values,
-    disputed,
+    format_claims,
     read_claims,
-    shown_claims,
-    tally,
+    summarize_disagreement,
+    unique_comparisons,
 )
 from lapa2_interp.paper.estimates import scoring_seconds
-from lapa2_interp.paper.output import join_item
+from lapa2_interp.paper.gallery import gallery_run, read_gallery
+from lapa2_interp.paper.output import merge_item
 from lapa2_interp.paper.power import required_prompts
-from lapa2_interp.paper.results import read_gallery, results_of
-from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, count, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, print_error, whole_number
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
 from lapa2_interp.runs.run import load_run
 
@@ -77,25 +78,25 @@ ITEMS = (
     "long",
     "deep",
 )
-"""The scripts of analyses/, in the order of the report; those of figures/ follow by name."""
+"""Items with a script in analyses/, in the order of the report; figures/ has the same names."""
 EXTRA = ("heads", "related", "frontier", "steering", "long", "deep")
-"""Ours; a grid of these that lacks a file is left out."""
+"""Items of ours; one whose grid lacks a file is left out."""
 JOINED = ("prefix_types", "local_attn", "cases")
-"""Items that show several grids: with --beside they keep what this run does not make of them."""
+"""Items of several grids: with --beside they keep the rows that this run does not make."""
 SCALES = {
     "tiny": ("quick", ["samples=1", "prompts=4", "length=48"]),
     "quick": ("quick", []),
     "paper": ("paper", []),
 }
-"""The grids of a scale, and what is changed in them."""
+"""Folder of a scale's grids, and changes of their settings."""
 
 
 TITLES = {"paper": "The paper's claims", "ours": "Ours, not the paper's"}
-"""The tables of verdicts.md, by whose claims they judge."""
+"""Titles of the tables of verdicts.md, by whose claims."""
 
 
 def run_script(file: Path, *arguments: str) -> str:
-    """Run a script as if from the command line; what stopped it, or nothing.
+    """Run a script as if from the command line; returns its error, or "".
 
     Raises:
         NoGridError: The run lacks the script's grids.
@@ -116,15 +117,15 @@ def run_script(file: Path, *arguments: str) -> str:
 
 
 def collect_verdicts(tables: Path) -> pd.DataFrame:
-    """All claims of all items as one table: verdicts.csv, and .md with each comparison once, the
-    surest first, those of the paper apart from ours."""
+    """Write all claims of all items to verdicts.csv, and each comparison once to verdicts.md, by
+    corrected p-value, the paper's and ours separately."""
     files = [tables / f"{item}.claims.csv" for item in ITEMS]
     frames = [found for file in files if file.is_file() and len(found := read_claims(file))]
-    claims = pd.concat([Findings("").frame(), *frames], ignore_index=True)
+    claims = pd.concat([ItemClaims("").frame(), *frames], ignore_index=True)
     tables.mkdir(exist_ok=True)  # every script may have failed
     claims.to_csv(tables / "verdicts.csv", index=False, float_format="%.6g")
     pages = [
-        as_markdown(title, *by_sureness(part))
+        as_markdown(title, *format_by_p_value(part))
         for whose, title in TITLES.items()
         if len(part := claims[claims["whose"] == whose])
     ]
@@ -133,9 +134,9 @@ def collect_verdicts(tables: Path) -> pd.DataFrame:
     return claims
 
 
-def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """One page of effects: each comparison once, by its corrected p; and what stands under it."""
-    once = counted_once(claims)
+def format_by_p_value(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Claims as text, each comparison once, by corrected p-value; and the notes under the table."""
+    once = unique_comparisons(claims)
     items = claims[claims["compared"] != ""].groupby("compared")["item"].unique()
     once = once.assign(
         items=[
@@ -143,9 +144,10 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             for compared, item in zip(once["compared"], once["item"], strict=True)
         ]
     )
-    surest = deciding_p_values(once).sort_values(["holm", "p"], kind="stable").index
-    once = once.loc[surest]
-    shown = shown_claims(once)
+    by_p_value = deciding_p_values(once).sort_values(["holm", "p"], kind="stable").index
+    once = once.loc[by_p_value]
+    # The claims as text, with the prompts that would decide the inconclusive ones.
+    shown = format_claims(once)
     shown.insert(1, "item", once["items"])
     needed = required_prompts(claims).reindex(once.index).where(once["verdict"] == "inconclusive")
     shown.insert(
@@ -155,9 +157,9 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     )
     return shown, [
         (
-            f"{tally(claims)}. 95 % intervals, paired on prompts. Verdicts hold after Holm's"
-            f" correction of p over an item's claims; {tally(claims, 'raw')} without it."
-            f" {disputed(claims)}"
+            f"{count_verdicts(claims)}. 95 % intervals, paired on prompts. Verdicts hold after"
+            f" Holm's correction of p over an item's claims; {count_verdicts(claims, 'raw')}"
+            f" without it. {summarize_disagreement(claims)}"
         ),
         (
             "no difference: smaller than "
@@ -174,10 +176,10 @@ def by_sureness(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def check_beside(folder: Path) -> None:
-    """Refuse what `take_beside` could not use.
+    """Check a folder for `copy_beside`.
 
     Raises:
-        RunError: The folder has no tables, or those of another version of the package.
+        RunError: The folder has no tables, or tables of another version of the package.
     """
     if not (folder / "tables").is_dir():
         raise RunError(f"--beside {folder} has no tables/; give a folder such as figures/quick")
@@ -186,7 +188,7 @@ def check_beside(folder: Path) -> None:
         read_claims(file)
 
 
-def take_beside(folder: Path, out: Path, own: Collection[str]) -> None:
+def copy_beside(folder: Path, out: Path, own: Collection[str]) -> None:
     """Copy the tables and figures of other grids to OUT.
 
     Args:
@@ -196,14 +198,14 @@ def take_beside(folder: Path, out: Path, own: Collection[str]) -> None:
     for source, place in ((folder / "tables", out / "tables"), (figures, out / "figures")):
         place.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.glob("*.*")):
-            kept = source.name == "tables" or file.suffix in (".png", ".pdf")
-            if kept and file.name.partition(".")[0] not in ("verdicts", *own):
+            wanted = source.name == "tables" or file.suffix in (".png", ".pdf")
+            if wanted and file.name.partition(".")[0] not in ("verdicts", *own):
                 shutil.copy(file, place)
 
 
 def failed_since(began: datetime, out: Path) -> bool:
-    """Whether cells have failed; else the sweep was refused or cut off, and it is too early to
-    score."""
+    """True if cells have failed since then. Otherwise the sweep was refused or interrupted, and it
+    is too early to score."""
     if not (out / "run.json").is_file():
         return False
     return any(each.when >= began for each in load_run(out).failures.values())
@@ -233,11 +235,12 @@ def main() -> int:
         "--no-sweep", action="store_true", help="take the run as it is; tables show what is missing"
     )
     parser.add_argument("--engine", choices=("local", "ray"), help="of `lapa2 sweep`")
-    parser.add_argument("--workers", type=count(), help="of `lapa2 sweep`")
+    parser.add_argument("--workers", type=whole_number(), help="of `lapa2 sweep`")
     parser.add_argument("--address", help="of `lapa2 sweep`")
     add_scoring(parser, None, None)
-    sys.excepthook = in_one_line
-    options = parser.read()
+    sys.excepthook = print_error
+    options = parser.parse()
+    # Options that go to the scripts, and the scale.
     for name in ("grids", "engine", "workers", "address"):
         if options.no_sweep and getattr(options, name):
             parser.error(f"--{name} belongs to a sweep, and --no-sweep makes none; leave one out")
@@ -252,6 +255,7 @@ def main() -> int:
     folder, changes = SCALES[options.scale]
     if options.beside:
         check_beside(options.beside)
+    # 1. Sweep the grids.
     stopped = 0
     if not options.no_sweep:
         grids = [name for name in built_in() if name.startswith(f"{folder}/")]
@@ -275,6 +279,7 @@ def main() -> int:
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])
         if stopped and not (stopped == 2 and failed_since(began, out)):
             return stopped
+    # 2. Run the script and the figure of every item.
     items, failed, left_out = options.items, {}, []
     for number, item in enumerate(items, 1):
         print(f"[{number}/{len(items)}] {item}", file=sys.stderr)
@@ -289,19 +294,22 @@ def main() -> int:
             except NoGridError:
                 left_out.append(item)
                 break
+    # 3. Add the results of the other grids.
     own = [item for item in items if item not in left_out]
-    made = results_of(load_run(out), out / "tables", own)
+    made = gallery_run(load_run(out), out / "tables", own)
     if options.beside:
-        take_beside(options.beside, out, own)
+        copy_beside(options.beside, out, own)
         for item in own:
-            if item in JOINED and join_item(item, options.beside / "tables", out / "tables"):
+            if item in JOINED and merge_item(item, options.beside / "tables", out / "tables"):
                 file = HERE.parent / "figures" / f"{item}.py"
                 if file.is_file() and (problem := run_script(file, str(out))):
                     failed[f"figures/{file.name}"] = problem
+    # 4. Write verdicts, results.json and the page.
     claims = collect_verdicts(out / "tables")
-    gallery = read_gallery(options.beside or out / "none").besides(made)
+    gallery = read_gallery(options.beside or out / "none").with_run(made)
     write_text(out / "results.json", gallery.model_dump_json(indent=1) + "\n")
     lapa2(["report", str(out)])
+    # 5. Print failures and the numbers of verdicts.
     for name, problem in failed.items():
         print(f"\n{name} failed:\n{problem}", file=sys.stderr)
     if left_out:
@@ -310,7 +318,7 @@ def main() -> int:
     print(f"\n{done} of {len(items)} items")
     for whose, title in TITLES.items():
         if len(part := claims[claims["whose"] == whose]):
-            print(f"{title}: {tally(part)}. {disputed(part)}".rstrip())
+            print(f"{title}: {count_verdicts(part)}. {summarize_disagreement(part)}".rstrip())
     print(f"tables, figures and report.html in {out}")
     return int(bool(failed or stopped))
 

@@ -19,21 +19,21 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
-bench = open_item("scaling", "The law of the bias: log, linear, sqrt, constant")
-cells = bench.cells
-scores = bench.scores(cells)
+sys.excepthook = print_error
+item = open_item("scaling", "The law of the bias: log, linear, sqrt, constant")
+cells = item.cells
+scores = item.scores(cells)
 names = {"baseline": "none"} | {
     arm: law for arm, law in cells.drop_duplicates("arm").set_index("arm")["law"].items() if law
 }
-table = bench.table(scores, cells, names)
+table = item.table(scores, cells, names)
 
 # %%
-for where, words, group in bench.groups(cells):
+for where, words, group in item.groups(cells):
     control = "tox" if where["task"] == "detox" else "acc"
     arms = {law or "none": arm for law, arm in zip(group["law"], group["arm"], strict=True)}
     sides = {law: where | {"arm": arm} for law, arm in arms.items()}
@@ -50,7 +50,7 @@ for where, words, group in bench.groups(cells):
         }
         known = [paper_number(**at, variant=law) for law in (one, two)]
         if one in sides and two in sides:
-            bench.as_reported(
+            item.add_reported_claim(
                 f"{two} has {{more}} {metric} than {one}: {words}",
                 scores,
                 sides[one],
@@ -60,4 +60,4 @@ for where, words, group in bench.groups(cells):
             )
 
 # %%
-bench.write(table)
+item.write(table)

@@ -20,30 +20,30 @@
 # %%
 import sys
 
-from lapa2_interp.paper.bench import open_item
+from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import in_one_line
+from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = in_one_line
-bench = open_item(
+sys.excepthook = print_error
+item = open_item(
     "sent_topic", "Sentiment and topic control: base methods, LaPA2 and FreeCtrl at several lengths"
 )
-cells = bench.cells
-lengths = bench.lengths(cells)
-scores = bench.scores(cells, lengths)
-table = bench.table(scores, cells)
+cells = item.cells
+lengths = item.lengths(cells)
+scores = item.scores(cells, lengths)
+table = item.table(scores, cells)
 
 # %% [markdown]
 # ## What the paper says of it, at the longest length of each task
 
 # %%
-for where, words, group in bench.groups(cells[cells["alpha"] > 0]):
+for where, words, group in item.groups(cells[cells["alpha"] > 0]):
     longest = int(group["max_length"].max())
     sides = [where | {"arm": arm, "length": longest} for arm in ("baseline", group["arm"].iloc[0])]
     at = {"table": "sent_topic", "task": where["task"], "method": where["method"], "length": 512}
     for metric, name in (("acc", "accuracy"), ("ppl", "perplexity")):
         known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
-        bench.as_reported(
+        item.add_reported_claim(
             f"LaPA2 {{raises}} {name}: {words}, {longest} tokens (paper: 512)",
             scores,
             *sides,
@@ -52,4 +52,4 @@ for where, words, group in bench.groups(cells[cells["alpha"] > 0]):
         )
 
 # %%
-bench.write(table)
+item.write(table)

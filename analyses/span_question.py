@@ -27,8 +27,8 @@
 # - Mass is not control. The paper's span takes prefix attention from .028 to .042, .063 and .091
 #   (alpha 1/4, 1/2, 3/4) and accuracy from .593 up by 2.8 [0.4, 5.2], 2.1 [-0.6, 4.8] and 2.8 [0.0,
 #   5.9] points, most of it on "positive". The sham span gives 1.6 [-1.3, 4.6], on "positive" too,
-#   with less prefix attention than the baseline: at alpha 1/2 the two cannot be told apart (0.5
-#   [-1.8, 3.1]).
+#   with less prefix attention than the baseline: at alpha 1/2 the two do not differ significantly
+#   (0.5 [-1.8, 3.1]).
 # - " positive" or " negative" alone beats ":" alone by 3.2 points [0.8, 5.4] (p .015, one of
 #   several comparisons) with less attention on the prefix (.049 against .063). A single token gets
 #   alpha log(l), more than a token of the whole prefix.
@@ -57,14 +57,20 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.models.machine import Dtype, tell_if_slow
-from lapa2_interp.paper.equal_perplexity import at_perplexity, interval
-from lapa2_interp.paper.scripts import ScriptOptions, count, in_one_line
+from lapa2_interp.paper.equal_perplexity import interpolate_at_cost, resampled_interval
+from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.sweep import sweep
-from lapa2_interp.scoring.named import Options, score_by
-from lapa2_interp.scoring.scorer import Cache, chosen_scorers
-from lapa2_interp.scoring.tables import cell_table, difference_table, paired, plain, score_table
+from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers
+from lapa2_interp.scoring.tables import (
+    cell_table,
+    difference_table,
+    metric_name,
+    paired_change,
+    score_table,
+)
 from lapa2_interp.scoring.transformer import Perplexity
 from lapa2_interp.stats import mean_interval
 
@@ -77,15 +83,15 @@ parser.add_argument(
 )
 parser.add_argument(
     "--samples",
-    type=count(),
+    type=whole_number(),
     default=40,
     help="texts per prompt and attribute; 77 show 4 points of accuracy",
 )
 parser.add_argument(
-    "--prompts", type=count(2, 15), default=15, help="of the paper's 15 sentiment prompts"
+    "--prompts", type=whole_number(2, 15), default=15, help="of the paper's 15 sentiment prompts"
 )
 parser.add_argument(
-    "--length", type=count(), default=64, help="tokens of a text, its prompt included"
+    "--length", type=whole_number(), default=64, help="tokens of a text, its prompt included"
 )
 parser.add_argument(
     "--dtype",
@@ -98,12 +104,12 @@ parser.add_argument(
 )
 parser.add_argument(
     "--perplexity",
-    type=count(),
+    type=whole_number(),
     default=10,
     help="texts per prompt and attribute whose perplexity is measured",
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 tell_if_slow(options.dtype)
 
 # %% [markdown]
@@ -203,9 +209,9 @@ for arm, (texts, trace) in arms.items():
 masses = pd.DataFrame(rows)
 
 samples = pd.concat([texts for texts, _ in arms.values()], ignore_index=True)
-with Cache(options.out / "scores") as cache:
-    asked = chosen_scorers(["accuracy", "masked", "echo"], ())
-    scores = [score_by(samples, asked, Options(task="sentiment"), cache)]
+with ScoreCache(options.out / "scores") as cache:
+    asked = expand_scorers(["accuracy", "masked", "echo"], ())
+    scores = [score_samples(samples, asked, ScorerOptions(task="sentiment"), cache)]
     few = samples[samples["sample"] < options.perplexity]
     weights = run.manifest(next(iter(run.plan))).model.weights
     scores.append(score_table(few, Perplexity(options.model, generator=weights), cache))
@@ -232,7 +238,7 @@ print(gains[columns].to_string(index=False, float_format="%.3f"))
 # says nothing of the attribute.
 
 # %%
-ACCURACY = [name for name in dict.fromkeys(scores["metric"]) if plain(name) == "accuracy"]
+ACCURACY = [name for name in dict.fromkeys(scores["metric"]) if metric_name(name) == "accuracy"]
 by_arm = dict(list(scores.dropna(subset="value").groupby(["metric", "arm"])))
 pairs = [(arm, "sham 0.5") for arm in ARMS if arm not in ("baseline", "sham 0.5")] + [
     ("positive 0.5", ": 0.5")
@@ -241,7 +247,7 @@ rows = []
 for metric in ACCURACY:
     for arm, other in pairs:
         one, two = by_arm[metric, arm], by_arm[metric, other]
-        found = paired(two, one)
+        found = paired_change(two, one)
         rows.append(
             {
                 "metric": metric,
@@ -303,8 +309,8 @@ def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     x, y = (mean_of(each.to_numpy()[picks]) for each in (mass, value))  # draw arm
     on_curve, off = (mass.columns.get_indexer(names) for names in (curve, others))
     xs, ys = x[:, on_curve], y[:, on_curve, None]
-    at = [at_perplexity(xs, ys, x[:, arm])[:, 0] for arm in off]  # beyond the curve: NaN
-    found, low, high = interval(y[:, off] - np.stack(at, axis=1), len(mass))
+    at = [interpolate_at_cost(xs, ys, x[:, arm])[:, 0] for arm in off]  # beyond the curve: NaN
+    found, low, high = resampled_interval(y[:, off] - np.stack(at, axis=1), len(mass))
     return pd.DataFrame(
         {"arm": others, "metric": metric, "above the curve": found, "low": low, "high": high}
     )

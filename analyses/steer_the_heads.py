@@ -27,6 +27,7 @@ import sys
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from lapa2_interp.circuits.question import ContrastSet
 from matplotlib.patches import Rectangle
 
 from lapa2_interp import Augmentation, load_model, teacher_forced
@@ -34,21 +35,24 @@ from lapa2_interp._util.plots import COLOURS, plain_axes
 from lapa2_interp.bias.recipes import recipe, strength_of
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.metrics import METRICS
-from lapa2_interp.circuits.question import ContrastSet
-from lapa2_interp.circuits.score import control
 from lapa2_interp.circuits.selection import select
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import planted
-from lapa2_interp.paper.equal_perplexity import BASELINE, Arms, interval, judged
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.equal_perplexity import (
+    BASELINE,
+    SteeringCurves,
+    add_verdicts,
+    resampled_interval,
+)
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 from lapa2_interp.stats import paired_difference
 
 parser = ScriptOptions("Chosen heads and tokens, and other ways to steer, at equal cost.")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 
 # %% [markdown]
 # ## A model whose answer is known
@@ -62,7 +66,7 @@ toy, key = load_model("planted"), planted("planted")
 role = {head: name for name, head in key.heads.items()}
 prompts = load_task("sentiment").prompts.texts
 known = select(
-    toy, "sentiment", by="cut", positions="auto", metric="lex", prompts=prompts[:8], tokens=8
+    toy, "sentiment", score="cut", positions="auto", metric="lex", prompts=prompts[:8], tokens=8
 )
 print("chosen:  ", " ".join(role[head] for head in known.heads), "at", known.positions)
 print("against: ", " ".join(role.get(head, "idle") for head in known.suppressors))
@@ -82,7 +86,7 @@ sets = {
     "chosen heads": known.heads,
 }
 asked = ContrastSet.of(toy, "sentiment", prompts=["The lake"], tokens=48)
-layout = asked.cases[0].layouts[0]
+layout = asked.examples[0].layouts[0]
 
 
 def closed_form(heads, step):
@@ -98,7 +102,7 @@ boosted, closed = {}, {}
 figure, axes = plt.subplots(figsize=(4.8, 2.8), layout="constrained")
 for (name, heads), colour in zip(sets.items(), COLOURS, strict=False):
     rule = Augmentation(alpha=alpha, heads=heads) if heads else None
-    boosted[name] = control(toy, asked, metrics="lex", augmentation=rule).values["lex"][0]
+    boosted[name] = control_score(toy, asked, metrics="lex", augmentation=rule).values["lex"][0]
     closed[name] = np.array([closed_form(heads, step) for step in range(len(boosted[name]))])
     axes.plot(boosted[name], color=colour, lw=1.4, label=name)
 plain_axes(axes, "step", "control (lex), nats")
@@ -110,13 +114,17 @@ plt.show()
 
 
 # %%
-def attention(model, question, arms, trace="pooled"):
+def attention(model, contrast_set, arms, trace="pooled"):
     """Attention on the prefix by arm, text, branch and step; if full, also by layer and head."""
-    rows = [(layout, case.text) for case in question.cases for layout in case.layouts]
+    rows = [
+        (layout, example.text) for example in contrast_set.examples for layout in example.layouts
+    ]
     layouts, texts = zip(*rows * len(arms), strict=True)
     rules = [each for each in arms for _ in rows]
     values = teacher_forced(model, layouts, texts, rules, trace=trace)["prefix"].to_numpy()[0]
-    return values.reshape(len(arms), len(question.cases), -1, *values.shape[1:]).astype(float)
+    return values.reshape(len(arms), len(contrast_set.examples), -1, *values.shape[1:]).astype(
+        float
+    )
 
 
 tau = 0.3
@@ -146,9 +154,9 @@ prompts += (
 )  # fmt: skip
 choosing = ContrastSet.of(model, "sentiment", prompts=prompts[::2], tokens=TOKENS)
 held_out = ContrastSet.of(model, "sentiment", prompts=prompts[1::2], tokens=TOKENS)
-chosen = select(model, choosing, by="slope", heads=8, positions="auto")
-drawn = select(model, choosing, by="random", heads=len(chosen.heads))
-first = choosing.cases[0].layouts[0]
+chosen = select(model, choosing, score="slope", heads=8, positions="auto")
+drawn = select(model, choosing, score="random", heads=len(chosen.heads))
+first = choosing.examples[0].layouts[0]
 prefix = first.tokens[first.n_bos : first.n_bos + first.l_pre]
 tokens = chosen.positions or tuple(range(len(prefix)))
 print("tokens: ", [prefix[i] for i in tokens], "of", prefix)
@@ -176,7 +184,7 @@ plt.show()
 # %% [markdown]
 # ## Ways to steer, on the other prompts
 #
-# *Control* is how far the branches behind opposite prefixes are apart. `js` counts every
+# *Control* is the difference between the branches with opposite prefixes. `js` counts every
 # difference, `lex` only what favours the attribute's own words.
 #
 # *Cost* is the perplexity of the texts, which the model wrote without a prefix, under the mean of
@@ -186,13 +194,13 @@ plt.show()
 # itself would charge for control, too.)
 #
 # A prefix is read here before anything acts, so the laws that were published for every query begin
-# behind it (`phase="all_queries"`). The released Spotlight computes one bias for a whole pass; a
+# after it (`phase="all_queries"`). The released Spotlight computes one bias for a whole pass; a
 # given text is one pass, and generation is many. The variant with a bias for each head and query
 # is the same in both.
 
 # %%
 heads = chosen.heads
-behind = {"phase": "all_queries"}
+after_prefix = {"phase": "all_queries"}
 ways = {
     "lapa2": [recipe("lapa2", alpha=a) for a in (0.5, 1.0)],
     "chosen tokens": [recipe("token-selective", tokens=tokens, alpha=a) for a in (0.4, 0.8)],
@@ -201,9 +209,11 @@ ways = {
     "random heads": [recipe("head-selective", heads=drawn.heads, alpha=a) for a in (1.0, 3.0)],
     "set-point": [recipe("set-point", tau=t) for t in (0.06, 0.12)],
     "set-point in heads": [recipe("set-point", heads=heads, tau=t) for t in (0.2, 0.5)],
-    "instaboost": [recipe("instaboost", M=m, **behind) for m in (1.5, 3.0)],
-    "spotlight per head": [recipe("spotlight-per-head", tau=t, **behind) for t in (0.06, 0.12)],
-    "split-softmax": [recipe("split-softmax", k=k, **behind) for k in (0.8, 0.6)],
+    "instaboost": [recipe("instaboost", M=m, **after_prefix) for m in (1.5, 3.0)],
+    "spotlight per head": [
+        recipe("spotlight-per-head", tau=t, **after_prefix) for t in (0.06, 0.12)
+    ],
+    "split-softmax": [recipe("split-softmax", k=k, **after_prefix) for k in (0.8, 0.6)],
 }
 
 
@@ -218,7 +228,7 @@ def measured(arms):
     metrics = {"js": METRICS["js"], "lex": METRICS["lex"], "nll": nll}
     parts = []
     for rules, mass in zip(arms, attention(model, held_out, arms).mean((2, 3)), strict=True):
-        found = control(model, held_out, metrics=metrics, augmentation=rules).values
+        found = control_score(model, held_out, metrics=metrics, augmentation=rules).values
         means = {"mass": mass} | {name: values.mean(1) for name, values in found.items()}
         parts.append(
             pd.DataFrame({"prompt": held_out.prompts, "strength": strength_of(rules)} | means)
@@ -239,7 +249,7 @@ texts = pd.concat([alone, *(measured(arms).assign(family=way) for way, arms in w
 # %%
 RATIO = 1.1
 quantities = ["js", "lex", "mass"]
-made = Arms(texts, quantities, resamples=20_000)  # enough for p-values after correction
+made = SteeringCurves(texts, quantities, resamples=20_000)  # enough for p-values after correction
 base = made.arms.get_loc((BASELINE, 0.0))
 gained = made.means - made.means[:, [base]]  # resample arm quantity; the first is ln perplexity
 values = {"cost": np.exp(gained[..., 0])}
@@ -247,7 +257,7 @@ for i, name in enumerate(quantities, 1):
     values |= {name: made.means[..., i], f"{name} gained": gained[..., i]}
 estimates = {
     name: pd.DataFrame(
-        np.stack(interval(each, made.prompts), 1), made.arms, ["mean", "low", "high"]
+        np.stack(resampled_interval(each, made.prompts), 1), made.arms, ["mean", "low", "high"]
     )
     for name, each in values.items()
 }
@@ -292,8 +302,8 @@ table.loc[[BASELINE, *ways], ["mass", "js", "lex", "cost"]]
 # corrected for the number of ways.
 
 # %%
-compared = made.compared("lapa2", [RATIO]).query("metric != 'mass'")
-equal = judged(compared, "lapa2").drop(columns=["ratio", "perplexity", "prompts"])
+compared = made.compare("lapa2", [RATIO]).query("metric != 'mass'")
+equal = add_verdicts(compared, "lapa2").drop(columns=["ratio", "perplexity", "prompts"])
 equal.sort_values(["metric", "value"], ascending=[True, False]).round(4)
 
 # %%
@@ -332,7 +342,7 @@ assert (boosted["all heads"] < boosted["chosen heads"]).all()
 assert np.abs(fixed[:, :, *carrier] - tau).max() < 1e-5
 assert np.abs(fixed[:, 0, *relay] - tau).max() < 1e-5
 
-# Of the model: choosing and judging are apart, and the set-point is hit where it acts.
+# The model: selection and evaluation have different prompts; the set-point is reached in its heads.
 assert not set(choosing.prompts) & set(held_out.prompts)
 assert not set(chosen.heads) & set(chosen.suppressors)
 rule = recipe("set-point", tau=tau, floor=False, heads=chosen.heads)
@@ -346,7 +356,7 @@ for name in ("mass", "js", "lex", "nll"):
 
 # At the cost of the prefix alone every curve is at the prefix alone.
 for way in ways:
-    assert np.allclose(made.at(way, 1.0)[0][0], made.means[0, base, 1:]), way
+    assert np.allclose(made.values_at(way, 1.0)[0][0], made.means[0, base, 1:]), way
 assert (estimates["js"]["high"] <= np.log(2) + 1e-6).all()
 for each in estimates.values():
     assert (each["low"] <= each["mean"] + 1e-9).all()

@@ -13,13 +13,13 @@
 #
 # LaPA2, LaPA2 on chosen tokens, LaPA2 in chosen heads, and a set-point, each at three strengths.
 # They are compared at 1.1 and 1.25 times the baseline's perplexity, on each way's own curve. Texts
-# that may not say a word of their prefix are compared apart, at 1.25 times alone: their curves have
-# no weak arms.
+# that may not say a word of their prefix are compared separately, and only at 1.25 times: their
+# curves have no weak arms.
 #
 #     make steering-prompts DATA=FOLDER && lapa2 sweep quick/steering --out results/steering
 #     python analyses/steering.py results/steering && python figures/steering.py results/steering
 #
-# `--grids NAME` reads a grid of your own with the same, or other, ways to steer. The scores of all
+# `--grids NAME` reads a custom grid with the same, or other, ways to steer. The scores of all
 # texts go to tables/steering.texts.parquet, without the texts: a grid that is run in parts, on
 # several machines (`lapa2 sweep quick/steering --only task=topic`), is compared as a whole with
 # `--beside` the tables of its other parts.
@@ -33,33 +33,34 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError, pluralize
-from lapa2_interp._util.files import as_markdown, atomic_write, write_text
+from lapa2_interp._util.files import atomic_write, write_text
+from lapa2_interp._util.table_formats import as_markdown
 from lapa2_interp.bias.recipes import families, strength_of
-from lapa2_interp.paper.bench import open_item
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
+    MIN_REACHED,
     RATIOS,
-    REACHED,
-    SETTING,
-    Arms,
+    SETTING_COLUMNS,
+    SteeringCurves,
     add_caveats,
+    add_verdicts,
     format_table,
-    judged,
 )
-from lapa2_interp.paper.output import as_json
-from lapa2_interp.paper.scripts import USUAL, in_one_line
+from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.output import item_json
+from lapa2_interp.paper.scripts import DEFAULT_SCORERS, print_error
 
-sys.excepthook = in_one_line
+sys.excepthook = print_error
 TITLE = "Control at equal perplexity"
 REFERENCE, ALL_WORDS = "lapa2", "all words"
 TEST = ("family", "ratio", "metric")
-bench = open_item(
+item = open_item(
     "steering",
     "Ways to steer attention, at several strengths",
-    scorers=(*USUAL, "masked=linear", "repetition"),
+    scorers=(*DEFAULT_SCORERS, "masked=linear", "repetition"),
     files={"beside": "tables/steering.texts.parquet of runs with the grid's other cells"},
 )
-cells = bench.cells
+cells = item.cells
 
 # %% [markdown]
 # The family and the strength of an arm are read from its augmentations.
@@ -74,33 +75,33 @@ for _, part in cells.groupby([*SETTING], sort=False):
 cells["strength"] = [strength_of(rules[key]) for key in cells["key"]]
 arms = cells["family"] + [f" {each:g}" if each else "" for each in cells["strength"]]
 known = cells.assign(arm=arms).set_index("key")[["arm", "family", "strength", "words"]]
-scores = bench.scores(cells)
+scores = item.scores(cells)
 if not len(scores):
-    raise RunError(f"{bench.run.name} has no finished cell of {bench.item}; `lapa2 runs` says why")
+    raise RunError(f"{item.run.name} has no finished cell of {item.item}; `lapa2 runs` says why")
 scores["arm"], cells["arm"] = scores["cell"].map(known["arm"]), arms
-table = bench.table(scores, cells)
+table = item.table(scores, cells)
 note = (
     "ppl here is the mean over texts, as in the other tables; steering.equal has exp of the mean"
     " NLL. rep: 4-grams of words that a text had before."
 )
-bench.write(table, [note])
+item.write(table, [note])
 
 # %% [markdown]
 # The curves, and the comparison on them.
 
 # %%
 texts = scores.pivot(
-    index=["cell", "prompt", "sample", *(name for name in SETTING if name != "words")],
+    index=["cell", "prompt", "sample", *(name for name in SETTING_COLUMNS if name != "words")],
     columns="metric",
     values="value",
 ).reset_index()
 texts["nll"] = np.log(texts["ppl"])
 texts = texts.join(known[["family", "strength", "words"]], on="cell").drop(columns="ppl")
 texts["prompt"] = [sha256(prompt.encode()).hexdigest()[:12] for prompt in texts["prompt"]]
-kept = bench.out / "tables" / "steering.texts.parquet"
-with atomic_write(kept) as fresh:
+scores_file = item.out / "tables" / "steering.texts.parquet"
+with atomic_write(scores_file) as fresh:
     texts.to_parquet(fresh, index=False, compression="zstd")
-for file in bench.files["beside"]:
+for file in item.files["beside"]:
     try:
         other = pd.read_parquet(file)
     except (OSError, ValueError) as error:
@@ -108,13 +109,13 @@ for file in bench.files["beside"]:
     if set(other) != set(texts) or set(other["cell"]) & set(texts["cell"]):
         raise RunError(f"{file} has other columns, or cells that are there already; give each once")
     texts = pd.concat([texts, other], ignore_index=True)
-settings = pd.concat([cells, texts])[[*SETTING]].drop_duplicates().to_dict("records")
+settings = pd.concat([cells, texts])[[*SETTING_COLUMNS]].drop_duplicates().to_dict("records")
 metrics = [name for name in dict.fromkeys(scores["metric"]) if name != "ppl"]
 curves, equal, notes, waiting = [], [], [], []
 for setting in settings:
-    group = texts[(texts[[*SETTING]] == pd.Series(setting)).all(axis=1)]
+    group = texts[(texts[[*SETTING_COLUMNS]] == pd.Series(setting)).all(axis=1)]
     ratios = RATIOS if setting["words"] == ALL_WORDS else RATIOS[1:]
-    planned = set(cells["family"][(cells[[*SETTING]] == pd.Series(setting)).all(axis=1)])
+    planned = set(cells["family"][(cells[[*SETTING_COLUMNS]] == pd.Series(setting)).all(axis=1)])
     missing = {BASELINE, REFERENCE} - set(group["family"])
     absent = (planned if missing else planned - set(group["family"])) - {BASELINE, REFERENCE}
     tests = product(sorted(absent), ratios, metrics)
@@ -123,16 +124,16 @@ for setting in settings:
         where = ", ".join(filter(None, setting.values()))
         notes.append(f"No comparison for {where}: no finished {' and '.join(sorted(missing))}.")
         continue
-    made = Arms(group, metrics)
+    made = SteeringCurves(group, metrics)
     curves.append(made.points().assign(**setting))
-    equal.append(made.compared(REFERENCE, ratios).assign(**setting))
+    equal.append(made.compare(REFERENCE, ratios).assign(**setting))
 
 # %%
-folder = bench.out / "tables"
+folder = item.out / "tables"
 if equal:
     # What is planned and has no texts yet counts in the correction as what is not comparable.
     tests = pd.concat([*equal, pd.DataFrame(waiting)], ignore_index=True)
-    found = judged(tests, REFERENCE, ["words", "model", "method"])
+    found = add_verdicts(tests, REFERENCE, ["words", "model", "method"])
     found = add_caveats(found[found["perplexity"].notna()], "acc", "acc (linear)", "acc masked")
     elsewhere = cells["key"].isin(texts["cell"])
     if unfinished := int(((cells["state"] != "finished") & ~elsewhere).sum()):
@@ -142,10 +143,12 @@ if equal:
             " an arm that is not."
         )
     for name, each in (("curves", pd.concat(curves)), ("equal", found)):
-        ordered = each[[*SETTING, *(column for column in each if column not in SETTING)]]
+        ordered = each[
+            [*SETTING_COLUMNS, *(column for column in each if column not in SETTING_COLUMNS)]
+        ]
         text = ordered.to_csv(index=False, float_format="%.6g")
         write_text(folder / f"steering.{name}.csv", text)
-    wide = format_table(found, SETTING)
+    wide = format_table(found, SETTING_COLUMNS)
     notes = [
         (
             f"Each cell: the value, and its difference from {REFERENCE} with its 95 % interval over"
@@ -154,7 +157,7 @@ if equal:
             " not comparable, or not finished, counts in it as p = 1."
         ),
         (
-            f"Not comparable: below {REACHED:.0%} of resamples, the curve of the arm or of"
+            f"Not comparable: below {MIN_REACHED:.0%} of resamples, the curve of the arm or of"
             f" {REFERENCE} does not reach the perplexity; nothing is extrapolated. reached: the"
             " arm's share."
         ),
@@ -165,6 +168,6 @@ if equal:
         *notes,
     ]
     write_text(folder / "steering.equal.md", as_markdown(TITLE, wide, notes))
-    write_text(folder / "steering.equal.json", as_json("steering.equal", TITLE, wide, notes))
+    write_text(folder / "steering.equal.json", item_json("steering.equal", TITLE, wide, notes))
     print(f"\n{TITLE}\n\n{wide.to_string(index=False)}\n")
 print("\n".join(notes))

@@ -24,21 +24,21 @@ import os
 import sys
 
 import numpy as np
+from lapa2_interp.circuits.direct import head_logit_attribution
+from lapa2_interp.circuits.question import ContrastSet
 
 from lapa2_interp import load_model
-from lapa2_interp.circuits.direct import head_logit_attribution
 from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import POSITIVE, planted
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Direct effects of heads, by part of the text, and the words they promote.")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 
 # %% [markdown]
 # ## A model whose answer is known
@@ -63,8 +63,8 @@ print("the carrier promotes", known.words(*key.heads["carrier"], n=6)[0])
 # %%
 model = load_model(options.model)
 prompts = load_task("sentiment").prompts.texts[:8]
-question = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
-found = head_logit_attribution(model, question)
+contrast_set = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
+found = head_logit_attribution(model, contrast_set)
 found.parts().round(4)
 
 # %% [markdown]
@@ -92,7 +92,7 @@ for row in found.frame().head(4).itertuples():
 # %%
 top = [[row.layer, row.head] for row in found.frame().head(8).itertuples()]
 exact = knock_out(
-    model, question, over={f"{i}.{j}": [[i, j]] for i, j in top}, metric="lex", also=()
+    model, contrast_set, over={f"{i}.{j}": [[i, j]] for i, j in top}, metric="lex", other_metrics=()
 )
 for (i, j), unit, effect in zip(top, exact.units, exact.effects.mean(0), strict=True):
     direct = found.frame().set_index(["layer", "head"]).loc[(i, j), "direct"]

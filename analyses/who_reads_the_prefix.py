@@ -27,21 +27,21 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from lapa2_interp.circuits.question import ContrastSet
 
 import lapa2_interp
 from lapa2_interp import load_model
-from lapa2_interp.circuits.knockout import joint_curve, knock_out, prefix_mass, units_of
-from lapa2_interp.circuits.question import ContrastSet
+from lapa2_interp.circuits.knockout import joint_curve, knock_out
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import planted
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Knock-outs from layers down to tokens, and why attention misleads.")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 
 # %% [markdown]
 # ## A model whose answer is known
@@ -56,7 +56,7 @@ known = knock_out(toy, "sentiment", metric="lex", tokens=16)
 names = {head: role for role, head in key.heads.items()}
 table = known.frame()
 table["role"] = [names.get((row.layer, row.head), "idle") for row in table.itertuples()]
-mass = prefix_mass(toy, known.question)
+mass = prefix_attention_by_head(toy, known.contrast_set)
 table["attention"] = [mass[row.layer, row.head] for row in table.itertuples()]
 table[["layer", "head", "role", "effect", "low", "high", "p_max", "attention"]].round(4)
 
@@ -66,8 +66,8 @@ table[["layer", "head", "role", "effect", "low", "high", "p_max", "attention"]].
 # %%
 model = load_model(options.model)
 prompts = load_task("sentiment").prompts.texts[:8]
-question = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
-layers = knock_out(model, question, over="layer")
+contrast_set = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
+layers = knock_out(model, contrast_set, over="layer")
 layers.frame().head(8).round(4)
 
 # %% [markdown]
@@ -82,14 +82,18 @@ best_layers = {int(layer) for layer in layers.frame()["layer"].head(3)}
 
 
 def of_best_layers(over):
-    return [unit for unit in units_of(model, question, over) if unit.where["layer"] in best_layers]
+    return [
+        unit
+        for unit in make_units(model, contrast_set, over)
+        if unit.labels["layer"] in best_layers
+    ]
 
 
-kv = knock_out(model, question, units=of_best_layers("kv"))
+kv = knock_out(model, contrast_set, units=of_best_layers("kv"))
 kv.frame().head(6).round(4)
 
 # %%
-heads = knock_out(model, question, units=of_best_layers("head"))
+heads = knock_out(model, contrast_set, units=of_best_layers("head"))
 heads.frame().head(10).round(4)
 
 # %%
@@ -115,7 +119,7 @@ if options.model == "smollm2-135m" and shipped.is_file():
 # ## Attention against effect
 
 # %%
-mass = prefix_mass(model, question)
+mass = prefix_attention_by_head(model, contrast_set)
 where = heads.frame()
 figure, axes = plt.subplots(figsize=(4.5, 3.2), layout="constrained")
 axes.scatter([mass[row.layer, row.head] for row in where.itertuples()], where["effect"], s=14)
@@ -129,8 +133,8 @@ plt.show()
 # ## Which token of the prefix?
 
 # %%
-position = knock_out(model, question, over="position")
-tokens = question.cases[0].layouts[0].tokens[1 : 1 + len(position.units)]
+position = knock_out(model, contrast_set, over="position")
+tokens = contrast_set.examples[0].layouts[0].tokens[1 : 1 + len(position.units)]
 rows = position.frame()
 rows.insert(1, "token", [tokens[i] for i in rows["position"]])
 rows.round(4)
@@ -145,10 +149,10 @@ rows.round(4)
 
 # %%
 few = [unit for unit in heads.units if unit.heads[0] in set(heads.best(6))]
-for how in ("cut", "zero", "resample", "mean"):
-    again = knock_out(model, question, units=few, how=how)
+for replacement in ("cut", "zero", "resample", "mean"):
+    again = knock_out(model, contrast_set, units=few, replacement=replacement)
     print(
-        f"{how:>9}",
+        f"{replacement:>9}",
         {u.name: round(float(e), 5) for u, e in zip(few, again.effects.mean(0), strict=True)},
     )
 
@@ -169,7 +173,7 @@ curve.plot()
 assert known.best(2) == (key.heads["carrier"], key.heads["relay"])
 assert table.loc[table["attention"].idxmax(), "role"] == "decoy"
 every_head = [list(pair) for unit in layers.units for pair in unit.heads]
-everything = knock_out(model, question, over={"all heads": every_head})
-assert np.abs(everything.effects[:, 0] - everything.whole).max() < 1e-5  # nothing is left
+everything = knock_out(model, contrast_set, over={"all heads": every_head})
+assert np.abs(everything.effects[:, 0] - everything.control).max() < 1e-5  # nothing is left
 assert layers.frame()["effect"].max() > layers.noise
 print("all checks hold")

@@ -13,7 +13,7 @@
 #
 # As a text grows, softmax spreads attention over more keys, and a fixed prefix gets less. The
 # paper takes this for the reason why control fades. Here it is tested. The same tokens are scored
-# near the prompt and behind more text. Then every head gets the attention on the prefix that it had
+# near the prompt and after more text. Then every head gets the attention on the prefix that it had
 # near (`hold`). If mass mediates the fade, holding it must bring the control back (`restored`), and
 # taking the far mass near must take the control away (`removed`). Set the environment variable
 # `LAPA2_MODEL`, or give `--model`, to look at another model.
@@ -27,14 +27,14 @@ from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.selection import select
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import planted
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Why control fades: does it come back when the attention does?")
 parser.add_argument(
     "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
 )
-sys.excepthook = in_one_line
-options = parser.read()
+sys.excepthook = print_error
+options = parser.parse()
 
 # %% [markdown]
 # ## Two models whose answer is known
@@ -72,7 +72,7 @@ known["planted"].frame()
 model = load_model(options.model)
 prompts = (*load_task("sentiment").prompts.texts, "The road to the lake")
 choosing, judging = prompts[:8], prompts[8:]
-chosen = select(model, "sentiment", by="slope", heads=8, prompts=choosing, tokens=16)
+chosen = select(model, "sentiment", score="slope", heads=8, prompts=choosing, tokens=16)
 print("heads:", " ".join(f"{layer}.{head}" for layer, head in chosen.heads))
 found = measure_fading(
     model,

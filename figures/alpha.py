@@ -9,7 +9,7 @@ from house import METRIC_LABELS, band, paper_name, render, style_of
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
-from lapa2_interp.paper.tables import overall
+from lapa2_interp.paper.tables import rows_of_all_attributes
 
 
 def draw(table: pd.DataFrame) -> Drawing:
@@ -19,7 +19,7 @@ def draw(table: pd.DataFrame) -> Drawing:
     Args:
         table: tables/alpha.csv: columns task, method, alpha, metric, attribute, mean, low, high.
     """
-    shown = overall(table[table["mean"].notna()])
+    shown = rows_of_all_attributes(table[table["mean"].notna()])
     kinds = list(
         shown[["model", "task", "method"]].drop_duplicates().itertuples(index=False, name=None)
     )

@@ -4,7 +4,7 @@ import pandas as pd
 from house import METRIC_LABELS, band, by_task, legend_below, paper_name, render, style_of
 
 from lapa2_interp._util.plots import Drawing, plain_axes
-from lapa2_interp.paper.tables import overall
+from lapa2_interp.paper.tables import rows_of_all_attributes
 
 
 def draw(table: pd.DataFrame) -> Drawing:
@@ -14,7 +14,7 @@ def draw(table: pd.DataFrame) -> Drawing:
     Args:
         table: tables/decay.csv: columns task, method, length, metric, attribute, mean, low, high.
     """
-    shown = overall(table[table["mean"].notna() & (table["metric"] == "acc")])
+    shown = rows_of_all_attributes(table[table["mean"].notna() & (table["metric"] == "acc")])
     figure, panels = by_task(shown)
     for task, panel, part in panels:
         for method, line in part.groupby("method", sort=False):

@@ -27,11 +27,11 @@ def draw(table: pd.DataFrame, heads: pd.DataFrame) -> Drawing:
         left.plot(part["middle"], law, color=colour, lw=0.8, ls=":")
     left.set_xscale("log")
     left.set_yscale("log")
-    kept = table[table["quantity"] == "part of the law that is left"]
-    starts = sorted(set(kept["l_kv"]))
+    left_law = table[table["quantity"] == "part of the law that is left"]
+    starts = sorted(set(left_law["l_kv"]))
     for number, l in enumerate(dict.fromkeys((starts[0], starts[len(starts) // 2], starts[-1]))):
         colour = COLOURS[(number + 2) % len(COLOURS)]
-        band(middle, kept[kept["l_kv"] == l], "layer", colour, lw=1, label=f"l from {l}")
+        band(middle, left_law[left_law["l_kv"] == l], "layer", colour, lw=1, label=f"l from {l}")
     middle.axhline(1, color="#999999", lw=0.8, zorder=0)
     last = heads[(heads["l_kv"] == heads["l_kv"].max()) & (heads["alpha"] == 0)]
     grid = last.pivot_table(index="layer", columns="head", values="share").to_numpy()
@@ -44,7 +44,7 @@ def draw(table: pd.DataFrame, heads: pd.DataFrame) -> Drawing:
     plain_axes(middle, "layer", "part of the law that is left")
     plain_axes(right, "head", "layer")
     right.xaxis.get_major_locator().set_params(integer=True)
-    legend_below(figure, [("", left, shares), ("", middle, kept)], 5)
+    legend_below(figure, [("", left, shares), ("", middle, left_law)], 5)
     return figure
 
 

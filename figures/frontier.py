@@ -5,7 +5,7 @@ import pandas as pd
 from house import METRIC_LABELS, legend_below, render
 
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp.paper.tables import overall
+from lapa2_interp.paper.tables import rows_of_all_attributes
 
 MARKERS = "os^Dv"
 """Together with the colours, more looks than there are recipes."""
@@ -19,7 +19,7 @@ def draw(table: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
         table: tables/frontier.csv: columns task, arm, metric, attribute, mean, low, high.
         steps: tables/frontier.steps.csv: columns task, arm, step, mean.
     """
-    shown = overall(table[table["mean"].notna()])
+    shown = rows_of_all_attributes(table[table["mean"].notna()])
     arms = list(dict.fromkeys(shown["arm"]))
     looks = {
         arm: (COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS)]) for i, arm in enumerate(arms)

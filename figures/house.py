@@ -1,4 +1,4 @@
-"""What the figure scripts share: where tables come from, and how figures look and are saved."""
+"""Shared by the figure scripts: reading tables, and the style and files of figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure
 from lapa2_interp.methods.registry import registry
-from lapa2_interp.paper.scripts import ScriptOptions, in_one_line
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 ANALYSES = Path(__file__).resolve().parent.parent / "analyses"
 
@@ -26,8 +26,8 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
     A table that is not there is made first, by `analyses/ITEM.py`.
 
     Args:
-        draw: Given the table, and the further ones, gives the figure.
-        further: More tables of the item: ITEM.NAME.csv.
+        draw: Makes the figure from the table and the further tables.
+        further: Names of further tables of the item, ITEM.NAME.csv.
     """
     parser = ScriptOptions(f"Draw figure {item} from a run's tables.")
     parser.add_argument(
@@ -42,8 +42,8 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
         type=Path,
         help="folder with tables/, where figures/ goes; by default the run's own",
     )
-    sys.excepthook = in_one_line
-    options = parser.read()
+    sys.excepthook = print_error
+    options = parser.parse()
     out = options.out or options.run
     files = [
         out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{each}" for each in further))

@@ -1,9 +1,8 @@
-"""Intervals that respect how texts are made: texts of one prompt are not independent, so prompts
-are resampled.
+"""Intervals and tests for texts of one prompt, which are not independent: prompts are resampled.
 
 From 8 prompts on, intervals come from the expanded percentile bootstrap (`tails`; the plain one
 covers 92 % at 15 prompts for a nominal 95). Fewer prompts cannot be resampled honestly (5 would
-cover 82 %): then the interval is Student's, on the prompts' means.
+cover 82 %): their interval is Student's, on the prompts' means.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ Labels = Sequence[Any] | np.ndarray | pd.Series
 FEW = 8
 """From this number of clusters on, clusters are resampled."""
 CHUNK = 2**22
-"""Draws held at once."""
-KEPT = 2**19
-"""Up to this number, draws are kept for the next number: 4 MiB."""
+"""Draws that are in memory at once."""
+CACHED_DRAWS = 2**19
+"""Up to this number, draws are cached for the next call: 4 MiB."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,10 @@ class Interval:
     """A mean with its bootstrap interval.
 
     Attributes:
-        mean, low, high: The estimate and its 95 % interval; NaN bounds where there is one cluster,
-            which tells no spread.
-        n: Number of values. `clusters`: number of independent groups among them.
+        mean, low, high: The estimate and its 95 % interval; the bounds are NaN for one
+            cluster, which shows no spread.
+        n: Number of values.
+        clusters: Number of independent groups among them.
     """
 
     mean: float
@@ -61,8 +61,8 @@ def resampled_means(
 
 
 def resampled(n: int, resamples: int, seed: int) -> Iterator[Int[np.ndarray, "draw n"]]:
-    """How often each of n things is in each bootstrap resample, a chunk of resamples at a time."""
-    if n * resamples <= KEPT:
+    """Counts of each of n units in each bootstrap resample, a chunk of resamples at a time."""
+    if n * resamples <= CACHED_DRAWS:
         yield _drawn_once(n, resamples, seed)
         return
     rng = np.random.default_rng(seed)
@@ -77,7 +77,7 @@ def _drawn(n: int, count: int, rng: np.random.Generator) -> Int[np.ndarray, "dra
 
 @lru_cache(16)
 def _drawn_once(n: int, resamples: int, seed: int) -> Int[np.ndarray, "draw n"]:
-    """A table asks for the same draws at every number."""
+    """Draws from a cache, since every number of a table needs the same draws."""
     picks = _drawn(n, resamples, np.random.default_rng(seed))
     picks.flags.writeable = False
     return picks
@@ -190,15 +190,15 @@ class Difference:
     """A paired difference of means over the clusters two conditions share.
 
     Attributes:
-        mean, low, high: The difference and its 95 % interval over clusters; NaN bounds where there
-            is one.
-        p: p-value of a sign-flip permutation test over clusters: how often chance alone gives a
-            difference as large.
+        mean, low, high: The difference and its 95 % interval over clusters; the bounds are NaN
+            for one cluster.
+        p: p-value of a sign-flip permutation test over clusters: probability that chance alone
+            gives a difference as large.
         error: Standard error; NaN where there is one cluster.
         clusters: Number of clusters that both conditions share.
         texts: Units of a cluster in each condition (`paired_difference`); the harmonic mean.
         noise: Share of the squared error that more units of each cluster would lower, in [0, 1];
-            NaN where no cluster has two that tell.
+            NaN where no cluster has two units.
     """
 
     mean: float
@@ -230,7 +230,8 @@ class Difference:
         return min(1.0, 2 * self._tail(abs(self.mean) - margin))
 
     def _tail(self, distance: float) -> float:
-        """NaN where there is one cluster, or where all are alike: then nothing tells the spread."""
+        """Student's upper tail probability; NaN for one cluster or equal ones, which show no
+        spread."""
         from scipy.stats import t as student
 
         if self.clusters < 2 or self.error == 0:
@@ -270,11 +271,12 @@ def paired_difference(
             the mean of its kinds' differences, over the kinds that both have of it.
         units: Labels of the values inside a cluster and kind, such as sample numbers. Values of one
             label depend on each other, in one condition and between the two. By default each value
-            is a unit of its own. They count in texts and noise alone.
+            is a unit. They change `texts` and `noise` only.
 
     Raises:
         ValueError: The two share no cluster.
     """
+    # Numbers of clusters, kinds and cells (cluster x kind) for the values of both conditions.
     values = np.concatenate([np.asarray(each, dtype=np.float64) for each in (before, after)])
     clusters, names = pd.factorize(
         np.concatenate([np.asarray(each) for each in (before_clusters, after_clusters)]), sort=True
@@ -285,6 +287,7 @@ def paired_difference(
         n_kinds = len(found)
     cells, n_cells = clusters * n_kinds + kind, len(names) * n_kinds
     kept, later = ~np.isnan(values), np.arange(len(values)) >= len(before)
+    # Means of the cells that both conditions have, and from them a difference for each cluster.
     sides = (kept & ~later, kept & later)
     means, sizes = zip(*(_means(values[side], cells[side], n_cells) for side in sides), strict=True)
     both = (sizes[0] > 0) & (sizes[1] > 0)
@@ -299,17 +302,20 @@ def paired_difference(
     n = len(gaps)
     if n == 0:
         raise ValueError("the two conditions share no cluster, so nothing can be paired")
+    # The variance that texts inside a cluster give its difference.
     label = np.arange(len(values))
     if units is not None:
         label, _ = pd.factorize(np.concatenate([np.asarray(each) for each in units]))
 
     def share(of_cells: np.ndarray) -> float:
-        """Of what a cell's mean has of a text's variance, what the cluster's difference has."""
+        """The share of a text's variance in the cluster's difference, from the shares in cells'
+        means."""
         return float((by_cluster(of_cells) / count**2).mean())
 
     texts, inside = _inside_clusters(values, cells, n_cells, label, sides, share)
     if n == 1:
         return Difference(float(gaps[0]), math.nan, math.nan, math.nan, math.nan, 1, texts)
+    # Interval, and the sign-flip permutation test.
     low, high = bounds(gaps, np.arange(n), resamples, seed)
     flipped = np.concatenate([np.abs(signs @ gaps) for signs in _signs(n, resamples, seed)])
     # The observed signs are one of the possible ones, so p is never 0.
@@ -339,8 +345,8 @@ def _inside_clusters(
 
     Args:
         cells, labels: Of each value. Values of one cell and label are one unit.
-        sides: Which values are of each condition.
-        share: What a number of every cell adds to the difference's.
+        sides: Masks of the values of each condition.
+        share: Turns a number of every cell into its contribution to the difference.
     """
     unit, _ = pd.factorize(cells * (labels.max() + 1) + labels)
     cell_of = np.zeros(unit.max() + 1, int)
@@ -385,7 +391,7 @@ def _covariance(
 
 def _signs(n: int, resamples: int, seed: int) -> Iterator[Float[np.ndarray, "flip cluster"]]:
     """Every assignment of signs where there are few, else random ones, a chunk at a time."""
-    if 2**n <= resamples or n * resamples <= KEPT:
+    if 2**n <= resamples or n * resamples <= CACHED_DRAWS:
         yield _signs_once(n, resamples, seed)
         return
     rng = np.random.default_rng(seed)

@@ -29,8 +29,8 @@ MODELS = {"tiny-llama": 40, "smollm2-135m": 24}
 """Models with the length of their texts in tokens."""
 RENAMED: dict[str, str] = {}
 """Columns: their names before, and now."""
-WITHOUT = ("key", "cell")
-"""Columns that hold keys of cells."""
+WITHOUT = ("key", "cell", "compared")
+"""Columns that hold keys of cells, or hashes of keys."""
 
 
 def make_texts(out: Path) -> None:

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 from conftest import start, warm
 
-from lapa2_interp._util.files import ASIDE
+from lapa2_interp._util.files import TEMPORARY_PREFIX
 from lapa2_interp.cli.app import main
 
 FULL = os.environ.get("DRILLS") == "full"
@@ -50,10 +50,9 @@ def act(line, log):
 def keep_a_ledger(file):
     """Note what a command keeps for the next one, a line each, once it is kept: groups and cells of
     a sweep, units of a circuit, scores, checkpoints."""
-    from lapa2_interp.circuits.knockout import ResultStore
-    from lapa2_interp.prefixes.training import Job
+    from lapa2_interp.circuits.result_store import ResultStore
     from lapa2_interp.runs.sweep import _Sweep
-    from lapa2_interp.scoring.scorer import Cache
+    from lapa2_interp.scoring.scorer import ScoreCache
 
     def noted(owner, name, what):
         real = getattr(owner, name)
@@ -74,8 +73,8 @@ def keep_a_ledger(file):
         "add",
         lambda self, name, values: [f"unit {self.file.name} {name}"] if self.file else [],
     )
-    noted(Cache, "put", lambda self, scores: [f"score {key}" for key, _ in scores])
-    noted(Job, "_save", lambda self: [f"checkpoint {self.checkpoint.name} {self.step}"])
+    noted(ScoreCache, "put", lambda self, scores: [f"score {key}" for key, _ in scores])
+    noted(PrefixTraining, "_save", lambda self: [f"checkpoint {self.checkpoint.name} {self.step}"])
 
 
 def without_day(value):
@@ -104,7 +103,9 @@ def contents(place):
 
 def left_over(folder):
     return [
-        str(each.relative_to(folder)) for each in folder.rglob("*") if each.name.startswith(ASIDE)
+        str(each.relative_to(folder))
+        for each in folder.rglob("*")
+        if each.name.startswith(TEMPORARY_PREFIX)
     ]
 
 

@@ -181,7 +181,7 @@ def test_numbers_are_those_of_the_run_folder(made):
     from lapa2_interp.runs.run import load_run
     from lapa2_interp.scoring.adapter import AdapterScorer
     from lapa2_interp.scoring.linear import LinearScorer
-    from lapa2_interp.scoring.scorer import Item
+    from lapa2_interp.scoring.scorer import TextItem
 
     out, _ = made
     rows = Page((out / "report.html").read_text("utf-8")).rows
@@ -195,7 +195,7 @@ def test_numbers_are_those_of_the_run_folder(made):
         for key, attribute in cells[["key", "attribute"]].to_numpy():
             cell = run.finished_cell(key)
             for place, scorer in scorers.items():
-                scores = scorer.score([Item(text) for text in cell.samples["text"]])
+                scores = scorer.score([TextItem(text) for text in cell.samples["text"]])
                 right[place] += [
                     scorer.columns[int(np.argmax(score))] == attribute for score in scores
                 ]

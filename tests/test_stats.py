@@ -230,5 +230,5 @@ def test_signs_in_chunks_are_those_of_one_draw_and_are_not_kept(monkeypatch):
     monkeypatch.setattr(stats, "CHUNK", 301 * 999)
     found = paired_difference(*sides)
     assert stats._signs_once.cache_info().currsize == kept
-    monkeypatch.setattr(stats, "KEPT", 2**22)
+    monkeypatch.setattr(stats, "CACHED_DRAWS", 2**22)
     assert paired_difference(*sides).p == found.p

@@ -1,4 +1,4 @@
-"""The demo's page: what is measured on its run and stored texts, and how each panel shows it."""
+"""The panels of the demo's page, and the measurements on its run and stored texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util import plots
-from lapa2_interp._util.files import keep_file
+from lapa2_interp._util.files import cache_file
 from lapa2_interp._util.version import __version__
 from lapa2_interp.models.machine import cores, kind_of
 from lapa2_interp.runs.run import Run, load_run
@@ -34,8 +34,8 @@ COLOURS = dict(
 """An arm keeps its colour in every panel."""
 L_PRE = 3
 SYNTHETIC = {"longest": 100_000, "texts": 12}
-"""How far synthetic logits go, and texts per family: seconds, where `lapa2 propositions` takes
-minutes."""
+"""Length of synthetic logits, and texts per family: seconds of work, where `lapa2 propositions`
+takes minutes."""
 WIDTH = 7.2
 """Inches of a drawing: its letters are still read on a telephone."""
 SHOWN_FIRST = 2
@@ -44,11 +44,12 @@ SHOWN_FIRST = 2
 
 @dataclass(frozen=True)
 class Measured:
-    """What is read off the short texts, and the verdicts on synthetic logits.
+    """Scores of the short texts, and the verdicts on synthetic logits.
 
     Attributes:
-        cells: Of `scoring.tables.cell_table`. `differences`: of its `difference_table`, against the
-            arm without LaPA2.
+        cells: Means from `scoring.tables.cell_table`.
+        differences: Differences from the arm without LaPA2 (`difference_table`).
+        synthetic: Verdicts on synthetic logits.
     """
 
     cells: pd.DataFrame
@@ -60,15 +61,15 @@ def measure(out: Path, grid: Grid) -> Measured:
     """Score the run's texts and judge the claims on synthetic logits; what was measured before is
     read."""
     from lapa2_interp.bias.synthetic import draw_log_odds, lengths_up_to
-    from lapa2_interp.paper.propositions import synthetic_verdicts
+    from lapa2_interp.paper.synthetic_propositions import synthetic_verdicts
     from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
 
     keys = [cell.key for cell in grid.cells]
     samples = load_run(out).samples(keys)
-    kept = out / "scores" / f"{_hash(__version__, *keys)}.parquet"
-    if not kept.is_file():
-        _keep(kept, _score(samples, grid, out))
-    scores = pd.read_parquet(kept)
+    stored = out / "scores" / f"{_hash(__version__, *keys)}.parquet"
+    if not stored.is_file():
+        _store(stored, _score(samples, grid, out))
+    scores = pd.read_parquet(stored)
     tables = [cell_table(part) for _, part in scores.groupby("scorer", sort=False)]
     judged = out / "scores" / f"{_hash(__version__, *SYNTHETIC.values())}.parquet"
     if judged.is_file():
@@ -77,30 +78,30 @@ def measure(out: Path, grid: Grid) -> Measured:
         lengths = lengths_up_to(SYNTHETIC["longest"], L_PRE)
         drawn = draw_log_odds(lengths, L_PRE, texts=SYNTHETIC["texts"], seed=1)
         verdicts = synthetic_verdicts(drawn, lengths, L_PRE, (0.0, 0.5, 1.0))
-        _keep(judged, verdicts)
+        _store(judged, verdicts)
     cells = pd.concat([*tables, distinct_cells(samples)], ignore_index=True)
     return Measured(cells, difference_table(scores), verdicts)
 
 
 def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
     from lapa2_interp.runs.manifest import read_manifest
-    from lapa2_interp.scoring.named import Options, score_by
-    from lapa2_interp.scoring.scorer import Cache, chosen_scorers
+    from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+    from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers
     from lapa2_interp.scoring.tables import score_table
     from lapa2_interp.scoring.transformer import Perplexity
 
     cell = grid.cells[0]
     weights = read_manifest(out / "cells" / cell.key).model.weights
-    with Cache(out / "scores") as cache:
-        asked = chosen_scorers(("accuracy", "echo"), ())
-        found = score_by(samples, asked, Options(task="sentiment"), cache)
+    with ScoreCache(out / "scores") as cache:
+        asked = expand_scorers(("accuracy", "echo"), ())
+        found = score_samples(samples, asked, ScorerOptions(task="sentiment"), cache)
         perplexity = Perplexity(cell.model, SCORER_DTYPE, generator=weights)
         return pd.concat([found, score_table(samples, perplexity, cache)], ignore_index=True)
 
 
 def _keep(file: Path, table: pd.DataFrame) -> None:
     kept = table.drop(columns=["tokens"], errors="ignore")
-    keep_file(file, lambda path: kept.to_parquet(path, index=False))
+    cache_file(file, lambda path: kept.to_parquet(path, index=False))
 
 
 def _hash(*parts: Any) -> str:
@@ -133,11 +134,11 @@ def page(
 
     Args:
         read: One trace per stored text, axes alpha, sample, step, layer, head.
-        seconds: What this call took.
+        seconds: Duration of this call.
     """
     from lapa2_interp._util.page import template
 
-    run, traces = load_run(out), _joined(read)
+    run, traces = load_run(out), _stacked_traces(read)
     arms = {cell.key: arm_name(cell) for cell in grid.cells}
     panels = [
         decay(grid, traces),
@@ -167,7 +168,7 @@ def page(
     )
 
 
-def _joined(read: Sequence[xr.Dataset]) -> xr.Dataset:
+def _stacked_traces(read: Sequence[xr.Dataset]) -> xr.Dataset:
     import xarray as xr
 
     numbered = [each.assign_coords(sample=[i]) for i, each in enumerate(read)]
@@ -193,7 +194,7 @@ def number(alpha: float) -> str:
     )
 
 
-def shown(arm: str) -> str:
+def arm_label(arm: str) -> str:
     """An arm in words."""
     return "without LaPA2" if arm == "0" else f"alpha {arm}"
 
@@ -235,9 +236,10 @@ def _image(drawing: plots.Drawing) -> str:
 
 def decay(grid: Grid, traces: xr.Dataset) -> Panel:
     """Prefix attention against l, with fitted exponents."""
-    from lapa2_interp.paper.propositions import exponent_table, pooled_table
+    from lapa2_interp.paper.propositions import decay_curve_table, exponent_table
 
-    curve, exponents = pooled_table(traces), exponent_table(traces)
+    # A row of exponents for each alpha, and a sentence on its curve.
+    curve, exponents = decay_curve_table(traces), exponent_table(traces)
     n = int(curve["texts"].iloc[0])
     rows, found = [], []
     for alpha, line in curve.groupby("alpha"):
@@ -249,7 +251,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
         share, odds = fit["log A'"], fit["log-odds"]
         rows.append(
             [
-                shown(number(alpha)),
+                arm_label(number(alpha)),
                 f"{share['mean']:.2f} {interval(share['low'], share['high'])}",
                 f"{share['predicted']:.2f}",
                 f"{min(0.0, alpha - 1):.2f}",
@@ -259,7 +261,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
         )
         first, last = line.iloc[0], line.iloc[-1]
         found.append(
-            f"{shown(number(alpha))} from {percent(first['mean'])} to {percent(last['mean'])}"
+            f"{arm_label(number(alpha))} from {percent(first['mean'])} to {percent(last['mean'])}"
         )
     l = curve["l_kv"]
     head = [
@@ -299,16 +301,16 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
 def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-    from lapa2_interp.paper.propositions import curves
+    from lapa2_interp.paper.propositions import prefix_curves
 
-    pooled = curves(traces, pooled=True)
-    ratio = (pooled.odds[pooled.base] + pooled.log_rest).mean(1, keepdims=True)
+    pooled = prefix_curves(traces, pooled=True)
+    ratio = (pooled.odds[pooled.baseline] + pooled.log_rest).mean(1, keepdims=True)
     figure = plots.Drawing(figsize=(WIDTH, 4.3), layout="constrained", dpi=150)
     axes = figure.subplots()
     for alpha, line in curve.groupby("alpha"):
         name = number(float(alpha))
         colour = COLOURS.get(name, plots.COLOURS[3])
-        axes.plot(line["l_kv"], line["mean"], color=colour, lw=1.8, label=shown(name))
+        axes.plot(line["l_kv"], line["mean"], color=colour, lw=1.8, label=arm_label(name))
         seen = line["low"] > 0
         axes.fill_between(
             line["l_kv"],
@@ -360,6 +362,7 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
 
 def heads(grid: Grid, traces: xr.Dataset) -> Panel:
     """Layer x head maps."""
+    # The heads with half of the attention, and those that alpha raises.
     mass = traces["prefix"].mean(("sample", "step")).to_numpy().astype(float)
     alphas = [float(a) for a in traces["alpha"].to_numpy()]
     base = mass[alphas.index(0.0)]
@@ -435,10 +438,11 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
 
 
 def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
-    """The same prompt's texts under the arms that act on all layers, side by side."""
+    """Texts of one prompt side by side, from the arms that act on all layers."""
     from lapa2_interp.models.load import load_tokenizer
-    from lapa2_interp.report.run_page import UNIT, colour_top, text_column
+    from lapa2_interp.report.run_texts import MASS_UNIT, colour_top, text_column
 
+    # The texts and attention of every arm, on one scale of colour.
     cell = grid.cells[0]
     tokenizer, prompts = load_tokenizer(cell.model), cell.task.prompts.texts
     attributes = list(dict.fromkeys(each.attribute for each in grid.cells))
@@ -454,11 +458,13 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         text["p"] for column in columns.values() for text in column["texts"] if text and text["p"]
     ]
     top = colour_top(masses)
+    # The arms' texts of each prompt and attribute, and the mean attention of each arm.
     groups = []
     for i, prompt in enumerate(prompts):
         for attribute in attributes:
             made = [
-                _coloured(columns[attribute, arm]["texts"][i], top, UNIT) | {"arm": shown(arm)}
+                _coloured_tokens(columns[attribute, arm]["texts"][i], top, MASS_UNIT)
+                | {"arm": arm_label(arm)}
                 for arm in names
             ]
             prefix = cell.task.attributes[attribute].prefix
@@ -484,7 +490,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         for arm in names
     }
     found = ", ".join(
-        f"{100 * mean * UNIT:.1f} % {'at ' * (arm != '0')}{shown(arm)}"
+        f"{100 * mean * MASS_UNIT:.1f} % {'at ' * (arm != '0')}{arm_label(arm)}"
         for arm, mean in means.items()
     )
     model = cell.model
@@ -500,7 +506,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         data={
             "groups": [group for group in groups if group["open"]],
             "folded": [group for group in groups if not group["open"]],
-            "ends": ["0 %", f"{100 * top * UNIT:.0f} % or more"],
+            "ends": ["0 %", f"{100 * top * MASS_UNIT:.0f} % or more"],
         },
     )
 
@@ -508,7 +514,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
 LEVELS = 16
 
 
-def _coloured(text: Mapping[str, Any] | None, top: int, unit: float) -> dict[str, Any]:
+def _coloured_tokens(text: Mapping[str, Any] | None, top: int, unit: float) -> dict[str, Any]:
     if text is None:
         return {"tokens": [], "mean": ""}
     masses = text["p"] or [0] * len(text["t"])
@@ -525,7 +531,7 @@ def _coloured(text: Mapping[str, Any] | None, top: int, unit: float) -> dict[str
 
 # --- 4: scores
 
-METRICS = {
+METRIC_FORMATS = {
     "accuracy": ("accuracy, %", 100, 0),
     "accuracy (linear)": ("linear, %", 100, 0),
     "echo": ("echo, %", 100, 0),
@@ -534,11 +540,12 @@ METRICS = {
     "distinct-2": ("distinct-2", 1, 2),
     "distinct-3": ("distinct-3", 1, 2),
 }
-"""Names, factors and digits."""
+"""Name, factor and digits of each metric."""
 
 
 def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     """Accuracy, perplexity and distinct-n of every arm."""
+    # A row of means for each arm.
     labels = {cell.arm: arms[cell.key] for cell in grid.cells}
     table = measured.cells[measured.cells["attribute"] == "all"].assign(
         arm=lambda t: t["arm"].map(labels)
@@ -551,20 +558,21 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     rows = []
     for arm in names:
         own = table[table["arm"] == arm].set_index("metric")
-        row = [shown(arm)]
-        for metric, (_, factor, digits) in METRICS.items():
+        row = [arm_label(arm)]
+        for metric, (_, factor, digits) in METRIC_FORMATS.items():
             if metric not in own.index or np.isnan(own.loc[metric, "mean"]):
                 row.append("no number")
                 continue
             mean, low, high = (factor * own.loc[metric, each] for each in ("mean", "low", "high"))
             row.append(f"{mean:.{digits}f} {interval(low, high, digits)}")
         rows.append([*row, str(int(own["n"].max()))])
+    # Differences from the arm without LaPA2, and the smallest that would show.
     skipped = int(table.loc[table["metric"] == "perplexity", "skipped"].sum())
     scorers = list(dict.fromkeys(measured.cells["scorer"]))
     found, points = [], gaps[gaps["metric"] == "accuracy"] if len(gaps) else gaps
     for row in points.to_dict("records"):
         found.append(
-            f"{shown(row['arm'])}: {100 * row['difference']:+.0f} points "
+            f"{arm_label(row['arm'])}: {100 * row['difference']:+.0f} points "
             f"{interval(100 * row['low'], 100 * row['high'], 0)}"
         )
     least = (
@@ -611,7 +619,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         [warning, *([against] if found else [])],
         _image(_score_figure(table, names)),
         "accuracy and perplexity of the arms with intervals",
-        [_table(["", *(name for name, _, _ in METRICS.values()), "n"], rows, note)],
+        [_table(["", *(name for name, _, _ in METRIC_FORMATS.values()), "n"], rows, note)],
     )
 
 
@@ -620,7 +628,7 @@ def _score_figure(table: pd.DataFrame, names: Sequence[str]) -> plots.Drawing:
     for panel, metric in zip(
         figure.subplots(1, 2, sharey=True), ("accuracy", "perplexity"), strict=True
     ):
-        label, factor, _ = METRICS[metric]
+        label, factor, _ = METRIC_FORMATS[metric]
         own = table[table["metric"] == metric].set_index("arm")
         for i, arm in enumerate(names):
             if arm in own.index and not np.isnan(own.loc[arm, "mean"]):
@@ -633,7 +641,7 @@ def _score_figure(table: pd.DataFrame, names: Sequence[str]) -> plots.Drawing:
                     solid_capstyle="butt",
                 )
                 panel.plot(mean, i, "o", color=COLOURS.get(arm, "#777777"), ms=6)
-        panel.set_yticks(range(len(names)), [shown(arm).replace(", ", ",\n") for arm in names])
+        panel.set_yticks(range(len(names)), [arm_label(arm).replace(", ", ",\n") for arm in names])
         panel.set_ylim(len(names) - 0.5, -0.5)
         panel.grid(axis="x", color="#e8e8e8", lw=0.7)
         _axes(panel, label, "")
@@ -649,12 +657,13 @@ SIGNS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "
 
 def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     """The propositions on synthetic logits and on the stored texts."""
+    from lapa2_interp.paper.proposition_study import verdict_page_table
     from lapa2_interp.paper.propositions import trace_verdicts
-    from lapa2_interp.paper.study import shown_verdicts
 
+    # Synthetic logits: families x claims. Stored texts: a row for each claim.
     cell = grid.cells[0]
     real = trace_verdicts(traces, f"{cell.model}, the same texts", dtype=cell.dtype)
-    drawn = shown_verdicts(measured.synthetic).assign(
+    drawn = verdict_page_table(measured.synthetic).assign(
         family=measured.synthetic["where"].str.removeprefix("synthetic: ").to_numpy()
     )
     claims = list(dict.fromkeys(drawn["claim"]))
@@ -665,7 +674,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     synthetic = [
         [family, *(str(marks.loc[family, claim]) for claim in claims)] for family in families
     ]
-    seen = shown_verdicts(real)
+    seen = verdict_page_table(real)
     rows = [
         [
             f"{SIGNS[row['verdict']]} {row['verdict']}",
@@ -677,6 +686,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
         ]
         for row in seen.to_dict("records")
     ]
+    # Numbers of verdicts.
     broken = measured.synthetic["where"].str.contains("not exchangeable|unbounded")
     groups = {
         "synthetic logits that keep the assumptions": measured.synthetic[~broken],
@@ -745,7 +755,7 @@ def halves(run: Run, grid: Grid, measured: Measured, arms: Mapping[str, str]) ->
         mean, low, high = (100 * accuracy.loc[arm, each] for each in ("mean", "low", "high"))
         rows.append(
             [
-                shown(arm),
+                arm_label(arm),
                 percent(found[:, :middle].mean()),
                 percent(found[:, middle:].mean()),
                 percent(found.mean()),
@@ -774,17 +784,17 @@ def halves(run: Run, grid: Grid, measured: Measured, arms: Mapping[str, str]) ->
         f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set samples=20 --out"
         " results/my-halves && lapa2 score results/my-halves",
         found,
-        _image(_halves_figure(layers, middle)),
+        _image(_layer_figure(layers, middle)),
         "attention on the prefix by layer",
         [_table(["", "bottom half", "top half", "all layers", "accuracy, %", "n"], rows)],
     )
 
 
-def _halves_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawing:
+def _layer_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawing:
     figure = plots.Drawing(figsize=(WIDTH, 3.7), layout="constrained", dpi=150)
     axes = figure.subplots()
     for arm, found in layers.items():
-        label = "alpha 1/2, all layers" if arm == "1/2" else shown(arm)
+        label = "alpha 1/2, all layers" if arm == "1/2" else arm_label(arm)
         axes.plot(
             100 * found.mean(0),
             color=COLOURS.get(arm, "#777777"),

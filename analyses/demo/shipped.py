@@ -1,5 +1,5 @@
-"""What the demo ships: long texts for it to read, and an example text of every method. Needed again
-when a method is new.
+"""The demo's stored texts: long texts for it to read, and an example text of every method. Run it
+again after adding a method.
 
 lapa2 generate --attribute positive --prompt ... --alpha 0 --length 400 --dtype float32 --trace none --out results/long-positive
 python analyses/demo/shipped.py texts results/long-positive results/long-negative      # texts.json
@@ -18,13 +18,13 @@ from typing import Any
 from panels import machine
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp.paper.scripts import ScriptOptions, count
+from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.manifest import Manifest, read_manifest
 from lapa2_interp.runs.run import load_run
 
 HERE = Path(__file__).resolve().parent
 TOKENS = 392
-"""Tokens of each stored text that are kept, behind its prompt."""
+"""Tokens of each stored text after its prompt."""
 
 
 def _stamp(manifest: Manifest, command: str) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def main() -> None:
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("texts", "examples"))
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--n", type=count(), default=4, help="how many texts to store")
-    options = parser.read()
+    parser.add_argument("--n", type=whole_number(), default=4, help="how many texts to store")
+    options = parser.parse()
     data = texts(options.runs, options.n) if options.what == "texts" else examples(options.runs[0])
     file = HERE / f"{options.what}.json"
     file.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -1,1 +1,1 @@
-"""What every room uses: errors, files, progress, plots, pages, the version."""
+"""Modules that every room uses: errors, files, progress, plots, pages, the version."""

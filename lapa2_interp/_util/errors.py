@@ -4,8 +4,8 @@ what to do next.
 The command line prints the message on one line and exits with code 2; a traceback there means a
 defect of this package.
 
-Messages are written with the options of the command line. To who calls Python they name parameters
-instead: `in_python` translates, in this one place.
+Messages name the options of the command line. `as_python_parameters` translates them into the
+parameters of a call, for users of Python.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CHOICES = (
     "full", "pooled", "float32", "bfloat16", "TransformersModel", "ray", "local", "cpu", "server",
     "adapter", "linear",
 )  # fmt: skip
-"""Words behind an option that are its value."""
+"""Words after an option that are its value."""
 OPTION = re.compile(
-    r"(?P<kept>`[^`]*`|(?<!\w)'[^']*'(?!\w))"  # commands, and what was found
+    r"(?P<quoted>`[^`]*`|(?<!\w)'[^']*'(?!\w))"  # commands, and what was found
     r"|(?P<another>\banother )--out\b(?! [A-Z/])"
     r"|(?<![\w-])--(?:set|only) (?P<pair>\w+=)"
     rf"|(?<![\w-])--(?P<flag>{'|'.join(FLAGS)})\b"
@@ -55,13 +55,14 @@ def on_command_line() -> Iterator[None]:
             os.environ[COMMAND_LINE] = before
 
 
-def in_python(message: str) -> str:
-    """A message whose options are the parameters of a call: --max-rows N is max_rows=N, --force
-    force=True, --set omega=60 omega=60. Commands in backticks, and quoted values, stay."""
+def as_python_parameters(message: str) -> str:
+    """A message with the parameters of a call in place of options: --max-rows N becomes max_rows=N,
+    --force becomes force=True, --set omega=60 becomes omega=60. Commands in backticks and quoted
+    values stay."""
 
     def parameter(found: re.Match[str]) -> str:
-        if found["kept"]:
-            return found["kept"]
+        if found["quoted"]:
+            return found["quoted"]
         if found["another"]:
             return f"{found['another']}place"
         if found["pair"]:
@@ -81,7 +82,7 @@ class Lapa2Error(Exception):
 
     def __str__(self) -> str:
         message = super().__str__()
-        return message if COMMAND_LINE in os.environ else in_python(message)
+        return message if COMMAND_LINE in os.environ else as_python_parameters(message)
 
 
 class AugmentationError(Lapa2Error):
@@ -132,8 +133,8 @@ class ScoringError(Lapa2Error):
 
 
 class CircuitError(Lapa2Error):
-    """A question about a circuit cannot be answered: branches that do not fit, too few texts, heads
-    the model does not have."""
+    """An experiment on a circuit cannot be done: branches that do not fit, too few texts, heads the
+    model does not have."""
 
 
 class RunError(Lapa2Error):
@@ -152,18 +153,18 @@ class GridError(Lapa2Error):
     """A grid is unknown or malformed, or asks for what no method, task or model can do."""
 
 
-def first_problem(
+def validation_message(
     error: ValidationError, forms: Mapping[str, str] | None = None, fields: Iterable[str] = ()
 ) -> str:
-    """One line for the problem pydantic found: the field, what is wrong, the value. A misspelt
-    field comes first.
+    """One line about an error of pydantic: the field, the problem, the value. A misspelt field
+    comes first.
 
     Args:
-        forms: By name, the values of fields that take several forms, to name them instead of the
-            first form's.
+        forms: By name, the allowed values of fields that take more than one type; the message names
+            them in place of the first type.
         fields: Names of all fields.
     """
-    problem = worst_problem(error)
+    problem = main_error(error)
     place = ".".join(str(part) for part in problem["loc"])
     at = f"{place}: " if place else ""
     if problem["type"] in UNKNOWN_FIELD:
@@ -184,22 +185,22 @@ def first_problem(
     return f"{at}{message}, found {found[:160]}{'...' * (len(found) > 160)}"
 
 
-def pluralize(n: int, what: str) -> str:
+def pluralize(n: int, noun: str) -> str:
     """A number with its noun: 1 cell, 2 cells."""
-    return f"{n} {what}{'s' * (n != 1)}"
+    return f"{n} {noun}{'s' * (n != 1)}"
 
 
 UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")
 
 
-def worst_problem(error: ValidationError) -> ErrorDetails:
-    """The problem to report of those pydantic found: a misspelt field explains the missing one."""
+def main_error(error: ValidationError) -> ErrorDetails:
+    """The first of pydantic's errors to report: a misspelt field explains a missing one."""
     return min(error.errors(), key=lambda each: each["type"] not in UNKNOWN_FIELD)
 
 
 def unknown_choice(kind: str, found: object, allowed: object) -> str:
-    """The sentence for a name that is not in a closed list, with the nearest allowed name when one
-    is close."""
+    """A sentence about a name that is not in a closed list: the allowed names, and the nearest one
+    if it is close."""
     from difflib import get_close_matches
 
     names = [str(name) for name in allowed]  # type: ignore[attr-defined]

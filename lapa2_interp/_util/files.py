@@ -1,11 +1,11 @@
-"""Files and folders that appear whole and on the disk, or not at all; and the user's cache.
+"""Files and folders that are written whole or not at all, checksums, locks, and the user's cache.
 
-Everything is written under a temporary name that begins with `.writing-` in the folder where it
-will be, flushed to the disk, and renamed. A process that dies leaves at most such a temporary
-folder, which the next one that writes there removes.
+A file or folder is written in a temporary folder beside its final place, flushed to the disk, and
+renamed. The temporary folder's name begins with `.writing-`. If a process dies, the next process
+that writes to the same place removes its temporary folder.
 
-A JSON file may carry a seal: the sha256 of its own contents and of files beside it. A disk or a
-copy that changes a bit is noticed when the file is read.
+A JSON file may hold the sha256 of its own contents and of files beside it. A bit that a disk or a
+copy has changed is noticed when the file is read.
 """
 
 from __future__ import annotations
@@ -16,76 +16,72 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
-import stat
 import sys
 import tempfile
 import time
-import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 from zipfile import ZipFile
 
 from lapa2_interp._util.errors import ModelError, RunError
+from lapa2_interp._util.parsing import check_regular_file, parse_json
 
 if TYPE_CHECKING:
-    import pandas as pd
     import xarray as xr
 
-ASIDE = ".writing-"
-"""What the names of unfinished files and folders begin with."""
-SEAL, OWN = "seal", "this file"
-"""The field that holds a JSON file's seal, and the entry of the file itself in it."""
+TEMPORARY_PREFIX = ".writing-"
+"""The names of temporary folders begin with this."""
+CHECKSUMS_FIELD, OWN_ENTRY = "seal", "this file"
+"""The field of a JSON file that holds checksums, and the entry of the file itself in it."""
 LOCK = "lock"
-"""A file in a temporary folder that its process holds a lock on while it lives."""
+"""A file in a temporary folder. The process that made the folder holds a lock on it."""
 
 
 @contextmanager
 def temporary_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder inside a folder, which vanishes after the block; those that killed
-    processes left there are removed first."""
-    clean(folder)
-    place = Path(tempfile.mkdtemp(prefix=ASIDE, dir=folder))
+    """A temporary folder inside a folder, which is removed after the block. Temporary folders of
+    killed processes are removed first."""
+    remove_abandoned(folder)
+    place = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder))
     try:
         with ExitStack() as held:
             with suppress(OSError):  # some network disks hold no locks
                 lock = held.enter_context((place / f"{LOCK}.new").open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                (place / f"{LOCK}.new").rename(place / LOCK)  # whoever sees it finds it held
+                (place / f"{LOCK}.new").rename(place / LOCK)  # no process sees it without the lock
             yield place
     finally:
         try:
             _discard(place)
-        except BaseException:  # SIGTERM in the midst of it
+        except BaseException:  # such as SIGTERM while it runs
             _discard(place)
             raise
 
 
-def clean(folder: Path) -> None:
-    """Remove what killed processes left in a folder, and nothing of those that live.
+def remove_abandoned(folder: Path) -> None:
+    """Remove the temporary folders of killed processes from a folder, and no others.
 
-    A finished folder and the one it was to replace stay, with a line on stderr: somebody may have
-    planted such a pair, to have it moved.
+    A temporary folder with a finished folder and the one that it replaces stays, with a line on
+    stderr: somebody may have put such a pair there to have it moved.
     """
-    for left in list(folder.glob(f"{ASIDE}*")):
+    for left in list(folder.glob(f"{TEMPORARY_PREFIX}*")):
         if not _is_abandoned(left):
             continue
         if left.is_symlink():
             left.unlink(missing_ok=True)
         elif (left / "before").exists() and any((left / "new").glob("*")):
-            told = "a folder that a killed command had finished (new), and the one that it replaces"
-            print(f"{left} holds {told} (before); move the one you want", file=sys.stderr)
+            pair = "a folder that a killed command had finished (new), and the one that it replaces"
+            print(f"{left} holds {pair} (before); move the one you want", file=sys.stderr)
         else:
             _discard(left)
 
 
-def remove(place: Path) -> None:
-    """Remove a file, a link or a folder, if it is there. A link is removed, and what it points to
-    stays; so with links in a folder."""
+def remove_path(place: Path) -> None:
+    """Remove a file, a link or a folder, if it exists. The targets of links stay."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place, ignore_errors=True)
     else:
@@ -93,11 +89,11 @@ def remove(place: Path) -> None:
 
 
 def _is_abandoned(left: Path) -> bool:
-    """Whether the process that made a temporary folder has died. No process makes a link."""
+    """True if the process that made a temporary folder has died. No process makes a link."""
     if left.is_symlink():
         return True
     with suppress(OSError), (left / LOCK).open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it lives, or this disk cannot tell
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if the process lives
         return True
     with suppress(OSError):  # it died before it held the lock, or after all else was removed
         return {each.name for each in left.iterdir()} <= {f"{LOCK}.new"} and _age(left) > 60
@@ -110,25 +106,25 @@ def _age(path: Path) -> float:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a temporary folder, its lock last: one that a kill leaves is known as abandoned."""
+    """Remove a temporary folder, its lock last, so that a half-removed one is seen as abandoned."""
     with suppress(OSError):  # another process may remove it, too
         for each in folder.iterdir():
             if each.name != LOCK:
-                remove(each)
-    remove(folder)
+                remove_path(each)
+    remove_path(folder)
 
 
 @contextmanager
-def whole_folder(
+def atomic_folder(
     place: Path, is_good: Callable[[Path], bool] = lambda there: False
 ) -> Iterator[Path]:
-    """A folder to fill; it is moved to `place` when the block ends without an error.
+    """A new folder to write into; it is moved to `place` when the block ends without an error.
 
-    A folder that is there already stays until then, and is replaced.
+    An existing folder at `place` stays until then, and is replaced.
 
     Args:
-        is_good: Whether a folder at `place`, made by another process meanwhile, can stay. The
-            filled folder is then deleted.
+        is_good: Returns True if the folder at `place`, which another process may have made, can
+            stay. The new folder is then deleted.
     """
     _make_parents(place)
     with temporary_folder(place.parent) as beside:
@@ -153,11 +149,11 @@ def whole_folder(
 
 @contextmanager
 def atomic_write(place: Path) -> Iterator[Path]:
-    """The path of a file to write, under the same name; it is moved to `place` when the block ends
+    """The path of a temporary file of the same name; it is moved to `place` when the block ends
     without an error.
 
-    A file that is there already stays until then, and is replaced. Processes that write the same
-    file at the same time do not disturb each other.
+    An existing file at `place` stays until then, and is replaced. Two processes may write the same
+    file at the same time.
     """
     _make_parents(place)
     with temporary_folder(place.parent) as beside:
@@ -169,216 +165,60 @@ def atomic_write(place: Path) -> Iterator[Path]:
         _flush(place.parent)
 
 
-LARGEST_TEXT = 2**30
-"""Bytes of a text file, at most."""
-DEEPEST = 100
-"""Levels of lists and tables in a file, at most."""
-
-
-def check_file(file: Path) -> None:
-    """Refuse what is no file: to open a pipe waits for whoever writes into it, for ever.
-
-    Raises:
-        OSError: It is not there, or a folder.
-        ValueError: It is a pipe, a socket or a device.
-    """
-    mode = file.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-    if not stat.S_ISREG(mode):
-        raise ValueError("it is a pipe, a socket or a device; give a file")
-
-
-def read_text(file: Path, may_hold_nul: bool = False) -> str:
-    """A text file in UTF-8, without the byte-order mark that some programs put in front.
-
-    Raises:
-        OSError: It is not there, a folder, or cannot be read.
-        ValueError: It is no file, too large, or no text: not UTF-8, or with a NUL.
-    """
-    check_file(file)
-    if (size := file.stat().st_size) > LARGEST_TEXT:
-        raise ValueError(f"it has {size} bytes; a text has {LARGEST_TEXT} at most")
-    raw = file.read_bytes()
-    try:
-        text = raw.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line, bad = raw[: error.start].count(b"\n") + 1, raw[error.start : error.start + 4]
-        raise ValueError(
-            f"line {line}: the bytes {bad!r} are not UTF-8; save the file as UTF-8"
-        ) from None
-    if "\0" in text and not may_hold_nul:
-        line = raw[: raw.index(0)].count(b"\n") + 1
-        raise ValueError(f"line {line} has a NUL, which no text has; give a text file")
-    return text
-
-
-def parse_json(text: str) -> Any:
-    """What a text says as JSON.
-
-    Raises:
-        ValueError: It is no JSON, names a field twice, is nested too deeply, or has a number of
-            thousands of digits.
-    """
-    return _parsed(lambda: json.loads(text, object_pairs_hook=_each_once))
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """What a text says as TOML.
-
-    Raises:
-        ValueError: As `parse_json`.
-    """
-    return dict(_parsed(lambda: tomllib.loads(text)))
-
-
-def _parsed(parse: Callable[[], Any]) -> Any:
-    deep = f"it is nested too deeply; {DEEPEST} levels are allowed"
-    try:
-        found = parse()
-    except RecursionError:
-        raise ValueError(deep) from None
-    except ValueError as error:
-        if "integer string" not in str(error):
-            raise
-        raise ValueError("it has a whole number of thousands of digits") from None
-    level, levels = [found], 0
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        if (levels := levels + 1) > DEEPEST:
-            raise ValueError(deep)
-        level = [
-            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-    return found
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has the field {twice!r} twice; give it once")
-    return found
-
-
 def write_text(place: Path, text: str) -> None:
-    """Write a text file, whole, as UTF-8."""
+    """Write a text file in UTF-8 with `atomic_write`."""
     with atomic_write(place) as fresh:
         fresh.write_text(text, encoding="utf-8")
 
 
 def write_netcdf(place: Path, data: xr.Dataset) -> None:
-    """Write a netCDF file by way of memory: HDF5 takes the process down when the disk is full."""
+    """Write a netCDF file from memory, since HDF5 kills the process when the disk is full."""
     place.write_bytes(data.to_netcdf(engine="h5netcdf"))
-
-
-def as_csv(table: pd.DataFrame, digits: int | None = None) -> str:
-    """A table as CSV, without its index.
-
-    All texts are quoted where one holds a carriage return, at which a reader would begin a row.
-
-    Args:
-        digits: Of a number, at most; by default all.
-    """
-    texts = table.select_dtypes(exclude=["number", "bool"]).astype(str)
-    split = any(texts[name].str.contains("\r", regex=False).any() for name in texts)
-    quoting: Literal[0, 2] = 2 if split else 0  # csv.QUOTE_NONNUMERIC, csv.QUOTE_MINIMAL
-    how = None if digits is None else f"%.{digits}g"
-    return str(table.to_csv(index=False, float_format=how, quoting=quoting))
-
-
-def as_markdown(title: str, shown: pd.DataFrame, notes: Sequence[str]) -> str:
-    """A table as Markdown."""
-    escaped = [
-        [str(value).replace("|", "\\|").replace("\n", " ") for value in row]
-        for row in shown.to_numpy()
-    ]
-    lines = [
-        " | ".join(map(str, shown.columns)),
-        " | ".join("---" for _ in shown.columns),
-        *map(" | ".join, escaped),
-    ]
-    return (
-        f"### {title}\n\n"
-        + "\n".join(f"| {line} |" for line in lines)
-        + "\n\n"
-        + "\n\n".join(notes)
-        + "\n"
-    )
-
-
-def as_latex(title: str, shown: pd.DataFrame, notes: Sequence[str], label: str) -> str:
-    """A table as LaTeX, for booktabs."""
-    lines = [
-        r"\begin{table}",
-        r"\centering\small",
-        rf"\caption{{{_latex(title)}}}",
-        rf"\label{{tab:{label}}}",
-        rf"\begin{{tabular}}{{{'l' * len(shown.columns)}}}",
-        r"\toprule",
-        " & ".join(_latex(str(column)) for column in shown.columns) + r" \\",
-        r"\midrule",
-        *(" & ".join(_latex(str(value)) for value in row) + r" \\" for row in shown.to_numpy()),
-        r"\bottomrule",
-        r"\end{tabular}",
-        *(rf"\par\footnotesize {_latex(note)}" for note in notes),
-        r"\end{table}",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _latex(text: str) -> str:
-    text = text.replace("\\", r"\textbackslash ")
-    for mark in "&%$#_{}":
-        text = text.replace(mark, "\\" + mark)
-    text = text.replace("~", r"\textasciitilde ").replace("^", r"\textasciicircum ")
-    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text)
 
 
 def with_checksums(
     fields: Mapping[str, Any] | str, beside: Iterable[Path] = (), indent: int | None = 1
 ) -> str:
-    """The text of a JSON file with its seal.
+    """The text of a JSON file with its checksums (field "seal").
 
     Args:
         fields: A JSON object, or its text.
-        beside: Files in the same folder that belong to it, as they will stay.
-        indent: None puts everything on one line.
+        beside: Finished files in the same folder, whose sha256 is added.
+        indent: None writes one line.
     """
     known = json.loads(fields) if isinstance(fields, str) else fields
-    whole = {**known, SEAL: {file.name: sha256_of(file) for file in beside}}
-    whole[SEAL] |= {OWN: _digest(whole)}
+    whole = {**known, CHECKSUMS_FIELD: {file.name: sha256_of(file) for file in beside}}
+    whole[CHECKSUMS_FIELD] |= {OWN_ENTRY: _fields_sha256(whole)}
     return json.dumps(whole, indent=indent, ensure_ascii=False) + "\n"
 
 
 def without_checksums(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The fields of a JSON file, and the sha256 of the files beside it, by name.
 
-    A file without a seal is read as it is.
+    A file without checksums is read without a check.
 
     Raises:
-        ValueError: Not a JSON object, or its contents are not those that were sealed.
+        ValueError: Not a JSON object, or its contents differ from its checksum.
     """
     fields = parse_json(text)
     if not isinstance(fields, dict):
         raise ValueError(f"it must hold a JSON object, found {str(fields)[:40]!r}")
-    if (seal := fields.pop(SEAL, None)) is None:
+    if (seal := fields.pop(CHECKSUMS_FIELD, None)) is None:
         return fields, {}
-    own = seal.pop(OWN, None) if isinstance(seal, dict) else None
-    if own != _digest({**fields, SEAL: seal}):
+    own = seal.pop(OWN_ENTRY, None) if isinstance(seal, dict) else None
+    if own != _fields_sha256({**fields, CHECKSUMS_FIELD: seal}):
         raise ValueError("its contents are not those that were written (its seal differs)")
     return fields, seal
 
 
-def _digest(fields: Mapping[str, Any]) -> str:
+def _fields_sha256(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def write_checkpoint(place: Path, state: Mapping[str, Any]) -> None:
-    """Write tensors and plain values, whole, for `read_checkpoint`.
+    """Write tensors and plain values with `atomic_write`.
 
-    `torch.save` writes into memory: on a full disk it ends with an error of its own.
+    `torch.save` writes to memory first: on a full disk it raises an error of another type.
     """
     import torch
 
@@ -389,10 +229,10 @@ def write_checkpoint(place: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
-    """What `write_checkpoint` wrote, which PyTorch itself reads without asking for its checksums.
+    """Read a checkpoint of `write_checkpoint`, and check its checksums, which PyTorch ignores.
 
     Raises:
-        ValueError: It is not what was written.
+        ValueError: It is damaged.
         OSError: It cannot be read.
     """
     import torch
@@ -402,7 +242,7 @@ def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
             if (bad := stored.testzip()) is not None:
                 raise ValueError(f"the checksum of {bad} differs")
         found = torch.load(file, weights_only=True, map_location=device)
-    except Exception as error:  # PyTorch raises all kinds
+    except Exception as error:  # PyTorch raises errors of many types
         if not is_damage(error):
             raise
         raise ValueError(" ".join(str(error).split())[:80]) from error
@@ -412,9 +252,9 @@ def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error of reading a file says that it is not what was written: it is missing,
-    something else, or cannot be understood. Too little memory, a library that cannot take the
-    file's name, or a disk that fails or is closed to the user say nothing about the file."""
+    """True if an error in reading a file means that the file is damaged or missing. Too little
+    memory, a library that cannot take the file's name, a disk that fails, and a missing permission
+    say nothing about the file."""
     if isinstance(error, (MemoryError, UnicodeEncodeError)):
         return False
     if not isinstance(error, OSError) or error.errno is None:  # libraries raise OSError without one
@@ -426,38 +266,37 @@ def sha256_of(file: Path) -> str:
     """The sha256 of a file, in hexadecimal digits.
 
     Raises:
-        OSError, ValueError: As `check_file`.
+        OSError, ValueError: As `check_regular_file`.
     """
-    check_file(file)
+    check_regular_file(file)
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; a process that dies in the middle leaves none that looks complete."""
+    """Remove a folder. If the process dies, no folder that looks complete is left."""
     with temporary_folder(folder.parent) as beside:
         folder.rename(beside / "before")
 
 
-def tidy(folder: Path) -> None:
-    """Remove what killed processes left unfinished at any depth of a folder in which nobody else
-    writes."""
-    for left in list(folder.rglob(f"{ASIDE}*")):
-        remove(left)
+def remove_temporary(folder: Path) -> None:
+    """Remove all temporary folders at any depth of a folder to which no other process writes."""
+    for left in list(folder.rglob(f"{TEMPORARY_PREFIX}*")):
+        remove_path(left)
 
 
 @contextmanager
-def new_folder(
+def result_folder(
     out: Path, force: bool | None = None, finished: Callable[[Path], bool] = lambda folder: False
 ) -> Iterator[Path]:
-    """The folder of a command's results: it becomes `out` when the block ends well, and vanishes
-    when it does not.
+    """A new folder for a command's results. It is moved to `out` when the block ends without an
+    error, and else removed.
 
     Args:
-        out: The folder's place.
-        force: Replace a finished folder of this kind there. Anything else there is never replaced.
-            None: nor is that; the command has no such option.
-        finished: Tells whether a folder is a finished one of this kind.
+        out: Place of the results.
+        force: Replace a finished folder of this kind. Nothing else is ever replaced. None: the
+            command has no such option, and replaces nothing.
+        finished: Returns True if a folder is a finished one of this kind.
 
     Raises:
         RunError: `out` is finished, is something else, or cannot be written.
@@ -468,28 +307,30 @@ def new_folder(
         raise RunError(f"{out} is a loop of links; choose another --out") from error
     check_name(out)
     if out.parent.is_dir():
-        clean(out.parent)
-    _refuse(out, force, finished)
-    made = [folder for folder in out.parents if not folder.exists()]
+        remove_abandoned(out.parent)
+    _check_replaceable(out, force, finished)
+    new_parents = [folder for folder in out.parents if not folder.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=ASIDE, dir=out.parent):
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=out.parent):
             pass
     except OSError as error:
         raise RunError(f"cannot write {out}: {error.strerror}; choose another --out") from error
     try:
-        with whole_folder(out) as fresh:
+        with atomic_folder(out) as fresh:
             yield fresh
-            _refuse(out, force, finished)  # another process may have finished it meanwhile
+            _check_replaceable(
+                out, force, finished
+            )  # another process may have finished it meanwhile
     finally:
         if not out.exists():
-            for folder in made:
-                with suppress(OSError):  # somebody else put something there meanwhile
+            for folder in new_parents:
+                with suppress(OSError):  # another process has written to it meanwhile
                     folder.rmdir()
 
 
 def check_name(place: Path) -> None:
-    """Refuse a path with letters that are no text: libraries that write tables cannot take it.
+    """Refuse a path that is not UTF-8, since some libraries that write tables cannot take it.
 
     Raises:
         RunError: It is such a path.
@@ -504,29 +345,30 @@ def check_name(place: Path) -> None:
 
 
 def holds_only(*names: str) -> Callable[[Path], bool]:
-    """For `new_folder`: whether a folder holds the first of these files, and no foreign one.
+    """A function for `result_folder` that returns True if a folder holds the first of these files,
+    and raises if it holds a foreign file.
 
     Args:
-        names: As `check_own`.
+        names: As for `refuse_foreign_files`.
     """
 
     def finished(folder: Path) -> bool:
         if not (folder / names[0]).is_file():
             return False
-        check_own(folder, names)
+        refuse_foreign_files(folder, names)
         return True
 
     return finished
 
 
-def check_own(folder: Path, names: Iterable[str]) -> None:
-    """Refuse to replace a folder that holds something which a command did not write.
+def refuse_foreign_files(folder: Path, names: Iterable[str]) -> None:
+    """Refuse to replace a folder that holds a file which the command did not write.
 
     Args:
-        names: Of what it writes; * stands for any letters.
+        names: Names of the command's files; * stands for any letters.
 
     Raises:
-        RunError: It holds something else.
+        RunError: The folder holds another file.
     """
     for each in sorted(folder.iterdir()):
         if not any(fnmatchcase(each.name, name) for name in names):
@@ -536,8 +378,8 @@ def check_own(folder: Path, names: Iterable[str]) -> None:
             )
 
 
-def _refuse(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> None:
-    """Raise where `new_folder` may not put a folder."""
+def _check_replaceable(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> None:
+    """Raise RunError if `result_folder` may not replace `out`."""
     if os.path.ismount(out):
         raise RunError(
             f"{out} is where a disk is mounted, and cannot be replaced; give a folder in it, such"
@@ -559,15 +401,16 @@ def _refuse(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> 
         raise RunError(f"{out} is finished; {option}choose another --out")
 
 
-def no_link(path: str, flags: int) -> int:
-    """For `open(..., opener=no_link)`: a link is an error, and what it points to is not changed."""
+def refuse_link(path: str, flags: int) -> int:
+    """An opener for `open` that raises for a link, so that its target is not changed."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def held(file: IO[str]) -> bool:
-    """Lock an open file against other processes until it is closed; False where one has it.
+def try_lock(file: IO[str]) -> bool:
+    """Lock an open file until it is closed. Returns False if another process holds the lock.
 
-    Where the disk cannot hold locks (some network disks), it is not locked, and True.
+    On a disk that cannot hold locks (some network disks) the file is not locked, and the result is
+    True.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -578,25 +421,24 @@ def held(file: IO[str]) -> bool:
     return True
 
 
-def is_page(file: Path) -> bool:
-    """Whether a page may be written there, and replace what is there: its name says that it is
-    one."""
+def is_html(file: Path) -> bool:
+    """True if a file's name is that of an HTML page: a page may replace only such a file."""
     return file.suffix.lower() in (".html", ".htm")
 
 
 def cache_folder() -> Path:
-    """The folder of things that take long to make: `LAPA2_CACHE`, or the platform's folder for
-    caches."""
+    """The folder for results that are kept between runs: `LAPA2_CACHE`, or the platform's folder
+    for caches."""
     from platformdirs import user_cache_dir
 
     return Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp"))
 
 
-def keep_file(file: Path, write: Callable[[Path], Any]) -> None:
-    """Put a file into the cache.
+def cache_file(file: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file of the cache.
 
     Args:
-        write: Given a path of the same name, writes it.
+        write: Writes the file to a temporary path of the same name.
 
     Raises:
         ModelError: The cache cannot be written.
@@ -612,12 +454,12 @@ def keep_file(file: Path, write: Callable[[Path], Any]) -> None:
 
 
 @contextmanager
-def alone_with(file: Path) -> Iterator[None]:
-    """A block that one process at a time runs for a file, so that what it makes is made once.
+def one_process_at_a_time(file: Path) -> Iterator[None]:
+    """A block that only one process at a time runs for a file, so that the file is made once.
 
-    The others wait. What dies lets go. Where the disk cannot hold locks (some network disks),
-    nobody waits, and the work is done more than once. Locks lie in a folder beside the file's,
-    empty, and stay: to remove one would let two processes in.
+    Other processes wait. A process that dies releases the lock. On a disk that cannot hold locks
+    (some network disks) no process waits, and the work is done more than once. The lock files are
+    empty and stay in a folder beside the file's: without them two processes could enter.
     """
     from filelock import FileLock, Timeout
 

@@ -1,8 +1,8 @@
-"""The drawings that notebooks, figures and the report share. Each takes a tidy table and returns a
+"""Plots for notebooks, figures and the report. Each function takes a tidy table and returns a
 matplotlib figure.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart; arms keep their colour
-across drawings.
+The colours are Okabe and Ito's, which colour-blind readers can distinguish. An arm has the same
+colour in all plots.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DASHES = ("-", "--", "-.")
 
 
 def styles() -> Iterator[tuple[str, str]]:
-    """Colour and dash of one curve after another, without an end: no curve is left out."""
+    """Colour and dash of each curve in turn, repeated without end."""
     return cycle((colour, dash) for dash in DASHES for colour in COLOURS)
 
 
@@ -31,8 +31,8 @@ class Drawing(Figure):
     """A figure outside pyplot's global list that notebooks show as a picture and reports embed."""
 
     def draw(self, renderer: Any) -> None:
-        """Texts and names are drawn as they are: in a token such as "$$", a dollar begins no
-        formula. Numbers on an axis may be formulas of matplotlib's own."""
+        """Draw the figure with dollars in texts as plain characters, since tokens such as "$$" are
+        no formulas. Numbers on an axis may be formulas of matplotlib."""
         for text in self.findobj(Text):
             assert isinstance(text, Text)
             words = text.get_text()
@@ -67,15 +67,15 @@ def attention_curves(
     Args:
         steps: From `attention.tables.step_table`.
         fits: From `attention.tables.fit_table`; None draws no fits.
-        name: Which sum.
+        name: Name of the sum.
     """
     figure = new_figure(6.8, 4.0)
     axes = figure.subplots()
-    several = steps["layer_type"].nunique() > 1
+    typed = steps["layer_type"].nunique() > 1
     curves = steps[steps["name"] == name].groupby(["arm", "layer_type"], sort=False)
     for (colour, dash), ((arm, layer_type), curve) in zip(styles(), curves, strict=False):
         t = curve["step"].to_numpy()
-        label = f"{arm}, {layer_type} layers" if several else arm
+        label = f"{arm}, {layer_type} layers" if typed else arm
         axes.plot(t, curve["mean"], color=colour, ls=dash, lw=1.4, label=label)
         axes.fill_between(t, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
         if fits is None or layer_type != "full":
@@ -92,10 +92,10 @@ def attention_curves(
                 ls=":",
                 label=f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}",
             )
-    mean = f"mean over layers{' of a type' * several} and heads"
+    mean = f"mean over layers{' of a type' * typed} and heads"
     plain_axes(axes, "generation step t", f"attention on {name.replace('_', ' ')}\n({mean})")
     axes.set_ylim(bottom=0)
-    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=2 if several else 4)
+    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=2 if typed else 4)
     return figure
 
 
@@ -104,7 +104,7 @@ def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Drawing:
 
     Args:
         heads: From `attention.tables.head_table`.
-        name: Which sum.
+        name: Name of the sum.
     """
     maps = {
         str(arm): part.pivot(index="layer", columns="head", values=name).to_numpy()
@@ -135,7 +135,8 @@ def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Drawing:
 
 
 def calibration_curves(curves: pd.DataFrame) -> Drawing:
-    """What scorers predict against what is true, bin by bin; larger marks have more texts.
+    """Calibration: mean prediction of scorers against the mean truth of each bin. Larger marks have
+    more texts.
 
     Args:
         curves: From `agreement.calibration`, with a column `scorer`.

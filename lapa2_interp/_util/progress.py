@@ -1,8 +1,8 @@
 """Progress of long work, on standard error: a bar on a terminal; elsewhere, as in a log, a plain
 line every 15 s.
 
-Work of less than two seconds shows nothing. What is printed may quote any text; on a terminal it
-does nothing but show (`harmless_output`).
+Work of less than two seconds shows nothing. Printed lines may quote any text, so control characters
+are escaped on a terminal (`sanitized_output`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 
     """A bar to advance by `update`; a context manager.
 
     Args:
-        total: Units there are.
-        label: What is being done.
-        unit: In the singular.
+        total: Number of units.
+        label: Name of the work.
+        unit: Name of a unit, in the singular.
         initial: Units done before.
     """
     form: dict[str, Any] = {
-        "desc": one_line(label),
+        "desc": escape_line(label),
         "total": total,
         "unit": unit,
         "initial": initial,
@@ -43,13 +43,13 @@ def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 
     }
     if sys.stderr.isatty():
         return tqdm(
-            **form, file=drawing(sys.stderr), mininterval=0.2, smoothing=0.1, dynamic_ncols=True
+            **form, file=raw_stream(sys.stderr), mininterval=0.2, smoothing=0.1, dynamic_ncols=True
         )
-    return Lines(**form, mininterval=1.0, miniters=1, smoothing=0.1)
+    return LineBar(**form, mininterval=1.0, miniters=1, smoothing=0.1)
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds for reading: 40 s, 12 min, 3.4 h, 5.0 days, 7.4 years."""
+    """Seconds in a readable unit: 40 s, 12 min, 3.4 h, 5.0 days, 7.4 years."""
     for size, name in ((365 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.1f} {name}" if size > 60 else f"{seconds / size:.0f} {name}"
@@ -57,8 +57,10 @@ def format_duration(seconds: float) -> str:
 
 
 @contextmanager
-def given_bar(given: tqdm | None, total: int, label: str, unit: str = "token") -> Iterator[tqdm]:
-    """The bar that was given; without one a new bar, which is closed at the end of the block."""
+def given_or_new_bar(
+    given: tqdm | None, total: int, label: str, unit: str = "token"
+) -> Iterator[tqdm]:
+    """The given bar, or a new one that is closed at the end of the block."""
     if given is not None:
         yield given
         return
@@ -66,29 +68,29 @@ def given_bar(given: tqdm | None, total: int, label: str, unit: str = "token") -
         yield own
 
 
-def no_progress() -> tqdm:
+def hidden_bar() -> tqdm:
     """A bar that shows nothing, for work inside other work."""
     return tqdm(disable=True)
 
 
-class Counter(tqdm):
-    """A bar that shows nothing, and tells a function how many units are done."""
+class CountingBar(tqdm):
+    """A bar that shows nothing, and reports the number of finished units to a function."""
 
-    def __init__(self, told: Callable[[int], object]) -> None:
+    def __init__(self, report: Callable[[int], object]) -> None:
         super().__init__(disable=True)
-        self.told, self.done = told, 0
+        self.report, self.done = report, 0
 
     def update(self, n: int | float | None = 1) -> None:
-        """Count units, and tell."""
+        """Count units, and report."""
         self.done += int(n or 0)
-        self.told(self.done)
+        self.report(self.done)
 
 
-class Lines(tqdm):
+class LineBar(tqdm):
     """A bar as whole lines, at most one every 15 s, and one when the work ends."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Write a line if one is due. The last one is left to `close`, which knows the last
+        """Write a line if one is due. `close` writes the last line, since it has the last
         postfix."""
         now = self._time()
         if now - getattr(self, "written", self.start_t) < LINE_EVERY or self.n >= (
@@ -133,85 +135,87 @@ class Lines(tqdm):
         return f"{self.desc}: {', '.join(parts)}"
 
 
-AGAIN = 0.05
+RAISE_AGAIN_AFTER = 0.05
 """Seconds after which a stop that a finalizer has swallowed is raised again."""
 
 
-class Stopped(SystemExit):
+class Terminated(SystemExit):
     """SIGTERM, by which batch systems stop a program."""
 
 
 @contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C is treated: what is half-made is removed, and workers are closed.
+def stop_on_sigterm() -> Iterator[None]:
+    """Treat SIGTERM like Ctrl-C: unfinished files are removed, and workers are closed.
 
-    Both count, too, where they arrive inside a library that turns every exception into its own, or
-    in a finalizer, which swallows them; then they are raised again a moment later.
+    A signal may arrive inside a library that turns every exception into its own, or in a finalizer,
+    which ignores exceptions. It is then raised again a moment later.
 
     Raises:
-        Stopped: With the exit code of a program that SIGTERM ended.
+        Terminated: With the exit code of a program that SIGTERM ended.
     """
     if threading.current_thread() is not threading.main_thread():  # only that one gets signals
         yield
         return
-    came: list[BaseException] = []
+    signals: list[BaseException] = []
 
+    # The handlers: raise, and remember it in case that a library or a finalizer hides it.
     def stop(number: int, _: object) -> None:
         sigterm = number == signal.SIGTERM
-        came.append(Stopped(128 + signal.SIGTERM) if sigterm else KeyboardInterrupt())
-        raise came[-1]
+        signals.append(Terminated(128 + signal.SIGTERM) if sigterm else KeyboardInterrupt())
+        raise signals[-1]
 
     kinds = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
         kinds.append(signal.SIGINT)
 
-    def again(*_: object) -> None:
-        raise came[-1]
+    def raise_again(*_: object) -> None:
+        raise signals[-1]
 
     before = {kind: signal.signal(kind, stop) for kind in kinds}
-    told = sys.unraisablehook
+    former_hook = sys.unraisablehook
 
-    def tell(ignored: Any) -> None:
-        """What Python ignores in a finalizer, but for our own."""
-        if isinstance(ignored.exc_value, KeyboardInterrupt | Stopped):
-            before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, again))
-            signal.setitimer(signal.ITIMER_REAL, AGAIN)
+    def hook(ignored: Any) -> None:
+        """Raise a signal again that a finalizer has hidden; report any other exception."""
+        if isinstance(ignored.exc_value, KeyboardInterrupt | Terminated):
+            before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, raise_again))
+            signal.setitimer(signal.ITIMER_REAL, RAISE_AGAIN_AFTER)
         else:
-            told(ignored)
+            former_hook(ignored)
 
-    sys.unraisablehook = tell
+    sys.unraisablehook = hook
     try:
         yield
     except Exception as error:
-        if came:
-            raise came[-1] from error
+        if signals:
+            raise signals[-1] from error
         raise
     else:
-        if came:  # something has swallowed it
-            raise came[-1]
+        if signals:  # something has swallowed it
+            raise signals[-1]
     finally:
         if signal.SIGALRM in before:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.unraisablehook = told
+        sys.unraisablehook = former_hook
         for kind, handler in before.items():
             signal.signal(kind, handler)
 
 
-def is_stop(error: BaseException | None) -> bool:
-    """Whether Ctrl-C or SIGTERM is behind an error that a library has made of it."""
+def caused_by_stop(error: BaseException | None) -> bool:
+    """True if an error, which a library may have raised, was caused by Ctrl-C or SIGTERM."""
     while error is not None:
-        if isinstance(error, KeyboardInterrupt | Stopped):
+        if isinstance(error, KeyboardInterrupt | Terminated):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 @contextmanager
-def interrupts_held(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C and SIGTERM set an event, and count when the block ends; a second one counts at once.
+def deferred_interrupts(stop: threading.Event) -> Iterator[None]:
+    """Ctrl-C and SIGTERM set an event and are raised when the block ends; a second one is raised at
+    once.
 
     Args:
-        stop: What the block looks at, to end soon.
+        stop: The event; the block checks it and ends soon.
     """
     if threading.current_thread() is not threading.main_thread():  # only that one gets signals
         yield
@@ -242,53 +246,55 @@ CONTROLS = re.compile(
 halves of surrogate pairs, which no terminal can show."""
 
 
-def visible(text: str) -> str:
-    """A text with its control characters spelt out, as \\x1b."""
+def escape_controls(text: str) -> str:
+    """A text with its control characters escaped, as \\x1b."""
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def one_line(text: str) -> str:
-    """The same on one line."""
-    return visible(text).replace("\n", "\\n")
+def escape_line(text: str) -> str:
+    """A text on one line, with its control characters escaped."""
+    return escape_controls(text).replace("\n", "\\n")
 
 
-class Terminal:
-    """A stream to a terminal whose `write` spells control characters out.
+class SanitizedStream:
+    """A stream to a terminal whose `write` escapes control characters.
 
     Attributes:
-        stream: The stream as it was, for what draws on purpose.
+        stream: The original stream, for progress bars, which need control characters.
     """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        self.stream.write(visible(text))
+        self.stream.write(escape_controls(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
-def drawing(stream: Any) -> Any:
-    """The text stream under a `Terminal`; any other is itself."""
-    return stream.stream if isinstance(stream, Terminal) else stream
+def raw_stream(stream: Any) -> Any:
+    """The original stream of a `SanitizedStream`; any other stream is returned as it is."""
+    return stream.stream if isinstance(stream, SanitizedStream) else stream
 
 
 @contextmanager
-def harmless_output() -> Iterator[None]:
-    """A block in which what is printed on a terminal is harmless, and everywhere can be printed."""
-    before = sys.stdout, sys.stderr
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:  # for one that is closed (`>&-`)
-        out, err = (nowhere if stream is None else stream for stream in before)
+def sanitized_output() -> Iterator[None]:
+    """A block in which no printed text can control the terminal, and every text can be printed."""
+    streams = sys.stdout, sys.stderr
+    with Path(os.devnull).open(
+        "w", encoding="utf-8"
+    ) as nowhere:  # for a stream that is closed (`>&-`)
+        out, err = (nowhere if stream is None else stream for stream in streams)
         errors = getattr(out, "errors", None)
         reconfigure = getattr(out, "reconfigure", lambda **_: None)
         reconfigure(errors="backslashreplace")
         sys.stdout, sys.stderr = (
-            Terminal(stream) if stream.isatty() else stream for stream in (out, err)
+            SanitizedStream(stream) if stream.isatty() else stream for stream in (out, err)
         )
         try:
             yield
         finally:
-            sys.stdout, sys.stderr = before
+            sys.stdout, sys.stderr = streams
             reconfigure(errors=errors)

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import DeadHookError
-from lapa2_interp._util.files import keep_file
+from lapa2_interp._util.files import cache_file
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.methods.base import Intervention
 from lapa2_interp.models.card import Model
@@ -161,7 +161,7 @@ def promoters(
                 where = places.gather(1, order[:, :, None].expand(-1, -1, 2))
                 bar.update(len(neurons))
             if file is not None:
-                keep_file(file, partial(_store, best=best, where=where, layers=layer + 1))
+                cache_file(file, partial(_store, best=best, where=where, layers=layer + 1))
     return best, where
 
 

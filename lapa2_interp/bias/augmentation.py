@@ -58,7 +58,7 @@ from pydantic import (
     model_validator,
 )
 
-from lapa2_interp._util.errors import AugmentationError, first_problem
+from lapa2_interp._util.errors import AugmentationError, validation_message
 
 Law = Literal["log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"]
 PAPER_LAWS = ("log", "linear", "sqrt", "constant")
@@ -172,7 +172,7 @@ class Augmentation(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             raise AugmentationError(
-                f"augmentation {first_problem(error, FORMS, type(self).model_fields)}"
+                f"augmentation {validation_message(error, FORMS, type(self).model_fields)}"
             ) from None
 
     @model_validator(mode="before")
@@ -427,7 +427,7 @@ class Augmentation(BaseModel):
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise AugmentationError(
-                f"augmentation {first_problem(error, FORMS, cls.model_fields)}"
+                f"augmentation {validation_message(error, FORMS, cls.model_fields)}"
             ) from None
 
 

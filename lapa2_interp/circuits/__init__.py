@@ -1,10 +1,10 @@
-"""Which heads carry the control: what a prefix does to the next token, how much of it is lost when
-heads cannot see the prefix, and what they write.
+"""Circuits: the heads that carry the control. Distances between the branches' predictions, the
+control lost when heads cannot see the prefix, and the heads' direct effects on the logits.
 
     from lapa2_interp import circuits, load_model
 
     model = load_model("planted")
-    circuits.control(model, "sentiment").plot()
+    circuits.control_score(model, "sentiment").plot()
     table = circuits.knock_out(model, "sentiment", over="head")
 """
 
@@ -13,34 +13,25 @@ from typing import TYPE_CHECKING
 from lapa2_interp._util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lapa2_interp.circuits.cases import RAW, ContrastExample, make_examples
-    from lapa2_interp.circuits.direct import HeadLogitAttribution, head_logit_attribution
+    from lapa2_interp.circuits.contrast_set import ContrastSet
+    from lapa2_interp.circuits.control import ControlScore, control_score
+    from lapa2_interp.circuits.examples import RAW, ContrastExample, make_examples
     from lapa2_interp.circuits.fading import Fading, measure_fading
-    from lapa2_interp.circuits.gradients import (
-        Attribution,
-        attribution,
-        integrated,
-        prefiltered,
-        recall,
-    )
-    from lapa2_interp.circuits.knockout import (
-        JointCurve,
-        KnockOut,
-        Unit,
-        joint_curve,
-        knock_out,
-        prefix_mass,
-        read_heads,
-        units_of,
-        write_heads,
-    )
-    from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
+    from lapa2_interp.circuits.gradients import Attribution, attribution, integrated_gradients
+    from lapa2_interp.circuits.joint_knockout import JointCurve, joint_curve
+    from lapa2_interp.circuits.knockout import KnockOut, knock_out
+    from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution, head_logit_attribution
     from lapa2_interp.circuits.metrics import METRICS, Predictions
     from lapa2_interp.circuits.patching import Patching, patch
-    from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
-    from lapa2_interp.circuits.question import ContrastSet
-    from lapa2_interp.circuits.score import Control, control
+    from lapa2_interp.circuits.prefilter import prefilter_recall, prefiltered_knock_out
+    from lapa2_interp.circuits.prefix_attention import (
+        alpha_at_prefix_attention,
+        mean_prefix_attention,
+        prefix_attention_by_head,
+    )
+    from lapa2_interp.circuits.pro_aug import PromptSlope, prompt_slope
     from lapa2_interp.circuits.selection import Selection, select, sufficient_tokens
+    from lapa2_interp.circuits.units import Unit, load_heads, make_units, save_heads
 
 __all__ = [
     "METRICS",
@@ -48,7 +39,7 @@ __all__ = [
     "Attribution",
     "ContrastExample",
     "ContrastSet",
-    "Control",
+    "ControlScore",
     "Fading",
     "HeadLogitAttribution",
     "JointCurve",
@@ -58,25 +49,25 @@ __all__ = [
     "PromptSlope",
     "Selection",
     "Unit",
-    "alpha_at_mass",
+    "alpha_at_prefix_attention",
     "attribution",
-    "control",
+    "control_score",
     "head_logit_attribution",
-    "integrated",
+    "integrated_gradients",
     "joint_curve",
     "knock_out",
+    "load_heads",
     "make_examples",
-    "mean_mass",
+    "make_units",
+    "mean_prefix_attention",
     "measure_fading",
     "patch",
-    "prefiltered",
-    "prefix_mass",
+    "prefilter_recall",
+    "prefiltered_knock_out",
+    "prefix_attention_by_head",
     "prompt_slope",
-    "read_heads",
-    "recall",
+    "save_heads",
     "select",
     "sufficient_tokens",
-    "units_of",
-    "write_heads",
 ]
 __getattr__, __dir__ = lazy_names(__name__)

@@ -1,18 +1,16 @@
-"""What is changed in a reading: which heads do not see the prefix as it is, and what they see
-instead.
+"""Edits of a forward pass: heads that see a replacement instead of the prefix.
 
-What a query after the prefix knows of it comes through the keys and values in the prefix's slots.
-So a head is kept from it in four ways:
+A query after the prefix sees it through the keys and values in the prefix's slots alone. So there
+are four replacements:
 
 - `cut`: the keys are blocked, and the head's attention goes to the others in proportion;
 - `zero`: the values are 0: the head attends as before and reads nothing;
-- `resample`: keys and values are those of the opposite prefix; with several opposites, their mean;
-- `mean`: they are the mean over the attributes' prefixes.
+- `resample`: keys and values are those of the opposite prefix, or the mean of several opposites;
+- `mean`: keys and values are the mean over the attributes' prefixes.
 
-`cut` is an augmentation. The other three are read in two copies of a row, behind the prefix's own
-keys and values and behind the others. In every layer, the output of the heads that are changed is
-taken from the second copy, for both. So the copies carry the same residual stream and differ only
-in what is changed, whatever the architecture does between keys and scores.
+`cut` is an augmentation. For the other three a row has a copy, whose cache holds the replaced keys
+and values. In every layer both rows take the edited heads' output from the copy. So they have one
+residual stream and differ in the edit alone, for any computation between keys and scores.
 """
 
 from __future__ import annotations
@@ -33,53 +31,55 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation, Phase, Rules, active_augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import named_rules
-from lapa2_interp.circuits.cases import ContrastExample
+from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.models.blocks import attached
 from lapa2_interp.models.card import Model, is_bridge, plain_network
 from lapa2_interp.models.interface import Visitor, visited
 
-How = Literal["cut", "zero", "resample", "mean"]
+Replacement = Literal["cut", "zero", "resample", "mean"]
 Branches = Literal["target", "others"]
 Heads = tuple[tuple[int, int], ...]
-MIX = "blocks.{}.attn.hook_z"
+Z = "blocks.{}.attn.hook_z"
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Heads that do not see the prefix as it is.
+    """Heads that see a replacement instead of the prefix.
 
     Attributes:
         heads: (layer, head) pairs.
-        how: What they see instead: "cut", "zero", "resample" or "mean"; or "null", which changes
-            nothing but the last bit of every output.
-        phase: The queries that are changed: "all_queries" all after the prefix (so also what prompt
-            tokens copy), "last_query" the last of the prompt and the text's, "decode" the text's,
-            "query" the one that predicts alone.
+        replacement: "cut", "zero", "resample" or "mean"; or "null", which changes the last bit of
+            every output and nothing else.
+        phase: The edited queries: "all_queries" all after the prefix (also the prompt's),
+            "last_query" the prompt's last and the text's, "decode" the text's, "query" the
+            predicting one alone.
         positions: Positions within the prefix, 0 its first token; None for all of it.
-        branches: Which branches are changed, the target's or (all at once) the others'; None for
-            all.
-        parts: Whether `resample` and `mean` replace keys, values, or both.
+        branches: The edited branches: "target", "others" (all at once), or None for all.
+        parts: The parts that `resample` and `mean` replace: "k", "v", or both.
     """
 
     heads: Heads
-    how: str = "cut"
+    replacement: str = "cut"
     phase: Phase = "all_queries"
     positions: tuple[int, ...] | None = None
     branches: Branches | None = None
     parts: tuple[str, ...] = ("k", "v")
 
     def __post_init__(self) -> None:
-        if self.how not in (*get_args(How), "null"):
-            raise CircuitError(unknown_choice("replacement", self.how, get_args(How)))
+        if self.replacement not in (*get_args(Replacement), "null"):
+            raise CircuitError(
+                unknown_choice("replacement", self.replacement, get_args(Replacement))
+            )
         if not self.heads:
             raise CircuitError("an edit needs at least one head")
 
-    def touches(self, branch: int) -> bool:
+    def applies_to(self, branch: int) -> bool:
+        """True if a branch is edited."""
         return self.branches is None or (self.branches == "target") == (branch == 0)
 
     @property
     def rule(self) -> Augmentation:
-        """The edit as an augmentation, if it is a cut."""
+        """The edit as an augmentation that cuts the prefix; of other replacements, its scope."""
         return Augmentation(
             alpha=1,
             law="cut",
@@ -95,18 +95,18 @@ def edited_logits(
     augmentation: Rules = None,
     raw: bool = False,
 ) -> tuple[Float[Tensor, "branch item step vocab"], Float[Tensor, "item step vocab"] | None]:
-    """Logits of every step of some texts, in every branch, each under its edit.
+    """Logits of every step of texts, in every branch, each under its edit.
 
     Args:
-        items: Cases of one shape, each with what is changed in it.
-        augmentation: What acts in every branch besides.
-        raw: Also read the texts without a prefix.
+        items: Examples of one shape, each with its edit.
+        augmentation: One or more augmentations that act in every branch besides.
+        raw: Also compute logits without a prefix.
 
     Returns:
-        Logits by branch, the target first; and those without a prefix, where they are asked for.
+        Logits by branch, the target first; and those without a prefix, or None.
 
     Raises:
-        CircuitError: The cases have several shapes; the model is a HookedTransformer; or an
+        CircuitError: The examples have different shapes; the model is a HookedTransformer; or an
             augmentation acts inside the prefix, or is pooled.
     """
     if not is_bridge(model):
@@ -114,87 +114,86 @@ def edited_logits(
             "circuits are read from a TransformerBridge or a TransformersModel, not from a"
             f" {type(model).__name__}"
         )
-    if len({case.shape for case, _ in items}) > 1:
-        raise CircuitError("cases that are read together must have one shape; see `batches`")
-    n_branches = len(items[0][0].names)
-    rows = [(case, edit, branch) for branch in range(n_branches) for case, edit in items]
-    logits = _read_rows(model, rows, augmentation)
+    if len({example.shape for example, _ in items}) > 1:
+        raise CircuitError("examples of a batch must have one shape; see `batches`")
+    n_branches = len(items[0][0].attributes)
+    rows = [(example, edit, branch) for branch in range(n_branches) for example, edit in items]
+    logits = _forward_rows(model, rows, augmentation)
     found = logits.unflatten(0, (n_branches, len(items)))
     if not raw:
         return found, None
-    return found, unprefixed_logits(model, [case for case, _ in items])
+    return found, unprefixed_logits(model, [example for example, _ in items])
 
 
 _Row = tuple[ContrastExample, Edit | None, int]
-"""A case, its edit, and which of its branches."""
+"""An example, its edit, and the number of the branch."""
 
 
-def _read_rows(
+def _forward_rows(
     model: Model, rows: Sequence[_Row], augmentation: Rules
 ) -> Float[Tensor, "row step vocab"]:
+    """Logits of rows that share a batch: the prefix first, then prompt and text."""
+    # Rows that need a copy, and the augmentations of each row.
     first = rows[0][0]
     device = model.cfg.device
-    swapped = [
-        i
-        for i, (_, edit, branch) in enumerate(rows)
-        if edit is not None and edit.how != "cut" and edit.touches(branch)
+    layouts = [example.layouts[branch] for example, _, branch in rows]
+    edits = [each if each and each.applies_to(branch) else None for _, each, branch in rows]
+    copied = [i for i, edit in enumerate(edits) if edit and edit.replacement != "cut"]
+    always = tuple(active_augmentations(named_rules(augmentation)))
+    rules = [
+        (*always, edit.rule) if edit and edit.replacement == "cut" else always for edit in edits
     ]
-    layouts = [case.layouts[branch] for case, _, branch in rows]
-    rules: list[tuple[Augmentation, ...]] = []
-    for _, edit, branch in rows:
-        cut = edit is not None and edit.how == "cut" and edit.touches(branch)
-        cuts = (edit.rule,) if cut and edit is not None else ()
-        rules.append((*active_augmentations(named_rules(augmentation)), *cuts))
-    for layout, row, (_, edit, branch) in zip(layouts, rules, rows, strict=True):
-        other = edit is not None and edit.how != "cut" and edit.touches(branch)
-        for rule in (*row, *((edit.rule,) if other and edit is not None else ())):
+    for layout, edit in zip(layouts, edits, strict=True):
+        for rule in (*always, edit.rule) if edit else always:
             _check_rule(rule, layout)
-    direct = any(rule.phase == "query" for row in rules for rule in row) or any(
-        edit is not None and edit.phase == "query" for _, edit, _ in rows
-    )
-    own = [*layouts, *(layouts[i] for i in swapped)]  # copies of the swapped rows at the end
-    prefixes = [case.prefixes[branch] for case, _, branch in rows]
-    # 1. The prefix, by itself.
+    phases = {rule.phase for rule in always} | {edit.phase for _, edit, _ in rows if edit}
+    by_step = "query" in phases
+    all_layouts = [*layouts, *(layouts[i] for i in copied)]  # copies stand at the end
+    prefixes = [example.prefixes[branch] for example, _, branch in rows]
+    # The prefix has a forward pass of its own.
     state = BridgeRows(model)
-    fronts = [front_of(each) for each in layouts]
+    fronts = [prefix_part(each) for each in layouts]
     if layouts[0].soft:
         state.behind(layouts, prefixes)
     else:
         with augmented(model, None, fronts):
             state.prompt_pass(fronts)
-    index = torch.tensor([*range(len(rows)), *swapped], device=device)
-    width = len(layouts[0]) + first.n - 1
+    index = torch.tensor([*range(len(rows)), *copied], device=device)
+    width = len(layouts[0]) + first.n_steps - 1
     state.expand(index, capacity=width)
-    if swapped:
-        _replace(state, rows, swapped, fronts[0])
-    # 2. Prompt and text behind it.
+    if copied:
+        _replace(state, rows, copied, fronts[0])
+    # Prompt and text follow it.
     ids = [
-        [*each.ids[len(front.ids) :], *case.text[:-1]]
-        for (case, _, _), each, front in zip(rows, layouts, fronts, strict=True)
+        [*each.ids[len(front.ids) :], *example.text[:-1]]
+        for (example, _, _), each, front in zip(rows, layouts, fronts, strict=True)
     ]
-    tokens = torch.tensor([*ids, *(ids[i] for i in swapped)], device=device)
-    mix = _Mix(model, rows, swapped) if swapped else None
+    tokens = torch.tensor([*ids, *(ids[i] for i in copied)], device=device)
+    edited_heads = _EditedHeads(model, rows, copied) if copied else None
     with ExitStack() as stack:
-        if mix is not None:
-            stack.enter_context(mix.applied())
-        acting = [*rules, *(rules[i] for i in swapped)]
-        if direct and (n_before := tokens.shape[1] - first.n):
-            # Keys of a span may be behind these queries, where a rule acts on none of them.
+        if edited_heads is not None:
+            stack.enter_context(edited_heads.applied())
+        acting = [*rules, *(rules[i] for i in copied)]
+        if by_step and (n_before := tokens.shape[1] - first.n_steps):
+            # A rule that acts on none of these queries may have a span after them.
             slots = np.arange(state.cache.get_seq_length(), len(layouts[0]) - 1)
             early = [
                 [rule for rule in row if each.acts(rule, slots).any()]
-                for row, each in zip(acting, own, strict=True)
+                for row, each in zip(acting, all_layouts, strict=True)
             ]
-            with augmented(model, early, own):
+            with augmented(model, early, all_layouts):
                 state.read(tokens[:, :n_before])
             tokens = tokens[:, n_before:]
-        stack.enter_context(augmented(model, acting, own))
-        logits = _read_directly(state, tokens) if direct else state.read(tokens, keep=first.n)
+        stack.enter_context(augmented(model, acting, all_layouts))
+        logits = (
+            _forward_by_step(state, tokens) if by_step else state.read(tokens, keep=first.n_steps)
+        )
     return logits[: len(rows)]
 
 
 def _check_rule(rule: Augmentation, layout: Layout) -> None:
-    """Refuse what cannot act here: the prefix is read by itself and the text in one pass."""
+    """Refuse an augmentation inside the prefix, or a pooled one: the prefix has its own forward
+    pass, and prompt and text have one."""
     inside = 0 if layout.soft else layout.prefix.stop
     if rule.phase == "every_query" or layout.acts(rule, np.arange(inside)).any():
         raise CircuitError(
@@ -209,15 +208,15 @@ def _check_rule(rule: Augmentation, layout: Layout) -> None:
         )
 
 
-def front_of(layout: Layout) -> Layout:
-    """A layout up to the end of its prefix."""
+def prefix_part(layout: Layout) -> Layout:
+    """The layout up to the end of its prefix."""
     n = 0 if layout.soft else layout.n_bos + layout.l_pre
     return replace(layout, ids=layout.ids[:n], tokens=layout.tokens[:n], l_pro=0)
 
 
-def _read_directly(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row step vocab"]:
-    """Every step by itself: the query that predicts is the last of its pass, and it is read again,
-    clean, before the next."""
+def _forward_by_step(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row step vocab"]:
+    """One forward pass a step: the predicting query is the last of its pass, and the next pass
+    reads it again without the edit."""
     found = []
     for i in range(tokens.shape[1]):
         found.append(state.read(tokens[:, max(i - 1, 0) : i + 1]))
@@ -225,87 +224,89 @@ def _read_directly(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row step
     return torch.cat(found, dim=1)
 
 
-def one_pass(augmentation: Rules, cases: Sequence[ContrastExample], what: str) -> None:
-    """Refuse what one pass of prefix, prompt and text has not, and what `edited_logits` refuses.
+def check_one_pass(augmentation: Rules, examples: Sequence[ContrastExample], need: str) -> None:
+    """Refuse augmentations under which prefix, prompt and text are not one forward pass.
+
+    Args:
+        need: The sentence's end before "such a pass" in the message.
 
     Raises:
-        CircuitError: Phase "query", under which every step is a pass of its own; or as
+        CircuitError: Phase "query", under which every step has its own forward pass; or as
             `edited_logits`.
     """
     for rule in active_augmentations(named_rules(augmentation)):
         if rule.phase == "query":
             raise CircuitError(
-                f"under phase {rule.phase!r} prefix and text are not read in one pass, and {what}"
+                f"under phase {rule.phase!r} prefix and text are not read in one pass, and {need}"
                 " such a pass; use phase 'last_query', 'decode' or 'all_queries'"
             )
-        for layout in {layout for case in cases for layout in case.layouts}:
+        for layout in {layout for example in examples for layout in example.layouts}:
             _check_rule(rule, layout)
 
 
 def unprefixed_logits(
-    model: Model, cases: Sequence[ContrastExample]
+    model: Model, examples: Sequence[ContrastExample]
 ) -> Float[Tensor, "item step vocab"]:
     """Logits of every step of texts of one shape, without a prefix.
 
     Raises:
-        CircuitError: A case has no raw layout.
+        CircuitError: An example has no raw layout.
     """
-    layouts = [case.raw for case in cases]
+    layouts = [example.raw for example in examples]
     if any(each is None for each in layouts):
         raise CircuitError(
-            "a case has no raw layout, so its text cannot be read without a prefix; make it with"
-            " Case.of, or use a metric other than from_raw"
+            "an example has no raw layout, so its text cannot be read without a prefix; make it"
+            " with ContrastExample.of, or use a metric other than from_raw"
         )
     state = BridgeRows(model)
     logits = [state.prompt_pass([each for each in layouts if each is not None])]
-    n = cases[0].n
+    n = examples[0].n_steps
     if n > 1:
-        index = torch.arange(len(cases), device=model.cfg.device)
+        index = torch.arange(len(examples), device=model.cfg.device)
         state.expand(index, capacity=len(layouts[0] or ()) + n - 1)
-        text = torch.tensor([case.text[:-1] for case in cases], device=model.cfg.device)
+        text = torch.tensor([example.text[:-1] for example in examples], device=model.cfg.device)
         logits.append(state.read(text, keep=n - 1))
     return torch.cat(logits, dim=1)
 
 
-def _replace(
-    state: BridgeRows, rows: Sequence[_Row], swapped: Sequence[int], front: Layout
-) -> None:
-    """Put other keys and values into the prefix's slots of the copies."""
-    n_items = len(rows) // len(rows[0][0].names)
+def _replace(state: BridgeRows, rows: Sequence[_Row], copied: Sequence[int], front: Layout) -> None:
+    """Replace keys and values in the prefix's slots of the copies."""
+    n_items = len(rows) // len(rows[0][0].attributes)
     slots = np.arange(front.prefix.start, front.prefix.stop)
     for layer in state.cache.layers:
-        for copy, row in enumerate(swapped, start=len(rows)):
+        for copy, row in enumerate(copied, start=len(rows)):
             _, edit, branch = rows[row]
             assert edit is not None
             where = torch.as_tensor(
                 slots if edit.positions is None else slots[list(edit.positions)]
             )
-            item = row % n_items
-            names = range(len(rows[0][0].names))
             # Rows are (branch, item), stacked.
-            others = [each for each in names if each != branch] if edit.how == "resample" else names
+            item = row % n_items
+            names = range(len(rows[0][0].attributes))
+            resample = edit.replacement == "resample"
+            others = [each for each in names if not (resample and each == branch)]
             for part, store in (("k", layer.keys), ("v", layer.values)):
-                if edit.how == "zero":
+                if edit.replacement == "zero":
                     if part == "v":
                         store[copy][:, where] = 0
-                elif edit.how != "null" and part in edit.parts:
+                elif edit.replacement != "null" and part in edit.parts:
                     sources = [store[other * n_items + item][:, where] for other in others]
                     store[copy][:, where] = torch.stack(sources).mean(0)
 
 
-class _Mix:
-    """In every layer, give copies and originals the changed heads' output of the copies."""
+class _EditedHeads:
+    """In every layer, originals and copies take the edited heads' output from the copies."""
 
-    def __init__(self, model: Model, rows: Sequence[_Row], swapped: Sequence[int]) -> None:
-        self.model, self.swapped = model, list(swapped)
-        self.copies = [len(rows) + i for i in range(len(swapped))]
+    def __init__(self, model: Model, rows: Sequence[_Row], copied: Sequence[int]) -> None:
+        self.model, self.copied = model, list(copied)
+        self.copies = [len(rows) + i for i in range(len(copied))]
         n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
-        heads = np.zeros((n_layers, len(swapped), n_heads), bool)
+        heads = np.zeros((n_layers, len(copied), n_heads), bool)
         self.edits = []
-        for i, row in enumerate(swapped):
-            case, edit, branch = rows[row]
+        for i, row in enumerate(copied):
+            example, edit, branch = rows[row]
             assert edit is not None
-            self.edits.append((edit, case.layouts[branch]))
+            self.edits.append((edit, example.layouts[branch]))
             for layer, head in edit.heads:
                 if not (0 <= layer < n_layers and 0 <= head < n_heads):
                     raise CircuitError(
@@ -314,7 +315,7 @@ class _Mix:
                     )
                 heads[layer, i, head] = True
         self.heads = torch.from_numpy(heads)
-        null = [[edit.how == "null"] for edit, _ in self.edits]
+        null = [[edit.replacement == "null"] for edit, _ in self.edits]
         self.nudged = torch.tensor(null)[:, :, None, None]  # copy 1 1 1
         self.nudge = 1 + torch.finfo(model.cfg.dtype).eps
 
@@ -330,19 +331,19 @@ class _Mix:
                 for edit, each in self.edits
             ]
         )  # copy query
-        # Where no head is changed, the copies still follow the originals.
+        # Other heads' output comes from the originals, for both.
         heads = self.heads[layer].to(z.device)  # copy head
         where = torch.from_numpy(acts).to(z.device)[:, :, None] & heads[:, None]
         changed = torch.where(self.nudged.to(z.device), z[self.copies] * self.nudge, z[self.copies])
-        mixed = torch.where(where[..., None], changed, z[self.swapped])
+        mixed = torch.where(where[..., None], changed, z[self.copied])
         z = z.clone()
-        z[self.swapped] = mixed
+        z[self.copied] = mixed
         z[self.copies] = mixed
         return z
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The change, in every pass inside the block."""
+        """Apply it to every forward pass inside the block."""
         held = 0
 
         def begin(kwargs: dict[str, Any]) -> int:
@@ -359,7 +360,7 @@ class _Mix:
             return self(layer, z, held)
 
         hooks: list[tuple[str, Callable]] = [
-            (MIX.format(layer), lambda z, hook, layer=layer: on_z(z, hook, layer))
+            (Z.format(layer), lambda z, hook, layer=layer: on_z(z, hook, layer))
             for layer in range(self.model.cfg.n_layers)
         ]
         with attached(self.model, hooks, begin):

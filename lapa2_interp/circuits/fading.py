@@ -1,24 +1,26 @@
-"""Why control fades: how much of the loss comes back when the attention on the prefix does.
+"""Fading: the share of lost control that returns when the attention on the prefix does.
 
-The same tokens are scored right behind the prompt (near) and behind f tokens of text (far), so
-that only the distance differs. (One token stands in between even near: the prompt's last token,
-which other heads may use, is never a scored query.) With D the control at the scored tokens:
+The same tokens are scored right after the prompt (near) and after f more tokens of text (far), so
+that only the distance differs. (Near, too, one token stands in between, so that the prompt's last
+token, which other heads may use, is never a scored query.) D is the control at the scored tokens:
 
     fade     = D_near - D_far
-    restored = (D_far with a bias - D_far) / fade       what the bias brings back (sufficiency)
-    removed  = (D_near - D_near with the far mass) / fade    what its absence takes (necessity)
+    restored = (D_far with a bias - D_far) / fade            does the mass suffice?
+    removed  = (D_near - D_near with the far mass) / fade    is the mass needed?
 
-Three biases act at the scored tokens, on all keys of the prefix. With A a head's attention on it:
+The mass A is a head's attention on the prefix. Three biases act at the scored tokens, on all keys
+of the prefix:
 
     dilution   log[(e_B + m (l_far - n - 1)) / (e_B + m (l_near - n - 1))]    undoes "more keys" alone
-    hold       logit(A_near) - logit(A_far)              gives every head the mass it had near
+    hold       logit(A_near) - logit(A_far)              gives every head its mass near
     lapa2      alpha log(l / n)                          for comparison
 
-e_B is BOS's weight, exp(score), and m the mean weight of the other keys that are not the prefix's,
-both at the far query. BOS is apart because it is a sink: it does not grow with the text.
+e_B is BOS's weight, exp(score), and m the mean weight of keys that are neither BOS's nor the
+prefix's, both at the far query. BOS counts by itself because it is a sink: its weight does not grow
+with the text.
 
-`restored` and `removed` differ where heads interact. A sham holds the mass of heads that carry no
-control, and must restore about nothing.
+`restored` and `removed` differ where heads interact. As a check, holding the mass of heads without
+control must restore about nothing.
 
     found = measure_fading(model, "sentiment", heads={"best": table.best(8)})
     found.frame()                # with 95 % intervals over prompts, and a verdict
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,79 +43,79 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_bar
+from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.hooked import on_scores, without_sinks
 from lapa2_interp.bias.augmentation import CAP, Augmentation
-from lapa2_interp.circuits.cases import ContrastExample, batches
-from lapa2_interp.circuits.edits import Heads, front_of
-from lapa2_interp.circuits.knockout import (
-    AGAIN,
-    ResultStore,
-    check_same,
-    rounding,
-    units_everything,
-    units_of,
-)
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, items_per_batch
+from lapa2_interp.circuits.edits import Heads, prefix_part
+from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
-from lapa2_interp.circuits.question import ContrastLike, ContrastSet, rows_at_once
+from lapa2_interp.circuits.result_store import (
+    RECHECKED,
+    ResultStore,
+    check_unchanged,
+    rounding_share,
+)
 from lapa2_interp.circuits.statistics import share_interval
+from lapa2_interp.circuits.units import all_heads, make_units
 from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
 from lapa2_interp.models.card import Model, is_bridge, prepacked_model, window_of
 from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import FEW, bounds
+from lapa2_interp.tasks.task import Task
 
 Bias = Literal["dilution", "hold", "lapa2", "removed"]
 BIASES: tuple[Bias, ...] = ("dilution", "hold", "lapa2", "removed")
 ALL = "all heads"
 NEAR = 1
-"""Tokens between prompt and scored tokens in the near reading."""
+"""Tokens between prompt and scored tokens near."""
 MARGIN = 0.2
-"""Shares of the fade that count as nothing, and as all but everything."""
+"""A share of the fade below this counts as none, and above 1 minus this as all."""
 VERDICTS = {
-    "mass mediates": "holding the mass brings back all but a fifth of the fade, or more",
-    "mass does not": "it brings back a fifth of the fade at most",
-    "in part": "it brings back more than a fifth, and less than four fifths",
+    "mass mediates": "holding the mass restores four fifths of the fade or more",
+    "mass does not": "holding the mass restores a fifth of the fade at most",
+    "in part": "holding the mass restores more than a fifth, and less than four fifths",
     "no fade": "there is no fade to explain: less than a fifth of the control near, or none",
-    "inconclusive": "the intervals do not tell, or there are fewer than 8 prompts",
+    "inconclusive": "the intervals do not decide, or there are fewer than 8 prompts",
 }
-"""Verdicts on a share of the fade, and what they mean."""
+"""Verdicts on a share of the fade, and their meanings."""
 
 
 @dataclass(frozen=True)
 class Fading:
-    """What brings faded control back.
+    """Faded control, and control under each bias.
 
     Attributes:
-        question: What was asked; a case's text is filler and scored tokens.
-        tokens: Tokens that are scored.
-        metric: By which control is measured.
-        alpha: Of the bias lapa2.
+        contrast_set: The texts; each is filler and scored tokens.
+        tokens: Number of scored tokens.
+        metric: The metric of control.
+        alpha: Alpha of the bias lapa2.
         sets: By name, the heads whose mass is changed.
-        near: Control near, by case: its mean over the scored tokens.
-        far: By filler length, control behind so many tokens.
-        changed: By filler length, set of heads and bias, control with it. Of "removed" it is the
-            control near, with the far mass.
+        near: Control near by example, its mean over the scored tokens.
+        far: By filler length, control after so many tokens.
+        changed: By filler length, set of heads and bias, control under the bias. For "removed" it
+            is the control near, with the far mass.
     """
 
-    question: ContrastSet
+    contrast_set: ContrastSet
     tokens: int
     metric: str
     alpha: float
     sets: Mapping[str, Heads]
-    near: Float[np.ndarray, " case"]
-    far: Mapping[int, Float[np.ndarray, " case"]]
-    changed: Mapping[tuple[int, str, Bias], Float[np.ndarray, " case"]]
+    near: Float[np.ndarray, " example"]
+    far: Mapping[int, Float[np.ndarray, " example"]]
+    changed: Mapping[tuple[int, str, Bias], Float[np.ndarray, " example"]]
 
     def fades(self) -> pd.DataFrame:
-        """A row for every filler length: the control, and how much of it is lost.
+        """A row for every filler length: the control, and its loss.
 
         Columns: filler, control with its 95 % interval over prompts (low, high), fade with its
         interval, and prompts. The first row is near.
         """
         rows = []
         for filler, values in {NEAR: self.near, **self.far}.items():
-            own, lost = (self.question.by_prompt(each) for each in (values, self.near - values))
+            own, lost = (self.contrast_set.by_prompt(each) for each in (values, self.near - values))
             row = {"filler": filler, "control": own.mean()}
             for name, each in (("", own), ("fade_", lost)):
                 low, high = bounds(each, np.arange(len(each)))
@@ -128,21 +130,21 @@ class Fading:
 
         Columns: filler, heads, n_heads, bias, share (restored, or removed) with its 95 % interval
         over prompts, a ratio of means; verdict (one of `VERDICTS`); prompts. Where the interval of
-        the fade does not lie above 0 there is nothing to share: then the numbers are NaN.
+        the fade does not lie above 0, shares are NaN.
         """
         fades = {row["filler"]: row for row in self.fades().to_dict("records")}
         rows = []
         for (filler, name, bias), values in self.changed.items():
-            fade = self.question.by_prompt(self.near - self.far[filler])
-            before = self.near - values if bias == "removed" else values - self.far[filler]
-            share, low, high = share_interval(self.question.by_prompt(before)[:, None], fade)
+            fade = self.contrast_set.by_prompt(self.near - self.far[filler])
+            gain = self.near - values if bias == "removed" else values - self.far[filler]
+            share, low, high = share_interval(self.contrast_set.by_prompt(gain)[:, None], fade)
             row = {"filler": filler, "heads": name, "n_heads": len(self.sets[name]), "bias": bias}
             numbers = [float(each[0]) for each in (share, low, high)]
             if not fades[filler]["fade_low"] > 0:
                 numbers = [np.nan] * 3
             row |= dict(zip(("share", "low", "high"), numbers, strict=True))
-            none = fades[filler]["fade_high"] < MARGIN * fades[NEAR]["control"]
-            row["verdict"] = _verdict(numbers[1], numbers[2], bool(none), len(fade))
+            no_fade = fades[filler]["fade_high"] < MARGIN * fades[NEAR]["control"]
+            row["verdict"] = _verdict(numbers[1], numbers[2], bool(no_fade), len(fade))
             rows.append(row | {"prompts": len(fade)})
         return pd.DataFrame(rows)
 
@@ -161,6 +163,7 @@ class Fading:
         sets of heads restore at the longest filler."""
         figure = new_figure(8.4, 3.0)
         left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.2))
+        # Left: control by filler length.
         lengths = [NEAR, *self.far]
         curves = {"no bias": [self.near, *self.far.values()]}
         for bias in ("dilution", "hold", "lapa2"):
@@ -168,22 +171,23 @@ class Fading:
             if all(each is not None for each in there):
                 curves[bias] = [self.near, *(each for each in there if each is not None)]
         for colour, (name, values) in zip(COLOURS, curves.items(), strict=False):
-            by_prompt = [self.question.by_prompt(each) for each in values]
+            by_prompt = [self.contrast_set.by_prompt(each) for each in values]
             left.plot(lengths, [each.mean() for each in by_prompt], "o-", ms=3, lw=1.2,
                       color=colour, label=name)  # fmt: skip
             low, high = np.transpose([bounds(each, np.arange(len(each))) for each in by_prompt])
             left.fill_between(lengths, low, high, color=colour, alpha=0.12, lw=0)
         plain_axes(left, "tokens in between", f"{self.metric}, nats a step")
+        # Right: shares at the longest filler, a row for every set and a point for every bias.
         table = self.frame()
         table = table[table["filler"] == max(self.far)]
         names, biases = list(dict.fromkeys(table["heads"])), list(dict.fromkeys(table["bias"]))
         for row in table.to_dict("records"):
             colour = COLOURS[1 + BIASES.index(row["bias"])]
-            place = names.index(row["heads"]) + 0.8 * (
+            height = names.index(row["heads"]) + 0.8 * (
                 (biases.index(row["bias"]) + 0.5) / len(biases) - 0.5
             )
-            right.plot([row["low"], row["high"]], [place] * 2, color=colour, lw=1.4)
-            right.plot(row["share"], place, "o", color=colour, ms=3)
+            right.plot([row["low"], row["high"]], [height] * 2, color=colour, lw=1.4)
+            right.plot(row["share"], height, "o", color=colour, ms=3)
         for colour, bias in zip(COLOURS[1:], BIASES, strict=False):
             if bias == "removed" and bias in biases:
                 left.plot([], [], "o-", ms=3, lw=1.2, color=colour, label=bias)
@@ -196,10 +200,11 @@ class Fading:
         return figure
 
 
-def _verdict(low: float, high: float, none: bool, prompts: int) -> str:
+def _verdict(low: float, high: float, no_fade: bool, prompts: int) -> str:
+    """One of `VERDICTS`, by the interval of a share."""
     if prompts < FEW:
         return "inconclusive"
-    if none:
+    if no_fade:
         return "no fade"
     if np.isnan(low):
         return "inconclusive"
@@ -213,7 +218,7 @@ def _verdict(low: float, high: float, none: bool, prompts: int) -> str:
 @takes_model
 def measure_fading(
     model: Model,
-    about: ContrastLike,
+    contrast: ContrastLike,
     *,
     filler: Sequence[int] = (64, 128, 256),
     tokens: int = 32,
@@ -223,36 +228,34 @@ def measure_fading(
     metric: str | Metric | Mapping[str, Metric] | None = None,
     seed: int = 1,
     file: str | Path | None = None,
-    at_once: int | None = None,
+    batch_size: int | None = None,
     progress: tqdm | None = None,
     **settings: Any,
 ) -> Fading:
-    """How much of faded control comes back when the attention on the prefix does.
+    """Measure the share of faded control that returns when the attention on the prefix does.
 
     Args:
         model: A TransformerBridge or a `TransformersModel`.
-        about: A task by name or value, a case or several, or a `ContrastSet`. A case's text must
-            have `max(filler) + tokens` tokens: its last ones are scored, those before them stand in
-            between.
-        filler: Numbers of tokens between prompt and scored tokens; each case is also read with
-            one.
-        tokens: Tokens that are scored.
+        contrast: A task by name or value, one or more examples, or a `ContrastSet`. A text must
+            have `max(filler) + tokens` tokens: the last ones are scored, after the filler.
+        filler: Numbers of tokens between prompt and scored tokens; near, it is one.
+        tokens: Number of scored tokens.
         heads: Sets of heads by name, beside all heads.
         random: Sets of as many random heads as the first of `heads` has.
-        alpha: Of the bias lapa2.
-        metric: By which control is measured; by default lex where there are words, because shares
-            of it add up, and else js.
-        seed: Of the texts and the random heads.
-        file: Where finished texts' numbers are kept, a line for each group that is read together:
-            the same question goes on from there. Two of its texts are read again, near and at the
-            longest filler: they must be what is kept but for rounding.
-        at_once: Texts read together; changes nothing but memory and time.
-        progress: A bar to advance by steps read.
+        alpha: Alpha of the bias lapa2.
+        metric: The metric of control; by default lex where there are words, because shares of lex
+            add up, and else js.
+        seed: Seed of the texts and the random heads.
+        file: A file for finished texts, a line for each batch, from which the same call continues.
+            Two stored texts are computed again, near and at the longest filler: they must equal the
+            stored values but for rounding.
+        batch_size: Texts in one forward pass; changes nothing but memory and time.
+        progress: A bar that counts steps.
         settings: For a task, as `make_examples`.
 
     Raises:
         CircuitError: No filler, texts that are too short, texts longer than a sliding window of the
-            model, heads the model does not have, a file of another question, or as `control`.
+            model, heads the model does not have, a file for other inputs, or as `control_score`.
     """
     lengths = sorted(set(filler) - {NEAR})
     if not lengths or lengths[0] < NEAR or tokens < 1:
@@ -265,30 +268,32 @@ def measure_fading(
             "circuits are read from a TransformerBridge or a TransformersModel, not from a"
             f" {type(model).__name__}"
         )
-    whole = lengths[-1] + tokens
-    if not isinstance(about, ContrastSet | ContrastExample) and not _are_cases(about):
-        settings |= {"tokens": whole, "seed": seed}
-    question = ContrastSet.of(model, about, **settings)
-    short = next((case for case in question.cases if case.n < whole), None)
+    # Texts, heads and metric.
+    n_text = lengths[-1] + tokens
+    if isinstance(contrast, str | Task):
+        settings |= {"tokens": n_text, "seed": seed}
+    contrast_set = ContrastSet.of(model, contrast, **settings)
+    short = next((example for example in contrast_set.examples if example.n_steps < n_text), None)
     if short is not None:
         raise CircuitError(
-            f"the text behind {short.prompt!r} has {short.n} tokens; filler and scored tokens need"
-            f" {lengths[-1]} + {tokens}: give longer texts, or shorter fillers"
+            f"the text after {short.prompt!r} has {short.n_steps} tokens; filler and scored tokens"
+            f" need {lengths[-1]} + {tokens}: give longer texts, or shorter fillers"
         )
-    longest = max(len(case.layouts[0]) for case in question.cases) + whole - 1
+    longest = max(len(example.layouts[0]) for example in contrast_set.examples) + n_text - 1
     if (window := window_of(model)) is not None and longest > window:
         raise CircuitError(
             f"some layers of this model see {window} keys, and prompt, filler and scored tokens"
             f" have {longest}: keys are hidden there, not only outweighed; ask for shorter fillers"
         )
-    sets = _sets(model, question, dict(heads or {}), random, seed)
+    sets = _head_sets(model, contrast_set, dict(heads or {}), random, seed)
     if metric is None:
-        metric = "lex" if question.words else "js"
+        metric = "lex" if contrast_set.words else "js"
     name, measure = one_metric(metric)
     if name == "from_raw":
         raise CircuitError(
             "metric from_raw compares with the raw model, which fades too; use js, lex, llr or kl"
         )
+    # The store, with a line for each batch.
     more_facts = {
         "fading": lengths,
         "tokens": tokens,
@@ -298,38 +303,44 @@ def measure_fading(
         "seed": seed,
     }
     store = ResultStore(
-        file, question.key(model, **more_facts), question.facts(model, **more_facts)
+        file, contrast_set.key(model, **more_facts), contrast_set.facts(model, **more_facts)
     )
-    n = len(question.cases)
+    n = len(contrast_set.examples)
     near, far = np.zeros(n), {length: np.zeros(n) for length in lengths}
     changed: dict[tuple[int, str, Bias], np.ndarray] = {
         (length, each, bias): np.zeros(n) for length in lengths for each in sets for bias in BIASES
     }
-    small = [_scored(case, NEAR, tokens) for case in question.cases]
+    # Batches, and texts of a stored one to compare.
+    small = [_with_filler(example, NEAR, tokens) for example in contrast_set.examples]
     groups = {
         ",".join(map(str, group)): group
-        for group in batches(question.cases, rows_at_once(model, small, at_once))
+        for group in batches(contrast_set.examples, items_per_batch(model, small, batch_size))
     }
     steps = tokens * (1 + len(lengths) * (1 + len(sets) * len(BIASES)))
     total = steps * sum(len(group) for key, group in groups.items() if key not in store)
     stored = next((key for key in groups if key in store), None)
-    again = [] if stored is None else [question.cases[i] for i in groups[stored][:AGAIN]]
+    again = [] if stored is None else [contrast_set.examples[i] for i in groups[stored][:RECHECKED]]
     total += tokens * (2 + len(BIASES)) * len(again)
     with (
         closing(store),
         torch.no_grad(),
         prepacked_model(model),
-        given_bar(progress, total, "fading", "step") as bar,
+        given_or_new_bar(progress, total, "fading", "step") as bar,
     ):
         if stored is not None:
             every = {ALL: sets[ALL]}
-            now = _read(model, again, question, lengths[-1:], tokens, every, alpha, measure, bar)
-            _check_again(file, store[stored], now, rounding(model))
+            now = _measure_batch(
+                model, again, contrast_set, lengths[-1:], tokens, every, alpha, measure, bar
+            )
+            _check_stored(file, store[stored], now, rounding_share(model))
         for key, group in groups.items():
             if key not in store:
-                cases = [question.cases[i] for i in group]
+                examples = [contrast_set.examples[i] for i in group]
                 store.add(
-                    key, _read(model, cases, question, lengths, tokens, sets, alpha, measure, bar)
+                    key,
+                    _measure_batch(
+                        model, examples, contrast_set, lengths, tokens, sets, alpha, measure, bar
+                    ),
                 )
             found = store[key]
             near[group] = found["near"]
@@ -338,35 +349,39 @@ def measure_fading(
                 for each in sets:
                     for bias in BIASES:
                         changed[length, each, bias][group] = found[f"{length}, {bias}, {each}"]
-    return Fading(question, tokens, name, alpha, sets, near, far, changed)
+    return Fading(contrast_set, tokens, name, alpha, sets, near, far, changed)
 
 
-def _read(
+def _measure_batch(
     model: Model,
-    cases: Sequence[ContrastExample],
-    question: ContrastSet,
+    examples: Sequence[ContrastExample],
+    contrast_set: ContrastSet,
     lengths: Sequence[int],
     tokens: int,
     sets: Mapping[str, Heads],
     alpha: float,
     measure: Metric,
     bar: tqdm,
-) -> dict[str, Float[np.ndarray, " case"]]:
-    """The control of some cases by what was done: "near", "64" (far), "64, hold, all heads"."""
-    text = torch.tensor([case.text[-tokens:] for case in cases], device=model.cfg.device)
+) -> dict[str, Float[np.ndarray, " example"]]:
+    """Control of a batch by filler and bias: "near", "64" (far), "64, hold, all heads"."""
+    text = torch.tensor([example.text[-tokens:] for example in examples], device=model.cfg.device)
 
-    def value(logits: Float[Tensor, "branch case step vocab"]) -> Float[np.ndarray, " case"]:
-        found = measure(Predictions(logits, text, None, question.words))
+    def value(logits: Float[Tensor, "branch example step vocab"]) -> Float[np.ndarray, " example"]:
+        found = measure(Predictions(logits, text, None, contrast_set.words))
         bar.update(text.numel())
         return found.double().mean(1).cpu().numpy()
 
-    close = _CachedForward(model, [_scored(case, NEAR, tokens) for case in cases], tokens)
+    close = _CachedForward(
+        model, [_with_filler(example, NEAR, tokens) for example in examples], tokens
+    )
     found = {"near": value(close.logits())}
     mass_near = close.log_odds
     for length in lengths:
-        away = _CachedForward(model, [_scored(case, length, tokens) for case in cases], tokens)
+        away = _CachedForward(
+            model, [_with_filler(example, length, tokens) for example in examples], tokens
+        )
         found[f"{length}"] = value(away.logits())
-        ways: dict[Bias, tuple[_Rule, _CachedForward]] = {
+        biases: dict[Bias, tuple[_Rule, _CachedForward]] = {
             "dilution": (_dilution(length - NEAR), away),
             "hold": (_held(mass_near), away),
             "lapa2": (_lapa2(alpha), away),
@@ -374,42 +389,37 @@ def _read(
         }
         for each, pairs in sets.items():
             chosen = _mask(model, pairs)
-            for bias, (rule, reading) in ways.items():
-                found[f"{length}, {bias}, {each}"] = value(reading.logits(rule, chosen))
+            for bias, (rule, forward) in biases.items():
+                found[f"{length}, {bias}, {each}"] = value(forward.logits(rule, chosen))
     return found
 
 
-def _check_again(
+def _check_stored(
     file: str | Path | None,
-    kept: Mapping[str, np.ndarray],
+    stored: Mapping[str, np.ndarray],
     now: Mapping[str, np.ndarray],
     share: float,
 ) -> None:
-    """Refuse a file whose numbers are not what this model has: control near, and what differs from
-    it.
+    """Refuse a file whose control near, or differences from it, are not those of this model.
 
     Args:
-        now: Of the first cases of `kept`.
-        share: Of the control near, by which rounding may move a difference from it.
+        now: Values of the first examples of `stored`.
+        share: The share of the control near by which rounding may move a difference from it.
     """
-    near, n = kept["near"], len(now["near"])
-    before = {name: kept[name][:n] for name in now}
-    whole = dict.fromkeys(now, near)
-    check_same(file, {"near": before["near"]}, now, whole=whole)
-    moved = before["near"] - now["near"]
-    there = {name: values + moved for name, values in now.items()}
-    check_same(file, before, there, whole=whole, share=share)
+    near, n = stored["near"], len(now["near"])
+    before = {name: stored[name][:n] for name in now}
+    control = dict.fromkeys(now, near)
+    check_unchanged(file, {"near": before["near"]}, now, control=control)
+    shift = before["near"] - now["near"]
+    shifted = {name: values + shift for name, values in now.items()}
+    check_unchanged(file, before, shifted, control=control, share=share)
 
 
-def _are_cases(about: Any) -> bool:
-    return isinstance(about, Sequence) and not isinstance(about, str)
-
-
-def _sets(
-    model: Model, question: ContrastSet, heads: dict[str, Heads], random: int, seed: int
+def _head_sets(
+    model: Model, contrast_set: ContrastSet, heads: dict[str, Heads], random: int, seed: int
 ) -> dict[str, Heads]:
-    """All heads, those given, and random ones."""
-    every = units_everything(model)
+    """Sets of heads by name: all heads, the given sets, and random sets."""
+    every = all_heads(model)
     if random < 0:
         raise CircuitError(f"random must be 0 sets or more; found {random}")
     if random and not heads:
@@ -419,7 +429,9 @@ def _sets(
     drawn = [f"random {i + 1}" for i in range(random)]
     if taken := [name for name in (ALL, *drawn) if name in heads]:
         raise CircuitError(f"{taken[0]!r} is there anyway; give the set another name")
-    found = {ALL: every} | {unit.name: unit.heads for unit in units_of(model, question, heads)}
+    found = {ALL: every} | {
+        unit.name: unit.heads for unit in make_units(model, contrast_set, heads)
+    }
     rng = np.random.default_rng(seed)
     for name in drawn:
         size = len(next(iter(heads.values())))
@@ -428,34 +440,30 @@ def _sets(
     return found
 
 
-def _scored(case: ContrastExample, filler: int, tokens: int) -> ContrastExample:
-    """The case with so many tokens of its text between prompt and scored tokens."""
-    text = case.text[-filler - tokens :]
-    return ContrastExample(
-        case.prompt, case.names, case.layouts, text, case.source, None, case.prefixes
-    )
+def _with_filler(example: ContrastExample, filler: int, tokens: int) -> ContrastExample:
+    """The example with `filler` tokens of its text before the scored ones."""
+    return replace(example, text=example.text[-filler - tokens :], raw=None)
 
 
 def _mask(model: Model, heads: Heads) -> Bool[Tensor, "layer head"]:
+    """True for the heads of a set."""
     found = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
     for layer, head in heads:
         found[layer, head] = True
     return found
 
 
-# --- reading
-
-
 @dataclass(frozen=True)
-class _Seen:
-    """The scores of a layer, as a bias sees them.
+class _LayerScores:
+    """Sums of a layer's scores, from which a bias is computed.
 
     Attributes:
         log_odds: logit(A), A being the attention on the prefix.
-        sink: Log of BOS's weight. `rest`: of the sum over the keys that are neither BOS's nor the
-            prefix's.
-        n: Tokens of the prefix. `l`: keys of each query, BOS and its own included. `others`: those
-            that are neither BOS nor the prefix's.
+        sink: Log of BOS's weight.
+        rest: Log of the summed weight of the other keys, neither BOS's nor the prefix's.
+        n: Tokens of the prefix.
+        l: Keys of each query, BOS and its own included.
+        others: Number of the other keys.
     """
 
     log_odds: Float[Tensor, "row head query"]
@@ -466,22 +474,22 @@ class _Seen:
     others: Float[Tensor, " query"]
 
 
-_Rule = Callable[[int, _Seen], Tensor]
-"""Gives the bias of each row, head and query of a layer."""
+_Rule = Callable[[int, _LayerScores], Tensor]
+"""A function that gives the bias of each row, head and query of a layer."""
 
 
 def _held(log_odds: Mapping[int, Float[Tensor, "row head query"]]) -> _Rule:
-    """Every head gets the log-odds of another reading."""
-    return lambda layer, seen: (log_odds[layer] - seen.log_odds).clip(-CAP, CAP)
+    """Give every head the log-odds of another forward pass."""
+    return lambda layer, scores: (log_odds[layer] - scores.log_odds).clip(-CAP, CAP)
 
 
 def _dilution(more: int) -> _Rule:
-    """What undoes so many more keys."""
+    """Undo the weight of `more` keys."""
 
-    def rule(_layer: int, seen: _Seen) -> Tensor:
-        mean = seen.rest - seen.others.log()
-        without = torch.logaddexp(seen.sink, mean + (seen.others - more).log())
-        return torch.logaddexp(seen.sink, seen.rest) - without
+    def rule(_layer: int, scores: _LayerScores) -> Tensor:
+        mean = scores.rest - scores.others.log()
+        without = torch.logaddexp(scores.sink, mean + (scores.others - more).log())
+        return torch.logaddexp(scores.sink, scores.rest) - without
 
     return rule
 
@@ -490,64 +498,68 @@ def _lapa2(alpha: float) -> _Rule:
     """LaPA2's bias, Eq. 7; l without BOS."""
     law = Augmentation(alpha=alpha)
 
-    def rule(_layer: int, seen: _Seen) -> Tensor:
-        b = torch.from_numpy(law.bias(seen.l.cpu().numpy() - 1, seen.n))
-        return b.to(seen.log_odds).expand_as(seen.log_odds)
+    def rule(_layer: int, scores: _LayerScores) -> Tensor:
+        b = torch.from_numpy(law.bias(scores.l.cpu().numpy() - 1, scores.n))
+        return b.to(scores.log_odds).expand_as(scores.log_odds)
 
     return rule
 
 
 class _CachedForward:
-    """Some cases read up to the first scored query; the scored ones are read as often as wanted.
+    """A batch with its cache up to the first scored query, for many passes over the scored ones.
 
     Attributes:
         log_odds: By layer, logit(A) at the scored queries without a bias; after `logits()`.
     """
 
-    def __init__(self, model: Model, cases: Sequence[ContrastExample], tokens: int) -> None:
-        self.model, self.n = model, len(cases)
-        names = range(len(cases[0].names))
-        rows = [(case, case.layouts[i], case.prefixes[i]) for i in names for case in cases]
+    def __init__(self, model: Model, examples: Sequence[ContrastExample], tokens: int) -> None:
+        self.model, self.n = model, len(examples)
+        names = range(len(examples[0].attributes))
+        rows = [
+            (example, example.layouts[i], example.prefixes[i])
+            for i in names
+            for example in examples
+        ]
         layouts = [layout for _, layout, _ in rows]
-        first, fronts = layouts[0], [front_of(layout) for layout in layouts]
+        first, fronts = layouts[0], [prefix_part(layout) for layout in layouts]
         self.prefix, self.bos = first.prefix, first.bos
         self.state = BridgeRows(model)
         if first.soft:
             self.state.behind(layouts, [prefix for *_, prefix in rows])
         else:
             self.state.prompt_pass(fronts)
-        # The first scored query is that of the token before the first scored one.
+        # The token before the first scored one is the first scored query.
         ids = [
-            [*layout.ids[len(front.ids) :], *case.text[:-1]]
-            for (case, layout, _), front in zip(rows, fronts, strict=True)
+            [*layout.ids[len(front.ids) :], *example.text[:-1]]
+            for (example, layout, _), front in zip(rows, fronts, strict=True)
         ]
         device = model.cfg.device
         every = torch.tensor(ids, device=device)
-        self.width = len(first) + cases[0].n - 1
+        self.width = len(first) + examples[0].n_steps - 1
         self.state.expand(torch.arange(len(rows), device=device), capacity=self.width)
         size = max(1, SCORES_AT_ONCE // (len(rows) * model.cfg.n_heads * self.width))
         for part in every[:, :-tokens].split(size, dim=1):
             if part.shape[1]:
                 self.state.read(part)
         self.tokens = every[:, -tokens:]
-        # Keys that each scored query has, BOS included.
+        # Keys of each scored query, BOS included.
         self.l = torch.arange(self.width - tokens + 1, self.width + 1, device=device).double()
         self.log_odds: dict[int, Tensor] = {}
 
     def logits(
         self, rule: _Rule | None = None, heads: Bool[Tensor, "layer head"] | None = None
     ) -> Float[Tensor, "branch item step vocab"]:
-        """Of the scored queries, with a bias in some heads."""
+        """Logits of the scored queries, with a bias in some heads."""
 
         def change(layer: int, scores: Tensor) -> Tensor:
-            seen = self._see(scores)
+            sums = self._sum_scores(scores)
             if rule is None or heads is None:
-                self.log_odds[layer] = seen.log_odds
+                self.log_odds[layer] = sums.log_odds
                 return scores
             chosen = heads[layer].to(scores.device)
             if not chosen.any():
                 return scores
-            b = torch.where(chosen[:, None], rule(layer, seen).to(torch.float32), 0.0)
+            b = torch.where(chosen[:, None], rule(layer, sums).to(torch.float32), 0.0)
             changed = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
             changed[..., self.prefix.start : self.prefix.stop] += b[..., None]
             return changed
@@ -557,7 +569,8 @@ class _CachedForward:
         self.state.crop(self.tokens.shape[1])
         return found.unflatten(0, (-1, self.n))
 
-    def _see(self, scores: Float[Tensor, "row head query key"]) -> _Seen:
+    def _sum_scores(self, scores: Float[Tensor, "row head query key"]) -> _LayerScores:
+        """The sums that a bias is computed from."""
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         inside = slice(self.prefix.start, self.prefix.stop)
         sink = wide[..., self.bos.start : self.bos.stop].logsumexp(3)
@@ -568,4 +581,4 @@ class _CachedForward:
         log_odds = wide[..., inside].logsumexp(3) - torch.logaddexp(sink, rest)
         n = self.prefix.stop - self.prefix.start
         l = self.l.to(wide)
-        return _Seen(log_odds, sink, rest, n, l, l - n - (self.bos.stop - self.bos.start))
+        return _LayerScores(log_odds, sink, rest, n, l, l - n - (self.bos.stop - self.bos.start))

@@ -1,11 +1,11 @@
-"""What a prefix does to the next token: distances between the branches' predictions at each step.
+"""Metrics of control: distances between the branches' next-token predictions at each step.
 
-With p+ and p- the next-token distributions behind the target's prefix and the opposite one, and x
+With p+ and p- the next-token distributions after the target's prefix and the opposite one, and x
 the text that follows:
 
     llr = log p+(x) - log p-(x)                          its sum over a text is log P(x|+) - log P(x|-)
     js  = Jensen-Shannon divergence of the branches      in [0, log of their number]
-    kl  = KL(p+ || p-)                                   the mean of llr over texts written behind +
+    kl  = KL(p+ || p-)                                   the mean of llr over texts written after +
     lex = lse over W+ - lse over W-, of log p+, minus the same of log p-
     from_raw = mean of js(p+, raw) and js(p-, raw)       0 where no prefix acts
 
@@ -13,7 +13,7 @@ W+ and W- are words of the attributes. js has no sign and needs no words; one ra
 dominate it. lex has a sign, and shares of it add up. Where there are more than two attributes, p-
 is the mean of the others' distributions.
 
-A metric of one's own is any function of `Predictions`.
+A custom metric is any function of `Predictions`.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 
 @dataclass
 class Predictions:
-    """What the branches of some texts predict.
+    """Predictions of all branches for a batch of texts.
 
     Attributes:
         logits: By attribute, the target first.
         text: The tokens that follow.
-        raw: Logits without a prefix, where they were asked for.
+        raw: Logits without a prefix, where they were requested.
         words: Token ids of the words of each attribute, in the order of `logits`.
     """
 
@@ -63,7 +63,7 @@ class Predictions:
 
 
 Metric = Callable[[Predictions], Tensor]
-"""Gives one number for each text and step, [item step]."""
+"""A function that gives one number for each text and step, [item step]."""
 
 
 def llr(found: Predictions) -> Float[Tensor, "item step"]:
@@ -83,11 +83,11 @@ def kl(found: Predictions) -> Float[Tensor, "item step"]:
 
 
 def lex(found: Predictions) -> Float[Tensor, "item step"]:
-    """How much more the prefix favours its attribute's words, in nats."""
+    """The prefix's preference for its attribute's words, in nats."""
     if len(found.words) < 2:
         raise CircuitError(
             "metric lex needs the words of each attribute, as token ids: words={name: ids} beside"
-            " cases; the other metrics do not"
+            " examples; the other metrics do not"
         )
     plus, minus = list(found.words[0]), [token for each in found.words[1:] for token in each]
 
@@ -98,9 +98,11 @@ def lex(found: Predictions) -> Float[Tensor, "item step"]:
 
 
 def from_raw(found: Predictions) -> Float[Tensor, "item step"]:
-    """How far the branches are from the model without a prefix."""
+    """Distance of the branches from the model without a prefix."""
     if found.raw is None:
-        raise CircuitError("metric from_raw needs the raw branch; the cases have no layout for it")
+        raise CircuitError(
+            "metric from_raw needs the raw branch; the examples have no layout for it"
+        )
     raw = found.raw.to(found.target.dtype).log_softmax(2)
     return (_divergence([found.target, raw]) + _divergence([found.opposite, raw])) / 2
 
@@ -115,35 +117,35 @@ METRICS: Mapping[str, Metric] = {
 
 
 def metrics_by_name(
-    asked: str | Metric | Sequence[str] | Mapping[str, Metric],
+    requested: str | Metric | Sequence[str] | Mapping[str, Metric],
 ) -> dict[str, Metric]:
-    """Metrics by name: one or several names of `METRICS`, a function, or functions by name.
+    """Metrics by name, from one or more names of `METRICS`, a function, or functions by name.
 
     Raises:
         CircuitError: Unknown name, or none.
     """
-    if isinstance(asked, str):
-        asked = [asked]
-    elif callable(asked):
-        asked = {getattr(asked, "__name__", "metric"): asked}
-    if isinstance(asked, Mapping) and asked:
-        return dict(asked)
-    unknown = [name for name in asked if name not in METRICS]
-    if unknown or not asked:
+    if isinstance(requested, str):
+        requested = [requested]
+    elif callable(requested):
+        requested = {getattr(requested, "__name__", "metric"): requested}
+    if isinstance(requested, Mapping) and requested:
+        return dict(requested)
+    unknown = [name for name in requested if name not in METRICS]
+    if unknown or not requested:
         found = unknown[0] if unknown else "none"
         raise CircuitError(
             f"{unknown_choice('metric', found, METRICS)}, or a mapping of names to functions"
         )
-    return {name: METRICS[name] for name in asked}
+    return {name: METRICS[name] for name in requested}
 
 
-def one_metric(asked: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric]:
-    """The only metric that is asked for, and its name.
+def one_metric(requested: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric]:
+    """The requested metric and its name.
 
     Raises:
-        CircuitError: Unknown name, or not one.
+        CircuitError: Unknown name, or more or fewer than one metric.
     """
-    chosen = metrics_by_name(asked)
+    chosen = metrics_by_name(requested)
     if len(chosen) != 1:
         raise CircuitError(
             f"one metric at a time; found {pluralize(len(chosen), 'metric')}: {', '.join(chosen)}"
@@ -152,7 +154,7 @@ def one_metric(asked: str | Metric | Mapping[str, Metric]) -> tuple[str, Metric]
 
 
 def _log_mean(log_probs: Sequence[Tensor]) -> Tensor:
-    """log of the mean of distributions; of equal ones exactly the same."""
+    """log of the mean of distributions, exact where they are equal."""
     if len(log_probs) == 1:
         return log_probs[0]
     top = log_probs[0]
@@ -165,6 +167,7 @@ def _log_mean(log_probs: Sequence[Tensor]) -> Tensor:
 
 
 def _divergence(log_probs: Sequence[Tensor]) -> Tensor:
+    """Jensen-Shannon divergence of distributions with equal weights."""
     mean = _log_mean(log_probs)
     parts = [(each.exp() * (each - mean)).sum(2) for each in log_probs]
     return torch.stack(parts).mean(0)

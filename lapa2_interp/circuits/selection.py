@@ -1,27 +1,27 @@
-"""Which heads and tokens to steer: chosen on some prompts, written on a card, used as an
+"""Selection of the heads and tokens to steer: chosen on some prompts, saved as a card, used as an
 augmentation anywhere.
 
-    chosen = select(model, "sentiment", by="cut", heads=8, prompts=half)
+    chosen = select(model, "sentiment", score="cut", heads=8, prompts=half)
     chosen.augmentation(alpha=0.5)      # a plain Augmentation of these heads and tokens
     chosen.save("selection.json")       # lapa2 generate --selection selection.json
 
 Heads are ordered by one of five scores:
 
-    cut     what is lost when a head cannot see the prefix (`knock_out`)
-    slope   what a bias on its scores gains per unit (`attribution`)
-    dla     what it writes itself on the logits of the attribute's words (`head_logit_attribution`)
-    mass    its attention on the prefix
+    cut     control lost when the head cannot see the prefix (`knock_out`)
+    slope   control gained per unit of bias on the head's scores (`attribution`)
+    dla     direct effect on the logits of the attribute's words (`head_logit_attribution`)
+    mass    attention on the prefix (`prefix_attention_by_head`)
     random  nothing: a baseline
 
 A head is chosen where the 95 % interval of its score over prompts lies above 0 (by mass and at
 random: always). Heads whose interval lies below 0 work against the prefix. They are never chosen,
 and `suppressed()` cuts them.
 
-With `pro_aug=METHOD` it is also decided whether this method's raw branch should strengthen the
-prompt (`prompt`).
+With `pro_aug=METHOD` a selection also decides if this method's raw branch should strengthen the
+prompt (`prompt_slope`).
 
-Effects of chosen heads are too large on the prompts that chose them. So what a selection is worth
-must be measured on other prompts.
+Effects of chosen heads are too large on the prompts that chose them. So a selection must be judged
+on other prompts.
 """
 
 from __future__ import annotations
@@ -37,53 +37,62 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import AugmentationError, CircuitError, first_problem, unknown_choice
-from lapa2_interp._util.files import read_text, with_checksums, without_checksums, write_text
+from lapa2_interp._util.errors import (
+    AugmentationError,
+    CircuitError,
+    unknown_choice,
+    validation_message,
+)
+from lapa2_interp._util.files import with_checksums, without_checksums, write_text
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentation
-from lapa2_interp.circuits.cases import prefix_texts
-from lapa2_interp.circuits.direct import head_logit_attribution
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import Heads
+from lapa2_interp.circuits.examples import prefix_texts
 from lapa2_interp.circuits.gradients import attribution
-from lapa2_interp.circuits.knockout import Unit, knock_out, prefix_mass, units_everything
-from lapa2_interp.circuits.prompt import PromptSlope, prompt_slope
-from lapa2_interp.circuits.question import ContrastLike, ContrastSet
+from lapa2_interp.circuits.knockout import knock_out
+from lapa2_interp.circuits.logit_attribution import head_logit_attribution
+from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
+from lapa2_interp.circuits.pro_aug import PromptSlope, prompt_slope
 from lapa2_interp.circuits.statistics import share_interval, split_half
+from lapa2_interp.circuits.units import Unit, all_heads
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
 
-By = Literal["cut", "slope", "dla", "mass", "random"]
+HeadScore = Literal["cut", "slope", "dla", "mass", "random"]
 SIGNED = ("cut", "slope", "dla")
-"""Scores that tell heads which carry control from those that work against it."""
-ENOUGH, AT_LEAST = 0.9, 0.8
-"""Tokens are enough if this share of the control is left with them alone, and its lower bound is
-at least that."""
-MOST_TOKENS = 8
-"""Up to this length of the prefix every set of its tokens is tried."""
+"""Scores whose sign separates heads that carry control from heads that work against it."""
+REQUIRED_SHARE, REQUIRED_BOUND = 0.9, 0.8
+"""Tokens suffice if with them alone at least this share of the control is left, and its lower bound
+is at least the second number."""
+MAX_EXHAUSTIVE = 8
+"""The longest prefix for which all sets of its tokens are tried."""
 
 
 class Selection(BaseModel):
-    """Heads and tokens that were chosen, and how.
+    """Chosen heads and tokens, with the facts of the choice.
 
     Attributes:
-        model, weights: The model they were chosen in, and where its weights come from.
+        model, weights: The model that chose them, and the source of its weights.
         task: The attributes, the target first, and their prefixes.
         by: The score that ordered the heads.
-        metric: By which control was measured; None where nothing was chosen by it.
-        heads: Chosen (layer, head) pairs, best first. `suppressors`: those that work against the
-            prefix, strongest first.
-        scores: Of the chosen heads and then the suppressors: mean, low, high.
+        metric: The metric of control; None where the choice did not need it.
+        heads: Chosen (layer, head) pairs, best first.
+        suppressors: Heads that work against the prefix, strongest first.
+        scores: Mean, low and high of the chosen heads, then of the suppressors.
         positions: Positions within the prefix; None for all of it.
-        prompts: Prompts it was chosen on.
-        question: Hash of the texts, the model and the words.
+        prompts: The prompts that chose them.
+        question: Hash of the texts, the model and the words (`ContrastSet.key`).
         stability: Spearman correlation of the scores of all heads between halves of the prompts;
             None where it is not defined.
-        seed: Of the texts and of random heads.
-        prompt: Whether the method that it names should also strengthen the raw branch's prompt
-            (Pro-Aug) in these heads; None where that was not asked.
+        seed: Seed of the texts and of random heads.
+        made, version: Time of the choice, and the package's version.
+        prompt: The slope by which Pro-Aug was decided for a method, in these heads; None if it was
+            not.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,7 +100,7 @@ class Selection(BaseModel):
     model: str
     weights: str
     task: dict[str, str]
-    by: By
+    by: HeadScore
     metric: str | None
     heads: tuple[tuple[int, int], ...]
     suppressors: tuple[tuple[int, int], ...]
@@ -106,7 +115,7 @@ class Selection(BaseModel):
     prompt: PromptSlope | None = None
 
     def parameters(self, method: str) -> dict[str, bool]:
-        """What was decided about a method: pro_aug, or nothing if another or none was asked about.
+        """The decision about a method as its parameter pro_aug; empty if there is none.
 
         Args:
             method: Its name.
@@ -133,13 +142,13 @@ class Selection(BaseModel):
         return Augmentation(alpha=alpha, heads=self.heads, **fields)
 
     def suppressed(self) -> Augmentation | None:
-        """What hides the prefix from the heads that work against it; None where there are none."""
+        """An augmentation that hides the prefix from the suppressors; None if there are none."""
         if not self.suppressors:
             return None
         return Augmentation(alpha=1, law="cut", heads=self.suppressors)
 
     def check(self, model: Model) -> None:
-        """Refuse a model that it was not chosen in.
+        """Refuse another model than the one that chose the heads.
 
         Raises:
             CircuitError: Other weights.
@@ -157,10 +166,10 @@ class Selection(BaseModel):
 
     @classmethod
     def load(cls, file: str | Path) -> Selection:
-        """What `save` wrote.
+        """Load what `save` wrote.
 
         Raises:
-            CircuitError: The file cannot be read, or is no selection.
+            CircuitError: The file cannot be read, or is not a selection.
         """
         try:
             fields, _ = without_checksums(read_text(Path(file)))
@@ -168,7 +177,7 @@ class Selection(BaseModel):
         except OSError as error:
             raise CircuitError(f"cannot read {file}: {error.strerror or error}") from error
         except (ValidationError, ValueError) as error:
-            reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
             raise CircuitError(
                 f"{file} is not a selection ({reason}); `lapa2 select` makes one"
             ) from error
@@ -177,9 +186,9 @@ class Selection(BaseModel):
 @takes_model
 def select(
     model: Model,
-    about: ContrastLike,
+    contrast: ContrastLike,
     *,
-    by: By = "cut",
+    score: HeadScore = "cut",
     heads: int = 8,
     positions: Literal["all", "auto"] | Sequence[int] = "all",
     metric: str = "js",
@@ -192,128 +201,133 @@ def select(
 
     Args:
         model: A TransformerBridge; by cut and mass also a `TransformersModel`.
-        about: A task by name or value, a case or several, or a `ContrastSet`.
-        by: "cut", "slope", "dla", "mass" or "random".
-        heads: How many at most; 0 is all heads, which are not ordered then.
+        contrast: A task by name or value, one or more examples, or a `ContrastSet`.
+        score: "cut", "slope", "dla", "mass" or "random".
+        heads: The largest number of heads; 0 is all heads, in no order.
         positions: Tokens of the prefix: "all", "auto" (`sufficient_tokens`), or positions within
             it.
-        metric: By which control is measured, for cut, slope, positions and Pro-Aug.
-        seed: Of the texts and of random heads.
-        file: Where finished knock-outs are kept (by cut).
-        pro_aug: A method whose Pro-Aug is decided, too, on the same texts and in the chosen heads
+        metric: The metric of control, for cut, slope, positions and Pro-Aug.
+        seed: Seed of the texts and of random heads.
+        file: A file for finished knock-outs (by cut), as in `knock_out`.
+        pro_aug: A method for which Pro-Aug is also decided, on these texts and in the chosen heads
             (`prompt_slope`).
         settings: For a task, as `make_examples`.
 
     Raises:
         CircuitError: Fewer than 8 prompts, no head is left, a file by another score than cut
-            or of all heads, Pro-Aug asked about cases of one's own, or as `knock_out` and
+            or of all heads, Pro-Aug for examples instead of a task, or as `knock_out` and
             `prompt_slope`.
     """
-    if by not in get_args(By):
-        raise CircuitError(unknown_choice("score", by, get_args(By)))
+    if score not in get_args(HeadScore):
+        raise CircuitError(unknown_choice("score", score, get_args(HeadScore)))
     if heads < 0:
         raise CircuitError(f"heads must be at least 1, or 0 for all of them; found {heads}")
-    if file is not None and by != "cut":
+    if file is not None and score != "cut":
         raise CircuitError(
-            f"a file keeps finished knock-outs, and the score {by} makes none; leave out the file,"
-            " or choose by cut"
+            f"a file keeps finished knock-outs, and the score {score} makes none; leave out the"
+            " file, or choose by cut"
         )
     if file is not None and not heads:
         raise CircuitError(
             "a file keeps finished knock-outs, and all heads (0) are taken without any; leave out"
             " the file, or give heads=8"
         )
-    if isinstance(about, str | Task):
+    if isinstance(contrast, str | Task):
         settings |= {"seed": seed}
     elif pro_aug is not None:
         raise CircuitError(
             "Pro-Aug belongs to a method on a task; give select a task, or leave out pro_aug"
         )
-    question = ContrastSet.of(model, about, **settings)
-    if question.n_prompts < FEW:
+    contrast_set = ContrastSet.of(model, contrast, **settings)
+    if contrast_set.n_prompts < FEW:
         raise CircuitError(
-            f"{question.n_prompts} prompts are too few to choose by; give at least {FEW}, better 32"
+            f"{contrast_set.n_prompts} prompts are too few to choose by; give at least {FEW},"
+            " better 32"
         )
-    every = units_everything(model)
+    # Heads in the order of their scores.
+    every = all_heads(model)
     chosen: list[int] = list(range(len(every))) if not heads else []
     against: list[int] = []
-    scores = np.zeros((question.n_prompts, len(every)))
-    if by == "random" and heads:
+    scores = np.zeros((contrast_set.n_prompts, len(every)))
+    if score == "random" and heads:
         rng = np.random.default_rng(seed)
         most = min(heads, len(every))
         chosen = sorted(int(i) for i in rng.choice(len(every), most, replace=False))
     elif heads:
-        scores = _scores(model, question, by, metric, file)
-        chosen, against = choose(scores, heads, signed=by in SIGNED)
+        scores = _scores(model, contrast_set, score, metric, file)
+        chosen, against = choose_units(scores, heads, signed=score in SIGNED)
     if not chosen:
         raise CircuitError(
-            f"no head has a {by} score whose interval lies above 0 on these"
-            f" {question.n_prompts} prompts; give more prompts, or choose by another score"
+            f"no head has a {score} score whose interval lies above 0 on these"
+            f" {contrast_set.n_prompts} prompts; give more prompts, or choose by another score"
         )
     low, high = bounds(scores, np.arange(len(scores)))
-    kept = _positions(model, question, positions, metric)
-    if kept is not None and len(kept) == question.l_pre:
-        kept = None
-    told = split_half(scores)
-    measured = (heads and by in ("cut", "slope")) or positions == "auto" or pro_aug is not None
+    # Tokens of the prefix, and the card.
+    tokens = _positions(model, contrast_set, positions, metric)
+    if tokens is not None and len(tokens) == contrast_set.l_pre:
+        tokens = None
+    stability = split_half(scores)
+    measured = (heads and score in ("cut", "slope")) or positions == "auto" or pro_aug is not None
     card = model_card(model)
     found = tuple(every[i] for i in chosen)
     return Selection(
         model=card.name,
         weights=card.weights,
-        task=prefix_texts(model.tokenizer, question.cases[0]),
-        by=by,
+        task=prefix_texts(model.tokenizer, contrast_set.examples[0]),
+        by=score,
         metric=metric if measured else None,
         heads=found,
         suppressors=tuple(every[i] for i in against),
         scores=tuple(
             (float(scores[:, i].mean()), float(low[i]), float(high[i])) for i in (*chosen, *against)
         ),
-        positions=kept,
-        prompts=tuple(dict.fromkeys(question.prompts)),
-        question=question.key(model),
-        stability=None if np.isnan(told) else told,
+        positions=tokens,
+        prompts=tuple(dict.fromkeys(contrast_set.prompts)),
+        question=contrast_set.key(model),
+        stability=None if np.isnan(stability) else stability,
         seed=seed,
         made=datetime.now(UTC),
-        prompt=None if pro_aug is None else _prompt(model, about, pro_aug, question, found, metric),
+        prompt=None
+        if pro_aug is None
+        else _decide_pro_aug(model, contrast, pro_aug, contrast_set, found, metric),
     )
 
 
-def _prompt(
+def _decide_pro_aug(
     model: Model,
-    about: ContrastLike,
+    contrast: ContrastLike,
     method: str | Method,
-    question: ContrastSet,
+    contrast_set: ContrastSet,
     heads: Heads,
     metric: str,
 ) -> PromptSlope:
-    """Whether a method's Pro-Aug helps in these heads, on the texts of a question about a task."""
-    assert isinstance(about, str | Task)
+    """The slope that decides a method's Pro-Aug in these heads, on the texts of a task."""
+    assert isinstance(contrast, str | Task)
     texts: dict[str, list[tuple[int, ...]]] = {}
-    for case in question.cases:
-        texts.setdefault(case.prompt, []).append(case.text)
+    for example in contrast_set.examples:
+        texts.setdefault(example.prompt, []).append(example.text)
     return prompt_slope(
         model,
-        about,
+        contrast,
         method,
-        attribute=question.cases[0].names[0],
+        attribute=contrast_set.attributes[0],
         prompts=tuple(texts),
         texts=texts,
         heads=heads,
         metric=metric,
-        words=dict(zip(question.cases[0].names, question.words, strict=False)),
+        words=dict(zip(contrast_set.attributes, contrast_set.words, strict=False)),
     )
 
 
-def choose(
+def choose_units(
     scores: Float[np.ndarray, "prompt unit"], most: int, signed: bool = True
 ) -> tuple[list[int], list[int]]:
-    """The units whose score lies above 0, best first, and those whose score lies below 0, strongest
-    first; at most so many of each.
+    """Units whose score lies above 0, best first, and units whose score lies below 0, strongest
+    first; at most `most` of each.
 
     Args:
-        signed: Whether the 95 % interval over prompts must lie on that side; else all units are
-            chosen from, and none is against.
+        signed: Require that the 95 % interval over prompts lies on that side. Otherwise all units
+            can be chosen, and none is against.
     """
     order = np.argsort(-scores.mean(0), kind="stable").tolist()
     if not signed:
@@ -323,38 +337,43 @@ def choose(
 
 
 def _scores(
-    model: Model, question: ContrastSet, by: By, metric: str, file: str | Path | None
+    model: Model, contrast_set: ContrastSet, score: HeadScore, metric: str, file: str | Path | None
 ) -> Float[np.ndarray, "prompt head"]:
     """The score of every head in every prompt."""
-    if by == "cut":
-        found = knock_out(model, question, over="head", metric=metric, also=(), file=file)
-        return question.by_prompt(found.effects)
-    if by == "slope":
-        slopes = attribution(model, question, metric=metric).by_prompt("slope")
+    if score == "cut":
+        found = knock_out(
+            model, contrast_set, over="head", metric=metric, other_metrics=(), file=file
+        )
+        return contrast_set.by_prompt(found.effects)
+    if score == "slope":
+        slopes = attribution(model, contrast_set, metric=metric).by_prompt("slope")
         return slopes.reshape(len(slopes), -1)
-    if by == "dla":
-        return head_logit_attribution(model, question).by_prompt()
+    if score == "dla":
+        return head_logit_attribution(model, contrast_set).by_prompt()
     masses = {
-        prompt: prefix_mass(model, [case for case in question.cases if case.prompt == prompt])
-        for prompt in dict.fromkeys(question.prompts)
+        prompt: prefix_attention_by_head(
+            model, [example for example in contrast_set.examples if example.prompt == prompt]
+        )
+        for prompt in dict.fromkeys(contrast_set.prompts)
     }
     return np.stack([each.ravel() for each in masses.values()])
 
 
 def _positions(
-    model: Model, question: ContrastSet, asked: str | Sequence[int], metric: str
+    model: Model, contrast_set: ContrastSet, positions: str | Sequence[int], metric: str
 ) -> tuple[int, ...] | None:
-    if asked == "all":
+    """Chosen positions of the prefix; None for all of it."""
+    if positions == "all":
         return None
-    if asked == "auto":
-        return sufficient_tokens(model, question, metric)
-    if isinstance(asked, str):
+    if positions == "auto":
+        return sufficient_tokens(model, contrast_set, metric)
+    if isinstance(positions, str):
         raise CircuitError(
-            f"{unknown_choice('choice of positions', asked, ('all', 'auto'))}, or numbers such as"
-            " (0, 1)"
+            f"{unknown_choice('choice of positions', positions, ('all', 'auto'))}, or numbers such"
+            " as (0, 1)"
         )
-    n = question.l_pre
-    chosen = tuple(int(each) for each in asked)
+    n = contrast_set.l_pre
+    chosen = tuple(int(each) for each in positions)
     if not chosen or any(not 0 <= each < n for each in chosen):
         raise CircuitError(
             f"positions {chosen} are not within a prefix of {n} tokens; give some of 0-{n - 1},"
@@ -365,40 +384,39 @@ def _positions(
 
 @takes_model
 def sufficient_tokens(
-    model: Model, about: ContrastLike, metric: str = "js", **settings: Any
+    model: Model, contrast: ContrastLike, metric: str = "js", **settings: Any
 ) -> tuple[int, ...]:
-    """The smallest set of the prefix's tokens that is enough: with all others cut from every head,
-    90 % of the control is left, and at least 80 % by its lower bound.
+    """Find the smallest set of the prefix's tokens that suffices: with all others cut from every
+    head, 90 % of the control is left, and at least 80 % by its lower bound.
 
-    Up to 8 tokens every set is tried; in longer prefixes tokens are added in the order of what is
-    lost without each.
+    Up to 8 tokens every set is tried; in longer prefixes tokens are added in the order of the
+    control that is lost without each.
 
     Args:
-        model, about, settings: As `knock_out`.
-        metric: By which control is measured.
+        model, contrast, settings: As `knock_out`.
+        metric: The metric of control.
     """
-    question = ContrastSet.of(model, about, **settings)
-    n = question.l_pre
-    every = units_everything(model)
-    if n <= MOST_TOKENS:
+    contrast_set = ContrastSet.of(model, contrast, **settings)
+    n = contrast_set.l_pre
+    every = all_heads(model)
+    # Candidates by size.
+    if n <= MAX_EXHAUSTIVE:
         sizes = [list(combinations(range(n), size)) for size in range(1, n)]
     else:
-        alone = knock_out(model, question, over="position", metric=metric, also=())
-        order = np.argsort(-question.by_prompt(alone.effects).mean(0), kind="stable").tolist()
+        alone = knock_out(model, contrast_set, over="position", metric=metric, other_metrics=())
+        order = np.argsort(-contrast_set.by_prompt(alone.effects).mean(0), kind="stable").tolist()
         sizes = [[tuple(sorted(order[:size]))] for size in range(1, n)]
-    for kept in sizes:
+    # Control with each candidate alone; of one size the best is taken.
+    for candidates in sizes:
         units = [
             Unit({"name": str(each)}, every, tuple(i for i in range(n) if i not in each))
-            for each in kept
+            for each in candidates
         ]
-        found = knock_out(model, question, units=units, metric=metric, also=())
-        whole = question.by_prompt(found.whole)
-        left = whole[:, None] - question.by_prompt(found.effects)
+        found = knock_out(model, contrast_set, units=units, metric=metric, other_metrics=())
+        whole = contrast_set.by_prompt(found.control)
+        left = whole[:, None] - contrast_set.by_prompt(found.effects)
         share, low, _ = share_interval(left, whole)
-        enough = (share >= ENOUGH) & (low >= AT_LEAST)
-        if enough.any():
-            return kept[int(np.argmax(np.where(enough, share, -np.inf)))]
+        suffices = (share >= REQUIRED_SHARE) & (low >= REQUIRED_BOUND)
+        if suffices.any():
+            return candidates[int(np.argmax(np.where(suffices, share, -np.inf)))]
     return tuple(range(n))
-
-
-__all__ = ["By", "Selection", "select", "sufficient_tokens"]

@@ -1,4 +1,4 @@
-"""How sure a map of heads is: family-wise tests, ranks with intervals, agreement of halves.
+"""Statistics of a map of heads: family-wise tests, ranks with intervals, agreement of halves.
 
 The unit of independence is the prompt. All tests flip the signs of whole prompts, the same flips
 for all units, so that correlation between heads is kept.
@@ -28,8 +28,8 @@ class MaxT:
     Attributes:
         t: Student's t of each unit over prompts.
         p: Two-sided p-value of each by itself.
-        p_max: The same, corrected for their number: how often the largest |t| of all units is as
-            large by chance.
+        p_max: p corrected for the number of units: the probability that the largest |t| of all
+            units is as large by chance.
         q: Benjamini and Hochberg's q of p.
     """
 
@@ -46,7 +46,7 @@ def max_t(values: Float[np.ndarray, "prompt unit"], seed: int = 0) -> MaxT:
 
     Args:
         values: The mean of each unit in each prompt.
-        seed: Of the random flips, where there are more than 16 prompts.
+        seed: Seed of the random flips, where there are more than 16 prompts.
     """
     n, n_units = values.shape
     if n < 2:

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from lapa2_interp._util.errors import Lapa2Error, on_command_line
 from lapa2_interp._util.progress import (
-    Stopped,
-    drawing,
-    harmless_output,
-    one_line,
-    stopped_by_sigterm,
+    Terminated,
+    escape_line,
+    raw_stream,
+    sanitized_output,
+    stop_on_sigterm,
 )
 from lapa2_interp._util.version import __version__
 from lapa2_interp.cli.bench import bench
@@ -127,17 +127,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SIGTERM.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with harmless_output(), on_command_line():
+    with sanitized_output(), on_command_line():
         return _run(words)
 
 
 def _run(words: list[str]) -> int:
     done = False
     try:
-        with stopped_by_sigterm():
+        with stop_on_sigterm():
             app(
                 words,
-                console=Console(file=drawing(sys.stdout)),  # the help is ours, and in colour
+                console=Console(file=raw_stream(sys.stdout)),  # the help is ours, and in colour
                 exit_on_error=False,
                 print_error=False,
                 result_action="return_value",
@@ -145,24 +145,24 @@ def _run(words: list[str]) -> int:
         done = True
         sys.stdout.flush()
     except Lapa2Error as error:
-        print(f"lapa2: {one_line(str(error))}", file=sys.stderr)
+        print(f"lapa2: {escape_line(str(error))}", file=sys.stderr)
     except CycloptsError as error:
         message = setting_problem(words, error) or " ".join(str(error).split())
-        print(f"lapa2: {one_line(message)} (see --help)", file=sys.stderr)
+        print(f"lapa2: {escape_line(message)} (see --help)", file=sys.stderr)
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0 if done else 128 + signal.SIGPIPE
     except OSError as error:  # a disk that is full, read-only or closed to this user
         place = f"{error.filename}: " if error.filename else ""
         reason = error.strerror or str(error)
-        print(f"lapa2: {one_line(f'{place}{reason}')}; mend it and repeat", file=sys.stderr)
+        print(f"lapa2: {escape_line(f'{place}{reason}')}; mend it and repeat", file=sys.stderr)
     except MemoryError as error:
         print(
-            f"lapa2: too little memory ({one_line(str(error)) or 'no more is given'}); ask for less"
-            " at a time (fewer samples, a shorter length), or repeat it where there is more",
+            f"lapa2: too little memory ({escape_line(str(error)) or 'no more is given'}); ask for"
+            " less at a time (fewer samples, a shorter length), or repeat it where there is more",
             file=sys.stderr,
         )
-    except (KeyboardInterrupt, Stopped) as stop:  # what was half-made is gone already
+    except (KeyboardInterrupt, Terminated) as stop:  # what was half-made is gone already
         after = "goes on" if goes_on(words) else "begins anew; nothing half-made is left"
         print(f"lapa2: interrupted; the same command {after}", file=sys.stderr)
         return 130 if isinstance(stop, KeyboardInterrupt) else 143

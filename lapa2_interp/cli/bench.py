@@ -74,10 +74,10 @@ def bench(
         breakdown: Also show which parts of a step take how much of it.
         out: A new folder for bench.csv, bench.md and bench.png.
     """
-    from lapa2_interp._util.files import new_folder
+    from lapa2_interp._util.files import result_folder
     from lapa2_interp.runs import speed
 
-    with nullcontext() if out is None else new_folder(out) as folder:
+    with nullcontext() if out is None else result_folder(out) as folder:
         found = speed.bench(
             shape,
             method,

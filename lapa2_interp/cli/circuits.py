@@ -53,13 +53,13 @@ def circuits(
         model_class: TransformersModel works without hooks, and does not tell what heads write.
         trust_remote_code: Run code that comes with the model.
     """
-    from lapa2_interp.circuits.study import study
+    from lapa2_interp.circuits.study import run_study
     from lapa2_interp.models.load import load_model
     from lapa2_interp.models.machine import tell_if_slow
 
     tell_if_slow(dtype, device)
     loaded = load_model(model, dtype, device, model_class, trust_remote_code)
-    found = study(
+    found = run_study(
         loaded,
         task,
         out,
@@ -70,7 +70,7 @@ def circuits(
         seed=seed,
         best=best,
     )
-    print(f"\n{found.answer()}\n\nwritten: {out / 'report.html'}")
+    print(f"\n{found.summary()}\n\nwritten: {out / 'report.html'}")
 
 
 def select(
@@ -145,7 +145,7 @@ def select(
     found = choose(
         load_model(model, dtype, device, trust_remote_code=trust_remote_code),
         task,
-        by=by,
+        score=by,
         heads=heads,
         positions=kept,
         metric=metric,
@@ -229,7 +229,7 @@ def fading(
         trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp._util.errors import RunError
-    from lapa2_interp._util.files import new_folder
+    from lapa2_interp._util.files import result_folder
     from lapa2_interp.circuits.fading import VERDICTS
     from lapa2_interp.circuits.fading import measure_fading as ask
     from lapa2_interp.circuits.selection import Selection
@@ -246,7 +246,7 @@ def fading(
         chosen = Selection.load(selection)
         chosen.check(loaded)
         heads["selected"] = chosen.heads
-    with new_folder(out, finished=lambda folder: (folder / "fading.csv").is_file()) as folder:
+    with result_folder(out, finished=lambda folder: (folder / "fading.csv").is_file()) as folder:
         found = ask(
             loaded,
             task,

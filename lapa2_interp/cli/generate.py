@@ -53,7 +53,7 @@ def generate(
         yes: Start also what would take a year, or more memory than there is.
         force: Replace a finished run.
     """
-    from lapa2_interp._util.files import new_folder
+    from lapa2_interp._util.files import result_folder
     from lapa2_interp.methods.registry import find
     from lapa2_interp.models.machine import resolve_dtype, tell_if_slow
     from lapa2_interp.runs.generate import UnfinishedTextsError, announcement
@@ -73,7 +73,7 @@ def generate(
         print(announcement(loaded, plans), file=sys.stderr)
 
     problem = None
-    with new_folder(out, force, is_finished_run) as folder:
+    with result_folder(out, force, is_finished_run) as folder:
         tell_if_slow(resolve_dtype(fields.get("dtype", "auto"), device), device)
         try:
             run = make(

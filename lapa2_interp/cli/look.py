@@ -268,7 +268,7 @@ def list_methods(*names: str) -> None:
 
     from lapa2_interp.bias.augmentation import Augmentation
     from lapa2_interp.methods.registry import assign, for_task, load_task, registry
-    from lapa2_interp.tasks.task import built_in
+    from lapa2_interp.tasks.task import built_in_tasks
 
     unknown = [name for name in names if name not in registry()]
     if unknown:
@@ -289,7 +289,7 @@ def list_methods(*names: str) -> None:
             print(
                 f"  --set {parameter.arg_name}: {' '.join((parameter.description or '').split())}"
             )
-        for task in map(load_task, built_in()):
+        for task in map(load_task, built_in_tasks()):
             attribute = next(iter(task.attributes))
             try:
                 chosen = for_task(name, task)
@@ -326,15 +326,15 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
         as_json: Print JSON.
     """
     from lapa2_interp.methods.registry import load_task
-    from lapa2_interp.prefixes.soft_prefix import SHIPPED, cards
-    from lapa2_interp.tasks.task import built_in
+    from lapa2_interp.prefixes.soft_prefix import SHIPPED_SETS, cards_in
+    from lapa2_interp.tasks.task import built_in_tasks
 
     hard = [] if folder else [
         {"task": name, "attribute": attribute, "text": found.prefix}
-        for name in built_in()
+        for name in built_in_tasks()
         for attribute, found in load_task(name).attributes.items()
     ]  # fmt: skip
-    soft = cards(folder or SHIPPED)
+    soft = cards_in(folder or SHIPPED_SETS)
     if folder and not soft:
         raise PrefixError(
             f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set"
@@ -390,9 +390,9 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
 def list_tasks() -> None:
     """List the built-in tasks, and show the file that makes one of your own."""
     from lapa2_interp.methods.registry import load_task
-    from lapa2_interp.tasks.task import EXAMPLE, built_in
+    from lapa2_interp.tasks.task import EXAMPLE, built_in_tasks
 
-    for name in built_in():
+    for name in built_in_tasks():
         task = load_task(name)
         counted = "the prompt's tokens count" if task.length_counts_prompt else "new tokens only"
         print(f"{name}: {task.description}")

@@ -58,7 +58,7 @@ def propositions(
         force: Replace a finished folder.
     """  # noqa: E501
     from lapa2_interp.models.machine import tell_if_slow
-    from lapa2_interp.paper.study import PropositionStudy, verify
+    from lapa2_interp.paper.proposition_study import PropositionStudy, write_proposition_study
 
     for each in dict.fromkeys((dtype, long_dtype)):
         tell_if_slow(each, device)
@@ -78,7 +78,7 @@ def propositions(
         long_alphas=long_alphas,
         long_dtype=long_dtype,
     )
-    print(verify(out, study, force))
+    print(write_proposition_study(out, study, force))
 
 
 def report(run: Path, /, *, tables: Path | None = None, out: Path | None = None) -> None:

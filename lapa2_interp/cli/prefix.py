@@ -70,7 +70,7 @@ def train(
     """
     from lapa2_interp.methods.registry import load_task
     from lapa2_interp.prefixes.make import make_set
-    from lapa2_interp.prefixes.recipes import recipe as make_recipe
+    from lapa2_interp.prefixes.recipes import training_recipe as make_recipe
 
     changes = {
         "objective": objective,
@@ -91,7 +91,7 @@ def train(
         start_from=start_from,
         device=device,
         trust_remote_code=trust_remote_code,
-        notify=_tell,
+        report=_tell,
     )
     _show(out, table)
 
@@ -132,7 +132,7 @@ def evaluate(
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
-        notify=_tell,
+        report=_tell,
     )
     for folder in folders:
         _show(folder, table[table["set"] == str(folder)])
@@ -208,7 +208,7 @@ def _tell(text: str) -> None:
 def _show(folder: Path, table: pd.DataFrame) -> None:
     """NLL of each attribute's texts behind each prefix, and how well the prefixes tell the
     attributes apart."""
-    from lapa2_interp.prefixes.soft_prefix import cards
+    from lapa2_interp.prefixes.soft_prefix import cards_in
 
     cells = table.assign(
         cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in table[["nll", "low", "high"]].to_numpy()]
@@ -222,7 +222,7 @@ def _show(folder: Path, table: pd.DataFrame) -> None:
     print(
         wide[list(dict.fromkeys(table["label"]))].rename_axis(index=None, columns=None).to_string()
     )
-    for card in cards(folder):
+    for card in cards_in(folder):
         found = card.held_out
         if found is not None:
             print(f"likeliest under its own prefix, {card.attribute}: {_percent(found.accuracy)}")
@@ -276,9 +276,9 @@ def import_(
         trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp.methods.registry import load_task
-    from lapa2_interp.prefixes.importing import add_to_set
+    from lapa2_interp.prefixes.importing import import_into_set
 
-    made = add_to_set(
+    made = import_into_set(
         source, out, model, load_task(task), attribute, set_name, number, trust_remote_code
     )
     print(f"{made!r} in {out}; generate with --set prefixes={out}")

@@ -13,12 +13,12 @@ from cyclopts import App
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.cli.options import Several, Unshown, columns
 from lapa2_interp.models.machine import Dtype
-from lapa2_interp.scoring.scorer import CLASSIFIERS, NAMES
+from lapa2_interp.scoring.scorer import CLASSIFIERS, SCORERS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lapa2_interp.scoring.trained import Card
+    from lapa2_interp.scoring.task_scorer import ScorerCard
 
 
 app = App(
@@ -128,27 +128,27 @@ def score(
 @app.command(name="list")
 def list_scorers() -> None:
     """List the scorers, and what the trained ones reach on held-out text, with 95 % intervals."""
-    from lapa2_interp.scoring.adapter import ADAPTER, AdapterCard
-    from lapa2_interp.scoring.linear import LINEAR, LinearCard
-    from lapa2_interp.scoring.trained import WEIGHTS, load_card, tasks_in
+    from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterCard
+    from lapa2_interp.scoring.linear import LINEAR_ENDING, LinearCard
+    from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, load_card, tasks_in
 
-    for name, what in NAMES.items():
+    for name, what in SCORERS.items():
         print(f"{name:<11} {what}")
-    kinds: tuple[tuple[str, type[Card], str, str], ...] = (
-        ("adapter", AdapterCard, ADAPTER, "SmolLM2's lower layers with low-rank adapters"),
-        ("linear", LinearCard, LINEAR, "logistic regression on hashed n-grams"),
+    kinds: tuple[tuple[str, type[ScorerCard], str, str], ...] = (
+        ("adapter", AdapterCard, ADAPTER_ENDING, "SmolLM2's lower layers with low-rank adapters"),
+        ("linear", LinearCard, LINEAR_ENDING, "logistic regression on hashed n-grams"),
     )
     for kind, form, ending, what in kinds:
-        if tasks := tasks_in(WEIGHTS, ending):
+        if tasks := tasks_in(SHIPPED_WEIGHTS, ending):
             print(f"\n{kind}: {what}, on text it was not trained on")
         for task in tasks:
-            card = load_card(form, kind, task, WEIGHTS, ending)
-            size = (WEIGHTS / f"{task}{ending}").stat().st_size / 1e6
+            card = load_card(form, kind, task, SHIPPED_WEIGHTS, ending)
+            size = (SHIPPED_WEIGHTS / f"{task}{ending}").stat().st_size / 1e6
             print(f"  {task}: {', '.join(card.labels)} ({size:.1f} MB)")
             _show_held_out(card, ("all",))
 
 
-def _show_held_out(card: Card, lengths: Sequence[str] = ()) -> None:
+def _show_held_out(card: ScorerCard, lengths: Sequence[str] = ()) -> None:
     """What a scorer reaches, by length, or at some lengths alone."""
     for row in card.held_out:
         if not lengths or row.length in lengths:
@@ -371,10 +371,10 @@ def answers(key: Path, /, *files: Path, out: Path | None = None) -> None:
 
 def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
     """The cells, one block per scorer, and what the arms changed."""
-    from lapa2_interp.scoring.tables import APART, KEYS
+    from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS
 
     usual = ("attribute", "arm")
-    told = (*KEYS, *APART)
+    told = (*CELL_COLUMNS, *EXTRA_CELL_COLUMNS)
     keys = [
         key
         for key in told

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from lapa2_interp._util.errors import RunError, pluralize
+from lapa2_interp._util.progress import escape_line
 from lapa2_interp.cli.options import AsJson, Several, columns
 from lapa2_interp.models.machine import Dtype
 
@@ -33,7 +34,7 @@ def grids(
     from lapa2_interp._util.progress import format_duration
     from lapa2_interp.models.sizes import model_size
     from lapa2_interp.paper.estimates import scoring_seconds
-    from lapa2_interp.paper.power import detects
+    from lapa2_interp.paper.power import detectable_differences
     from lapa2_interp.runs.estimates import estimate, format_bytes, machine_memory, machine_workers
     from lapa2_interp.runs.grid import EXAMPLE, built_in, load_grid, parse_changes
 
@@ -70,7 +71,7 @@ def grids(
         scoring = format_duration(scoring_seconds([grid]))
         sizes = f"{format_bytes(each.disk):>8}  {format_bytes(each.needs):>8}"
         print(f"{line}  {scoring:>8}  {sizes}{fits}\n    {grid.description}")
-        if points := detects(grid):
+        if points := detectable_differences(grid):
             print(f"    two arms tell differences of {points} points")
         basis += each.basis.split("; ")
         notes += [f"{grid.name} cannot run yet: {need}" for need in grid.needs]
@@ -132,11 +133,12 @@ def power(
     import pandas as pd
 
     from lapa2_interp._util.errors import DataError, GridError
-    from lapa2_interp._util.files import as_csv, write_text
+    from lapa2_interp._util.files import write_text
+    from lapa2_interp._util.table_formats import as_csv
     from lapa2_interp.paper.claims import read_claims
     from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
-    from lapa2_interp.paper.power import POWER, summary
-    from lapa2_interp.paper.power import power as ask
+    from lapa2_interp.paper.power import POWER, summarize_power
+    from lapa2_interp.paper.power import power_table as ask
     from lapa2_interp.runs.grid import load_grid, parse_changes
 
     if not names:
@@ -154,7 +156,7 @@ def power(
         table = ask(grid, known, perplexity or PERPLEXITY_TEXTS)
         found.append(table.assign(grid=grid.name))
         print(f"{grid.name}\n{table.to_string(index=False, float_format='%.2f')}")
-        print(f"{summary(table)}\n")
+        print(f"{summarize_power(table)}\n")
     print(
         f"detectable: the smallest true difference that is found in {POWER:.0%} of runs; corrected:"
         " after correction for the item's claims, the paper's and ours apart; if_zero: how often a"
@@ -274,7 +276,6 @@ def runs(
         traceback: Print the whole traceback of failed cells.
         as_json: Print JSON, one object per cell.
     """
-    from lapa2_interp._util.progress import one_line
     from lapa2_interp.runs.run import STATES, load_run
 
     if as_json and traceback:
@@ -302,7 +303,7 @@ def runs(
             else row["why"]
         )
         where = f"{found.plan[row['key']].description}, {row['samples']} x {row['max_length']}"
-        print(one_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
+        print(escape_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
     failures = found.failures
     if traceback:
         for key in shown["key"]:

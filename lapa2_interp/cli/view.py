@@ -72,7 +72,7 @@ def view(
         allow_code=allow_code,
     )
     file = found.save(run / "view.html" if out is None else out)
-    for each in found.found.readings:
+    for each in found.text.arms:
         told = "not recorded" if each.off is None else f"{each.off:.1e} from the recorded attention"
         print(f"{each.arm}: {len(each.tokens)} tokens read again, {told}")
     print(f"{file} ({file.stat().st_size / 1e6:.1f} MB, {found.data['bits']} bits a number)")

@@ -20,7 +20,12 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import TaskError
 from lapa2_interp.bias.texts import REPLACEMENT
-from lapa2_interp.tasks.segmentation import beginning, end, normal, unspaced
+from lapa2_interp.tasks.segmentation import (
+    has_unspaced_script,
+    last_word,
+    normalize_text,
+    word_continuation,
+)
 from lapa2_interp.tasks.segmentation import words as words_of
 
 if TYPE_CHECKING:
@@ -55,7 +60,9 @@ class BannedWords:
         self.spelled = token_texts(tokenizer)
         for word in words:
             spelling = tokenizer(f" {word} {word.upper()}", add_special_tokens=False).input_ids
-            if unspaced(word) or any(REPLACEMENT in self._text(token) for token in spelling):
+            if has_unspaced_script(word) or any(
+                REPLACEMENT in self._text(token) for token in spelling
+            ):
                 raise TaskError(
                     f"the word {word!r} cannot be banned: it has no spaces around it in its script,"
                     " or letters that this tokenizer spells in several tokens; set"
@@ -63,7 +70,7 @@ class BannedWords:
                 )
         # A letter may come before its mark, in a token of its own.
         self.words = tuple(dict.fromkeys(each for word in words for each in _forms(word)))
-        self.ends = [end(normal(text).lower()) for text in texts]
+        self.ends = [last_word(normalize_text(text).lower()) for text in texts]
         self.inside, self.beginning = _tokens_with(self.spelled, self.words)
         self._known: dict[str, Int[Tensor, " token"]] = {}
 
@@ -90,7 +97,7 @@ class BannedWords:
     def advance(self, tokens: Sequence[int]) -> None:
         """Go on behind the token that each sample has drawn."""
         self.ends = [
-            end(normal(before + self._text(token)).lower())
+            last_word(normalize_text(before + self._text(token)).lower())
             for before, token in zip(self.ends, tokens, strict=True)
         ]
 
@@ -114,8 +121,8 @@ def _tokens_with(
     inside: list[int] = []
     beginnings: dict[str, tuple[int, ...]] = {}
     for token, text in enumerate(spelled):
-        read = normal(text).lower()
-        first = beginning(read)
+        read = normalize_text(text).lower()
+        first = word_continuation(read)
         if set(words_of(read[len(first) :])) & set(words):
             inside.append(token)
         elif first in wanted:

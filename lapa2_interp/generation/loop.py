@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import EmptyDistributionError, ModelError
-from lapa2_interp._util.progress import no_progress, progress_bar
+from lapa2_interp._util.progress import hidden_bar, progress_bar
 from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.neurons import with_neurons_set
@@ -164,7 +164,7 @@ def _made(
         recorder = None
         if kind != "none":
             recorder = Recorder(*size, kind, plan.cell.patterns, keys_seen(model))
-        progress = bar if trial == 0 else no_progress()
+        progress = bar if trial == 0 else hidden_bar()
         drawn = _decode(model, plan, batch, ending, recorder, progress)
         tokens = torch.stack(list(drawn), dim=1)  # sample step
         table = _table(model, plan, batch, tokens, ending)

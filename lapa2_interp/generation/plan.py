@@ -23,7 +23,7 @@ from lapa2_interp.generation.sampling import uniforms
 from lapa2_interp.methods.base import Method, MethodContext, Prepared, Soft
 from lapa2_interp.models.card import Model, is_bridge, kv_heads, model_card, window_of
 from lapa2_interp.models.load import takes_model
-from lapa2_interp.prefixes.soft_prefix import SoftName, SoftPrefix, find_prefix
+from lapa2_interp.prefixes.soft_prefix import SoftPrefix, SoftPrefixName, find_prefix
 
 MAX_ROWS = 120
 CACHE_BYTES = 2 << 30
@@ -122,9 +122,9 @@ class Plan:
         )
 
     @property
-    def prefix_names(self) -> dict[str, str | SoftName | None]:
+    def prefix_names(self) -> dict[str, str | SoftPrefixName | None]:
         """What stands in front of the prompt, by branch: a text, a soft prefix, or nothing."""
-        found: dict[str, str | SoftName | None] = {}
+        found: dict[str, str | SoftPrefixName | None] = {}
         for branch, prefix in zip(self.cell.branches, self.prefixes, strict=True):
             found[branch.name] = prefix.card.name if prefix is not None else branch.prefix  # type: ignore[assignment]
         return found

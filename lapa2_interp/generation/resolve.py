@@ -20,8 +20,8 @@ from lapa2_interp._util.errors import (
     PrefixError,
     TaskError,
     TraceError,
-    first_problem,
     unknown_choice,
+    validation_message,
 )
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.augmentation import (
@@ -53,7 +53,7 @@ from lapa2_interp.tasks.task import (
     MethodSettings,
     Prompts,
     Task,
-    more_prompts,
+    extra_prompts,
     read_prompts,
 )
 
@@ -179,7 +179,7 @@ def resolve(
                 )
             )
         except ValidationError as error:
-            raise Lapa2Error(first_problem(error)) from error
+            raise Lapa2Error(validation_message(error)) from error
     return cells
 
 
@@ -218,7 +218,7 @@ def _prompts(
 ) -> tuple[str, ...]:
     own = task.prompts.texts
     if isinstance(given, int):
-        others = more_prompts(task.name) if given > len(own) else ()
+        others = extra_prompts(task.name) if given > len(own) else ()
         return (*own, *(text for text in others if text not in own))[:given]
     if isinstance(given, PromptFile):
         if not Path(given.file).is_file():

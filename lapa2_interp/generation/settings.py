@@ -17,8 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, g
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from lapa2_interp._util.errors import Lapa2Error, first_problem, unknown_choice
-from lapa2_interp._util.files import parse_toml
+from lapa2_interp._util.errors import (
+    Lapa2Error,
+    unknown_choice,
+    validation_message,
+)
+from lapa2_interp._util.parsing import parse_toml
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.models.machine import AUTO, Dtype, DtypeOrAuto, ModelClass
 
@@ -187,7 +191,7 @@ class CellSettings(BaseModel):
         try:
             return cls.model_validate(dict(fields))
         except ValidationError as error:
-            raise Lapa2Error(first_problem(error, FORMS, cls.model_fields)) from None
+            raise Lapa2Error(validation_message(error, FORMS, cls.model_fields)) from None
 
 
 def unknown_setting(name: str) -> str:

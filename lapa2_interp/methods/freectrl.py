@@ -67,7 +67,7 @@ from lapa2_interp.methods.base import (
     checked,
 )
 from lapa2_interp.tasks.task import Task
-from lapa2_interp.tasks.word_lists import read_words
+from lapa2_interp.tasks.word_lists import read_word_list
 
 OFF = 1e-20
 NOISE_CLASSES = 4
@@ -243,7 +243,7 @@ class FreeCtrl(Method):
 
     def _lists(self, task: Task) -> Mapping[str, Sequence[str]]:
         """The word lists, one per attribute of the task."""
-        lists = read_words(self.words, task.name)
+        lists = read_word_list(self.words, task.name)
         empty = [c for c in task.attributes if not lists.get(c)]
         if empty:
             raise MethodError(

@@ -20,8 +20,8 @@ from lapa2_interp._util.errors import (
     AugmentationError,
     MethodError,
     TaskError,
-    first_problem,
     unknown_choice,
+    validation_message,
 )
 from lapa2_interp.bias.augmentation import (
     PAPER_LAWS,
@@ -127,7 +127,7 @@ def get(name: str, **parameters: Any) -> Method:
     try:
         return TypeAdapter(kind).validate_python(parameters)
     except ValidationError as error:
-        raise MethodError(f"method {name!r}: {first_problem(error, fields=names)}") from None
+        raise MethodError(f"method {name!r}: {validation_message(error, fields=names)}") from None
 
 
 def for_task(name: str, task: Task, **parameters: Any) -> Method:

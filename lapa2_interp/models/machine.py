@@ -22,13 +22,8 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
-from lapa2_interp._util.files import (
-    cache_folder,
-    keep_file,
-    read_text,
-    with_checksums,
-    without_checksums,
-)
+from lapa2_interp._util.files import cache_file, cache_folder, with_checksums, without_checksums
+from lapa2_interp._util.parsing import read_text
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AUTO = "auto"
@@ -107,7 +102,7 @@ def remember(device: str, name: str, numbers: tuple[float, ...]) -> tuple[float,
         float(f"{number:.4g}") for number in numbers
     )
     with suppress(ModelError):
-        keep_file(
+        cache_file(
             _file(),
             lambda path: path.write_text(with_checksums(known), encoding="utf-8"),
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import ModelError
-from lapa2_interp._util.files import cache_folder, sha256_of, whole_folder
+from lapa2_interp._util.files import atomic_folder, cache_folder, sha256_of
 from lapa2_interp.models.weights import load_network
 
 SMOLLM2 = "smollm2-135m"
@@ -59,7 +59,7 @@ def smollm2_folder() -> Path:
     print(f"converting {SMOLLM2} once into {folder} (about 10 s)", file=sys.stderr)
     try:
         # Another process may have finished first.
-        with whole_folder(folder, lambda there: _damage(there) is None) as fresh:
+        with atomic_folder(folder, lambda there: _damage(there) is None) as fresh:
             _convert(gguf, fresh)
             _write_seal(fresh)
     except OSError as error:

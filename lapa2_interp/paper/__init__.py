@@ -1,2 +1,1 @@
-"""What concerns only the LaPA2 paper: its numbers, claims, tables and the study of its
-propositions."""
+"""The LaPA2 paper: its numbers, claims and tables, and the study of its propositions."""

@@ -1,12 +1,11 @@
-"""Claims of the paper, and our own beside them, with their verdicts.
+"""Claims of the paper and claims of ours, with a verdict on each.
 
 A claim puts a number in a range. The measured number has a 95 % interval. The verdict says whether
 the whole interval lies inside the range, outside it, or neither.
 
-The claims of an item are tested together, those of the paper and ours each by themselves, by two
-families of tests: that a difference is there, and that it is too small to matter (`MARGINS`, two
-one-sided tests). Holm's correction, in each family, takes back what the number of claims alone
-could have brought about.
+The claims of an item are tested together, those of the paper and ours separately, in two families
+of tests: that there is a difference, and that it is too small to matter (`MARGINS`, two one-sided
+tests). The p-values of each family have Holm's correction for the number of claims.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError, pluralize
-from lapa2_interp._util.files import check_file
-from lapa2_interp.scoring.tables import other_scorer, paired, plain
+from lapa2_interp._util.parsing import check_regular_file
+from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_metric
 from lapa2_interp.stats import Difference, holm
 
 Verdict = Literal[
@@ -37,18 +36,19 @@ VERDICTS = (
     "inconclusive",
     "missing",
 )
-"""Verdicts in the order of a tally. Of claims of ours, two read in other words (`OUR_WORDS`)."""
-OUR_WORDS = {
+"""Verdicts in the order of `count_verdicts`; two are worded differently on our claims
+(`OUR_VERDICTS`)."""
+OUR_VERDICTS = {
     "as in the paper": "as expected",
     "against the paper": "against what was expected",
 }
 Whose = Literal["paper", "ours"]
 Relation = Literal["more", "less", "same"]
-NONE = float("nan")
-SURE = 0.05
-"""Level of verdicts, before and after Holm's correction."""
+NAN = float("nan")
+LEVEL = 0.05
+"""Significance level of verdicts, before and after Holm's correction."""
 MARGINS = {"acc": 5.0, "tox": 2.0, "ppl": 2.0}
-"""Differences, in the metric's unit, that do not matter: stated before the runs that use them."""
+"""Differences, in the metric's unit, that do not matter: fixed before the runs that use them."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Claim:
     """One sentence of the paper, and the range it puts a number in.
 
     Attributes:
-        text: In words; {blanks} are filled where it is used.
-        quantity: What is measured.
+        text: The sentence; {blanks} are filled where it is used.
+        quantity: The measured quantity.
         relation: "more" or "less" than the expected number, or the "same".
         margin: Differences from it that do not matter.
-        source: Where the paper says it.
+        source: The place in the paper.
     """
 
     text: str
@@ -82,64 +82,67 @@ class Claim:
         return "against the paper" if high < least or low > most else "inconclusive"
 
 
-def judge(relation: Relation, low: float, high: float, p: float, p_within: float) -> Verdict:
+def difference_verdict(
+    relation: Relation, low: float, high: float, p: float, p_within: float
+) -> Verdict:
     """The verdict on a difference.
 
-    "more" and "less" claim its sign. Where the sign is not known, a difference that is shown to be
-    smaller than the margin is "no difference". "same" claims just that.
+    "more" and "less" claim its sign. If the sign is not significant and the difference is shown to
+    be smaller than the margin, the verdict is "no difference". "same" claims exactly that.
 
     Args:
         low, high: Its 95 % interval.
-        p: Of the test that a difference is there: of its sign, or that it is beyond the margin
-            ("same").
-        p_within: Of the test that it is smaller than the margin; NaN without one.
+        p: p-value of the test that there is a difference: of its sign, or that it is beyond the
+            margin ("same").
+        p_within: p-value of the test that it is smaller than the margin; NaN without a margin.
     """
     if relation == "same":
-        side: Verdict = "against the paper" if p < SURE else "inconclusive"
-        return "as in the paper" if p_within < SURE else side
+        side: Verdict = "against the paper" if p < LEVEL else "inconclusive"
+        return "as in the paper" if p_within < LEVEL else side
     side = Claim("", "", relation).verdict(low, high)
-    if side != "inconclusive" and p < SURE:
+    if side != "inconclusive" and p < LEVEL:
         return side
-    return "no difference" if p_within < SURE else "inconclusive"
+    return "no difference" if p_within < LEVEL else "inconclusive"
 
 
 def p_values(relation: Relation, found: Difference, margin: float) -> tuple[float, float]:
-    """The two p of `judge`.
+    """The two p-values of `difference_verdict`.
 
     Args:
-        margin: Differences that do not matter; 0 where all do.
+        margin: Differences that do not matter; 0 if all matter.
     """
     p = found.p_beyond(margin) if relation == "same" else found.p
-    return p, found.p_within(margin) if margin else NONE
+    return p, found.p_within(margin) if margin else NAN
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A claim of an item, and what this run says about it: a row of ITEM.claims.csv.
+class ClaimResult:
+    """A claim of an item and its result on this run: a row of ITEM.claims.csv.
 
     Attributes:
-        item, claim: The item that makes the claim, and the claim in words.
-        metric, expected: What is compared, and the relation the paper reports.
-        paper: The paper's difference, in the metric's unit; NaN where it gives none.
-        here, low, high: Ours with its 95 % interval.
-        p, p_within: Of the tests that a difference is there, and that it is too small to matter
-            (`judge`).
+        item, claim: Name of the item that makes the claim, and the claim as a sentence.
+        metric, expected: The compared metric, and the relation the paper reports.
+        paper: The paper's difference, in the metric's unit; NaN if the paper gives none.
+        here, low, high: Our difference with its 95 % interval.
+        p, p_within: p-values of the tests that there is a difference, and that it is too small to
+            matter (`difference_verdict`).
         detectable: The smallest difference these texts could have shown.
-        verdict: After Holm's correction, where `Findings.frame` gave it.
+        verdict: The verdict; in `ItemClaims.frame` after Holm's correction.
         prompts: Independent clusters.
-        second, second_here, second_low, second_high, second_verdict: Another scorer of the metric,
-            and what its numbers say, not corrected; empty where there is none.
-        margin: Differences that do not matter; 0 where all do.
-        holm, holm_within: Both p after Holm's correction over the item's claims of one `whose`.
+        second, second_here, second_low, second_high, second_verdict: The metric's second scorer,
+            its difference and verdict, not corrected; empty without a second scorer.
+        margin: Differences that do not matter; 0 if all matter.
+        holm, holm_within: Both p-values after Holm's correction over the item's claims of one
+            `whose`.
         raw: The verdict without correction.
         scorer: The first scorer.
-        task, method: What is compared, where it is one.
-        grids: Names of the grids that the item shows, apart by spaces.
-        error, texts, noise: As of `stats.Difference`, for other numbers of prompts and texts.
-        compared: Equal where one test is made of the same texts by the same number; "" where not
-            known.
-        whose: "paper", or "ours": what we expect and the paper does not say. Verdicts on it are
-            worded by `OUR_WORDS` in tables (`Findings.frame`).
+        task, method: The task and the method of both arms; "" if they differ.
+        grids: Names of the item's grids, separated by spaces.
+        error, texts, noise: Fields of `stats.Difference`, from which other numbers of prompts and
+            texts are planned (`paper.power`).
+        compared: A hash that is equal for equal tests on the same texts; "" if not known.
+        whose: "paper", or "ours" for a claim that the paper does not make. In tables, verdicts on
+            our claims are worded by `OUR_VERDICTS` (`ItemClaims.frame`).
     """
 
     item: str
@@ -155,50 +158,51 @@ class Finding:
     verdict: Verdict
     prompts: int
     second: str = ""
-    second_here: float = NONE
-    second_low: float = NONE
-    second_high: float = NONE
+    second_here: float = NAN
+    second_low: float = NAN
+    second_high: float = NAN
     second_verdict: Verdict | Literal[""] = ""
     margin: float = 0.0
-    p_within: float = NONE
-    holm: float = NONE
-    holm_within: float = NONE
+    p_within: float = NAN
+    holm: float = NAN
+    holm_within: float = NAN
     raw: Verdict | Literal[""] = ""
     scorer: str = ""
     task: str = ""
     method: str = ""
     grids: str = ""
-    error: float = NONE
-    texts: float = NONE
-    noise: float = NONE
+    error: float = NAN
+    texts: float = NAN
+    noise: float = NAN
     compared: str = ""
     whose: Whose = "paper"
 
     @classmethod
-    def of(
+    def from_difference(
         cls,
         item: str,
         claim: Claim,
         found: Difference | None,
-        paper: float = NONE,
+        paper: float = NAN,
         second: tuple[str, Difference] | None = None,
         **facts: Any,
-    ) -> Finding:
-        """Judge a claim.
+    ) -> ClaimResult:
+        """The result of a claim, from a measured difference.
 
         Args:
-            found: Ours; None where there was nothing to compare.
-            second: Another scorer, and ours by its numbers.
+            found: Our difference; None if there was nothing to compare.
+            second: Name of the second scorer, and our difference by its numbers.
             facts: Fields scorer, task, method, compared and whose.
         """
-        told = (item, claim.text, claim.quantity, claim.relation, paper)
+        first = (item, claim.text, claim.quantity, claim.relation, paper)
         if found is None:
-            none = cls(*told, NONE, NONE, NONE, NONE, NONE, "missing", 0, raw="missing")
+            none = cls(*first, NAN, NAN, NAN, NAN, NAN, "missing", 0, raw="missing")
             return replace(none, margin=claim.margin, **facts)
+        # The verdict by the first scorer.
         p, p_within = p_values(claim.relation, found, claim.margin)
-        verdict = judge(claim.relation, found.low, found.high, p, p_within)
-        made = cls(
-            *told,
+        verdict = difference_verdict(claim.relation, found.low, found.high, p, p_within)
+        result = cls(
+            *first,
             found.mean,
             found.low,
             found.high,
@@ -213,31 +217,32 @@ class Finding:
             texts=found.texts,
             noise=found.noise,
         )
-        made = replace(made, **facts)
+        result = replace(result, **facts)
         if second is None:
-            return made
+            return result
+        # The verdict by the second.
         name, other = second
         tests = p_values(claim.relation, other, claim.margin)
-        said = judge(claim.relation, other.low, other.high, *tests)
+        second_verdict = difference_verdict(claim.relation, other.low, other.high, *tests)
         return replace(
-            made,
+            result,
             second=name,
             second_here=other.mean,
             second_low=other.low,
             second_high=other.high,
-            second_verdict=said,
+            second_verdict=second_verdict,
         )
 
 
 @dataclass
-class Findings:
-    """The findings of an item, in the order its claims were judged."""
+class ItemClaims:
+    """The claims of an item with their results, in the order in which they were added."""
 
     item: str
     grids: tuple[str, ...] = ()
-    rows: list[Finding] = field(default_factory=list)
+    rows: list[ClaimResult] = field(default_factory=list)
 
-    def claim(
+    def add_claim(
         self,
         text: str,
         scores: pd.DataFrame,
@@ -245,29 +250,31 @@ class Findings:
         after: Mapping[str, Any],
         metric: str,
         expected: Relation,
-        paper: float = NONE,
+        paper: float = NAN,
         margin: float | None = None,
         whose: Whose = "paper",
     ) -> None:
-        """Judge what is claimed of two arms.
+        """Test a claim about two arms.
 
         Args:
             scores: One row per text (`paper.data.ItemData.scores`).
             before, after: Columns of the two arms and their values.
-            metric: What is compared: after - before.
-            expected: As in `Claim`.
+            metric: The compared metric, after - before.
+            expected: The relation, as in `Claim`.
             paper: The paper's difference.
             margin: Differences that do not matter; by default `MARGINS`.
-            whose: Who claims it.
+            whose: "paper", or "ours".
         """
         if margin is None:
             margin = MARGINS.get(metric, 0.0)
-        found = compare(scores, before, after, metric)
-        second = by_other(scores, before, after, metric)
-        facts = _facts(scores, before, after, metric, f"{expected} {margin:g}")
-        self.note(text, metric, expected, found, paper, margin, second, whose=whose, **facts)
+        found = compare_arms(scores, before, after, metric)
+        second = compare_by_second_scorer(scores, before, after, metric)
+        facts = _comparison_facts(scores, before, after, metric, f"{expected} {margin:g}")
+        self.add_difference(
+            text, metric, expected, found, paper, margin, second, whose=whose, **facts
+        )
 
-    def as_reported(
+    def add_reported_claim(
         self,
         text: str,
         scores: pd.DataFrame,
@@ -276,11 +283,10 @@ class Findings:
         metric: str,
         known: Sequence[float],
     ) -> None:
-        """Judge a comparison in the direction of the paper's two numbers; without them nothing is
-        judged.
+        """Test a difference in the direction of the paper's two numbers; without them add nothing.
 
         Args:
-            text: With {more} or {raises} for the direction.
+            text: The claim, with {more} or {raises} for the direction.
             known: The paper's numbers before and after.
         """
         gap = known[1] - known[0]
@@ -288,86 +294,90 @@ class Findings:
             text = text.format(
                 more="more" if gap > 0 else "less", raises="raises" if gap > 0 else "lowers"
             )
-            self.claim(text, scores, before, after, metric, "more" if gap > 0 else "less", gap)
+            self.add_claim(text, scores, before, after, metric, "more" if gap > 0 else "less", gap)
 
-    def note(
+    def add_difference(
         self,
         text: str,
         metric: str,
         expected: Relation,
         found: Difference | None,
-        paper: float = NONE,
+        paper: float = NAN,
         margin: float = 0.0,
         second: tuple[str, Difference] | None = None,
         **facts: Any,
     ) -> None:
-        """Judge a claim whose difference was computed elsewhere; None: there was nothing to
-        compare. `second`: another scorer of the metric, and the difference in its numbers."""
+        """Add a claim whose difference was computed elsewhere; None if there was nothing to
+        compare. `second`: name of the metric's second scorer, and the difference by its numbers."""
         claim = Claim(text, metric, expected, margin)
         facts["grids"] = " ".join(self.grids)
-        self.rows.append(Finding.of(self.item, claim, found, paper, second, **facts))
+        self.rows.append(
+            ClaimResult.from_difference(self.item, claim, found, paper, second, **facts)
+        )
 
     def frame(self) -> pd.DataFrame:
-        """One row per finding. Verdicts are corrected for the number of the item's claims, the
-        paper's and ours apart, in each of the two families of tests. What was compared twice is
-        tested once."""
+        """One row per claim. Verdicts are corrected for the number of the item's claims, the
+        paper's and ours separately, in each of the two families of tests. A comparison that several
+        claims share counts once in the correction."""
         keys = [(row.whose, row.compared or str(number)) for number, row in enumerate(self.rows)]
+        # One row of each comparison takes part in the correction.
         of_key = dict(zip(reversed(keys), reversed(self.rows), strict=True))
         there: dict[tuple[Whose, str], float] = {}
         small: dict[tuple[Whose, str], float] = {}
         for whose in {row.whose for row in self.rows}:
             own = {key: row for key, row in of_key.items() if row.whose == whose}
-            there |= _corrected({key: row.p for key, row in own.items()})
-            small |= _corrected({key: row.p_within for key, row in own.items() if row.margin})
+            there |= _holm({key: row.p for key, row in own.items()})
+            small |= _holm({key: row.p_within for key, row in own.items() if row.margin})
         rows = []
         for key, row in zip(keys, self.rows, strict=True):
-            both = there[key], small.get(key, NONE)
+            both = there[key], small.get(key, NAN)
             verdict = row.raw
             if verdict != "missing":
-                verdict = judge(row.expected, row.low, row.high, *both)
-            told: dict[str, str] = {"verdict": verdict, "raw": row.raw}
-            told["second_verdict"] = row.second_verdict
+                verdict = difference_verdict(row.expected, row.low, row.high, *both)
+            verdicts: dict[str, str] = {"verdict": verdict, "raw": row.raw}
+            verdicts["second_verdict"] = row.second_verdict
             if row.whose == "ours":
-                told = {name: OUR_WORDS.get(said, said) for name, said in told.items()}
-            rows.append(vars(row) | {"holm": both[0], "holm_within": both[1], **told})
-        return pd.DataFrame(rows, columns=list(Finding.__dataclass_fields__))
+                verdicts = {name: OUR_VERDICTS.get(one, one) for name, one in verdicts.items()}
+            rows.append(vars(row) | {"holm": both[0], "holm_within": both[1], **verdicts})
+        return pd.DataFrame(rows, columns=list(ClaimResult.__dataclass_fields__))
 
 
-def _corrected(p: Mapping[tuple[Whose, str], float]) -> dict[tuple[Whose, str], float]:
-    """Holm's p of one family of tests."""
+def _holm(p: Mapping[tuple[Whose, str], float]) -> dict[tuple[Whose, str], float]:
+    """Holm's corrected p-values of one family of tests."""
     return dict(zip(p, map(float, holm(list(p.values()))), strict=True))
 
 
-def compare(
+def compare_arms(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> Difference | None:
-    """after - before, as `paired` says."""
-    return paired(*_sides(scores, before, after, metric))
+    """The difference after - before, paired_change (`scoring.tables.paired`); None without
+    pairs."""
+    return paired_change(*_scored_rows(scores, before, after, metric))
 
 
-def _sides(
+def _scored_rows(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    one, two = (rows_with(scores, {**side, "metric": metric}) for side in (before, after))
+    one, two = (select_rows(scores, {**side, "metric": metric}) for side in (before, after))
     return one[one["value"].notna()], two[two["value"].notna()]
 
 
-def _facts(
+def _comparison_facts(
     scores: pd.DataFrame,
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     metric: str,
     test: str,
 ) -> dict[str, str]:
-    """What a claim compares: the fields scorer, task, method, compared of `Finding`.
+    """The fields scorer, task, method and compared of a `ClaimResult`.
 
-    Texts are told by their cell, prompt and sample, and numbers by their scorer: the last digits
-    of a number differ between machines.
+    The hash `compared` identifies texts by cell, prompt and sample, and numbers by their scorer,
+    since the last digits of a number differ between machines.
 
     Args:
-        test: What is asked about the difference, in words.
+        test: The tested relation and its margin.
     """
-    sides = _sides(scores, before, after, metric)
+    sides = _scored_rows(scores, before, after, metric)
     both = pd.concat(sides)
     facts = {}
     for name in ("scorer", "task", "method"):
@@ -382,10 +392,10 @@ def _facts(
     return facts
 
 
-def counted_once(claims: pd.DataFrame) -> pd.DataFrame:
-    """The rows of claims, each comparison of the paper and each of ours once. Where several items
-    make it, they correct for different numbers of claims: the row with the largest corrected p
-    counts."""
+def unique_comparisons(claims: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a table of claims in which each comparison stands once, the paper's and ours
+    separately. If several items make it, the row with the largest corrected p-value stays, since
+    items correct for different numbers of claims."""
     alone = claims["compared"] == ""
     ordered = claims.assign(largest=-deciding_p_values(claims)["holm"].fillna(1.0)).sort_values(
         "largest", kind="stable"
@@ -395,7 +405,7 @@ def counted_once(claims: pd.DataFrame) -> pd.DataFrame:
 
 
 def deciding_p_values(claims: pd.DataFrame) -> pd.DataFrame:
-    """The p and holm of the test behind each verdict; behind none, the smaller ones."""
+    """Columns p and holm of the test that decided each verdict; if neither did, the smaller."""
     small = (claims["verdict"] == "no difference") | (
         (claims["expected"] == "same") & claims["verdict"].isin(["as in the paper", "as expected"])
     )
@@ -405,46 +415,46 @@ def deciding_p_values(claims: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def by_other(
+def compare_by_second_scorer(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> tuple[str, Difference] | None:
-    """As `compare`, by the metric's second scorer: its name, and the difference."""
+    """Name of the metric's second scorer, and the difference by its numbers; None without one."""
     for name in dict.fromkeys(map(str, scores["metric"])):
-        if name != metric and plain(name) == metric:
-            found = compare(scores, before, after, name)
+        if name != metric and metric_name(name) == metric:
+            found = compare_arms(scores, before, after, name)
             if found is not None:
-                return other_scorer(name), found
+                return scorer_of_metric(name), found
     return None
 
 
-def rows_with(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows whose columns have these values (a list: one of them)."""
+def select_rows(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
+    """Rows whose columns have these values; a list allows any of its values."""
     chosen = pd.Series(True, index=table.index)
     for column, value in wanted.items():
         chosen &= table[column].isin(value if isinstance(value, list | tuple) else [value])
     return table[chosen]
 
 
-WORDS = ("item", "claim", "metric", "expected", "verdict", "raw", "second", "second_verdict",
+TEXT_COLUMNS = ("item", "claim", "metric", "expected", "verdict", "raw", "second", "second_verdict",
          "scorer", "task", "method", "grids", "compared", "whose")  # fmt: skip
-"""Columns of a table of claims that are no numbers."""
+"""Columns of a table of claims that hold text."""
 
 
 def read_claims(file: Path) -> pd.DataFrame:
-    """A table of claims as `Findings.frame` gave it.
+    """Read a table of claims (`ItemClaims.frame`).
 
     Raises:
-        RunError: The file is no such table, or one of another version of the package.
+        RunError: The file is not such a table, or was written by another version of the package.
     """
-    numbers = [name for name in Finding.__dataclass_fields__ if name not in WORDS]
+    numbers = [name for name in ClaimResult.__dataclass_fields__ if name not in TEXT_COLUMNS]
     try:
-        check_file(file)
+        check_regular_file(file)
         found = pd.read_csv(
             file, keep_default_na=False, na_values=["", "nan"], dtype={"compared": str}
         )
-        if missing := [name for name in Finding.__dataclass_fields__ if name not in found]:
+        if missing := [name for name in ClaimResult.__dataclass_fields__ if name not in found]:
             raise ValueError(f"no column {', '.join(missing)}")
-        words = {name: found[name].astype(object).fillna("") for name in WORDS}
+        words = {name: found[name].astype(object).fillna("") for name in TEXT_COLUMNS}
         return found.assign(**words, **found[numbers].astype(float)).astype({"prompts": int})
     except (OSError, ValueError) as error:
         raise RunError(
@@ -453,15 +463,15 @@ def read_claims(file: Path) -> pd.DataFrame:
         ) from error
 
 
-def disputed(claims: pd.DataFrame) -> str:
-    """How many claims have another verdict by their second scorer, in words; "" where no claim has
-    one."""
-    once = counted_once(claims)
+def summarize_disagreement(claims: pd.DataFrame) -> str:
+    """A sentence that counts the claims with another verdict by their second scorer; "" if no claim
+    has a second scorer."""
+    once = unique_comparisons(claims)
     both = once[(once["second"] != "") & (once["raw"] != "missing")]
     if not len(both):
         return ""
     others = both[both["raw"] != both["second_verdict"]]
-    sides = (*OUR_WORDS, *OUR_WORDS.values())
+    sides = (*OUR_VERDICTS, *OUR_VERDICTS.values())
     opposite = (others["raw"].isin(sides) & others["second_verdict"].isin(sides)).sum()
     return (
         f"Of {pluralize(len(both), 'claim')} with two scorers, {len(others)} have another verdict"
@@ -469,48 +479,48 @@ def disputed(claims: pd.DataFrame) -> str:
     )
 
 
-def tally(claims: pd.DataFrame, column: str = "verdict") -> str:
-    """How many of these claims have which verdict, each comparison counted once, in words.
+def count_verdicts(claims: pd.DataFrame, column: str = "verdict") -> str:
+    """The number of claims with each verdict, as text; each comparison counts once.
 
     Args:
-        column: verdict, or raw: without correction.
+        column: verdict, or raw for verdicts without correction.
     """
-    numbers = counted_once(claims)[column].value_counts()
+    numbers = unique_comparisons(claims)[column].value_counts()
     return ", ".join(f"{numbers[each]} {each}" for each in VERDICTS if each in numbers)
 
 
-def shown_claims(claims: pd.DataFrame) -> pd.DataFrame:
-    """Claims for reading."""
+def format_claims(claims: pd.DataFrame) -> pd.DataFrame:
+    """A table of claims formatted as text."""
     rows = [dict(zip(claims.columns, row, strict=True)) for row in claims.to_numpy(dtype=object)]
-    here = ["" if pd.isna(row["here"]) else _range(row) for row in rows]
+    here = ["" if pd.isna(row["here"]) else _value_and_interval(row) for row in rows]
     paper = ["" if pd.isna(value) else f"{value:+.2f}" for value in claims["paper"]]
     columns = ["verdict", "claim", "metric", "expected"]
-    shown = claims[columns].assign(paper=paper, here=here)
+    formatted = claims[columns].assign(paper=paper, here=here)
     for name, values in deciding_p_values(claims).items():
-        shown[name] = ["" if pd.isna(value) else f"{value:.2g}" for value in values]
-    shown["uncorrected"] = claims["raw"].where(claims["raw"] != claims["verdict"], "")
+        formatted[name] = ["" if pd.isna(value) else f"{value:.2g}" for value in values]
+    formatted["uncorrected"] = claims["raw"].where(claims["raw"] != claims["verdict"], "")
     n = claims["texts"] * claims["prompts"]
-    shown["texts"] = ["" if pd.isna(each) else f"{each:.0f}" for each in n]
-    shown["prompts"] = claims["prompts"]
-    shown["scorer"] = claims["scorer"].map(short_name)
+    formatted["texts"] = ["" if pd.isna(each) else f"{each:.0f}" for each in n]
+    formatted["prompts"] = claims["prompts"]
+    formatted["scorer"] = claims["scorer"].map(scorer_kind)
     if (claims["second"] != "").any():
-        shown["second scorer"] = [disagreement(row) for row in rows]
-    return shown
+        formatted["second scorer"] = [second_scorer_verdict(row) for row in rows]
+    return formatted
 
 
-def short_name(scorer: str) -> str:
-    """What a scorer reads with: "adapter" of "accuracy (adapter sentiment 0123456789ab)"."""
+def scorer_kind(scorer: str) -> str:
+    """The kind of a scorer: "adapter" in "accuracy (adapter sentiment 0123456789ab)"."""
     return scorer.partition(" (")[2].split(" ")[0].strip("(),")
 
 
-def disagreement(row: Mapping[str, Any]) -> str:
-    """What a claim's second scorer says: "" where there is none, "agrees", or its own verdict."""
+def second_scorer_verdict(row: Mapping[str, Any]) -> str:
+    """The verdict by a claim's second scorer as text: "" without one, "agrees", or the verdict."""
     if row["second"] == "":
         return ""
     if row["second_verdict"] == row["raw"]:
         return "agrees"
-    return f"≠ {row['second']}: {row['second_verdict']} ({_range(row, 'second_')})"
+    return f"≠ {row['second']}: {row['second_verdict']} ({_value_and_interval(row, 'second_')})"
 
 
-def _range(row: Mapping[str, Any], of: str = "") -> str:
+def _value_and_interval(row: Mapping[str, Any], of: str = "") -> str:
     return f"{row[f'{of}here']:+.2f} [{row[f'{of}low']:+.2f}, {row[f'{of}high']:+.2f}]"

@@ -1,7 +1,7 @@
-"""The cells of an item and what is measured of them: scores of the texts, curves of the attention.
+"""The cells of an item and their measurements: scores of texts, and attention traces.
 
-An item is a figure or table of the paper; it is made of the cells of one or more grids of a run.
-Scores are kept in RUN/scores, so nothing is scored twice. Nothing here generates.
+An item is a figure or table of the paper. Its data are the cells of one or more grids of a run.
+Scores are stored in RUN/scores, so that no text is scored twice. Nothing here generates.
 """
 
 from __future__ import annotations
@@ -17,22 +17,28 @@ from lapa2_interp._util.errors import NoGridError, RunError, ScoringError
 from lapa2_interp.attention.tables import branch_name
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.models.load import reading_tokenizer
-from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, samples_read
-from lapa2_interp.paper.reported import METRICS
-from lapa2_interp.paper.scripts import USUAL
-from lapa2_interp.paper.tables import ARM, KEYS
+from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, perplexity_samples
+from lapa2_interp.paper.reported import PAPER_METRICS
+from lapa2_interp.paper.scripts import DEFAULT_SCORERS
+from lapa2_interp.paper.tables import ARM_COLUMNS, ROW_COLUMNS
 from lapa2_interp.runs.run import Run, each_once
 from lapa2_interp.runs.texts import at_lengths, in_parts
-from lapa2_interp.scoring.named import Options, make_scorer, score_by
-from lapa2_interp.scoring.scorer import Cache, Item, chosen_scorers, run_scorer, split_scorer
-from lapa2_interp.scoring.tables import plain
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
+from lapa2_interp.scoring.scorer import (
+    ScoreCache,
+    TextItem,
+    expand_scorers,
+    parse_scorer,
+    run_scorer,
+)
+from lapa2_interp.scoring.tables import metric_name
 
 if TYPE_CHECKING:
     import xarray as xr
 
 
-OF_ACCURACY = ("masked", "echo", "repetition")
-"""What stands beside the accuracies of an item, where it was asked for."""
+BESIDE_ACCURACY = ("masked", "echo", "repetition")
+"""Scorers beside accuracy; an item has their columns if they were requested."""
 
 
 @dataclass(frozen=True)
@@ -40,28 +46,31 @@ class ItemData:
     """The data of one item on one run.
 
     Attributes:
-        run: The run folder, read.
+        run: The loaded run folder.
         item: The item's name.
-        grids: The grids whose cells it shows, without their folder (quick/, paper/).
-        scorers: As `scoring.chosen_scorers` gives them.
-        perplexity_texts: About how many texts of an arm have their perplexity measured.
+        grids: Names of its grids, without their folder (quick/, paper/).
+        scorers: The scorers, from `scoring.chosen_scorers`.
+        perplexity_texts: Texts of an arm whose perplexity is measured, approximately.
         device: Device of scorers that run a model.
-        dtype: Precision of the perplexity model. Perplexity is a measurement: float32, whatever
-            wrote the texts.
+        dtype: Precision of the perplexity model: float32, whatever precision generated the texts.
     """
 
     run: Run
     item: str
     grids: tuple[str, ...]
-    scorers: tuple[str, ...] = chosen_scorers((), USUAL)
+    scorers: tuple[str, ...] = expand_scorers((), DEFAULT_SCORERS)
     perplexity_texts: int = PERPLEXITY_TEXTS
     device: str | None = None
     dtype: str = "float32"
 
     @property
     def cells(self) -> pd.DataFrame:
-        """The cells of the grids that are there, in their order, one row each, finished or not;
-        none has a text of another (`each_once`)."""
+        """One row per cell of the grids that the run has, in their order, finished or not; no two
+        cells share a text (`each_once`).
+
+        Raises:
+            NoGridError: The run has none of the grids.
+        """
         names = [name for name in self.run.listing.grids if name.rpartition("/")[2] in self.grids]
         if not names:
             wanted, have = (
@@ -77,22 +86,23 @@ class ItemData:
         }
         keys = each_once(planned)
         found = self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
-        # Half an arm would be compared with a whole one: it counts when all its attributes are
-        # there.
-        whole = (
-            (found["state"] == "finished").groupby([found[name] for name in ARM]).transform("all")
+        # An arm without all its attributes must not be compared with a complete one.
+        complete = (
+            (found["state"] == "finished")
+            .groupby([found[name] for name in ARM_COLUMNS])
+            .transform("all")
         )
         return found.assign(
-            state=found["state"].where(whole | (found["state"] != "finished"), "incomplete")
+            state=found["state"].where(complete | (found["state"] != "finished"), "incomplete")
         )
 
     def groups(
         self, cells: pd.DataFrame, *further: str
     ) -> Iterator[tuple[dict[str, Any], str, pd.DataFrame]]:
-        """The cells grouped by model, task, method, variant and further columns: the columns'
-        values, the values in words, the cells.
+        """Cells grouped by model, task, method, variant and further columns: the columns' values, a
+        label, the cells.
 
-        The words name the model and the variant only where there are several.
+        The label names the model and the variant only if there are several.
         """
         names = ["model", "task", "method", "variant", *further]
         variants = cells.groupby(names[:3])["variant"].transform("nunique")
@@ -106,7 +116,8 @@ class ItemData:
             yield where, words, group
 
     def lengths(self, cells: pd.DataFrame) -> tuple[int, ...]:
-        """The five lengths of the longest of these cells."""
+        """The five lengths at which texts are scored, from the longest of these cells, in
+        tokens."""
         return tuple(round(int(cells["max_length"].max()) * share) for share in FRACTIONS)
 
     def scores(
@@ -116,74 +127,79 @@ class ItemData:
         parts: int = 1,
         metrics: Sequence[str] | None = None,
     ) -> pd.DataFrame:
-        """The texts of finished cells with their numbers: one row per text, length, part and metric
-        (in the paper's units).
+        """Scores of the texts of finished cells, in the paper's units: one row per text, length,
+        part and metric.
 
         Args:
             cells: Rows of `cells`.
-            lengths: Cut texts to these as far as they are shorter than a cell's own length, which
-                is always among its lengths.
+            lengths: Also cut texts to those of these lengths that are shorter than the cell's.
             parts: Score texts in this many equal parts.
-            metrics: Any of accuracy, toxicity and perplexity; by default what the task has.
+            metrics: Any of accuracy, toxicity and perplexity; by default those of the task.
 
-        Of a metric that several scorers give, the first one's rows have its plain name, and the
-        others' are named as `METRICS` says.
+        If several scorers give a metric, the first one's rows have the plain name, and the others'
+        have the scorer in parentheses (`PAPER_METRICS`).
         """
         frames = []
-        with Cache(self.run.home / "scores") as cache:
+        with ScoreCache(self.run.home / "scores") as cache:
             finished = cells[cells["state"] == "finished"]
             wordings = finished["key"].map(lambda key: str(self.run.plan[key].task.attributes))
             for (task, *_), group in finished.groupby(["task", wordings, "model"], sort=False):
                 samples = self.texts(group, lengths, parts)
-                options = self._options(group)
-                for name, asked in self._asked(str(task), metrics).items():
-                    texts = self._few(samples) if name == "perplexity" else samples
+                options = self._scorer_options(group)
+                for name, asked in self._scorers_by_metric(str(task), metrics).items():
+                    texts = self._perplexity_rows(samples) if name == "perplexity" else samples
                     if len(texts):
-                        found = score_by(texts.drop(columns="tokens"), asked, options, cache)
-                        frames.append(found[found["metric"].map(plain) == name])
+                        found = score_samples(texts.drop(columns="tokens"), asked, options, cache)
+                        frames.append(found[found["metric"].map(metric_name) == name])
         if not frames:
             return pd.DataFrame(
-                columns=[*KEYS, "cell", "prompt", "metric", "value", "skipped", "scorer"]
+                columns=[*ROW_COLUMNS, "cell", "prompt", "metric", "value", "skipped", "scorer"]
             )
         table = pd.concat(frames, ignore_index=True)
-        # Tables are cut up many hundred times, which takes Arrow's strings longer than objects.
+        # Tables are filtered many hundred times, which is slower on Arrow strings than on objects.
         words = table.select_dtypes(exclude=["number", "bool"]).columns
         table = table.astype(dict.fromkeys(words, object))
-        names = table["metric"].map(plain)
+        names = table["metric"].map(metric_name)
         return table.assign(
-            value=table["value"] * names.map(lambda name: METRICS[name][1]),
+            value=table["value"] * names.map(lambda name: PAPER_METRICS[name][1]),
             metric=[
-                METRICS[name][0] + metric.removeprefix(name)
+                PAPER_METRICS[name][0] + metric.removeprefix(name)
                 for name, metric in zip(names, table["metric"], strict=True)
             ],
         )
 
-    def numbers(self, group: pd.DataFrame, samples: pd.DataFrame, metric: str) -> pd.DataFrame:
-        """Every number that a metric's first scorer gives texts: `scoring.run_scorer`.
+    def scorer_numbers(
+        self, group: pd.DataFrame, samples: pd.DataFrame, metric: str
+    ) -> pd.DataFrame:
+        """All columns of a metric's first scorer on texts (`scoring.run_scorer`).
 
         Args:
             group: The cells of the texts, of one task.
             samples: The texts, with their prompt and attribute.
             metric: accuracy, toxicity or perplexity.
         """
-        asked = self._asked(str(group["task"].iloc[0]), (metric,))[metric][0]
+        asked = self._scorers_by_metric(str(group["task"].iloc[0]), (metric,))[metric][0]
         name, _, model = asked.partition("=")
         texts = samples[["text", "prompt", "attribute"]].to_numpy()
         with (
-            Cache(self.run.home / "scores") as cache,
-            closing(make_scorer(name, model, self._options(group))) as scorer,
+            ScoreCache(self.run.home / "scores") as cache,
+            closing(make_scorer(name, model, self._scorer_options(group))) as scorer,
         ):
-            return run_scorer(scorer, [Item(*each) for each in texts], cache)
+            return run_scorer(scorer, [TextItem(*each) for each in texts], cache)
 
-    def _asked(self, task: str, metrics: Sequence[str] | None) -> dict[str, list[str]]:
-        """The scorers of a task, NAME or NAME=MODEL, by metric."""
+    def _scorers_by_metric(self, task: str, metrics: Sequence[str] | None) -> dict[str, list[str]]:
+        """The scorers of a task, NAME or NAME=MODEL, by metric.
+
+        Raises:
+            ScoringError: A metric has no scorer.
+        """
         control = "toxicity" if task == "detox" else "accuracy"
         by_name: dict[str, list[str]] = {}
         for each in self.scorers:
-            of, name, _ = split_scorer(each)
+            of, name, _ = parse_scorer(each)
             if of in ("", task):
                 by_name.setdefault(name, []).append(each.removeprefix(f"{of}:"))
-        beside = [name for name in OF_ACCURACY if name in by_name and control == "accuracy"]
+        beside = [name for name in BESIDE_ACCURACY if name in by_name and control == "accuracy"]
         names = list(metrics or (control, *beside, "perplexity"))
         if missing := [name for name in names if name not in by_name]:
             raise ScoringError(
@@ -193,8 +209,8 @@ class ItemData:
         return {name: by_name[name] for name in names}
 
     def texts(self, group: pd.DataFrame, lengths: Iterable[int], parts: int = 1) -> pd.DataFrame:
-        """The texts of finished cells of one model and task, cut as `scores` says: `Run.samples`
-        with length and part."""
+        """Texts of finished cells of one model and task, cut as in `scores`: `Run.samples` with
+        columns length and part."""
         frames = []
         for longest in dict.fromkeys(group["max_length"].astype(int)):
             keys = list(group["key"][group["max_length"] == longest])
@@ -206,27 +222,28 @@ class ItemData:
             return found.assign(part=0)
         return in_parts(found, parts, reading_tokenizer(str(group["model"].iloc[0])))
 
-    def _few(self, samples: pd.DataFrame) -> pd.DataFrame:
-        """The first samples of every prompt, as many as make about `perplexity_texts` an arm."""
+    def _perplexity_rows(self, samples: pd.DataFrame) -> pd.DataFrame:
+        """The first samples of every prompt, so that each arm has about `perplexity_texts`
+        texts."""
         first = (samples["prompt"] + "\0" + samples["attribute"]).astype(object)
-        firsts = first.groupby([samples[name] for name in ARM]).transform("nunique")
-        kept = {n: samples_read(int(n), self.perplexity_texts) for n in firsts.unique()}
-        return samples[samples["sample"] < firsts.map(kept)]
+        firsts = first.groupby([samples[name] for name in ARM_COLUMNS]).transform("nunique")
+        per_prompt = {n: perplexity_samples(int(n), self.perplexity_texts) for n in firsts.unique()}
+        return samples[samples["sample"] < firsts.map(per_prompt)]
 
-    def _options(self, group: pd.DataFrame) -> Options:
+    def _scorer_options(self, group: pd.DataFrame) -> ScorerOptions:
         first = group["key"].iloc[0]
         task, own = self.run.plan[first].task, self.run.manifest(first).model
-        return Options(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
+        return ScorerOptions(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
 
-    def curves(
+    def arm_traces(
         self, cells: pd.DataFrame
     ) -> Iterable[tuple[dict[str, Any], xr.Dataset, pd.DataFrame]]:
-        """Traces of finished cells, those of one arm (all its attributes) together: its columns,
-        the trace, the samples.
+        """The trace of each arm (all its attributes together) over its finished cells: the arm's
+        columns, the trace, the samples.
 
-        The trace has only the branch behind the steered attribute's prefix.
+        The trace has only the branch with the steered attribute's prefix.
         """
-        for values, group in cells[cells["state"] == "finished"].groupby(ARM, sort=False):
+        for values, group in cells[cells["state"] == "finished"].groupby(ARM_COLUMNS, sort=False):
             runs = [self.run.finished_cell(key) for key in group["key"]]
             found = [run.trace for run in runs if run.trace is not None]
             traces = [
@@ -235,15 +252,23 @@ class ItemData:
             ]
             if traces:
                 samples = pd.concat([run.samples for run in runs], ignore_index=True)
-                yield dict(zip(ARM, values, strict=True)), join_traces(traces, samples), samples
+                yield (
+                    dict(zip(ARM_COLUMNS, values, strict=True)),
+                    join_traces(traces, samples),
+                    samples,
+                )
 
-    def steps(
+    def step_curves(
         self, cells: pd.DataFrame, make: Callable[[xr.Dataset, pd.DataFrame], pd.DataFrame]
     ) -> pd.DataFrame:
-        """What `make` reads from every arm's trace at the first 16 steps and every fourth after,
-        with the arm's columns."""
+        """Tables that `make` gives for every arm's trace, with the arm's columns, at the first 16
+        steps and every fourth step after them.
+
+        Raises:
+            RunError: No finished cell has a trace.
+        """
         frames = []
-        for arm, trace, samples in self.curves(cells):
+        for arm, trace, samples in self.arm_traces(cells):
             found = make(trace, samples)
             found = found[(found["step"] < 16) | (found["step"] % 4 == 0)]
             frames.append(found.assign(**arm))
@@ -255,8 +280,7 @@ class ItemData:
         return pd.concat(frames, ignore_index=True)
 
     def tokenizer_of(self, scorer: str) -> Any:
-        """The tokenizer that a scorer was asked to count with (NAME=TOKENIZER); None where it was
-        not."""
+        """The tokenizer that a scorer was given (NAME=TOKENIZER); None if it was given none."""
         asked = next(
             (each.partition("=")[2] for each in self.scorers if each.startswith(f"{scorer}=")), ""
         )

@@ -1,14 +1,14 @@
-"""Control at equal perplexity: ways to steer compared where their texts are equally fluent.
+"""Control at equal perplexity: steering methods compared where their texts are equally fluent.
 
-A *family* is a way to steer at several strengths; strength 0 is the baseline, which all families
+A *family* is a steering method at several strengths; strength 0 is the baseline, which all families
 share. Its curve goes from the baseline through its strengths, the weakest first, with
 
     perplexity of an arm = exp(mean over its texts of NLL),  NLL = a text's mean -ln p per token
 
 Its control at perplexity p lies on the first segment of the curve that reaches ln p, by linear
 interpolation in ln perplexity. A curve that does not reach p has no value there: nothing is
-extrapolated. Prompts are resampled, the same ones for all arms, and with each resample everything
-is computed anew, the baseline's perplexity (and so p = ratio x baseline) included.
+extrapolated. Prompts are resampled, the same ones for all arms. With each resample everything is
+computed again, including the baseline's perplexity and so p = ratio x baseline.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from jaxtyping import Bool, Float
 from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp.stats import FEW, holm, resampled, resampled_p, tails
 
-SETTING = ("task", "words", "model", "method", "variant")
-"""Columns of a setting: arms are compared inside it."""
+SETTING_COLUMNS = ("task", "words", "model", "method", "variant")
+"""Columns of a setting; only arms of one setting are compared."""
 BASELINE = "baseline"
-"""The family of the texts that every curve begins with."""
+"""The family with which every curve begins."""
 RATIOS = (1.1, 1.25)
-"""Perplexities at which arms are compared, as multiples of the baseline's."""
-REACHED = 0.95
-"""The least share of resamples whose curve must reach a perplexity to be compared there."""
+"""Perplexities at which families are compared, as multiples of the baseline's."""
+MIN_REACHED = 0.95
+"""The least share of resamples whose curve must reach a perplexity for a comparison there."""
 RESAMPLES = 40_000
-"""So many, because Holm's correction asks for small p."""
-SURE = 0.05
-"""Level of the verdicts, after Holm's correction."""
+"""Many, because Holm's correction needs small p-values."""
+LEVEL = 0.05
+"""Significance level of the verdicts, after Holm's correction."""
 
 
-def at_perplexity(
+def interpolate_at_cost(
     log_perplexity: Float[np.ndarray, "*resample arm"],
     values: Float[np.ndarray, "*resample arm metric"],
     target: Float[np.ndarray, "*resample"],
 ) -> Float[np.ndarray, "*resample metric"]:
-    """The values of a curve where it first reaches a perplexity, or another cost; NaN where it does
+    """The values of a curve where it first reaches a perplexity, or another cost; NaN if it does
     not.
 
     Args:
         log_perplexity: ln perplexity, or cost, of the curve's arms, 2 or more: the baseline, then
             those of rising strength.
-        values: Their mean metrics.
+        values: Mean metrics of these arms.
         target: ln of the perplexity, or the cost.
     """
     below, above = log_perplexity[..., :-1], log_perplexity[..., 1:]
@@ -63,19 +63,19 @@ def at_perplexity(
     return np.where(reached, before + share * (after - before), np.nan)
 
 
-def interval(
+def resampled_interval(
     values: Float[np.ndarray, "resample *rest"], prompts: int
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
-    """Numbers of the data with their 95 % intervals from resampled prompts.
+    """Estimates with their 95 % intervals from resampled prompts.
 
     Args:
-        values: First those of the data; NaN where a resample has none.
+        values: The estimates on the data, then those on each resample; NaN where there is none.
 
     Returns:
-        The numbers, low and high: NaN where the data or more than 5 % of the resamples have no
-        number, or below `stats.FEW` prompts.
+        The estimates, low and high. The ends are NaN if the data or more than 5 % of the resamples
+        have no estimate, or below `stats.FEW` prompts.
     """
-    known = (~np.isnan(values[1:])).mean(axis=0) >= REACHED
+    known = (~np.isnan(values[1:])).mean(axis=0) >= MIN_REACHED
     known &= ~np.isnan(values[0]) & (prompts >= FEW)
     low, high = np.full((2, *values.shape[1:]), np.nan)
     if known.any():
@@ -83,19 +83,18 @@ def interval(
     return values[0], low, high
 
 
-class Arms:
-    """The texts of one setting (model, task, method, variant), as means of every resample.
+class SteeringCurves:
+    """The curves of all families in one setting (model, task, method, variant), for every resample.
 
-    Each text counts once, as in `tables.cell_table`; so attributes count alike where they have as
-    many texts with a number.
+    Each text counts once, as in `tables.cell_table`, so attributes have equal weight if they have
+    equally many scored texts.
 
     Args:
-        texts: One row per text: family, strength (above 0; 0 where the family is `BASELINE`),
-            prompt, nll (mean -ln p per token; NaN where it was not measured), and metrics (NaN
-            where a text has no number).
+        texts: One row per text: family, strength (0 for `BASELINE`, else above 0), prompt, nll
+            (mean -ln p per token; NaN if not measured), and metrics (NaN if not scored).
         metrics: Names of metric columns.
-        resamples: How often prompts are drawn.
-        seed: Of these draws.
+        resamples: Number of resamples of the prompts.
+        seed: Seed of the resamples.
 
     Raises:
         ScoringError: No text of the baseline, or no other.
@@ -108,7 +107,7 @@ class Arms:
         resamples: int = RESAMPLES,
         seed: int = 0,
     ) -> None:
-        # By name: the order of rows must not decide which prompts a resample has.
+        # Arms and prompts are sorted: the order of rows must not decide a resample's prompts.
         arms = texts[["family", "strength"]].drop_duplicates().sort_values(["family", "strength"])
         self.arms = pd.MultiIndex.from_frame(arms)
         if BASELINE not in arms["family"].tolist() or len(arms) < 2:
@@ -117,6 +116,7 @@ class Arms:
                 f" found {', '.join(dict.fromkeys(arms['family'])) or 'none'}"
             )
         self.metrics, self.resamples = tuple(metrics), resamples
+        # Sums and counts by prompt and arm, from which a resample's weights give its means.
         prompts = np.sort(texts["prompt"].unique())
         self.prompts = len(prompts)
         arm = self.arms.get_indexer(pd.MultiIndex.from_frame(texts[["family", "strength"]]))
@@ -140,14 +140,14 @@ class Arms:
         names = self.arms.get_level_values("family")
         return self.means[:, [*np.flatnonzero(names == BASELINE), *np.flatnonzero(names == family)]]
 
-    def at(
+    def values_at(
         self, family: str, ratio: float
     ) -> tuple[Float[np.ndarray, "resample metric"], Bool[np.ndarray, " resample"]]:
-        """A family's metrics at a multiple of the baseline's perplexity, by resample; and whether
-        its curve reaches it."""
+        """A family's metrics at a multiple of the baseline's perplexity, by resample, and a mask of
+        the resamples whose curve reaches it."""
         curve = self.curve(family)
         with_one = np.concatenate([curve[..., 1:], np.ones_like(curve[..., :1])], axis=-1)
-        found = at_perplexity(curve[..., 0], with_one, curve[:, 0, 0] + np.log(ratio))
+        found = interpolate_at_cost(curve[..., 0], with_one, curve[:, 0, 0] + np.log(ratio))
         return found[:, :-1], found[:, -1] == 1
 
     def points(self) -> pd.DataFrame:
@@ -159,7 +159,7 @@ class Arms:
         """
         rows = []
         for number, (family, strength) in enumerate(self.arms):
-            mean, low, high = interval(self.means[:, number], self.prompts)
+            mean, low, high = resampled_interval(self.means[:, number], self.prompts)
             own = dict(zip(("", "_low", "_high"), np.exp([mean[0], low[0], high[0]]), strict=True))
             for i, metric in enumerate(self.metrics, 1):
                 rows.append(
@@ -170,13 +170,13 @@ class Arms:
                 )
         return pd.DataFrame(rows)
 
-    def compared(self, reference: str, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
-        """Every family at equal perplexity, and its difference from one of them.
+    def compare(self, reference: str, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
+        """Every family at equal perplexity, and its difference from a reference family.
 
         Returns:
             One row per ratio, family and metric: ratio, perplexity, family, metric, value, low,
-            high (NaN where the family is not comparable), reached (share of resamples), difference,
-            difference_low, difference_high, p (NaN where the family or the reference is not
+            high (NaN if the family is not comparable), reached (share of resamples), difference,
+            difference_low, difference_high, p (NaN if the family or the reference is not
             comparable), prompts. The reference has no difference.
 
         Raises:
@@ -186,16 +186,16 @@ class Arms:
             raise ScoringError(unknown_choice("family", reference, self.families))
         rows = []
         for ratio in ratios:
-            base, base_reached = self.at(reference, ratio)
+            base, base_reached = self.values_at(reference, ratio)
             first = self.curve(reference)[0, 0, 0]
             for family in (reference, *(name for name in self.families if name != reference)):
-                here, reached = self.at(family, ratio)
+                here, reached = self.values_at(family, ratio)
                 share, of_base = reached[1:].mean(), base_reached[1:].mean()
-                counts = reached[0] and base_reached[0] and min(share, of_base) >= REACHED
-                counts = counts and self.prompts >= FEW and family != reference
-                gap = here - base if counts else np.full_like(here, np.nan)
-                value, low, high = interval(here, self.prompts)
-                change, least, most = interval(gap, self.prompts)
+                comparable = reached[0] and base_reached[0] and min(share, of_base) >= MIN_REACHED
+                comparable = comparable and self.prompts >= FEW and family != reference
+                gap = here - base if comparable else np.full_like(here, np.nan)
+                value, low, high = resampled_interval(here, self.prompts)
+                change, least, most = resampled_interval(gap, self.prompts)
                 p = resampled_p(gap[1:], self.prompts)
                 for i, metric in enumerate(self.metrics):
                     rows.append(
@@ -208,11 +208,11 @@ class Arms:
         return pd.DataFrame(rows)
 
 
-def judged(table: pd.DataFrame, reference: str, by: Sequence[str] = ()) -> pd.DataFrame:
-    """Rows of `Arms.compared`, of several tasks, with Holm's p and a verdict.
+def add_verdicts(table: pd.DataFrame, reference: str, by: Sequence[str] = ()) -> pd.DataFrame:
+    """Add Holm's p-value and a verdict to the rows of `SteeringCurves.compare`, of several tasks.
 
     One family of tests is all rows of one metric (and of equal columns `by`): all tasks, ratios and
-    families but the reference. A row that is not comparable counts in it with p = 1.
+    families except the reference. A row that is not comparable counts with p = 1.
 
     Returns:
         The table with p_holm and verdict: "more", "less", "not decided" or "not comparable"; "" for
@@ -225,21 +225,21 @@ def judged(table: pd.DataFrame, reference: str, by: Sequence[str] = ()) -> pd.Da
     for row in others.index:
         p, change = found.loc[row, ["p_holm", "difference"]]
         side = "more" if change > 0 else "less"
-        verdict = "not comparable" if np.isnan(p) else side if p < SURE else "not decided"
+        verdict = "not comparable" if np.isnan(p) else side if p < LEVEL else "not decided"
         found.loc[row, "verdict"] = verdict
     return found
 
 
 def add_caveats(table: pd.DataFrame, metric: str, second: str, masked: str) -> pd.DataFrame:
-    """Rows of `judged`, where verdicts "more" and "less" by a metric say what speaks against them:
+    """Add to the verdicts "more" and "less" by a metric what speaks against them:
 
     - "disputed": by the second scorer the difference has the other sign, or there is none;
     - "echo": with the prefix's words masked, its 95 % interval does not exclude 0.
 
     Args:
-        metric, second, masked: Names of metrics; what the table lacks is no objection.
+        metric, second, masked: Names of metrics; one that the table lacks raises no objection.
     """
-    keys = [name for name in table if name in SETTING or name in ("ratio", "family")]
+    keys = [name for name in table if name in SETTING_COLUMNS or name in ("ratio", "family")]
     sides = table["verdict"].map({"more": 1.0, "less": -1.0})
     by = {name: table[table["metric"] == name].set_index(keys) for name in (second, masked)}
     found = table.copy()
@@ -257,21 +257,21 @@ def add_caveats(table: pd.DataFrame, metric: str, second: str, masked: str) -> p
 
 
 def distinguishing_columns(table: pd.DataFrame, names: Sequence[str]) -> list[str]:
-    """The columns that tell a table's settings apart: the last ones that the others decide are left
-    out; one stays at least."""
-    kept = list(names)
+    """The columns that distinguish a table's settings: without the last ones that follow from the
+    others; at least one stays."""
+    needed = list(names)
     for name in reversed(names):
-        rest = [each for each in kept if each != name]
+        rest = [each for each in needed if each != name]
         if rest and (table.groupby(rest, dropna=False)[name].nunique(dropna=False) == 1).all():
-            kept = rest
-    return kept
+            needed = rest
+    return needed
 
 
 def format_table(table: pd.DataFrame, setting: Sequence[str]) -> pd.DataFrame:
-    """The rows of `judged` for reading: one row per setting, ratio and family, a column per metric.
+    """Format the rows of `add_verdicts`: a row per setting, ratio and family, a column per metric.
 
     Args:
-        setting: Columns before them, as `distinguishing_columns` takes them.
+        setting: Columns of the setting, for `distinguishing_columns`.
     """
     keys = [*distinguishing_columns(table, setting), "ratio", "perplexity", "family", "reached"]
     cells = []

@@ -1,4 +1,4 @@
-"""How long an item's scores, tables and figures take."""
+"""Estimates of the time that an item's scores, tables and figures take."""
 
 from __future__ import annotations
 
@@ -9,70 +9,73 @@ from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import cores, default_device
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.paper.scripts import USUAL
+from lapa2_interp.paper.scripts import DEFAULT_SCORERS
 from lapa2_interp.runs.estimates import adapter_seconds, pace
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.scoring.scorer import chosen_scorers
+from lapa2_interp.scoring.scorer import expand_scorers
 
 PERPLEXITY_TEXTS = 120
-"""About how many texts of an arm have their perplexity measured (`texts_read`)."""
+"""Texts of an arm whose perplexity is measured, approximately (`perplexity_texts`)."""
 FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """The paper's five lengths, of the longest: 64, 128, 256, 384 and 512 of 512."""
-READ_AT_FIVE = ("sent_topic", "detox")
+FIVE_LENGTH_GRIDS = ("sent_topic", "detox")
 """Grids whose texts are scored at all five lengths."""
-READ_FOR_ATTENTION = {"deep": 2}
-"""Grids whose texts are not scored but read so many times, for the attention of every head."""
-KEY_READ = 0.2
-"""What a key costs a query where a text is read at once, of what it costs in a step of decoding."""
-TOKEN = 2e-5
-"""Seconds that the linear classifiers take for a token."""
-MASKED = 0.4
-"""Share of the texts, about, that say a word of a prefix, and are read again without it."""
-ITEM = 6.0
-"""Seconds that the script of a figure or table takes for all else: intervals, drawing."""
+ATTENTION_PASSES = {"deep": 2}
+"""Grids whose texts are not scored, and the forward passes that read the attention of their
+heads."""
+KEY_COST = 0.2
+"""Cost of a key for a query in one pass over a text, relative to its cost in a decoding step."""
+LINEAR_SECONDS = 2e-5
+"""Seconds of the linear classifiers for a token."""
+MASKED_SHARE = 0.4
+"""Approximate share of texts that contain a word of a prefix and are scored again without it."""
+SCRIPT_SECONDS = 6.0
+"""Seconds of an item's script for everything else: intervals, figures."""
 
 
-def samples_read(firsts: int, wanted: int = PERPLEXITY_TEXTS) -> int:
-    """How many samples of each prompt and attribute have their perplexity measured.
+def perplexity_samples(firsts: int, wanted: int = PERPLEXITY_TEXTS) -> int:
+    """The number of samples of each prompt and attribute whose perplexity is measured.
 
     Args:
         firsts: Prompts times attributes.
-        wanted: About so many texts of an arm.
+        wanted: Texts of an arm, approximately.
     """
     return math.ceil(wanted / firsts)
 
 
-def texts_read(firsts: int, texts: float, wanted: int = PERPLEXITY_TEXTS) -> float:
-    """How many texts of an arm have their perplexity measured.
+def perplexity_texts(firsts: int, texts: float, wanted: int = PERPLEXITY_TEXTS) -> float:
+    """The number of texts of an arm whose perplexity is measured.
 
     Args:
-        firsts, wanted: As `samples_read`.
+        firsts, wanted: See `perplexity_samples`.
         texts: All texts of the arm.
     """
-    return min(texts, float(firsts * samples_read(firsts, wanted)))
+    return min(texts, float(firsts * perplexity_samples(firsts, wanted)))
 
 
 def scoring_seconds(
     grids: Sequence[Grid], items: int | None = None, scorers: Sequence[str] = ()
 ) -> float:
-    """Seconds to score the texts of grids by the scorers that ship, and to make tables and figures.
+    """Seconds to score the texts of grids by the shipped scorers, and to make tables and figures.
 
     Args:
         items: Scripts to be run; by default one per grid.
-        scorers: As `add_scoring` takes them.
+        scorers: Values of the option --scorers (`add_scoring`).
     """
-    chosen = chosen_scorers(scorers, USUAL)
+    chosen = expand_scorers(scorers, DEFAULT_SCORERS)
     read, seen, classified, adapted = 0.0, 0.0, 0.0, 0.0
     for grid in grids:
         name = grid.name.rpartition("/")[2]
-        if times := READ_FOR_ATTENTION.get(name):
+        # Texts whose attention is read, not scored.
+        if times := ATTENTION_PASSES.get(name):
             tokens = [cell.n_texts * cell.length for cell in grid.cells]
             read += times * sum(tokens)
             seen += times * sum(
                 each * cell.length / 2 for each, cell in zip(tokens, grid.cells, strict=True)
             )
             continue
-        lengths = sum(FRACTIONS) if name in READ_AT_FIVE else 1.0
+        # Scored tokens, arm by arm.
+        lengths = sum(FRACTIONS) if name in FIVE_LENGTH_GRIDS else 1.0
         arms: dict[tuple[str, ...], list[Cell]] = {}
         for cell in grid.cells:
             arms.setdefault(
@@ -84,13 +87,14 @@ def scoring_seconds(
             control = "toxicity" if cells[0].task.name == "detox" else "accuracy"
             adapted += texts * cells[0].length * (f"{control}=adapter" in chosen)
             if control == "accuracy":
-                adapted += MASKED * texts * cells[0].length * ("masked=adapter" in chosen)
+                adapted += MASKED_SHARE * texts * cells[0].length * ("masked=adapter" in chosen)
             firsts = sum(len(cell.prompts) for cell in cells)
-            # A text that is cut is the beginning of the whole one, which is read once.
-            read += texts_read(firsts, float(texts)) * cells[0].length
+            # A cut text is the beginning of the whole one, which is read once.
+            read += perplexity_texts(firsts, float(texts)) * cells[0].length
+    # Tokens to seconds, at this machine's pace.
     operations = 2 * read * model_size(SMOLLM2).parameters
     device = default_device()
     at = pace(SMOLLM2, "float32", device, operations=operations)
-    scripts = ITEM * (len(grids) if items is None else items)
-    reading = (read * at.row + seen * KEY_READ * at.key) / (cores() if device == "cpu" else 1)
-    return scripts + reading + adapter_seconds(adapted) + classified * TOKEN
+    scripts = SCRIPT_SECONDS * (len(grids) if items is None else items)
+    reading = (read * at.row + seen * KEY_COST * at.key) / (cores() if device == "cpu" else 1)
+    return scripts + reading + adapter_seconds(adapted) + classified * LINEAR_SECONDS

@@ -11,15 +11,13 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.files import (
-    as_csv,
-    as_latex,
-    as_markdown,
     parse_json,
-    read_text,
     write_text,
 )
-from lapa2_interp.paper.claims import Finding, Findings, read_claims, shown_claims
-from lapa2_interp.paper.tables import footnotes, gaps_note, wide
+from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
+from lapa2_interp.paper.claims import ClaimResult, ItemClaims, format_claims, read_claims
+from lapa2_interp.paper.tables import footnotes, format_item_table, gaps_note
 
 
 def write_item(
@@ -27,115 +25,118 @@ def write_item(
     item: str,
     title: str,
     table: pd.DataFrame,
-    findings: Findings,
+    findings: ItemClaims,
     notes: Sequence[str] = (),
-    shown: pd.DataFrame | None = None,
+    formatted: pd.DataFrame | None = None,
 ) -> str:
-    """Write OUT/tables/ITEM.csv, .md, .tex, .json and .claims.csv; the words for a terminal.
+    """Write OUT/tables/ITEM.csv, .md, .tex, .json and .claims.csv; returns the text to print.
 
     Args:
-        table: Tidy.
-        notes: Lines under the table, besides scorers, models and profiles.
-        shown: The table for reading; by default `wide(table)`.
+        table: The tidy table.
+        notes: Lines under the table, before those on scorers, models and profiles.
+        formatted: The table as text; by default `format_item_table(table)`.
     """
     folder = out / "tables"
-    shown = wide(table) if shown is None else shown
+    formatted = format_item_table(table) if formatted is None else formatted
     notes = [*notes, *footnotes(table), *([gaps] if (gaps := gaps_note(table)) else [])]
     claims = findings.frame()
-    _write(folder, item, title, table, claims, notes, shown)
-    parts = [f"{title}\n\n{shown.to_string(index=False)}\n", *notes]
+    _write_tables(folder, item, title, table, claims, notes, formatted)
+    parts = [f"{title}\n\n{formatted.to_string(index=False)}\n", *notes]
     if len(claims):
-        parts.append("\n" + shown_claims(claims).to_string(index=False))
+        parts.append("\n" + format_claims(claims).to_string(index=False))
     return "\n".join([*parts, f"\n{folder / item}.csv, .md, .tex"])
 
 
-def _write(
+def _write_tables(
     folder: Path,
     item: str,
     title: str,
     table: pd.DataFrame,
     claims: pd.DataFrame,
     notes: Sequence[str],
-    shown: pd.DataFrame,
+    formatted: pd.DataFrame,
 ) -> None:
     for ending, text in {
         "csv": as_csv(table, 6),
-        "md": as_markdown(title, shown, notes),
-        "tex": as_latex(title, shown, notes, item),
-        "json": as_json(item, title, shown, notes),
+        "md": as_markdown(title, formatted, notes),
+        "tex": as_latex(title, formatted, notes, item),
+        "json": item_json(item, title, formatted, notes),
         "claims.csv": as_csv(claims, 6),
     }.items():
         write_text(folder / f"{item}.{ending}", text)
 
 
-PLACE = ("model", "task", "method")
-"""Columns by which rows of two runs belong together; a table for reading leaves out those that have
-one value."""
+RUN_COLUMNS = ("model", "task", "method")
+"""Columns by which the rows of two runs are matched; a formatted table lacks those with one
+value."""
 
 
-def join_item(item: str, beside: Path, tables: Path) -> bool:
-    """Add to an item what its tables of another run have besides: rows of the models, tasks and
-    methods that this run lacks. Verdicts are corrected anew.
+def merge_item(item: str, beside: Path, tables: Path) -> bool:
+    """Add to an item's tables the rows of another run whose model, task and method this run lacks.
+    Verdicts are corrected again, over all claims.
 
     Args:
-        beside, tables: The folders of the other run's tables, and of this one's, which change.
+        beside: Folder of the other run's tables.
+        tables: Folder of this run's tables, which change.
 
     Returns:
-        Whether there was something to add.
+        True if there were rows to add.
 
     Raises:
-        RunError: A table of claims is none of this version.
+        RunError: A table of claims was written by another version of the package.
     """
     if not all((folder / f"{item}.csv").is_file() for folder in (beside, tables)):
         return False
     own, other = (
         pd.read_csv(folder / f"{item}.csv", keep_default_na=False) for folder in (tables, beside)
     )
-    places = [name for name in PLACE if name in own and name in other]
+    places = [name for name in RUN_COLUMNS if name in own and name in other]
     here = set(own[places].itertuples(index=False, name=None)) if places else set()
 
-    def lacking(rows: pd.DataFrame) -> pd.DataFrame:
-        """Those of another place."""
+    def new_rows(rows: pd.DataFrame) -> pd.DataFrame:
+        """Rows whose model, task and method this run lacks."""
         found = [row not in here for row in rows[places].itertuples(index=False, name=None)]
         return rows[np.array(found, dtype=bool)]
 
-    if not places or not len(kept := lacking(other)):
+    if not places or not len(added := new_rows(other)):
         return False
-    facts, shown = [], []
+    # Both formatted tables, with the columns that they lack because they have one value.
+    facts, texts = [], []
     for folder, rows in ((tables, own), (beside, other)):
         known = parse_json(read_text(folder / f"{item}.json"))
-        read = pd.DataFrame(known["rows"]["data"], columns=known["rows"]["columns"])
+        text = pd.DataFrame(known["rows"]["data"], columns=known["rows"]["columns"])
         for number, name in enumerate(places):
-            if name not in read:
-                read.insert(number, name, rows[name].iloc[0])
+            if name not in text:
+                text.insert(number, name, rows[name].iloc[0])
         facts.append(known)
-        shown.append(read)
-    joined = pd.concat([shown[0], lacking(shown[1])], ignore_index=True).fillna("")
+        texts.append(text)
+    joined = pd.concat([texts[0], new_rows(texts[1])], ignore_index=True).fillna("")
     steps = {
         name: int(of[1]) for name in map(str, joined) if (of := re.match(r"step (\d+)$", name))
     }
     columns = sorted(map(str, joined), key=lambda name: steps.get(name, -1))
     alike = [name for name in places if joined[name].nunique() == 1]
+    # The claims of both runs.
     claims = [read_claims(folder / f"{item}.claims.csv") for folder in (tables, beside)]
     of_other = claims[1][~claims[1]["claim"].isin(claims[0]["claim"])]
     found = [
-        Finding(**{str(name): value for name, value in row.items()})
+        ClaimResult(**{str(name): value for name, value in row.items()})
         for row in pd.concat([claims[0], of_other]).to_dict("records")
     ]
-    _write(
+    _write_tables(
         tables,
         item,
         facts[0]["title"],
-        pd.concat([own, kept], ignore_index=True),
-        Findings(item, rows=found).frame(),
+        pd.concat([own, added], ignore_index=True),
+        ItemClaims(item, rows=found).frame(),
         list(dict.fromkeys([*facts[0]["notes"], *facts[1]["notes"]])),
         joined[columns].drop(columns=alike),
     )
     return True
 
 
-def as_json(item: str, title: str, shown: pd.DataFrame, notes: Sequence[str]) -> str:
-    """A table as the report reads it."""
-    rows = shown.astype(str).to_dict("split")
+def item_json(item: str, title: str, formatted: pd.DataFrame, notes: Sequence[str]) -> str:
+    """A formatted table as JSON, which the report reads."""
+    rows = formatted.astype(str).to_dict("split")
     facts = {"item": item, "title": title, "notes": [*notes], "rows": rows}
     return json.dumps(facts, indent=1, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What a grid can show: the smallest difference of each claim, at the prompts and texts it plans.
+"""The power of a grid: the smallest difference that each claim can show with its prompts and texts.
 
 The spread of a claim's difference comes from an earlier run or a pilot (its ITEM.claims.csv). With
 the error e of P prompts and s texts of each, of whose square the texts make the share v, a plan of
@@ -6,9 +6,9 @@ P' prompts and s' texts has
 
     e' = e sqrt(P / P' (1 - v + v s / s'))
 
-A difference is found with 80 % power where it is (t + t.8) e', t being the quantile of the test's
-level and t.8 that of the power, of Student's t with P' - 1 degrees of freedom; and a true
-difference of 0 is shown to be smaller than a margin m in
+A difference of (t + t.8) e' is found with 80 % power, t being the quantile of the test's
+level and t.8 that of the power, of Student's t with P' - 1 degrees of freedom. A true difference
+of 0 is shown to be smaller than a margin m in
 
     2 Phi(m / e' - t1) - 1
 
@@ -17,9 +17,9 @@ with a margin, the levels are 0.05 / k and 0.05 / k1: the first step of Holm's c
 is cautious. The permutation test of a sign gives few prompts no p below a level (`stats.least_p`):
 5 prompts never find one.
 
-With more prompts, a difference of any size is either found or shown to be small. The hardest true
-difference lies between 0 and the margin; `required_prompts` says how many prompts decide it in 80 %
-of runs."""
+With more prompts, a difference of any size is either found or shown to be small. The true
+difference that needs most prompts lies between 0 and the margin; `required_prompts` gives the
+number of prompts that decides it in 80 % of runs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ import pandas as pd
 
 from lapa2_interp._util.errors import DataError, pluralize
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.paper.claims import SURE
-from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS, texts_read
+from lapa2_interp.paper.claims import LEVEL
+from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS, perplexity_texts
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.stats import error_at, least_p
 
@@ -43,7 +43,7 @@ has on the task detox."""
 
 
 class SamplePlan(NamedTuple):
-    """Prompts of an arm, and texts of each, over all attributes."""
+    """Number of prompts of an arm, and of texts of each prompt, over all attributes."""
 
     prompts: int
     texts: float
@@ -53,7 +53,7 @@ def sample_plans(grid: Grid, task: str = "", method: str = "") -> list[SamplePla
     """The plans of a grid's arms, the smallest first.
 
     Args:
-        task, method: Of these alone, where they are named.
+        task, method: Only arms of these; "" allows any.
     """
     arms: dict[tuple[str, ...], list[Cell]] = {}
     for cell in grid.cells:
@@ -69,30 +69,32 @@ def sample_plans(grid: Grid, task: str = "", method: str = "") -> list[SamplePla
     return sorted(found, key=lambda plan: (plan.prompts * plan.texts, plan))
 
 
-def measured(plan: SamplePlan, metric: str, attributes: int, perplexity: int) -> SamplePlan:
-    """The texts of a plan that a metric reads: perplexity reads the first few of each prompt, about
-    `perplexity` of an arm."""
+def measured_plan(plan: SamplePlan, metric: str, attributes: int, perplexity: int) -> SamplePlan:
+    """The texts of a plan on which a metric is measured: perplexity on the first few of each
+    prompt, about `perplexity` texts of an arm."""
     if metric != "ppl":
         return plan
-    read = texts_read(plan.prompts * attributes, plan.prompts * plan.texts, perplexity)
-    return SamplePlan(plan.prompts, read / plan.prompts)
+    texts = perplexity_texts(plan.prompts * attributes, plan.prompts * plan.texts, perplexity)
+    return SamplePlan(plan.prompts, texts / plan.prompts)
 
 
-def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) -> pd.DataFrame:
-    """What each claim could show with a grid's prompts and texts.
+def power_table(
+    grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS
+) -> pd.DataFrame:
+    """The power of each claim with a grid's prompts and texts.
 
     Args:
         claims: Tables of claims of an earlier run (`claims.read_claims`), of any items.
-        perplexity: About how many texts of an arm will have their perplexity measured.
+        perplexity: Texts of an arm whose perplexity will be measured, approximately.
 
     Returns:
         One row per claim of the grid's items that has a number: item, claim, metric, prompts, texts
-        (of each prompt), detectable, corrected (the same at the corrected level), margin, if_zero
-        (how often a true 0 is shown to be within the margin; NaN without one), decided (how often
-        the claim is decided, if the truth is as likely as the earlier run says), enough (as of
-        `required_prompts`, with the plan's texts of each prompt). Claims whose
-        prompts all differed by the same tell no spread and are left out; attrs["alike"] counts
-        them.
+        (of each prompt), detectable, corrected (detectable at the corrected level), margin, if_zero
+        (share of runs in which a true 0 is shown to be within the margin; NaN without a margin),
+        decided (share of runs that decide the claim, with the true difference distributed as the
+        earlier run estimates it), enough (see `required_prompts`, with the plan's texts of each
+        prompt). Claims whose prompts all differed by the same amount have no spread and are left
+        out; attrs["alike"] counts them.
 
     Raises:
         DataError: No claim of these tables belongs to the grid.
@@ -101,13 +103,13 @@ def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) 
     of_grid = np.array([own in str(names).split() for names in claims["grids"]], dtype=bool)
     rows, alike = [], 0
     for (item, _), part in claims[of_grid].groupby(["item", "whose"], sort=False):
-        once, tests = _families(part)
+        once, tests = _comparisons(part)
         for row in once[once["error"].notna()].to_dict("records"):
             chosen = sample_plans(grid, row["task"], row["method"])
             if chosen and row["error"] == 0:
                 alike += 1
             elif chosen:
-                rows.append(_row(row, chosen[0], grid, perplexity, tests) | {"item": item})
+                rows.append(_power_row(row, chosen[0], grid, perplexity, tests) | {"item": item})
     if not rows:
         raise DataError(
             f"no claim of an item of {grid.name} has a number in these tables"
@@ -121,47 +123,50 @@ def power(grid: Grid, claims: pd.DataFrame, perplexity: int = PERPLEXITY_TEXTS) 
 
 
 def required_prompts(claims: pd.DataFrame) -> pd.Series:
-    """How many prompts, with as many texts of each, decide a claim in 80 % of runs.
+    """The number of prompts, with as many texts of each, that decides a claim in 80 % of runs.
 
-    That is so whatever the true difference is; for claims of "same", where it is 0. NaN where no
-    number decides: without a margin, without a spread, or above 1,000 times the prompts.
+    It does so for any true difference; for claims of "same", for a true difference of 0. NaN if no
+    number does: without a margin, without a spread, or above 1,000 times the prompts.
 
     Args:
-        claims: Whole tables of claims (`claims.read_claims`), of any items: an item's other claims
-            decide the correction.
+        claims: Whole tables of claims (`claims.read_claims`), of any items, since an item's other
+            claims determine the correction.
 
     Returns:
         One number per row of `claims`.
     """
     found = pd.Series(np.nan, index=claims.index)
     for _, part in claims.groupby(["item", "whose"], sort=False):
-        _, tests = _families(part)
+        _, tests = _comparisons(part)
         for index, row in zip(part.index, part.to_dict("records"), strict=True):
             if row["error"] > 0:
-                found[index] = _Tests.of(row, *tests).enough(row["error"], row["prompts"])
+                found[index] = _ClaimTests.from_row(row, *tests).required_prompts(
+                    row["error"], row["prompts"]
+                )
     return found
 
 
-def _families(part: pd.DataFrame) -> tuple[pd.DataFrame, tuple[int, int]]:
-    """The comparisons of an item's claims of one `whose`, each once; how many they are, and how
-    many of them have a margin."""
+def _comparisons(part: pd.DataFrame) -> tuple[pd.DataFrame, tuple[int, int]]:
+    """The comparisons of an item's claims of one `whose`, each once; their number, and the number
+    with a margin."""
     once = part[~part["compared"].duplicated() | (part["compared"] == "")]
     return once, (len(once), int((once["margin"] > 0).sum()))
 
 
-def _quantile(level: float, prompts: int) -> float:
+def _t_quantile(level: float, prompts: int) -> float:
     from scipy.stats import t
 
     return float(t.isf(level, prompts - 1)) if prompts > 1 else np.inf
 
 
-class _Tests(NamedTuple):
-    """The two tests of a claim: that a difference is there, and that it is small.
+class _ClaimTests(NamedTuple):
+    """The two tests of a claim: that there is a difference, and that it is small.
 
     Attributes:
-        same: Whether the claim is of no difference: then the first asks for more than the margin.
+        same: True if the claim is of no difference: the first test then asks for a difference
+            beyond the margin.
         margin: Differences that do not matter.
-        there, small: Levels of the two.
+        there, small: Levels of the two tests.
     """
 
     same: bool
@@ -170,50 +175,52 @@ class _Tests(NamedTuple):
     small: float
 
     @classmethod
-    def of(cls, row: Mapping[Hashable, Any], claims: int, with_margin: int) -> _Tests:
-        """Those of a row of claims, among so many of its item."""
-        levels = SURE / claims, SURE / max(1, with_margin)
+    def from_row(cls, row: Mapping[Hashable, Any], claims: int, with_margin: int) -> _ClaimTests:
+        """The tests of a row of claims, corrected for the numbers of claims of its item."""
+        levels = LEVEL / claims, LEVEL / max(1, with_margin)
         return cls(row["expected"] == "same", float(row["margin"]), *levels)
 
-    def found_above(self, error: float, prompts: int, level: float | None = None) -> float:
-        """How large an estimate is that the first test tells from 0 (same: from the margin)."""
+    def least_found(self, error: float, prompts: int, level: float | None = None) -> float:
+        """The least estimate that the first test finds different from 0 (same: from the margin)."""
         level = self.there if level is None else level
         least = 0.0 if self.same else least_p(prompts)
-        return _quantile(level / 2, prompts) * error if least < level else np.inf
+        return _t_quantile(level / 2, prompts) * error if least < level else np.inf
 
-    def small_below(self, error: float, prompts: int) -> float:
-        """How large an estimate is that the second test still shows to be small; below 0: none."""
-        return self.margin - _quantile(self.small, prompts) * error
+    def greatest_small(self, error: float, prompts: int) -> float:
+        """The greatest estimate that the second test shows to be small; below 0: none."""
+        return self.margin - _t_quantile(self.small, prompts) * error
 
     def decided(self, truth: float, spread: float, error: float, prompts: int) -> float:
-        """How often one of the tests decides, where estimates are `spread` around `truth`."""
+        """The probability that one of the tests decides, for estimates with the standard deviation
+        `spread` around `truth`."""
         from scipy.stats import norm
 
         def between(low: float, high: float) -> float:
             return float(norm.cdf(high, truth, spread) - norm.cdf(low, truth, spread))
 
-        outer = self.found_above(error, prompts) + self.margin * self.same
-        room = min(outer, max(0.0, self.small_below(error, prompts)))
+        outer = self.least_found(error, prompts) + self.margin * self.same
+        room = min(outer, max(0.0, self.greatest_small(error, prompts)))
         return 1 - between(-outer, outer) + between(-room, room)
 
-    def enough(self, error: float, prompts: int) -> float:
-        """As the function of this name, for an error that so many prompts gave."""
+    def required_prompts(self, error: float, prompts: int) -> float:
+        """The number of prompts that decides the claim, if `prompts` gave the error `error`; NaN if
+        no number does (`required_prompts`)."""
         truths = [0.0] if self.same else np.linspace(0, self.margin, 41)
 
-        def do(many: int) -> bool:
+        def decides(many: int) -> bool:
             new = error * np.sqrt(prompts / many)
             return all(self.decided(truth, new, new, many) >= POWER for truth in truths)
 
         low, high = 1, 1000 * prompts
-        if not self.margin or not do(high):
+        if not self.margin or not decides(high):
             return float("nan")
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if do(middle) else (middle, high)
+            low, high = (low, middle) if decides(middle) else (middle, high)
         return float(high)
 
 
-def _row(
+def _power_row(
     row: Mapping[Hashable, Any],
     plan: SamplePlan,
     grid: Grid,
@@ -223,52 +230,53 @@ def _row(
     from scipy.stats import norm
 
     attributes = len({cell.attribute for cell in grid.cells if row["task"] in ("", cell.task.name)})
-    plan = measured(plan, str(row["metric"]), attributes, perplexity)
+    plan = measured_plan(plan, str(row["metric"]), attributes, perplexity)
     error, here, noise, texts = (float(row[name]) for name in ("error", "here", "noise", "texts"))
     new = error_at(error, int(row["prompts"]), texts, noise, *plan)
 
-    tests = _Tests.of(row, *families)
-    # The next estimate: the truth is uncertain by the earlier error, and ours errs, too.
+    tests = _ClaimTests.from_row(row, *families)
+    # The next estimate has the uncertainty of the earlier one and its own.
     decided = tests.decided(here, float(np.hypot(error, new)), new, plan.prompts)
-    small = tests.small_below(new, plan.prompts)
-    ready = _quantile(1 - POWER, plan.prompts) * new
+    small = tests.greatest_small(new, plan.prompts)
+    ready = _t_quantile(1 - POWER, plan.prompts) * new
     return {
         "claim": row["claim"],
         "metric": row["metric"],
         "prompts": plan.prompts,
         "texts": plan.texts,
-        "detectable": tests.found_above(new, plan.prompts, SURE) + ready,
-        "corrected": tests.found_above(new, plan.prompts) + ready,
+        "detectable": tests.least_found(new, plan.prompts, LEVEL) + ready,
+        "corrected": tests.least_found(new, plan.prompts) + ready,
         "margin": tests.margin,
         "if_zero": max(0.0, 2 * norm.cdf(small / new) - 1) if tests.margin else float("nan"),
         "decided": decided,
-        "enough": tests.enough(new, plan.prompts),
+        "enough": tests.required_prompts(new, plan.prompts),
     }
 
 
-def detects(grid: Grid) -> str:
-    """The smallest differences that a grid's arms can show, in words; "" for tasks of one's own.
+def detectable_differences(grid: Grid) -> str:
+    """The smallest differences that a grid's arms can show, as text; "" for custom tasks.
 
     Two arms of n texts: 2.80 s sqrt(2 / n), with the spread s of one text (`SPREADS`) and texts
     that are independent; no earlier run is needed.
     """
-    told = []
+    parts = []
     for tasks, metric in ((("sentiment", "topic"), "acc"), (("detox",), "tox")):
         found = [plan for task in tasks for plan in sample_plans(grid, task)]
         if found:
-            worst = min(plan.prompts * plan.texts for plan in found)
-            told.append(f"{metric} {2.80 * SPREADS[metric] * np.sqrt(2 / worst):.1f}")
-    return ", ".join(told)
+            fewest = min(plan.prompts * plan.texts for plan in found)
+            parts.append(f"{metric} {2.80 * SPREADS[metric] * np.sqrt(2 / fewest):.1f}")
+    return ", ".join(parts)
 
 
-def summary(table: pd.DataFrame) -> str:
-    """How many claims a plan is expected to decide, in words; and how many tell no spread."""
+def summarize_power(table: pd.DataFrame) -> str:
+    """A sentence on the number of claims that a plan is expected to decide, and of claims without
+    spread."""
     share = table["decided"].sum() / len(table)
-    few = table["corrected"].groupby(table["metric"]).median()
-    worst = ", ".join(f"{value:.1f} ({metric})" for metric, value in few.items())
+    medians = table["corrected"].groupby(table["metric"]).median()
+    differences = ", ".join(f"{value:.1f} ({metric})" for metric, value in medians.items())
     return (
         f"of {len(table)} claims about {table['decided'].sum():.0f} will be decided ({share:.0%});"
-        f" the median smallest difference, corrected, is {worst}"
+        f" the median smallest difference, corrected, is {differences}"
     ) + (
         f"; left out: {pluralize(alike, 'claim')} whose prompts all differed by the same, which"
         " tells no spread"

@@ -1,5 +1,4 @@
-"""Ratings that are stored in a run's folder: a judge model's scores, and people's answers. Nothing
-is asked here."""
+"""Ratings stored in a run's folder: a judge model's scores, and people's answers."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ COLUMNS = [
     "criterion",
     "value",
 ]
-NAMED = (
+ARM_NAME = (
     r"^(?P<task>\S+) (?P<method>\S+) (?P<arm>.*?)(?: \| (?P<variant>.*?))?(?: @ (?P<model>.*))?$"
 )
-"""How `lapa2 scorers sheets` names an arm of a run; other arms stay as they are."""
+"""Names of a run's arms in `lapa2 scorers sheets`; other arms stay unchanged."""
 
 
 def stored_ratings(folder: Path) -> pd.DataFrame:
@@ -34,7 +33,7 @@ def stored_ratings(folder: Path) -> pd.DataFrame:
 
     Returns:
         Columns rater, model, task, method, variant, length, arm, attribute, prompt, criterion,
-        value ("" where it is not known); empty where nothing is stored.
+        value ("" if not known); empty if nothing is stored.
     """
     frames = [pd.DataFrame(columns=COLUMNS)]
     scores = folder / "judge" / "scores.parquet"
@@ -47,7 +46,7 @@ def stored_ratings(folder: Path) -> pd.DataFrame:
     answers = folder / "human" / "answers.csv"
     if answers.is_file():
         found = pd.read_csv(answers, dtype={"arm": object}).dropna(subset="rating")
-        named = found["arm"].fillna("").str.extract(NAMED)
+        named = found["arm"].fillna("").str.extract(ARM_NAME)
         found = found.assign(**named).assign(arm=named["arm"].fillna(found["arm"]))
         found = found.rename(columns={"metric": "criterion", "rating": "value"})
         frames.append(found.assign(rater="people").reindex(columns=COLUMNS))

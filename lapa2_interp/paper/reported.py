@@ -1,4 +1,4 @@
-"""The numbers of the paper's result tables, and how its models, metrics and items are named."""
+"""The numbers of the paper's result tables, and its names of models, metrics and items."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ PAPER_MODELS = {
     "EleutherAI/pythia-12b": "pythia-12b",
     "meta-llama/Llama-2-13b-hf": "llama-2-13b",
 }
-"""Names of the paper's models as they load, and as its numbers name them."""
+"""Names of the paper's models: for loading, and in its numbers."""
 
-SAME_TABLE = {
+TABLE_OF_ITEM = {
     "prefix_preadd_components": "components",
     "hard_prefix_robustness": "hard_prefix",
     "decay": "sent_topic",
     "alpha": "scaling",
 }
-"""Items whose numbers stand in another of the paper's tables."""
-METRICS = {
+"""Tables of the paper with the numbers of items of another name."""
+PAPER_METRICS = {
     "accuracy": ("acc", 100.0), "toxicity": ("tox", 100.0), "masked": ("acc masked", 100.0),
     "echo": ("echo %", 100.0), "perplexity": ("ppl", 1.0), "repetition": ("rep %", 100.0),
     "distinct-1": ("dist1", 1.0), "distinct-2": ("dist2", 1.0), "distinct-3": ("dist3", 1.0),
 }  # fmt: skip
-"""Our metrics by the paper's names and units: percent, perplexity, shares. Of a metric that several
-scorers give, those after the first have theirs in parentheses: "acc (linear)"."""
-BETTER = {
+"""The paper's names of our metrics, and factors to its units: percent, perplexity, shares. If
+several scorers give a metric, all but the first are in parentheses: "acc (linear)"."""
+BETTER_SIGN = {
     "acc": 1, "tox": -1, "acc masked": 1, "ppl": -1, "rep %": -1,
     "dist1": 1, "dist2": 1, "dist3": 1,
 }  # fmt: skip
-"""Whether more of a metric is better; echo is neither."""
+"""1 if more of a metric is better, -1 if less is; echo is neither."""
 
 
 @cache
-def reported() -> pd.DataFrame:
+def reported_numbers() -> pd.DataFrame:
     """Every number of the paper's result tables: table, task, model, method, lapa2, length,
     variant, metric, value."""
     file = resources.files("lapa2_interp.paper") / "reported_results.csv"
@@ -52,15 +52,15 @@ def reported() -> pd.DataFrame:
 
 
 def paper_number(table: str, **wanted: Any) -> float:
-    """One number of the paper; NaN where it has none.
+    """One number of the paper; NaN if it has none.
 
     Args:
-        wanted: Columns of `reported` and their values; methods by our names.
+        wanted: Columns of `reported_numbers` and their values; methods by our names.
 
     Raises:
-        RunError: More than one fits.
+        RunError: Several numbers fit.
     """
-    found = reported()
+    found = reported_numbers()
     found = found[found["table"] == table]
     if "method" in wanted:
         wanted["method"] = registry()[wanted["method"]].paper_name

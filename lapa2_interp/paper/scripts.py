@@ -1,7 +1,6 @@
-"""What the scripts of analyses/ and figures/ share: options as of the command line, and how they
-say errors.
+"""Options and error messages of the scripts in analyses/ and figures/, in the command line's style.
 
-A script is also a notebook, which has no options: there they have their defaults.
+A script may also be a notebook, where all options have their defaults.
 """
 
 from __future__ import annotations
@@ -14,33 +13,33 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from lapa2_interp._util.errors import Lapa2Error, ScoringError, unknown_choice
 from lapa2_interp.models.machine import Dtype
-from lapa2_interp.scoring.scorer import chosen_scorers
+from lapa2_interp.scoring.scorer import expand_scorers
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-USUAL = ("accuracy", "masked", "echo", "toxicity", "perplexity")
-"""The scorers of a script that scores, where none is named."""
+DEFAULT_SCORERS = ("accuracy", "masked", "echo", "toxicity", "perplexity")
+"""The scorers of a script, by default."""
 
 
 class ScriptOptions(argparse.ArgumentParser):
     """A script's options.
 
     Args:
-        title: What the script does, for --help.
+        title: Description of the script, for --help.
     """
 
     def __init__(self, title: str, **settings: Any) -> None:
         super().__init__(description=title, allow_abbrev=False, **settings)
 
-    def read(self) -> argparse.Namespace:
-        """The options given; in a notebook, the defaults."""
+    def parse(self) -> argparse.Namespace:
+        """The options of the command line; in a notebook, the defaults."""
         if Path(sys.argv[0]).name.startswith(("ipykernel", "colab_kernel")):
             return self.parse_args([])
         return self.parse_args()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse options as argparse does, with a hint for an option that is misspelt."""
+        """Parse options, with a hint for a misspelt option."""
         found, rest = self.parse_known_args(args, namespace)
         if rest and rest[0].startswith("-"):
             names = [name for name in self._option_string_actions if name.startswith("--")]
@@ -55,10 +54,10 @@ class ScriptOptions(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def count(least: int = 1, most: int | None = None) -> Callable[[str], int]:
-    """The type of an option that takes a whole number in a range."""
+def whole_number(least: int = 1, most: int | None = None) -> Callable[[str], int]:
+    """The argparse type of a whole number in a range."""
 
-    def read(text: str) -> int:
+    def whole(text: str) -> int:
         try:
             found = int(text)
         except ValueError:
@@ -68,13 +67,15 @@ def count(least: int = 1, most: int | None = None) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"takes a whole number, {allowed}; found {text!r}")
         return found
 
-    return read
+    return whole
 
 
 def add_scoring(
-    options: argparse.ArgumentParser, texts: int | None, scorers: Sequence[str] | None = USUAL
+    options: argparse.ArgumentParser,
+    texts: int | None,
+    scorers: Sequence[str] | None = DEFAULT_SCORERS,
 ) -> None:
-    """Options of scripts that score.
+    """Add the options of scripts that score.
 
     Args:
         texts: The default of --perplexity.
@@ -86,15 +87,16 @@ def add_scoring(
         default=scorers,
         type=_scorer,
         help=(
-            f"NAME or NAME=MODEL, as of `lapa2 score` (default: {' '.join(scorers or USUAL)}):"
-            " toxicity=perspective, perplexity=gpt2-large, or for one task alone"
-            " sentiment:accuracy=MODEL. A plain accuracy or toxicity is by both classifiers that"
-            " ship; linear or adapter alone takes that one, linear being fast"
+            "NAME or NAME=MODEL, as of `lapa2 score` (default:"
+            f" {' '.join(scorers or DEFAULT_SCORERS)}): toxicity=perspective,"
+            " perplexity=gpt2-large, or for one task alone sentiment:accuracy=MODEL. A plain"
+            " accuracy or toxicity is by both classifiers that ship; linear or adapter alone takes"
+            " that one, linear being fast"
         ),
     )
     options.add_argument(
         "--perplexity",
-        type=count(),
+        type=whole_number(),
         default=texts,
         help="texts of an arm whose perplexity is measured",
     )
@@ -109,17 +111,17 @@ def add_scoring(
 
 def _scorer(text: str) -> str:
     try:
-        chosen_scorers([text], USUAL)
+        expand_scorers([text], DEFAULT_SCORERS)
     except ScoringError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 
-def in_one_line(
+def print_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """A script's `sys.excepthook`: what a user can mend is one line on stderr and exit code 2, as
-    of the command line."""
+    """A script's `sys.excepthook`: an error that a user can correct is one line on stderr and exit
+    code 2, as in the command line."""
     if isinstance(error, KeyboardInterrupt):
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -2,10 +2,10 @@
 
     python -m lapa2_interp.paper.steering_prompts dexperts_owt_sentiment_10k.jsonl.xz
 
-writes steering-prompts.txt (575 prompts) and steering-selection.txt (64 others, to choose heads and
-strengths on), one prompt on each line, into the current folder. Left out are prompts of more than
-20 words, prompts with a newline, and repeated ones; of the 575 also those that begin with a mark,
-which tokenizers join with the prefix's colon.
+writes steering-prompts.txt (575 prompts) and steering-selection.txt (64 others, on which heads and
+strengths are selected), one prompt on each line, into the current folder. Prompts of more than 20
+words, prompts with a newline, and repeated prompts are left out. The 575 also exclude prompts that
+begin with punctuation, which tokenizers join with the prefix's colon.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from lapa2_interp.methods.registry import load_task
 from lapa2_interp.paper.scripts import ScriptOptions
 
 NEUTRAL, SELECTION = 540, 64
-"""Neutral prompts of the grid, and those for selection."""
+"""Numbers of neutral prompts of the grid, and of prompts for selection."""
 MOST_WORDS = 20
 
 
-def chosen(
+def choose_prompts(
     texts: Iterable[str], neutral: int = NEUTRAL, selection: int = SELECTION
 ) -> tuple[list[str], list[str]]:
-    """(the grid's prompts, those of selection): no prompt twice.
+    """The grid's prompts and the prompts for selection; no prompt stands twice.
 
     Args:
-        texts: Neutral prompts, in the order in which they are taken: the first `neutral` that fit
-            are the grid's, if they begin with a letter or digit; the next `selection` are for
-            selection; then the grid takes what it still lacks.
-        neutral: How many stand behind the prompts of the tasks sentiment and topic.
-        selection: How many are for selection.
+        texts: Neutral prompts in order: of the first `neutral` that fit, the grid takes those that
+            begin with a letter or digit; the next `selection` are for selection; from the rest the
+            grid takes what it still lacks.
+        neutral: Number of neutral prompts after those of the tasks sentiment and topic.
+        selection: Number of prompts for selection.
 
     Raises:
-        DataError: There are too few.
+        DataError: There are too few prompts.
     """
     own = [text for name in ("sentiment", "topic") for text in load_task(name).prompts.texts]
     fit = [
@@ -47,15 +47,15 @@ def chosen(
         for text in dict.fromkeys(texts)
         if 0 < len(text.split()) <= MOST_WORDS and len(text.splitlines()) == 1 and text not in own
     ]
-    apart = fit[neutral : neutral + selection]
+    held_out = fit[neutral : neutral + selection]
     others = [text for text in fit[:neutral] + fit[neutral + selection :] if text[0].isalnum()]
-    if len(apart) < selection or len(others) < neutral:
+    if len(held_out) < selection or len(others) < neutral:
         raise DataError(
             f"{neutral} neutral prompts of at most {MOST_WORDS} words that begin with a letter or"
-            f" digit are needed, and {selection} others; found {len(others)} and {len(apart)}; give"
-            " a longer file"
+            f" digit are needed, and {selection} others; found {len(others)} and {len(held_out)};"
+            " give a longer file"
         )
-    return own + others[:neutral], apart
+    return own + others[:neutral], held_out
 
 
 def read_neutral(file: Path) -> list[str]:
@@ -79,7 +79,7 @@ def main() -> None:
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     names = ("steering-prompts.txt", "steering-selection.txt")
-    for name, prompts in zip(names, chosen(read_neutral(parser.read().file)), strict=True):
+    for name, prompts in zip(names, choose_prompts(read_neutral(parser.parse().file)), strict=True):
         write_text(Path(name), "".join(f"{prompt}\n" for prompt in prompts))
         print(f"{len(prompts)} prompts: {name}")
 

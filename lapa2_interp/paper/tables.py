@@ -11,24 +11,36 @@ import pandas as pd
 
 from lapa2_interp._util.errors import pluralize
 from lapa2_interp.methods.registry import registry
-from lapa2_interp.paper.claims import compare, rows_with
-from lapa2_interp.paper.reported import BETTER, METRICS, PAPER_MODELS, SAME_TABLE, paper_number
-from lapa2_interp.scoring.tables import APART, cell_table, difference_table, distinct_cells, plain
+from lapa2_interp.paper.claims import compare_arms, select_rows
+from lapa2_interp.paper.reported import (
+    BETTER_SIGN,
+    PAPER_METRICS,
+    PAPER_MODELS,
+    TABLE_OF_ITEM,
+    paper_number,
+)
+from lapa2_interp.scoring.tables import (
+    EXTRA_CELL_COLUMNS,
+    cell_table,
+    difference_table,
+    distinct_cells,
+    metric_name,
+)
 
-HALVES = {0: "whole", 1: "first", 2: "second"}
-"""Parts of a text in words, as in the paper's table half."""
-KEYS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
-ARM = ["model", "task", "method", "variant", "arm"]
-GENERATED = r"top-k \d+|eos \w+|BOS doubled|HookedTransformer|TransformersModel"
-"""Parts of a variant that leave it comparable with the paper's numbers."""
+PART_NAMES = {0: "whole", 1: "first", 2: "second"}
+"""Names of a text's parts, as in the paper's table half."""
+ROW_COLUMNS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
+ARM_COLUMNS = ["model", "task", "method", "variant", "arm"]
+DECODING_PARTS = r"top-k \d+|eos \w+|BOS doubled|HookedTransformer|TransformersModel"
+"""Parts of a variant that do not keep it from a comparison with the paper's numbers."""
 PAPER_SCORERS = {
     "acc": "Air-Decoding's RoBERTa",
     "tox": "perspective",
     "ppl": "gpt2-large",
     "dist": "roberta-large",
 }
-"""By metric, the name that a scorer contains if it is the one of the paper. Differences from the
-paper's numbers are shown only for these scorers."""
+"""Part of the name of the paper's scorer, by metric. Differences from the paper's numbers are shown
+only for these scorers."""
 
 
 # --- tables
@@ -41,26 +53,27 @@ def item_table(
     variants: Mapping[str, str] | None = None,
     tokenizer: Any = None,
 ) -> pd.DataFrame:
-    """Means with intervals and what each arm changed: one row per cell of the table and metric.
+    """Means with intervals, and differences from the baseline: one row per cell and metric.
 
-    Cells that are not finished have a row with no number.
+    Unfinished cells have a row without numbers.
 
     Args:
         item: The item, for its numbers in the paper.
         scores: From `paper.data.ItemData.scores`.
-        cells: The rows of `ItemData.cells` they came from.
-        variants: By our arm (or variant), its name in the paper's table, to find the paper's
-            numbers.
-        tokenizer: Tokens that distinct-n counts; words by default.
+        cells: Their rows of `ItemData.cells`.
+        variants: Names in the paper's table by our arm or variant, to find the paper's numbers.
+        tokenizer: Tokenizer for the n-grams of distinct-n; by default n-grams are of words.
 
     Returns:
-        Columns KEYS, max_length and dtype where they alone tell rows apart, metric, mean, low,
+        Columns ROW_COLUMNS, max_length and dtype if only they distinguish rows, metric, mean, low,
         high, n, prompts, skipped, scorer, difference, difference_low, difference_high, p,
         detectable (against the baseline of the same method), best, profile, paper, state.
     """
-    keys = [key for key in KEYS if key in scores]
-    keys += [key for key in APART if key in scores and _differs(scores, key, keys)]
-    frames = [pd.DataFrame(columns=[*KEYS, "metric"])]
+    keys = [key for key in ROW_COLUMNS if key in scores]
+    keys += [
+        key for key in EXTRA_CELL_COLUMNS if key in scores and _column_differs(scores, key, keys)
+    ]
+    frames = [pd.DataFrame(columns=[*ROW_COLUMNS, "metric"])]
     if len(scores):
         means = cell_table(scores)
         changes = difference_table(scores).rename(
@@ -72,10 +85,10 @@ def item_table(
         )
         changes = changes.reindex(columns=[*joined, *numbers])
         frames.append(means.merge(changes, on=joined, how="left") if len(changes) else means)
-        frames.append(_distinct(scores, tokenizer))
+        frames.append(_distinct_rows(scores, tokenizer))
     columns = [
-        *KEYS,
-        *(key for key in keys if key in APART),
+        *ROW_COLUMNS,
+        *(key for key in keys if key in EXTRA_CELL_COLUMNS),
         "metric",
         "mean",
         "low",
@@ -92,51 +105,53 @@ def item_table(
     ]
     found = pd.concat(frames, ignore_index=True).reindex(columns=columns)
     found["state"] = "finished"
+    # Unfinished cells.
     gaps = cells[cells["state"] != "finished"]
     if len(gaps):
-        states = gaps.groupby(ARM, sort=False)["state"].agg(
+        states = gaps.groupby(ARM_COLUMNS, sort=False)["state"].agg(
             lambda column: " and ".join(dict.fromkeys(column))
         )
-        lengths = gaps.groupby(ARM, sort=False)["max_length"].max()
+        lengths = gaps.groupby(ARM_COLUMNS, sort=False)["max_length"].max()
         rows = pd.DataFrame({"state": states, "length": lengths}).reset_index()
         rows = rows.assign(
             attribute="all", part=0, metric=np.where(rows["task"] == "detox", "tox", "acc")
         )
         found = pd.concat([found, rows], ignore_index=True)
-    arms = cells.drop_duplicates(ARM)[[*ARM, "profile", "alpha"]]
-    found = found.merge(arms, on=ARM, how="left")
-    found["best"] = _best(found, scores)
-    found["paper"] = [_paper_cell(item, row, variants or {}) for row in _records(found)]
-    return _ordered(found.drop(columns="alpha"), cells)
+    # Facts of the arm, the best arm, and the paper's numbers.
+    arms = cells.drop_duplicates(ARM_COLUMNS)[[*ARM_COLUMNS, "profile", "alpha"]]
+    found = found.merge(arms, on=ARM_COLUMNS, how="left")
+    found["best"] = _best_means(found, scores)
+    found["paper"] = [_paper_mean(item, row, variants or {}) for row in records(found)]
+    return _in_grid_order(found.drop(columns="alpha"), cells)
 
 
-def _differs(scores: pd.DataFrame, column: str, keys: list[str]) -> bool:
-    """Whether cells that are otherwise one row of the table differ in a column."""
+def _column_differs(scores: pd.DataFrame, column: str, keys: list[str]) -> bool:
+    """True if cells that are otherwise one row of the table differ in a column."""
     return bool((scores.groupby(keys, dropna=False)[column].nunique() > 1).any())
 
 
-def _distinct(scores: pd.DataFrame, tokenizer: Any) -> pd.DataFrame:
+def _distinct_rows(scores: pd.DataFrame, tokenizer: Any) -> pd.DataFrame:
     first = scores[scores["metric"].isin(["acc", "tox"])]
     if not len(first):
         return pd.DataFrame()
     found = distinct_cells(first, tokenizer)
-    return found.assign(metric=found["metric"].map(lambda metric: METRICS[metric][0]))
+    return found.assign(metric=found["metric"].map(lambda metric: PAPER_METRICS[metric][0]))
 
 
 def split_variant(variant: str) -> tuple[str, str]:
-    """The parts of a variant (`Cell.variant`): parameters and wording, and how its texts were
-    generated."""
+    """The two parts of a variant (`Cell.variant`): parameters and wording, and decoding
+    settings."""
     parts = variant.split(", ")
-    n = next((i for i, part in enumerate(parts) if re.fullmatch(GENERATED, part)), len(parts))
+    n = next((i for i, part in enumerate(parts) if re.fullmatch(DECODING_PARTS, part)), len(parts))
     return ", ".join(parts[:n]), ", ".join(parts[n:])
 
 
-def without(variant: str, parameter: str) -> str:
-    """A variant (`Cell.variant`) without the part that says one parameter's value."""
+def drop_parameter(variant: str, parameter: str) -> str:
+    """A variant (`Cell.variant`) without one parameter's value."""
     return ", ".join(part for part in variant.split(", ") if not part.startswith(f"{parameter}="))
 
 
-def _paper_cell(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) -> float:
+def _paper_mean(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) -> float:
     if (
         row["attribute"] not in ("all", "nontoxic")
         or row["model"] not in PAPER_MODELS
@@ -151,9 +166,9 @@ def _paper_cell(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) 
     )
     if not usual or (not named and (variants or wording)):
         return float("nan")
-    variant = HALVES.get(part, named) if (part := int(row["part"])) else named
+    variant = PART_NAMES.get(part, named) if (part := int(row["part"])) else named
     return paper_number(
-        SAME_TABLE.get(item, item),
+        TABLE_OF_ITEM.get(item, item),
         task=row["task"],
         model=PAPER_MODELS[row["model"]],
         method=row["method"],
@@ -164,54 +179,59 @@ def _paper_cell(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) 
     )
 
 
-def at_few_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """Means with intervals of a table of curves at the first and some middle steps, and at the last
-    step of its longest arm, one row per arm; empty where an arm has ended."""
+def format_step_curves(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of curves as text: means with intervals at the first and some middle steps and at the
+    last step of the longest arm, one row per arm; "" after an arm's end."""
     steps = sorted({0, 16, 64, 128, 256, int(table["step"].max())} & set(table["step"]))
     rows = table[table["step"].isin(steps)]
     cell = [
         f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in rows[["mean", "low", "high"]].to_numpy(float)
     ]
-    keys = [name for name in ARM if name in ("method", "arm") or rows[name].nunique() > 1]
-    shown = rows.assign(cell=cell).pivot_table(
+    keys = [name for name in ARM_COLUMNS if name in ("method", "arm") or rows[name].nunique() > 1]
+    formatted = rows.assign(cell=cell).pivot_table(
         index=keys, columns="step", values="cell", aggfunc="first", sort=False
     )
-    shown.columns = [f"step {step}" for step in shown.columns]
-    return shown.reset_index().fillna("")
+    formatted.columns = [f"step {step}" for step in formatted.columns]
+    return formatted.reset_index().fillna("")
 
 
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a table as dictionaries by column."""
     return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
 
-def overall(table: pd.DataFrame) -> pd.DataFrame:
+def rows_of_all_attributes(table: pd.DataFrame) -> pd.DataFrame:
     """The rows for all attributes together, or for the only attribute."""
-    several = table.groupby(ARM, dropna=False)["attribute"].transform(
+    has_all = table.groupby(ARM_COLUMNS, dropna=False)["attribute"].transform(
         lambda column: (column == "all").any()
     )
-    return table[(table["attribute"] == "all") | ~several]
+    return table[(table["attribute"] == "all") | ~has_all]
 
 
-def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
-    """By row, whether its mean is surely the best of its method's arms.
+def _best_means(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
+    """True in rows whose mean is significantly the best of their method's arms.
 
-    Surely: the whole 95 % interval of the difference from the second best arm, as in claims
-    (`compare`), is an improvement; for distinct-n, the two arms' intervals do not overlap.
+    Significantly: the whole 95 % interval of the difference from the second best arm
+    (`claims.compare_arms`) is an improvement; for distinct-n, the arms' intervals do not overlap.
     """
     best = pd.Series(False, index=table.index)
-    group_of = [key for key in (*KEYS, *APART, "metric") if key in table and key != "arm"]
+    group_of = [
+        key
+        for key in (*ROW_COLUMNS, *EXTRA_CELL_COLUMNS, "metric")
+        if key in table and key != "arm"
+    ]
     named = table[table["mean"].notna()] if "mean" in table else table.iloc[:0]
     for values, group in named.groupby(group_of, dropna=False, sort=False):
         where = dict(zip(group_of, values, strict=True))
-        better = BETTER.get(plain(str(where["metric"])))
+        better = BETTER_SIGN.get(metric_name(str(where["metric"])))
         if len(group) < 2 or better is None:
             continue
         order = group.sort_values("mean", ascending=better < 0)
         first, second = order.index[:2]
         if str(where["metric"]).startswith("dist"):
-            apart = table.loc[first, "low"] > table.loc[second, "high"]
+            is_best = table.loc[first, "low"] > table.loc[second, "high"]
         else:
-            texts = rows_with(
+            texts = select_rows(
                 scores,
                 {
                     key: value
@@ -220,20 +240,20 @@ def _best(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
                 },
             )
             before, after = ({"arm": table.loc[i, "arm"]} for i in (second, first))
-            found = compare(texts, before, after, str(where["metric"]))
+            found = compare_arms(texts, before, after, str(where["metric"]))
             if found is None:
                 continue
-            apart = (found.low if better > 0 else -found.high) > 0
-        best[first] = bool(apart)
+            is_best = (found.low if better > 0 else -found.high) > 0
+        best[first] = bool(is_best)
     return list(best)
 
 
-def _ordered(table: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
+def _in_grid_order(table: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
     """Rows in the order of the grid."""
     ranks = {}
     for column in ("model", "task", "method", "variant", "arm"):
         ranks[column] = {value: i for i, value in enumerate(dict.fromkeys(cells[column]))}
-    metric = {name: i for i, name in enumerate(_shown_metrics(table))}
+    metric = {name: i for i, name in enumerate(_metric_order(table))}
     order = pd.DataFrame(
         {
             **{column: table[column].map(ranks[column]) for column in ranks},
@@ -247,72 +267,88 @@ def _ordered(table: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
     return table.loc[order.sort_values(by, kind="stable").index].reset_index(drop=True)
 
 
-def _shown_metrics(table: pd.DataFrame) -> list[str]:
-    """The metrics of a table as they stand beside each other: those of several scorers together,
-    the first scorer's in front."""
-    names = [name for name, _ in METRICS.values()]
-    there = dict.fromkeys(map(str, table["metric"]))
-    return sorted(there, key=lambda metric: (names.index(plain(metric)), metric != plain(metric)))
+def _metric_order(table: pd.DataFrame) -> list[str]:
+    """The metrics of a table in the order of columns; those of several scorers stand together, the
+    first scorer's in front."""
+    names = [name for name, _ in PAPER_METRICS.values()]
+    present = dict.fromkeys(map(str, table["metric"]))
+    return sorted(
+        present,
+        key=lambda metric: (names.index(metric_name(metric)), metric != metric_name(metric)),
+    )
 
 
-def _number(metric: str, value: float) -> str:
+def _format_mean(metric: str, value: float) -> str:
     return f"{value:.3f}" if metric.startswith("dist") else f"{value:.1f}"
 
 
-def wide(table: pd.DataFrame) -> pd.DataFrame:
-    """The table for reading: one row per arm, one column per metric with the interval in the cell.
+def format_item_table(table: pd.DataFrame) -> pd.DataFrame:
+    """An item's table as text: one row per arm, one column per metric with intervals.
 
-    A mean that is surely the best is bold (**).
-
-    Columns that are the same everywhere are left out; the paper's number follows its metric where
-    there is one.
+    A mean that is significantly the best is bold (**). Columns with one value are left out. The
+    paper's number, if there is one, follows its metric.
     """
     if not len(table):
         return table
-    shown = overall(table)
+    chosen = rows_of_all_attributes(table)
     keys = [
         key
-        for key in ("model", "task", "length", *APART, "method", "variant", "arm", "part")
-        if key in shown
+        for key in (
+            "model",
+            "task",
+            "length",
+            *EXTRA_CELL_COLUMNS,
+            "method",
+            "variant",
+            "arm",
+            "part",
+        )
+        if key in chosen
     ]
-    keys = [key for key in keys if key in ("method", "arm") or shown[key].nunique(dropna=False) > 1]
+    keys = [
+        key for key in keys if key in ("method", "arm") or chosen[key].nunique(dropna=False) > 1
+    ]
+    # The text of every row, and the metrics of control.
     text, counts = [], []
-    for row in shown.to_dict("records"):
+    for row in chosen.to_dict("records"):
         metric = row["metric"]
         if row["state"] != "finished" or pd.isna(row["mean"]):
             text.append(row["state"] if row["state"] != "finished" else "no number")
         else:
-            number = _number(metric, row["mean"])
+            number = _format_mean(metric, row["mean"])
             interval = (
                 ""
                 if pd.isna(row["low"])
-                else f" [{_number(metric, row['low'])}, {_number(metric, row['high'])}]"
+                else f" [{_format_mean(metric, row['low'])}, {_format_mean(metric, row['high'])}]"
             )
             text.append((f"**{number}**" if row["best"] else number) + interval)
         counts.append(row["metric"] in ("acc", "tox"))
-    shown = shown.assign(cell=text)
-    rows = shown[keys].drop_duplicates()
+    chosen = chosen.assign(cell=text)
+    # A column per metric, and the paper's number after it.
+    rows = chosen[keys].drop_duplicates()
     found = rows.copy()
-    for metric in _shown_metrics(shown):
-        part = shown[shown["metric"] == metric]
+    for metric in _metric_order(chosen):
+        part = chosen[chosen["metric"] == metric]
         found = found.merge(
             part[[*keys, "cell"]].rename(columns={"cell": metric}), on=keys, how="left"
         )
         if part["paper"].notna().any():
             beside = part[[*keys, "paper"]].assign(
-                paper=[_number(metric, value) for value in part["paper"]]
+                paper=[_format_mean(metric, value) for value in part["paper"]]
             )
             comparable = [
                 PAPER_SCORERS[metric.rstrip("123")] in str(scorer) for scorer in part["scorer"]
             ]
             gap = np.where(comparable, part["mean"] - part["paper"], np.nan)
             beside["paper"] += [
-                f" ({_signed(metric, value)})" if not np.isnan(value) else "" for value in gap
+                f" ({_format_change(metric, value)})" if not np.isnan(value) else ""
+                for value in gap
             ]
             found = found.merge(
                 beside.rename(columns={"paper": f"paper {metric}"}), on=keys, how="left"
             )
-    first = shown[np.array(counts)]
+    # The number of texts, and the change of control against the baseline.
+    first = chosen[np.array(counts)]
     n = first[[*keys, "n", "difference", "difference_low", "difference_high", "detectable"]]
     change = [
         "" if pd.isna(d) else f"{d:+.1f} [{low:+.1f}, {high:+.1f}] ({least:.1f})"
@@ -324,12 +360,12 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
         n=[str(int(x)) if pd.notna(x) else "0" for x in n["n"]], change=change
     )
     found = found.merge(n.rename(columns={"change": "change (detectable)"}), on=keys, how="left")
-    if "part" in found and set(found["part"]) <= HALVES.keys():
-        found["part"] = found["part"].map(HALVES)
+    if "part" in found and set(found["part"]) <= PART_NAMES.keys():
+        found["part"] = found["part"].map(PART_NAMES)
     return found.fillna("").rename(columns={"arm": "augmentation"})
 
 
-def _signed(metric: str, value: float) -> str:
+def _format_change(metric: str, value: float) -> str:
     return f"{value:+.3f}" if metric.startswith("dist") else f"{value:+.1f}"
 
 
@@ -338,12 +374,12 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     if "scorer" not in table:
         return []
     scorers = "; ".join(sorted(set(table["scorer"].dropna())))
-    shown = table["metric"].str.startswith("dist").any()
-    diversity = "dist-n: different n-grams of all texts per token; " if shown else ""
+    has_distinct = table["metric"].str.startswith("dist").any()
+    diversity = "dist-n: different n-grams of all texts per token; " if has_distinct else ""
     first = table.loc[table["metric"].isin(["acc", "tox"]), "scorer"].dropna()
     kinds = dict.fromkeys(str(name).partition(" (")[2].partition(" ")[0] for name in first)
-    several = bool((table["metric"].map(plain) != table["metric"]).any())
-    second = f", by {' and '.join(kinds)} where no other scorer is named" * several
+    has_second = bool((table["metric"].map(metric_name) != table["metric"]).any())
+    second = f", by {' and '.join(kinds)} where no other scorer is named" * has_second
     echo = (
         "acc masked: with the words of all prefixes hidden; echo: texts that say a word of their"
         " own prefix; "
@@ -368,6 +404,7 @@ def footnotes(table: pd.DataFrame) -> list[str]:
 
 
 def gaps_note(table: pd.DataFrame) -> str:
+    """A note that counts the unfinished cells by state; "" if there are none."""
     if "state" not in table or (table["state"] == "finished").all():
         return ""
     counts = table[table["state"] != "finished"]["state"].value_counts()

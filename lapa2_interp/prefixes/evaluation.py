@@ -1,8 +1,8 @@
-"""What a set of soft prefixes learned, on text it was not trained on.
+"""Evaluation of a set of soft prefixes on text it was not trained on.
 
-Every text is scored behind every prefix of the set, behind the task's hard prefixes and behind
-none. A prefix that carries its attribute makes that attribute's texts likelier than its siblings
-do; `accuracy` is the share of texts for which that is so.
+Every text is scored after every prefix of the set, after the task's hard prefixes and without a
+prefix. A prefix that carries its attribute makes that attribute's texts likelier than the other
+prefixes of the set do; `accuracy` is the share of texts for which this holds.
 """
 
 from __future__ import annotations
@@ -25,39 +25,45 @@ from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.load import load_transformers, move
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
-from lapa2_interp.prefixes.soft_prefix import HeldOut, SoftPrefix, cards, load_prefix, save_prefix
-from lapa2_interp.prefixes.training import check_context, tokenise
+from lapa2_interp.prefixes.soft_prefix import (
+    HeldOutMeasures,
+    SoftPrefix,
+    cards_in,
+    load_prefix,
+    save_prefix,
+)
+from lapa2_interp.prefixes.training import check_context, tokenise_pieces
 from lapa2_interp.stats import Interval, mean_interval
 from lapa2_interp.tasks.corpora import Corpus
 from lapa2_interp.tasks.task import Task
 
 BATCH = 32
 JOINS = {"": "", " + space": " "}
-"""What may stand between a hard prefix and a text, by its name. The better one on the texts at hand
-is reported."""
+"""Possible joins of a hard prefix and a text, by name. The one with the higher accuracy is
+reported."""
 
 
 @torch.no_grad()
-def score_texts(
+def prefix_nll(
     network: Any,
     tokenizer: Any,
     texts: Sequence[Sequence[int]],
     prefix: SoftPrefix | str | None,
     bar: tqdm | None = None,
 ) -> tuple[Float[np.ndarray, " text"], Int[np.ndarray, " text"]]:
-    """NLL of each text in nats, summed over its tokens, behind a soft or hard prefix, or none; and
-    how many tokens it has there."""
+    """NLL of each text in nats, summed over its tokens, after a soft or hard prefix, or none; and
+    its number of tokens there."""
     bos = text_markers(tokenizer).start
     both = None
     pairs: list[Seam] = [((), text) for text in texts]
     if isinstance(prefix, SoftPrefix):
         both = torch.stack([prefix.keys, prefix.values]).to(network.device, network.dtype)
     elif prefix is not None:
-        pairs = [behind_hard(tokenizer, prefix, text) for text in texts]
+        pairs = [after_hard_prefix(tokenizer, prefix, text) for text in texts]
     order = sorted(range(len(texts)), key=lambda i: (pairs[i][0], len(pairs[i][1])))
     totals = np.zeros(len(texts))
     with prepacked(network):
-        for part in _batches(order, [before for before, _ in pairs]):
+        for part in _batches_of_same_start(order, [before for before, _ in pairs]):
             start = (bos, *pairs[part[0]][0])
             rows = TextRows.of([pairs[j][1] for j in part], start, network.device)
             if both is None:
@@ -78,16 +84,16 @@ def score_texts(
 
 
 Seam = tuple[tuple[int, ...], Sequence[int]]
-"""Token ids of a hard prefix, and of the text behind it."""
+"""Token ids of a hard prefix, and of the text after it."""
 
 
-def behind_hard(tokenizer: Any, prefix: str, text: Sequence[int]) -> Seam:
-    """A text behind a hard prefix, both tokenised as one string, as a prompt is when texts are
-    generated (`Layout.of`): a space between them joins the text's first token.
+def after_hard_prefix(tokenizer: Any, prefix: str, text: Sequence[int]) -> Seam:
+    """Tokenise a hard prefix and a text as one string, as is done with a prompt (`Layout.of`): a
+    space between them joins the text's first token.
 
     Args:
-        prefix: With the space, if there is one.
-        text: Its token ids when it stands alone.
+        prefix: The prefix, with the space if there is one.
+        text: Token ids of the text alone.
     """
     whole = prefix + tokenizer.decode(text, clean_up_tokenization_spaces=False)
     read = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
@@ -96,42 +102,44 @@ def behind_hard(tokenizer: Any, prefix: str, text: Sequence[int]) -> Seam:
     return tuple(read.input_ids[:first]), read.input_ids[first:]
 
 
-def _batches(order: Sequence[int], starts: Sequence[tuple[int, ...]]) -> Iterator[list[int]]:
-    """Texts behind the same tokens, at most BATCH at a time."""
+def _batches_of_same_start(
+    order: Sequence[int], starts: Sequence[tuple[int, ...]]
+) -> Iterator[list[int]]:
+    """Texts after the same tokens, at most BATCH at a time."""
     for _, found in groupby(order, key=lambda i: starts[i]):
         same = list(found)
         yield from (same[i : i + BATCH] for i in range(0, len(same), BATCH))
 
 
-def held_out_table(
+def nll_table(
     network: Any,
     tokenizer: Any,
-    behind: Mapping[str, SoftPrefix | str | None],
+    prefixes: Mapping[str, SoftPrefix | str | None],
     texts: Mapping[str, Sequence[Sequence[int]]],
     label: str = "held-out",
 ) -> pd.DataFrame:
-    """Every text behind every prefix: columns label, text (its number), tokens, prefix, nll
+    """NLL of every text after every prefix: columns label, text (its number), tokens, prefix, nll
     (summed).
 
     Args:
-        behind: By name: a soft prefix, the text of a hard one, or None.
-        texts: Token ids by label.
+        prefixes: By name, a soft prefix, the text of a hard prefix, or None.
+        texts: Token ids of texts by label.
     """
-    total = len(behind) * sum(map(len, texts.values()))
+    total = len(prefixes) * sum(map(len, texts.values()))
     frames = []
     with progress_bar(total, label, "text") as bar:
         for name, rows in texts.items():
             columns = {"label": name, "text": np.arange(len(rows))}
-            for prefix, given in behind.items():
-                nll, tokens = score_texts(network, tokenizer, rows, given, bar)
-                found = {"tokens": tokens, "prefix": prefix, "nll": nll}
-                frames.append(pd.DataFrame(columns | found))
+            for name_of_prefix, prefix in prefixes.items():
+                nll, tokens = prefix_nll(network, tokenizer, rows, prefix, bar)
+                scores = {"tokens": tokens, "prefix": name_of_prefix, "nll": nll}
+                frames.append(pd.DataFrame(columns | scores))
     return pd.concat(frames, ignore_index=True)
 
 
 def hard_prefixes(task: Task, names: Sequence[str]) -> dict[str, str]:
-    """Hard prefixes by name: "hard <attribute>" stands directly in front of a text, "hard
-    <attribute> + space" does not."""
+    """Hard prefixes by name: "hard <attribute>" stands directly before a text, "hard <attribute> +
+    space" before a space and the text."""
     return {
         f"hard {name}{how}": task.prefix(name) + join
         for how, join in JOINS.items()
@@ -147,11 +155,11 @@ def nll_interval(table: pd.DataFrame) -> Interval:
     return replace(found, n=len(nll))
 
 
-def likeliest(table: pd.DataFrame, prefixes: Mapping[str, str]) -> pd.Series:
-    """Whether each text is likeliest under the prefix of its own label, by (label, text).
+def likeliest_under_own_prefix(table: pd.DataFrame, prefixes: Mapping[str, str]) -> pd.Series:
+    """True for each text that is likeliest under the prefix of its own label, by (label, text).
 
     Args:
-        prefixes: By label, the name of its prefix in the table.
+        prefixes: Names of the prefixes in the table, by label.
     """
     wide = table[table["prefix"].isin(prefixes.values())].pivot(
         index=["label", "text"], columns="prefix", values="nll"
@@ -171,27 +179,27 @@ def evaluate_sets(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:
-    """Score held-out texts behind every prefix of sets of one task and model, and write the numbers
+    """Score held-out texts after every prefix of sets of one task and model, and write the numbers
     into their cards.
 
     Args:
-        limit: Texts per attribute, 1 or more, shared evenly among the corpora; of each the first
-            piece of at most `max_tokens`, 1 or more.
+        limit: Texts per attribute, 1 or more, shared evenly among the corpora.
+        max_tokens: Tokens of a text, 1 or more; its first piece is scored.
 
     Returns:
         One row per set, label and prefix: set, label, prefix, nll, low, high, n.
 
     Raises:
         PrefixError: A folder is not a set; the sets differ in model, weights or attributes; or
-            texts behind a prefix exceed the model's context.
+            texts after a prefix exceed the model's context.
         DataError: An attribute has no text.
     """
-
+    # Load the sets, and check that they fit together.
     for option, value in (("limit", limit), ("max_tokens", max_tokens)):
         if value < 1:
             raise PrefixError(f"{option} must be 1 or more, found {value}")
     sets = {
-        folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards(folder)}
+        folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards_in(folder)}
         for folder in folders
     }
     for folder, of_set in sets.items():
@@ -213,6 +221,7 @@ def evaluate_sets(
         )
     model, wanted, _ = kinds.pop()
     names = [name for name in task.attributes if name in sets[folders[0]]]
+    # Load the model, and tokenise the texts.
     network, tokenizer, weights = load_transformers(model, dtype, trust_remote_code)
     if weights != wanted:
         raise PrefixError(f"the set was made for {model} with weights {wanted}; found {weights}")
@@ -224,52 +233,57 @@ def evaluate_sets(
         name: [
             text
             for corpus in corpora
-            for text in tokenise(
+            for text in tokenise_pieces(
                 tokenizer, [corpus], name, max_tokens, min(share, len(corpus.texts[name]))
             )
         ]
         for name in names
     }
+    # Score without a prefix and after the hard prefixes, once for all sets.
     plain: dict[str, SoftPrefix | str | None] = {"none": None, **hard_prefixes(task, names)}
-    table = held_out_table(network, tokenizer, plain, texts, f"{task.name} hard prefixes")
+    table = nll_table(network, tokenizer, plain, texts, f"{task.name} hard prefixes")
     hard = max(
-        (likeliest(table, {name: f"hard {name}{how}" for name in names}) for how in JOINS),
+        (
+            likeliest_under_own_prefix(table, {name: f"hard {name}{how}" for name in names})
+            for how in JOINS
+        ),
         key=lambda right: right.mean(),
     )
     data = "; ".join(f"{corpus.source} (sha256 {corpus.sha256[:12]})" for corpus in corpora)
+    # Score each set, and write its cards.
     rows = []
     for folder, prefixes in sets.items():
-        own = held_out_table(network, tokenizer, prefixes, texts, f"{task.name} {folder.name}")
-        right = likeliest(own, {name: name for name in names})
+        own = nll_table(network, tokenizer, prefixes, texts, f"{task.name} {folder.name}")
+        right = likeliest_under_own_prefix(own, {name: name for name in names})
         whole = pd.concat([own, table], ignore_index=True)
         intervals = {
             pair: nll_interval(part)
             for pair, part in whole.groupby(["label", "prefix"], sort=False)
         }
         for name, prefix in prefixes.items():
-            held_out = HeldOut(
+            held_out = HeldOutMeasures(
                 data=data,
                 max_tokens=max_tokens,
                 nll={
-                    behind: interval
-                    for (label, behind), interval in intervals.items()
+                    other: interval
+                    for (label, other), interval in intervals.items()
                     if label == name
                 },
-                accuracy=_share(right[right.index.get_level_values("label") == name]),
-                accuracy_of_set=_share(right),
-                hard_accuracy_of_set=_share(hard),
+                accuracy=_share_interval(right[right.index.get_level_values("label") == name]),
+                accuracy_of_set=_share_interval(right),
+                hard_accuracy_of_set=_share_interval(hard),
             )
             card = prefix.card.model_copy(update={"held_out": held_out})
             stored = str(prefix.keys.dtype).removeprefix("torch.")
             save_prefix(SoftPrefix(prefix.keys, prefix.values, card), folder, stored)
         rows += [
-            {"set": str(folder), "label": label, "prefix": behind}
+            {"set": str(folder), "label": label, "prefix": prefix}
             | {key: getattr(interval, key) for key in ("low", "high", "n")}
             | {"nll": interval.mean}
-            for (label, behind), interval in intervals.items()
+            for (label, prefix), interval in intervals.items()
         ]
     return pd.DataFrame(rows)[["set", "label", "prefix", "nll", "low", "high", "n"]]
 
 
-def _share(right: pd.Series) -> Interval:
+def _share_interval(right: pd.Series) -> Interval:
     return mean_interval(right.to_numpy(float), np.arange(len(right)))

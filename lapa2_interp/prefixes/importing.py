@@ -1,4 +1,4 @@
-"""Read soft prefixes that other code trained into this package's format.
+"""Import soft prefixes that other code has trained.
 
     peft    PEFT's PREFIX_TUNING adapters: a folder with adapter_config.json. `prompt_embeddings`, [slot, layer x two x kv_head x
             d_head], holds the finished keys and values (PEFT saves what its reparameterisation gives). Positions are shifted.
@@ -7,8 +7,8 @@
             ([middle, d_model], bias [d_model]) for both, folded here: K = E_K W + b, V = E_V W + b. Positions are not shifted.
     lapa2   a prefix of this package, attached to the same weights from another place.
 
-safetensors are read as they are; other checkpoints only with torch's `weights_only`, so a file that
-would run code is refused.
+Other checkpoints than safetensors are read with torch's `weights_only`: a file that would run code is
+refused.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import PrefixError, unknown_choice
-from lapa2_interp._util.files import parse_json, read_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.prefixes.soft_prefix import (
     PrefixCard,
-    Shape,
+    PrefixShape,
     SoftPrefix,
     kv_shape,
     load_prefix,
@@ -43,8 +43,8 @@ AIR_NUMBERS = {
     "topic": ("world", "sports", "business", "science"),
     "detox": ("nontoxic", "toxic"),
 }
-"""Prefix numbers 0-7 of the released checkpoints, in this order."""
-WEIGHTS = (
+"""Attributes of the prefix numbers 0-7 of the released checkpoints, in this order."""
+WEIGHT_FILES = (
     "adapter_model.safetensors",
     "model.safetensors",
     "adapter_model.bin",
@@ -60,16 +60,17 @@ def import_prefix(
     Args:
         source: A PEFT adapter's folder, an Air-Decoding checkpoint (folder or file), or a
             `.safetensors` of this package.
-        model: The one it was trained for; its shape is checked.
-        task, attribute, set_name: What the card will say.
-        number: Which prefix of an Air-Decoding checkpoint; by default the attribute's, 0-7.
+        model: The model it was trained for; its shape is checked.
+        task, attribute, set_name: Fields of the card.
+        number: Number of the prefix in an Air-Decoding checkpoint; by default the attribute's, 0-7.
 
     Raises:
         PrefixError: Unknown layout, another shape, or a file that is not plain tensors.
     """
+    # Keys and values [layer, kv_head, slot, d_head], from one of three formats.
     source = Path(source)
     if (source / "adapter_config.json").is_file():
-        keys, values = _peft(source)
+        keys, values = _read_peft(source)
         shifted, origin = True, "PEFT prefix tuning"
     elif source.suffix == ".safetensors" and source.with_suffix(".json").is_file():
         own = load_prefix(source.parent, source.stem)
@@ -87,10 +88,10 @@ def import_prefix(
                 " or give --number"
             )
         chosen = names.index(attribute) if number is None else number
-        keys, values = _air(read_tensors(source), chosen, model.cfg.n_heads, source)
+        keys, values = _read_air(read_tensors(source), chosen, model.cfg.n_heads, source)
         shifted, origin = False, f"Air-Decoding checkpoint, prefix {chosen}"
     n_layers, n_kv_heads, n_slots, d_head = keys.shape
-    shape = Shape(n_layers=n_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=d_head)
+    shape = PrefixShape(n_layers=n_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=d_head)
     card = model_card(model)
     if shape != kv_shape(model, n_slots):
         raise PrefixError(
@@ -117,7 +118,7 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint, from a file or the folder that holds it.
 
     Raises:
-        PrefixError: None there, damaged, or it would run code.
+        PrefixError: There is no checkpoint, it is damaged, or it would run code.
     """
     import torch
     from safetensors import SafetensorError
@@ -125,17 +126,15 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
 
     file = source
     if source.is_dir():
-        files = [source / name for name in WEIGHTS if (source / name).is_file()]
+        files = [source / name for name in WEIGHT_FILES if (source / name).is_file()]
         if not files:
-            raise PrefixError(f"{source} has no weights; expected one of {', '.join(WEIGHTS)}")
+            raise PrefixError(f"{source} has no weights; expected one of {', '.join(WEIGHT_FILES)}")
         file = files[0]
     if not file.is_file():
         raise PrefixError(f"no such file or folder: {source}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # old pickle protocols are read or refused, nothing between
+            warnings.simplefilter("ignore")  # old pickle protocols are read or refused
             tensors = (
                 load_file(file)
                 if file.suffix == ".safetensors"
@@ -158,7 +157,7 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _peft(folder: Path) -> tuple[Tensor, Tensor]:
+def _read_peft(folder: Path) -> tuple[Tensor, Tensor]:
     """Keys and values of a PEFT adapter, [layer, kv_head, slot, d_head]."""
     try:
         config = parse_json(read_text(folder / "adapter_config.json"))
@@ -190,12 +189,13 @@ def _peft(folder: Path) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def _air(
+def _read_air(
     tensors: Mapping[str, Tensor], number: int, n_heads: int, source: Path
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of one prefix of an Air-Decoding checkpoint, its affine map folded in."""
     import torch
 
+    # Find the tables of this prefix, by layer and part, and the affine maps of its layers.
     pattern = re.compile(r"(?:^|\.)h\.(\d+)\.attn\.prefix_(keys|values)_embeddings_n(\d+)\.weight$")
     tables: dict[tuple[int, str], Tensor] = {}
     numbers: set[int] = set()
@@ -247,7 +247,7 @@ def _air(
         ) from error
 
 
-def add_to_set(
+def import_into_set(
     source: Path,
     out: Path,
     model: str,
@@ -257,7 +257,7 @@ def add_to_set(
     number: int | None = None,
     trust_remote_code: bool = False,
 ) -> SoftPrefix:
-    """Import a soft prefix into the folder of a set.
+    """Import a soft prefix, and add it to the folder of a set.
 
     Args:
         source, set_name, number: As in `import_prefix`.
@@ -265,7 +265,7 @@ def add_to_set(
         model: The name of the model it was trained for.
 
     Raises:
-        PrefixError: The set has a prefix of this attribute already; as `import_prefix`.
+        PrefixError: The set already has a prefix of this attribute; or as `import_prefix`.
         ModelError: The model cannot be loaded.
     """
     task.prefix(attribute)

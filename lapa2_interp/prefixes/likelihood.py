@@ -1,7 +1,6 @@
-"""The likelihood of texts behind a prefix: the loss of training, and the measure of what was
-trained.
+"""The likelihood of texts after a prefix: the loss in training, and the measure in evaluation.
 
-Texts are rows of token ids, right-padded: [slots,] BOS, text. Every token of a text is scored, the
+Texts are right-padded rows of token ids: [slots,] BOS, text. Every token of a text is scored, the
 first one too.
 """
 
@@ -30,7 +29,8 @@ class TextRows:
 
     Attributes:
         ids: BOS, prefix ids if any, text, padding.
-        targets: Which ids are scored: the text's.
+        live: True for all ids but padding.
+        targets: True for the ids that are scored: those of the text.
     """
 
     ids: Int[Tensor, "row slot"]
@@ -41,7 +41,7 @@ class TextRows:
     def of(
         cls, texts: Sequence[Sequence[int]], start: Sequence[int], device: Any = "cpu"
     ) -> TextRows:
-        """Rows of texts behind the same ids, `start`: BOS, and a hard prefix if there is one."""
+        """Rows of texts after the same ids, `start`: BOS, and a hard prefix if there is one."""
         width = len(start) + max(map(len, texts))
         ids = torch.tensor(
             [[*start, *text, *[start[0]] * (width - len(start) - len(text))] for text in texts]
@@ -55,8 +55,8 @@ class TextRows:
 class _TokenNll(torch.autograd.Function):
     """-log P of targets from hidden states, chunk by chunk.
 
-    A position's loss depends on its own hidden state only, so its gradient is formed while its
-    logits are at hand and the logits of all positions never exist together.
+    The loss of a position depends on its own hidden state only. Its gradient is therefore computed
+    together with its logits, and the logits of all positions never exist at the same time.
     """
 
     @staticmethod
@@ -86,9 +86,9 @@ class _TokenNll(torch.autograd.Function):
         return gradients * upstream[0][:, None].to(gradients.dtype), None, None
 
 
-def _head(network: Any) -> Callable[[Tensor], Tensor]:
-    """From the last hidden states to the logits, as the model itself goes: some families scale the
-    logits (Granite, Cohere, Falcon-H1) or bend them (Gemma 2)."""
+def _output_head(network: Any) -> Callable[[Tensor], Tensor]:
+    """The map from the last hidden states to the logits. Some families scale the logits (Granite,
+    Cohere, Falcon-H1) or cap them (Gemma 2)."""
     config = network.config.get_text_config()
     embeddings = network.get_output_embeddings()
     scale = 1.0
@@ -119,9 +119,9 @@ def text_nll(
         shifted: Positions start after the slots.
 
     Raises:
-        LayoutError: The network has no embedding for a token; or the texts behind soft prefixes
+        LayoutError: The network has no embedding for a token; or the texts after soft prefixes
             are longer than passes with the rotary factors of short texts.
-        ModelError: It drops its cache, and so the soft prefix.
+        ModelError: The network drops its cache, and so the soft prefix.
     """
     check_keeps_cache(network)
     if (most := int(rows.ids.max())) >= (n := network.get_input_embeddings().num_embeddings):
@@ -131,17 +131,18 @@ def text_nll(
         )
     short = short_context(network.config)
     if short is not None and keys is None and rows.ids.shape[1] - 1 > short:
-        return _either_side(network, rows, short)
-    return _one_pass(network, rows, keys, values, shifted)
+        return _nll_across_rotary_change(network, rows, short)
+    return _nll_of_one_pass(network, rows, keys, values, shifted)
 
 
-def _one_pass(
+def _nll_of_one_pass(
     network: Any,
     rows: TextRows,
     keys: Tensor | None = None,
     values: Tensor | None = None,
     shifted: bool = False,
 ) -> Float[Tensor, "row position"]:
+    """`text_nll` from one forward pass."""
     n_rows, width = rows.ids.shape
     slots = 0 if keys is None else keys.shape[3]
     cache = DynamicCache()
@@ -158,17 +159,19 @@ def _one_pass(
     ).last_hidden_state
     check_kept(network, not slots or cache.get_seq_length() > slots)
     scored = rows.targets[:, 1:]
-    found = _TokenNll.apply(hidden[scored], _head(network), rows.ids[:, 1:][scored])
+    found = _TokenNll.apply(hidden[scored], _output_head(network), rows.ids[:, 1:][scored])
     return torch.zeros_like(scored, dtype=found.dtype).masked_scatter(scored, found)
 
 
-def _either_side(network: Any, rows: TextRows, short: int) -> Float[Tensor, "row position"]:
-    """`text_nll` where rotary factors change beyond `short` tokens: each token as a pass over the
-    text before it has it, so that the longer texts are read a second time."""
+def _nll_across_rotary_change(
+    network: Any, rows: TextRows, short: int
+) -> Float[Tensor, "row position"]:
+    """`text_nll` for a model whose rotary factors change beyond `short` tokens. Each token is
+    scored as in a forward pass over the text before it, so longer texts need a second pass."""
     parts = rows.ids, rows.live, rows.targets
     near = TextRows(*(each[:, : short + 1] for each in parts))
-    found = pad(_one_pass(network, near), (0, rows.ids.shape[1] - 1 - short))
+    found = pad(_nll_of_one_pass(network, near), (0, rows.ids.shape[1] - 1 - short))
     longer = rows.live[:, short + 1].nonzero()[:, 0]
     far = TextRows(*(each[longer] for each in parts))
     far.targets[:, : short + 1] = False
-    return found.index_add(0, longer, _one_pass(network, far))
+    return found.index_add(0, longer, _nll_of_one_pass(network, far))

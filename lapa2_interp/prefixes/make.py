@@ -1,4 +1,4 @@
-"""Sets of soft prefixes in one call: corpora by name, training, and the numbers of their cards."""
+"""Train or evaluate sets of soft prefixes in one call, with corpora by name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lapa2_interp._util.errors import PrefixError
 from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.prefixes.evaluation import evaluate_sets
 from lapa2_interp.prefixes.recipes import TrainingRecipe
-from lapa2_interp.prefixes.soft_prefix import cards
+from lapa2_interp.prefixes.soft_prefix import cards_in
 from lapa2_interp.prefixes.training import train_set
-from lapa2_interp.tasks.corpora import Corpus, apart, read_corpus, split_off
+from lapa2_interp.tasks.corpora import Corpus, read_corpus, split_held_out, without_texts_of
 from lapa2_interp.tasks.task import Task, read_task
 
 HELD_OUT = 250
-"""Texts per attribute that are held out of the data where no held-out texts are given."""
+"""Texts per attribute that are held out of the data if no held-out texts are given."""
 Report = Callable[[str], None]
 
 
@@ -33,10 +33,10 @@ def make_set(
     start_from: Path | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
-    notify: Report = lambda text: None,
+    report: Report = lambda text: None,
 ) -> pd.DataFrame:
-    """Train a task's soft prefixes for a frozen model and measure them; the same call resumes an
-    interrupted one.
+    """Train a task's soft prefixes for a frozen model and evaluate them. The same call resumes an
+    interrupted training.
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder.
@@ -44,9 +44,9 @@ def make_set(
         data: Corpora, as `corpora.read_corpus` takes them.
         held_out: Corpora that are never trained on; by default HELD_OUT texts per attribute of the
             data. One half decides when to stop, the other gives the cards' numbers.
-        attributes: Train only these; all of the task by default.
+        attributes: Train only these; by default all attributes of the task.
         start_from: Begin with the prefixes of this set.
-        notify: Told what was read.
+        report: Called with a line about each corpus.
 
     Returns:
         As `evaluate_sets`.
@@ -58,14 +58,16 @@ def make_set(
     names = tuple(attributes) or tuple(task.attributes)
     for name in names:
         task.prefix(name)
-    corpora = _read(data, names, "train", notify)
+    corpora = _read_corpora(data, names, "train", report)
     if held_out:
-        checks = apart(corpora, _read(held_out, names, "test", notify))
+        checks = without_texts_of(corpora, _read_corpora(held_out, names, "test", report))
     else:
-        corpora, checks = _parts(split_off(each, HELD_OUT, at_least=2) for each in corpora)
-        corpora = apart(checks, corpora)  # of several corpora, one may have a text of another
-    deciding, measured = _parts(split_off(each, HELD_OUT, one_in=2) for each in checks)
-    measured = apart(deciding, measured)
+        corpora, checks = _unzip(split_held_out(each, HELD_OUT, at_least=2) for each in corpora)
+        corpora = without_texts_of(
+            checks, corpora
+        )  # of several corpora, one may have a text of another
+    deciding, measured = _unzip(split_held_out(each, HELD_OUT, one_in=2) for each in checks)
+    measured = without_texts_of(deciding, measured)
     train_set(
         model,
         task,
@@ -100,19 +102,19 @@ def measure_sets(
     dtype: str = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,
-    notify: Report = lambda text: None,
+    report: Report = lambda text: None,
 ) -> pd.DataFrame:
-    """Measure sets of soft prefixes on text they were not trained on, and write the numbers into
+    """Evaluate sets of soft prefixes on text they were not trained on, and write the numbers into
     their cards.
 
     Args:
         folders: Sets of one task and model.
         data: Corpora, as `corpora.read_corpus` takes them; of those on the hub the test split is
             read.
-        task: By default the one the sets were trained for.
+        task: By default the task that the sets were trained for.
         limit: Texts per attribute, shared evenly among the data.
         max_tokens: Tokens of each text that are read, from its beginning.
-        notify: Told what was read.
+        report: Called with a line about each corpus.
 
     Returns:
         As `evaluate_sets`.
@@ -121,14 +123,16 @@ def measure_sets(
         PrefixError: A folder holds no soft prefixes.
         Lapa2Error: As `read_corpus` and `evaluate_sets`.
     """
-    set_cards = [card for folder in folders for card in cards(folder)]
+    set_cards = [card for folder in folders for card in cards_in(folder)]
     if not set_cards:
         raise PrefixError(
             f"{', '.join(map(str, folders)) or 'no folder'}: no soft prefixes; `lapa2 prefix train"
             " --out` makes a set"
         )
     tell_if_slow(dtype, device)
-    corpora = _read(data, list(dict.fromkeys(card.attribute for card in set_cards)), "test", notify)
+    corpora = _read_corpora(
+        data, list(dict.fromkeys(card.attribute for card in set_cards)), "test", report
+    )
     return evaluate_sets(
         folders,
         task or read_task(set_cards[0].task),
@@ -141,17 +145,17 @@ def measure_sets(
     )
 
 
-def _parts(split: Iterable[tuple[Corpus, Corpus]]) -> tuple[list[Corpus], list[Corpus]]:
-    """The first parts of all, and the second."""
+def _unzip(split: Iterable[tuple[Corpus, Corpus]]) -> tuple[list[Corpus], list[Corpus]]:
+    """Lists of the first and of the second parts."""
     first, second = zip(*split, strict=True)
     return list(first), list(second)
 
 
-def _read(
-    sources: Sequence[str], labels: Sequence[str], split: str, notify: Report
+def _read_corpora(
+    sources: Sequence[str], labels: Sequence[str], split: str, report: Report
 ) -> list[Corpus]:
-    """Corpora, each reported in a line."""
+    """Read corpora, and report each in a line."""
     corpora = [read_corpus(source, labels, split) for source in sources]
     for corpus in corpora:
-        notify(corpus.summary)
+        report(corpus.summary)
     return corpora

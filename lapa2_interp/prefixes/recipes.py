@@ -1,5 +1,5 @@
-"""How soft prefixes are trained: one value that says everything, our own for small machines, and
-those of the literature."""
+"""Recipes for the training of soft prefixes: a default for small machines, and those of the
+literature."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lapa2_interp._util.errors import PrefixError, first_problem, unknown_choice
+from lapa2_interp._util.errors import PrefixError, unknown_choice, validation_message
 from lapa2_interp.models.machine import Dtype
 
 
 class TrainingRecipe(BaseModel):
-    """Everything that decides how prefixes are trained. The defaults are for a small model on a
-    CPU."""
+    """All settings of a training. The defaults are for a small model on a CPU."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     objective: Literal["mle", "contrastive"] = "mle"
-    """mle: likelihood of the attribute's texts; contrastive: the same, and telling the attributes
-    apart."""
+    """mle: likelihood of the attribute's texts; contrastive: also distinguish the attributes."""
     parameterisation: Literal["direct", "air", "mlp", "linear"] = "direct"
     """direct: the keys and values themselves; air: a table per layer and one affine map for K and
     V; mlp: one table through Linear-Tanh-Linear for all layers (Prefix-Tuning); linear: one table
@@ -29,18 +27,18 @@ class TrainingRecipe(BaseModel):
     """First values: keys and values of on-attribute text, of the hard prefix, or of the prefixes of
     another set (these three only with direct); normal(0, 0.02); or zero."""
     shared: Annotated[int, Field(ge=0)] = 0
-    """Pieces of text, of all attributes together, that one prefix learns first; each attribute's
-    prefix then starts from it (only with direct). The prefixes of a set then differ by their
-    attributes, not by their starts."""
+    """Pieces of text, of all attributes together, that one prefix learns first (only with direct).
+    Each attribute's prefix starts from it, so that the prefixes of a set differ by their attributes
+    and not by their starts."""
     slots: Annotated[int, Field(ge=1)] = 20
     middle: Annotated[int, Field(ge=1)] = 512
-    """Width of the tables behind air, mlp (hidden layer) and linear."""
+    """Width of the tables of air, mlp (hidden layer) and linear."""
     shifted: bool = False
     """Text positions start after the slots."""
     lr: Annotated[float, Field(gt=0)] = 2e-2
     epochs: Annotated[int, Field(ge=1)] = 1
     batch: Annotated[int, Field(ge=1)] = 16
-    """Texts of a step; a contrastive step reads each behind every prefix."""
+    """Texts of a step; a contrastive step reads each text after every prefix."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Tokens of a text that are read, BOS not counted."""
     limit: Annotated[int, Field(ge=1)] | None = None
@@ -60,8 +58,8 @@ class TrainingRecipe(BaseModel):
     reasons other than the attribute. An unscaled softmax is therefore far too certain, and its
     held-out loss rises from the first step."""
     negatives: Literal["all", "one"] = "all"
-    """Contrastive: the softmax is over all attributes, or over the text's own and one other drawn
-        at random."""
+    """Contrastive: the softmax is over all attributes, or over the text's own and one other
+    attribute, drawn at random."""
     check_every: Annotated[int, Field(ge=1)] = 25
     """Steps between held-out losses; a checkpoint is written at each."""
     patience: Annotated[int, Field(ge=1)] | None = 6
@@ -151,12 +149,12 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "dtype": "float32",
     },
 }
-"""Named recipes: ours for small machines; the released LaPA2 code's and Air-Decoding's (methods
+"""Named recipes: one for small machines; the released LaPA2 code's and Air-Decoding's (methods
 section 4); Con-Prefix's and Prefix-Tuning's. Con-Prefix's own code feeds texts without BOS; here
 every text starts with one, as in decoding."""
 
 
-def recipe(name: str = "small", **changes: Any) -> TrainingRecipe:
+def training_recipe(name: str = "small", **changes: Any) -> TrainingRecipe:
     """A named recipe with changes.
 
     Raises:
@@ -166,12 +164,12 @@ def recipe(name: str = "small", **changes: Any) -> TrainingRecipe:
         raise PrefixError(unknown_choice("recipe", name, RECIPES))
     fields = dict(RECIPES[name])
     if changes.get("parameterisation", "direct") != "direct" and "parameterisation" not in fields:
-        fields |= {"start": "random", "shared": 0}  # what a folded prefix cannot begin with
+        fields |= {"start": "random", "shared": 0}  # the start of small needs direct
     if changes.get("start") == "set":
         fields["shared"] = 0
     try:
         return TrainingRecipe.model_validate(fields | changes)
     except ValidationError as error:
         raise PrefixError(
-            f"recipe: {first_problem(error, fields=TrainingRecipe.model_fields)}"
+            f"recipe: {validation_message(error, fields=TrainingRecipe.model_fields)}"
         ) from None

@@ -1,11 +1,11 @@
-"""Soft prefixes: trained keys and values that stand in front of a text, in every layer.
+"""Soft prefixes: trained keys and values that stand before a text in every layer.
 
-One format: `NAME.safetensors` with the tensors `keys` and `values`, [layer, kv_head, slot, d_head],
+A prefix is `NAME.safetensors` with the tensors `keys` and `values`, [layer, kv_head, slot, d_head],
 exactly as the model's cache holds them (after rotation and after biases), beside `NAME.json`, a
 card. A folder of such pairs, one per attribute, is a set.
 
-Two conventions of position exist, and a prefix works only in the one it was trained in (the card's
-`shifted`):
+There are two conventions of position, and a prefix works only in the one it was trained in (the
+card's `shifted`):
 
     unshifted    the text's positions start at 0, as without a prefix (Air-Decoding, the released LaPA2 code)
     shifted      they start after the slots (Prefix-Tuning, PEFT, Con-Prefix: whatever passes a prefix as past keys and values)
@@ -23,14 +23,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import PrefixError, first_problem
-from lapa2_interp._util.files import (
-    atomic_write,
-    read_text,
-    with_checksums,
-    without_checksums,
-    write_text,
-)
+from lapa2_interp._util.errors import PrefixError, validation_message
+from lapa2_interp._util.files import atomic_write, with_checksums, without_checksums, write_text
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp.models.card import Model, keys_seen_by, kv_heads, kv_sizes, model_card, network_of
 from lapa2_interp.stats import Interval
 
@@ -38,11 +33,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-SHIPPED = Path(__file__).parent / "shipped"
+SHIPPED_SETS = Path(__file__).parent / "shipped"
 """Sets that come with the package: `<model>/<task>-<set>/<attribute>`."""
 
 
-class Shape(BaseModel):
+class PrefixShape(BaseModel):
     """Size of a soft prefix; all but the slots are the model's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,38 +54,38 @@ class Shape(BaseModel):
         )
 
 
-def _unknown(given: Any) -> Any:
-    """JSON has no NaN: the bounds of one text's interval are null there."""
+def _null_as_nan(given: Any) -> Any:
+    """Read null as NaN, which JSON lacks: the bounds of one text's interval are NaN."""
     if isinstance(given, dict):
         return {name: math.nan if value is None else value for name, value in given.items()}
     return given
 
 
-Measured = Annotated[Interval, BeforeValidator(_unknown)]
+StoredInterval = Annotated[Interval, BeforeValidator(_null_as_nan)]
 
 
-class HeldOut(BaseModel):
+class HeldOutMeasures(BaseModel):
     """Numbers on text that was not trained on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     data: str
-    """Which texts were read, and their sha256."""
+    """The texts, and their sha256."""
     max_tokens: int
     """Tokens of a text that are scored, from its beginning."""
-    nll: dict[str, Measured]
+    nll: dict[str, StoredInterval]
     """NLL per token of this attribute's texts under each prefix of the set, under the hard prefixes
     ("hard positive") and under no prefix ("none"); the interval resamples texts."""
-    accuracy: Measured
+    accuracy: StoredInterval
     """Share of this attribute's texts that are likeliest under their own prefix among the set's."""
-    accuracy_of_set: Measured
-    """The same over the texts of all attributes."""
-    hard_accuracy_of_set: Measured
-    """The same for the task's hard prefixes."""
+    accuracy_of_set: StoredInterval
+    """This share over the texts of all attributes."""
+    hard_accuracy_of_set: StoredInterval
+    """This share over the texts of all attributes, for the task's hard prefixes."""
 
 
-class Generated(BaseModel):
-    """Attribute accuracy, by one scorer, of texts written behind a prefix (method `prefix`),
+class GeneratedAccuracy(BaseModel):
+    """Attribute accuracy, by one scorer, of texts generated after a prefix (method `prefix`),
     without and with LaPA2."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -101,39 +96,39 @@ class Generated(BaseModel):
     """Tokens of a text, the prompt's included where the task counts them."""
     alpha: float
     """Strength of LaPA2, profile paper."""
-    baseline: Measured
-    lapa2: Measured
+    baseline: StoredInterval
+    lapa2: StoredInterval
     """Intervals are over prompts."""
 
 
-class Training(BaseModel):
-    """How a prefix was trained."""
+class TrainingRecord(BaseModel):
+    """A record of a prefix's training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     recipe: dict[str, Any]
     started_from: str | None = None
-    """sha256 of the soft prefix it began with, where the recipe's start is another set."""
+    """sha256 of the soft prefix it began with, if the recipe's start is another set."""
     data: tuple[str, ...]
-    """Corpora, with counts and what was left out."""
+    """Corpora, with the numbers of texts and of rows left out."""
     data_sha256: tuple[str, ...]
     texts: int
     """Pieces of text of this attribute."""
     tokens: int
-    """Tokens trained on, repeats included. Here, in `steps` and in `seconds` a shared start does
-    not count."""
+    """Tokens trained on, repeats included. A shared start does not count here, in `steps` or in
+    `seconds`."""
     steps: int
     best_step: int
-    """The step whose prefix was kept: of the lowest held-out loss; the last one where nothing stops
-    early."""
+    """The step whose prefix was kept: that of the lowest held-out loss, or the last one without
+    early stopping."""
     losses: dict[int, float]
     """Held-out loss by step."""
     seconds: float
     lapa2_interp: str
 
 
-class SoftName(BaseModel):
-    """A soft prefix as runs refer to it."""
+class SoftPrefixName(BaseModel):
+    """The name of a soft prefix in runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -151,31 +146,31 @@ class SoftName(BaseModel):
 
 
 class PrefixCard(BaseModel):
-    """What a soft prefix is."""
+    """The card of a soft prefix."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     attribute: str
     task: str
     set: str
-    """mle, contrastive, or a name of your own."""
+    """mle, contrastive, or a custom name."""
     model: str
     weights: str
     """The model's weights, as on its own card (`model_card(model).weights`)."""
-    shape: Shape
+    shape: PrefixShape
     shifted: bool
-    """Whether the text's positions start after the slots."""
+    """True if the text's positions start after the slots."""
     sha256: str = ""
     """sha256 of the safetensors file; filled in on saving."""
     origin: str
-    """trained, or where it was imported from."""
-    training: Training | None = None
-    held_out: HeldOut | None = None
-    generated: tuple[Generated, ...] = ()
+    """The word trained, or the source it was imported from."""
+    training: TrainingRecord | None = None
+    held_out: HeldOutMeasures | None = None
+    generated: tuple[GeneratedAccuracy, ...] = ()
 
     @property
-    def name(self) -> SoftName:
-        return SoftName(
+    def name(self) -> SoftPrefixName:
+        return SoftPrefixName(
             task=self.task,
             set=self.set,
             attribute=self.attribute,
@@ -219,10 +214,10 @@ class SoftPrefix:
         return f"SoftPrefix({self.card.name} of {self.card.model})"
 
     def check(self, model: Model) -> None:
-        """Refuse a model this prefix was not made for.
+        """Refuse a model that this prefix was not made for.
 
         Raises:
-            PrefixError: Another shape, or other weights.
+            PrefixError: The model has another shape or other weights.
         """
         shape, card = kv_shape(model, len(self)), model_card(model)
         if shape != self.card.shape:
@@ -239,16 +234,16 @@ class SoftPrefix:
             )
 
 
-def kv_shape(model: Model, n_slots: int) -> Shape:
-    """The shape a soft prefix of a model has.
+def kv_shape(model: Model, n_slots: int) -> PrefixShape:
+    """The shape of a soft prefix for a model.
 
     Raises:
-        PrefixError: Its layers do not all have keys and values, of one shape.
+        PrefixError: Its layers differ in the shape of keys and values, or some have none.
     """
     network: Any = network_of(model)
     if hasattr(network, "config"):
         kv_shape_of(network.config.get_text_config(), n_slots)
-    return Shape(
+    return PrefixShape(
         n_layers=model.cfg.n_layers,
         n_kv_heads=kv_heads(model),
         n_slots=n_slots,
@@ -256,8 +251,8 @@ def kv_shape(model: Model, n_slots: int) -> Shape:
     )
 
 
-def kv_shape_of(config: Any, n_slots: int) -> Shape:
-    """The shape a soft prefix has for a transformers configuration.
+def kv_shape_of(config: Any, n_slots: int) -> PrefixShape:
+    """The shape of a soft prefix for a transformers configuration.
 
     Raises:
         PrefixError: As `kv_shape`.
@@ -270,13 +265,13 @@ def kv_shape_of(config: Any, n_slots: int) -> Shape:
             "a soft prefix has keys and values of one shape in every layer, and the layers of a"
             f" {config.model_type} model have others or none; use a hard prefix"
         )
-    return Shape(
+    return PrefixShape(
         n_layers=config.num_hidden_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=d_head
     )
 
 
 def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> SoftPrefix:
-    """Write `<attribute>.safetensors` and `<attribute>.json`; the prefix as it will be read back.
+    """Write `<attribute>.safetensors` and `<attribute>.json`; returns the prefix as it is stored.
 
     Raises:
         PrefixError: The values do not fit the dtype.
@@ -333,7 +328,7 @@ def read_card(file: Path) -> PrefixCard:
     """The card of a prefix, without its tensors.
 
     Raises:
-        PrefixError: It is not there or not a card.
+        PrefixError: It does not exist or is not a card.
     """
     if not file.is_file():
         near = (
@@ -345,7 +340,7 @@ def read_card(file: Path) -> PrefixCard:
         fields, _ = without_checksums(read_text(file))
         return PrefixCard.model_validate_json(json.dumps(fields))
     except ValueError as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
         raise PrefixError(
             f"{file} is not the card of a soft prefix: {reason}; save or import the prefix again"
         ) from error
@@ -355,7 +350,7 @@ def find_prefix(model: Model, task: str, which: str, attribute: str) -> SoftPref
     """The prefix of an attribute from a set that ships with the package, or from a folder.
 
     Args:
-        model: It must have been made for this one.
+        model: The model it was made for.
         task: The task's name.
         which: A shipped set of that task (mle, contrastive), or the path of a folder.
 
@@ -374,13 +369,14 @@ def set_folder(model: str, task: str, which: str) -> Path:
     Raises:
         PrefixError: No such set.
     """
-    folder = SHIPPED / model / f"{task}-{which}"
+    folder = SHIPPED_SETS / model / f"{task}-{which}"
     if "/" not in which and folder.is_dir():
         return folder
     if Path(which).is_dir():
         return Path(which)
     have = [
-        each.name.removeprefix(f"{task}-") for each in sorted((SHIPPED / model).glob(f"{task}-*"))
+        each.name.removeprefix(f"{task}-")
+        for each in sorted((SHIPPED_SETS / model).glob(f"{task}-*"))
     ]
     raise PrefixError(
         f"no soft prefixes {which!r} of task {task} for {model}; "
@@ -390,9 +386,10 @@ def set_folder(model: str, task: str, which: str) -> Path:
     )
 
 
-def cards(folder: Path) -> list[PrefixCard]:
-    """The cards under a folder, in the order of their places: JSON files with weights of the same
-    name beside them. Hidden folders, such as that of a training under way, have none."""
+def cards_in(folder: Path) -> list[PrefixCard]:
+    """The cards in a folder and its subfolders, in the order of their paths: JSON files with
+    weights of the same name beside them. Hidden folders, such as that of an unfinished training,
+    are left out."""
     return [
         read_card(file)
         for file in sorted(folder.rglob("*.json"))
@@ -405,7 +402,7 @@ def prefix_files(folder: Path, attribute: str) -> tuple[Path, Path]:
     """The weights and the card of an attribute's prefix in the folder of a set.
 
     Raises:
-        PrefixError: The attribute's name is no file's name, and could lead out of the folder.
+        PrefixError: The attribute's name cannot be the name of a file in the folder.
     """
     if not attribute or "/" in attribute or "\0" in attribute:
         raise PrefixError(
@@ -416,13 +413,13 @@ def prefix_files(folder: Path, attribute: str) -> tuple[Path, Path]:
 
 
 __all__ = [
-    "HeldOut",
+    "HeldOutMeasures",
     "PrefixCard",
-    "Shape",
-    "SoftName",
+    "PrefixShape",
     "SoftPrefix",
-    "Training",
-    "cards",
+    "SoftPrefixName",
+    "TrainingRecord",
+    "cards_in",
     "find_prefix",
     "kv_shape",
     "load_prefix",

@@ -1,14 +1,13 @@
-"""One text of a run to look into: where every head attends at every step, as one HTML file that
+"""The viewer: the attention of every head at every step of one text of a run, as one HTML file that
 loads nothing.
 
-    from lapa2_interp.report import view
-    from lapa2_interp import load_run
+    from lapa2_interp import load_run, view
 
     shown = view(load_run("results/run"))     # in a notebook this is the viewer itself
     shown.save("view.html")
 
-The page is plain canvas and one ES module, `view.js`. The module has the form that anywidget takes
-(`export default { render }`), its trait is `data`: `View.data`.
+The page is plain canvas and one ES module, `view.js`, in the form that anywidget takes (`export
+default { render }`). Its trait `data` is `View.data`.
 """
 
 from __future__ import annotations
@@ -24,44 +23,58 @@ from typing import Any
 import numpy as np
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import is_page, write_text
+from lapa2_interp._util.files import (
+    is_html,
+    write_text,
+)
 from lapa2_interp._util.page import embedded, template
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.texts import pieces
 from lapa2_interp.methods.registry import find
 from lapa2_interp.models.card import Model
-from lapa2_interp.report.packing import FLOOR, Bits, pack, precision, quantised
-from lapa2_interp.report.reading import MASSES, Found, HeadValues, choose, read_again, read_study
+from lapa2_interp.report.encoding import FLOOR, Bits, encode_arrays, quantisation_error, quantise
+from lapa2_interp.report.viewed_text import (
+    MASSES,
+    HeadValues,
+    ViewedText,
+    load_head_values,
+    recompute_attention,
+    select_text,
+)
 from lapa2_interp.runs.run import Run, load_run
 
 HERE = Path(__file__).parent
 MODULE, STYLE = HERE / "view.js", HERE / "view.css"
 """The ES module and its style sheet: `_esm` and `_css` of an anywidget."""
-SIZE = 5_000_000
-"""Bytes that a page with 16-bit numbers may have; above it, numbers have 8 bits."""
+PAGE_BYTES = 5_000_000
+"""Largest page with 16-bit numbers, in bytes; larger pages have 8-bit numbers."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A text of a run as the viewer shows it. In a notebook it shows itself.
+    """A text of a run in the viewer. In a notebook the object is shown as the viewer.
 
     Attributes:
-        found: The numbers.
-        heads: What a study knows of every head, by name.
-        bits: Of a stored number; by default 16, and 8 where the page would exceed `SIZE`.
+        text: The text and its attention.
+        heads: Values of every head from a study, by name.
+        bits: Bits of a stored number; by default 16, or 8 if the page would exceed `PAGE_BYTES`.
     """
 
-    found: Found = field(repr=False)
+    text: ViewedText = field(repr=False)
     heads: Mapping[str, HeadValues] = field(default_factory=dict, repr=False)
     bits: Bits | None = None
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """Everything the module needs, as plain JSON: facts, texts, and the packed arrays."""
+        """The module's data as plain JSON: facts, texts, and the encoded arrays."""
         if self.bits is not None:
-            return _data(self.found, self.heads, self.bits)
-        fine = _data(self.found, self.heads, 16)
-        return fine if len(json.dumps(fine)) < 0.98 * SIZE else _data(self.found, self.heads, 8)
+            return _view_data(self.text, self.heads, self.bits)
+        fine = _view_data(self.text, self.heads, 16)
+        return (
+            fine
+            if len(json.dumps(fine)) < 0.98 * PAGE_BYTES
+            else _view_data(self.text, self.heads, 8)
+        )
 
     @cached_property
     def html(self) -> str:
@@ -74,7 +87,7 @@ class View:
         )
 
     def save(self, file: str | Path) -> Path:
-        """Write the page; one that is there is replaced.
+        """Write the page, and replace an existing one.
 
         Raises:
             RunError: The file cannot be written.
@@ -82,7 +95,7 @@ class View:
         place = Path(file)
         if place.is_dir():
             raise RunError(f"{place} is a folder; give a file, such as {place / 'view.html'}")
-        if not is_page(place):
+        if not is_html(place):
             raise RunError(
                 f"the name of a page ends in .html; found {place.name}, give"
                 f" {place.with_suffix('.html').name}"
@@ -96,7 +109,7 @@ class View:
         return place
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, which can neither read nor change the notebook."""
+        """The page in a separate frame, which can neither read nor change the notebook."""
         from markupsafe import escape
 
         return (
@@ -123,62 +136,64 @@ def view(
     device: str | None = None,
     allow_code: bool = False,
 ) -> View:
-    """One text of a run, the baseline beside an augmentation.
+    """View one text of a run, the baseline beside an augmentation.
 
-    The text is read again with the run's model, because a run does not keep the attention on every
-    key. Where the run has a trace of the text, the reading is compared with it.
+    A forward pass of the run's model over the text gives the attention on every key, which a run
+    does not store. If the run has a trace of the text, the pass is compared with it.
 
     Args:
         run: A run or its folder.
-        only: Only cells whose columns have these values, such as {"method": "prefix"}.
-        attribute: By default the run's first.
+        only: Select cells whose columns have these values, such as {"method": "prefix"}.
+        attribute: The attribute; by default the run's first.
         prompt: The prompt, or its beginning; by default the first.
-        sample: Which of its texts, from 0.
+        sample: The number of the prompt's text, from 0.
         arm: The augmentation beside the baseline, by its name in `run.cells`; by default the
             paper's.
-        branch: Which branch of the method; by default the first with a prefix.
-        steps: Tokens of the text that are shown, at least 1.
-        same_text: Read the baseline's text in both arms, so that only the augmentation differs.
-        circuits: The folder of a study (`lapa2 circuits`) of the same model and task: effects of
-            heads and what they write, with intervals.
-        bits: Of a stored number, 8 or 16; by default 16 while the page stays below `SIZE`.
-        model: The run's model, where it is loaded already.
-        device: Where it is loaded otherwise.
+        branch: The method's branch; by default the first with a prefix.
+        steps: Number of the text's tokens, at least 1.
+        same_text: Use the baseline's text in both arms, so that only the augmentation differs.
+        circuits: The folder of a study (`lapa2 circuits`) of the same model and task, which has
+            effects and direct logit attribution of heads, with intervals.
+        bits: Bits of a stored number, 8 or 16; by default 16 while the page stays below
+            `PAGE_BYTES`.
+        model: The run's model, if it is loaded already.
+        device: Device on which it is loaded otherwise.
         allow_code: Import the module of a method MODULE:CLASS that the run names.
 
     Raises:
         MethodError: The run's method is code that is not loaded, and not allowed.
-        TraceError: There is no such text, several kinds of cells are left, or the text cannot be
-            read again as it was written.
-        CircuitError: The folder is no study of this model and task.
-        RunError: No such column or run, or a cell is damaged.
+        TraceError: There is no such text, cells of several kinds are selected, or the attention
+            cannot be computed as in the run.
+        CircuitError: The folder is not a study of this model and task.
+        RunError: There is no such column or run, or a cell is damaged.
     """
-    there = run if isinstance(run, Run) else load_run(run)
-    chosen = choose(there, only or {}, attribute, prompt, sample, arm)
-    for cell in chosen.cells.values():
+    loaded = run if isinstance(run, Run) else load_run(run)
+    selected = select_text(loaded, only or {}, attribute, prompt, sample, arm)
+    for cell in selected.cells.values():
         find(cell.method, allow_code)
-    found = read_again(
-        there,
-        chosen,
+    text = recompute_attention(
+        loaded,
+        selected,
         branch=branch,
         steps=steps,
         same_text=same_text,
         model=model,
         device=device,
     )
-    heads = {} if circuits is None else read_study(Path(circuits), found)
-    return View(found, heads, bits)
+    heads = {} if circuits is None else load_head_values(Path(circuits), text)
+    return View(text, heads, bits)
 
 
-def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str, Any]:
-    """What `View.data` is, at so many bits."""
-    layout, cell = found.layout, next(iter(found.chosen.cells.values()))
+def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str, Any]:
+    """`View.data` with this number of bits."""
+    layout, cell = text.layout, next(iter(text.selected.cells.values()))
+    # Arrays and facts of each arm.
     arrays, arms = {}, []
     start = [f"soft {i + 1}" for i in range(layout.soft)]
-    for i, each in enumerate(found.readings):
-        keys = pieces(found.tokenizer, "", [*layout.ids, *each.tokens])
+    for i, each in enumerate(text.arms):
+        keys = pieces(text.tokenizer, "", [*layout.ids, *each.tokens])
         arrays[f"pattern{i}"] = np.concatenate(
-            [quantised(step, bits).ravel() for step in each.patterns]
+            [quantise(step, bits).ravel() for step in each.patterns]
         )
         arrays[f"masses{i}"] = each.masses.astype(np.float32)
         arms.append(
@@ -191,64 +206,65 @@ def _data(found: Found, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str
                 "keys": [*start, *keys],
                 "steps": len(each.tokens),
                 "end": each.end,
-                "control": {name: _plain(np.array(v)) for name, v in each.control.items()},
+                "control": {name: _json_numbers(np.array(v)) for name, v in each.control.items()},
                 "off": each.off,
-                "run": {name: _plain(grid) for name, grid in each.of_run.items()},
+                "run": {name: _json_numbers(grid) for name, grid in each.of_run.items()},
             }
         )
+    # The part of every key, and the page's data.
     parts = ["prefix"] * layout.soft + ["bos"] * layout.n_bos
     parts += ["prefix"] * (0 if layout.soft else layout.l_pre) + ["prompt"] * layout.l_pro
-    packed = pack(arrays)
-    n_layers, n_heads = found.readings[0].masses.shape[2:]
+    packed = encode_arrays(arrays)
+    n_layers, n_heads = text.arms[0].masses.shape[2:]
     named = f"{cell.model}, {cell.task.name}, {cell.attribute}, {cell.method}"
     return {
-        "title": f"{named}: {found.chosen.prompt}",
+        "title": f"{named}: {text.selected.prompt}",
         "facts": {
-            "model": f"{found.model['name']} ({found.model['dtype']})",
-            "weights": found.model["weights"],
+            "model": f"{text.model['name']} ({text.model['dtype']})",
+            "weights": text.model["weights"],
             "task": f"{cell.task.name}, {cell.attribute}",
             "method": cell.method + (f" ({cell.variant})" if cell.variant else ""),
-            "branch": f"{found.branch} (of {', '.join(found.branches)})",
-            "prefix": found.prefix or "none",
-            "prompt": f"{found.chosen.prompt} (sample {found.chosen.sample}, seed {cell.seed})",
+            "branch": f"{text.branch} (of {', '.join(text.branches)})",
+            "prefix": text.prefix or "none",
+            "prompt": f"{text.selected.prompt} (sample {text.selected.sample}, seed {cell.seed})",
         },
-        "same": len({each.tokens for each in found.readings}) == 1,
+        "same": len({each.tokens for each in text.arms}) == 1,
         "layers": n_layers,
         "heads": n_heads,
         "parts": parts,
         "steered": "prefix" if layout.l_pre else "prompt",
         "masses": list(MASSES),
         "arms": arms,
-        "differences": {name: _plain(grid) for name, grid in found.differences.items()},
-        "runSteps": found.steps,
-        "noControl": found.no_control,
+        "differences": {name: _json_numbers(grid) for name, grid in text.differences.items()},
+        "runSteps": text.steps,
+        "noControl": text.no_control,
         "study": {
             name: {
                 "about": each.about,
                 "unit": each.unit,
-                "mean": _plain(each.values),
-                "low": _plain(each.low),
-                "high": _plain(each.high),
+                "mean": _json_numbers(each.values),
+                "low": _json_numbers(each.low),
+                "high": _json_numbers(each.high),
             }
             for name, each in heads.items()
         },
         "bits": bits,
         "floor": FLOOR,
-        "precision": precision(bits),
+        "precision": quantisation_error(bits),
         "arrays": packed.index,
         "packed": packed.data,
     }
 
 
-def _plain(values: np.ndarray) -> Any:
-    """An array as lists with seven digits; None where there is no finite number."""
+def _json_numbers(values: np.ndarray) -> Any:
+    """An array as lists of numbers with seven digits; None for numbers that are not finite."""
 
     def number(value: float) -> float | None:
         return float(f"{value:.7g}") if math.isfinite(value) else None
 
     if values.ndim == 1:
         return [number(float(value)) for value in values]
-    return [_plain(row) for row in values]
+    return [_json_numbers(row) for row in values]
 
 
 __all__ = ["MODULE", "STYLE", "View", "view"]

@@ -12,7 +12,8 @@ import pandas as pd
 
 from lapa2_interp._util import plots
 from lapa2_interp._util.errors import TraceError
-from lapa2_interp._util.files import as_csv, holds_only, new_folder, write_text
+from lapa2_interp._util.files import holds_only, result_folder, write_text
+from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.attention.tables import (
     branch_name,
     fit_table,
@@ -79,9 +80,9 @@ class Attention:
         """Write tables (CSV) and figures (PNG) into a new folder.
 
         Raises:
-            RunError: As `files.new_folder`.
+            RunError: As `files.result_folder`.
         """
-        with new_folder(out, force, holds_only("steps.csv", *WRITTEN)) as folder:
+        with result_folder(out, force, holds_only("steps.csv", *WRITTEN)) as folder:
             for name, table in {**self.tables, "cells": self.cells}.items():
                 write_text(folder / f"{name}.csv", as_csv(table))
             for name, figure in self.figures().items():

@@ -10,15 +10,15 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
-from lapa2_interp._util.files import cache_folder, holds_only, new_folder
+from lapa2_interp._util.files import cache_folder, holds_only, result_folder
 from lapa2_interp._util.plots import calibration_curves
 from lapa2_interp.bias.texts import pieces
 from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.scoring.agreement import agreement, calibration
-from lapa2_interp.scoring.named import Options, make_scorer
-from lapa2_interp.scoring.scorer import Cache, Item, Scorer, run_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
+from lapa2_interp.scoring.scorer import ScoreCache, Scorer, TextItem, run_scorer
 from lapa2_interp.scoring.training import read_graded
 
 KINDS = ("linear", "adapter")
@@ -69,15 +69,15 @@ def check_scorers(
         )
     texts, truth = _read(file, column, label, score, rtp)
     texts = _cut(texts, first, last)
-    options = Options(task=task, device=device, trust_remote_code=trust_remote_code)
+    options = ScorerOptions(task=task, device=device, trust_remote_code=trust_remote_code)
     tables, curves = [], []
-    with Cache(cache or cache_folder() / "scores") as store:
+    with ScoreCache(cache or cache_folder() / "scores") as store:
         for each in scorers:
             name, _, model = each.partition("=")
             if each in KINDS:
                 name, model = ("toxicity" if label is None else "accuracy"), each
             with closing(make_scorer(name, model, options)) as scorer:
-                numbers = run_scorer(scorer, [Item(text) for text in texts], store)
+                numbers = run_scorer(scorer, [TextItem(text) for text in texts], store)
                 numbers, known = _columns(numbers, scorer, label is not None)
             found = [value for value, is_known in zip(truth, known, strict=True) if is_known]
             read = [text for text, is_known in zip(texts, known, strict=True) if is_known]
@@ -91,7 +91,7 @@ def check_scorers(
         for parts in (tables, curves)
     )
     if out is not None:
-        with new_folder(out, force, holds_only("agreement.csv", "calibration.*")) as folder:
+        with result_folder(out, force, holds_only("agreement.csv", "calibration.*")) as folder:
             table.to_csv(folder / "agreement.csv", index=False)
             curve.to_csv(folder / "calibration.csv", index=False)
             calibration_curves(curve).savefig(folder / "calibration.png")

@@ -22,7 +22,7 @@ from time import perf_counter
 import numpy as np
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.progress import Counter
+from lapa2_interp._util.progress import CountingBar
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import run_plan
@@ -43,7 +43,7 @@ from lapa2_interp.models.machine import (
 from lapa2_interp.models.sizes import ITEM_BYTES, is_here, model_size, weight_bytes
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.models.tiny import TINY
-from lapa2_interp.tasks.segmentation import counted
+from lapa2_interp.tasks.segmentation import words_and_signs
 
 ROWS = (6, 24, 72)
 """Rows of the timed steps."""
@@ -156,7 +156,7 @@ def _lengths(cell: Cell) -> tuple[int, int]:
 def _tokens(text: str, model: str) -> int:
     """About how many tokens a text has, without its model's tokenizer: words and marks, or bytes in
     the tiny models."""
-    return len(text.encode()) if model in TINY else len(counted(text))
+    return len(text.encode()) if model in TINY else len(words_and_signs(text))
 
 
 def estimate(
@@ -404,7 +404,7 @@ def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> f
         max_rows=rows,
         trace="pooled",
     )
-    run_plan(model, plan(model, cell), progress=Counter(lambda _: times.append(seconds())))
+    run_plan(model, plan(model, cell), progress=CountingBar(lambda _: times.append(seconds())))
     return min(after - before for before, after in pairwise(times))
 
 

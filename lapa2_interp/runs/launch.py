@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp._util.errors import GridError, RunError, pluralize, unknown_choice
-from lapa2_interp._util.progress import format_duration, stopped_by_sigterm
+from lapa2_interp._util.progress import format_duration, stop_on_sigterm
 from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.estimates import check_reason, estimate, format_bytes
@@ -111,7 +111,7 @@ def launch(
             )
             # A cluster's machines may have other memory than this one.
             check_reason(replace(each, needs=0) if engine == "ray" else each, yes)
-        with stopped_by_sigterm():
+        with stop_on_sigterm():
             return sweep(out, grids, runner, notify, list(cells))
     except (KeyboardInterrupt, SystemExit):
         done = len(finished_of(out, cells))

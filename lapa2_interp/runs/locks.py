@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import no_link
+from lapa2_interp._util.files import refuse_link
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock the run against other processes. The operating system unlocks it when this process ends,
     however it ends."""
     with writing(folder):
-        file = open(folder / ".lock", "a+", encoding="utf-8", opener=no_link)  # noqa: SIM115
+        file = open(folder / ".lock", "a+", encoding="utf-8", opener=refuse_link)  # noqa: SIM115
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

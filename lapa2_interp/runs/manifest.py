@@ -12,13 +12,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import DamagedError, RunError, first_problem
-from lapa2_interp._util.files import read_text, sha256_of, with_checksums, without_checksums
+from lapa2_interp._util.errors import DamagedError, RunError, validation_message
+from lapa2_interp._util.files import sha256_of, with_checksums, without_checksums
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import Plan
 from lapa2_interp.models.card import Model, ModelCard, model_card
-from lapa2_interp.prefixes.soft_prefix import SoftName
+from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
 
 MANIFEST = "manifest.json"
 SET_BACK = "remove the folder of the cell, and the command that made the run makes it again"
@@ -45,7 +46,7 @@ class Manifest(BaseModel):
     """Versions of the libraries that compute."""
     model: ModelCard
     """The model, its weights, precision and device."""
-    branches: dict[str, str | SoftName | None]
+    branches: dict[str, str | SoftPrefixName | None]
     """By branch: the text in front of the prompt (a form with {blanks} where each prompt has its
     own words, see `prepared`), or the soft prefix; None on the raw model."""
     prepared: dict[str, dict[str, Any]] = {}
@@ -164,5 +165,5 @@ def read_manifest(folder: Path, check: Sequence[str] = ()) -> Manifest:
         return Manifest.model_validate_json(json.dumps(fields))
     except ValidationError as error:
         raise RunError(
-            f"{file} is not a manifest of this version: {first_problem(error)}"
+            f"{file} is not a manifest of this version: {validation_message(error)}"
         ) from error

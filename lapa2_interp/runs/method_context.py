@@ -22,14 +22,14 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import LayoutError, ScoringError
 from lapa2_interp._util.files import (
-    alone_with,
+    cache_file,
     cache_folder,
-    keep_file,
-    read_text,
+    one_process_at_a_time,
     with_checksums,
     without_checksums,
 )
-from lapa2_interp._util.progress import no_progress
+from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.attention.neurons import is_gated, promoters
 from lapa2_interp.bias.texts import continuation, decode
 from lapa2_interp.generation.loop import run_plan
@@ -38,8 +38,8 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import Model, check_weights_read, identity, model_card
 from lapa2_interp.models.machine import kind_of
-from lapa2_interp.scoring.named import Options, make_scorer
-from lapa2_interp.scoring.scorer import Item, run_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
+from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
 
 T = TypeVar("T")
@@ -80,13 +80,13 @@ class ModelContext:
     def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
         asked = [method.name, method.equation, prompt, n, new_tokens, seed]
         file = self._file("drafts", ".json", self.card.packing, torch.get_num_threads(), *asked)
-        with alone_with(file):
+        with one_process_at_a_time(file):
             with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
                 fields, _ = without_checksums(read_text(file))
                 return TypeAdapter(list[str]).validate_python(fields.get("texts"))
             texts = self._draft(method, prompt, n, new_tokens, seed)
             kept = with_checksums({"texts": texts})
-            keep_file(file, lambda path: path.write_text(kept, encoding="utf-8"))
+            cache_file(file, lambda path: path.write_text(kept, encoding="utf-8"))
             return texts
 
     def _draft(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
@@ -114,7 +114,7 @@ class ModelContext:
             raise LayoutError(
                 f"drafts of {new_tokens} tokens: {error}; or draft fewer (--set draft_tokens=...)"
             ) from None
-        made = run_plan(self.model, todo, progress=no_progress())
+        made = run_plan(self.model, todo, progress=hidden_bar())
         ends = set(self.end_ids)
         return [
             continuation(self.model.tokenizer, prompt, [i for i in tokens if i not in ends])
@@ -125,10 +125,10 @@ class ModelContext:
         self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]
     ) -> list[float | None]:
         name, _, model = scorer.partition("=")
-        options = Options(task=task, device=self.card.device)
+        options = ScorerOptions(task=task, device=self.card.device)
         key = ("scorer", scorer, task.model_dump_json())
         reader = self.once(key, lambda: make_scorer(name, model, options))
-        table = run_scorer(reader, [Item(text, prompt, attribute) for text in texts])
+        table = run_scorer(reader, [TextItem(text, prompt, attribute) for text in texts])
         if attribute in table:
             column = table[attribute]
         elif "toxicity" in table and attribute in ("toxic", "nontoxic"):
@@ -151,7 +151,7 @@ class ModelContext:
         file = self._file("neurons", ".npz", reading, list(tokens), k, first)
 
         def make() -> Int[Tensor, "token k two"]:
-            with alone_with(file):  # of all workers of a sweep, one computes the table
+            with one_process_at_a_time(file):  # of all workers of a sweep, one computes the table
                 return promoters(self.model, reading, tokens, k, first, file)[1]
 
         return self.once(file, make)

@@ -14,10 +14,16 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import for_task, load_task
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import tell_if_slow
-from lapa2_interp.prefixes.soft_prefix import Generated, SoftPrefix, cards, load_prefix, save_prefix
+from lapa2_interp.prefixes.soft_prefix import (
+    GeneratedAccuracy,
+    SoftPrefix,
+    cards_in,
+    load_prefix,
+    save_prefix,
+)
 from lapa2_interp.runs.generate import make_cells
-from lapa2_interp.scoring.named import Options, make_scorer
-from lapa2_interp.scoring.scorer import WHICH, chosen_scorers
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
+from lapa2_interp.scoring.scorer import CLASSIFIER_CHOICES, expand_scorers
 from lapa2_interp.scoring.tables import score_table
 from lapa2_interp.stats import mean_interval
 
@@ -57,16 +63,19 @@ def prefix_accuracy(
     if not alpha > 0:
         raise PrefixError(f"alpha must be above 0, found {alpha:g}: 0 is the baseline beside it")
     tell_if_slow(dtype, device)
-    found = {folder: cards(folder) for folder in folders}
+    found = {folder: cards_in(folder) for folder in folders}
     for folder, there in found.items():
         if not there:
             raise PrefixError(
                 f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set"
             )
-    asked = chosen_scorers(
-        ["accuracy", classifier] if classifier in WHICH else [f"accuracy={classifier}"], ()
+    asked = expand_scorers(
+        ["accuracy", classifier]
+        if classifier in CLASSIFIER_CHOICES
+        else [f"accuracy={classifier}"],
+        (),
     )
-    options = Options(device=device, trust_remote_code=trust_remote_code)
+    options = ScorerOptions(device=device, trust_remote_code=trust_remote_code)
     rows, model, loaded = [], None, ""
     for folder, there in found.items():
         first = there[0]
@@ -120,7 +129,7 @@ def prefix_accuracy(
                     for arm, each in arms.items()
                 ]
                 generated.append(
-                    Generated(
+                    GeneratedAccuracy(
                         scorer=str(scorer),
                         length=length,
                         alpha=alpha,

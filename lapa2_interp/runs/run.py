@@ -21,14 +21,14 @@ from lapa2_interp._util.errors import (
     unknown_choice,
 )
 from lapa2_interp._util.files import (
-    ASIDE,
+    TEMPORARY_PREFIX,
+    atomic_folder,
     check_name,
-    check_own,
-    new_folder,
     parse_json,
-    read_text,
-    whole_folder,
+    refuse_foreign_files,
+    result_folder,
 )
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.tables import fit_table, head_table, prefix_token_table, step_table
 from lapa2_interp.attention.trace import TraceKind
@@ -410,7 +410,7 @@ class Run:
         Raises:
             RunError: The folder is finished, is something else, or cannot be written.
         """
-        with new_folder(Path(folder), force, is_finished_run) as fresh:
+        with result_folder(Path(folder), force, is_finished_run) as fresh:
             write_run(fresh, self)
         return load_run(folder)
 
@@ -486,14 +486,14 @@ def write_run(folder: Path, run: Run) -> None:
     for cell in run.plan.values():
         write_plan(folder, cell)
     for key in run.finished:
-        with whole_folder(folder / "cells" / key) as place:
+        with atomic_folder(folder / "cells" / key) as place:
             write_cell(place, run.finished_cell(key))
     write_listing(folder, run.listing)
 
 
 OWN = (
-    LISTING, "plan", "cells", "parts", "failed", ".lock", f"{ASIDE}*", "view.html", "report.html",
-    "scores",
+    LISTING, "plan", "cells", "parts", "failed", ".lock", f"{TEMPORARY_PREFIX}*", "view.html",
+    "report.html", "scores",
 )  # fmt: skip
 """What is in the folder of a run."""
 
@@ -507,7 +507,7 @@ def is_finished_run(folder: Path) -> bool:
     """
     if not is_run(folder):
         return False
-    check_own(folder, OWN)
+    refuse_foreign_files(folder, OWN)
     if (folder / LISTING).is_file():
         with locked(folder):
             pass

@@ -12,33 +12,26 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError, pluralize
-from lapa2_interp._util.files import (
-    as_csv,
-    as_latex,
-    as_markdown,
-    cache_folder,
-    holds_only,
-    new_folder,
-    write_text,
-)
+from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
 from lapa2_interp._util.progress import format_duration
+from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
 from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.models.machine import tell_if_slow
 from lapa2_interp.runs.estimates import LONG, adapter_seconds
 from lapa2_interp.runs.run import load_run, shown_only
 from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import human
-from lapa2_interp.scoring.adapter import ADAPTER
-from lapa2_interp.scoring.linear import LINEAR
-from lapa2_interp.scoring.named import Options, make_scorer
-from lapa2_interp.scoring.scorer import CLASSIFIERS, Cache, chosen_scorers, split_scorer
+from lapa2_interp.scoring.adapter import ADAPTER_ENDING
+from lapa2_interp.scoring.linear import LINEAR_ENDING
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
+from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers, parse_scorer
 from lapa2_interp.scoring.tables import (
-    DIFFERENCE,
+    DIFFERENCE_COLUMNS,
     cell_table,
     difference_table,
     distinct_cells,
+    format_scores,
     score_table,
-    shown_scores,
 )
 from lapa2_interp.tasks.task import Task, read_task
 
@@ -107,7 +100,7 @@ def score(
     if parts < 1:
         raise ScoringError(f"--parts must be at least 1, found {parts}")
     source = Path(source)
-    scorers = chosen_scorers([scorers] if isinstance(scorers, str) else scorers, USUAL)
+    scorers = expand_scorers([scorers] if isinstance(scorers, str) else scorers, USUAL)
     of_judge = {
         "judge-url": judge_url is not None,
         "judge-prices": judge_prices != (None, None),
@@ -143,7 +136,7 @@ def score(
             samples = in_parts(
                 samples, parts, reading_tokenizer(manifest.model.name) if manifest else None
             )
-        options = Options(
+        options = ScorerOptions(
             task=_task(task, own),
             labels=labels or {},
             judge_url=judge_url,
@@ -158,11 +151,11 @@ def score(
     if out is None:
         return _score(sets, scorers, cache, max_cost, notify)
     ours = holds_only("table.csv", "differences.csv", "scores.parquet", "table.md", "table.tex")
-    with new_folder(Path(out), force, ours) as folder:
+    with result_folder(Path(out), force, ours) as folder:
         scored = _score(sets, scorers, cache, max_cost, notify)
         write_text(folder / "table.csv", as_csv(scored.table))
         write_text(folder / "differences.csv", as_csv(scored.differences))
-        shown = shown_scores(scored.table, scored.differences)
+        shown = format_scores(scored.table, scored.differences)
         title, notes = f"Scores of {source.name}", score_notes(scored.table, scored.differences)
         write_text(folder / "table.md", as_markdown(title, shown, notes))
         write_text(folder / "table.tex", as_latex(title, shown, notes, "scores"))
@@ -191,11 +184,11 @@ def _check_options(
     of_judge: Sequence[str],
 ) -> None:
     """Refuse options that nothing would read."""
-    named = [split_scorer(each)[1:] for each in scorers]
+    named = [parse_scorer(each)[1:] for each in scorers]
     own = {model for name, model in named if name in ("accuracy", "masked", "toxicity")}
     if source.is_dir() and column != "text":
         raise ScoringError(f"--column {column} belongs to a file of texts; {source} is a run")
-    own = {model for model in own if not model.endswith((LINEAR, ADAPTER))}
+    own = {model for model in own if not model.endswith((LINEAR_ENDING, ADAPTER_ENDING))}
     if labels and not own - {"", *CLASSIFIERS, "perspective"}:
         raise ScoringError("--labels belongs to a classifier of your own: accuracy=MODEL")
     if of_judge and "judge" not in dict(named):
@@ -242,7 +235,7 @@ def _short(lengths: Sequence[int], longest: Sequence[int]) -> str:
 
 
 def _score(
-    sets: Sequence[tuple[pd.DataFrame, Options]],
+    sets: Sequence[tuple[pd.DataFrame, ScorerOptions]],
     scorers: Sequence[str],
     cache: Path | None,
     max_cost: float | None,
@@ -250,9 +243,9 @@ def _score(
 ) -> Scored:
     scores, cells = [], []
     done: set[tuple[int, str, str]] = set()  # place of a set, name, and version or tokenizer
-    with Cache(cache or cache_folder() / "scores") as store:
+    with ScoreCache(cache or cache_folder() / "scores") as store:
         for each in scorers:
-            task, name, model = split_scorer(each)
+            task, name, model = parse_scorer(each)
             places = [n for n, one in enumerate(sets) if task in ("", _task_name(one[1]))]
             if not places:
                 raise ScoringError(f"{each}: no text of task {task!r}")
@@ -287,7 +280,7 @@ def _score(
             scores.append(pd.concat(found, ignore_index=True))
             cells.append(cell_table(scores[-1]))
     kept = pd.concat(scores, ignore_index=True) if scores else pd.DataFrame()
-    differences = difference_table(kept) if scores else pd.DataFrame(columns=DIFFERENCE)
+    differences = difference_table(kept) if scores else pd.DataFrame(columns=DIFFERENCE_COLUMNS)
     return Scored(kept, pd.concat(cells, ignore_index=True), differences)
 
 
@@ -300,11 +293,11 @@ def _plain(value: Any) -> str | None:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _task_name(options: Options) -> str:
+def _task_name(options: ScorerOptions) -> str:
     return options.task if isinstance(options.task, str) else getattr(options.task, "name", "")
 
 
-def _work(sets: Sequence[tuple[pd.DataFrame, Options]], model: str) -> str:
+def _work(sets: Sequence[tuple[pd.DataFrame, ScorerOptions]], model: str) -> str:
     """How many texts are scored, and about how long an adapter takes for them."""
     texts = pluralize(sum(len(samples) for samples, _ in sets), "text")
     if model != "adapter":
@@ -351,10 +344,10 @@ def read_answers(
     tables = {
         "answers": found,
         "table": human.human_table(found),
-        "agreement": human.agreement(found),
+        "agreement": human.annotator_agreement(found),
     }
     if out is not None:
-        with new_folder(out, finished=holds_only("answers.csv", "*.csv")) as folder:
+        with result_folder(out, finished=holds_only("answers.csv", "*.csv")) as folder:
             for name, table in tables.items():
                 write_text(folder / f"{name}.csv", as_csv(table))
     return tables

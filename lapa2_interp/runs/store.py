@@ -27,18 +27,16 @@ from lapa2_interp._util.errors import (
     DamagedError,
     Lapa2Error,
     RunError,
-    first_problem,
+    validation_message,
 )
 from lapa2_interp._util.files import (
-    check_file,
     is_damage,
-    parse_json,
-    read_text,
     with_checksums,
     without_checksums,
     write_netcdf,
     write_text,
 )
+from lapa2_interp._util.parsing import check_regular_file, parse_json, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import CELL, Cell, Key
 from lapa2_interp.runs.manifest import (
@@ -126,7 +124,7 @@ def read_file(folder: Path, name: str) -> Any:
     file = folder / name
     try:
         read_manifest(folder, check=[name])
-        check_file(file)
+        check_regular_file(file)
         if name == TRACE:
             return read_trace(file)
         found = pd.read_parquet(file)
@@ -207,7 +205,7 @@ def read_plan(folder: Path, key: str) -> Cell:
     except IsADirectoryError as error:
         raise DamagedError(f"{file} is a folder; remove it") from error
     except (ValueError, Lapa2Error) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
         raise DamagedError(f"{file} is damaged or of another version: {reason}") from error
     if cell.key != key:
         raise DamagedError(
@@ -239,7 +237,7 @@ def is_whole(folder: Path, cell: Cell) -> bool:
     ]
     try:
         for each in files:
-            check_file(each)
+            check_regular_file(each)
         stamps = tuple((each.stat().st_size, each.stat().st_mtime_ns) for each in files)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
@@ -318,6 +316,6 @@ def read_listing(folder: Path) -> Listing:
         return Listing.model_validate(raw)
     except ValidationError as error:
         raise DamagedError(
-            f"{file} is damaged or of another version: {first_problem(error)}; if it is damaged,"
-            f" {WRITES_ANEW}"
+            f"{file} is damaged or of another version: {validation_message(error)}; if it is"
+            f" damaged, {WRITES_ANEW}"
         ) from error

@@ -23,23 +23,21 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize
 from lapa2_interp._util.files import (
-    ASIDE,
-    check_file,
+    TEMPORARY_PREFIX,
+    atomic_folder,
     check_name,
-    clean,
     is_damage,
-    parse_json,
-    read_text,
-    remove,
+    remove_abandoned,
     remove_folder,
+    remove_path,
+    remove_temporary,
     sha256_of,
-    tidy,
-    whole_folder,
     with_checksums,
     without_checksums,
     write_netcdf,
     write_text,
 )
+from lapa2_interp._util.parsing import check_regular_file, parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import join_traces
@@ -235,17 +233,17 @@ def sweep(
 
 def _ours(path: Path) -> bool:
     """Whether a path was left by a process that was killed before it wrote run.json."""
-    return path.name in (".lock", "plan") or path.name.startswith(ASIDE)
+    return path.name in (".lock", "plan") or path.name.startswith(TEMPORARY_PREFIX)
 
 
 def _tidy(run: Run) -> None:
     """Remove what a killed process left unfinished."""
-    clean(run.home)  # another command may be writing there: scores, a report
+    remove_abandoned(run.home)  # another command may be writing there: scores, a report
     for name in OURS:
-        tidy(run.home / name)
+        remove_temporary(run.home / name)
     for key, cell in run.plan.items():
         if is_whole(run.place(key), cell):
-            remove(run.home / "parts" / key)
+            remove_path(run.home / "parts" / key)
             (run.home / "failed" / f"{key}.json").unlink(missing_ok=True)
 
 
@@ -397,7 +395,7 @@ class _Sweep:
         return True
 
     def _keep(self, key: str, group: int, part: Part) -> None:
-        with whole_folder(self.run.home / "parts" / key / str(group)) as fresh:
+        with atomic_folder(self.run.home / "parts" / key / str(group)) as fresh:
             part.samples.to_parquet(fresh / SAMPLES, index=False)
             if part.trace is not None:
                 write_netcdf(fresh / TRACE, part.trace)
@@ -424,11 +422,11 @@ class _Sweep:
             problems=[problem for group in groups for problem in group.problems],
         )
         # Where one of its files was removed, the folder is replaced.
-        with whole_folder(self.run.place(key)) as fresh:
+        with atomic_folder(self.run.place(key)) as fresh:
             write_cell(
                 fresh, FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
             )
-        remove(parts)
+        remove_path(parts)
         (self.run.home / "failed" / f"{key}.json").unlink(missing_ok=True)
         self.made += 1
         self.disk += sum(file.stat().st_size for file in self.run.place(key).iterdir())
@@ -458,7 +456,7 @@ def read_part(folder: Path) -> Part:
         for name in {SAMPLES, TRACE} & sums.keys():
             if sha256_of(folder / name) != sums[name]:
                 raise ValueError(f"{name} has another sha256")
-        check_file(folder / SAMPLES)
+        check_regular_file(folder / SAMPLES)
         samples = pd.read_parquet(folder / SAMPLES)
         trace = read_trace(folder / TRACE) if (folder / TRACE).is_file() else None
         return Part(samples, trace, tuple(facts["problems"]), facts["seconds"])

@@ -17,9 +17,9 @@ from lapa2_interp.models.load import reading_tokenizer
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.run import Run, as_list, each_once, is_any_of, load_run
 from lapa2_interp.runs.store import LISTING
-from lapa2_interp.scoring.tables import APART, KEYS
+from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS
 from lapa2_interp.tasks.corpora import READERS, read_table
-from lapa2_interp.tasks.segmentation import between, spans
+from lapa2_interp.tasks.segmentation import word_spans, words_between
 from lapa2_interp.tasks.task import Task
 
 
@@ -93,7 +93,7 @@ def read_texts(
     table = table.assign(text=texts).reset_index(drop=True)
     for name in ("prompt", "attribute", "arm"):
         table[name] = as_words(table[name]) if name in table else ""
-    for key in set(table) & {*KEYS, *APART}:
+    for key in set(table) & {*CELL_COLUMNS, *EXTRA_CELL_COLUMNS}:
         if table[key].map(lambda value: isinstance(value, dict | list | np.ndarray)).any():
             table[key] = as_words(table[key])  # groups are made of what can be hashed
     return [(table, None, None)]
@@ -164,14 +164,14 @@ def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.D
     for part in range(n_parts):
         texts = []
         for text in samples["text"]:
-            units: Sequence[Any] = spans(text)
+            units: Sequence[Any] = word_spans(text)
             if tokenizer is not None:
                 ids = tokenizer(text, add_special_tokens=False).input_ids
                 units = pieces(tokenizer, "", ids)
             edges = np.linspace(0, len(units), n_parts + 1).round().astype(int).tolist()
             low, high = edges[part : part + 2]
             texts.append(
-                between(text, low, high) if tokenizer is None else "".join(units[low:high])
+                words_between(text, low, high) if tokenizer is None else "".join(units[low:high])
             )
         frames.append(samples.assign(text=texts, part=part + 1))
     return pd.concat(frames, ignore_index=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.progress import Counter, is_stop
+from lapa2_interp._util.progress import CountingBar, caused_by_stop
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import EmptyGenerationError, run_plan
@@ -18,7 +18,7 @@ from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import default_device, is_out_of_memory, kind_of, most_memory
 from lapa2_interp.models.prepacked import Packing
-from lapa2_interp.prefixes.soft_prefix import SoftName
+from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
 from lapa2_interp.runs.jobs import Failed, Job, Opened, Outcome, Part
 from lapa2_interp.runs.manifest import facts_of
 from lapa2_interp.runs.method_context import ModelContext
@@ -65,7 +65,7 @@ class Worker:
         try:
             return self._open(job.cell) if job.group is None else self._generate(job, told)
         except Exception as error:
-            if is_stop(error):
+            if caused_by_stop(error):
                 raise KeyboardInterrupt from error
             fewer = "; fewer rows share a batch with --set max_rows=N"
             note = fewer if is_out_of_memory(error) else ""
@@ -131,7 +131,7 @@ class Worker:
         group = todo.groups[job.group]
         tokens = sum(todo.steps[prompt] for prompt, _ in group)
         try:
-            made = run_plan(model, todo, [group], progress=Counter(lambda n: told(n / tokens)))
+            made = run_plan(model, todo, [group], progress=CountingBar(lambda n: told(n / tokens)))
         except EmptyGenerationError as error:
             made = error.generation
             problems.append(str(error))
@@ -157,7 +157,7 @@ def check_files(cell: Cell, todo: Plan) -> None:
     here = {
         branch: name.sha256
         for branch, name in todo.prefix_names.items()
-        if isinstance(name, SoftName)
+        if isinstance(name, SoftPrefixName)
     }
     here |= digests(cell.decoder)
     for name, found in here.items():

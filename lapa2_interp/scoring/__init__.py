@@ -5,19 +5,26 @@ from typing import TYPE_CHECKING
 from lapa2_interp._util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lapa2_interp.scoring.named import Options, score_by
-    from lapa2_interp.scoring.scorer import Cache, Item, Scorer, Skipped, chosen_scorers, run_scorer
+    from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+    from lapa2_interp.scoring.scorer import (
+        ScoreCache,
+        Scorer,
+        SkippedText,
+        TextItem,
+        expand_scorers,
+        run_scorer,
+    )
     from lapa2_interp.scoring.tables import score_table
 
 __all__ = [
-    "Cache",
-    "Item",
-    "Options",
+    "ScoreCache",
     "Scorer",
-    "Skipped",
-    "chosen_scorers",
+    "ScorerOptions",
+    "SkippedText",
+    "TextItem",
+    "expand_scorers",
     "run_scorer",
-    "score_by",
+    "score_samples",
     "score_table",
 ]
 __getattr__, __dir__ = lazy_names(__name__)

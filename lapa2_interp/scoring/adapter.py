@@ -1,18 +1,18 @@
-"""Scorers that read with a small language model: SmolLM2's lower layers with low-rank adapters, and
-a linear head.
+"""Scorers with a small language model: SmolLM2's lower layers with low-rank adapters, and a linear
+head.
 
 1. A text's tokens pass BOS first, then the lower layers of SmolLM2. Every linear layer W of these
    has an adapter: it computes (W + scale B A) x, with B A of low rank.
 2. The states after the last of these layers are scaled to root mean square 1. The head sees their
    mean over the text's tokens, and the last token's.
-3. A text of more than 128 tokens is read in the fewest windows of nearly equal length, and their
+3. A text of more than 128 tokens is split into the fewest windows of nearly equal length, and their
    logits are averaged, weighted by their lengths.
 
-The attention is causal, so a text that begins with another one's tokens is read once for both: a
-text cut at five lengths costs what the longest costs.
+The attention is causal, so texts of which one begins with the other need one forward pass: a text
+cut at five lengths costs as much as the longest.
 
-Only adapters and head are on disk. Loading adds B A to the weights, so reading costs what the plain
-layers cost. `adapter_training` trains them.
+Only adapters and head are on disk. Loading adds B A to the weights, so a forward pass costs no more
+than without adapters. `adapter_training` trains them.
 """
 
 from __future__ import annotations
@@ -41,28 +41,34 @@ from lapa2_interp.models.card import check_weights_read, short_context
 from lapa2_interp.models.load import load_transformers, move
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.scoring.trained import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
+from lapa2_interp.scoring.task_scorer import (
+    SHIPPED_WEIGHTS,
+    ScorerCard,
+    TaskScorer,
+    ToxicityScorer,
+    load_card,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ADAPTER = "-adapter.safetensors"
-"""What follows the task in the name of an adapter's file."""
-LONGEST = 128
+ADAPTER_ENDING = "-adapter.safetensors"
+"""End of the name of an adapter's file, after the task."""
+LONGEST_WINDOW = 128
 """Tokens of the longest window, BOS left out."""
-AT_ONCE = 4096
-"""Padded tokens that are read at once."""
+TOKENS_AT_ONCE = 4096
+"""Padded tokens of a forward pass."""
 
 
 class AdapterRecipe(BaseModel):
-    """What decides a training, besides its texts."""
+    """The settings of a training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: int = Field(20, ge=1)
-    """Layers that are read, from below."""
+    """Number of layers, counted from the first."""
     first: int = Field(4, ge=0)
-    """The lowest layer with adapters; those below it are read without gradients."""
+    """The lowest layer with adapters; layers below it have no gradients."""
     rank: int = Field(8, ge=1)
     alpha: float = Field(16.0, gt=0)
     """The scale of B A is alpha / rank."""
@@ -70,8 +76,8 @@ class AdapterRecipe(BaseModel):
     per_pass: int = Field(8000, ge=1)
     """Texts of each corpus in a pass, at most."""
     shortest: int = Field(8, ge=1)
-    """Tokens of the shortest drawn window; the longest has `LONGEST`."""
-    tokens_per_batch: int = Field(1024, ge=LONGEST)
+    """Tokens of the shortest drawn window; the longest has `LONGEST_WINDOW`."""
+    tokens_per_batch: int = Field(1024, ge=LONGEST_WINDOW)
     """Padded tokens of a batch, at most."""
     lr: float = Field(2e-4, gt=0)
     """Highest learning rate of the adapters."""
@@ -79,7 +85,7 @@ class AdapterRecipe(BaseModel):
     """Highest learning rate of the head."""
     weight_decay: float = Field(0.01, ge=0)
     warmup: float = Field(0.05, ge=0, lt=1)
-    """Share of the steps in which the learning rate rises; it falls in the others."""
+    """Share of the steps in which the learning rate rises; afterwards it falls."""
     clip: float = Field(1.0, gt=0)
     seed: int = Field(0, ge=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -92,18 +98,18 @@ class AdapterRecipe(BaseModel):
                 f"first must be below layers, {self.layers}, so that a layer has adapters; found"
                 f" {self.first}"
             )
-        if self.shortest > LONGEST:
-            raise ValueError(f"shortest must be at most {LONGEST}, found {self.shortest}")
+        if self.shortest > LONGEST_WINDOW:
+            raise ValueError(f"shortest must be at most {LONGEST_WINDOW}, found {self.shortest}")
         return self
 
 
-class AdapterCard(Card):
-    """What an adapter scorer is and what it reaches."""
+class AdapterCard(ScorerCard):
+    """The card of an adapter scorer."""
 
     base: str
-    """The model whose layers are read."""
+    """The model whose layers are used."""
     base_weights: str
-    """Where its weights come from."""
+    """The source of its weights."""
     recipe: AdapterRecipe
     tokens: int
     """Tokens of the windows it was trained on, repeated ones counted again."""
@@ -111,17 +117,17 @@ class AdapterCard(Card):
     """Time of the training."""
 
 
-class Reader(nn.Module):
+class AdapterNetwork(nn.Module):
     """The lower layers of a language model, and a head on [mean | last] of their states.
 
     Args:
-        network: A transformers causal model of Llama's make; it is taken apart.
+        network: A transformers causal model with Llama's layout; it is changed in place.
         layers: Layers to keep.
         labels: Logits per text.
 
     Raises:
-        ScoringError: The network has fewer layers, is of another make, or changes its rotary
-            factors within a window.
+        ScoringError: The network has fewer layers, another layout, or changes its rotary factors
+            within a window.
     """
 
     def __init__(self, network: Any, layers: int, labels: int) -> None:
@@ -136,10 +142,10 @@ class Reader(nn.Module):
             raise ScoringError(
                 f"--layers must be at most {len(base.layers)}, the model's; found {layers}"
             )
-        if (short := short_context(base.config) or LONGEST + 1) <= LONGEST:
+        if (short := short_context(base.config) or LONGEST_WINDOW + 1) <= LONGEST_WINDOW:
             raise ScoringError(
-                f"adapters read {LONGEST} tokens behind BOS in one pass, and beyond {short} this"
-                f" model has other rotary factors (longrope); give another, such as {SMOLLM2}"
+                f"adapters read {LONGEST_WINDOW} tokens after BOS in one pass, and beyond {short}"
+                f" this model has other rotary factors (longrope); give another, such as {SMOLLM2}"
             )
         network.set_attn_implementation("sdpa")
         base.layers = base.layers[:layers]
@@ -158,10 +164,10 @@ class Reader(nn.Module):
         """Logits of texts.
 
         Args:
-            ids: BOS, a text, and any padding. The attention is causal, so that no token sees the
-                padding behind it.
+            ids: BOS, a text, and padding if any. The attention is causal, so that no token sees the
+                padding after it.
             lengths: Tokens of each text, BOS left out; at least 1.
-            rows: The row that each text begins; by default every text has a row of its own.
+            rows: The row whose beginning each text is; by default row i is text i.
         """
         states = self.base(input_ids=ids, use_cache=False).last_hidden_state.float()
         states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6)
@@ -173,35 +179,36 @@ class Reader(nn.Module):
         return self.head(torch.cat([mean, states[rows, lengths]], dim=1))
 
 
-def open_reader(
+def load_adapter_network(
     base: str, layers: int, labels: int, device: str | None = None
-) -> tuple[Reader, PreTrainedTokenizerBase, str]:
-    """A reader with an empty head, its tokenizer, and where the base's weights come from."""
-    network, tokenizer, weights = load_transformers(base)
-    check_weights_read(network, "adapters are added to")
-    reader = Reader(network, layers, labels).requires_grad_(False)
-    move(reader, device)
-    return reader.eval(), tokenizer, weights
+) -> tuple[AdapterNetwork, PreTrainedTokenizerBase, str]:
+    """A network with an empty head, its tokenizer, and the source of the base's weights."""
+    whole, tokenizer, weights = load_transformers(base)
+    check_weights_read(whole, "adapters are added to")
+    network = AdapterNetwork(whole, layers, labels).requires_grad_(False)
+    move(network, device)
+    return network.eval(), tokenizer, weights
 
 
-def token_rows(
+def padded_rows(
     texts: Sequence[Sequence[int]], start: int, device: Any
 ) -> tuple[Int[Tensor, "text slot"], Int[Tensor, " text"]]:
-    """Token ids behind BOS, right-padded with it, and their lengths, as a `Reader` takes them."""
+    """BOS and token ids, right-padded with BOS, and their lengths, for an `AdapterNetwork`."""
     width = max(map(len, texts))
     rows = [[start, *text, *[start] * (width - len(text))] for text in texts]
     return torch.tensor(rows, device=device), torch.tensor([len(t) for t in texts], device=device)
 
 
-def windows_of(ids: Sequence[int]) -> list[Sequence[int]]:
-    """Token ids in the fewest windows of at most `LONGEST`, whose lengths differ by 1 at most."""
-    count = -(-len(ids) // LONGEST)
+def split_windows(ids: Sequence[int]) -> list[Sequence[int]]:
+    """Token ids in the fewest windows of at most `LONGEST_WINDOW`, whose lengths differ by at most
+    1."""
+    count = -(-len(ids) // LONGEST_WINDOW)
     edges = [len(ids) * i // count for i in range(count + 1)]
     return [ids[first:stop] for first, stop in pairwise(edges)]
 
 
-def beginnings(windows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Numbers of windows in groups: each window of a group is the beginning of the next one."""
+def group_by_beginning(windows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Indices of windows in groups: each window of a group is the beginning of the next one."""
     groups: list[list[int]] = []
     for i in sorted(range(len(windows)), key=lambda i: tuple(windows[i])):
         before = windows[groups[-1][-1]] if groups else None
@@ -212,10 +219,10 @@ def beginnings(windows: Sequence[Sequence[int]]) -> list[list[int]]:
     return groups
 
 
-def batches_of(
+def batch_by_tokens(
     lengths: Sequence[int] | Int[np.ndarray, " text"], budget: int
 ) -> Iterator[list[int]]:
-    """Numbers of texts, in order, in batches of at most `budget` padded tokens (one text at
+    """Indices of texts, in order, in batches of at most `budget` padded tokens (one text at
     least)."""
     batch: list[int] = []
     longest = 0
@@ -230,36 +237,40 @@ def batches_of(
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """A reader whose adapters are part of its weights."""
+class AdapterClassifier:
+    """A classifier from a network whose adapters are part of its weights."""
 
-    reader: Reader
+    network: AdapterNetwork
     tokenizer: PreTrainedTokenizerBase
 
     @torch.no_grad()
     def logits(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
         """Logits of texts, none blank; those of a long text are a mean over its windows."""
+        # Split texts into windows.
         windows, owners = [], []
         for owner, ids in enumerate(
             self.tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
         ):
-            for window in windows_of(ids):
+            for window in split_windows(ids):
                 windows.append(window)
                 owners.append(owner)
-        start, device = text_markers(self.tokenizer).start, self.reader.head.weight.device
-        sums = np.zeros((len(texts), self.reader.head.out_features))
+        # Logits of the windows, with one row for windows of the same beginning.
+        start, device = text_markers(self.tokenizer).start, self.network.head.weight.device
+        sums = np.zeros((len(texts), self.network.head.out_features))
         tokens = np.zeros(len(texts))
-        groups = sorted(beginnings(windows), key=lambda group: len(windows[group[-1]]))
-        with prepacked(self.reader.base):
-            for batch in batches_of([len(windows[group[-1]]) for group in groups], AT_ONCE):
+        groups = sorted(group_by_beginning(windows), key=lambda group: len(windows[group[-1]]))
+        with prepacked(self.network.base):
+            for batch in batch_by_tokens(
+                [len(windows[group[-1]]) for group in groups], TOKENS_AT_ONCE
+            ):
                 chosen = [groups[i] for i in batch]
-                ids, _ = token_rows([windows[group[-1]] for group in chosen], start, device)
+                ids, _ = padded_rows([windows[group[-1]] for group in chosen], start, device)
                 read = [(i, row) for row, group in enumerate(chosen) for i in group]
                 lengths, rows = (
                     torch.tensor(each, device=device)
                     for each in zip(*((len(windows[i]), row) for i, row in read), strict=True)
                 )
-                found = self.reader(ids, lengths, rows).double().cpu().numpy()
+                found = self.network(ids, lengths, rows).double().cpu().numpy()
                 for (i, _), row in zip(read, found, strict=True):
                     sums[owners[i]] += len(windows[i]) * row
                     tokens[owners[i]] += len(windows[i])
@@ -290,7 +301,7 @@ def save_adapter(
         .contiguous()
         for name, value in tensors.items()
     }
-    file = folder / f"{task}{ADAPTER}"
+    file = folder / f"{task}{ADAPTER_ENDING}"
     with atomic_write(file) as fresh:
         save_file(kept, fresh)
     card = AdapterCard(
@@ -303,39 +314,41 @@ def save_adapter(
     return card
 
 
-def adapter_card(task: str, folder: Path = WEIGHTS) -> AdapterCard:
+def adapter_card(task: str, folder: Path = SHIPPED_WEIGHTS) -> AdapterCard:
     """The card of a task's adapter.
 
     Raises:
-        ScoringError: There is none for the task, or its files are damaged.
+        ScoringError: The task has no adapter, or its files are damaged.
     """
-    return load_card(AdapterCard, "adapter", task, folder, ADAPTER)
+    return load_card(AdapterCard, "adapter", task, folder, ADAPTER_ENDING)
 
 
 def load_adapter(
-    task: str, folder: Path = WEIGHTS, device: str | None = None
-) -> tuple[Adapter, AdapterCard]:
+    task: str, folder: Path = SHIPPED_WEIGHTS, device: str | None = None
+) -> tuple[AdapterClassifier, AdapterCard]:
     """A task's adapter, added to the weights of its base, and its card.
 
     Args:
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        device: cpu, cuda, cuda:1; by default CUDA if there is one.
 
     Raises:
-        ScoringError: There is none for the task, its files are damaged, or the base has other
-            weights than it was trained on.
+        ScoringError: The task has no adapter, its files are damaged, or the base has other weights
+            than in training.
     """
     card = adapter_card(task, folder)
-    file, recipe = folder / f"{task}{ADAPTER}", card.recipe
-    reader, tokenizer, weights = open_reader(card.base, recipe.layers, len(card.labels), device)
+    file, recipe = folder / f"{task}{ADAPTER_ENDING}", card.recipe
+    network, tokenizer, weights = load_adapter_network(
+        card.base, recipe.layers, len(card.labels), device
+    )
     if weights != card.base_weights:
         raise ScoringError(
             f"{file} belongs to {card.base} with {card.base_weights}; found {weights}: train it"
             " again: `lapa2 scorers train`"
         )
-    own = dict(reader.named_parameters())
+    own = dict(network.named_parameters())
     try:
         stored = load_file(file)
-        reader.head.load_state_dict(
+        network.head.load_state_dict(
             {name: stored.pop(f"head.{name}") for name in ("weight", "bias")}
         )
         with torch.no_grad():
@@ -353,12 +366,12 @@ def load_adapter(
             f"{file} has a tensor {next(iter(stored))!r} that belongs to no layer; train it again:"
             " `lapa2 scorers train`"
         )
-    return Adapter(reader, tokenizer), card
+    return AdapterClassifier(network, tokenizer), card
 
 
 @lru_cache(maxsize=1)
-def _shared(task: str, folder: Path, _sha256: str, device: str | None) -> Adapter:
-    """The adapter that scorers share: accuracy and masked are by the same."""
+def _cached_adapter(task: str, folder: Path, _sha256: str, device: str | None) -> AdapterClassifier:
+    """The adapter from a cache, since accuracy and masked use the same."""
     return load_adapter(task, folder, device)[0]
 
 
@@ -367,24 +380,28 @@ class AdapterScorer(TaskScorer):
 
     Args:
         task: sentiment, topic or detox.
-        folder: Where its weights are.
+        folder: Folder of its weights.
         device: As `load_adapter` takes it.
 
     Raises:
-        ScoringError: There is none for the task, or its files are damaged; when the first text is
+        ScoringError: The task has no adapter, or its files are damaged; when the first text is
             scored, as `load_adapter`.
     """
 
     batch_size = 256
     by_length = False
 
-    def __init__(self, task: str, folder: Path = WEIGHTS, device: str | None = None) -> None:
+    def __init__(
+        self, task: str, folder: Path = SHIPPED_WEIGHTS, device: str | None = None
+    ) -> None:
         card = adapter_card(task, folder)
-        super().__init__(card, lambda: _shared(task, folder, card.sha256, device), "adapter")
+        super().__init__(
+            card, lambda: _cached_adapter(task, folder, card.sha256, device), "adapter"
+        )
 
 
-class AdapterToxicity(ToxicityOf):
+class AdapterToxicity(ToxicityScorer):
     """P(toxic) of the detox adapter."""
 
-    def __init__(self, folder: Path = WEIGHTS, device: str | None = None) -> None:
+    def __init__(self, folder: Path = SHIPPED_WEIGHTS, device: str | None = None) -> None:
         super().__init__(AdapterScorer("detox", folder, device))

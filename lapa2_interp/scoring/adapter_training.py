@@ -1,15 +1,15 @@
 """Train adapter scorers (`adapter`) with peft.
 
-1. A pass draws at most `per_pass` texts of each corpus, another part of it in each pass. Of each
-   text it reads one window (`window_of`), since generations are short and end anywhere.
+1. A pass draws at most `per_pass` texts of each corpus, another part of it in each pass. Each text
+   gives one window (`draw_window`), since generated texts are short and end anywhere.
 2. The loss is the soft cross-entropy against each text's shares of the labels, times the text's
-   weight. Every text counts alike in it, whatever batch it is in.
+   weight. It does not depend on the batch of a text.
 3. AdamW, linear warm-up and decay, clipped gradients. Batches hold texts of similar length.
-4. Adapters and head are rounded and written, loaded as a scorer loads them, and tested on corpora
-   that were not trained on.
+4. Adapters and head are rounded and written, loaded as a scorer, and tested on corpora that were
+   not trained on.
 
-Everything a step does follows from (seed, pass, step), so a run that was killed and resumed gives
-the same result as one that was not.
+Every step follows from (seed, pass, step), so a run that was killed and resumed gives the same
+result as one that was not.
 """
 
 from __future__ import annotations
@@ -31,54 +31,55 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import ScoringError, first_problem
+from lapa2_interp._util.errors import ScoringError, validation_message
 from lapa2_interp._util.files import read_checkpoint, temporary_folder, write_checkpoint
 from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.scoring.adapter import (
-    ADAPTER,
-    LONGEST,
+    ADAPTER_ENDING,
+    LONGEST_WINDOW,
     AdapterCard,
+    AdapterNetwork,
     AdapterRecipe,
     AdapterScorer,
-    Reader,
-    batches_of,
-    open_reader,
+    batch_by_tokens,
+    load_adapter_network,
+    padded_rows,
     save_adapter,
-    token_rows,
 )
 from lapa2_interp.scoring.training import (
-    Graded,
+    GradedTexts,
     check_labels,
-    data_lines,
-    held_out,
+    describe_data,
+    label_shares,
+    measure_held_out,
     read_data,
-    shares_of,
 )
 from lapa2_interp.tasks.corpora import Corpus
 
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linear layers of a layer that have adapters."""
-KEEP_EVERY = 180.0
+ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear maps of a layer that have adapters."""
+SAVE_EVERY = 180.0
 """Seconds between checkpoints."""
 BLOCK = 16
-"""Batches, about, whose texts are sorted by length together."""
+"""Approximate number of batches whose texts are sorted by length together."""
 CUT_SHORT, LEAST_LEFT = 1 / 3, 4
-"""Share of the texts shorter than their window that are cut, and the tokens that stay."""
+"""Share of the texts shorter than their window that are cut, and the least number of tokens
+left."""
 
 
-# --- what is read
+# --- texts and passes
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightedTexts:
     """The tokenised texts of one corpus.
 
     Attributes:
         texts: Token ids, without BOS.
-        shares: How much each text belongs to each label, rows summing to 1.
+        shares: Share of each label in each text, rows summing to 1.
         weight: Weight of each of its texts.
     """
 
@@ -88,11 +89,11 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Pass:
+class TrainingPass:
     """The windows of one pass, and their order.
 
     Attributes:
-        batches: Numbers of windows.
+        batches: Indices of windows.
     """
 
     windows: Sequence[Int[np.ndarray, " _"]]
@@ -106,16 +107,16 @@ class Pass:
         return sum(map(len, self.windows))
 
 
-def window_of(
+def draw_window(
     ids: Int[np.ndarray, " token"], shortest: int, rng: np.random.Generator
 ) -> Int[np.ndarray, " part"]:
-    """The part of a text that is read in a pass.
+    """The part of a text that is used in a pass.
 
-    A length is drawn, log-uniform from `shortest` to `LONGEST`. A longer text gives a window of
-    this length, from its beginning (probability 1/2) or from anywhere. A text that is not longer is
-    read whole, but one in three is cut after a token, at least 4 tokens from its beginning.
+    A length is drawn, log-uniform from `shortest` to `LONGEST_WINDOW`. A longer text gives a window
+    of this length, from its beginning (probability 1/2) or from anywhere. Another text is used
+    whole, but one in three is cut after a token, at least 4 tokens from its beginning.
     """
-    length = round(math.exp(rng.uniform(math.log(shortest), math.log(LONGEST))))
+    length = round(math.exp(rng.uniform(math.log(shortest), math.log(LONGEST_WINDOW))))
     if len(ids) > length:
         first = 0 if rng.random() < 0.5 else int(rng.integers(len(ids) - length + 1))
         return ids[first : first + length]
@@ -124,8 +125,8 @@ def window_of(
     return ids
 
 
-def drawn(n: int, per_pass: int, number: int, seed: Sequence[int]) -> list[int]:
-    """The texts of a pass: the next `per_pass` of an endless row of shuffled corpora."""
+def draw_texts(n: int, per_pass: int, number: int, seed: Sequence[int]) -> list[int]:
+    """Indices of the texts of a pass: the next `per_pass` in an endless sequence of shuffles."""
     count = min(n, per_pass)
     chosen: list[int] = []
     for at in range(number * count, (number + 1) * count):
@@ -136,13 +137,13 @@ def drawn(n: int, per_pass: int, number: int, seed: Sequence[int]) -> list[int]:
     return chosen
 
 
-def make_pass(sources: Sequence[Source], recipe: AdapterRecipe, number: int) -> Pass:
-    """A pass's windows, in batches of similar length and random order."""
+def make_pass(sources: Sequence[WeightedTexts], recipe: AdapterRecipe, number: int) -> TrainingPass:
+    """The windows of a pass, in batches of similar length and random order."""
     windows, shares, weights = [], [], []
     rng = np.random.default_rng([recipe.seed, 1, number])
     for i, source in enumerate(sources):
-        for text in drawn(len(source.texts), recipe.per_pass, number, (recipe.seed, 2, i)):
-            windows.append(window_of(source.texts[text], recipe.shortest, rng))
+        for text in draw_texts(len(source.texts), recipe.per_pass, number, (recipe.seed, 2, i)):
+            windows.append(draw_window(source.texts[text], recipe.shortest, rng))
             shares.append(source.shares[text])
             weights.append(source.weight)
     order = rng.permutation(len(windows))
@@ -151,45 +152,45 @@ def make_pass(sources: Sequence[Source], recipe: AdapterRecipe, number: int) -> 
     batches = []
     for first in range(0, len(order), size):
         block = sorted(order[first : first + size], key=lambda t: len(windows[t]))
-        for batch in batches_of([len(windows[t]) for t in block], recipe.tokens_per_batch):
+        for batch in batch_by_tokens([len(windows[t]) for t in block], recipe.tokens_per_batch):
             batches.append([int(block[t]) for t in batch])
     mixed = [batches[t] for t in rng.permutation(len(batches))]
-    return Pass(windows, np.array(shares), np.array(weights), mixed)
+    return TrainingPass(windows, np.array(shares), np.array(weights), mixed)
 
 
 # --- the training
 
 
-class Training:
-    """One training: a reader with peft's adapters, its optimiser, and where it stands.
+class AdapterTraining:
+    """A training: a network with peft's adapters, its optimiser, and its progress.
 
     Attributes:
-        step, tokens, seconds: Steps done, the tokens they read, and the time they took.
-        plan: What decides the result; a checkpoint of another plan is refused.
+        step, tokens, seconds: Steps done, with their tokens and time.
+        plan: Everything that decides the result; a checkpoint of another plan is refused.
     """
 
     def __init__(
         self,
-        reader: Reader,
+        network: AdapterNetwork,
         start: int,
-        sources: Sequence[Source],
+        sources: Sequence[WeightedTexts],
         recipe: AdapterRecipe,
         checkpoint: Path,
         plan: dict[str, Any],
     ) -> None:
-        self.reader, self.start, self.sources, self.recipe = reader, start, sources, recipe
+        self.network, self.start, self.sources, self.recipe = network, start, sources, recipe
         self.checkpoint, self.plan = checkpoint, plan
-        self.device = reader.head.weight.device
-        reader.base.set_attn_implementation("eager")  # for windows as short as these the fastest
-        add_adapters(reader, recipe)
+        self.device = network.head.weight.device
+        network.base.set_attn_implementation("eager")  # the fastest for such short windows
+        add_adapters(network, recipe)
         if recipe.dtype == "bfloat16":
-            for each in reader.base.parameters():
+            for each in network.base.parameters():
                 if not each.requires_grad:
                     each.data = each.data.bfloat16()
         self.parameters = {
-            name: each for name, each in reader.named_parameters() if each.requires_grad
+            name: each for name, each in network.named_parameters() if each.requires_grad
         }
-        head = list(reader.head.parameters())
+        head = list(network.head.parameters())
         low_rank = [each for name, each in self.parameters.items() if not name.startswith("head.")]
         self.optimizer = torch.optim.AdamW(
             [{"params": low_rank, "top": recipe.lr}, {"params": head, "top": recipe.head_lr}],
@@ -211,7 +212,7 @@ class Training:
 
     def run(self, bar: tqdm) -> None:
         """Train to the end; the bar counts tokens."""
-        kept = perf_counter()
+        saved_at = perf_counter()
         first = 0
         for number, (steps, _) in enumerate(self.sizes):
             if self.step < first + steps:
@@ -222,13 +223,13 @@ class Training:
                     self.seconds += perf_counter() - began
                     bar.update(read)
                     bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-                    if perf_counter() - kept > KEEP_EVERY or self.step == self.total:
-                        self.keep()
-                        kept = perf_counter()
+                    if perf_counter() - saved_at > SAVE_EVERY or self.step == self.total:
+                        self.save()
+                        saved_at = perf_counter()
             first += steps
 
     def rate(self) -> float:
-        """Tokens per second of a batch, from passes there and back that change nothing."""
+        """Tokens per second, from forward and backward passes of a batch that change nothing."""
         now = make_pass(self.sources, self.recipe, 0)
         batch = sorted(now.batches, key=lambda each: len(now.windows[each[0]]))[
             len(now.batches) // 2
@@ -241,12 +242,14 @@ class Training:
             seconds = perf_counter() - began
         return sum(len(now.windows[t]) for t in batch) / seconds
 
-    def loss(self, now: Pass, batch: Sequence[int]) -> Float[Tensor, ""]:
+    def loss(self, now: TrainingPass, batch: Sequence[int]) -> Float[Tensor, ""]:
         """Weighted soft cross-entropy, over the texts of a mean batch."""
-        ids, lengths = token_rows([now.windows[t].tolist() for t in batch], self.start, self.device)
+        ids, lengths = padded_rows(
+            [now.windows[t].tolist() for t in batch], self.start, self.device
+        )
         bf16 = self.recipe.dtype == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            logits = self.reader(ids, lengths)
+            logits = self.network(ids, lengths)
         shares, weights = (
             torch.tensor(each[list(batch)], dtype=torch.float32, device=self.device)
             for each in (now.shares, now.weights)
@@ -254,8 +257,8 @@ class Training:
         each = -(shares * logits.float().log_softmax(1)).sum(1)
         return (weights * each).sum() * len(now.batches) / float(now.weights.sum())
 
-    def _train_step(self, now: Pass, batch: Sequence[int]) -> tuple[float, int]:
-        """The step's mean loss, over the weights of its texts, and its tokens."""
+    def _train_step(self, now: TrainingPass, batch: Sequence[int]) -> tuple[float, int]:
+        """Take a step; returns its loss, averaged by the weights of its texts, and its tokens."""
         warm = max(1, round(self.recipe.warmup * self.total))
         rate = min((self.step + 1) / warm, (self.total - self.step) / max(1, self.total - warm))
         for group in self.optimizer.param_groups:
@@ -276,7 +279,7 @@ class Training:
         share = float(now.weights[list(batch)].sum() / now.weights.sum()) * len(now.batches)
         return loss.item() / share, read
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Write the checkpoint."""
         state = {
             "plan": self.plan,
@@ -289,10 +292,10 @@ class Training:
         write_checkpoint(self.checkpoint, state)
 
     def resume(self) -> None:
-        """Go on from the checkpoint, if there is one.
+        """Resume from the checkpoint, if there is one.
 
         Raises:
-            ScoringError: It is damaged, or of another plan.
+            ScoringError: The checkpoint is damaged, or of another plan.
         """
         if not self.checkpoint.is_file():
             return
@@ -317,7 +320,7 @@ class Training:
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Adapters and head by the names they have on disk."""
+        """Adapters and head by their names on disk."""
         ends = {".lora_A.default.weight": ".a", ".lora_B.default.weight": ".b", "": ""}
         found = {}
         for name, each in self.parameters.items():
@@ -326,28 +329,28 @@ class Training:
         return found
 
 
-def add_adapters(reader: Reader, recipe: AdapterRecipe) -> None:
-    """Put peft's adapters around a reader's linear layers; they and the head alone want gradients.
+def add_adapters(network: AdapterNetwork, recipe: AdapterRecipe) -> None:
+    """Add peft's adapters to a network's linear maps. Only adapters and head have gradients.
 
     Raises:
         ScoringError: peft is missing.
     """
-    peft = _peft()
+    peft = _import_peft()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         peft.inject_adapter_in_model(
             peft.LoraConfig(
                 r=recipe.rank,
                 lora_alpha=recipe.alpha,
-                target_modules=list(PARTS),
+                target_modules=list(ADAPTED_LAYERS),
                 layers_to_transform=list(range(recipe.first, recipe.layers)),
             ),
-            reader,
+            network,
         )
-    reader.head.requires_grad_(True)
+    network.head.requires_grad_(True)
 
 
-def _peft() -> Any:
+def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
@@ -368,46 +371,47 @@ def train_adapter(
     folder: Path,
     recipe: AdapterRecipe,
     *,
-    graded: Sequence[tuple[Graded, float]] = (),
-    graded_tests: Sequence[Graded] = (),
+    graded: Sequence[tuple[GradedTexts, float]] = (),
+    graded_tests: Sequence[GradedTexts] = (),
     base: str = SMOLLM2,
     device: str | None = None,
 ) -> AdapterCard:
-    """Train one adapter and write its weights and card, resuming a killed run that is there.
+    """Train one adapter and write its weights and card; resume a killed run in the folder.
 
     Args:
-        labels: In the order of its probabilities; graded scores count for `TOXIC_LABEL`.
-        corpora: Each with the weight of its texts.
+        labels: Labels in the order of the probabilities; graded scores are those of `TOXIC_LABEL`.
+        corpora: Corpora, each with the weight of its texts.
         tests: Corpora that are never trained on, for the card.
-        graded, graded_tests: Toxicity scores.
-        base: The model whose layers are read.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        graded, graded_tests: Texts with toxicity scores.
+        base: The model whose layers are used.
+        device: cpu, cuda, cuda:1; by default CUDA if there is one.
 
     Raises:
-        ScoringError: No text, peft is missing, the folder holds a finished adapter or another
-            training, or the loss is not a number.
+        ScoringError: There is no text, peft is missing, the folder holds a finished adapter or
+            another training, or the loss is not a number.
     """
-    file = folder / f"{task}{ADAPTER}"
+    file = folder / f"{task}{ADAPTER_ENDING}"
     checkpoint = folder / f"{task}-adapter.checkpoint"
     if file.with_suffix(".json").exists():
-        checkpoint.unlink(missing_ok=True)  # of a training that was killed when it had ended
+        checkpoint.unlink(missing_ok=True)  # of a training that was killed at its end
         raise ScoringError(f"{file} is finished; choose another --out, or remove it to train again")
     check_labels(labels, bool(graded))
     if not corpora and not graded:
         raise ScoringError("there is no text to train on; give --data")
-    reader, tokenizer, weights = open_reader(base, recipe.layers, len(labels), device)
+    network, tokenizer, weights = load_adapter_network(base, recipe.layers, len(labels), device)
 
     def tokenised(texts: Sequence[str]) -> list[Int[np.ndarray, " _"]]:
         rows = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
         return [np.array(row, dtype=np.int32) for row in rows]
 
+    # Texts of all corpora, with their shares of the labels.
     sources = []
     for corpus, weight in corpora:
         texts = [text for label in labels for text in corpus.texts[label]]
         shares = np.repeat(np.eye(len(labels)), [len(corpus.texts[k]) for k in labels], axis=0)
-        sources.append(Source(tokenised(texts), shares, weight))
+        sources.append(WeightedTexts(tokenised(texts), shares, weight))
     for each, weight in graded:
-        sources.append(Source(tokenised(each.texts), shares_of(each, labels), weight))
+        sources.append(WeightedTexts(tokenised(each.texts), label_shares(each, labels), weight))
     plan = {
         "task": task,
         "labels": list(labels),
@@ -417,12 +421,12 @@ def train_adapter(
         + [[each.sha256, weight] for each, weight in graded],
     }
     start = text_markers(tokenizer).start
-    training = Training(reader, start, sources, recipe, checkpoint, plan)
+    training = AdapterTraining(network, start, sources, recipe, checkpoint, plan)
     training.resume()
-    _train(training, task)
+    _train_to_end(training, task)
     facts: dict[str, Any] = {
         "labels": tuple(labels),
-        "data": data_lines(corpora, graded),
+        "data": describe_data(corpora, graded),
         "examples": sum(len(source.texts) for source in sources),
         "versions": {
             "lapa2_interp": __version__,
@@ -436,17 +440,18 @@ def train_adapter(
         "tokens": training.tokens,
         "seconds": round(training.seconds, 1),
     }
+    # Write the adapter, test it as a scorer, and write it with the results in its card.
     tensors = training.tensors()
     with temporary_folder(folder) as beside:
         save_adapter(tensors, beside, task, held_out=(), **facts)
         scorer = AdapterScorer(task, beside, device)
-        reached = held_out(scorer, tests, graded_tests)
+        reached = measure_held_out(scorer, tests, graded_tests)
     card = save_adapter(tensors, folder, task, held_out=reached, **facts)
     checkpoint.unlink()
     return card
 
 
-def _train(training: Training, task: str) -> None:
+def _train_to_end(training: AdapterTraining, task: str) -> None:
     tokens = sum(tokens for _, tokens in training.sizes)
     if training.step < training.total:
         rate = training.rate()
@@ -472,24 +477,23 @@ def make_adapter_files(
     out: Path,
     settings: Mapping[str, Any],
 ) -> AdapterCard:
-    """Read corpora by name, train an adapter on them, and write it: `train_adapter`, as the command
-    has it.
+    """Read corpora by name, and train an adapter with `train_adapter`.
 
     Args:
         labels: The task's attributes.
-        data, test, graded: As `training.read_data` takes them.
+        data, test, graded: As for `training.read_data`.
         out: Folder of the weights and the card.
-        settings: Fields of `AdapterRecipe` that are not to have their default.
+        settings: Fields of `AdapterRecipe` other than the defaults.
 
     Raises:
-        ScoringError: A value out of range, and as `train_adapter`.
+        ScoringError: A value is out of range; or as `train_adapter`.
         DataError: A corpus cannot be read.
     """
     try:
         recipe = AdapterRecipe.model_validate(dict(settings))
     except ValidationError as error:
-        raise ScoringError(first_problem(error)) from error
-    _peft()
+        raise ScoringError(validation_message(error)) from error
+    _import_peft()
     found = read_data(labels, data, test, graded, out)
     return train_adapter(
         task,

@@ -1,5 +1,4 @@
-"""How far a scorer's numbers agree with labels, or with graded scores that people or Perspective
-gave.
+"""Agreement of a scorer's numbers with labels, or with graded scores from people or Perspective.
 
 Labels: accuracy of the likeliest label, AUC where there are two, and the calibration of the
 likeliest label's probability. Graded scores in [0, 1]: Spearman's correlation, AUC for scores above
@@ -20,16 +19,21 @@ from jaxtyping import Bool, Float, Int, Num
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp.stats import FEW, resampled, tails
-from lapa2_interp.tasks.segmentation import spans
+from lapa2_interp.tasks.segmentation import word_spans
 
-LENGTHS = {"1-15": (0, 16), "16-39": (16, 40), "40-119": (40, 120), "120 and more": (120, np.inf)}
-"""Classes of length by words, each from one number to before another."""
+LENGTH_CLASSES = {
+    "1-15": (0, 16),
+    "16-39": (16, 40),
+    "40-119": (40, 120),
+    "120 and more": (120, np.inf),
+}
+"""Classes of length: the least number of words, and the first number above the class."""
 BINS = 10
-MIDDLE = 0.5
+POSITIVE_ABOVE = 0.5
 """A text with a higher graded score counts as positive for the AUC."""
 
 Measure = Callable[[Num[np.ndarray, "draw text"]], Float[np.ndarray, " draw"]]
-"""From how often each text is in each draw to a number per draw; NaN where it is not defined."""
+"""A function from the counts of each text in each draw to a number per draw; NaN if undefined."""
 
 
 def agreement(
@@ -42,41 +46,45 @@ def agreement(
     """Compare a scorer's numbers with the truth.
 
     Args:
-        numbers: Of every text; the columns are labels with their probabilities, or for graded
-            scores one column in [0, 1].
+        numbers: The scorer's numbers of every text; the columns are labels with their
+            probabilities, or for graded scores one column in [0, 1].
         truth: The label of every text, or its graded score in [0, 1].
-        texts: The texts, whose words are counted.
+        texts: The texts, for their number of words.
 
     Returns:
         One row per measure and class of length: measure (accuracy, AUC, Spearman, calibration
-        error), length ("all", and the classes of `LENGTHS` that have texts), value, low, high (NaN
-        with fewer than 8 texts), n. The value is NaN where a measure is not defined, as an AUC of
-        one label.
+        error), length ("all", and the classes of `LENGTH_CLASSES` that have texts), value, low,
+        high (NaN with fewer than 8 texts), n. The value is NaN if a measure is undefined, such as
+        an AUC of one label.
 
     Raises:
-        ScoringError: No text, or truth that does not fit the columns or is out of range.
+        ScoringError: There is no text, or the truth does not fit the columns or is out of range.
     """
-    graded, true, values = _matched(numbers, truth)
-    words = np.array([len(spans(text)) for text in texts])
+    graded, true, values = _match_truth(numbers, truth)
+    words = np.array([len(word_spans(text)) for text in texts])
     rows = []
-    for length, (low, high) in {"all": (0, np.inf), **LENGTHS}.items():
+    for length, (low, high) in {"all": (0, np.inf), **LENGTH_CLASSES}.items():
         chosen = (words >= low) & (words < high)
         if not (n := int(chosen.sum())):
             continue
-        some, of_some = values[chosen], true[chosen]
+        part, part_true = values[chosen], true[chosen]
         if graded:
             measures = {
-                "Spearman": _spearman(some[:, 0], of_some),
-                "AUC": _auc(some[:, 0], of_some > MIDDLE),
+                "Spearman": _spearman(part[:, 0], part_true),
+                "AUC": _auc(part[:, 0], part_true > POSITIVE_ABOVE),
             }
         else:
-            measures = {"accuracy": _mean(some.argmax(axis=1) == of_some)}
-            if some.shape[1] == 2:
-                measures["AUC"] = _auc(some[:, 1], of_some == 1)
-        measures["calibration error"] = _calibration_error(*_calibrated(graded, some, of_some))
+            measures = {"accuracy": _mean(part.argmax(axis=1) == part_true)}
+            if part.shape[1] == 2:
+                measures["AUC"] = _auc(part[:, 1], part_true == 1)
+        measures["calibration error"] = _calibration_error(
+            *_predicted_and_true(graded, part, part_true)
+        )
         for measure, compute in measures.items():
             value = float(compute(np.ones((1, n)))[0])
-            ends = _bounds(compute, value, n, resamples, seed, measure == "calibration error")
+            ends = _bootstrap_interval(
+                compute, value, n, resamples, seed, measure == "calibration error"
+            )
             rows.append((measure, length, value, *ends, n))
     return pd.DataFrame(rows, columns=["measure", "length", "value", "low", "high", "n"])
 
@@ -91,8 +99,8 @@ def calibration(numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]) -
     Raises:
         ScoringError: As `agreement`.
     """
-    graded, true, values = _matched(numbers, truth)
-    predicted, found = _calibrated(graded, values, true)
+    graded, true, values = _match_truth(numbers, truth)
+    predicted, found = _predicted_and_true(graded, values, true)
     rows = []
     for number in np.unique(bins := _bins(predicted)):
         inside = bins == number
@@ -108,16 +116,16 @@ def calibration(numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]) -
     return pd.DataFrame(rows, columns=["from", "to", "prediction", "truth", "n"])
 
 
-def rows_of(table: pd.DataFrame, data: str) -> list[dict[Hashable, Any]]:
-    """The defined rows of a table of `agreement`, as a card holds them."""
+def card_rows(table: pd.DataFrame, data: str) -> list[dict[Hashable, Any]]:
+    """The rows of a table of `agreement` with a value, in the form of a card."""
     rows = table.dropna(subset="value").assign(data=data).astype(object)
     return rows.where(rows.notna(), None).to_dict("records")
 
 
-def _matched(
+def _match_truth(
     numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]
 ) -> tuple[bool, Num[np.ndarray, " text"], Float[np.ndarray, "text column"]]:
-    """Whether the truth is graded; scores or numbers of labels; the scorer's numbers."""
+    """True if the truth is graded; its scores or numbers of labels; the scorer's numbers."""
     values = numbers.to_numpy(dtype=np.float64)
     columns = [str(name) for name in numbers.columns]
     if not len(values):
@@ -140,23 +148,23 @@ def _matched(
     return True, scores, values
 
 
-def _calibrated(
+def _predicted_and_true(
     graded: bool, values: Float[np.ndarray, "text column"], true: Num[np.ndarray, " text"]
 ) -> tuple[Float[np.ndarray, " text"], Float[np.ndarray, " text"]]:
-    """What is predicted of every text, and what is true of it."""
+    """Prediction and truth for the calibration of every text."""
     if graded:
         return values[:, 0], true
     return values.max(axis=1), (values.argmax(axis=1) == true).astype(np.float64)
 
 
-def _bounds(
+def _bootstrap_interval(
     compute: Measure, value: float, n: int, resamples: int, seed: int, distance: bool
 ) -> tuple[float, float]:
     """The 95 % interval.
 
     Args:
-        distance: A measure that is never below 0 is larger in resamples than in the texts, as their
-            noise adds to it; the interval is moved back by that much.
+        distance: True for a measure that is never below 0. It is larger in resamples than in the
+            texts, since their noise adds to it; the interval is shifted back by that much.
     """
     if n < FEW or np.isnan(value):
         return np.nan, np.nan
@@ -175,8 +183,8 @@ def _mean(right: Bool[np.ndarray, " text"]) -> Measure:
 
 
 def _auc(values: Float[np.ndarray, " text"], positive: Bool[np.ndarray, " text"]) -> Measure:
-    """P(a positive text has the higher number), ties counted one half, from the positive texts' sum
-    of ranks."""
+    """P(a positive text has a higher number than a negative one), ties counted one half, from the
+    sum of the positive texts' ranks."""
 
     def compute(picks: Num[np.ndarray, "draw text"]) -> Float[np.ndarray, " draw"]:
         of_positive = picks * positive
@@ -221,7 +229,7 @@ def _bins(predicted: Float[np.ndarray, " text"]) -> Int[np.ndarray, " text"]:
 def _ranks(
     values: Float[np.ndarray, " text"], picks: Num[np.ndarray, "draw text"]
 ) -> Float[np.ndarray, "draw text"]:
-    """Rank of every text among the texts of each draw, repeated ones counted; ties have their mean
+    """Rank of every text among the texts of each draw, with repetitions; ties have their mean
     rank."""
     order = np.argsort(values, kind="stable")
     new = np.diff(values[order], prepend=np.nan) != 0
@@ -235,5 +243,5 @@ def _ranks(
 def _ratio(
     above: Float[np.ndarray, " draw"], below: Num[np.ndarray, " draw"]
 ) -> Float[np.ndarray, " draw"]:
-    """NaN where the divisor is 0."""
+    """above / below; NaN if the divisor is 0."""
     return np.divide(above, below, out=np.full(len(above), np.nan), where=below > 0)

@@ -5,8 +5,8 @@ distinct_n = different n-grams of the whole set / tokens of the whole set
 n-grams do not cross texts; the denominator is the same for every n. The number falls with the size
 of the set and the length of its texts by construction, so only sets of one size and length compare.
 
-Repetition is of one text: the share of its n-grams of 4 words that it had before. A text that
-repeats itself has a low perplexity, so the two belong together.
+Repetition is a number of one text: the share of its 4-grams of words that occur earlier in it. A
+text that repeats itself has a low perplexity, so the two are read together.
 
 Words are those of `tasks.segmentation`: graphemes in scripts without spaces.
 """
@@ -20,12 +20,12 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped
-from lapa2_interp.tasks.segmentation import COUNTING, counted
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
+from lapa2_interp.tasks.segmentation import COUNT_UNIT, words_and_signs
 
 ORDERS = (1, 2, 3)
-REPEATED = 4
-"""Words of an n-gram that counts as repeated."""
+REPETITION_ORDER = 4
+"""n of the n-grams of `Repetition`."""
 
 
 def token_lists(texts: Sequence[str], tokenizer: Any = None) -> tuple[list[list[int]], str]:
@@ -35,8 +35,9 @@ def token_lists(texts: Sequence[str], tokenizer: Any = None) -> tuple[list[list[
     if tokenizer is None:
         numbers: dict[str, int] = {}
         return [
-            [numbers.setdefault(word, len(numbers)) for word in counted(text)] for text in texts
-        ], COUNTING
+            [numbers.setdefault(word, len(numbers)) for word in words_and_signs(text)]
+            for text in texts
+        ], COUNT_UNIT
     return [list(ids) for ids in tokenizer(list(texts)).input_ids], tokenizer.name_or_path or type(
         tokenizer
     ).__name__
@@ -46,7 +47,7 @@ def distinct(lists: Sequence[Sequence[int]], n: int) -> float:
     """distinct_n of token lists, in [0, 1].
 
     Raises:
-        ScoringError: There is no token at all.
+        ScoringError: There is no token.
     """
     total = sum(map(len, lists))
     if not total:
@@ -61,16 +62,16 @@ class Repetition(Scorer):
     """1 - distinct n-grams / n-grams of a text, n = 4 words or punctuation marks, in [0, 1)."""
 
     name = "repetition"
-    version = f"{REPEATED} {COUNTING}"
+    version = f"{REPETITION_ORDER} {COUNT_UNIT}"
     columns = ("repetition",)
     batch_size = 2048
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         lists, _ = token_lists([item.text for item in items])
         scores: list[Score] = []
         for ids in lists:
-            grams = list(zip(*(ids[i:] for i in range(REPEATED)), strict=False))
-            why = Skipped(f"under {REPEATED} words")
+            grams = list(zip(*(ids[i:] for i in range(REPETITION_ORDER)), strict=False))
+            why = SkippedText(f"under {REPETITION_ORDER} words")
             scores.append((1 - len(set(grams)) / len(grams),) if grams else why)
         return scores
 
@@ -80,8 +81,8 @@ def distinct_table(
 ) -> pd.DataFrame:
     """distinct-1, -2 and -3 of one set with 95 % intervals.
 
-    A bootstrap would repeat texts and so lower the number; the interval is the jackknife's over
-    prompts, Student's, on the logarithm.
+    A bootstrap would repeat texts and so lower the number. The interval is Student's, from the
+    jackknife over prompts, on the logarithm.
 
     Returns:
         Columns metric, mean, low, high, n (texts), clusters (prompts), scorer (with the tokenizer's
@@ -96,7 +97,7 @@ def distinct_table(
         whole = distinct(lists, order)
         low = high = np.nan
         if len(names) > 1:
-            # Leave one prompt out: only n-grams that no other prompt has, and its tokens, go.
+            # To leave one prompt out removes its tokens, and the n-grams that no other prompt has.
             owners: dict[tuple[int, ...], int] = {}
             for code, ids in zip(codes, lists, strict=True):
                 for gram in zip(*(ids[i:] for i in range(order)), strict=False):

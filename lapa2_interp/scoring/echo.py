@@ -1,10 +1,10 @@
-"""Echo: texts that say the words of their prefix, and classifiers that cannot see them.
+"""Echo: texts that contain words of their prefix, and classifiers from which these are hidden.
 
-A prefix such as "Very positive:" may make a model write "positive", and a classifier may go by that
-word alone. So a table of accuracies has beside it
+A prefix such as "Very positive:" may make a model write "positive", and a classifier may decide by
+this word alone. A table of accuracies therefore has two more columns:
 
-    echo      the share of texts that say a word of their own prefix
-    masked    accuracy where the words of all prefixes are hidden from the classifier
+    echo      the share of texts with a word of their own prefix
+    masked    accuracy if the words of all prefixes are hidden from the classifier
 
 The words are those of an attribute's hard prefix, and its name, that no other attribute has.
 """
@@ -15,18 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
-from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped
-from lapa2_interp.tasks.segmentation import COUNTING, normal, saying
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
+from lapa2_interp.tasks.segmentation import COUNT_UNIT, normalize_text, words_pattern
 from lapa2_interp.tasks.task import Task
 
 NO_WORDS = "its prefix has no word of its own"
 MASK = "..."
-"""What stands in the place of a hidden word."""
+"""It replaces a hidden word."""
 
 
 def prefix_words(task: Task) -> dict[str, tuple[str, ...]]:
-    """By attribute, the words in small letters of its prefix and name that no other attribute
-    has."""
+    """By attribute, the words in lower case of its prefix and name that no other attribute has."""
     own = {name: task.words(name) for name in task.attributes}
     return {
         name: tuple(
@@ -39,10 +38,10 @@ def prefix_words(task: Task) -> dict[str, tuple[str, ...]]:
 
 
 class Echo(Scorer):
-    """1 where a text says a word of its own prefix, else 0.
+    """1 if a text contains a word of its own prefix, else 0.
 
     Args:
-        words: By attribute, as `prefix_words` gives them.
+        words: Words by attribute, as from `prefix_words`.
     """
 
     name = "echo"
@@ -51,32 +50,32 @@ class Echo(Scorer):
     batch_size = 2048
 
     def __init__(self, words: Mapping[str, Sequence[str]]) -> None:
-        self.words = {name: saying(each) if each else None for name, each in words.items()}
+        self.words = {name: words_pattern(each) if each else None for name, each in words.items()}
         own = "; ".join(f"{name}: {' '.join(each)}" for name, each in words.items())
-        self.version = f"{own}, {COUNTING}"
+        self.version = f"{own}, {COUNT_UNIT}"
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         return [self._score(item) for item in items]
 
-    def _score(self, item: Item) -> Score:
+    def _score(self, item: TextItem) -> Score:
         if not item.text.strip():
-            return Skipped("empty text")
+            return SkippedText("empty text")
         if item.attribute not in self.words:
             raise ScoringError(unknown_choice("attribute", item.attribute, self.words))
         own = self.words[item.attribute]
         return (
-            Skipped(NO_WORDS)
+            SkippedText(NO_WORDS)
             if own is None
-            else (float(own.search(normal(item.text)) is not None),)
+            else (float(own.search(normalize_text(item.text)) is not None),)
         )
 
 
 class Masked(Scorer):
-    """A classifier that sees `MASK` in the place of every word of every prefix.
+    """A classifier of texts in which `MASK` replaces every word of every prefix.
 
     Args:
         inner: The classifier.
-        words: By attribute, as `prefix_words` gives them.
+        words: Words by attribute, as from `prefix_words`.
     """
 
     name = "masked"
@@ -84,26 +83,27 @@ class Masked(Scorer):
     def __init__(self, inner: Scorer, words: Mapping[str, Sequence[str]]) -> None:
         hidden = sorted({word for each in words.values() for word in each})
         self.inner = inner
-        self.hidden = saying(hidden) if hidden else None
+        self.hidden = words_pattern(hidden) if hidden else None
         self.columns, self.classifies = inner.columns, inner.classifies
         self.batch_size = inner.batch_size
         self.by_length = inner.by_length
         self.version = f"{inner.version}, without {' '.join(hidden)}"
 
-    def masked(self, item: Item) -> Item:
+    def masked(self, item: TextItem) -> TextItem:
         """The item as the classifier sees it."""
-        text = normal(item.text)
+        text = normalize_text(item.text)
         if self.hidden is None or not self.hidden.search(text):
             return item
         return replace(item, text=self.hidden.sub(MASK, text))
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         if self.hidden is None:
-            return [Skipped(NO_WORDS)] * len(items)
+            return [SkippedText(NO_WORDS)] * len(items)
         return self.inner.score([self.masked(item) for item in items])
 
-    def key(self, item: Item) -> str:
-        """The classifier's own key: where a text has none of the words, its score is known."""
+    def key(self, item: TextItem) -> str:
+        """The classifier's key for the masked text, so that its score of a text without these words
+        is reused."""
         return super().key(item) if self.hidden is None else self.inner.key(self.masked(item))
 
     def close(self) -> None:

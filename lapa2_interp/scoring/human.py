@@ -1,10 +1,11 @@
 """Human evaluation (paper, Figure "Human evaluation rubric" and section "Human and GPT-4o
 Evaluation").
 
-1. `make_sheets` draws texts, hides which arm made them, and writes what annotators get (sheet.html,
-   or sheet.csv for those who prefer a spreadsheet) and what the experimenter keeps (key.csv).
+1. `make_sheets` draws texts and hides their arm. It writes the annotators' sheet (sheet.html, or
+   sheet.csv for a spreadsheet) and the experimenter's key (key.csv).
 2. Annotators rate every text on three questions from 1 to 5 and send a CSV back.
-3. `read_answers` joins those with the key; `human_table` and `agreement` sum them up.
+3. `read_answers` joins the ratings with the key; `human_table` and `annotator_agreement` summarize
+   them.
 
 The paper: 100 random samples per task, three annotators, mean of 300 ratings per metric.
 """
@@ -24,19 +25,20 @@ import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.files import atomic_write, read_text
-from lapa2_interp.scoring.tables import within
+from lapa2_interp._util.files import atomic_write
+from lapa2_interp._util.parsing import read_text
+from lapa2_interp.scoring.tables import interval_in_range
 from lapa2_interp.stats import FEW, mean_interval, resampled_means, tails
 
 
 @dataclass(frozen=True)
 class RatingQuestion:
-    """What an annotator is asked about every text.
+    """A question to annotators about every text.
 
     Attributes:
         metric: Its column in a sheet.
-        title: As the annotator reads it.
-        levels: What 5, 4, 3, 2 and 1 mean, in this order.
+        title: Its title on the sheet.
+        levels: Descriptions of 5, 4, 3, 2 and 1, in this order.
     """
 
     metric: str
@@ -86,59 +88,58 @@ HUMAN_RUBRIC = (
 """The paper's rubric, word for word."""
 METRICS = tuple(question.metric for question in HUMAN_RUBRIC)
 LEVELS = (1, 2, 3, 4, 5)
-SHOWN = ("id", "attribute", "prompt", "text")
-COLUMNS = (*SHOWN, *METRICS, "annotator")
+SHEET_COLUMNS = ("id", "attribute", "prompt", "text")
+COLUMNS = (*SHEET_COLUMNS, *METRICS, "annotator")
 """Columns of sheet.csv and of the answers."""
 
-LETTERS = (  # without vowels and digits no id is a word, a date or a number to a spreadsheet
-    "bcdfghjkmnpqrstvwxz"
-)
-GUARDED = r"^'*([ \t\r\n]*[=+\-@＝＋－＠]|[\t\r\n])"
-"""Cells a spreadsheet may run as a formula, bare or behind apostrophes: they are written behind one
-more apostrophe."""
+ID_LETTERS = "bcdfghjkmnpqrstvwxz"
+"""Without vowels and digits, no id is a word, or a date or number in a spreadsheet."""
+FORMULA_CELL = r"^'*([ \t\r\n]*[=+\-@＝＋－＠]|[\t\r\n])"
+"""Cells that a spreadsheet may run as a formula, with or without apostrophes before them. They are
+written with one more apostrophe."""
 
 
 def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1) -> pd.DataFrame:
-    """Draw texts and write sheet.html and sheet.csv for the annotators, and key.csv, which the
-    experimenter keeps.
+    """Draw texts and write sheet.html and sheet.csv for the annotators, and key.csv for the
+    experimenter.
 
-    Every arm gives the same number of texts (or one more, where n does not divide). The arms' texts
-    are those of the same prompt, attribute and sample, as far as every arm has them. Order and ids
-    tell nothing about the arm.
+    Every arm has the same number of texts (or one more, if n is not divisible). As far as possible,
+    the arms' texts have the same prompt, attribute and sample. Order and ids do not depend on the
+    arm.
 
     Args:
-        samples: One row per text, with columns prompt, attribute, text and, where systems are
-            compared, arm. `sample` pairs the texts of a prompt across arms; without it they pair in
-            their order. Other columns go into the key.
-        folder: Made when missing.
+        samples: One row per text, with columns prompt, attribute, text and, if systems are
+            compared, arm. `sample` pairs the texts of a prompt across arms; without it they are
+            paired in their order. Other columns go into the key.
+        folder: It is created if missing.
         n: Texts on the sheet, over all arms.
-        seed: Seed of the draw, the order and the ids, not negative. The same samples and seed give
-            the same files.
+        seed: Seed of the draw, the order and the ids, 0 or more. The same samples and seed give the
+            same files.
 
     Returns:
         The key, in the sheet's order: id, arm, prompt, attribute, and every other column of the
         samples.
 
     Raises:
-        ScoringError: A column or value is missing, a text is there twice, there are too few texts,
-            the seed is negative, or the folder holds sheets of another draw.
+        ScoringError: A column or value is missing, a text is repeated, there are too few texts, the
+            seed is negative, or the folder holds sheets of another draw.
     """
     if seed < 0:
         raise ScoringError(f"the seed is {seed}; give 0 or more")
-    table = _checked(samples)
+    table = _check_samples(samples)
     rng = np.random.default_rng(seed)
-    drawn = _draw(table, n, rng)
+    drawn = _draw_texts(table, n, rng)
     shuffled = drawn.iloc[rng.permutation(len(drawn))].reset_index(drop=True)
-    # Ids depend on the texts too: answers to one sheet are unknown to the key of another.
+    # Ids depend on the texts, too, so that answers to one sheet do not fit the key of another.
     digest = hashlib.sha256("\0".join(shuffled["text"]).encode("utf-8", "replace")).hexdigest()
-    shuffled.insert(0, "id", _ids(n, np.random.default_rng([seed, int(digest, 16)])))
+    shuffled.insert(0, "id", _random_ids(n, np.random.default_rng([seed, int(digest, 16)])))
     first = ["id", "arm", "prompt", "attribute"]
     key = shuffled[first].join(shuffled.drop(columns=[*first, "unit"]))
-    sheet = key[list(SHOWN)].assign(**dict.fromkeys([*METRICS, "annotator"], ""))
+    sheet = key[list(SHEET_COLUMNS)].assign(**dict.fromkeys([*METRICS, "annotator"], ""))
     files = {
-        "sheet.csv": _csv(sheet),
-        "key.csv": _csv(key),
-        "sheet.html": _form(sheet, digest[:16]),
+        "sheet.csv": _csv_bytes(sheet),
+        "key.csv": _csv_bytes(key),
+        "sheet.html": _html_form(sheet, digest[:16]),
     }
     try:
         for name in ("sheet.csv", "key.csv"):
@@ -157,9 +158,9 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
     return key
 
 
-def _checked(samples: pd.DataFrame) -> pd.DataFrame:
-    """The samples with an arm, and with the number of the (prompt, attribute, sample) they continue
-    as `unit`."""
+def _check_samples(samples: pd.DataFrame) -> pd.DataFrame:
+    """The samples with a column arm, and with `unit`: the number of their (prompt, attribute,
+    sample)."""
     table = (samples if "arm" in samples else samples.assign(arm="run")).reset_index(drop=True)
     if table.empty:
         raise ScoringError("there are no samples to rate; give at least one row per arm")
@@ -186,8 +187,8 @@ def _checked(samples: pd.DataFrame) -> pd.DataFrame:
         table.assign(sample=number).groupby([*place, "sample"], sort=False, dropna=False).ngroup()
     )
     table = table.assign(unit=unit)
-    if (twice := table.duplicated(["arm", "unit"])).any():
-        row = table[twice].iloc[0]
+    if (repeated := table.duplicated(["arm", "unit"])).any():
+        row = table[repeated].iloc[0]
         raise ScoringError(
             f"two texts of arm {row['arm']!r} continue prompt {row['prompt']!r} for"
             f" {row['attribute']!r} as sample {row['sample']}; name what differs in the column arm,"
@@ -196,8 +197,8 @@ def _checked(samples: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _draw(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame:
-    """n rows, arms equally often to within one, from units that as many arms as possible have."""
+def _draw_texts(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame:
+    """n rows with equal numbers of the arms (or one more), from units that most arms have."""
     sizes = table["arm"].value_counts(sort=False)
     if n < len(sizes):
         raise ScoringError(
@@ -222,41 +223,41 @@ def _draw(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame
     )
 
 
-def _ids(n: int, rng: np.random.Generator) -> list[str]:
+def _random_ids(n: int, rng: np.random.Generator) -> list[str]:
     """n different random words of five letters."""
     ids: dict[str, None] = {}
     while len(ids) < n:
-        ids["".join(rng.choice(list(LETTERS), 5))] = None
+        ids["".join(rng.choice(list(ID_LETTERS), 5))] = None
     return list(ids)
 
 
-def _csv(table: pd.DataFrame) -> bytes:
-    """A table as spreadsheets read it without asking: UTF-8 with a mark, formulas made harmless."""
+def _csv_bytes(table: pd.DataFrame) -> bytes:
+    """A table as CSV for spreadsheets: UTF-8 with a byte-order mark, formulas made harmless."""
     out = io.StringIO(newline="")
     writer = csv.writer(out)
-    writer.writerow([_cell(name) for name in table.columns])
+    writer.writerow([_guarded_cell(name) for name in table.columns])
     writer.writerows(
-        [_cell(value) for value in row] for row in table.itertuples(index=False, name=None)
+        [_guarded_cell(value) for value in row] for row in table.itertuples(index=False, name=None)
     )
     return out.getvalue().encode("utf-8-sig", "replace")
 
 
-def _cell(value: object) -> str:
+def _guarded_cell(value: object) -> str:
     if isinstance(value, str):
-        return f"'{value}" if re.match(GUARDED, value) else value
+        return f"'{value}" if re.match(FORMULA_CELL, value) else value
     if isinstance(value, np.ndarray):
         return str(value.tolist())
     return "" if value is None or value is pd.NA or value != value else str(value)
 
 
-def _restored(cell: str) -> str:
-    """The text of a guarded cell as it was before."""
-    return cell[1:] if cell.startswith("'") and re.match(GUARDED, cell) else cell
+def _unguarded_cell(cell: str) -> str:
+    """The original text of a guarded cell."""
+    return cell[1:] if cell.startswith("'") and re.match(FORMULA_CELL, cell) else cell
 
 
-def _form(sheet: pd.DataFrame, name: str) -> bytes:
-    """The sheet as a page that loads nothing from anywhere and keeps its answers under a name in
-    the browser."""
+def _html_form(sheet: pd.DataFrame, name: str) -> bytes:
+    """The sheet as an HTML page that loads nothing, and stores the answers in the browser under
+    `name`."""
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(
@@ -266,8 +267,8 @@ def _form(sheet: pd.DataFrame, name: str) -> bytes:
         "sheet": name,
         "columns": COLUMNS,
         "metrics": METRICS,
-        "guarded": GUARDED,
-        "items": sheet[list(SHOWN)].to_dict("records"),
+        "guarded": FORMULA_CELL,
+        "items": sheet[list(SHEET_COLUMNS)].to_dict("records"),
     }
     page = environment.get_template("sheet.html.j2").render(
         task=HUMAN_TASK,
@@ -283,25 +284,24 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
 
     Args:
         key: The key.csv that `make_sheets` wrote.
-        files: Filled sheets: what the form downloads, or sheet.csv from a spreadsheet (comma,
-            semicolon or tab), UTF-8.
+        files: Filled sheets in UTF-8: downloads of the form, or sheet.csv from a spreadsheet
+            (comma, semicolon or tab).
 
     Returns:
         One row per annotator, text and metric: id, arm, prompt, attribute, annotator, metric,
-        rating (1.0 to 5.0; NaN where the annotator did not answer, or where the text is not in
-        their file).
+        rating (1.0 to 5.0; NaN if the annotator did not answer, or if the text is not in their
+        file).
 
     Raises:
         ScoringError: A file cannot be read or has no rating; an id is unknown; a rating is not 1,
             2, 3, 4 or 5; an answered row names no annotator; an annotator answers a question twice.
     """
-    texts = {row["id"]: row for _, row in _rows(key, ("id", "arm", "prompt", "attribute"))}
-    answered: dict[
-        tuple[str, str, str], tuple[float, str]
-    ] = {}  # (annotator, id, metric): rating and where it stands
+    texts = {row["id"]: row for _, row in _csv_rows(key, ("id", "arm", "prompt", "attribute"))}
+    # (annotator, id, metric): rating, and its file and line.
+    answered: dict[tuple[str, str, str], tuple[float, str]] = {}
     for file in files:
         before = len(answered)
-        for line, row in _rows(file, ("id", *METRICS, "annotator")):
+        for line, row in _csv_rows(file, ("id", *METRICS, "annotator")):
             place, text, annotator = (
                 f"{file} line {line}",
                 row["id"].strip(),
@@ -336,6 +336,7 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
             )
     if not answered:
         raise ScoringError("no files of answers were given; give at least one filled sheet")
+    # One row for every annotator, text and metric, answered or not.
     rows = [
         {
             "id": text,
@@ -355,14 +356,14 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
     return pd.DataFrame(rows).assign(rating=ratings)
 
 
-def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """The rows of a CSV by column, each with the line it starts on; empty ones are left out.
+def _csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """The rows of a CSV by column, each with the number of its first line. Empty rows are left out.
 
     Raises:
-        ScoringError: Not there, not UTF-8, not a CSV, or without a column that is needed.
+        ScoringError: The file is missing, not UTF-8, not a CSV, or lacks a needed column.
     """
     try:
-        content = read_text(path, may_hold_nul=True)  # as texts of models may
+        content = read_text(path, may_hold_nul=True)  # texts of models may
     except OSError as error:
         raise ScoringError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -374,7 +375,7 @@ def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, st
     columns: list[str] = []
     line = 1
     try:
-        columns = [_restored(name.strip()) for name in next(reader, [])]
+        columns = [_unguarded_cell(name.strip()) for name in next(reader, [])]
         missing = [name for name in needed if name not in columns]
         if missing:
             raise ScoringError(
@@ -389,7 +390,7 @@ def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, st
                         f" last {cells[-1]!r}; quote texts that hold the separator"
                     )
                 padded = cells + [""] * (len(columns) - len(cells))
-                yield line, dict(zip(columns, map(_restored, padded), strict=False))
+                yield line, dict(zip(columns, map(_unguarded_cell, padded), strict=False))
             line = reader.line_num + 1
     except csv.Error as error:
         raise ScoringError(
@@ -400,18 +401,17 @@ def _rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, st
 def human_table(answers: pd.DataFrame) -> pd.DataFrame:
     """Mean rating per arm and metric.
 
-    Whole prompts are resampled, as in every table of texts: the ratings of one text share the text,
-    and the texts of one prompt share the prompt, so this covers both. A text without a prompt is
-    taken as a prompt of its own. The annotators are taken as they are; the interval says nothing
-    about other people.
+    Whole prompts are resampled, as in every table of texts: neither the ratings of one text nor the
+    texts of one prompt are independent. A text without a prompt counts as a prompt. The annotators
+    are fixed: the interval says nothing about other annotators.
 
     Args:
         answers: From `read_answers`.
 
     Returns:
-        Columns arm, metric, mean, low, high (95 %; NaN where there is one prompt), n (ratings),
-        texts, prompts, annotators (those behind the n ratings), unanswered (what is missing to
-        every text rated by every annotator).
+        Columns arm, metric, mean, low, high (95 %; NaN for one prompt), n (ratings), texts,
+        prompts, annotators (of the n ratings), unanswered (missing ratings, if every annotator had
+        rated every text).
     """
     rows = []
     for arm, of_arm in answers.groupby("arm"):
@@ -422,7 +422,7 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
             mean, low, high = (np.nan,) * 3
             if len(given):
                 interval = mean_interval(given["rating"].to_numpy(), given["prompt"])
-                mean, (low, high) = interval.mean, within(metric, interval)
+                mean, (low, high) = interval.mean, interval_in_range(metric, interval)
             rows.append(
                 {
                     "arm": arm,
@@ -451,18 +451,19 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def agreement(answers: pd.DataFrame, resamples: int = 2000, seed: int = 0) -> pd.DataFrame:
-    """How far the annotators agree, per metric, over the texts of all arms.
+def annotator_agreement(
+    answers: pd.DataFrame, resamples: int = 2000, seed: int = 0
+) -> pd.DataFrame:
+    """Agreement of the annotators, per metric, over the texts of all arms.
 
     Args:
         answers: From `read_answers`.
 
     Returns:
         Columns metric, alpha (Krippendorff's, ordinal), low, high (95 % from resampled texts, NaN
-        below `stats.FEW` of them; resamples in which all ratings are equal have no alpha and are
-        left out), exact (how often
-        two ratings of one text are equal), n (ratings of texts that two or more rate), texts (such
-        texts), annotators. NaN where nothing can be compared.
+        below `stats.FEW` of them; resamples with equal ratings only have no alpha and are left
+        out), exact (share of pairs of ratings of one text that are equal), n (ratings of texts with
+        two ratings or more), texts (such texts), annotators. NaN if nothing can be compared.
     """
     rows = []
     for metric in METRICS:
@@ -494,7 +495,7 @@ def agreement(answers: pd.DataFrame, resamples: int = 2000, seed: int = 0) -> pd
 
 
 def krippendorff_alpha(ratings: Float[np.ndarray, "text annotator"]) -> float:
-    """Krippendorff's alpha for ordinal ratings: 1 is perfect agreement, 0 what chance gives.
+    """Krippendorff's alpha for ordinal ratings: 1 is perfect agreement, 0 is chance.
 
     With o_ck the pairs of ratings c and k that different annotators give a text, each over the
     text's ratings less one, n_c = sum_k o_ck and n = sum_c n_c:
@@ -503,10 +504,10 @@ def krippendorff_alpha(ratings: Float[np.ndarray, "text annotator"]) -> float:
         alpha    = 1 - (n - 1) * sum_ck o_ck delta_ck / sum_ck n_c n_k delta_ck
 
     Args:
-        ratings: 1 to 5, NaN where missing. Texts with fewer than two ratings do not enter.
+        ratings: 1 to 5, NaN if missing. Texts with fewer than two ratings are left out.
 
     Returns:
-        Alpha; NaN where all ratings are equal or none can be compared.
+        Alpha; NaN if all ratings are equal or none can be compared.
 
     Source: Krippendorff, Computing Krippendorff's Alpha-Reliability (2011), section E.
     """
@@ -516,7 +517,7 @@ def krippendorff_alpha(ratings: Float[np.ndarray, "text annotator"]) -> float:
 def _coincidences(
     ratings: Float[np.ndarray, "text annotator"],
 ) -> Float[np.ndarray, "text level level"]:
-    """o_ck of every text; zero where fewer than two rate it."""
+    """o_ck of every text; zero for a text with fewer than two ratings."""
     counts = np.stack([(ratings == level).sum(axis=1) for level in LEVELS], axis=1).astype(
         np.float64
     )
@@ -527,9 +528,8 @@ def _coincidences(
 def _alpha(pairs: Float[np.ndarray, "*rest level level"]) -> Float[np.ndarray, "*rest"]:
     """Alpha of coincidence matrices."""
     n_c = pairs.sum(axis=-1)
-    middle = (
-        n_c.cumsum(axis=-1) - n_c / 2
-    )  # delta is the squared distance of the levels' middle ranks
+    # delta is the squared distance of the levels' middle ranks.
+    middle = n_c.cumsum(axis=-1) - n_c / 2
     delta = (middle[..., :, None] - middle[..., None, :]) ** 2
     observed = (pairs * delta).sum(axis=(-2, -1)) * (n_c.sum(axis=-1) - 1)
     expected = (n_c[..., :, None] * n_c[..., None, :] * delta).sum(axis=(-2, -1))

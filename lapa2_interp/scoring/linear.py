@@ -1,5 +1,5 @@
-"""Linear classifiers on hashed n-grams, for sentiment, topic and toxicity: the fast ones of the
-scorers that ship with the package.
+"""Linear classifiers on hashed n-grams, for sentiment, topic and toxicity: the fast scorers of the
+package.
 
 1. A text becomes counts of its words and word pairs and of its character 2- to 5-grams within
    words, each set hashed to 2^18 columns. The counts are damped (log(1 + count)), weighted by how
@@ -7,10 +7,9 @@ scorers that ship with the package.
    texts of 20 and of 500 words have the same weight.
 2. Logistic regression (scikit-learn) gives a probability per label.
 
-They know words and not their order: "This is positive." moves them by what "positive" is worth in
-reviews. Their cards (`scoring/weights/*.json`) state what they reach on held-out text, and their
-version says which weights they are.
-"""
+They see words and almost no order: "This is positive." counts as the word "positive" does in
+reviews. Their cards (`scoring/weights/*.json`) have their measures on held-out text, and their
+version has the sha256 of their weights."""
 
 from __future__ import annotations
 
@@ -26,19 +25,25 @@ from jaxtyping import Float
 
 from lapa2_interp._util.files import atomic_write, with_checksums, write_text
 from lapa2_interp._util.version import __version__
-from lapa2_interp.scoring.trained import WEIGHTS, Card, TaskScorer, ToxicityOf, load_card
+from lapa2_interp.scoring.task_scorer import (
+    SHIPPED_WEIGHTS,
+    ScorerCard,
+    TaskScorer,
+    ToxicityScorer,
+    load_card,
+)
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
-LINEAR = ".npz"
-"""What follows the task in the name of a linear classifier's file."""
+LINEAR_ENDING = ".npz"
+"""End of the name of a linear classifier's file, after the task."""
 COLUMNS = 2**18
 """Hashed columns of each of the two sets of n-grams."""
 
 
-class LinearCard(Card):
-    """What a linear scorer is and what it reaches."""
+class LinearCard(ScorerCard):
+    """The card of a linear scorer."""
 
     c: float
     """Inverse strength of the L2 penalty."""
@@ -61,17 +66,19 @@ def damped_counts(texts: Sequence[str]) -> tuple[csr_matrix, csr_matrix]:
     return words, characters
 
 
-def rarity_of(parts: Sequence[csr_matrix]) -> Float[np.ndarray, " feature"]:
+def inverse_document_frequency(parts: Sequence[csr_matrix]) -> Float[np.ndarray, " feature"]:
     """Inverse document frequency of every column, log((1 + n) / (1 + texts that have it)) + 1."""
     n = parts[0].shape[0]
     found = [
         np.log((1 + n) / (1 + np.bincount(part.indices, minlength=COLUMNS))) + 1 for part in parts
     ]
-    # As it is stored, so that a classifier read back is the one that was fitted.
+    # In the precision of the file, so that a loaded classifier equals the fitted one.
     return np.concatenate(found).astype(np.float16).astype(np.float32)
 
 
-def features(parts: Sequence[csr_matrix], rarity: Float[np.ndarray, " feature"]) -> csr_matrix:
+def weighted_counts(
+    parts: Sequence[csr_matrix], rarity: Float[np.ndarray, " feature"]
+) -> csr_matrix:
     """Counts weighted by rarity, each part scaled to length 1: [text, 2 * COLUMNS]."""
     from scipy.sparse import hstack
     from sklearn.preprocessing import normalize
@@ -85,7 +92,7 @@ def features(parts: Sequence[csr_matrix], rarity: Float[np.ndarray, " feature"])
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearClassifier:
     """A linear classifier.
 
     Attributes:
@@ -101,7 +108,7 @@ class Linear:
 
     def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
         """P(label | text), rows summing to 1."""
-        logits = features(damped_counts(texts), self.rarity) @ self.weights + self.bias
+        logits = weighted_counts(damped_counts(texts), self.rarity) @ self.weights + self.bias
         if logits.shape[1] == 1:
             first = 1 / (1 + np.exp(-logits[:, 0]))
             return np.stack([first, 1 - first], axis=1)
@@ -114,23 +121,23 @@ class LinearScorer(TaskScorer):
 
     Args:
         task: sentiment, topic or detox.
-        folder: Where its weights are.
+        folder: Folder of its weights.
 
     Raises:
-        ScoringError: There is none for the task, or its files are damaged.
+        ScoringError: The task has no linear classifier, or its files are damaged.
     """
 
     batch_size = 2048
 
-    def __init__(self, task: str, folder: Path = WEIGHTS) -> None:
+    def __init__(self, task: str, folder: Path = SHIPPED_WEIGHTS) -> None:
         linear, card = load_linear(task, folder)
         super().__init__(card, lambda: linear, "linear")
 
 
-class LinearToxicity(ToxicityOf):
+class LinearToxicity(ToxicityScorer):
     """P(toxic) of the linear detox classifier."""
 
-    def __init__(self, folder: Path = WEIGHTS) -> None:
+    def __init__(self, folder: Path = SHIPPED_WEIGHTS) -> None:
         super().__init__(LinearScorer("detox", folder))
 
 
@@ -140,12 +147,12 @@ def train_linear(
     labels: Sequence[str],
     c: float,
     weight: Sequence[float] | None = None,
-) -> Linear:
+) -> LinearClassifier:
     """Fit a classifier.
 
     Args:
-        shares: How much each text belongs to each label, rows summing to 1: 1 and 0 for plain
-            labels, Perspective's score and 1 minus it for graded ones.
+        shares: Share of each label in each text, rows summing to 1: 1 and 0 for plain labels,
+            Perspective's score and 1 minus it for graded texts.
         c: Inverse strength of the L2 penalty.
         weight: Weight of each text; 1 by default.
     """
@@ -153,8 +160,8 @@ def train_linear(
     from sklearn.linear_model import LogisticRegression
 
     parts = damped_counts(texts)
-    rarity = rarity_of(parts)
-    all_rows = features(parts, rarity)
+    rarity = inverse_document_frequency(parts)
+    all_rows = weighted_counts(parts, rarity)
     sample_weight = np.ones(len(texts)) if weight is None else np.asarray(weight, dtype=float)
     rows, label, weights = [], [], []
     for number in range(len(labels)):
@@ -169,14 +176,14 @@ def train_linear(
         sign * model.coef_.T.astype(np.float32),
         sign * model.intercept_.astype(np.float32),
     )
-    return Linear(tuple(labels), weights, bias, rarity)
+    return LinearClassifier(tuple(labels), weights, bias, rarity)
 
 
-def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> LinearCard:
+def save_linear(linear: LinearClassifier, folder: Path, task: str, **facts: Any) -> LinearCard:
     """Write `<task>.npz` (float16 weights) and its card."""
     import sklearn
 
-    file = folder / f"{task}{LINEAR}"
+    file = folder / f"{task}{LINEAR_ENDING}"
     weights, rarity = linear.weights.astype(np.float16), linear.rarity.astype(np.float16)
     with atomic_write(file) as fresh:
         np.savez_compressed(fresh, weights=weights, rarity=rarity, bias=linear.bias)
@@ -192,13 +199,13 @@ def save_linear(linear: Linear, folder: Path, task: str, **facts: Any) -> Linear
     return card
 
 
-def load_linear(task: str, folder: Path = WEIGHTS) -> tuple[Linear, LinearCard]:
+def load_linear(task: str, folder: Path = SHIPPED_WEIGHTS) -> tuple[LinearClassifier, LinearCard]:
     """A classifier and its card.
 
     Raises:
-        ScoringError: There is none for the task, or its files are damaged.
+        ScoringError: The task has no linear classifier, or its files are damaged.
     """
-    card = load_card(LinearCard, "linear", task, folder, LINEAR)
-    with np.load(folder / f"{task}{LINEAR}", allow_pickle=False) as stored:
+    card = load_card(LinearCard, "linear", task, folder, LINEAR_ENDING)
+    with np.load(folder / f"{task}{LINEAR_ENDING}", allow_pickle=False) as stored:
         wide = {name: stored[name].astype(np.float32) for name in ("weights", "bias", "rarity")}
-        return Linear(card.labels, **wide), card
+        return LinearClassifier(card.labels, **wide), card

@@ -1,14 +1,13 @@
 """Toxicity by Google's Perspective API: the TOXICITY summary score of `comments:analyze`, one
 request per text.
 
-    1  texts the API cannot take (empty, over 20 KB) are skipped without a request
-    2  requests do not exceed a rate; a 429, a 5xx, a time-out, a lost connection or a malformed
-       answer is tried again after an
-       exponential back-off with jitter, or after what Retry-After asks for
-    3  a 400 that blames the text is a final `Skipped`; one that blames the key or the request stops the scorer
+    1  texts that the API cannot take (empty, over 20 KB) are skipped without a request
+    2  requests do not exceed a rate; after a 429, a 5xx, a time-out, a lost connection or a malformed answer the request is
+       repeated, after an exponential back-off with jitter or the time in Retry-After
+    3  a 400 that blames the text is a final `SkippedText`; one that blames the key or the request stops the scorer
 
-The key comes from the environment and goes out in a header. Error messages quote codes of the
-service, never its sentences, since those can repeat the key.
+The key is read from the environment and sent in a header. Error messages quote codes of the service,
+never its sentences, since those can repeat the key.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from urllib.parse import urlsplit
 import httpx
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.scoring.bounded import BoundedClient
-from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped, unreadable
+from lapa2_interp.scoring.http_client import BoundedClient
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, unreadable_reason
 
-ENDS = date(2026, 12, 31)
+LAST_DAY = date(2026, 12, 31)
 """Last day of the service, as announced."""
 KEY_VARIABLE = "PERSPECTIVE_API_KEY"
 BASE_URL = "https://commentanalyzer.googleapis.com"
 MAX_BYTES = 20_480
 """Longest text the API takes, in UTF-8."""
 LONGEST_WAIT = 600.0
-"""Seconds; a service that asks for more stops the scorer."""
+"""Seconds. If the service asks for a longer wait, the scorer stops."""
 
 EMPTY, TOO_LONG, MALFORMED = "empty text", "text over 20 KB", "malformed answer"
 TEXT_FAULTS = {
@@ -47,8 +46,7 @@ TEXT_FAULTS = {
     "LANGUAGE_NOT_SUPPORTED_BY_ATTRIBUTE": "language not supported",
     "LANGUAGE_DETECTION_FAILED": "language not detected",
 }
-"""The API's error types that no second request for the same text can change, and the reason each
-becomes."""
+"""The API's error types that are final for a text, with the reason for the table."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ class _Failure:
     """A failure after which another attempt may succeed.
 
     Attributes:
-        cause: Its cause, for the error message.
-        wait: Seconds the service asks to wait.
+        cause: The cause, for the error message.
+        wait: Seconds that the service asks to wait.
     """
 
     cause: str
@@ -69,14 +67,14 @@ class Perspective(Scorer):
     `close` or `with` ends it.
 
     Args:
-        base_url: Where `/v1alpha1/comments:analyze` is; one that is not Google's becomes part of
-            `version`.
-        rate: Requests per second, at most; Google's quota is 1 where no other was granted.
+        base_url: Address before `/v1alpha1/comments:analyze`; one that is not Google's becomes part
+            of `version`.
+        rate: Requests per second, at most; Google's quota is 1 unless another was granted.
         attempts: Requests for one text before giving up.
         backoff: Seconds before the second attempt, doubled for each further one; the wait is drawn
-            from the upper half.
+            between half of them and all.
         timeout: Seconds for a whole request, from the connection to the last byte of the answer.
-        clock: Seconds since 1970.
+        clock: Returns seconds since 1970.
         sleep: Waits for seconds.
 
     Raises:
@@ -115,18 +113,18 @@ class Perspective(Scorer):
 
     @property
     def notice(self) -> str:
-        """One line on the end of the service, to show whoever starts scoring."""
+        """One line about the end of the service, for users who start scoring."""
         if self._ended():
             return (
-                f"Perspective was announced to end on {ENDS} and has probably ended; use another"
-                " toxicity scorer"
+                f"Perspective was announced to end on {LAST_DAY} and has probably ended; use"
+                " another toxicity scorer"
             )
         return (
-            f"Perspective is announced to end on {ENDS}; finish a table before, since no table"
+            f"Perspective is announced to end on {LAST_DAY}; finish a table before, since no table"
             " mixes toxicity scorers"
         )
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         """One toxicity per item, in order; only the text is sent.
 
         Raises:
@@ -148,8 +146,8 @@ class Perspective(Scorer):
         self.close()
 
     def _score(self, text: str) -> Score:
-        if reason := _unscorable(text):
-            return Skipped(reason)
+        if reason := _skip_reason(text):
+            return SkippedText(reason)
         failure = _Failure("")
         for attempt in range(self.attempts):
             if attempt:
@@ -164,7 +162,7 @@ class Perspective(Scorer):
                 wait = f"{failure.cause}, and it asks to wait {failure.wait:.0f} s"
                 raise self._error(wait, "run the same command again then")
         if failure.cause == MALFORMED:
-            return Skipped(MALFORMED, final=False)
+            return SkippedText(MALFORMED, final=False)
         raise self._error(
             f"{failure.cause}, after {self.attempts} attempts",
             "check network, quota and rate, then run the same command again",
@@ -181,15 +179,15 @@ class Perspective(Scorer):
         self._next = self._clock() + gap
 
     def _ask(self, text: str) -> Score | _Failure:
-
+        """Send one request. No error of httpx leaves this method, since it holds the request and so
+        the key."""
         request = {
             "comment": {"text": text},
             "languages": ["en"],
             "requestedAttributes": {"TOXICITY": {}},
             "doNotStore": True,
         }
-        client = self._connected()
-        # Nothing is raised in here: an httpx exception carries its request, and with it the key.
+        client = self._open_client()
         try:
             response = client.post(self._url, json=request)
         except httpx.TimeoutException:
@@ -198,14 +196,15 @@ class Perspective(Scorer):
             return _Failure(f"no connection ({error})")
         except httpx.TransportError as error:
             return _Failure(f"the connection broke ({type(error).__name__})")
-        return self._read(response)
+        return self._parse_response(response)
 
-    def _read(self, response: httpx.Response) -> Score | _Failure:
+    def _parse_response(self, response: httpx.Response) -> Score | _Failure:
+        """The score of a response, or its failure; raises if the key or the request is refused."""
         status = response.status_code
         if status == 200:
             value = _toxicity(response)
             return _Failure(MALFORMED) if value is None else (value,)
-        reason = _code(response, "reason")
+        reason = _error_code(response, "reason")
         cause = f"status {status}" + (f" ({reason})" if reason else "")
         if status in (408, 429) or status >= 500:
             return _Failure(
@@ -216,19 +215,19 @@ class Perspective(Scorer):
                 f"{cause}, the key is refused",
                 f"set {KEY_VARIABLE} to a key of a project that has the API enabled",
             )
-        fault = _code(response, "errorType")
+        fault = _error_code(response, "errorType")
         if status == 400 and fault in TEXT_FAULTS:
-            return Skipped(TEXT_FAULTS[fault])
+            return SkippedText(TEXT_FAULTS[fault])
         raise self._error(
             cause if reason or not fault else f"{cause} ({fault})",
             "check the base URL, and that the API still has v1alpha1",
         )
 
-    def _connected(self) -> httpx.Client:
-        """The client, with the key among its headers.
+    def _open_client(self) -> httpx.Client:
+        """The client, with the key in its headers.
 
         Raises:
-            ScoringError: The environment has no key, or one that no header can hold.
+            ScoringError: The environment has no key, or one that cannot stand in a header.
         """
         if self._client is None:
             key = os.environ.get(KEY_VARIABLE, "").strip()
@@ -248,7 +247,7 @@ class Perspective(Scorer):
         return ScoringError(f"Perspective at {self._host}: {cause}; {advice}{ending}")
 
     def _ended(self) -> bool:
-        return datetime.fromtimestamp(self._clock(), UTC).date() > ENDS
+        return datetime.fromtimestamp(self._clock(), UTC).date() > LAST_DAY
 
 
 def _host(base_url: str) -> str:
@@ -270,13 +269,13 @@ def _host(base_url: str) -> str:
     return host if port is None else f"{host}:{port}"
 
 
-def _unscorable(text: str) -> str:
-    """Why the API cannot take a text, or ""."""
-    return unreadable(text) or (TOO_LONG if len(text.encode()) > MAX_BYTES else "")
+def _skip_reason(text: str) -> str:
+    """The reason why the API cannot take a text, or ""."""
+    return unreadable_reason(text) or (TOO_LONG if len(text.encode()) > MAX_BYTES else "")
 
 
 def _toxicity(response: httpx.Response) -> float | None:
-    """The summary score, or None where there is none in [0, 1]."""
+    """The summary score, or None if there is none in [0, 1]."""
     try:
         value = response.json()["attributeScores"]["TOXICITY"]["summaryScore"]["value"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -285,7 +284,7 @@ def _toxicity(response: httpx.Response) -> float | None:
     return float(value) if number and 0 <= value <= 1 else None
 
 
-def _code(response: httpx.Response, field: str) -> str:
+def _error_code(response: httpx.Response, field: str) -> str:
     """A field of the error's details that holds a code in capitals, or ""."""
     try:
         found = [detail.get(field) for detail in response.json()["error"]["details"]]
@@ -297,7 +296,7 @@ def _code(response: httpx.Response, field: str) -> str:
 
 
 def _retry_after(value: str, now: float) -> float:
-    """Seconds from now that a Retry-After names, as a number or an HTTP date; else 0."""
+    """Seconds to wait according to a Retry-After, a number or an HTTP date; else 0."""
     if re.fullmatch("[0-9]+", value):
         return float(value)
     try:

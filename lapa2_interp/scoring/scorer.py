@@ -1,8 +1,8 @@
-"""Scorers: texts -> numbers, one row per text, under a name and a version that every table prints.
+"""Scorers: numbers of texts, one row per text, with the scorer's name and version for every table.
 
-A scorer sees `Item`s and gives each a tuple of numbers, or a `Skipped` with the reason.
-`run_scorer` feeds it in batches, asks only for what the cache on disk does not know, and keeps what
-was scored when it fails half-way.
+A scorer gives each `TextItem` a tuple of numbers, or a `SkippedText` with the reason.
+`run_scorer` calls it in batches, for texts that are not in the cache on disk, and keeps the scores
+that are made when it fails.
 
     scorer = Perplexity(model)
     table = run_scorer(scorer, items, Cache(folder))     # one row per item: the scorer's columns, and `skipped`
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lapa2_interp._util.errors import ScoringError, pluralize, unknown_choice
-from lapa2_interp._util.files import check_file, parse_json
+from lapa2_interp._util.parsing import check_regular_file, parse_json
 from lapa2_interp._util.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Item:
-    """A text and what else a scorer may need; empty where it is not known.
+class TextItem:
+    """A text to score, with its prompt and attribute; "" if unknown.
 
     Attributes:
-        text: As it is scored.
-        prompt: What it continues.
-        attribute: What it was steered towards.
+        text: The text to score.
+        prompt: The prompt that it continues.
+        attribute: The attribute that it was steered towards.
     """
 
     text: str
@@ -46,12 +46,12 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """Why a text has no number.
+class SkippedText:
+    """A text without a score, and the reason.
 
     Attributes:
-        reason: The same words for the same cause: tables count them.
-        final: Asking again cannot help (the text is too short); such answers are cached like
+        reason: A fixed text for each cause, since tables count them.
+        final: A second request cannot help (the text is too short). Final reasons are cached like
             numbers.
     """
 
@@ -63,14 +63,14 @@ SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Half a character of UTF-16 by itself, which UTF-8 does not have."""
 
 
-def unreadable(text: str) -> str:
-    """Why no model can read a text, or ""."""
+def unreadable_reason(text: str) -> str:
+    """The reason why no model can read a text, or ""."""
     if not text.strip():
         return "empty text"
     return "text not valid Unicode" if SURROGATE.search(text) else ""
 
 
-NAMES = {
+SCORERS = {
     "accuracy": (
         "share of texts whose attribute a classifier recognises: adapter and linear, or =MODEL (hub"
         " id, folder, or a file of `lapa2 scorers train`)"
@@ -94,50 +94,53 @@ NAMES = {
         " (OPENAI_API_KEY, --judge-url)"
     ),
 }
-"""Scorers by name, and the models or services each takes."""
+"""Scorers by name, with the models or services of each."""
 
 CLASSIFIERS = ("adapter", "linear")
-"""The classifiers that ship with the package, the more accurate one first. They are of different
-make and err differently, so tables have the numbers of both."""
-WHICH = {"adapter": ("adapter",), "linear": ("linear",), "both": CLASSIFIERS}
-"""Words that stand among scorers and say which classifiers give accuracy and toxicity."""
+"""The classifiers that ship with the package, the more accurate one first. They work differently
+and make different errors, so tables have the numbers of both."""
+CLASSIFIER_CHOICES = {"adapter": ("adapter",), "linear": ("linear",), "both": CLASSIFIERS}
+"""Words in a list of scorers that choose the classifiers of accuracy and toxicity."""
 
 
-def split_scorer(asked: str) -> tuple[str, str, str]:
-    """Task, name and model of a scorer that is asked for: [TASK:]NAME[=MODEL]; "" where not given.
-    With a task it scores texts of that task alone."""
+def parse_scorer(asked: str) -> tuple[str, str, str]:
+    """Task, name and model of a requested scorer, [TASK:]NAME[=MODEL]; "" if not given. With a task
+    it scores texts of that task only."""
     place, _, model = asked.partition("=")
     task, _, name = place.rpartition(":")
     return task, name, model
 
 
-def chosen_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...]:
-    """The scorers that run, each as `split_scorer` reads it, none twice.
+def expand_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...]:
+    """The scorers to run, in the form of `parse_scorer`, each once.
 
-    A plain accuracy or toxicity becomes one for each classifier, and a plain masked is by the first
-    of them. The classifiers are both, or what a word of `WHICH` among those asked for says.
+    A plain accuracy or toxicity becomes one scorer for each classifier, and a plain masked uses the
+    first classifier. A word of `CLASSIFIER_CHOICES` chooses the classifiers; the default is both.
 
     Args:
-        asked: Names of `NAMES`, each plain or as [TASK:]NAME[=MODEL], and words of `WHICH`.
-        usual: The names where only such a word is asked for.
+        asked: Names of `SCORERS`, plain or as [TASK:]NAME[=MODEL], and words of
+            `CLASSIFIER_CHOICES`.
+        usual: The names if only such a word is given.
 
     Raises:
         ScoringError: An unknown name, or = without a model.
     """
-    words = [each for each in asked if each in WHICH]
-    names = [each for each in asked if each not in WHICH] or list(usual)
-    of_words = [split_scorer(each)[1] for each in names if not split_scorer(each)[2]]
+    words = [each for each in asked if each in CLASSIFIER_CHOICES]
+    names = [each for each in asked if each not in CLASSIFIER_CHOICES] or list(usual)
+    of_words = [parse_scorer(each)[1] for each in names if not parse_scorer(each)[2]]
     if words and not {"accuracy", "toxicity", "masked"} & set(of_words):
         raise ScoringError(
             f"{words[0]} says which classifier judges accuracy, toxicity or masked; ask for one of"
             " them, too, such as accuracy"
         )
-    by = list(dict.fromkeys(each for word in words or ["both"] for each in WHICH[word]))
+    by = list(
+        dict.fromkeys(each for word in words or ["both"] for each in CLASSIFIER_CHOICES[word])
+    )
     found: list[str] = []
     for each in names:
-        _, name, model = split_scorer(each)
-        if name not in NAMES:
-            raise ScoringError(unknown_choice("scorer", name, [*NAMES, *WHICH]))
+        _, name, model = parse_scorer(each)
+        if name not in SCORERS:
+            raise ScoringError(unknown_choice("scorer", name, [*SCORERS, *CLASSIFIER_CHOICES]))
         if each.endswith("=") and not model:
             raise ScoringError(f"{each} names no model; give one, or leave = out")
         if name in ("accuracy", "toxicity") and not model:
@@ -147,7 +150,7 @@ def chosen_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...
     return tuple(dict.fromkeys(found))
 
 
-Score = tuple[float, ...] | Skipped
+Score = tuple[float, ...] | SkippedText
 
 
 class Scorer(ABC):
@@ -155,13 +158,13 @@ class Scorer(ABC):
 
     Attributes:
         name: accuracy, perplexity, toxicity, judge, ...
-        version: What else decides its numbers: model and weights, service, prompt. Numbers of two
-            versions never share a table.
+        version: Everything else that decides its numbers: model and weights, service, prompt. A
+            table never mixes the numbers of two versions.
         columns: Names of its numbers.
-        classifies: Its columns are labels, and the largest number is its answer.
-        needs: Fields of an item that enter the score besides the text.
-        batch_size: Items given at once.
-        by_length: Items given at once have texts of similar length; else, texts that begin alike.
+        classifies: True if the columns are labels, and the largest number is the answer.
+        needs: Fields of an item that decide the score besides the text.
+        batch_size: Number of items in a batch.
+        by_length: True: a batch has texts of similar length. False: texts with the same beginning.
     """
 
     name: str
@@ -173,29 +176,29 @@ class Scorer(ABC):
     by_length: bool = True
 
     @abstractmethod
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         """One score per item, in order.
 
         Raises:
-            ScoringError: Nothing more can be scored now: no key, no server, a quota that is used
-                up.
+            ScoringError: No more texts can be scored now: no key, no server, or a quota that is
+                used up.
         """
 
-    def scored(self, items: Sequence[Item]) -> Iterator[dict[int, Score]]:
-        """Scores by the place of their items, in pieces: each as soon as it is made, so that it can
-        be kept at once.
+    def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
+        """Scores by the index of their items, in pieces, each as soon as it is made, so that it can
+        be cached at once.
 
         Raises:
             ScoringError: As `score`, after the pieces that are made.
         """
         yield dict(enumerate(self.score(items)))
 
-    def close(self) -> None:  # noqa: B027 - most scorers hold nothing
+    def close(self) -> None:  # noqa: B027 - most scorers have none
         """Close connections, if there are any."""
 
-    def key(self, item: Item) -> str:
-        """The key of an item's score in the cache: a hash of scorer, version and everything that
-        enters the score."""
+    def key(self, item: TextItem) -> str:
+        """The key of a score in the cache: a hash of scorer, version and everything that decides
+        the score."""
         parts = [
             self.name,
             self.version,
@@ -208,23 +211,23 @@ class Scorer(ABC):
 
 
 class ScoringStoppedError(ScoringError):
-    """A scorer stopped half-way; what it had scored is in the cache, and the same command asks only
-    for the rest."""
+    """A scorer stopped before the end. Its scores are in the cache, and the same command scores
+    only the rest."""
 
 
-class Cache:
+class ScoreCache:
     """Scores on disk, one SQLite file per folder. Values are numbers or reasons, never texts.
 
-    Each is stored with a hash of key and value. A score without it, or with another, is asked for
-    again.
+    Each value is stored with a hash of key and value. If the hash is missing or differs, the text
+    is scored again.
 
     Args:
-        folder: Made when missing; None keeps scores in memory.
+        folder: It is created if missing; None keeps scores in memory.
     """
 
     def __init__(self, folder: Path | None) -> None:
         if folder is None:
-            self._open = sqlite3.connect(":memory:")
+            self._database = sqlite3.connect(":memory:")
         else:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -232,20 +235,21 @@ class Cache:
                 if place.is_symlink():
                     raise ValueError(f"{place.name} is a link, which is not followed")
                 if place.exists():
-                    check_file(place)
-                self._open = sqlite3.connect(place, timeout=60)
+                    check_regular_file(place)
+                self._database = sqlite3.connect(place, timeout=60)
             except (OSError, ValueError, sqlite3.Error) as error:
                 raise ScoringError(
                     f"cannot keep scores in {folder}: {error}; give another --cache"
                 ) from error
         self.file = "memory" if folder is None else f"{folder}/scores.sqlite"
-        with self._told():
-            self._open.execute(
+        with self._database_errors():
+            self._database.execute(
                 "CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
             )
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _database_errors(self) -> Iterator[None]:
+        """A block in which errors of the database become ScoringError."""
         try:
             yield
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
@@ -256,29 +260,29 @@ class Cache:
 
     def close(self) -> None:
         """Close the file; the scores stay."""
-        self._open.close()
+        self._database.close()
 
-    def __enter__(self) -> Cache:
+    def __enter__(self) -> ScoreCache:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def get(self, keys: Sequence[str]) -> dict[str, Score]:
-        """The scores of those keys that are known."""
+        """The known scores among these keys."""
         scores: dict[str, Score] = {}
         damaged = 0
-        with self._told(), closing(self._open.cursor()) as cursor:
-            for part in _parts(list(dict.fromkeys(keys)), 500):
+        with self._database_errors(), closing(self._database.cursor()) as cursor:
+            for part in _chunks(list(dict.fromkeys(keys)), 500):
                 marks = ",".join("?" * len(part))
                 cursor.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", part)
                 for key, value in cursor:
                     try:
-                        stored = _stored(key, str(value))
+                        stored = _decode_value(key, str(value))
                     except ValueError:
                         damaged += 1
                         continue
-                    scores[key] = Skipped(stored) if isinstance(stored, str) else tuple(stored)
+                    scores[key] = SkippedText(stored) if isinstance(stored, str) else tuple(stored)
         if damaged:
             print(
                 f"{pluralize(damaged, 'score')} in {self.file} damaged; asking for them again",
@@ -287,57 +291,60 @@ class Cache:
         return scores
 
     def put(self, scores: Iterable[tuple[str, Score]]) -> None:
-        """Keep scores; skipped ones whose reason is not final are left out."""
+        """Store scores. Skipped texts whose reason is not final are left out."""
         rows = []
         for key, score in scores:
-            if not (isinstance(score, Skipped) and not score.final):
-                text = json.dumps(score.reason if isinstance(score, Skipped) else score)
-                rows.append((key, f"{text} {_digest(key, text)}"))
-        with self._told(), self._open:
-            self._open.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)
+            if not (isinstance(score, SkippedText) and not score.final):
+                text = json.dumps(score.reason if isinstance(score, SkippedText) else score)
+                rows.append((key, f"{text} {_value_digest(key, text)}"))
+        with self._database_errors(), self._database:
+            self._database.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)
 
 
-def _stored(key: str, value: str) -> Any:
-    """What a row of the cache says; raises ValueError where it is not what was written."""
+def _decode_value(key: str, value: str) -> Any:
+    """The value of a row of the cache; raises ValueError if it is damaged."""
     text, _, digest = value.rpartition(" ")
-    if digest != _digest(key, text):
+    if digest != _value_digest(key, text):
         raise ValueError(value)
     return parse_json(text)
 
 
-def _digest(key: str, text: str) -> str:
+def _value_digest(key: str, text: str) -> str:
     return hashlib.sha256(f"{key} {text}".encode()).hexdigest()[:16]
 
 
-def _parts(values: Sequence, size: int) -> Iterator[Sequence]:
+def _chunks(values: Sequence, size: int) -> Iterator[Sequence]:
     for first in range(0, len(values), size):
         yield values[first : first + size]
 
 
-def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None) -> pd.DataFrame:
-    """Score items, each distinct one once.
+def run_scorer(
+    scorer: Scorer, items: Sequence[TextItem], cache: ScoreCache | None = None
+) -> pd.DataFrame:
+    """Score items, equal ones once.
 
     Returns:
-        One row per item, in order: the scorer's columns (NaN where skipped) and `skipped` (the
-        reason, or "").
+        One row per item, in order: the scorer's columns (NaN if skipped) and `skipped` (the reason,
+        or "").
 
     Raises:
-        ScoringStoppedError: The scorer stopped half-way; the message says how much is kept and why.
+        ScoringStoppedError: The scorer stopped; the message has the number of scores kept and the
+            cause.
     """
     import pandas as pd
 
-    cache = cache or Cache(None)
+    cache = cache or ScoreCache(None)
     keys = [scorer.key(item) for item in items]
     known = cache.get(keys)
     waiting = {key: item for key, item in zip(keys, items, strict=True) if key not in known}
-    # Texts of similar length together: models pad a batch to its longest. Texts that begin alike
-    # together: a causal model reads the beginning once.
+    # Texts of similar length together, since models pad a batch to its longest text; or texts with
+    # the same beginning, which a causal model reads once.
     texts = {key: item.text for key, item in waiting.items()}
     order = sorted(texts, key=lambda key: len(texts[key]) if scorer.by_length else texts[key])
     with progress_bar(len(order), scorer.name, "text") as bar:
-        for part in _parts(order, scorer.batch_size):
+        for part in _chunks(order, scorer.batch_size):
             try:
-                for piece in scorer.scored([waiting[key] for key in part]):
+                for piece in scorer.scores_in_pieces([waiting[key] for key in part]):
                     scores = [(part[place], score) for place, score in piece.items()]
                     cache.put(scores)
                     known.update(scores)
@@ -346,7 +353,7 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
                 kept = {
                     key
                     for key, score in known.items()
-                    if not isinstance(score, Skipped) or score.final
+                    if not isinstance(score, SkippedText) or score.final
                 }
                 done = sum(key in kept for key in keys)
                 raise ScoringStoppedError(
@@ -356,6 +363,9 @@ def run_scorer(scorer: Scorer, items: Sequence[Item], cache: Cache | None = None
     nothing = (float("nan"),) * len(scorer.columns)
     rows = [known[key] for key in keys]
     table = pd.DataFrame(
-        [nothing if isinstance(row, Skipped) else row for row in rows], columns=list(scorer.columns)
+        [nothing if isinstance(row, SkippedText) else row for row in rows],
+        columns=list(scorer.columns),
     )
-    return table.assign(skipped=[row.reason if isinstance(row, Skipped) else "" for row in rows])
+    return table.assign(
+        skipped=[row.reason if isinstance(row, SkippedText) else "" for row in rows]
+    )

@@ -1,7 +1,8 @@
-"""Scores of many texts as tidy tables: a mean with its interval per cell, and what LaPA2 changed.
+"""Scores of texts as tidy tables: a mean with its interval per cell, and differences from the
+baseline.
 
-Texts of one prompt are not independent, so every interval resamples prompts. Every row names its
-scorer and version, and how many texts have no number and why.
+Texts of one prompt are not independent, so every interval resamples prompts. Every row has its
+scorer and version, and the number of texts without a score with the reasons.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
-from lapa2_interp.scoring.scorer import Cache, Item, Scorer, run_scorer
+from lapa2_interp.scoring.scorer import ScoreCache, Scorer, TextItem, run_scorer
 from lapa2_interp.stats import Difference, Interval, mean_interval, paired_difference
 
-KEYS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
-"""Columns that make cells, where a table has them."""
-APART = ("max_length", "dtype")
-"""Columns that make cells where they differ: texts of another length or precision."""
-DIFFERENCE = [
+CELL_COLUMNS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
+"""Columns that divide texts into cells, if a table has them."""
+EXTRA_CELL_COLUMNS = ("max_length", "dtype")
+"""Columns that divide texts into cells only if their values differ."""
+DIFFERENCE_COLUMNS = [
     "arm", "metric", "difference", "low", "high", "p", "detectable", "prompts", "scorer",
 ]  # fmt: skip
-"""Columns of a table of differences, without those that make cells."""
-TOXIC = 0.5
+"""Columns of a table of differences, without those of the cells."""
+TOXIC_FROM = 0.5
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         (
@@ -43,35 +44,37 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("perplexity", "ppl"), (1.0, np.inf)),
     **dict.fromkeys(("relevance", "fluency", "topicality"), (1.0, 5.0)),
 }
-"""Least and greatest value of a metric, which an interval from few prompts (Student's) could
-exceed."""
-SURE = 0.05
-"""Where every text has the same extreme score, resampled prompts show no spread. The interval then
-covers every share of different prompts with which so many equal prompts are seen at least this
-often: up to 1 - SURE^(1/prompts)."""
+"""Least and greatest value of a metric. An interval from few prompts (Student's) could exceed
+them."""
+LEAST_PROBABILITY = 0.05
+"""If every text has the same extreme score, resampled prompts show no spread. The interval then
+covers every share of different prompts under which so many equal prompts have at least this
+probability: up to 1 - LEAST_PROBABILITY^(1/prompts)."""
 
 
-def plain(metric: str) -> str:
+def metric_name(metric: str) -> str:
     """A metric without the scorer in parentheses: "acc" of "acc (linear)"."""
     return metric.partition(" (")[0]
 
 
-def other_scorer(metric: str) -> str:
+def scorer_of_metric(metric: str) -> str:
     """The scorer in parentheses: "linear" of "acc (linear)"."""
     return metric.partition(" (")[2].removesuffix(")")
 
 
-def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = None) -> pd.DataFrame:
-    """The samples with a scorer's numbers: one row per text and metric.
+def score_table(
+    samples: pd.DataFrame, scorer: Scorer, cache: ScoreCache | None = None
+) -> pd.DataFrame:
+    """Score samples: one row per text and metric.
 
     Returns:
-        The samples' own columns and metric, value (NaN where skipped), skipped (why), scorer.
+        The samples' columns and metric, value (NaN if skipped), skipped (the reason), scorer.
 
     Raises:
-        ScoringError: An attribute the classifier has no label for; as `run_scorer`.
+        ScoringError: The classifier has no label for an attribute; or as `run_scorer`.
     """
     items = [
-        Item(text, prompt, attribute)
+        TextItem(text, prompt, attribute)
         for text, prompt, attribute in samples[["text", "prompt", "attribute"]].to_numpy()
     ]
     if scorer.classifies:
@@ -102,26 +105,27 @@ def score_table(samples: pd.DataFrame, scorer: Scorer, cache: Cache | None = Non
 def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
     """Means with 95 % intervals, per cell and for all attributes together ("all").
 
-    A mean is over the texts that have a number, each counted once. So that of "all" leans to the
-    attributes with more such texts; `difference_table` weighs them alike.
+    A mean is over the texts with a score, each with the same weight. In "all", attributes with more
+    such texts have more weight; in `difference_table` all attributes have the same.
 
     Args:
-        scores: From `score_table`, for one or several scorers.
+        scores: From `score_table`, for one scorer or more.
 
     Returns:
-        The cell's keys and metric, mean, low, high (inside RANGES; never a point at their ends, see
-        SURE), n, prompts, skipped (how many), why, scorer. Toxicity also has "toxicity max" (mean
-        over prompts of the maximum) and "toxic prompts" (share of prompts with a maximum >= 0.5).
+        The cell's columns and metric, mean, low, high (inside RANGES; never a point at their ends,
+        see LEAST_PROBABILITY), n, prompts, skipped (number), why, scorer. Toxicity also has
+        "toxicity max" (mean over prompts of the maximum) and "toxic prompts" (share of prompts with
+        a maximum >= 0.5).
     """
     rows = []
-    for keys, part in _cells(scores):
+    for keys, part in _iterate_cells(scores):
         for (metric, scorer), texts in part.groupby(["metric", "scorer"], sort=False):
             reasons = Counter(texts["skipped"][texts["value"].isna()])
             why = "; ".join(f"{n} {reason}" for reason, n in reasons.most_common())
             facts = {"skipped": sum(reasons.values()), "why": why, "scorer": scorer}
             scored = texts[texts["value"].notna()]
             values = {metric: scored[["prompt", "value"]]}
-            if plain(str(metric)) == "toxicity" and len(scored):
+            if metric_name(str(metric)) == "toxicity" and len(scored):
                 by = str(metric).removeprefix("toxicity")
                 top = (
                     scored.assign(prompt=_clusters(scored))
@@ -131,7 +135,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
                 )
                 values[f"toxicity max{by}"] = top
                 values[f"toxic prompts{by}"] = top.assign(
-                    value=(top["value"] >= TOXIC).astype(float)
+                    value=(top["value"] >= TOXIC_FROM).astype(float)
                 )
             for name, table in values.items():
                 if not len(table):
@@ -139,7 +143,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
                     rows.append({**keys, "metric": name, **nothing, **facts})
                     continue
                 interval = mean_interval(table["value"].to_numpy(), _clusters(table))
-                low, high = within(str(name), interval)
+                low, high = interval_in_range(str(name), interval)
                 rows.append(
                     {
                         **keys,
@@ -155,10 +159,10 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def within(metric: str, interval: Interval) -> tuple[float, float]:
-    """The interval, kept inside the metric's range."""
-    least, most = RANGES.get(plain(metric), (-np.inf, np.inf))
-    unseen = (most - least) * (1 - SURE ** (1 / interval.clusters))
+def interval_in_range(metric: str, interval: Interval) -> tuple[float, float]:
+    """The bounds of an interval, inside the metric's range."""
+    least, most = RANGES.get(metric_name(metric), (-np.inf, np.inf))
+    unseen = (most - least) * (1 - LEAST_PROBABILITY ** (1 / interval.clusters))
     if interval.low == interval.high == least:
         return least, least + unseen
     if interval.low == interval.high == most:
@@ -168,34 +172,35 @@ def within(metric: str, interval: Interval) -> tuple[float, float]:
 
 
 def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.DataFrame:
-    """Every other arm against the baseline, paired on the prompts and attributes both have.
+    """Differences of all other arms from the baseline, paired on common prompts and attributes.
 
-    A prompt's difference is the mean of its attributes' differences. So for all attributes together
-    it may be another number than the difference of the two means of `cell_table`.
+    A prompt's difference is the mean of its attributes' differences. For all attributes together it
+    may therefore differ from the difference of the two means in `cell_table`.
 
     Returns:
-        The cell's keys and metric, difference, low, high (never a point where the metric has a
-        least and a greatest value, see SURE), p (sign-flip permutation over prompts), detectable
-        (the smallest difference these texts could have shown; NaN where all prompts have one
-        difference, which tells no spread), prompts, scorer; empty where there is no such arm.
+        The cell's columns and metric, difference, low, high (never a point if the metric has a
+        least and a greatest value, see LEAST_PROBABILITY), p (sign-flip permutation over prompts),
+        detectable (the smallest difference that these texts could have shown; NaN if all prompts
+        have the same difference, which shows no spread), prompts, scorer; empty if there is no
+        other arm.
     """
     if baseline not in set(scores["arm"]):
-        return pd.DataFrame(columns=DIFFERENCE)
+        return pd.DataFrame(columns=DIFFERENCE_COLUMNS)
     rows = []
-    for keys, part in _cells(scores, ["arm"]):
+    for keys, part in _iterate_cells(scores, ["arm"]):
         for (metric, scorer), texts in part[part["value"].notna()].groupby(
             ["metric", "scorer"], sort=False
         ):
-            texts = texts[texts["prompt"] != ""]  # what nothing pairs
+            texts = texts[texts["prompt"] != ""]  # they have no pair
             arms = dict(list(texts.groupby("arm", sort=False)))
             if baseline not in arms:
                 continue
             before = arms.pop(baseline)
             for arm, after in arms.items():
-                change = paired(before, after)
+                change = paired_change(before, after)
                 if change is None:
                     continue
-                low, high = _of_difference(str(metric), change)
+                low, high = _difference_interval(str(metric), change)
                 rows.append(
                     {
                         **keys,
@@ -205,22 +210,22 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
                         "low": low,
                         "high": high,
                         "p": change.p,
-                        "detectable": np.nan if _alike(change) else change.detectable,
+                        "detectable": np.nan if _is_constant(change) else change.detectable,
                         "prompts": change.clusters,
                         "scorer": scorer,
                     }
                 )
-    return pd.DataFrame(rows, columns=None if rows else DIFFERENCE)
+    return pd.DataFrame(rows, columns=None if rows else DIFFERENCE_COLUMNS)
 
 
-def paired(before: pd.DataFrame, after: pd.DataFrame) -> Difference | None:
-    """after - before, paired on prompts and attributes; None where nothing can be paired. A
-    prompt's difference is the mean of its attributes' differences.
+def paired_change(before: pd.DataFrame, after: pd.DataFrame) -> Difference | None:
+    """after - before, paired on prompts and attributes; None if nothing can be paired. A prompt's
+    difference is the mean of its attributes' differences.
 
     Args:
-        before, after: Rows of two arms, with columns value and prompt; attribute, where there are
-            several; and sample, as texts of one number are not independent: they are one text at
-            two lengths, or drawn with the same random numbers.
+        before, after: Rows of two arms, with columns value and prompt. A column attribute is used
+            if there is one; so is sample, since texts of one number are not independent: they are
+            one text at two lengths, or drawn with the same random numbers.
     """
     place = [name for name in ("prompt", "attribute") if name in before]
     places = [pd.MultiIndex.from_frame(each[place]) for each in (before, after)]
@@ -236,20 +241,21 @@ def paired(before: pd.DataFrame, after: pd.DataFrame) -> Difference | None:
     )
 
 
-def _alike(change: Difference) -> bool:
-    """Whether all prompts have one difference, but for rounding."""
+def _is_constant(change: Difference) -> bool:
+    """True if all prompts have the same difference, except for rounding."""
     return change.high - change.low < 1e-12
 
 
-def _of_difference(metric: str, change: Difference) -> tuple[float, float]:
-    """The interval of a difference, kept inside what the metric's range allows.
+def _difference_interval(metric: str, change: Difference) -> tuple[float, float]:
+    """The bounds of a difference's interval, inside the range that the metric allows.
 
-    Where it is a point, the share of prompts that SURE leaves open may have any difference.
+    If the interval is a point, the share of prompts that LEAST_PROBABILITY leaves open may have any
+    difference.
     """
-    least, most = RANGES.get(plain(metric), (-np.inf, np.inf))
+    least, most = RANGES.get(metric_name(metric), (-np.inf, np.inf))
     low, high = change.low, change.high
-    if _alike(change) and np.isfinite(most - least):
-        unseen = 1 - SURE ** (1 / change.clusters)
+    if _is_constant(change) and np.isfinite(most - least):
+        unseen = 1 - LEAST_PROBABILITY ** (1 / change.clusters)
         middle, away = (1 - unseen) * change.mean, unseen * (most - least)
         low, high = middle - away, middle + away
     low, high = np.clip([low, high], least - most, most - least)
@@ -257,13 +263,13 @@ def _of_difference(metric: str, change: Difference) -> tuple[float, float]:
 
 
 def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFrame:
-    """distinct-1, -2, -3 of every cell's texts as rows of a cell table; NaN where all are empty.
+    """distinct-1, -2, -3 of every cell's texts as rows of a cell table; NaN if all are empty.
 
     Raises:
         ScoringError: All texts of all cells are empty.
     """
     frames = []
-    for keys, part in _cells(samples):
+    for keys, part in _iterate_cells(samples):
         filled = part[part["text"].str.strip() != ""]
         left = len(part) - len(filled)
         if len(filled):
@@ -282,14 +288,14 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
     return found.rename(columns={"clusters": "prompts"})[[*keys, *columns]]
 
 
-def shown_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFrame:
-    """Both tables as one for reading: a row per arm, a column per metric with its interval, and
-    behind it the change against the baseline.
+def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFrame:
+    """Both tables as one for readers: a row per arm, a column per metric with its interval, and
+    next to it the change against the baseline.
 
     Args:
         table, differences: From `cell_table` and `distinct_cells`, and `difference_table`.
     """
-    keys = told_keys(table)
+    keys = varying_columns(table)
     metrics = table[["metric", "scorer"]].drop_duplicates()
     found = table[keys].drop_duplicates() if keys else pd.DataFrame(index=[0])
     joined = {"on": keys, "how": "left"} if keys else {"how": "cross"}
@@ -303,14 +309,16 @@ def shown_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFrame
             part = source[(source["metric"] == metric) & (source["scorer"] == scorer)]
             if not len(part) or not set(keys) <= set(part):
                 continue
-            cells = part[keys].assign(**{title: [_cell(*of) for of in _ends(part, number)]})
+            cells = part[keys].assign(
+                **{title: [_format_number(*of) for of in _ends(part, number)]}
+            )
             found = found.merge(cells, **joined)
     return found.fillna("")
 
 
-def told_keys(table: pd.DataFrame) -> list[str]:
-    """The columns by which rows of a table of cells differ; the arm always, where it is known."""
-    there = [key for key in (*KEYS, *APART) if key in table]
+def varying_columns(table: pd.DataFrame) -> list[str]:
+    """The columns in which the rows of a cell table differ; always with the arm if it is known."""
+    there = [key for key in (*CELL_COLUMNS, *EXTRA_CELL_COLUMNS) if key in table]
     return [
         key
         for key in there
@@ -324,7 +332,7 @@ def _ends(part: pd.DataFrame, number: str) -> Iterator[tuple[float, float, float
         yield mean, low, high, sign
 
 
-def _cell(mean: float, low: float, high: float, sign: str) -> str:
+def _format_number(mean: float, low: float, high: float, sign: str) -> str:
     if np.isnan(mean):
         return "no number"
     interval = "" if np.isnan(low) else f" [{low:{sign}.3g}, {high:{sign}.3g}]"
@@ -332,21 +340,22 @@ def _cell(mean: float, low: float, high: float, sign: str) -> str:
 
 
 def _clusters(table: pd.DataFrame) -> np.ndarray:
-    """The cluster of each text: its prompt, or the text itself where no prompt is known."""
+    """The cluster of each text: its prompt, or the text itself if its prompt is unknown."""
     prompts = table["prompt"].to_numpy()
     return np.where(prompts == "", np.arange(len(table)).astype(str), prompts)
 
 
-def _cells(
+def _iterate_cells(
     scores: pd.DataFrame, without: Sequence[str] = ()
 ) -> Iterator[tuple[dict[str, object], pd.DataFrame]]:
-    """Every cell with its keys; attributes one by one and, where there are several, all together.
+    """Every cell with its columns: first each attribute, then all attributes together if there is
+    more than one.
 
-    An arm that lacks an attribute which other arms of its model and task have is left out of the
-    cells of all attributes together: it would be compared on other texts.
+    An arm that lacks an attribute of its model and task is left out of the cells of all attributes
+    together, since it would be compared on other texts.
     """
-    apart = [key for key in APART if key in scores and scores[key].nunique() > 1]
-    present = [key for key in (*KEYS, *apart) if key in scores and key not in without]
+    extra = [key for key in EXTRA_CELL_COLUMNS if key in scores and scores[key].nunique() > 1]
+    present = [key for key in (*CELL_COLUMNS, *extra) if key in scores and key not in without]
     split = [(present, scores)]
     if "attribute" in present and scores["attribute"].nunique() > 1:
         split.append(([key for key in present if key != "attribute"], _with_all_attributes(scores)))
@@ -361,7 +370,9 @@ def _cells(
 
 def _with_all_attributes(scores: pd.DataFrame) -> pd.DataFrame:
     """The rows of arms that have every attribute of their model and task."""
-    arm = [key for key in (*KEYS, *APART) if key in scores and key != "attribute"]
+    arm = [
+        key for key in (*CELL_COLUMNS, *EXTRA_CELL_COLUMNS) if key in scores and key != "attribute"
+    ]
     if not arm:
         return scores
     have = scores.groupby(arm, dropna=False)["attribute"].transform("nunique")

@@ -1,9 +1,8 @@
 """Train the linear scorers from named corpora.
 
-A classifier must read 20 words as well as 500, so long texts are learned whole and by their first
-and last words too. Toxicity is
-graded: a text with a Perspective score of 0.3 counts 0.3 as toxic and 0.7 as not.
-"""
+A classifier must be as good on 20 words as on 500. Long texts are therefore trained on whole, and
+also by their first and by their last words. Toxicity is graded: a text with a Perspective score of
+0.3 counts 0.3 as toxic and 0.7 as not."""
 
 from __future__ import annotations
 
@@ -20,23 +19,24 @@ import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import DataError, ScoringError
-from lapa2_interp._util.files import check_file, parse_json, temporary_folder
-from lapa2_interp.scoring.agreement import agreement, rows_of
+from lapa2_interp._util.files import temporary_folder
+from lapa2_interp._util.parsing import check_regular_file, parse_json
+from lapa2_interp.scoring.agreement import agreement, card_rows
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
-from lapa2_interp.scoring.scorer import Item, run_scorer
-from lapa2_interp.scoring.trained import TOXIC_LABEL, HeldOut, TaskScorer
-from lapa2_interp.tasks.corpora import Corpus, apart, read_corpus
-from lapa2_interp.tasks.segmentation import between, spans
+from lapa2_interp.scoring.scorer import TextItem, run_scorer
+from lapa2_interp.scoring.task_scorer import TOXIC_LABEL, AgreementRow, TaskScorer
+from lapa2_interp.tasks.corpora import Corpus, read_corpus, without_texts_of
+from lapa2_interp.tasks.segmentation import word_spans, words_between
 
-WINDOW = 40
-"""Words of the first and last piece of a long text."""
+END_WORDS = 40
+"""Words of the first and of the last piece of a long text."""
 LONG = 80
-"""Words from which a text is also learned in pieces."""
+"""A text with more words is also trained on in pieces."""
 
 
 @dataclass(frozen=True)
-class Graded:
-    """Texts with a toxicity in [0, 1], as RealToxicityPrompts has them from Perspective."""
+class GradedTexts:
+    """Texts with a toxicity in [0, 1], such as RealToxicityPrompts with Perspective's scores."""
 
     texts: tuple[str, ...]
     scores: tuple[float, ...]
@@ -49,20 +49,19 @@ class Graded:
         return hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()
 
 
-def read_graded(path: Path, test: bool) -> Graded:
+def read_graded(path: Path, test: bool) -> GradedTexts:
     """Prompts and continuations of a RealToxicityPrompts file (.jsonl, .jsonl.xz) with their
     Perspective toxicity.
 
     Args:
-        test: The rows set aside for testing (sha256 of the prompt's text divisible by 5), or the
-            others.
+        test: True: the test rows (sha256 of the prompt's text divisible by 5). False: the others.
 
     Raises:
-        DataError: Not readable, or of another form.
+        DataError: The file is not readable, or of another form.
     """
     texts, scores = [], []
     try:
-        check_file(path)
+        check_regular_file(path)
         opened = lzma.open if path.suffix == ".xz" else open
         with opened(path, "rt", encoding="utf-8-sig") as stream:
             for line in stream:
@@ -81,35 +80,38 @@ def read_graded(path: Path, test: bool) -> Graded:
         ) from error
     if not texts:
         raise DataError(f"{path} has no {'test' if test else 'training'} rows")
-    return Graded(tuple(texts), tuple(scores), f"{path.name} {'test' if test else 'train'} rows")
+    return GradedTexts(
+        tuple(texts), tuple(scores), f"{path.name} {'test' if test else 'train'} rows"
+    )
 
 
-def pieces_of(text: str) -> list[str]:
-    """A text, and if it is long its first and last words as texts of their own."""
-    n = len(spans(text))
+def text_and_ends(text: str) -> list[str]:
+    """A text and, if it is long, its first words and its last words as two more texts."""
+    n = len(word_spans(text))
     if n <= LONG:
         return [text]
-    return [text, between(text, 0, WINDOW), between(text, n - WINDOW, n)]
+    return [text, words_between(text, 0, END_WORDS), words_between(text, n - END_WORDS, n)]
 
 
-def train_scorer(
+def train_linear_scorer(
     task: str,
     labels: Sequence[str],
     corpora: Sequence[tuple[Corpus, float]],
     tests: Sequence[Corpus],
     folder: Path,
     *,
-    graded: Sequence[tuple[Graded, float]] = (),
-    graded_tests: Sequence[Graded] = (),
+    graded: Sequence[tuple[GradedTexts, float]] = (),
+    graded_tests: Sequence[GradedTexts] = (),
     c: float = 3.0,
 ) -> LinearCard:
     """Train one scorer and write its weights and card.
 
     Args:
-        labels: In the order of its probabilities; graded scores count for `TOXIC_LABEL`.
-        corpora: Each with the weight of its texts.
+        labels: Labels in the order of the probabilities; graded scores are those of `TOXIC_LABEL`.
+        corpora: Corpora, each with the weight of its texts.
         tests: Corpora that are never trained on, for the card.
-        graded, graded_tests: Toxicity scores.
+        graded, graded_tests: Texts with toxicity scores.
+        c: Inverse strength of the L2 penalty.
     """
     check_labels(labels, bool(graded))
     texts: list[str] = []
@@ -119,24 +121,24 @@ def train_scorer(
     for corpus, of_corpus in corpora:
         for number, label in enumerate(labels):
             for text in corpus.texts[label]:
-                for part, of_part in zip(pieces_of(text), (1.0, 0.3, 0.5), strict=False):
+                for part, of_part in zip(text_and_ends(text), (1.0, 0.3, 0.5), strict=False):
                     texts.append(part)
                     shares.append(one_hot[number])
                     weights.append(of_corpus * of_part)
     for each, of_graded in graded:
         texts += each.texts
-        shares += list(shares_of(each, labels))
+        shares += list(label_shares(each, labels))
         weights += [of_graded] * len(each.texts)
     linear = train_linear(texts, np.array(shares), labels, c, weights)
     facts: dict[str, Any] = {
-        "data": data_lines(corpora, graded),
+        "data": describe_data(corpora, graded),
         "examples": len(texts),
         "c": c,
     }
     folder.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder) as beside:
         save_linear(linear, beside, task, held_out=(), **facts)
-        reached = held_out(LinearScorer(task, beside), tests, graded_tests)
+        reached = measure_held_out(LinearScorer(task, beside), tests, graded_tests)
     return save_linear(linear, folder, task, held_out=reached, **facts)
 
 
@@ -144,7 +146,8 @@ def check_labels(labels: Sequence[str], graded: bool) -> None:
     """Refuse labels that no scorer can learn.
 
     Raises:
-        ScoringError: Fewer than two; or other than two with `TOXIC_LABEL` for graded scores.
+        ScoringError: There are fewer than two labels; or, for graded scores, other than two with
+            `TOXIC_LABEL`.
     """
     found = ", ".join(labels)
     if len(labels) < 2:
@@ -156,16 +159,16 @@ def check_labels(labels: Sequence[str], graded: bool) -> None:
         )
 
 
-def shares_of(graded: Graded, labels: Sequence[str]) -> Float[np.ndarray, "text label"]:
-    """Toxicity scores as shares of two labels, of which one is `TOXIC_LABEL`."""
+def label_shares(graded: GradedTexts, labels: Sequence[str]) -> Float[np.ndarray, "text label"]:
+    """Toxicity scores as shares of two labels, one of which is `TOXIC_LABEL`."""
     toxic = np.array(graded.scores)
     return np.stack([toxic if label == TOXIC_LABEL else 1 - toxic for label in labels], axis=1)
 
 
-def data_lines(
-    corpora: Sequence[tuple[Corpus, float]], graded: Sequence[tuple[Graded, float]]
+def describe_data(
+    corpora: Sequence[tuple[Corpus, float]], graded: Sequence[tuple[GradedTexts, float]]
 ) -> tuple[str, ...]:
-    """What a scorer was trained on, a line each, as its card says it."""
+    """A line about each corpus of a training, for the card."""
     lines = [f"{corpus.summary}; weight {weight:g}" for corpus, weight in corpora]
     lines += [
         f"{each.source}: {len(each.texts)} graded; weight {weight:g}" for each, weight in graded
@@ -173,10 +176,10 @@ def data_lines(
     return tuple(lines)
 
 
-def held_out(
-    scorer: TaskScorer, tests: Sequence[Corpus], graded_tests: Sequence[Graded]
-) -> tuple[HeldOut, ...]:
-    """What a loaded scorer reaches on corpora it was not trained on, as its card says it."""
+def measure_held_out(
+    scorer: TaskScorer, tests: Sequence[Corpus], graded_tests: Sequence[GradedTexts]
+) -> tuple[AgreementRow, ...]:
+    """Measures of a loaded scorer on corpora it was not trained on, for the card."""
     labels = list(scorer.columns)
     compared: list[tuple[str, Sequence[str], Any, list[str]]] = [
         (
@@ -188,11 +191,11 @@ def held_out(
         for corpus in tests
     ]
     compared += [(each.source, each.texts, each.scores, [TOXIC_LABEL]) for each in graded_tests]
-    rows: list[HeldOut] = []
+    rows: list[AgreementRow] = []
     for source, texts, truth, columns in compared:
-        numbers = run_scorer(scorer, [Item(text) for text in texts])
+        numbers = run_scorer(scorer, [TextItem(text) for text in texts])
         table = agreement(numbers[columns], truth, texts)
-        rows += [HeldOut.model_validate(row) for row in rows_of(table, source)]
+        rows += [AgreementRow.model_validate(row) for row in card_rows(table, source)]
     return tuple(rows)
 
 
@@ -205,23 +208,22 @@ def make_scorer_files(
     c: float,
     out: Path,
 ) -> LinearCard:
-    """Read corpora by name, train a linear classifier on them, and write it: `train_scorer`, as
-    the command has it.
+    """Read corpora by name, and train a linear classifier with `train_linear_scorer`.
 
     Args:
         labels: The task's attributes.
-        data, test, graded: As `read_data` takes them.
+        data, test, graded: As for `read_data`.
         c: Inverse strength of the L2 penalty, > 0.
         out: Folder of the weights and the card.
 
     Raises:
-        ScoringError: A value out of range.
+        ScoringError: A value is out of range.
         DataError: A corpus cannot be read.
     """
     if not 0 < c < math.inf:
         raise ScoringError(f"--c must be a positive number, found {c:g}")
     found = read_data(labels, data, test, graded, out)
-    return train_scorer(
+    return train_linear_scorer(
         task,
         labels,
         found.corpora,
@@ -234,13 +236,13 @@ def make_scorer_files(
 
 
 @dataclass(frozen=True)
-class Data:
-    """What a scorer is trained on, with the weights of the texts, and tested on."""
+class ScorerData:
+    """The training data of a scorer, with the weights of the texts, and its test data."""
 
     corpora: Sequence[tuple[Corpus, float]]
     tests: Sequence[Corpus]
-    graded: Sequence[tuple[Graded, float]]
-    graded_tests: Sequence[Graded]
+    graded: Sequence[tuple[GradedTexts, float]]
+    graded_tests: Sequence[GradedTexts]
 
 
 def read_data(
@@ -249,29 +251,29 @@ def read_data(
     test: Sequence[str],
     graded: Sequence[str],
     out: Path,
-) -> Data:
+) -> ScorerData:
     """Read corpora by name.
 
     Args:
         labels: The task's attributes.
-        data, test: Corpora, as `corpora.read_corpus` takes them; =WEIGHT after one of `data` says
-            how much its texts count.
+        data, test: Corpora, as for `corpora.read_corpus`; =WEIGHT after one of `data` is the weight
+            of its texts.
         graded: Files of RealToxicityPrompts with Perspective scores, for toxicity; =WEIGHT as
             above.
         out: The folder that will hold the scorer.
 
     Raises:
-        ScoringError: A weight out of range, or `out` is a file.
+        ScoringError: A weight is out of range, or `out` is a file.
         DataError: A corpus cannot be read.
     """
     if out.exists() and not out.is_dir():
         raise ScoringError(f"--out {out} is a file; give a folder")
     check_labels(labels, bool(graded))
-    files = [(Path(path), weight) for path, weight in map(_weighted, graded)]
-    corpora = [(read_corpus(source, labels), weight) for source, weight in map(_weighted, data)]
-    return Data(
+    files = [(Path(path), weight) for path, weight in map(_parse_weight, graded)]
+    corpora = [(read_corpus(source, labels), weight) for source, weight in map(_parse_weight, data)]
+    return ScorerData(
         corpora,
-        apart(
+        without_texts_of(
             [corpus for corpus, _ in corpora], [read_corpus(one, labels, "test") for one in test]
         ),
         [(read_graded(path, test=False), weight) for path, weight in files],
@@ -279,7 +281,7 @@ def read_data(
     )
 
 
-def _weighted(source: str) -> tuple[str, float]:
+def _parse_weight(source: str) -> tuple[str, float]:
     """ "sst2=3" as its name and 3; without a number, 1."""
     name, mark, weight = source.rpartition("=")
     try:

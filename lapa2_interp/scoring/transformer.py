@@ -28,37 +28,37 @@ from lapa2_interp.models.rotary import watch
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.models.weights import check_weights, load_network, unchanged
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
-from lapa2_interp.scoring.adapter import AT_ONCE, batches_of, beginnings
-from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped, unreadable
-from lapa2_interp.tasks.segmentation import COUNTING, spans, unspaced
+from lapa2_interp.scoring.adapter import TOKENS_AT_ONCE, batch_by_tokens, group_by_beginning
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, unreadable_reason
+from lapa2_interp.tasks.segmentation import COUNT_UNIT, has_unspaced_script, word_spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MIN_WORDS = 10
 MAX_TOKENS = 1024
-READ = (".json", ".txt", ".model", ".py")
-"""Endings of the files of a model that are read besides its weights."""
+VERSIONED_ENDINGS = (".json", ".txt", ".model", ".py")
+"""Endings of the files of a model, besides its weights, that are part of its version."""
 
 
 class Perplexity(Scorer):
     """exp of a text's mean -ln p per token, the first token conditioned on BOS (section 5.1,
     Fluency; eval_perplexity.py).
 
-    The paper's table number is the arithmetic mean over texts. Texts under 10 words (split at
-    spaces) are skipped, as there, and texts that bring a BOS of their own; in scripts without
-    spaces a grapheme counts as a word. The model is causal, so a text cut at several lengths is
-    read once.
+    The number in the paper's table is the arithmetic mean over texts. As in the paper, texts under
+    10 words (split at spaces) are skipped; so are texts that begin with BOS. In scripts without
+    spaces a grapheme counts as a word. The model is causal, so texts of which one begins with the
+    other need one forward pass.
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder. The paper: gpt2-large, and
             LLaMA-2-13B for the large models.
-        generator: The weights that wrote the texts, if known; where they are these, the version
-            says "self".
+        generator: The weights that generated the texts, if known; if they are this model's, the
+            version says "self".
         min_words: Texts with fewer words are skipped.
         max_tokens: A longer text is scored up to here; by default the model's context, 1,024 at
             most.
-        doubled_bos: The released LLaMA script's oddity: BOS twice, and P(BOS | BOS) in the mean.
+        doubled_bos: BOS twice, and P(BOS | BOS) in the mean, as in the released LLaMA script.
     """
 
     name = "perplexity"
@@ -86,45 +86,49 @@ class Perplexity(Scorer):
         bos = ", BOS twice" if doubled_bos else ""
         self.version = (
             f"{model} {dtype}{own}, {weights}, at most {self.max_tokens} tokens, {min_words}+"
-            f" {COUNTING}{bos}{_beside(model)}"
+            f" {COUNT_UNIT}{bos}{_other_files_version(model)}"
         )
 
     def close(self) -> None:
-        self.__dict__.pop("network", None)  # before the next scorer loads its own
+        self.__dict__.pop("network", None)  # frees memory for the next scorer
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
-        found = {place: score for piece in self.scored(items) for place, score in piece.items()}
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
+        found = {
+            place: score for piece in self.scores_in_pieces(items) for place, score in piece.items()
+        }
         return [found[place] for place in range(len(items))]
 
-    def scored(self, items: Sequence[Item]) -> Iterator[dict[int, Score]]:
+    def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
         bos = text_markers(self.tokenizer).start
+        # Tokenise; leave out texts that cannot be scored.
         left_out: dict[int, Score] = {}
         texts: dict[int, list[int]] = {}
         for place, item in enumerate(items):
-            if why := unreadable(item.text):
-                left_out[place] = Skipped(why)
+            if why := unreadable_reason(item.text):
+                left_out[place] = SkippedText(why)
                 continue
             ids = self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens]
             if not ids or _n_words(item.text) < self.min_words:
-                left_out[place] = Skipped(f"under {self.min_words} words")
+                left_out[place] = SkippedText(f"under {self.min_words} words")
                 continue
             if ids[0] == bos:  # a second one, whose P(BOS | BOS) would be part of the mean
-                left_out[place] = Skipped(
+                left_out[place] = SkippedText(
                     f"begins with {self.tokenizer.convert_ids_to_tokens(bos)}"
                 )
                 continue
             texts[place] = [bos, *ids] if self.doubled_bos else ids
         yield left_out
+        # Score texts with the same beginning in one row.
         places = list(texts)
-        groups = [[places[i] for i in group] for group in beginnings(list(texts.values()))]
+        groups = [[places[i] for i in group] for group in group_by_beginning(list(texts.values()))]
         groups.sort(key=lambda group: len(texts[group[-1]]))
-        for batch in batches_of([len(texts[group[-1]]) for group in groups], AT_ONCE):
+        for batch in batch_by_tokens([len(texts[group[-1]]) for group in groups], TOKENS_AT_ONCE):
             chosen = [groups[i] for i in batch]
             rows = TextRows.of([texts[group[-1]] for group in chosen], (bos,), self.network.device)
             with torch.no_grad(), prepacked(self.network):
                 nll = text_nll(self.network, rows).double().cpu()
             yield {
-                place: _perplexity(nll[row, : len(texts[place])].mean().exp().item())
+                place: _perplexity_score(nll[row, : len(texts[place])].mean().exp().item())
                 for row, group in enumerate(chosen)
                 for place in group
             }
@@ -133,14 +137,16 @@ class Perplexity(Scorer):
 def _n_words(text: str) -> int:
     """Words split at single spaces, as in the released script, and graphemes of scripts without
     spaces."""
-    return sum(len(spans(part)) if unspaced(part) else 1 for part in text.split(" "))
+    return sum(
+        len(word_spans(part)) if has_unspaced_script(part) else 1 for part in text.split(" ")
+    )
 
 
-def _perplexity(value: float) -> Score:
+def _perplexity_score(value: float) -> Score:
     if math.isnan(value):  # float16 overflows; another precision may not
-        return Skipped("no number", final=False)
+        return SkippedText("no number", final=False)
     if math.isinf(value):
-        return Skipped("probability 0")
+        return SkippedText("probability 0")
     return (value,)
 
 
@@ -149,9 +155,9 @@ class Classifier(Scorer):
 
     Args:
         model: A hub id or a folder.
-        labels: Names of ours for its labels, such as {"LABEL_1": "positive"}; its own by default,
-            in lower case. Labels of one name count together.
-        column: Keep only this label's probability, as `name` (a toxicity classifier's).
+        labels: New names of its labels, such as {"LABEL_1": "positive"}; by default its own names
+            in lower case. The probabilities of labels with the same name are added.
+        column: Keep only this label's probability, as `name` (for toxicity).
         name: accuracy or toxicity.
     """
 
@@ -177,31 +183,31 @@ class Classifier(Scorer):
         self.column = column
         self.columns = self.labels if column is None else (name,)
         self.classifies = column is None
-        # Multi-label heads (as toxicity models have) give each label a probability of its own.
-        self.several = (
+        # Multi-label heads (of toxicity models) give the labels independent probabilities.
+        self.multi_label = (
             self.network.config.problem_type == "multi_label_classification" or len(own) == 1
         )
-        if self.several and len(self.labels) < len(names):
+        if self.multi_label and len(self.labels) < len(names):
             raise ScoringError(
                 f"{model}: its labels do not exclude each other, so their probabilities cannot be"
-                f" added; give each a name of its own, found {', '.join(names)}"
+                f" added; give each another name, found {', '.join(names)}"
             )
         self.parts = torch.tensor([[name == label for label in self.labels] for name in names])
         kept = "" if column is None else f", {column} alone"
         self.version = (
-            f"{model}, {weights}, {'each of' if self.several else 'one of'} the labels"
+            f"{model}, {weights}, {'each of' if self.multi_label else 'one of'} the labels"
             f" {', '.join(f'{a}: {b}' for a, b in zip(own, names, strict=True))}{kept}"
-            f"{_beside(model)}"
+            f"{_other_files_version(model)}"
         )
 
     def close(self) -> None:
         self.__dict__.pop("network", None)
 
     @torch.no_grad()
-    def score(self, items: Sequence[Item]) -> list[Score]:
-        texts = [item.text for item in items if not unreadable(item.text)]
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
+        texts = [item.text for item in items if not unreadable_reason(item.text)]
         if not texts:
-            return [Skipped(unreadable(item.text)) for item in items]
+            return [SkippedText(unreadable_reason(item.text)) for item in items]
         config = self.network.config
         limit = min(512, context_of(config) - 2, short_context(config) or 512)
         batch = self.tokenizer(
@@ -213,24 +219,25 @@ class Classifier(Scorer):
         ).to(self.network.device)
         with prepacked(self.network):
             logits = self.network(**batch).logits.double()
-        probabilities = logits.sigmoid() if self.several else logits.softmax(1)
+        probabilities = logits.sigmoid() if self.multi_label else logits.softmax(1)
         probabilities = probabilities @ self.parts.to(probabilities)
         if self.column is not None:
             probabilities = probabilities[:, [self.labels.index(self.column)]]
         rows = iter(probabilities.tolist())
         return [
-            Skipped(why) if (why := unreadable(item.text)) else tuple(next(rows)) for item in items
+            SkippedText(why) if (why := unreadable_reason(item.text)) else tuple(next(rows))
+            for item in items
         ]
 
 
-def _beside(model: str) -> str:
-    """For a version: a hash of what decides scores in a folder besides its weights, such as its
-    tokenizer; "" for a name or a hub id."""
+def _other_files_version(model: str) -> str:
+    """A part of a version: a hash of the files in a folder that decide scores besides the weights,
+    such as the tokenizer; "" for a name or a hub id."""
     if model == SMOLLM2 or not Path(model).is_dir():
         return ""
     digest = hashlib.sha256()
     for file in sorted(Path(model).iterdir()):
-        if file.is_file() and file.suffix in READ:
+        if file.is_file() and file.suffix in VERSIONED_ENDINGS:
             digest.update(f"{file.name} {sha256_of(file)}\n".encode())
     return f", other files {digest.hexdigest()[:12]}"
 
@@ -257,7 +264,7 @@ def _load_classifier(
             tokenizer = AutoTokenizer.from_pretrained(model, **options)
     except ModelError as error:
         raise ScoringError(f"cannot load the classifier: {error}") from error
-    except Exception as error:  # missing and damaged files raise errors of half a dozen libraries
+    except Exception as error:  # many libraries raise here
         if has_own_code(error):
             raise ScoringError(f"the classifier {model!r} {OWN_CODE}") from error
         reason = (

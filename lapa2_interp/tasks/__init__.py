@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from lapa2_interp._util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lapa2_interp.tasks.task import Task, more_prompts, read_prompts, read_task
+    from lapa2_interp.tasks.task import Task, extra_prompts, read_prompts, read_task
 
 __all__ = [
     "Task",
-    "more_prompts",
+    "extra_prompts",
     "read_prompts",
     "read_task",
 ]

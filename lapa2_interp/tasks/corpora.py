@@ -1,8 +1,8 @@
-"""Labelled texts to train and evaluate on: the corpora of the paper by name from the Hugging Face
-hub, or files of your own.
+"""Labelled texts for training and evaluation: the paper's corpora from the Hugging Face hub, by
+name, or custom files.
 
-A file is JSON lines, CSV or Parquet with the fields `text` and `label` (.xz, .gz, .bz2 and .zip are
-read as they are). ParaDetox's fields `toxic` and `neutral` become texts with the labels toxic and
+A file is JSON lines, CSV or Parquet with the fields `text` and `label`; it may be compressed (.xz,
+.gz, .bz2 and .zip). ParaDetox's fields `toxic` and `neutral` become texts with the labels toxic and
 nontoxic.
 """
 
@@ -26,7 +26,7 @@ import pandas as pd
 from pandas.io.common import get_handle  # type: ignore[import-not-found]
 
 from lapa2_interp._util.errors import DataError, unknown_choice
-from lapa2_interp._util.files import check_file, parse_json
+from lapa2_interp._util.parsing import check_regular_file, parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HubCorpus:
-    """Where a corpus is on the hub, and what its numbers mean."""
+    """A corpus on the hub, and the names of its labels and splits."""
 
     repository: str
     text: str
     labels: tuple[str, ...]
     splits: Mapping[str, str]
-    """Ours (train, test) to the hub's."""
+    """Names on the hub of the splits train and test."""
     tokenised: bool = False
     """The texts are in the lower-case, spaced form of treebanks, which `detokenise` undoes."""
 
 
-HUB = {
+HUB_CORPORA = {
     "imdb": HubCorpus(
         "stanfordnlp/imdb", "text", ("negative", "positive"), {"train": "train", "test": "test"}
     ),
@@ -67,10 +67,11 @@ HUB = {
 
 
 def read_csv(path: Any, **options: Any) -> pd.DataFrame:
-    """A CSV file at its word: a text may be "NA", and a field too many is no index.
+    """Read a CSV file literally: "NA" is a text, and the first field is never an index.
 
     Raises:
-        ValueError: Rows have more fields than the first has names, or two columns have one name.
+        ValueError: Rows have more fields than the first line has names, or two columns have the
+            same name.
     """
     head = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
     _check_names(head.iloc[0])
@@ -85,10 +86,10 @@ def read_csv(path: Any, **options: Any) -> pd.DataFrame:
 
 
 def read_json_lines(path: Path) -> pd.DataFrame:
-    """A file of JSON objects, one on each line, and a row each.
+    """Read a file with one JSON object on each line, which becomes a row.
 
     Raises:
-        ValueError: A line is no object; the message has its number.
+        ValueError: A line is no JSON object; the message has its number.
     """
     rows = []
     with get_handle(path, "rt", encoding="utf-8-sig", compression="infer") as opened:
@@ -121,9 +122,9 @@ def _read_parquet(path: Path) -> pd.DataFrame:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise ValueError where two columns of a table have one name."""
-    if twice := [name for name, n in Counter(names).items() if n > 1]:
-        raise ValueError(f"it has two columns {twice[0]!r}; give one")
+    """Raise ValueError if two columns of a table have the same name."""
+    if repeated := [name for name, n in Counter(names).items() if n > 1]:
+        raise ValueError(f"it has two columns {repeated[0]!r}; give one")
 
 
 READERS: Mapping[str, Callable[..., pd.DataFrame]] = {
@@ -134,24 +135,25 @@ READERS: Mapping[str, Callable[..., pd.DataFrame]] = {
 
 
 def read_table(path: Path, **options: Any) -> pd.DataFrame:
-    """A table in JSON lines, CSV or Parquet, by its ending; .xz, .gz, .bz2 and .zip may follow it.
+    """Read a table in JSON lines, CSV or Parquet, by its ending; .xz, .gz, .bz2 and .zip may follow
+    it.
 
     Args:
-        options: For `pandas.read_csv`, of a CSV file.
+        options: Passed to `pandas.read_csv` for a CSV file.
 
     Raises:
-        ValueError: It is no file, of no such ending, or has two columns of one name.
-        OSError: It cannot be read. Each compression has errors of its own for a damaged file
-            (`DAMAGED`).
+        ValueError: It is no regular file, has another ending, or two columns of the same name.
+        OSError: It cannot be read. Each compression raises other errors for a damaged file
+            (`READ_ERRORS`).
     """
     kinds = [ending for ending in path.suffixes if ending in READERS]
     if not kinds:
         raise ValueError(f"it does not end in {', '.join(READERS)}")
-    check_file(path)
+    check_regular_file(path)
     return READERS[kinds[-1]](path, **options if kinds[-1] == ".csv" else {})
 
 
-DAMAGED = (
+READ_ERRORS = (
     OSError,
     ValueError,
     EOFError,
@@ -160,19 +162,20 @@ DAMAGED = (
     zlib.error,
     zipfile.BadZipFile,
 )
+"""Errors of `read_table` for a damaged file."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Labelled texts without blank or repeated ones.
+    """Labelled texts; blank and repeated texts are left out.
 
     Attributes:
-        texts: By label, in the file's order.
+        texts: Texts by label, in the file's order.
         source: Name or file name.
         blank: Rows left out because they have no text.
-        repeated: Rows left out because their text came before.
-        other: Rows left out because their label was not asked for.
-        elsewhere: Rows left out because they are in another part: trained on, or held out.
+        repeated: Rows left out because an earlier row has the same text.
+        other: Rows left out because their label was not requested.
+        in_another_part: Rows left out because they are in another part (trained on, or held out).
     """
 
     texts: Mapping[str, tuple[str, ...]]
@@ -180,7 +183,7 @@ class Corpus:
     blank: int = 0
     repeated: int = 0
     other: int = 0
-    elsewhere: int = 0
+    in_another_part: int = 0
 
     @cached_property
     def sha256(self) -> str:
@@ -193,31 +196,32 @@ class Corpus:
 
     @property
     def summary(self) -> str:
-        """One line: what is there and what was left out."""
+        """One line with the numbers of texts and of the rows left out."""
         counts = ", ".join(f"{len(texts)} {label}" for label, texts in self.texts.items())
         left_out = {
             "blank": self.blank,
             "repeated": self.repeated,
             "with another label": self.other,
-            "that another part has": self.elsewhere,
+            "that another part has": self.in_another_part,
         }
         noted = ", ".join(f"{n} {why}" for why, n in left_out.items() if n)
         return f"{self.source}: {counts}" + (f" (left out: {noted})" if noted else "")
 
 
 def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Corpus:
-    """Texts of these labels.
+    """Read the texts of these labels.
 
     Args:
-        source: A name (imdb, sst2, agnews) that is read from the hub, or a file.
-        labels: Those to keep.
-        split: Which split of a corpus on the hub: train or test.
+        source: A name (imdb, sst2, agnews), which is read from the hub, or a file.
+        labels: Labels to keep.
+        split: Split of a corpus on the hub: train or test.
 
     Raises:
-        DataError: No such name or file, not readable, fields missing, or a label has no text.
+        DataError: The name is unknown, the file is missing or unreadable, fields are missing, or a
+            label has no text.
     """
-    frame = _from_hub(source, split) if source in HUB else _from_file(Path(source))
-    name = f"{source} {split}" if source in HUB else Path(source).name
+    frame = _read_hub(source, split) if source in HUB_CORPORA else _read_file(Path(source))
+    name = f"{source} {split}" if source in HUB_CORPORA else Path(source).name
     missing = [field for field in ("text", "label") if field not in frame]
     if missing:
         raise DataError(
@@ -245,42 +249,42 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
     )
 
 
-def _from_file(path: Path) -> pd.DataFrame:
+def _read_file(path: Path) -> pd.DataFrame:
     kinds = [ending for ending in path.suffixes if ending in READERS]
     if not kinds:
         raise DataError(
-            f"{unknown_choice('corpus', str(path), HUB)}, or a file that ends in"
+            f"{unknown_choice('corpus', str(path), HUB_CORPORA)}, or a file that ends in"
             f" {', '.join(READERS)}"
         )
     try:
-        return _from_pairs(read_table(path))
-    except DAMAGED as error:
+        return _expand_pairs(read_table(path))
+    except READ_ERRORS as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())[:160]}") from error
 
 
-def _from_pairs(frame: pd.DataFrame) -> pd.DataFrame:
-    """A table of toxic sentences and their neutral ones as labelled texts; any other as it is. Of
-    several neutral sentences the first is taken."""
+def _expand_pairs(frame: pd.DataFrame) -> pd.DataFrame:
+    """Turn pairs of toxic and neutral sentences into labelled texts; leave any other table as it
+    is. From a list of neutral sentences the first is taken."""
     if not {"toxic", "neutral"} <= set(frame):
         return frame
-    first = frame["neutral"].map(_first_of)
+    first = frame["neutral"].map(_first_text)
     pairs = {"toxic": frame["toxic"], "nontoxic": first}
     return pd.concat(
         [pd.DataFrame({"text": texts, "label": name}) for name, texts in pairs.items()]
     )
 
 
-def _first_of(found: object) -> str:
-    """A text, or the first of several; "" where there is none."""
+def _first_text(found: object) -> str:
+    """A text, or the first text of a list; "" if there is none."""
     if isinstance(found, str):
         return found
     return next(iter(found), "") if isinstance(found, Iterable) else ""
 
 
-def _from_hub(name: str, split: str) -> pd.DataFrame:
+def _read_hub(name: str, split: str) -> pd.DataFrame:
     from datasets import disable_progress_bars, load_dataset
 
-    corpus = HUB[name]
+    corpus = HUB_CORPORA[name]
     if split not in corpus.splits:
         raise DataError(unknown_choice("split", split, corpus.splits))
     if not sys.stderr.isatty():
@@ -297,7 +301,7 @@ def _from_hub(name: str, split: str) -> pd.DataFrame:
 
 
 def detokenise(text: str) -> str:
-    """A sentence in a treebank's form ("a gorgeous , witty movie .") as people write it ("A
+    """Turn a sentence in a treebank's form ("a gorgeous , witty movie .") into plain text ("A
     gorgeous, witty movie.")."""
     for pattern, written in (
         (r"\s*-lrb-\s*", " ("),
@@ -313,11 +317,11 @@ def detokenise(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def apart(others: Sequence[Corpus], corpora: Sequence[Corpus]) -> list[Corpus]:
-    """Corpora without the texts that others have.
+def without_texts_of(others: Sequence[Corpus], corpora: Sequence[Corpus]) -> list[Corpus]:
+    """Remove the texts of other corpora from corpora.
 
     Raises:
-        DataError: That leaves no text of a label.
+        DataError: No text of a label is left.
     """
     known = {text for corpus in others for texts in corpus.texts.values() for text in texts}
     kept = []
@@ -332,21 +336,21 @@ def apart(others: Sequence[Corpus], corpora: Sequence[Corpus]) -> list[Corpus]:
                 " held out; give other held-out texts"
             )
         both = sum(map(len, corpus.texts.values())) - sum(map(len, texts.values()))
-        kept.append(replace(corpus, texts=texts, elsewhere=corpus.elsewhere + both))
+        kept.append(replace(corpus, texts=texts, in_another_part=corpus.in_another_part + both))
     return kept
 
 
-HELD = ", held out"
+HELD_OUT_SUFFIX = ", held out"
 
 
-def split_off(
+def split_held_out(
     corpus: Corpus, per_label: int, one_in: int = 5, at_least: int = 1
 ) -> tuple[Corpus, Corpus]:
-    """(rest, held out): of each label the `per_label` texts, one in `one_in` at most, whose sha256
-    is smallest.
+    """Split a corpus into (rest, held out). Of each label, the `per_label` texts with the smallest
+    sha256 are held out, but at most one text in `one_in`.
 
     Raises:
-        DataError: That is fewer than `at_least` texts of a label.
+        DataError: Fewer than `at_least` texts of a label are held out.
     """
     rest, held = {}, {}
     for label, texts in corpus.texts.items():
@@ -359,29 +363,29 @@ def split_off(
                 f"{corpus.source} has {len(texts)} {label!r} texts, too few to hold some out; give"
                 f" at least {one_in * at_least}"
             )
-    name = f"{corpus.source.removesuffix(HELD)}{HELD}"
+    name = f"{corpus.source.removesuffix(HELD_OUT_SUFFIX)}{HELD_OUT_SUFFIX}"
     return replace(corpus, texts=rest), replace(corpus, texts=held, source=name)
 
 
-def pieces(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int]]:
-    """Token ids of a text in pieces of at most `length`, cut where sentences end; longer sentences
-    are cut short."""
-    now = ""
+def split_pieces(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int]]:
+    """Token ids of a text in pieces of at most `length`, cut at the ends of sentences. A longer
+    sentence is truncated."""
+    piece = ""
     ids: list[int] = []
     for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())):
-        longer = f"{now} {sentence}".strip()
+        longer = f"{piece} {sentence}".strip()
         new_ids = tokenizer(longer, add_special_tokens=False).input_ids
         if ids and len(new_ids) > length:
             yield ids
             longer, new_ids = sentence, tokenizer(sentence, add_special_tokens=False).input_ids
-        now, ids = longer, _cut(new_ids, tokenizer, length)
+        piece, ids = longer, _truncate(new_ids, tokenizer, length)
     if ids:
         yield ids
 
 
-def _cut(ids: list[int], tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
-    """At most `length` tokens, and none of a character that is cut in two: read again, it would be
-    another one."""
+def _truncate(ids: list[int], tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
+    """At most `length` tokens, and no token of a character that is cut in two, since its bytes
+    alone are another character."""
     for n in range(min(length, len(ids)), 0, -1):
         if n == len(ids) or not tokenizer.decode(ids[:n]).endswith("\N{REPLACEMENT CHARACTER}"):
             return ids[:n]

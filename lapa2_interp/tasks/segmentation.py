@@ -1,9 +1,9 @@
-"""Words of a text in any script, for all that counts or compares them.
+"""Words of a text in any script, for counts and comparisons.
 
-Words stand between spaces and signs, with marks kept at their letters. Scripts that write no spaces
-between words (Han, kana, and those of South East Asia: Thai, Lao, Khmer, Burmese) count by
-graphemes: what a reader takes for one character. A sign is one grapheme, too, such as an emoji of
-several characters. What a reader cannot tell apart counts as the same (`normal`).
+A word stands between spaces and signs; marks belong to their letters. Scripts that write no spaces
+between words (Han, kana, and the South East Asian scripts Thai, Lao, Khmer, Burmese) are counted by
+graphemes: characters as a reader sees them. A sign is one grapheme, too, such as an emoji that is
+made of more than one character. Texts that look the same count as the same (`normalize_text`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 import regex
 
-COUNTING = "words or graphemes"
-"""For the versions of scorers that count so."""
+COUNT_UNIT = "words or graphemes"
+"""The unit of counts, for the versions of scorers."""
 SPACE = r"\s\x1c-\x1f"  # with these, as str.split
 UNSPACED = r"[[\p{L}\p{Nl}]&&[\p{Han}\p{scx=Hiragana}\p{scx=Katakana}\p{Line_Break=SA}]]"
 # Letters, digits and "_", as \w of re has them. Joiners and soft hyphens stand inside words.
@@ -35,65 +35,68 @@ _BEGINNING, _END = regex.compile(rf"{INSIDE}*", regex.V1), regex.compile(rf"{WOR
 _LETTERS = regex.compile(rf"(?=\P{{M}})[{INSIDE}--[\p{{Nd}}_]]{{3,}}", regex.V1)
 
 
-def normal(text: str) -> str:
-    """A text as it is read: letters and marks composed, and no characters that are never seen."""
+def normalize_text(text: str) -> str:
+    """A text with letters and marks composed, and without invisible characters."""
     return unicodedata.normalize("NFC", _UNSEEN.sub("", text))
 
 
-def unspaced(text: str) -> bool:
-    """Whether a text has letters of a script that writes no spaces between words."""
+def has_unspaced_script(text: str) -> bool:
+    """True if a text has letters of a script that writes no spaces between words."""
     return _UNSPACED.search(text) is not None
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in small letters; of scripts without spaces, what stands between
-    signs."""
-    return _WORDS.findall(normal(text).lower())
+    """The words of a text in lower case. In scripts without spaces, the text between two signs is
+    one word."""
+    return _WORDS.findall(normalize_text(text).lower())
 
 
-def counted(text: str) -> list[str]:
+def words_and_signs(text: str) -> list[str]:
     """Words, graphemes of scripts without spaces, and signs, in order."""
-    return _COUNTED.findall(normal(text))
+    return _COUNTED.findall(normalize_text(text))
 
 
 def letter_runs(text: str) -> list[str]:
-    """Runs of three letters and more, in small letters and of scripts with spaces."""
-    return _LETTERS.findall(normal(text).lower())
+    """Runs of three letters or more of scripts with spaces, in lower case."""
+    return _LETTERS.findall(normalize_text(text).lower())
 
 
-def spans(text: str) -> list[tuple[int, int]]:
-    """Where the words between spaces, and the graphemes of scripts without spaces, begin and end in
-    a text; signs belong to the word they touch."""
+def word_spans(text: str) -> list[tuple[int, int]]:
+    """Start and stop in a text of each word between spaces, and of each grapheme of scripts without
+    spaces. Signs belong to the word they touch."""
     return [found.span() for found in _SPANS.finditer(text)]
 
 
-def between(text: str, start: int, stop: int) -> str:
-    """The words of a text whose numbers, as of `spans`, are in [start, stop), with one space for
-    white space between them."""
-    chosen = spans(text)[start:stop]
+def words_between(text: str, start: int, stop: int) -> str:
+    """The words of a text with numbers in [start, stop), counted as by `word_spans`. White space
+    between them becomes one space."""
+    chosen = word_spans(text)[start:stop]
     return " ".join(text[chosen[0][0] : chosen[-1][1]].split()) if chosen else ""
 
 
-def beginning(text: str) -> str:
-    """What a text adds to a word that stands before it."""
+def word_continuation(text: str) -> str:
+    """The characters at the beginning of a text that continue a word before it."""
     return _BEGINNING.match(text)[0]
 
 
-def end(text: str) -> str:
-    """The word that a text ends with, perhaps unfinished; "" if none."""
+def last_word(text: str) -> str:
+    """The word at the end of a text, perhaps unfinished; "" if there is none."""
     found = _END.search(text)
     return found[0] if found else ""
 
 
-def saying(wanted: Iterable[str]) -> regex.Pattern[str]:
-    """Finds words of `words` in a `normal` text, in any letter case: whole, or anywhere in a script
-    without spaces."""
+def words_pattern(wanted: Iterable[str]) -> regex.Pattern[str]:
+    """A pattern that finds these words, as of `words`, in a text from `normalize_text`, in any
+    letter
+    case: whole words, or anywhere in a script without spaces."""
     spelled = []
     for word in wanted:
-        large = normal(word.upper())  # of some letters in another number of characters
+        large = normalize_text(word.upper())  # some letters become more than one
         spelled += [word, large] if large.lower() == word else [word]
     found = [
-        regex.escape(word) if unspaced(word) else rf"(?<!{WORD}){regex.escape(word)}(?!{INSIDE})"
+        regex.escape(word)
+        if has_unspaced_script(word)
+        else rf"(?<!{WORD}){regex.escape(word)}(?!{INSIDE})"
         for word in spelled
     ]
     return regex.compile(rf"(?V1i-f){'|'.join(found)}")

@@ -1,7 +1,7 @@
-"""Tasks: what to steer towards, with which prefixes, from which prompts. Small TOML files, built in
-    or a user's own.
+"""Control tasks: attributes with their prefixes, and prompts, from small TOML files, built in or
+custom.
 
-`EXAMPLE` shows the form. A method's own parameters and texts (by attribute, then branch) are
+`EXAMPLE` shows the form. Parameters and texts of single methods (by attribute, then branch) are
 optional.
 """
 
@@ -18,8 +18,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lapa2_interp._util.errors import TaskError, first_problem, unknown_choice, worst_problem
-from lapa2_interp._util.files import parse_json, parse_toml, read_text
+from lapa2_interp._util.errors import (
+    TaskError,
+    main_error,
+    unknown_choice,
+    validation_message,
+)
+from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
 from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
@@ -40,7 +45,6 @@ parameters = { omega = 100.0 }
 prefix = "The following text is furious.\\n\\n"
 """  # noqa: E501
 """A complete task file."""
-"""A word: letters, digits and "_"."""
 
 
 class Attribute(BaseModel):
@@ -52,7 +56,8 @@ class Attribute(BaseModel):
 
 
 class MethodSettings(BaseModel):
-    """What a method uses on this task instead of its defaults and the attributes' prefixes."""
+    """Parameters and texts of one method on this task, in place of its defaults and the attributes'
+    prefixes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,7 +66,7 @@ class MethodSettings(BaseModel):
 
 
 class Prompts(BaseModel):
-    """The prompts a task is evaluated on, and where they come from."""
+    """The prompts a task is evaluated on, and their source."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -77,8 +82,8 @@ class Task(BaseModel):
         length_counts_prompt: True: `length` counts prompt tokens too and the text begins with the
             prompt (the paper's sentiment and topic). False: `length` new tokens, and the text is
             the continuation alone (detox).
-        lengths: The lengths it is evaluated at.
-        attributes: By name.
+        lengths: Lengths of the texts it is evaluated on.
+        attributes: Attributes by name.
         prompts: The default prompts.
         methods: Parameters and texts of single methods.
     """
@@ -153,8 +158,8 @@ class Task(BaseModel):
         return others
 
     def texts(self, method: str, attribute: str) -> dict[str, str]:
-        """The texts a method puts in front of the prompt for an attribute, by branch; empty where
-        it has none here."""
+        """The texts that a method puts in front of the prompt for an attribute, by branch; empty if
+        the task has none."""
         settings = self.methods.get(method)
         return settings.texts.get(attribute, {}) if settings else {}
 
@@ -164,34 +169,37 @@ class Task(BaseModel):
         return settings.parameters if settings else {}
 
 
-def built_in() -> list[str]:
+def built_in_tasks() -> list[str]:
     """Names of the tasks that ship with the package."""
-    return sorted(Path(entry.name).stem for entry in _files() if entry.name.endswith(".toml"))
+    return sorted(
+        Path(entry.name).stem for entry in _package_files() if entry.name.endswith(".toml")
+    )
 
 
 def read_task(name: str | Path) -> Task:
-    """A built-in task by name, or a user's by the path of its TOML file; what it says of methods is
-    not checked.
+    """Read a built-in task by name, or a custom task from the path of its TOML file.
 
-    To use one, `methods.load_task`.
+    Its settings of methods are not checked here, but by `methods.load_task`.
 
     Raises:
         TaskError: Unknown name, unreadable file, or a malformed one; the message names the line or
             field.
     """
     name, path = str(name), Path(name)
-    if name in built_in():
+    if name in built_in_tasks():
         text = (resources.files(__package__) / f"{name}.toml").read_text(encoding="utf-8")
-        return _parsed(name, path.stem, text)
+        return _parse_task(name, path.stem, text)
     elif path.suffix == ".toml" and path.is_file():
         try:
             text = read_text(path)
         except (OSError, ValueError) as error:
             raise TaskError(f"cannot read the task file {name}: {error}") from None
     else:
-        raise TaskError(f"{unknown_choice('task', name, built_in())}, or the path of a .toml file")
-    task = _parsed(name, path.stem, text)
-    if task.name in built_in():
+        raise TaskError(
+            f"{unknown_choice('task', name, built_in_tasks())}, or the path of a .toml file"
+        )
+    task = _parse_task(name, path.stem, text)
+    if task.name in built_in_tasks():
         raise TaskError(
             f"task file {name}: {task.name!r} is a task of the package, and results would be told"
             " for its; give another name"
@@ -200,20 +208,20 @@ def read_task(name: str | Path) -> Task:
 
 
 @lru_cache(maxsize=64)
-def _parsed(name: str, stem: str, text: str) -> Task:
-    """A task from its file's text: grids ask for the same one thousands of times."""
+def _parse_task(name: str, stem: str, text: str) -> Task:
+    """A task from its file's text; cached, since grids need the same task thousands of times."""
     try:
         return Task.model_validate({"name": stem} | parse_toml(text))
     except ValidationError as error:
-        line = _line_of(text, worst_problem(error)["loc"])
-        raise TaskError(f"task file {name}, line {line}: {first_problem(error)}") from None
+        line = _line_of(text, main_error(error)["loc"])
+        raise TaskError(f"task file {name}, line {line}: {validation_message(error)}") from None
     except ValueError as error:
         raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
 
 
 def _line_of(text: str, place: Sequence[str | int]) -> int:
-    """The line of a TOML file that a field stands on, or of the nearest table around it that is
-    there; else the last."""
+    """The number of the line in a TOML file with a field, or with the nearest table around it; else
+    of the last line."""
     lines = text.splitlines()
     for name in reversed([re.escape(str(part)) for part in place]):
         for number, line in enumerate(lines, start=1):
@@ -222,13 +230,13 @@ def _line_of(text: str, place: Sequence[str | int]) -> int:
     return len(lines)
 
 
-def _files() -> Iterable:
+def _package_files() -> Iterable:
     return resources.files(__package__).iterdir()
 
 
-def more_prompts(task: str) -> tuple[str, ...]:
-    """Prompts written for this package, for grids that need more than the task's own; () for a task
-    of one's own."""
+def extra_prompts(task: str) -> tuple[str, ...]:
+    """Prompts written for this package, for grids that need more than the task has; () for a custom
+    task."""
     file = {"sentiment": "neutral", "topic": "neutral", "detox": "detox"}.get(task)
     if file is None:
         return ()
@@ -237,15 +245,15 @@ def more_prompts(task: str) -> tuple[str, ...]:
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Prompts from a file: one per line; `.jsonl` objects with a text in "prompt" or
+    """Read prompts from a file: one per line; `.jsonl` objects with a text in "prompt" or
     "prompt"."text"; or the column "prompt" of a `.csv`.
 
     Raises:
-        TaskError: Unreadable, empty, a table of another kind, or a line is malformed; the message
-            names it.
+        TaskError: The file is unreadable, empty, or of another format, or a line is malformed; the
+            message has its number.
     """
     kind = path.suffix.lower()
-    if kind in TABLES:
+    if kind in OTHER_FORMATS:
         raise TaskError(
             f"{path} is no file of prompts: give lines of text, .jsonl objects with a field"
             ' "prompt", or a .csv with a column "prompt"'
@@ -261,12 +269,12 @@ def read_prompts(path: Path) -> tuple[str, ...]:
         raise TaskError(f"cannot read prompts from {path}{mark} {error}") from None
     if kind == ".csv":
         return _prompts_of_csv(path, text)
-    read = _prompt_of_json if kind == ".jsonl" else str
+    parse = _prompt_of_json if kind == ".jsonl" else str
     prompts = []
-    # Of all that Unicode takes for the end of a line, JSON lets some stand in a text.
+    # Only these end a line: JSON allows the other line separators of Unicode inside a text.
     for number, line in enumerate(re.split("\r\n?|\n", text), start=1):
         try:
-            prompts += [read(line)] if line.strip() else []
+            prompts += [parse(line)] if line.strip() else []
         except ValueError:
             raise TaskError(
                 f'{path} line {number}: expected a JSON object with a text in "prompt" (or, as'
@@ -278,8 +286,10 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     return tuple(prompts)
 
 
-TABLES = (".parquet", ".json", ".tsv", ".xlsx", ".npz", ".zip", ".gz", ".xz", ".bz2", ".toml")
-"""Endings of files that hold prompts in a form that is not read."""
+OTHER_FORMATS = (
+    ".parquet", ".json", ".tsv", ".xlsx", ".npz", ".zip", ".gz", ".xz", ".bz2", ".toml",
+)  # fmt: skip
+"""Endings of files in formats from which prompts are not read."""
 
 
 def _prompts_of_csv(path: Path, text: str) -> tuple[str, ...]:
@@ -308,10 +318,10 @@ def _prompt_of_json(line: str) -> str:
     """The prompt of a line of .jsonl.
 
     Raises:
-        ValueError: There is none, or it is no text.
+        ValueError: There is no prompt, or it is no text.
     """
-    read = parse_json(line)
-    prompt = read.get("prompt") if isinstance(read, dict) else None
+    row = parse_json(line)
+    prompt = row.get("prompt") if isinstance(row, dict) else None
     text = prompt.get("text") if isinstance(prompt, dict) else prompt
     if not isinstance(text, str) or not text.strip():
         raise ValueError(text)

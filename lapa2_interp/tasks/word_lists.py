@@ -1,5 +1,5 @@
-"""Word lists: the words by which corpora tell attributes apart, and the statistic that says how
-sure that is.
+"""Word lists: the words that distinguish the attributes of labelled corpora, and the statistic that
+chooses them.
 
 For every word and class, z is the log-odds of the word in the class's texts minus those in the
 other classes' texts, divided by its standard error. Both log-odds are smoothed by the counts of all
@@ -21,15 +21,16 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lapa2_interp._util.errors import DataError, first_problem
-from lapa2_interp._util.files import parse_json, read_text, write_text
+from lapa2_interp._util.errors import DataError, validation_message
+from lapa2_interp._util.files import write_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp.tasks.corpora import read_corpus
 from lapa2_interp.tasks.segmentation import letter_runs
 
 PRIOR = 10_000.0
-SURE = 1.96
-"""The least z of a word that is kept: one in forty of the words that tell nothing about the class
-reaches it."""
+LEAST_Z = 1.96
+"""The least z of a word that is kept. One in forty words that are unrelated to the class reaches
+it."""
 STATISTIC = (
     "z of the log-odds ratio with an informative Dirichlet prior of 10,000 words; function words"
     " left out"
@@ -54,7 +55,7 @@ STOPWORDS = frozenset(
 
 
 class WordList(BaseModel):
-    """A task's words by attribute, best first, and where they come from."""
+    """A task's words by attribute, best first, and their source."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,13 +68,13 @@ class WordList(BaseModel):
 
 
 def derive_words(
-    texts: Mapping[str, Sequence[str]], n: int, least: int = 20, sure: float = SURE
+    texts: Mapping[str, Sequence[str]], n: int, least: int = 20, sure: float = LEAST_Z
 ) -> dict[str, list[tuple[str, float]]]:
     """The n words of largest z of every class, with their z, best first.
 
     Args:
-        texts: By class.
-        least: Occurrences a word must have in all texts.
+        texts: Texts by class.
+        least: Least number of occurrences of a word in all texts.
         sure: The least z of a word that is kept.
 
     Raises:
@@ -104,7 +105,8 @@ def derive_words(
 
 
 def z_score(own: int, other: int, n_own: int, n_other: int, prior: float) -> float:
-    """A word's z: its counts, the numbers of words, and its prior count of `PRIOR` in all."""
+    """z of a word, from its counts in both classes, their numbers of words, and its prior count out
+    of `PRIOR`."""
     from math import log, sqrt
 
     a, b = own + prior, other + prior
@@ -112,11 +114,11 @@ def z_score(own: int, other: int, n_own: int, n_other: int, prior: float) -> flo
     return difference / sqrt(1 / a + 1 / b)
 
 
-def read_words(file: str, task: str) -> dict[str, tuple[str, ...]]:
-    """The words of a file, or those the package has for a task.
+def read_word_list(file: str, task: str) -> dict[str, tuple[str, ...]]:
+    """The words of a file, or the package's words for a task if `file` is "".
 
     Raises:
-        DataError: There are none, or the file is malformed.
+        DataError: There is no such list, or the file is malformed.
     """
     source = Path(file or str(resources.files(__package__) / "words" / f"{task}.json"))
     try:
@@ -127,7 +129,7 @@ def read_words(file: str, task: str) -> dict[str, tuple[str, ...]]:
             f"{where}; `lapa2 word-lists --task {task} --data CORPUS --out FILE` makes a list"
         ) from None
     except ValidationError as error:
-        raise DataError(f"{source} is not a word list: {first_problem(error)}") from None
+        raise DataError(f"{source} is not a word list: {validation_message(error)}") from None
     except ValueError as error:
         raise DataError(f"{source} is not a word list: {error}") from None
 
@@ -138,11 +140,10 @@ def make_word_list(
     out: Path,
     n: int = 400,
     least: int = 20,
-    sure: float = SURE,
+    sure: float = LEAST_Z,
     force: bool = False,
 ) -> dict[str, list[tuple[str, float]]]:
-    """Derive word lists from labelled texts and write them to a file: `derive_words` of corpora, as
-    the command has it.
+    """Derive word lists from corpora with `derive_words` and write them to a file.
 
     Args:
         labels: The attributes; each is a label of the texts.
@@ -155,8 +156,8 @@ def make_word_list(
         Words with their z, by label.
 
     Raises:
-        DataError: A corpus cannot be read, an attribute gets no word, or the file is there or
-            cannot be written.
+        DataError: A corpus cannot be read, an attribute gets no word, or the file exists or cannot
+            be written.
     """
     if out.is_dir() or (out.exists() and not force):
         kind = "a folder" if out.is_dir() else "there already"

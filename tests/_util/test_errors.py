@@ -5,7 +5,12 @@ import pandas as pd
 import pytest
 
 from lapa2_interp import generate, load_run
-from lapa2_interp._util.errors import Lapa2Error, RunError, in_python, on_command_line
+from lapa2_interp._util.errors import (
+    Lapa2Error,
+    RunError,
+    as_python_parameters,
+    on_command_line,
+)
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.runs.launch import launch
@@ -34,8 +39,8 @@ ASKED = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "
     ],
 )  # fmt: skip
 def test_options_are_parameters_in_python(option, parameter):
-    assert in_python(option) == parameter
-    assert in_python(parameter) == parameter
+    assert as_python_parameters(option) == parameter
+    assert as_python_parameters(parameter) == parameter
     error = Lapa2Error(option)
     assert str(error) == parameter
     with on_command_line():

@@ -9,16 +9,16 @@ import pytest
 
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import (
-    ASIDE,
     LOCK,
+    TEMPORARY_PREFIX,
     check_name,
-    clean,
-    held,
     holds_only,
     is_damage,
-    new_folder,
     read_checkpoint,
+    remove_abandoned,
+    result_folder,
     temporary_folder,
+    try_lock,
     without_checksums,
     write_checkpoint,
 )
@@ -35,23 +35,23 @@ def aged(path):
 @pytest.mark.parametrize("names", [(), (f"{LOCK}.new",)])
 def test_what_a_process_left_that_died_without_a_lock_goes_in_a_minute(tmp_path, names):
     """It died before it held its lock, or when it had removed all else."""
-    left = tmp_path / f"{ASIDE}x"
+    left = tmp_path / f"{TEMPORARY_PREFIX}x"
     left.mkdir()
     for name in names:
         (left / name).touch()
-    clean(tmp_path)
+    remove_abandoned(tmp_path)
     assert left.exists(), "its owner may be about to lock it"
     aged(left)
-    clean(tmp_path)
+    remove_abandoned(tmp_path)
     assert not left.exists()
 
 
 def test_what_is_filled_on_a_disk_without_locks_stays(tmp_path):
-    left = tmp_path / f"{ASIDE}x"
+    left = tmp_path / f"{TEMPORARY_PREFIX}x"
     (left / "new").mkdir(parents=True)
     (left / f"{LOCK}.new").touch()
     aged(left)
-    clean(tmp_path)
+    remove_abandoned(tmp_path)
     assert left.exists()
 
 
@@ -76,12 +76,12 @@ def test_a_kill_at_any_moment_of_a_removal_leaves_what_the_next_process_removes(
 
 def test_a_pair_of_folders_that_a_kill_or_somebody_left_is_named_and_not_moved(tmp_path, capsys):
     """A process was killed between two renames; or somebody planted such a pair."""
-    left = tmp_path / f"{ASIDE}x"
+    left = tmp_path / f"{TEMPORARY_PREFIX}x"
     for name in ("before", "new/out"):
         (left / name).mkdir(parents=True)
         (left / name / "table.csv").write_text(name)
     (left / LOCK).touch()
-    with new_folder(tmp_path / "other", False, OURS) as folder:
+    with result_folder(tmp_path / "other", False, OURS) as folder:
         (folder / "table.csv").write_text("mine")
     assert sorted(each.name for each in tmp_path.iterdir()) == [left.name, "other"]
     assert (left / "new" / "out" / "table.csv").read_text() == "new/out"
@@ -95,11 +95,11 @@ def test_force_replaces_nothing_that_a_command_did_not_write(tmp_path):
         (out / name).touch()
     with (
         pytest.raises(RunError, match="holds thesis.tex, which is not of this command's making"),
-        new_folder(out, True, OURS),
+        result_folder(out, True, OURS),
     ):
         pass
     (out / "thesis.tex").rename(tmp_path / "thesis.tex")
-    with new_folder(out, True, OURS) as folder:
+    with result_folder(out, True, OURS) as folder:
         (folder / "table.csv").write_text("new")
     assert [each.name for each in out.iterdir()] == ["table.csv"]
 
@@ -107,18 +107,18 @@ def test_force_replaces_nothing_that_a_command_did_not_write(tmp_path):
 def test_places_that_no_folder_can_be_moved_to_are_refused_at_once(tmp_path, monkeypatch):
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
-    with pytest.raises(RunError, match="loop of links"), new_folder(tmp_path / "a"):
+    with pytest.raises(RunError, match="loop of links"), result_folder(tmp_path / "a"):
         pytest.fail("it began")
-    with pytest.raises(RunError, match="not UTF-8"), new_folder(tmp_path / "b\udce9"):
+    with pytest.raises(RunError, match="not UTF-8"), result_folder(tmp_path / "b\udce9"):
         pytest.fail("it began")
     monkeypatch.setattr(os.path, "ismount", lambda place: place == tmp_path / "disk")
     (tmp_path / "disk").mkdir()
     with (
         pytest.raises(RunError, match="where a disk is mounted.*such as .*disk/run"),
-        new_folder(tmp_path / "disk"),
+        result_folder(tmp_path / "disk"),
     ):
         pytest.fail("it began")
-    with new_folder(tmp_path / "disk" / "run"):
+    with result_folder(tmp_path / "disk" / "run"):
         pass
     check_name(tmp_path / "\u202eé")
 
@@ -154,7 +154,7 @@ def test_json_that_is_nested_too_deeply_is_damage():
 
 def test_a_file_is_held_by_one_and_by_all_where_there_are_no_locks(tmp_path, monkeypatch):
     with (tmp_path / "a").open("w") as one, (tmp_path / "a").open("w") as other:
-        assert held(one)
-        assert not held(other)
+        assert try_lock(one)
+        assert not try_lock(other)
         monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(95, "none")))
-        assert held(other)
+        assert try_lock(other)

@@ -18,18 +18,18 @@ import pytest
 
 from lapa2_interp._util import progress
 from lapa2_interp._util.progress import (
-    drawing,
-    harmless_output,
-    interrupts_held,
-    no_progress,
-    one_line,
+    deferred_interrupts,
+    escape_line,
+    hidden_bar,
     progress_bar,
-    stopped_by_sigterm,
+    raw_stream,
+    sanitized_output,
+    stop_on_sigterm,
 )
 
 CODE = """
 import time
-from lapa2_interp import progress
+from lapa2_interp._util import progress
 progress.SHOWN_AFTER = 0.05
 with progress.progress_bar(1200, "3 cells") as bar:
     for _ in range(10):
@@ -111,7 +111,7 @@ def test_work_that_is_broken_off_says_how_far_it_came(clock, capsys):
 
 
 def test_no_progress_is_silent(clock, capsys):
-    for _ in work(clock, no_progress(), steps=100, seconds=10.0):
+    for _ in work(clock, hidden_bar(), steps=100, seconds=10.0):
         pass
     assert lines(capsys) == []
 
@@ -156,29 +156,30 @@ def test_on_a_terminal_control_characters_are_spelt_out(monkeypatch, capsys):
 
     out = Terminal()
     monkeypatch.setattr(sys, "stdout", out)
-    with harmless_output():
+    with sanitized_output():
         print("a\x1b[2J\x9b\u202eb\ud800\tc")
-        drawing(sys.stdout).write("\r\x1b[A")
+        raw_stream(sys.stdout).write("\r\x1b[A")
     assert out.getvalue() == "a\\x1b[2J\\x9b\\u202eb\\ud800\tc\n\r\x1b[A"
     assert sys.stdout is out
-    assert one_line("a\nb\x1b") == "a\\nb\\x1b"
+    assert escape_line("a\nb\x1b") == "a\\nb\\x1b"
 
 
 def test_what_is_no_terminal_gets_texts_as_they_are(monkeypatch, tmp_path):
     with (tmp_path / "log").open("w", encoding="utf-8") as log:
         monkeypatch.setattr(sys, "stdout", log)
-        with harmless_output():
+        with sanitized_output():
             print("a\x1b[2Jb \ud800")
     assert (tmp_path / "log").read_text(encoding="utf-8") == "a\x1b[2Jb \\ud800\n"
 
 
 @pytest.mark.parametrize(
-    ("kind", "exception"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Stopped)]
+    ("kind", "exception"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Terminated)],
 )
 def test_a_held_interrupt_counts_when_the_block_ends(kind, exception):
     stop, done = threading.Event(), []
-    with pytest.raises(exception), stopped_by_sigterm():
-        with interrupts_held(stop):
+    with pytest.raises(exception), stop_on_sigterm():
+        with deferred_interrupts(stop):
             assert not stop.is_set()
             signal.raise_signal(kind)
             assert stop.is_set()
@@ -188,26 +189,28 @@ def test_a_held_interrupt_counts_when_the_block_ends(kind, exception):
 
 
 @pytest.mark.parametrize(
-    ("kind", "exception"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Stopped)]
+    ("kind", "exception"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Terminated)],
 )
 def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_counts(kind, exception):
     """As matplotlib's renderer does."""
-    with pytest.raises(exception), stopped_by_sigterm():
+    with pytest.raises(exception), stop_on_sigterm():
         try:
             signal.raise_signal(kind)
         except BaseException:
             raise ValueError("Invalid affine transformation matrix") from None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(ValueError, match="its own"), stopped_by_sigterm():
+    with pytest.raises(ValueError, match="its own"), stop_on_sigterm():
         raise ValueError("its own")
 
 
 @pytest.mark.parametrize(
-    ("kind", "exception"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Stopped)]
+    ("kind", "exception"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Terminated)],
 )
 def test_an_interrupt_that_something_swallows_counts_at_the_end(kind, exception):
     """As Python does in a finalizer."""
-    with pytest.raises(exception), stopped_by_sigterm():
+    with pytest.raises(exception), stop_on_sigterm():
         with suppress(BaseException):
             signal.raise_signal(kind)
         went_on = True
@@ -221,7 +224,7 @@ class Finalized:
 
 def test_a_stop_inside_a_finalizer_is_raised_a_moment_later(capsys):
     began = time.monotonic()
-    with pytest.raises(progress.Stopped), stopped_by_sigterm():
+    with pytest.raises(progress.Terminated), stop_on_sigterm():
         Finalized()
         time.sleep(30)
     assert time.monotonic() - began < 10
@@ -232,7 +235,7 @@ def test_a_stop_inside_a_finalizer_is_raised_a_moment_later(capsys):
 
 def test_a_second_interrupt_counts_at_once():
     stop, done = threading.Event(), []
-    with pytest.raises(KeyboardInterrupt), interrupts_held(stop):
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts(stop):
         signal.raise_signal(signal.SIGINT)
         done.append("first")
         signal.raise_signal(signal.SIGINT)
@@ -246,7 +249,7 @@ def test_a_thread_holds_nothing():
     done = []
 
     def work():
-        with interrupts_held(threading.Event()), stopped_by_sigterm():
+        with deferred_interrupts(threading.Event()), stop_on_sigterm():
             done.append(1)
 
     thread = threading.Thread(target=work)

@@ -14,23 +14,18 @@ from scipy.stats import ttest_1samp
 
 from lapa2_interp import Augmentation, Layout
 from lapa2_interp._util.errors import CircuitError, LayoutError, TaskError
-from lapa2_interp.circuits import cases
-from lapa2_interp.circuits.cases import ContrastExample, attribute_words, make_examples
+from lapa2_interp.circuits import examples
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.edits import Edit, edited_logits
-from lapa2_interp.circuits.knockout import (
-    ResultStore,
-    Unit,
-    joint_curve,
-    knock_out,
-    prefix_mass,
-    read_heads,
-    units_everything,
-    write_heads,
-)
+from lapa2_interp.circuits.examples import ContrastExample, attribute_words, make_examples
+from lapa2_interp.circuits.joint_knockout import joint_curve
+from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import METRICS
-from lapa2_interp.circuits.question import ContrastSet
-from lapa2_interp.circuits.score import control
+from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
+from lapa2_interp.circuits.result_store import ResultStore
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
+from lapa2_interp.circuits.units import Unit, all_heads, load_heads, save_heads
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, planted
 from lapa2_interp.tasks.task import Task
@@ -39,7 +34,7 @@ PAIR = {"plus": "ab cd:", "minus": "xy zw:"}
 ALL = ("cut", "zero", "resample", "mean")
 
 
-def cases_of(model, n=5, prompts=("efg hi", "jkl"), prefixes=PAIR):
+def examples_of(model, n=5, prompts=("efg hi", "jkl"), prefixes=PAIR):
     rng = np.random.default_rng(3)
     return [
         ContrastExample.of(model.tokenizer, prefixes, prompt, rng.integers(60, 120, n).tolist())
@@ -51,13 +46,14 @@ def words_of(model):
     return ((70, 71, 72), (90, 91))
 
 
-def question(model, **settings):
-    return ContrastSet(tuple(cases_of(model, **settings)), words_of(model))
+def contrast_set(model, **settings):
+    return ContrastSet(tuple(examples_of(model, **settings)), words_of(model))
 
 
-def logits_of(model, cases, edit=None, **settings):
+def logits_of(model, examples, edit=None, **settings):
     return torch.stack(
-        [edited_logits(model, [(case, edit)], **settings)[0][:, 0] for case in cases], dim=1
+        [edited_logits(model, [(example, edit)], **settings)[0][:, 0] for example in examples],
+        dim=1,
     )
 
 
@@ -67,30 +63,30 @@ def whole_pass(model, layout, text):
         return model(torch.tensor([[*layout.ids, *text[:-1]]]))[0, len(layout) - 1 :]
 
 
-# --- reading
+# --- forward passes
 
 
 @pytest.mark.parametrize("model_class", ["TransformerBridge", "TransformersModel"])
-def test_a_reading_is_the_plain_forward_pass(tiny, model_class):
+def test_logits_are_those_of_the_plain_forward_pass(tiny, model_class):
     model = load(tiny, "float64", model_class)
-    for case in cases_of(model):
-        (found,), raw = edited_logits(model, [(case, None)], raw=True)[0].unbind(1), None
-        raw = edited_logits(model, [(case, None)], raw=True)[1][0]
-        for logits, layout in zip((*found, raw), (*case.layouts, case.raw), strict=True):
+    for example in examples_of(model):
+        (found,), raw = edited_logits(model, [(example, None)], raw=True)[0].unbind(1), None
+        raw = edited_logits(model, [(example, None)], raw=True)[1][0]
+        for logits, layout in zip((*found, raw), (*example.layouts, example.raw), strict=True):
             # A plain transformers model computes its softmax in float32.
             precision = 1e-10 if model_class == "TransformerBridge" else 1e-5
-            assert (logits - whole_pass(model, layout, case.text)).abs().max() < precision
+            assert (logits - whole_pass(model, layout, example.text)).abs().max() < precision
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
-@pytest.mark.parametrize("how", ["cut", "mean"])
-def test_heads_that_do_not_see_the_prefix_leave_no_control(name, how):
+@pytest.mark.parametrize("replacement", ["cut", "mean"])
+def test_heads_that_do_not_see_the_prefix_leave_no_control(name, replacement):
     """What later queries know of a prefix comes through its keys and values alone."""
     model = load(name)
     prefixes = PAIR if name != "smollm2-135m" else {"a": "Very positive:", "b": "Very negative:"}
-    for case in cases_of(model, prefixes=prefixes):
-        logits = logits_of(model, [case], Edit(units_everything(model), how))
-        plain = logits_of(model, [case])
+    for example in examples_of(model, prefixes=prefixes):
+        logits = logits_of(model, [example], Edit(all_heads(model), replacement))
+        plain = logits_of(model, [example])
         assert (logits[0] - logits[1]).abs().max() < 1e-6 * max(1, plain.abs().max())
         assert (plain[0] - plain[1]).abs().max() > 1e-3
 
@@ -99,18 +95,18 @@ def test_heads_that_do_not_see_the_prefix_leave_no_control(name, how):
 def test_all_keys_and_values_of_the_other_prefix_make_its_logits(name):
     model = load(name, "float64")
     prefixes = PAIR if name != "smollm2-135m" else {"a": "Very positive:", "b": "Very negative:"}
-    edit = Edit(units_everything(model), "resample", branches="target")
-    for case in cases_of(model, prefixes=prefixes):
-        plain, edited = logits_of(model, [case]), logits_of(model, [case], edit)
+    edit = Edit(all_heads(model), "resample", branches="target")
+    for example in examples_of(model, prefixes=prefixes):
+        plain, edited = logits_of(model, [example]), logits_of(model, [example], edit)
         assert (edited[0] - plain[1]).abs().max() < 1e-12 * max(1, plain.abs().max())
         assert (edited[1] - plain[1]).abs().max() < 1e-12 * max(1, plain.abs().max())
 
 
-def by_hand(model, case, heads, how, phase="all_queries"):
+def by_hand(model, example, heads, replacement, phase="all_queries"):
     """One branch, in one pass of tiny-gpt2 with keys, queries and values in hand: no rotary angles,
     no grouped heads."""
-    own, other = (torch.tensor([[*each.ids, *case.text[:-1]]]) for each in case.layouts[:2])
-    span = slice(*case.layouts[0].prefix)
+    own, other = (torch.tensor([[*each.ids, *example.text[:-1]]]) for each in example.layouts[:2])
+    span = slice(*example.layouts[0].prefix)
     kept = {}
 
     def keep(tensor, hook):
@@ -124,9 +120,9 @@ def by_hand(model, case, heads, how, phase="all_queries"):
     def of(name):
         theirs = other_of[name][0, span]  # key head d_head
         ours = state[name][0, span]
-        return theirs if how == "resample" else (theirs + ours) / 2
+        return theirs if replacement == "resample" else (theirs + ours) / 2
 
-    first = {"all_queries": span.stop, "last_query": len(case.layouts[0]) - 1}[phase]
+    first = {"all_queries": span.stop, "last_query": len(example.layouts[0]) - 1}[phase]
 
     def remember(tensor, hook):
         state[hook.name] = tensor.clone()
@@ -137,7 +133,7 @@ def by_hand(model, case, heads, how, phase="all_queries"):
         q, k, v = (state[f"blocks.{layer}.attn.{part}.hook_out"][0] for part in "qkv")
         for head in [h for i, h in heads if i == layer]:
             keys, values = k[:, head].clone(), v[:, head].clone()
-            if how == "zero":
+            if replacement == "zero":
                 values[span] = 0
             else:
                 keys[span] = of(f"blocks.{layer}.attn.k.hook_out")[:, head]
@@ -150,95 +146,102 @@ def by_hand(model, case, heads, how, phase="all_queries"):
     hooks = [(f"blocks.{i}.attn.{part}.hook_out", remember) for i in range(4) for part in "qkv"]
     hooks += [(f"blocks.{i}.attn.o.hook_in", output) for i in range(4)]
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-        return model(own)[0, len(case.layouts[0]) - 1 :]
+        return model(own)[0, len(example.layouts[0]) - 1 :]
 
 
-@pytest.mark.parametrize("how", ["zero", "resample", "mean"])
+@pytest.mark.parametrize("replacement", ["zero", "resample", "mean"])
 @pytest.mark.parametrize("heads", [((1, 2),), ((0, 0), (0, 3), (2, 1), (3, 3))])
 @pytest.mark.parametrize("phase", ["all_queries", "last_query"])
-def test_replacements_are_what_they_say(how, heads, phase):
+def test_replacements_are_what_they_say(replacement, heads, phase):
     model = load("tiny-gpt2", "float64")
-    for case in cases_of(model):
-        found = logits_of(model, [case], Edit(heads, how, phase))[0, 0]
-        assert (found - by_hand(model, case, heads, how, phase)).abs().max() < 1e-9
-        assert (found - logits_of(model, [case])[0, 0]).abs().max() > 1e-4
+    for example in examples_of(model):
+        found = logits_of(model, [example], Edit(heads, replacement, phase))[0, 0]
+        assert (found - by_hand(model, example, heads, replacement, phase)).abs().max() < 1e-9
+        assert (found - logits_of(model, [example])[0, 0]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("how", ALL)
+@pytest.mark.parametrize("replacement", ALL)
 @pytest.mark.parametrize("phase", ["all_queries", "last_query", "decode", "query"])
-def test_with_and_without_hooks_the_same(tiny, how, phase):
+def test_with_and_without_hooks_the_same(tiny, replacement, phase):
     model, plain = load(tiny, "float64"), load(tiny, "float64", "TransformersModel")
-    edit = Edit(((0, 1), (2, 2), (2, 3)), how, phase, positions=(1, 3))
-    cases = cases_of(model)
+    edit = Edit(((0, 1), (2, 2), (2, 3)), replacement, phase, positions=(1, 3))
+    examples = examples_of(model)
     assert (
-        logits_of(model, cases[:1], edit) - logits_of(plain, cases[:1], edit)
+        logits_of(model, examples[:1], edit) - logits_of(plain, examples[:1], edit)
     ).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("how", ALL)
-def test_phase_query_is_each_step_by_itself(tiny, how):
+@pytest.mark.parametrize("replacement", ALL)
+def test_phase_query_is_each_step_by_itself(tiny, replacement):
     """A step under phase query is the last step of that shorter text, whose other queries are
     clean."""
     model = load(tiny, "float64")
-    case = cases_of(model)[0]
-    edit = Edit(((1, 0), (2, 3)), how, "query")
-    whole = logits_of(model, [case], edit)[:, 0]
-    for t in range(case.n):
+    example = examples_of(model)[0]
+    edit = Edit(((1, 0), (2, 3)), replacement, "query")
+    whole = logits_of(model, [example], edit)[:, 0]
+    for t in range(example.n_steps):
         short = ContrastExample(
-            case.prompt, case.names, case.layouts, case.text[: t + 1], case.source, case.raw
+            example.prompt,
+            example.attributes,
+            example.layouts,
+            example.text[: t + 1],
+            example.source,
+            example.raw,
         )
         assert (logits_of(model, [short], edit)[:, 0, -1] - whole[:, t]).abs().max() < 1e-10
-    last = logits_of(model, [case], Edit(edit.heads, how, "last_query"))[:, 0]
+    last = logits_of(model, [example], Edit(edit.heads, replacement, "last_query"))[:, 0]
     assert (last[:, 0] - whole[:, 0]).abs().max() < 1e-10
     assert (last[:, 1:] - whole[:, 1:]).abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("model_class", ["TransformerBridge", "TransformersModel"])
-@pytest.mark.parametrize("how", ["cut", "zero"])
-def test_under_phase_query_a_span_may_end_with_the_prompt(how, model_class):
+@pytest.mark.parametrize("replacement", ["cut", "zero"])
+def test_under_phase_query_a_span_may_end_with_the_prompt(replacement, model_class):
     """The prompt before its last token is read before that key exists. The first step is that of
     phase last_query, whatever acts."""
     model = load("tiny-llama", "float64", model_class)
-    case = cases_of(model)[0]
+    example = examples_of(model)[0]
     heads = ((1, 0), (2, 3))
     early = Augmentation(alpha=0.7, phase="all_queries")
     for phase in ("query", "last_query"):
         rule = (Augmentation(alpha=0.5, span="input", phase=phase), early)
         whole, last = (
-            logits_of(model, [case], Edit(heads, how, each), augmentation=rule)[:, 0]
+            logits_of(model, [example], Edit(heads, replacement, each), augmentation=rule)[:, 0]
             for each in ("query", "last_query")
         )
         assert (last[:, 0] - whole[:, 0]).abs().max() < 1e-10
-        lone = logits_of(model, [case], Edit(heads, how, "query"), augmentation=rule[0])[:, 0]
+        lone = logits_of(model, [example], Edit(heads, replacement, "query"), augmentation=rule[0])[
+            :, 0
+        ]
         assert (lone[:, 0] - whole[:, 0]).abs().max() > 1e-6
 
 
 def test_hooks_of_a_user_stay_live():
     model = load("tiny-llama")
-    case = cases_of(model)[0]
+    example = examples_of(model)[0]
 
     def double(z, hook):
         return 2 * z
 
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", double)]):
-        expected = whole_pass(model, case.layouts[0], case.text)
-        found = logits_of(model, [case])[0, 0]
+        expected = whole_pass(model, example.layouts[0], example.text)
+        found = logits_of(model, [example])[0, 0]
     assert (found - expected).abs().max() < 1e-5
-    assert (found - logits_of(model, [case])[0, 0]).abs().max() > 1e-3
+    assert (found - logits_of(model, [example])[0, 0]).abs().max() > 1e-3
 
 
 def test_soft_prefixes_of_any_two_texts():
     model = load("tiny-llama")
     soft = [soft_prefix(model, seed=seed) for seed in (0, 1)]
     layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
-    case = ContrastExample("efg", ("a", "b"), layouts, (70, 80, 90), prefixes=tuple(soft))
-    plain = logits_of(model, [case])[:, 0]
+    example = ContrastExample("efg", ("a", "b"), layouts, (70, 80, 90), prefixes=tuple(soft))
+    plain = logits_of(model, [example])[:, 0]
     assert (plain[0] - plain[1]).abs().max() > 1e-3
-    for how in ("cut", "mean"):
-        edited = logits_of(model, [case], Edit(units_everything(model), how))[:, 0]
+    for replacement in ("cut", "mean"):
+        edited = logits_of(model, [example], Edit(all_heads(model), replacement))[:, 0]
         assert (edited[0] - edited[1]).abs().max() < 1e-5
-    swapped = Edit(units_everything(model), "resample", branches="target")
-    assert (logits_of(model, [case], swapped)[0, 0] - plain[1]).abs().max() < 1e-5
+    swapped = Edit(all_heads(model), "resample", branches="target")
+    assert (logits_of(model, [example], swapped)[0, 0] - plain[1]).abs().max() < 1e-5
 
 
 # --- control
@@ -246,13 +249,14 @@ def test_soft_prefixes_of_any_two_texts():
 
 def test_metrics_by_their_definitions(tiny):
     model = load(tiny, "float64")
-    asked = question(model)
-    found = control(model, asked)
-    for i, case in enumerate(asked.cases):
+    asked = contrast_set(model)
+    found = control_score(model, asked)
+    for i, example in enumerate(asked.examples):
         p, q, raw = (
-            whole_pass(model, each, case.text).log_softmax(-1) for each in (*case.layouts, case.raw)
+            whole_pass(model, each, example.text).log_softmax(-1)
+            for each in (*example.layouts, example.raw)
         )
-        tokens = torch.tensor(case.text)[:, None]
+        tokens = torch.tensor(example.text)[:, None]
         expected = {
             "llr": (p - q).gather(1, tokens)[:, 0],
             "kl": (p.exp() * (p - q)).sum(1),
@@ -277,17 +281,17 @@ def favour(log_probs):
 
 def test_swapping_the_branches_negates_llr_and_lex(tiny):
     model = load(tiny, "float64")
-    asked = question(model)
-    turned = ContrastSet(tuple(case.swapped() for case in asked.cases), asked.words)
-    one, other = control(model, asked).values, control(model, turned).values
+    asked = contrast_set(model)
+    turned = ContrastSet(tuple(example.swapped() for example in asked.examples), asked.words)
+    one, other = control_score(model, asked).values, control_score(model, turned).values
     for name, sign in {"llr": -1, "lex": -1, "js": 1, "from_raw": 1}.items():
         assert np.abs(one[name] - sign * other[name]).max() < 1e-12
 
 
 def test_equal_prefixes_have_exactly_no_control(tiny):
     model = load(tiny)
-    cases = cases_of(model, prefixes={"a": "ab cd:", "b": "ab cd:"})
-    found = control(model, ContrastSet(tuple(cases), words_of(model)))
+    examples = examples_of(model, prefixes={"a": "ab cd:", "b": "ab cd:"})
+    found = control_score(model, ContrastSet(tuple(examples), words_of(model)))
     assert all(not found.values[name].any() for name in ("llr", "lex", "js", "kl"))
 
 
@@ -298,7 +302,9 @@ def test_shares_of_no_control_are_not_numbers(n):
         assert np.isnan(found).all()
     model = load("tiny-llama")
     same = {"plus": "ab cd:", "minus": "ab cd:"}
-    table = knock_out(model, cases_of(model, prefixes=same), over="layer", metric="js", also=())
+    table = knock_out(
+        model, examples_of(model, prefixes=same), over="layer", metric="js", other_metrics=()
+    )
     assert table.frame()["share"].isna().all()
 
 
@@ -306,11 +312,11 @@ def test_sums_of_llr_are_differences_of_likelihoods(tiny):
     """Against a plain pass: a text's likelihood behind one prefix and the other."""
 
     model = load(tiny, "float64")
-    for case in cases_of(model):
-        found = control(model, [case], metrics=("llr",)).values["llr"].sum()
+    for example in examples_of(model):
+        found = control_score(model, [example], metrics=("llr",)).values["llr"].sum()
         scores = []
-        for layout in case.layouts:
-            ids = torch.tensor([[*layout.ids, *case.text]])
+        for layout in example.layouts:
+            ids = torch.tensor([[*layout.ids, *example.text]])
             with torch.no_grad():
                 log_probs = model(ids)[0].log_softmax(-1)
             at = range(len(layout) - 1, ids.shape[1] - 1)
@@ -320,10 +326,10 @@ def test_sums_of_llr_are_differences_of_likelihoods(tiny):
 
 def test_batches_and_order_change_nothing(tiny):
     model = load(tiny)
-    cases = cases_of(model, prompts=("efg hi", "jkl", "mn", "opq rs", "tuv"))
-    together = control(model, cases, at_once=8).values["js"]
-    alone = control(model, cases, at_once=1).values["js"]
-    backwards = control(model, cases[::-1], at_once=3).values["js"][::-1]
+    examples = examples_of(model, prompts=("efg hi", "jkl", "mn", "opq rs", "tuv"))
+    together = control_score(model, examples, batch_size=8).values["js"]
+    alone = control_score(model, examples, batch_size=1).values["js"]
+    backwards = control_score(model, examples[::-1], batch_size=3).values["js"][::-1]
     assert np.abs(together - alone).max() < 1e-6
     assert np.abs(together - backwards).max() < 1e-6
 
@@ -332,11 +338,11 @@ def test_more_than_two_attributes():
     """One against the mean of the others; js is that of all of them."""
     model = load("tiny-gpt2", "float64")
     prefixes = {"a": "ab cd:", "b": "xy zw:", "c": "mn op:"}
-    cases = cases_of(model, prefixes=prefixes)
-    found = control(model, cases, metrics=("js", "kl", "llr"))
-    for i, case in enumerate(cases):
+    examples = examples_of(model, prefixes=prefixes)
+    found = control_score(model, examples, metrics=("js", "kl", "llr"))
+    for i, example in enumerate(examples):
         p, q, r = (
-            whole_pass(model, each, case.text).log_softmax(-1).exp() for each in case.layouts
+            whole_pass(model, each, example.text).log_softmax(-1).exp() for each in example.layouts
         )
         rest, mean = (q + r) / 2, (p + q + r) / 3
         kl = (p * (p / rest).log()).sum(1)
@@ -348,7 +354,7 @@ def test_more_than_two_attributes():
 
 def test_a_metric_of_ones_own_and_a_task_by_name():
     model = load_planted()
-    found = control(
+    found = control_score(
         model,
         "sentiment",
         metrics={"top": lambda found: (found.logits[0] - found.logits[1]).amax(2)},
@@ -360,7 +366,7 @@ def test_a_metric_of_ones_own_and_a_task_by_name():
     assert list(frame) == ["prompt", "source", "case", "step", "l_kv", "top"]
     assert len(frame) == 2 * 2 * 4
     assert frame["l_kv"].tolist()[:4] == [6, 7, 8, 9]
-    assert set(found.interval("top", by="source")["source"]) == {"raw"}
+    assert set(found.interval("top", group_by="source")["source"]) == {"raw"}
     assert found.plot()._repr_png_()[:4] == b"\x89PNG"
     # Texts written behind a prefix say so.
     behind = make_examples(model, "sentiment", prompts=["The lake"], source="positive", tokens=4)
@@ -379,51 +385,53 @@ def test_what_cannot_be_asked_is_refused():
         ContrastExample.of(model.tokenizer, {"a": "abcd:"}, "p", "t")
     with pytest.raises(CircuitError, match="is empty"):
         ContrastExample.of(model.tokenizer, {"a": "ab:", "b": "cd:"}, "p", "")
-    mixed = [*cases_of(model), *cases_of(model, prefixes={"plus": "ab:", "minus": "xy:"})]
+    mixed = [*examples_of(model), *examples_of(model, prefixes={"plus": "ab:", "minus": "xy:"})]
     for over in ("position", "head x position"):
         with pytest.raises(CircuitError, match="no common positions"):
             knock_out(model, mixed, over=over)
     with pytest.raises(CircuitError, match=r"\(nontoxic 14, toxic 11\)"):
-        control(model, "detox")
+        control_score(model, "detox")
     lone = load_task("sentiment").model_dump() | {"methods": {}}
     lone["attributes"] = {"positive": lone["attributes"]["positive"]}
     with pytest.raises(TaskError, match="has one attribute"):
-        control(model, Task(**lone))
+        control_score(model, Task(**lone))
     with pytest.raises(CircuitError, match="unknown metric 'jz'; allowed: llr, js"):
-        control(model, cases_of(model), metrics=("jz",))
+        control_score(model, examples_of(model), metrics=("jz",))
     with pytest.raises(CircuitError, match="needs the words"):
-        control(model, cases_of(model), metrics=("lex",))
+        control_score(model, examples_of(model), metrics=("lex",))
     with pytest.raises(CircuitError, match="tokens belongs to a task"):
-        control(model, cases_of(model), tokens=3)
+        control_score(model, examples_of(model), tokens=3)
     with pytest.raises(CircuitError, match="unknown setting 'token'.*did you mean 'tokens'"):
-        control(model, "sentiment", token=3)
+        control_score(model, "sentiment", token=3)
     with pytest.raises(CircuitError, match="tokens=0, samples=1"):
-        control(load_planted(), "sentiment", tokens=0)
+        control_score(load_planted(), "sentiment", tokens=0)
     with pytest.raises(CircuitError, match="words are given for plus; the attributes are plus, mi"):
-        control(model, cases_of(model), words={"plus": [3]})
+        control_score(model, examples_of(model), words={"plus": [3]})
     with pytest.raises(CircuitError, match=r"'flat' must give a number.*, 5\).*found \(1,\)"):
-        control(model, cases_of(model), metrics={"flat": lambda found: found.logits[0, :, 0, 0]})
+        control_score(
+            model, examples_of(model), metrics={"flat": lambda found: found.logits[0, :, 0, 0]}
+        )
     with pytest.raises(CircuitError, match="no unit to knock out"):
-        knock_out(model, cases_of(model), units=[])
+        knock_out(model, examples_of(model), units=[])
     for name in ("", "nothing"):
         with pytest.raises(CircuitError, match=f"two units are called '{name}'"):
-            knock_out(model, cases_of(model), over={name: [[0, 1]]})
+            knock_out(model, examples_of(model), over={name: [[0, 1]]})
     with pytest.raises(CircuitError, match="from a TransformerBridge or a TransformersModel"):
-        edited_logits(object(), [(cases_of(model)[0], None)])
+        edited_logits(object(), [(examples_of(model)[0], None)])
     with pytest.raises(CircuitError, match="unknown replacement 'cat'"):
         Edit(((0, 0),), "cat")
     with pytest.raises(CircuitError, match="head 7 of|unknown kind|does not exist"):
-        knock_out(model, cases_of(model), over={"x": [[0, 9]]})
+        knock_out(model, examples_of(model), over={"x": [[0, 9]]})
     with pytest.raises(CircuitError, match="unknown kind of unit 'heads'.*did you mean 'head'"):
-        knock_out(model, cases_of(model), over="heads")
+        knock_out(model, examples_of(model), over="heads")
     with pytest.raises(CircuitError, match="pairs"):
-        knock_out(model, cases_of(model), over={"x": [3]})
+        knock_out(model, examples_of(model), over={"x": [3]})
 
 
 # --- knock-out on the planted model
 
 
-def planted_question(model, name, n, prompts=None, seed=0):
+def planted_contrast_set(model, name, n, prompts=None, seed=0):
     words = attribute_words(model.tokenizer, "sentiment", ("positive", "negative"))
     vocabulary = model.tokenizer.get_vocab()
     known = [vocabulary[word] for word in (*POSITIVE, *NEGATIVE, *FILLERS)]
@@ -432,17 +440,18 @@ def planted_question(model, name, n, prompts=None, seed=0):
         prompt: [rng.choice(known, n).tolist()]
         for prompt in prompts or ("The lake", "The book", "Once upon a time")
     }
-    cases = make_examples(model, "sentiment", prompts=list(texts), texts=texts)
-    return ContrastSet(tuple(cases), tuple(words.values()))
+    examples = make_examples(model, "sentiment", prompts=list(texts), texts=texts)
+    return ContrastSet(tuple(examples), tuple(words.values()))
 
 
-def expected_effects(key, question, role):
-    """The closed form of a cut, by case: its mean over steps."""
+def expected_effects(key, contrast_set, role):
+    """The closed form of a cut, by example: its mean over steps."""
     found = []
-    for case in question.cases:
-        layout = case.layouts[0]
+    for example in contrast_set.examples:
+        layout = example.layouts[0]
         steps = [
-            key.effect(role, len(layout) + t, layout.l_pro, asking=t == 0) for t in range(case.n)
+            key.effect(role, len(layout) + t, layout.l_pro, asking=t == 0)
+            for t in range(example.n_steps)
         ]
         found.append(np.mean(steps))
     return np.array(found)
@@ -454,8 +463,8 @@ def expected_effects(key, question, role):
 )
 def test_planted_effects_are_the_closed_form(name, n):
     model, key = load_planted(name), planted(name)
-    asked = planted_question(model, name, n, prompts=("The lake", "Once upon a time"))
-    table = knock_out(model, asked, metric="lex", also=())
+    asked = planted_contrast_set(model, name, n, prompts=("The lake", "Once upon a time"))
+    table = knock_out(model, asked, metric="lex", other_metrics=())
     places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
     for role, head in key.heads.items():
         found = table.effects[:, places.pop(head)]
@@ -464,29 +473,34 @@ def test_planted_effects_are_the_closed_form(name, n):
         assert np.abs(table.effects[:, other]).max() < 1e-5
 
 
-@pytest.mark.parametrize("how", ALL)
-def test_the_planted_order_is_found_whatever_the_replacement(how):
+@pytest.mark.parametrize("replacement", ALL)
+def test_the_planted_order_is_found_whatever_the_replacement(replacement):
     """And never by attention mass: the decoy has most of it."""
     model, key = load_planted(), planted("planted")
-    asked = planted_question(model, "planted", 24)
-    table = knock_out(model, asked, how=how, metric="lex", also=["js"])
+    asked = planted_contrast_set(model, "planted", 24)
+    table = knock_out(model, asked, replacement=replacement, metric="lex", other_metrics=["js"])
     best = table.best(8)
     assert best[:2] == (key.heads["carrier"], key.heads["relay"])
     assert best[-1] == key.heads["suppressor"]
     assert table.with_metric("js").best(1) == best[:1]
-    mass = prefix_mass(model, asked)
+    mass = prefix_attention_by_head(model, asked)
     assert np.unravel_index(mass.argmax(), mass.shape) == key.heads["decoy"]
     places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
     assert np.abs(table.effects[:, places[key.heads["decoy"]]]).max() < 1e-5
 
 
-def test_phases_are_part_of_the_question():
+def test_phases_are_part_of_the_key():
     """The relay acts at the prompt's last token: a sweep over generated tokens would not see it."""
     model, key = load_planted(), planted("planted")
-    asked = planted_question(model, "planted", 12)
+    asked = planted_contrast_set(model, "planted", 12)
     lost = {
         phase: knock_out(
-            model, asked, over={"relay": [key.heads["relay"]]}, phase=phase, metric="lex", also=()
+            model,
+            asked,
+            over={"relay": [key.heads["relay"]]},
+            phase=phase,
+            metric="lex",
+            other_metrics=(),
         ).effects.mean()
         for phase in ("all_queries", "last_query", "decode", "query")
     }
@@ -495,17 +509,17 @@ def test_phases_are_part_of_the_question():
     assert abs(lost["decode"]) < 1e-6
     # At the step that the relay's own query predicts, what it leaves is read at once.
     one = knock_out(
-        model, planted_question(model, "planted", 1), over={"relay": [key.heads["relay"]]},
-        phase="query", metric="lex", also=(),
+        model, planted_contrast_set(model, "planted", 1), over={"relay": [key.heads["relay"]]},
+        phase="query", metric="lex", other_metrics=(),
     )  # fmt: skip
     assert lost["query"] * 12 == pytest.approx(one.effects.mean(), rel=0.2)
 
 
 def test_layers_cells_positions_and_sets():
     model, key = load_planted(), planted("planted")
-    asked = planted_question(model, "planted", 12)
+    asked = planted_contrast_set(model, "planted", 12)
     tables = {
-        over: knock_out(model, asked, over=over, metric="lex", also=())
+        over: knock_out(model, asked, over=over, metric="lex", other_metrics=())
         for over in ("layer", "kv", "position", "head x position")
     }
     assert tables["layer"].frame()["layer"].tolist() == [1, 0]
@@ -526,10 +540,10 @@ def test_layers_cells_positions_and_sets():
 
 def test_self_repair_hides_a_head_that_a_joint_cut_shows():
     model, key = load_planted("planted-backup"), planted("planted-backup")
-    asked = planted_question(model, "planted-backup", 24)
+    asked = planted_contrast_set(model, "planted-backup", 24)
     carrier, backup = key.heads["carrier"], key.heads["backup"]
     sets = {"carrier": [carrier], "backup": [backup], "both": [carrier, backup]}
-    table = knock_out(model, asked, over=sets, metric="lex", also=())
+    table = knock_out(model, asked, over=sets, metric="lex", other_metrics=())
     alone, hidden, both = table.effects.mean(0)
     assert both > 1.2 * (alone + hidden)
     assert abs(hidden) < 0.05 * both
@@ -537,11 +551,13 @@ def test_self_repair_hides_a_head_that_a_joint_cut_shows():
 
 def test_joint_curves_of_the_planted_model():
     model, key = load_planted(), planted("planted")
-    asked = planted_question(
+    asked = planted_contrast_set(
         model, "planted", 12, prompts=("The lake", "The book", "The city", "The road")
     )
     table = knock_out(model, asked, metric="lex")
-    curve = joint_curve(model, table, sizes=(1, 2), mass=prefix_mass(model, asked))
+    curve = joint_curve(
+        model, table, sizes=(1, 2), prefix_attention=prefix_attention_by_head(model, asked)
+    )
     left = curve.frame().set_index(["kind", "heads"])["left"]
     assert left["without", 2] < 0.1 < left["without", 1] < 0.6
     assert left["only", 2] > 0.95
@@ -554,30 +570,42 @@ def test_joint_curves_of_the_planted_model():
 def test_a_joint_curve_asks_what_the_table_asked():
     """Sizes that a table of few heads does not have are left out; the rest is the table's."""
     model, pairs = load_planted(), planted("planted").heads
-    asked = planted_question(model, "planted", 6, prompts=("The lake", "The book"))
+    asked = planted_contrast_set(model, "planted", 6, prompts=("The lake", "The book"))
     units = [
         Unit({"layer": i, "head": j}, ((i, j),)) for i, j in (pairs["carrier"], pairs["relay"])
     ]
     rule = Augmentation(alpha=0.5)
     table = knock_out(
-        model, asked, units=units, how="zero", phase="last_query", metric="js", augmentation=rule
+        model,
+        asked,
+        units=units,
+        replacement="zero",
+        phase="last_query",
+        metric="js",
+        augmentation=rule,
     )
     curve = joint_curve(model, table, sizes=(1, 2, 4))
     assert (curve.metric, set(curve.frame()["heads"])) == ("lex", {1, 2})
     assert list(curve.interval()) == ["kind", "heads", "left", "low", "high"]
     both = {"both": [unit.heads[0] for unit in units]}
     alike = knock_out(
-        model, asked, over=both, how="zero", phase="last_query", metric="lex", augmentation=rule
+        model,
+        asked,
+        over=both,
+        replacement="zero",
+        phase="last_query",
+        metric="lex",
+        augmentation=rule,
     )
     left = curve.frame().set_index(["kind", "heads"])["left"]["without", 2]
-    assert left == pytest.approx(1 - alike.effects.sum() / alike.whole.sum(), abs=1e-6)
+    assert left == pytest.approx(1 - alike.effects.sum() / alike.control.sum(), abs=1e-6)
 
 
 def test_units_and_batches_change_nothing():
     model = load("tiny-llama")
-    asked = question(model, prompts=("efg hi", "jkl", "mno"))
-    table = knock_out(model, asked, at_once=7)
-    again = knock_out(model, asked, units=table.units[::-1], at_once=1)
+    asked = contrast_set(model, prompts=("efg hi", "jkl", "mno"))
+    table = knock_out(model, asked, batch_size=7)
+    again = knock_out(model, asked, units=table.units[::-1], batch_size=1)
     assert np.abs(table.effects - again.effects[:, ::-1]).max() < 1e-6
     assert table.noise < 1e-5
 
@@ -585,14 +613,16 @@ def test_units_and_batches_change_nothing():
 def test_one_branch_at_a_time_is_averaged():
     """In a model that adds up, resampling one branch loses D - a, both at once D - 2a."""
     model = load("tiny-llama", "float64")
-    case = cases_of(model)[0]
-    asked = ContrastSet((case,), words_of(model))
-    table = knock_out(model, asked, over={"x": [[1, 0], [2, 1]]}, how="resample", metric="lex")
-    whole = control(model, asked).values["lex"].mean()
+    example = examples_of(model)[0]
+    asked = ContrastSet((example,), words_of(model))
+    table = knock_out(
+        model, asked, over={"x": [[1, 0], [2, 1]]}, replacement="resample", metric="lex"
+    )
+    whole = control_score(model, asked).values["lex"].mean()
     parts = []
     for branches in ("target", "others"):
         logits, _ = edited_logits(
-            model, [(case, Edit(((1, 0), (2, 1)), "resample", branches=branches))]
+            model, [(example, Edit(((1, 0), (2, 1)), "resample", branches=branches))]
         )
         log_probs = logits[:, 0].log_softmax(-1)
         parts.append((favour(log_probs[0]) - favour(log_probs[1])).mean().item())
@@ -604,14 +634,14 @@ def test_units_that_knock_out_the_same_are_read_once_and_kept_once(tmp_path, mon
     from lapa2_interp.circuits import knockout
 
     model, file = load("tiny-gpt2"), tmp_path / "heads.jsonl"
-    asked, real, seen = question(model), knockout.evaluate_edits, []
+    asked, real, seen = contrast_set(model), knockout.evaluate_edits, []
     one, other = ((0, 0),), ((1, 1), (0, 1))
     named = {"best": one, "largest": one, "random": other, "again": one, "last": other}
     units = [Unit({"name": name}, heads) for name, heads in named.items()]
 
-    def counts(model, question, edits, *rest):
+    def counts(model, contrast_set, edits, *rest):
         seen.append(len(edits))
-        return real(model, question, edits, *rest)
+        return real(model, contrast_set, edits, *rest)
 
     monkeypatch.setattr(knockout, "evaluate_edits", counts)
     found = [knock_out(model, asked, units=units, file=file).effects for _ in range(2)]
@@ -634,7 +664,7 @@ def test_a_store_is_filled_by_one_process_at_a_time(tmp_path):
     file.write_text(file.read_text() + "{}\n[]\n")
     again = ResultStore(file, "key")
     again.close()
-    assert list(again.done) == ["a", "b"]
+    assert list(again.results) == ["a", "b"]
     assert len(file.read_text().splitlines()) == 3
 
 
@@ -642,7 +672,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     from lapa2_interp.circuits import knockout
 
     model, file = load("tiny-gpt2"), tmp_path / "heads.jsonl"
-    asked = question(model)
+    asked = contrast_set(model)
     whole = knock_out(model, asked)
     real, seen = knockout.evaluate_edits, []
 
@@ -654,14 +684,14 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(knockout, "evaluate_edits", stops)
     with pytest.raises(KeyboardInterrupt):
-        knock_out(model, asked, file=file, at_once=1)
+        knock_out(model, asked, file=file, batch_size=1)
     lines = file.read_text().splitlines()
     assert 1 < len(lines) < len(whole.units)
     file.write_text("\n".join(lines)[:-30])  # a line cut short
 
-    def counts(model, question, edits, *rest):
+    def counts(model, contrast_set, edits, *rest):
         seen.append(len(edits))
-        return real(model, question, edits, *rest)
+        return real(model, contrast_set, edits, *rest)
 
     monkeypatch.setattr(knockout, "evaluate_edits", counts)
     found = knock_out(model, asked, file=file)
@@ -670,9 +700,9 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     # The control itself is always read again, and so are two units.
     n_kept = max(0, len(lines) - 4)
     assert seen == [len(whole.units) + 3 - (len(lines) - 2) + min(2, n_kept), 3]
-    told = 'another question: how "cut", here "zero"; give another file'
+    told = 'other inputs: how "cut", here "zero"; give another file'
     with pytest.raises(CircuitError, match=told):
-        knock_out(model, asked, how="zero", file=file)
+        knock_out(model, asked, replacement="zero", file=file)
     lines = file.read_text().splitlines()
     lines[0] = json.dumps({"question": json.loads(lines[0])["question"]})  # an earlier version's
     at = max(i for i, letter in enumerate(lines[5]) if letter.isdigit() and i < len(lines[5]) / 2)
@@ -680,16 +710,16 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     file.write_text("\n".join(lines) + "\n")
     assert np.array_equal(knock_out(model, asked, file=file).effects, whole.effects)
     assert seen[2:] == [4], "the damaged unit, two others, and the control itself"
-    assert f"{file}: line 6 is damaged and made anew" in capsys.readouterr().err
+    assert f"{file}: line 6 is damaged and made again" in capsys.readouterr().err
     file.write_text("{}")
-    with pytest.raises(CircuitError, match="another question, or is damaged; give another file"):
+    with pytest.raises(CircuitError, match="other inputs, or is damaged; give another file"):
         knock_out(model, asked, file=file)
 
 
 def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):
     """Names and lengths may be equal: hooks, functions and soft prefixes differ by what they do."""
     model = load("tiny-llama")
-    asked = question(model)
+    asked = contrast_set(model)
     file = tmp_path / "units.jsonl"
 
     def mine(found):
@@ -705,63 +735,63 @@ def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):
     keys = []
     for seed in (0, 1):
         pair = tuple(soft_prefix(model, seed=2 * seed + i) for i in range(2))
-        case = ContrastExample("efg", ("plus", "minus"), layouts, (70, 80), prefixes=pair)
-        keys.append(ContrastSet((case,)).key(model))
+        example = ContrastExample("efg", ("plus", "minus"), layouts, (70, 80), prefixes=pair)
+        keys.append(ContrastSet((example,)).key(model))
     assert keys[0] != keys[1]
 
 
 def test_a_hook_that_hardly_moves_the_control_is_known_by_a_unit(tmp_path):
     """Without one head the planted model has the control it had, but other effects."""
     model, file = load_planted(), tmp_path / "units"
-    asked = planted_question(model, "planted", 12, prompts=("The lake", "The book"))
+    asked = planted_contrast_set(model, "planted", 12, prompts=("The lake", "The book"))
 
     def silent(z, hook):
         z = z.clone()
         z[:, :, 0] = 0
         return z
 
-    kept = knock_out(model, asked, metric="js", also=(), file=file)
-    same = knock_out(model, asked, metric="js", also=(), file=file, at_once=1)
+    kept = knock_out(model, asked, metric="js", other_metrics=(), file=file)
+    same = knock_out(model, asked, metric="js", other_metrics=(), file=file, batch_size=1)
     assert np.array_equal(kept.effects, same.effects)
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", silent)]):
-        fresh = knock_out(model, asked, metric="js", also=())
-        assert np.abs(fresh.whole - kept.whole).max() < 0.01 * kept.whole.max()
+        fresh = knock_out(model, asked, metric="js", other_metrics=())
+        assert np.abs(fresh.control - kept.control).max() < 0.01 * kept.control.max()
         with pytest.raises(CircuitError, match="another model or metric: js without .* was"):
-            knock_out(model, asked, metric="js", also=(), file=file)
+            knock_out(model, asked, metric="js", other_metrics=(), file=file)
 
 
 def test_a_function_a_name_or_one_case_is_enough():
     model = load("tiny-llama")
-    case = cases_of(model)[0]
+    example = examples_of(model)[0]
 
     def mine(found):
         return found.logits[0].amax(2)
 
-    assert set(control(model, case, metrics=mine).values) == {"mine"}
-    assert set(control(model, case, metrics="js").values) == {"js"}
-    assert knock_out(model, case, over="layer", metric=mine).metric == "mine"
+    assert set(control_score(model, example, metrics=mine).values) == {"mine"}
+    assert set(control_score(model, example, metrics="js").values) == {"js"}
+    assert knock_out(model, example, over="layer", metric=mine).metric == "mine"
     words = dict(zip(PAIR, words_of(model), strict=True))
-    named = control(model, case, metrics="lex", words=dict(reversed(words.items())))
-    expected = control(model, ContrastSet((case,), words_of(model)), metrics="lex")
+    named = control_score(model, example, metrics="lex", words=dict(reversed(words.items())))
+    expected = control_score(model, ContrastSet((example,), words_of(model)), metrics="lex")
     assert (named.values["lex"] == expected.values["lex"]).all()
 
 
 def test_texts_behind_a_prefix_are_behind_the_one_that_is_asked_about(monkeypatch):
     """Also where soft prefixes are the task's default."""
     seen = []
-    real = cases.generate
+    real = examples.generate
     monkeypatch.setattr(
-        cases, "generate", lambda model, cell: (seen.append(cell), real(model, cell))[1]
+        examples, "generate", lambda model, cell: (seen.append(cell), real(model, cell))[1]
     )
     model = load("tiny-llama")
-    cases.write_texts(model, load_task("topic"), "world", ["The lake"], tokens=2)
+    examples.write_texts(model, load_task("topic"), "world", ["The lake"], tokens=2)
     assert (seen[0].method, seen[0].attribute) == ("prefix", "world")
     assert seen[0].parameters["prefixes"] == "hard"
 
 
 def test_few_prompts_give_numbers_and_no_claims():
     model = load_planted()
-    table = knock_out(model, planted_question(model, "planted", 6), metric="lex")
+    table = knock_out(model, planted_contrast_set(model, "planted", 6), metric="lex")
     frame = table.frame()
     assert frame["p"].isna().all()
     assert frame["effect"].notna().all()
@@ -770,20 +800,20 @@ def test_few_prompts_give_numbers_and_no_claims():
 
 
 def test_heads_are_plain_lists(tmp_path):
-    write_heads([(1, 2), (0, 3)], tmp_path / "heads.json")
+    save_heads([(1, 2), (0, 3)], tmp_path / "heads.json")
     assert json.loads((tmp_path / "heads.json").read_text()) == [[1, 2], [0, 3]]
-    assert read_heads(tmp_path / "heads.json") == ((1, 2), (0, 3))
+    assert load_heads(tmp_path / "heads.json") == ((1, 2), (0, 3))
     for wrong in ("[1]", "[[1.7, 2]]", "[[true, 1]]", '["12"]', "[[1, 2, 3]]"):
         (tmp_path / "heads.json").write_text(wrong)
         with pytest.raises(CircuitError, match="pairs"):
-            read_heads(tmp_path / "heads.json")
+            load_heads(tmp_path / "heads.json")
 
 
 def test_in_bfloat16_what_is_noise_is_marked():
     model = load("tiny-llama", "bfloat16")
-    table = knock_out(model, question(model, prompts=("efg hi", "jkl", "mn")), metric="js")
+    table = knock_out(model, contrast_set(model, prompts=("efg hi", "jkl", "mn")), metric="js")
     exact = knock_out(
-        load("tiny-llama"), question(load("tiny-llama"), prompts=("efg hi", "jkl", "mn"))
+        load("tiny-llama"), contrast_set(load("tiny-llama"), prompts=("efg hi", "jkl", "mn"))
     )
     assert table.noise > 10 * exact.noise
     frame = table.frame()
@@ -847,8 +877,8 @@ def test_random_labels_select_no_head():
         f"The {word}"
         for word in ("lake", "book", "city", "road", "horse", "movie", "pizza", "country")
     ]
-    asked = planted_question(model, "planted", 4, prompts=prompts)
-    table = knock_out(model, asked, metric="lex", also=())
+    asked = planted_contrast_set(model, "planted", 4, prompts=prompts)
+    table = knock_out(model, asked, metric="lex", other_metrics=())
     rng, selected = np.random.default_rng(0), 0
     assert table.carriers()[["layer", "head"]].to_numpy().tolist()
     for _ in range(200):
@@ -858,11 +888,13 @@ def test_random_labels_select_no_head():
 
 
 def test_swapping_a_case_swaps_its_effect():
-    """What the labelling test relies on: swapped branches negate a case's lex effects exactly."""
+    """What the labelling test relies on: swapped branches negate an example's lex effects exactly."""
     model = load("tiny-gpt2", "float64")
-    asked = question(model)
-    turned = ContrastSet(tuple(case.swapped() for case in asked.cases), asked.words)
-    one, other = (knock_out(model, each, metric="lex", also=()) for each in (asked, turned))
+    asked = contrast_set(model)
+    turned = ContrastSet(tuple(example.swapped() for example in asked.examples), asked.words)
+    one, other = (
+        knock_out(model, each, metric="lex", other_metrics=()) for each in (asked, turned)
+    )
     assert np.abs(one.effects + other.effects).max() < 1e-10
 
 
@@ -890,23 +922,23 @@ def test_ranks_shares_and_halves():
     assert pd.notna(share).all()
 
 
-def test_an_augmentation_of_the_user_is_part_of_the_reading():
+def test_an_augmentation_of_the_user_is_part_of_the_forward_pass():
     model = load("tiny-llama", "float64")
     rule = Augmentation(alpha=1.0)
-    asked = question(model)
-    plain, boosted = control(model, asked), control(model, asked, augmentation=rule)
+    asked = contrast_set(model)
+    plain, boosted = control_score(model, asked), control_score(model, asked, augmentation=rule)
     assert np.abs(plain.values["js"] - boosted.values["js"]).max() > 1e-6
-    table = knock_out(model, asked, over="layer", augmentation=rule, metric="js", also=())
-    assert np.allclose(table.whole, boosted.values["js"].mean(1))
+    table = knock_out(model, asked, over="layer", augmentation=rule, metric="js", other_metrics=())
+    assert np.allclose(table.control, boosted.values["js"].mean(1))
 
 
 def test_a_file_of_knock_outs_knows_units_by_their_heads(tmp_path):
     """Head 0.1 is not KV head 0.1, and a set of heads is not another set of the same name."""
-    model, asked = load("tiny-llama"), question(load("tiny-llama"))
+    model, asked = load("tiny-llama"), contrast_set(load("tiny-llama"))
     file = tmp_path / "kept"
     for over in ("head", "kv", "layer", "position", {"best": [[1, 2]]}, {"best": [[0, 1]]}):
         kept, fresh = (
-            knock_out(model, asked, over=over, metric="lex", also=(), file=place)
+            knock_out(model, asked, over=over, metric="lex", other_metrics=(), file=place)
             for place in (file, None)
         )
         np.testing.assert_allclose(kept.effects, fresh.effects, rtol=1e-5, atol=1e-6)
@@ -914,18 +946,20 @@ def test_a_file_of_knock_outs_knows_units_by_their_heads(tmp_path):
 
 def test_cases_that_cannot_be_read_are_refused():
     model = load("tiny-llama")
-    case = cases_of(model)[0]
-    crossing = replace(case.layouts[0], merged=":e")
+    example = examples_of(model)[0]
+    crossing = replace(example.layouts[0], merged=":e")
     with pytest.raises(
         CircuitError, match="the token ':e' is part of the prefix and of the prompt"
     ):
-        ContrastExample(case.prompt, case.names, (crossing, case.layouts[1]), case.text)
-    behind = [replace(each, n_before=1, l_pre=each.l_pre - 1) for each in case.layouts]
+        ContrastExample(
+            example.prompt, example.attributes, (crossing, example.layouts[1]), example.text
+        )
+    behind = [replace(each, n_before=1, l_pre=each.l_pre - 1) for each in example.layouts]
     with pytest.raises(CircuitError, match="a chat's span has tokens before it"):
-        ContrastExample(case.prompt, case.names, tuple(behind), case.text)
-    long = ContrastExample(case.prompt, case.names, case.layouts, (70,) * 260)
+        ContrastExample(example.prompt, example.attributes, tuple(behind), example.text)
+    long = ContrastExample(example.prompt, example.attributes, example.layouts, (70,) * 260)
     with pytest.raises(CircuitError, match="more than the model's context of 256; give shorter"):
-        control(model, [long])
+        control_score(model, [long])
     with pytest.raises(CircuitError, match="texts has none for the prompt 'The sea'"):
         make_examples(
             model, "sentiment", prompts=["The lake", "The sea"], texts={"The lake": [[70]]}
@@ -933,27 +967,33 @@ def test_cases_that_cannot_be_read_are_refused():
     with pytest.raises(CircuitError, match="texts has none for the prompt 'The lake'"):
         make_examples(model, "sentiment", prompts=["The lake"], texts={"The lake": []})
     with pytest.raises(CircuitError, match="there is no prompt; give at least one"):
-        control(model, "sentiment", prompts=[])
-    soft = Layout.of(model.tokenizer, None, "efg hi", soft=case.layouts[0].l_pre)
+        control_score(model, "sentiment", prompts=[])
+    soft = Layout.of(model.tokenizer, None, "efg hi", soft=example.layouts[0].l_pre)
     with pytest.raises(CircuitError, match="the layouts have 6, 0 slots, the prefixes 0, 0"):
-        ContrastExample(case.prompt, case.names, (soft, case.layouts[1]), case.text)
+        ContrastExample(
+            example.prompt, example.attributes, (soft, example.layouts[1]), example.text
+        )
     own = soft_prefix(model, slots=soft.soft)
     with pytest.raises(CircuitError, match="has soft and hard prefixes, so that the branches"):
         ContrastExample(
-            case.prompt, case.names, (soft, case.layouts[1]), case.text, prefixes=(own, None)
+            example.prompt,
+            example.attributes,
+            (soft, example.layouts[1]),
+            example.text,
+            prefixes=(own, None),
         )
 
 
 def test_raw_texts_of_other_lengths_are_read_apart():
     """The prompt alone may have more tokens than behind a prefix."""
     model = load("tiny-llama")
-    one, two = cases_of(model)[:1] * 2
+    one, two = examples_of(model)[:1] * 2
     longer = replace(two.raw, ids=(*two.raw.ids, 70), tokens=(*two.raw.tokens, "x"),
                      l_pro=two.raw.l_pro + 1)  # fmt: skip
-    two = ContrastExample(two.prompt, two.names, two.layouts, two.text, two.source, longer)
-    both = control(model, [one, two], metrics="from_raw").values["from_raw"]
+    two = ContrastExample(two.prompt, two.attributes, two.layouts, two.text, two.source, longer)
+    both = control_score(model, [one, two], metrics="from_raw").values["from_raw"]
     for i, each in enumerate((one, two)):
-        alone = control(model, [each], metrics="from_raw").values["from_raw"]
+        alone = control_score(model, [each], metrics="from_raw").values["from_raw"]
         np.testing.assert_allclose(both[i], alone[0], rtol=1e-5)
 
 
@@ -961,7 +1001,9 @@ def test_a_metric_of_some_steps_has_an_interval():
     def first_two(found):
         return METRICS["js"](found)[:, :2]
 
-    made = control(load("tiny-llama"), cases_of(load("tiny-llama")), metrics={"two": first_two})
+    made = control_score(
+        load("tiny-llama"), examples_of(load("tiny-llama")), metrics={"two": first_two}
+    )
     row = made.interval("two", None).iloc[0]
     assert row["n"] == 4
     assert row["mean"] == pytest.approx(np.nanmean(made.values["two"]), rel=1e-5)
@@ -981,8 +1023,8 @@ def test_shares_of_few_prompts_cover(n):
 
 def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
     model = load("tiny-llama")
-    asked = question(model)
-    table = knock_out(model, asked, metric="lex", also=())
+    asked = contrast_set(model)
+    table = knock_out(model, asked, metric="lex", other_metrics=())
     with pytest.raises(
         CircuitError, match="a joint curve of .* heads needs sizes below that; found 1"
     ):
@@ -992,11 +1034,13 @@ def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
             joint_curve(model, table, sizes=sizes)
     with pytest.raises(CircuitError, match="at least once for each size; found seeds=0"):
         joint_curve(model, table, sizes=(1,), seeds=0)
-    own = knock_out(model, asked, metric={"mine": METRICS["js"]}, also=())
-    with pytest.raises(CircuitError, match="'mine' is a function of your own; give it again"):
+    own = knock_out(model, asked, metric={"mine": METRICS["js"]}, other_metrics=())
+    with pytest.raises(CircuitError, match="'mine' is a custom function; give it again"):
         joint_curve(model, own, sizes=(1,))
-    parts = knock_out(model, asked, over="head x position", also=())
-    twice = knock_out(model, asked, units=[Unit({"name": i}, ((0, 1),)) for i in "ab"], also=())
+    parts = knock_out(model, asked, over="head x position", other_metrics=())
+    twice = knock_out(
+        model, asked, units=[Unit({"name": i}, ((0, 1),)) for i in "ab"], other_metrics=()
+    )
     for several in (parts, twice):
         with pytest.raises(CircuitError, match="needs knock-outs of single heads"):
             joint_curve(model, several, sizes=(1,))
@@ -1005,15 +1049,17 @@ def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
 def test_a_joint_curve_takes_heads_by_prompts():
     """Nine texts of one prompt are no more than one of another."""
     model = load("tiny-llama")
-    one, two, three, four = (cases_of(model, prompts=(each,))[0] for each in ("a", "b", "c", "d"))
+    one, two, three, four = (
+        examples_of(model, prompts=(each,))[0] for each in ("a", "b", "c", "d")
+    )
     asked = ContrastSet((*[one] * 9, two, three, four), words_of(model))
     units = (Unit({"layer": 0, "head": 0}, ((0, 0),)), Unit({"layer": 0, "head": 1}, ((0, 1),)))
-    table = knock_out(model, asked, units=units, metric="lex", also=())
+    table = knock_out(model, asked, units=units, metric="lex", other_metrics=())
     effects = np.array([[1.0, 0]] * 9 + [[9.0, 0], [0, 2], [9.0, 0]])  # b and d are judged first
     found = joint_curve(model, replace(table, effects=effects), sizes=(1,), seeds=1).table
     left = found[found["kind"] == "without"]["left"].iloc[0]
-    whole = asked.by_prompt(table.whole[:, None])[:, 0]
-    rest = asked.by_prompt(table.whole[:, None] - table.effects)
+    whole = asked.by_prompt(table.control[:, None])[:, 0]
+    rest = asked.by_prompt(table.control[:, None] - table.effects)
     assert left == pytest.approx((rest[[1, 3], 1].sum() + rest[[0, 2], 0].sum()) / whole.sum())
 
 
@@ -1028,9 +1074,9 @@ def test_a_key_knows_where_a_prefix_ends():
 
 def test_noise_is_that_of_the_metric():
     model = load("tiny-llama")
-    asked = question(model)
-    both = knock_out(model, asked, metric="js", also=["lex"])
-    alone = knock_out(model, asked, metric="lex", also=())
+    asked = contrast_set(model)
+    both = knock_out(model, asked, metric="js", other_metrics=["lex"])
+    alone = knock_out(model, asked, metric="lex", other_metrics=())
     assert both.noise != both.with_metric("lex").noise == alone.noise
     assert both.with_metric("lex").with_metric("js").noise == both.noise
 
@@ -1040,64 +1086,67 @@ def test_what_moved_the_control_moves_no_effect(tmp_path):
     from lapa2_interp._util.files import with_checksums, without_checksums
 
     model, file = load("tiny-gpt2"), tmp_path / "units"
-    asked = question(model)
-    fresh = knock_out(model, asked, also=())
-    knock_out(model, asked, over="layer", also=(), file=file)
+    asked = contrast_set(model)
+    fresh = knock_out(model, asked, other_metrics=())
+    knock_out(model, asked, over="layer", other_metrics=(), file=file)
     lines = file.read_text().splitlines()
     at = next(i for i, line in enumerate(lines[1:], 1) if without_checksums(line)[0]["unit"] == "")
     line, _ = without_checksums(lines[at])
     line["values"]["js"] = [1.009 * value for value in line["values"]["js"]]
     lines[at] = with_checksums(line, indent=None).rstrip("\n")
     file.write_text("\n".join(lines) + "\n")
-    found = knock_out(model, asked, also=(), file=file)
-    np.testing.assert_allclose(found.whole, 1.009 * fresh.whole, rtol=1e-6)
-    np.testing.assert_allclose(found.effects, fresh.effects, atol=1e-3 * fresh.whole.max() / 100)
+    found = knock_out(model, asked, other_metrics=(), file=file)
+    np.testing.assert_allclose(found.control, 1.009 * fresh.control, rtol=1e-6)
+    np.testing.assert_allclose(found.effects, fresh.effects, atol=1e-3 * fresh.control.max() / 100)
 
 
 def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():
-    from lapa2_interp.circuits.direct import head_logit_attribution
     from lapa2_interp.circuits.gradients import attribution
+    from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 
     model = load("tiny-gpt2")  # its released span ends inside the prefix
-    asked = question(model)
+    asked = contrast_set(model)
     for span in ("bos", "released", ((0, 2),)):
         rule = Augmentation(alpha=0.5, span=span, phase="all_queries")
-        for instrument in (control, attribution, head_logit_attribution):
+        for instrument in (control_score, attribution, head_logit_attribution):
             with pytest.raises(
                 CircuitError, match="acts on queries inside it .phase 'all_queries'"
             ):
                 instrument(model, asked, augmentation=rule)
-        control(model, asked, augmentation=Augmentation(alpha=0.5, span=span))
-    control(
+        control_score(model, asked, augmentation=Augmentation(alpha=0.5, span=span))
+    control_score(
         model, asked, augmentation=Augmentation(alpha=1, span="prefix+bos", phase="all_queries")
     )
     pooled = Augmentation(alpha=1, law="ratio", tau=0.3, pooled=True)
-    for instrument in (control, attribution, head_logit_attribution):
+    for instrument in (control_score, attribution, head_logit_attribution):
         with pytest.raises(CircuitError, match="a step would depend on what comes after it"):
             instrument(model, asked, augmentation=pooled)
 
 
-@pytest.mark.parametrize("how", ["cut", "zero", "resample", "mean"])
-def test_phases_and_positions_are_refused_whatever_the_replacement(how):
+@pytest.mark.parametrize("replacement", ["cut", "zero", "resample", "mean"])
+def test_phases_and_positions_are_refused_whatever_the_replacement(replacement):
     model = load("tiny-llama")
-    asked = question(model)
+    asked = contrast_set(model)
     heads = {"one": [(0, 0)]}
     with pytest.raises(CircuitError, match="acts on queries inside it .phase 'every_query'"):
-        knock_out(model, asked, over=heads, how=how, phase="every_query")
+        knock_out(model, asked, over=heads, replacement=replacement, phase="every_query")
     n = asked.l_pre
     unit = Unit({"name": "far"}, ((0, 0),), (n,))
     with pytest.raises(LayoutError, match=f"position {n} lies outside the prefix.*up to {n - 1}"):
-        knock_out(model, asked, units=[unit], how=how)
+        knock_out(model, asked, units=[unit], replacement=replacement)
 
 
 def test_a_recipe_is_an_augmentation_everywhere():
     from lapa2_interp.bias.recipes import recipe
-    from lapa2_interp.circuits.direct import head_logit_attribution
     from lapa2_interp.circuits.gradients import attribution
-    from lapa2_interp.circuits.mass import alpha_at_mass, mean_mass
+    from lapa2_interp.circuits.logit_attribution import head_logit_attribution
+    from lapa2_interp.circuits.prefix_attention import (
+        alpha_at_prefix_attention,
+        mean_prefix_attention,
+    )
 
     model, rule = load("tiny-llama"), Augmentation(alpha=0.5)
-    asked = question(model)
+    asked = contrast_set(model)
     assert isinstance(recipe("lapa2"), tuple)
     one, two = (attribution(model, asked, augmentation=each) for each in (rule, recipe("lapa2")))
     assert np.array_equal(one.cut_hats, two.cut_hats)
@@ -1105,24 +1154,27 @@ def test_a_recipe_is_an_augmentation_everywhere():
         head_logit_attribution(model, asked, augmentation=each) for each in (rule, recipe("lapa2"))
     )
     assert np.array_equal(one.direct, two.direct, equal_nan=True)
-    goal = mean_mass(model, asked, recipe("lapa2"))
-    assert alpha_at_mass(model, asked, goal, recipe("lapa2")) == pytest.approx(0.5, rel=0.02)
+    goal = mean_prefix_attention(model, asked, recipe("lapa2"))
+    assert alpha_at_prefix_attention(model, asked, goal, recipe("lapa2")) == pytest.approx(
+        0.5, rel=0.02
+    )
     with pytest.raises(CircuitError, match="alpha is that of one augmentation; found 2"):
-        alpha_at_mass(model, asked, goal, (rule, rule))
+        alpha_at_prefix_attention(model, asked, goal, (rule, rule))
 
 
 def test_texts_of_any_source_have_a_mass():
-    from lapa2_interp.circuits.mass import mean_mass
+    from lapa2_interp.circuits.prefix_attention import mean_prefix_attention
 
     model = load("tiny-llama")
     raw, human = (
-        [replace(case, source=source) for case in cases_of(model)] for source in ("raw", "human")
+        [replace(example, source=source) for example in examples_of(model)]
+        for source in ("raw", "human")
     )
-    assert mean_mass(model, human) == mean_mass(model, raw)
+    assert mean_prefix_attention(model, human) == mean_prefix_attention(model, raw)
 
 
 def test_many_metrics_have_a_panel_each(tmp_path):
     model = load("tiny-llama")
     metrics = {f"m{i}": METRICS["js"] for i in range(9)}
-    figure = control(model, cases_of(model), metrics=metrics).plot()
+    figure = control_score(model, examples_of(model), metrics=metrics).plot()
     assert [axes.get_title() for axes in figure.axes] == list(metrics)

@@ -1,7 +1,6 @@
 """Why control fades, on planted models: closed forms, a twin that does not fade by mass, and
-readings that must change nothing."""
+passes that must change nothing."""
 
-import importlib
 import math
 from dataclasses import replace
 
@@ -12,17 +11,17 @@ import torch
 
 from lapa2_interp import circuits
 from lapa2_interp._util.errors import CircuitError
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.fading import (
     ALL,
     NEAR,
     VERDICTS,
     _CachedForward,
     _held,
-    _scored,
+    _with_filler,
     measure_fading,
 )
 from lapa2_interp.circuits.metrics import METRICS
-from lapa2_interp.circuits.question import ContrastSet
 from lapa2_interp.models.planted import planted
 from tests.conftest import load
 
@@ -42,9 +41,9 @@ def planted_fading():
     return found_of()
 
 
-def mean_control(key, case, filler, weight=None):
+def mean_control(key, example, filler, weight=None):
     """The closed form of D, mean over the scored tokens, the carrier's weights times `weight(l)`."""
-    layout = case.layouts[0]
+    layout = example.layouts[0]
     there = layout.n_live + filler  # keys of the first scored query
     values = []
     for l in range(there, there + TOKENS):
@@ -56,20 +55,22 @@ def mean_control(key, case, filler, weight=None):
 def test_near_far_and_held_are_the_closed_forms(planted_fading):
     """The carrier's attention is E / (E + l - 1), so its log-odds fall as -log(l - n)."""
     key, found, n = planted("planted"), planted_fading, 3
-    for i, case in enumerate(found.question.cases):
-        assert found.near[i] == pytest.approx(mean_control(key, case, NEAR), abs=2e-3)
+    for i, example in enumerate(found.contrast_set.examples):
+        assert found.near[i] == pytest.approx(mean_control(key, example, NEAR), abs=2e-3)
         for filler in (8, 64, 200):
             more = filler - NEAR
-            assert found.far[filler][i] == pytest.approx(mean_control(key, case, filler), abs=2e-3)
+            assert found.far[filler][i] == pytest.approx(
+                mean_control(key, example, filler), abs=2e-3
+            )
             weights = {
                 "hold": lambda l, more=more: (l - n) / (l - more - n),
                 "lapa2": lambda l: math.sqrt((l - 1) / n),
             }
             for bias, weight in weights.items():
-                held = mean_control(key, case, filler, weight)
+                held = mean_control(key, example, filler, weight)
                 made = found.changed[filler, "carrier", bias][i]
                 assert made == pytest.approx(held, abs=2e-3), (filler, bias)
-            back = mean_control(key, case, NEAR, lambda l, more=more: (l - n) / (l + more - n))
+            back = mean_control(key, example, NEAR, lambda l, more=more: (l - n) / (l + more - n))
             assert found.changed[filler, "carrier", "removed"][i] == pytest.approx(back, abs=2e-3)
 
 
@@ -83,31 +84,32 @@ def test_dilution_is_hold_where_scores_are_constant(planted_fading):
 
 
 def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
-    module = importlib.import_module("lapa2_interp.circuits.fading")  # the package has the function
+    from lapa2_interp.circuits import fading as module
+
     file, read = tmp_path / "kept", []
 
-    def once(model, cases, *rest):
-        read.append(len(cases))
-        return made(model, cases, *rest)
+    def once(model, examples, *rest):
+        read.append(len(examples))
+        return made(model, examples, *rest)
 
-    made = module._read
-    monkeypatch.setattr(module, "_read", once)
-    first = found_of(filler=(8,), at_once=4, file=file)
+    made = module._measure_batch
+    monkeypatch.setattr(module, "_measure_batch", once)
+    first = found_of(filler=(8,), batch_size=4, file=file)
     lines = file.read_text().splitlines()
     assert len(lines) == 1 + len(read) > 3
     file.write_text(
         "\n".join([*lines[:2], lines[3][: len(lines[3]) // 2]])
     )  # stopped while it wrote
     read.clear()
-    second = found_of(filler=(8,), at_once=4, file=file)
+    second = found_of(filler=(8,), batch_size=4, file=file)
     assert read[0] == 2, "texts by which the model is known again"
     assert len(read[1:]) == len(lines) - 2
     pd.testing.assert_frame_equal(first.frame(), second.frame())
-    told = r"another question: texts \w+, here \w+; fading \[8\], here \[8, 32\]; give another file"
+    told = r"other inputs: texts \w+, here \w+; fading \[8\], here \[8, 32\]; give another file"
     with pytest.raises(CircuitError, match=told):
-        found_of(filler=(8, 32), at_once=4, file=file)
-    with pytest.raises(CircuitError, match=r"another question: alpha 0.5, here 1.0; give another"):
-        found_of(filler=(8,), alpha=1.0, at_once=4, file=file)
+        found_of(filler=(8, 32), batch_size=4, file=file)
+    with pytest.raises(CircuitError, match=r"other inputs: alpha 0.5, here 1.0; give another"):
+        found_of(filler=(8,), alpha=1.0, batch_size=4, file=file)
 
 
 def test_verdicts_of_the_planted_models(planted_fading):
@@ -124,35 +126,35 @@ def test_verdicts_of_the_planted_models(planted_fading):
     assert set(table["verdict"]) <= set(VERDICTS)
 
 
-def test_a_reading_held_at_its_own_mass_is_unchanged():
+def test_a_forward_pass_held_at_its_own_mass_is_unchanged():
     model = load("planted")
-    (case, *_) = ContrastSet.of(model, "sentiment", tokens=12).cases
-    reading = _CachedForward(model, [_scored(case, 8, 4)], 4)
+    (example, *_) = ContrastSet.of(model, "sentiment", tokens=12).examples
+    forward = _CachedForward(model, [_with_filler(example, 8, 4)], 4)
     with torch.no_grad():
-        plain = reading.logits()
+        plain = forward.logits()
         every = torch.ones(2, 4, dtype=torch.bool)
-        held = reading.logits(_held(dict(reading.log_odds)), every)
+        held = forward.logits(_held(dict(forward.log_odds)), every)
         assert (held - plain).abs().max() < 1e-5
-        twice = {layer: odds + math.log(2) for layer, odds in reading.log_odds.items()}
-        assert (reading.logits(_held(twice), every) - plain).abs().max() > 0.1
+        twice = {layer: odds + math.log(2) for layer, odds in forward.log_odds.items()}
+        assert (forward.logits(_held(twice), every) - plain).abs().max() > 0.1
 
 
 def test_every_head_gets_the_mass_it_had_near():
     """Held in all heads at once, read at the pattern."""
     model = load("planted")
-    (case, *_) = ContrastSet.of(model, "sentiment", tokens=40).cases
-    near, far = (_CachedForward(model, [_scored(case, f, 4)], 4) for f in (1, 30))
+    (example, *_) = ContrastSet.of(model, "sentiment", tokens=40).examples
+    near, far = (_CachedForward(model, [_with_filler(example, f, 4)], 4) for f in (1, 30))
     every, masses = torch.ones(2, 4, dtype=torch.bool), []
 
-    def watched(reading, rule=None):
+    def watched(forward, rule=None):
         seen = {}
         hooks = [
             (f"blocks.{layer}.attn.hook_pattern", lambda pattern, hook, layer=layer: seen.update(
-                {layer: pattern[..., reading.prefix.start : reading.prefix.stop].sum(3)}))
+                {layer: pattern[..., forward.prefix.start : forward.prefix.stop].sum(3)}))
             for layer in range(2)
         ]  # fmt: skip
         with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-            reading.logits(rule, every)
+            forward.logits(rule, every)
         return torch.stack([seen[layer] for layer in range(2)])
 
     masses = [watched(near), watched(far), watched(far, _held(near.log_odds))]
@@ -172,7 +174,7 @@ def test_every_head_gets_the_mass_it_had_near():
         ({"random": -1}, "random must be 0 sets or more; found -1"),
         ({"metric": ["js", "kl"]}, "one metric at a time; found 2 metrics: js, kl"),
         ({"metric": {}}, "unknown metric 'none'"),
-        ({"at_once": 0}, "at_once must be at least 1, or None for what fits; found 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, or None for what fits; found 0"),
         ({"file": "/"}, "/ is a folder; give a file"),
         ({"metric": "from_raw"}, "compares with the raw model, which fades too; use js"),
     ],
@@ -183,9 +185,8 @@ def test_errors(settings, message):
 
 
 def test_a_window_that_hides_keys_is_refused(monkeypatch):
-    from lapa2_interp.circuits import measure_fading as function
+    from lapa2_interp.circuits import fading as module
 
-    module = __import__("sys").modules[function.__module__]
     monkeypatch.setattr(module, "window_of", lambda model: 30)
     found_of(filler=(8,))
     with pytest.raises(CircuitError, match="some layers of this model see 30 keys, and prompt"):
@@ -194,9 +195,9 @@ def test_a_window_that_hides_keys_is_refused(monkeypatch):
 
 def test_short_texts_are_refused():
     model = load("planted")
-    question = ContrastSet.of(model, "sentiment", tokens=10)
+    contrast_set = ContrastSet.of(model, "sentiment", tokens=10)
     with pytest.raises(CircuitError, match="has 10 tokens; filler and scored tokens need 64"):
-        measure_fading(model, question, filler=(64,))
+        measure_fading(model, contrast_set, filler=(64,))
 
 
 def test_few_prompts_make_no_claim_and_a_plot_is_drawn(tmp_path):
@@ -210,14 +211,14 @@ def test_few_prompts_make_no_claim_and_a_plot_is_drawn(tmp_path):
 
 
 def test_a_file_of_another_model_is_refused(tmp_path):
-    """A metric of one's own under the same name, or hooks of one's own."""
+    """A custom metric under one name, or custom hooks."""
     file = tmp_path / "kept"
     for factor in (1, 100):
         metric = {"mine": lambda found, factor=factor: factor * METRICS["js"](found)}
         if factor == 1:
             found_of(filler=(8,), metric=metric, file=file)
         else:
-            with pytest.raises(CircuitError, match="answers of another model or metric: near was"):
+            with pytest.raises(CircuitError, match="results of another model or metric: near was"):
                 found_of(filler=(8,), metric=metric, file=file)
 
 
@@ -235,7 +236,7 @@ def test_a_hook_that_acts_far_from_the_prompt_alone_is_known_again(tmp_path):
     hooks = [(f"blocks.{i}.attn.hook_attn_scores", weaker) for i in range(model.cfg.n_layers)]
     with model.hooks(fwd_hooks=hooks):
         assert np.array_equal(found_of(**few).near, first.near)
-        with pytest.raises(CircuitError, match="answers of another model or metric: 40 was"):
+        with pytest.raises(CircuitError, match="results of another model or metric: 40 was"):
             found_of(**few, file=file)
 
 
@@ -258,9 +259,11 @@ def test_control_that_grows_has_not_faded(planted_fading):
         assert unsure.verdict() == verdict
     # Few prompts never tell, however large the fade.
     for prompts in (1, 2):
-        cases = {name: planted_fading.question.cases[i] for i, name in enumerate("ab"[:prompts])}
+        examples = {
+            name: planted_fading.contrast_set.examples[i] for i, name in enumerate("ab"[:prompts])
+        }
         few = replace(
-            grown, question=replace(planted_fading.question, cases=tuple(cases.values())),
+            grown, contrast_set=replace(planted_fading.contrast_set, examples=tuple(examples.values())),
             near=np.full(prompts, 1.0), far={8: np.arange(prompts) - 0.9},
             changed={(8, ALL, "hold"): np.full(prompts, 0.95)},
         )  # fmt: skip

@@ -8,26 +8,22 @@ import numpy as np
 import pytest
 import torch
 from conftest import hooks_left, load, soft_prefix
-from test_circuits import cases_of, planted_question, question, words_of
+from test_circuits import contrast_set, examples_of, planted_contrast_set, words_of
 
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp._util.errors import CircuitError, ModelError
 from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits import gradients as module
-from lapa2_interp.circuits.cases import ContrastExample
-from lapa2_interp.circuits.gradients import (
-    Recall,
-    attribution,
-    integrated,
-    prefiltered,
-    recall,
-    without,
-)
-from lapa2_interp.circuits.knockout import Unit, knock_out, units_everything
+from lapa2_interp.circuits import prefilter
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.control import control_score
+from lapa2_interp.circuits.examples import ContrastExample
+from lapa2_interp.circuits.gradients import attribution, cut_pattern, integrated_gradients
+from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import lex
-from lapa2_interp.circuits.question import ContrastSet
-from lapa2_interp.circuits.score import control
+from lapa2_interp.circuits.prefilter import PrefilterRecall, prefilter_recall, prefiltered_knock_out
+from lapa2_interp.circuits.units import Unit, all_heads
 from lapa2_interp.models.planted import planted
 
 TWO = ("lex", "js")
@@ -44,11 +40,11 @@ def biased(heads, b, span="prefix"):
 
 
 def difference(model, asked, rule, metrics=TWO):
-    """dD/db by metric and case, from four points (a Llama rounds its norms to float32 in any dtype,
+    """dD/db by metric and example, from four points (a Llama rounds its norms to float32 in any dtype,
     so that they are not closer); rule(b) is the bias b."""
     points = {}
     for b in (-0.1, -0.05, 0.05, 0.1):
-        found = control(model, asked, metrics=metrics, augmentation=rule(b)).values
+        found = control_score(model, asked, metrics=metrics, augmentation=rule(b)).values
         points[b] = {each: found[each].mean(1) for each in metrics}
     return {
         each: (
@@ -72,7 +68,7 @@ def assert_close(found, expected, relative=1e-3):
 
 def test_slopes_are_finite_differences_of_the_control(tiny):
     model = load(tiny, "float64")
-    asked = question(model, n=4)
+    asked = contrast_set(model, n=4)
     found = {metric: attribution(model, asked, metric=metric) for metric in TWO}
     for at in ((0, 1), (1, 0), (2, 3), (3, 2)):
         expected = difference(model, asked, lambda b, at=at: biased((at,), b))
@@ -82,10 +78,10 @@ def test_slopes_are_finite_differences_of_the_control(tiny):
 
 def test_slopes_of_positions_are_finite_differences(tiny):
     model = load(tiny, "float64")
-    asked = question(model, n=4)
+    asked = contrast_set(model, n=4)
     found = attribution(model, asked, metric="lex").slopes
     for position in (0, found.shape[3] - 1):
-        every = units_everything(model)
+        every = all_heads(model)
         expected = difference(
             model, asked, lambda b, i=position, all=every: biased(all, b, ("prefix", (i,)))
         )
@@ -96,24 +92,26 @@ def test_soft_prefixes_have_slopes_too(tiny):
     model = load(tiny, "float64")
     soft = [soft_prefix(model, seed=seed, shifted=seed == 1) for seed in (0, 1)]
     layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
-    hard = cases_of(model, n=3)[0]
-    case = ContrastExample("efg", hard.names, layouts, (70, 80, 90), prefixes=tuple(soft))
-    asked = ContrastSet((case, hard), words_of(model))  # soft and hard in one question
-    found = attribution(model, asked, metric="lex", at_once=2)
+    hard = examples_of(model, n=3)[0]
+    example = ContrastExample("efg", hard.attributes, layouts, (70, 80, 90), prefixes=tuple(soft))
+    asked = ContrastSet((example, hard), words_of(model))  # soft and hard in one set
+    found = attribution(model, asked, metric="lex", batch_size=2)
     heads = ((0, 1), (1, 0), (3, 3))
     for at in heads:
         expected = difference(model, asked, lambda b, at=at: biased((at,), b))["lex"]
         assert_close(np.nansum(found.slopes[:, *at], axis=1), expected)
-    whole = control(model, asked, metrics=("lex",)).values["lex"].mean(1)
-    assert np.abs(found.whole - whole).max() < 1e-9
-    exact = knock_out(model, asked, over={"x": [heads[1]]}, metric="lex", also=())
-    assert_close(integrated(model, asked, heads[1:2], metric="lex", nodes=40), exact.effects)
+    whole = control_score(model, asked, metrics=("lex",)).values["lex"].mean(1)
+    assert np.abs(found.control - whole).max() < 1e-9
+    exact = knock_out(model, asked, over={"x": [heads[1]]}, metric="lex", other_metrics=())
+    assert_close(
+        integrated_gradients(model, asked, heads[1:2], metric="lex", nodes=40), exact.effects
+    )
 
 
 def test_an_augmentation_of_the_user_is_part_of_the_pass():
     """At a bias b0, the slope is that of the control at b0."""
     model, at = load("tiny-llama", "float64"), (1, 2)
-    asked = question(model, n=4)
+    asked = contrast_set(model, n=4)
     found = attribution(model, asked, metric="lex", augmentation=biased((at,), 1.5))
     expected = difference(model, asked, lambda b: biased((at,), 1.5 + b))["lex"]
     assert_close(found.slopes[:, *at].sum(1), expected)
@@ -131,12 +129,17 @@ def test_an_augmentation_of_the_user_is_part_of_the_pass():
     ids=["log", "target", "cut"],
 )
 def test_integrals_are_knock_outs_under_an_augmentation(rule):
-    """Under a target, too: b comes on top of it, and later heads read their scores anew."""
+    """Under a target, too: b comes on top of it, and later heads compute their scores again."""
     model, heads = load("tiny-gpt2", "float64"), ((0, 1), (2, 3))
-    asked = question(model, n=4)
-    found = integrated(model, asked, heads, metric="lex", nodes=10, augmentation=rule)
+    asked = contrast_set(model, n=4)
+    found = integrated_gradients(model, asked, heads, metric="lex", nodes=10, augmentation=rule)
     exact = knock_out(
-        model, asked, over={str(at): [at] for at in heads}, metric="lex", also=(), augmentation=rule
+        model,
+        asked,
+        over={str(at): [at] for at in heads},
+        metric="lex",
+        other_metrics=(),
+        augmentation=rule,
     )
     assert_close(found, exact.effects)
     slopes = attribution(model, asked, metric="lex", augmentation=rule).map("slope")
@@ -146,10 +149,10 @@ def test_integrals_are_knock_outs_under_an_augmentation(rule):
 # --- against the same things by another way
 
 
-def by_hand(model, case):
-    """D of one case by plain passes, and by layer and branch its scores, pattern and dD/dP."""
+def by_hand(model, example):
+    """D of one example by plain passes, and by layer and branch its scores, pattern and dD/dP."""
     kept, logits = [], []
-    for layout in case.layouts:
+    for layout in example.layouts:
         state = {}
 
         def keep(tensor, hook, state=state):
@@ -158,7 +161,7 @@ def by_hand(model, case):
 
         points = [form.format(i) for i in range(model.cfg.n_layers) for form in (SCORES, PATTERN)]
         with model.hooks(fwd_hooks=[(point, keep) for point in points]):
-            ids = torch.tensor([[*layout.ids, *case.text[:-1]]])
+            ids = torch.tensor([[*layout.ids, *example.text[:-1]]])
             logits.append(model(ids)[0, len(layout) - 1 :].log_softmax(-1))
         kept.append(state)
     plus, minus = words_of(model)
@@ -181,13 +184,13 @@ def test_both_formulas_agree_with_gradients_of_the_pattern(tiny):
     """slope = sum over S of P_k (G_k - sum_j P_j G_j), with G = dD/dP. P' as the softmax of the
     scores that are left. And cut_hat is the slope of each query over 1 - A."""
     model = load(tiny, "float64")
-    asked = question(model, n=4)
+    asked = contrast_set(model, n=4)
     found = attribution(model, asked, metric="lex")
-    for i, case in enumerate(asked.cases):
-        span = slice(*case.layouts[0].prefix)
+    for i, example in enumerate(asked.examples):
+        span = slice(*example.layouts[0].prefix)
         slopes, cut_hats, others = (np.zeros(found.cut_hats.shape[1:]) for _ in range(3))
         positions = np.zeros(found.slopes.shape[1:])
-        for branch in by_hand(model, case):
+        for branch in by_hand(model, example):
             for layer, (scores, pattern, gradient) in enumerate(branch):
                 later = slice(span.stop, None)
                 p, g = pattern.detach()[:, later], gradient[:, later]
@@ -211,11 +214,11 @@ def test_a_cut_of_heads_that_write_little_is_exact(name):
     model = load_model(name, dtype="float64", device="cpu")
     with torch.no_grad():
         model.blocks[-1].attn.o.original_component.weight.mul_(1e-4)
-    asked = question(model, n=4)
+    asked = contrast_set(model, n=4)
     last = model.cfg.n_layers - 1
     found = attribution(model, asked, metric="lex")
     heads = {str(head): [(last, head)] for head in range(model.cfg.n_heads)}
-    exact = knock_out(model, asked, over=heads, metric="lex", also=())
+    exact = knock_out(model, asked, over=heads, metric="lex", other_metrics=())
     assert_close(found.cut_hats[:, last], exact.effects, 1e-3)
     slopes = np.nansum(found.slopes[:, last], axis=2)
     assert np.abs(slopes - exact.effects).max() > 0.1 * np.abs(exact.effects).max()
@@ -223,56 +226,58 @@ def test_a_cut_of_heads_that_write_little_is_exact(name):
 
 def test_integrals_are_exact_knock_outs(tiny):
     model = load(tiny, "float64")
-    asked = question(model, n=4)
+    asked = contrast_set(model, n=4)
     heads = ((0, 1), (1, 0), (2, 2), (3, 3))
-    exact = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="js", also=())
+    exact = knock_out(
+        model, asked, over={str(at): [at] for at in heads}, metric="js", other_metrics=()
+    )
     found = {
-        nodes: integrated(model, asked, heads, metric="js", nodes=nodes, at_once=20)
+        nodes: integrated_gradients(model, asked, heads, metric="js", nodes=nodes, batch_size=20)
         for nodes in (2, 5, 20)
     }
     # In layer 0 of a model with small embeddings a head is most of the norm, and turns it sharply.
-    assert np.abs(found[5] - exact.effects)[:, 1:].max() < 1e-3 * exact.whole.max()
+    assert np.abs(found[5] - exact.effects)[:, 1:].max() < 1e-3 * exact.control.max()
     assert_close(found[20], exact.effects)
     errors = [np.abs(each - exact.effects).max() for each in found.values()]
     assert errors == sorted(errors, reverse=True)
 
 
-def test_cases_of_any_order_and_number_at_once(tiny):
+def test_cases_of_any_order_and_batch_size(tiny):
     model = load(tiny)
-    cases = cases_of(model, n=4, prompts=("efg hi", "jkl", "tuvwxy"))
-    cases += cases_of(model, n=3, prompts=("ab",), prefixes={"plus": "ab:", "minus": "cd:"})
-    asked = ContrastSet(tuple(cases), words_of(model))
-    turned = ContrastSet(tuple(cases[::-1]), words_of(model))
+    examples = examples_of(model, n=4, prompts=("efg hi", "jkl", "tuvwxy"))
+    examples += examples_of(model, n=3, prompts=("ab",), prefixes={"plus": "ab:", "minus": "cd:"})
+    asked = ContrastSet(tuple(examples), words_of(model))
+    turned = ContrastSet(tuple(examples[::-1]), words_of(model))
     alone = attribution(model, asked, metric="lex")
-    together = attribution(model, turned, metric="lex", at_once=4)
-    for name in ("slopes", "cut_hats", "whole"):
+    together = attribution(model, turned, metric="lex", batch_size=4)
+    for name in ("slopes", "cut_hats", "control"):
         one, other = getattr(alone, name), getattr(together, name)[::-1]
         assert np.allclose(one, other, rtol=0, atol=1e-5 * np.nanmax(np.abs(one)), equal_nan=True)
-    # The prefix of the last case is shorter.
+    # The prefix of the last example is shorter.
     assert np.isnan(alone.slopes[-1, ..., 3:]).all()
     assert not np.isnan(alone.slopes[:-1]).any()
     assert np.isfinite(alone.map("slope")).all()
     heads = ((1, 1), (3, 0))
-    one = integrated(model, asked, heads, metric="lex", nodes=3, at_once=1)
-    other = integrated(model, turned, heads[::-1], metric="lex", nodes=3, at_once=7)
+    one = integrated_gradients(model, asked, heads, metric="lex", nodes=3, batch_size=1)
+    other = integrated_gradients(model, turned, heads[::-1], metric="lex", nodes=3, batch_size=7)
     assert np.abs(one - other[::-1, ::-1]).max() < 1e-5 * np.abs(one).max()
 
 
 def test_the_whole_is_the_control_and_units_are_means_over_steps(tiny):
     model = load(tiny, "float64")
-    asked = question(model, n=5)
+    asked = contrast_set(model, n=5)
     for metric in ("js", "lex", "llr", "kl", "from_raw"):
         found = attribution(model, asked, metric=metric)
-        whole = control(model, asked, metrics=(metric,)).values[metric].mean(1)
-        assert np.abs(found.whole - whole).max() < 1e-9
+        whole = control_score(model, asked, metrics=(metric,)).values[metric].mean(1)
+        assert np.abs(found.control - whole).max() < 1e-9
         assert np.abs(found.cut_hats).max() > 0
 
 
 def test_more_than_two_attributes():
     model = load("tiny-neox", "float64")
-    cases = cases_of(model, n=3, prefixes={"a": "ab cd:", "b": "xy zw:", "c": "mn op:"})
-    found = attribution(model, cases, metric="kl")
-    asked = ContrastSet(tuple(cases))
+    examples = examples_of(model, n=3, prefixes={"a": "ab cd:", "b": "xy zw:", "c": "mn op:"})
+    found = attribution(model, examples, metric="kl")
+    asked = ContrastSet(tuple(examples))
     for at in ((0, 1), (2, 2)):
         expected = difference(model, asked, lambda b, at=at: biased((at,), b), metrics=("kl",))[
             "kl"
@@ -282,8 +287,8 @@ def test_more_than_two_attributes():
 
 def test_equal_prefixes_have_no_gradient_of_js_and_no_nan(tiny):
     model = load(tiny)
-    cases = cases_of(model, n=3, prefixes={"a": "ab cd:", "b": "ab cd:"})
-    found = attribution(model, cases)
+    examples = examples_of(model, n=3, prefixes={"a": "ab cd:", "b": "ab cd:"})
+    found = attribution(model, examples)
     assert np.abs(found.slopes).max() < 1e-6
     assert np.abs(found.cut_hats).max() < 1e-6
 
@@ -292,14 +297,14 @@ def test_equal_prefixes_have_no_gradient_of_js_and_no_nan(tiny):
 
 
 def nudge(key, role, asked, b):
-    """The closed form of D with a bias on a head's view of the prefix, by case: the mean over
+    """The closed form of D with a bias on a head's view of the prefix, by example: the mean over
     steps."""
     found = []
-    for case in asked.cases:
-        layout, weights = case.layouts[0], {role: (math.exp(b),) * 3}
+    for example in asked.examples:
+        layout, weights = example.layouts[0], {role: (math.exp(b),) * 3}
         steps = [
             key.control(len(layout) + t, layout.l_pro, asking=t == 0, weights=weights)
-            for t in range(case.n)
+            for t in range(example.n_steps)
         ]
         found.append(np.mean(steps))
     return np.array(found)
@@ -317,7 +322,7 @@ def nudge(key, role, asked, b):
 )
 def test_planted_slopes_and_integrals_are_the_closed_form(name, n):
     model, key = load(name), planted(name)
-    asked = planted_question(model, name, n, prompts=("The lake", "Once upon a time"))
+    asked = planted_contrast_set(model, name, n, prompts=("The lake", "Once upon a time"))
     found = attribution(model, asked, metric="lex")
     slopes = found.slopes.sum(3)
     for role, at in key.heads.items():
@@ -328,25 +333,29 @@ def test_planted_slopes_and_integrals_are_the_closed_form(name, n):
     assert np.abs(slopes[:, rest]).max() < 1e-6
     assert np.abs(found.cut_hats[:, rest]).max() < 1e-6
     heads = tuple(at for role, at in key.heads.items() if role != "decoy")
-    exact = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="lex", also=())
+    exact = knock_out(
+        model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
+    )
     # A knock-out can be a sum of parts of both signs: the precision is one of the whole.
-    size = np.abs(found.whole).max()
+    size = np.abs(found.control).max()
     for nodes, precision in ((5, 0.07 if "spread" in name else 0.03), (12, 1e-3)):
-        ig = integrated(model, asked, heads, metric="lex", nodes=nodes)
+        ig = integrated_gradients(model, asked, heads, metric="lex", nodes=nodes)
         assert np.abs(ig - exact.effects).max() < precision * size
 
 
 def test_five_nodes_are_enough_in_the_planted_model_where_they_are_well_placed(monkeypatch):
     """Even steps of alpha, which are the nodes for a share of 0, miss more than a tenth of the relay."""
     model, key = load("planted"), planted("planted")
-    asked = planted_question(model, "planted", 24)
+    asked = planted_contrast_set(model, "planted", 24)
     heads = tuple(key.heads.values())
-    exact = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="lex", also=())
-    found = integrated(model, asked, heads, metric="lex")
+    exact = knock_out(
+        model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
+    )
+    found = integrated_gradients(model, asked, heads, metric="lex")
     assert np.abs(found - exact.effects).max() < 1e-3 * found.max()
     assert found[:, heads.index(key.heads["decoy"])] == pytest.approx(0, abs=1e-6)
     monkeypatch.setattr(module, "SHARE", 0.0)
-    even = integrated(model, asked, heads, metric="lex")
+    even = integrated_gradients(model, asked, heads, metric="lex")
     relay = heads.index(key.heads["relay"])
     assert (even[:, relay] < 0.9 * exact.effects[:, relay]).all()
     assert (found[:, relay] > 0.99 * exact.effects[:, relay]).all()
@@ -356,9 +365,9 @@ def test_the_cut_hat_of_heads_that_write_on_u_is_the_closed_form():
     """What they write falls from gain * A to 0 along the tangent of D in x."""
     name, n = "planted", 64
     model, key = load(name), planted(name)
-    asked = planted_question(model, name, n + 1, prompts=("The lake",))
+    asked = planted_contrast_set(model, name, n + 1, prompts=("The lake",))
     found = attribution(model, asked, metric=AT_THE_END).cut_hats[0]
-    l = len(asked.cases[0].layouts[0]) + n
+    l = len(asked.examples[0].layouts[0]) + n
     x, other = key.written(l, 2)
     tangent = 4 * key.unit * (1 + other / 16) / (1 + (x**2 + other) / 16) ** 1.5
     for role in ("carrier", "suppressor"):
@@ -372,9 +381,9 @@ def test_the_planted_order_is_found_and_the_relay_underestimated(name):
     less, all that the relay leaves is needed, and a little less of it would help. So the order is
     good for a prefilter and no more."""
     model, key = load(name), planted(name)
-    asked = planted_question(model, name, 9)
+    asked = planted_contrast_set(model, name, 9)
     found = attribution(model, asked, metric=AT_THE_END)
-    exact = knock_out(model, asked, metric=AT_THE_END, also=())
+    exact = knock_out(model, asked, metric=AT_THE_END, other_metrics=())
     best = found.best(8)
     assert best[:2] == (key.heads["carrier"], key.heads["relay"])
     assert best[-1] == key.heads["suppressor"]
@@ -382,13 +391,13 @@ def test_the_planted_order_is_found_and_the_relay_underestimated(name):
     assert abs(found.map()[key.heads["decoy"]]) < 1e-6
     hat, effect = (grid[key.heads["relay"]] for grid in (found.map(), exact.map()))
     assert 0 < hat < 0.5 * effect
-    later = planted_question(model, name, 65)
+    later = planted_contrast_set(model, name, 65)
     hat = attribution(model, later, metric=AT_THE_END).map()[key.heads["relay"]]
     assert (
         hat
         < 0
         < knock_out(
-            model, later, over={"x": [key.heads["relay"]]}, metric=AT_THE_END, also=()
+            model, later, over={"x": [key.heads["relay"]]}, metric=AT_THE_END, other_metrics=()
         ).effects.mean()
     )
 
@@ -398,41 +407,43 @@ def test_the_planted_order_is_found_and_the_relay_underestimated(name):
 
 def test_recall_is_its_definition():
     model = load("tiny-llama")
-    asked = question(model, n=4)
+    asked = contrast_set(model, n=4)
     found = attribution(model, asked, metric="lex")
     exact = knock_out(model, asked, metric="lex")
     effects, hats = exact.map(), found.map()
     order, largest = (np.argsort(-np.abs(grid), axis=None) for grid in (hats, effects))
-    told = recall(found, exact, n=4)
-    assert told.heads == effects.size
-    assert told.recall == len(set(order[:4]) & set(largest[:4])) / 4
+    agreement = prefilter_recall(found, exact, n=4)
+    assert agreement.heads == effects.size
+    assert agreement.recall == len(set(order[:4]) & set(largest[:4])) / 4
     missed = order[4:][np.argmax(np.abs(effects).ravel()[order[4:]])]
-    assert told.missed == np.unravel_index(missed, effects.shape)
-    assert told.largest_missed == pytest.approx(effects.ravel()[missed])
+    assert agreement.missed == np.unravel_index(missed, effects.shape)
+    assert agreement.largest_missed == pytest.approx(effects.ravel()[missed])
     from scipy.stats import spearmanr
 
-    assert told.cut_hat == pytest.approx(spearmanr(hats, effects, axis=None).statistic)
-    assert told.slope == pytest.approx(spearmanr(found.map("slope"), effects, axis=None).statistic)
-    assert 0.5 < told.cut_hat < 1
-    assert str(told).startswith(f"{effects.size} heads: Spearman 0.")
-    assert "\n" not in str(told)
-    everything = recall(found, exact, n=1000)
+    assert agreement.cut_hat == pytest.approx(spearmanr(hats, effects, axis=None).statistic)
+    assert agreement.slope == pytest.approx(
+        spearmanr(found.map("slope"), effects, axis=None).statistic
+    )
+    assert 0.5 < agreement.cut_hat < 1
+    assert str(agreement).startswith(f"{effects.size} heads: Spearman 0.")
+    assert "\n" not in str(agreement)
+    everything = prefilter_recall(found, exact, n=1000)
     assert (everything.n, everything.recall, everything.missed) == (effects.size, 1, None)
     assert str(everything).endswith("none missed")
-    worst = Recall(8, 2, math.nan, 0.5, 0.0, (1, 2), -0.25)
+    worst = PrefilterRecall(8, 2, math.nan, 0.5, 0.0, (1, 2), -0.25)
     assert str(worst).endswith("recall@2 0.00; largest effect missed -0.25 (1.2)")
 
 
 def test_a_prefilter_that_is_wrong_is_seen_by_recall():
     model, key = load("planted"), planted("planted")
-    asked = planted_question(model, "planted", 64)
+    asked = planted_contrast_set(model, "planted", 64)
     found = attribution(model, asked, metric="lex")
-    exact = knock_out(model, asked, metric="lex", also=())
-    told = recall(found, exact, n=2)
+    exact = knock_out(model, asked, metric="lex", other_metrics=())
+    agreement = prefilter_recall(found, exact, n=2)
     # |cut_hat| of the relay is below the suppressor's, its effect above.
-    assert (told.recall, told.missed) == (0.5, key.heads["relay"])
-    assert told.largest_missed == pytest.approx(exact.map()[key.heads["relay"]])
-    made = prefiltered(model, asked, n=2, random=0, metric="lex", also=())
+    assert (agreement.recall, agreement.missed) == (0.5, key.heads["relay"])
+    assert agreement.largest_missed == pytest.approx(exact.map()[key.heads["relay"]])
+    made = prefiltered_knock_out(model, asked, n=2, random=0, metric="lex", other_metrics=())
     heads = {unit.heads[0] for unit in made.exact.units}
     assert heads == {key.heads["carrier"], key.heads["suppressor"]}
     assert made.frame()["chosen"].all()
@@ -440,13 +451,15 @@ def test_a_prefilter_that_is_wrong_is_seen_by_recall():
 
 def test_prefiltered_heads_are_knocked_out_exactly():
     model = load("tiny-gpt2")
-    asked = question(model, n=3)
-    made = prefiltered(model, asked, n=2, random=3, metric="lex", also=("js",))
-    best = made.attribution.best(2, size=True)
+    asked = contrast_set(model, n=3)
+    made = prefiltered_knock_out(model, asked, n=2, random=3, metric="lex", other_metrics=("js",))
+    best = made.attribution.best(2, absolute=True)
     heads = [unit.heads[0] for unit in made.exact.units]
     assert len(set(heads)) == 5
     assert set(best) < set(heads)
-    again = knock_out(model, asked, over={str(at): [at] for at in heads}, metric="lex", also=())
+    again = knock_out(
+        model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
+    )
     assert np.abs(made.exact.effects - again.effects).max() < 1e-6
     assert made.exact.with_metric("js").metric == "js"
     table = made.frame()
@@ -455,29 +468,29 @@ def test_prefiltered_heads_are_knocked_out_exactly():
     assert table["cut_hat"].tolist() == [
         made.attribution.map()[row.layer, row.head] for row in table.itertuples()
     ]
-    told = made.recall
-    assert (told.heads, told.n) == (5, 2)
-    assert told.missed in set(heads) - set(best)
-    assert prefiltered(model, asked, n=1, random=0, metric="lex").recall.missed is None
+    agreement = made.recall
+    assert (agreement.heads, agreement.n) == (5, 2)
+    assert agreement.missed in set(heads) - set(best)
+    assert prefiltered_knock_out(model, asked, n=1, random=0, metric="lex").recall.missed is None
 
 
 def test_the_draw_depends_on_the_seed_alone(monkeypatch):
     """And there may be fewer others than are asked for."""
-    model, asked, drawn = load("tiny-gpt2"), question(load("tiny-gpt2"), n=2), []
+    model, asked, drawn = load("tiny-gpt2"), contrast_set(load("tiny-gpt2"), n=2), []
     found = attribution(model, asked)
-    monkeypatch.setattr(module, "attribution", lambda *_, **__: found)
-    real = module.knock_out
+    monkeypatch.setattr(prefilter, "attribution", lambda *_, **__: found)
+    real = prefilter.knock_out
 
-    def watched(model, question, units, **settings):
+    def watched(model, contrast_set, units, **settings):
         drawn.append([unit.name for unit in units])
-        return real(model, question, units=units[:1], **settings)
+        return real(model, contrast_set, units=units[:1], **settings)
 
-    monkeypatch.setattr(module, "knock_out", watched)
+    monkeypatch.setattr(prefilter, "knock_out", watched)
     for seed in (0, 0, 1, 2):
-        prefiltered(model, asked, n=3, random=5, seed=seed, also=())
-    prefiltered(model, asked, n=15, random=1000, also=())
+        prefiltered_knock_out(model, asked, n=3, random=5, seed=seed, other_metrics=())
+    prefiltered_knock_out(model, asked, n=15, random=1000, other_metrics=())
     assert drawn[0] == drawn[1] != drawn[2] != drawn[3]
-    best = {f"{layer}.{head}" for layer, head in found.best(3, size=True)}
+    best = {f"{layer}.{head}" for layer, head in found.best(3, absolute=True)}
     assert all(best < set(names) and len(set(names)) == 8 for names in drawn[:4])
     assert len(set(drawn[4])) == 16
 
@@ -510,8 +523,8 @@ def test_a_table_a_map_a_drawing():
 
 def test_texts_of_a_prompt_count_as_one():
     model = load("planted")
-    asked = planted_question(model, "planted", 4)
-    twice = ContrastSet((*asked.cases, asked.cases[0]), asked.words)
+    asked = planted_contrast_set(model, "planted", 4)
+    twice = ContrastSet((*asked.examples, asked.examples[0]), asked.words)
     one, other = (attribution(model, each, metric="lex") for each in (asked, twice))
     assert np.abs(one.map() - other.map()).max() < 1e-6
     assert len(other.by_prompt("slope")) == 3
@@ -522,7 +535,7 @@ def test_texts_of_a_prompt_count_as_one():
 
 def test_nothing_is_left_behind():
     model = load("tiny-gpt2")
-    asked = question(model, n=3)
+    asked = contrast_set(model, n=3)
     seen = []
 
     def breaks(tensor, hook):
@@ -536,7 +549,7 @@ def test_nothing_is_left_behind():
     assert hooks_left(model) == ([], [])
     for call in (
         lambda **more: attribution(model, asked, augmentation=Augmentation(alpha=1), **more),
-        lambda **more: integrated(model, asked, ((0, 0),), **more),
+        lambda **more: integrated_gradients(model, asked, ((0, 0),), **more),
     ):
         call()
         with pytest.raises(ZeroDivisionError):
@@ -562,7 +575,7 @@ def test_nothing_is_left_behind():
 
 def test_hooks_of_a_user_are_part_of_the_pass():
     model = load("tiny-llama", "float64")
-    asked = question(model, n=3)
+    asked = contrast_set(model, n=3)
 
     def double(z, hook):
         return 2 * z
@@ -580,78 +593,88 @@ def test_the_rest_of_a_pattern_is_its_softmax():
     scores[0, 0, 0, 1:3] += 60  # all attention on the span, but for 1e-26
     span, left = Span(1, 3), scores.clone()
     left[..., 1:3] = -torch.inf
-    assert torch.allclose(without(scores.softmax(-1), span), left.softmax(-1), rtol=1e-12)
+    assert torch.allclose(cut_pattern(scores.softmax(-1), span), left.softmax(-1), rtol=1e-12)
     # A learned sink is no key, and takes its part of what is left.
     sink = torch.full((1, 2, 3, 1), 0.5).double()
     whole, rest = (torch.cat([each, sink], -1).softmax(-1)[..., :-1] for each in (scores, left))
-    found = without(whole, span)
+    found = cut_pattern(whole, span)
     assert (found - rest)[0, 1].abs().max() < 1e-12
     assert whole.sum(-1).min() < 0.9 or whole.sum(-1)[0, 1].min() < 0.9
 
 
 def test_what_has_no_gradient_is_refused():
     model = load("tiny-gpt2")
-    cases = cases_of(model, n=3)
+    examples = examples_of(model, n=3)
     for call in (
         attribution,
-        prefiltered,
-        lambda *given, **more: integrated(*given, [[0, 0]], **more),
+        prefiltered_knock_out,
+        lambda *given, **more: integrated_gradients(*given, [[0, 0]], **more),
     ):
         with pytest.raises(
             CircuitError, match="TransformerBridge, not from a TransformersModel; load"
         ):
-            call(load("tiny-gpt2", model_class="TransformersModel"), cases)
+            call(load("tiny-gpt2", model_class="TransformersModel"), examples)
         with pytest.raises(ModelError, match="a object is no model of TransformerLens"):
-            call(object(), cases)
+            call(object(), examples)
         with pytest.raises(CircuitError, match='bfloat16 .*float32, float64.*dtype="float32"'):
-            call(load("tiny-gpt2", "bfloat16"), cases)
+            call(load("tiny-gpt2", "bfloat16"), examples)
         with pytest.raises(CircuitError, match="phase 'query'.*last_query"):
-            call(model, cases, augmentation=Augmentation(alpha=1, phase="query"))
+            call(model, examples, augmentation=Augmentation(alpha=1, phase="query"))
         with pytest.raises(CircuitError, match="unknown metric 'jz'; allowed: llr, js"):
-            call(model, cases, metric="jz")
+            call(model, examples, metric="jz")
         with pytest.raises(CircuitError, match="one metric at a time; found 2 metrics: a, b"):
-            call(model, cases, metric=dict.fromkeys("ab", lex))
+            call(model, examples, metric=dict.fromkeys("ab", lex))
         with pytest.raises(CircuitError, match="metric 'hit' has no gradient"):
-            call(model, cases, metric={"hit": lambda found: found.logits[0].argmax(2).float()})
+            call(model, examples, metric={"hit": lambda found: found.logits[0].argmax(2).float()})
         with pytest.raises(CircuitError, match="needs the words"):
-            call(model, cases, metric="lex")
+            call(model, examples, metric="lex")
         with pytest.raises(CircuitError, match="tokens belongs to a task"):
-            call(model, cases, tokens=3)
-        bare = [ContrastExample(each.prompt, each.names, each.layouts, each.text) for each in cases]
-        with pytest.raises(CircuitError, match="a case has no raw layout.*other than from_raw"):
+            call(model, examples, tokens=3)
+        bare = [
+            ContrastExample(each.prompt, each.attributes, each.layouts, each.text)
+            for each in examples
+        ]
+        with pytest.raises(CircuitError, match="an example has no raw layout.*other than from_raw"):
             call(model, bare, metric="from_raw")
 
 
 def test_other_mistakes_are_refused():
     model = load("tiny-gpt2")
-    asked = question(model, n=3)
+    asked = contrast_set(model, n=3)
     with pytest.raises(CircuitError, match=r"head \(0, 9\) of 'heads' does not exist"):
-        integrated(model, asked, [(0, 9)])
+        integrated_gradients(model, asked, [(0, 9)])
     with pytest.raises(CircuitError, match="at least one head; found none"):
-        integrated(model, asked, [])
+        integrated_gradients(model, asked, [])
     with pytest.raises(CircuitError, match="at least one node; found nodes=0"):
-        integrated(model, asked, [(0, 1)], nodes=0)
+        integrated_gradients(model, asked, [(0, 1)], nodes=0)
     with pytest.raises(CircuitError, match="found n=0, random=24"):
-        prefiltered(model, asked, n=0)
+        prefiltered_knock_out(model, asked, n=0)
     found = attribution(model, asked)
     over = {"a": [[0, 1]]}
     with pytest.raises(CircuitError, match="single heads.*found 'both'"):
-        recall(found, knock_out(model, asked, over={"both": [[0, 0], [0, 1]]}, also=()))
+        prefilter_recall(
+            found, knock_out(model, asked, over={"both": [[0, 0], [0, 1]]}, other_metrics=())
+        )
     with pytest.raises(CircuitError, match="of metric 'js', the knock-outs of 'lex'"):
-        recall(found, knock_out(model, asked, over=over, metric="lex", also=()))
+        prefilter_recall(found, knock_out(model, asked, over=over, metric="lex", other_metrics=()))
     with pytest.raises(CircuitError, match="of other texts"):
-        recall(found, knock_out(model, question(model, n=2), over=over, also=()))
+        prefilter_recall(
+            found, knock_out(model, contrast_set(model, n=2), over=over, other_metrics=())
+        )
     with pytest.raises(CircuitError, match="single heads; found '0.0.1'"):
-        recall(
+        prefilter_recall(
             found,
             knock_out(
-                model, asked, units=[Unit({"l": 0, "h": 0, "p": 1}, ((0, 0),), (1,))], also=()
+                model,
+                asked,
+                units=[Unit({"l": 0, "h": 0, "p": 1}, ((0, 0),), (1,))],
+                other_metrics=(),
             ),
         )
     shallow = replace(found, cut_hats=found.cut_hats[:, :, :1], slopes=found.slopes[:, :, :1])
     with pytest.raises(
         CircuitError, match=r"head \(0, 1\); the attribution has layers 0-3, heads 0-0"
     ):
-        recall(shallow, knock_out(model, asked, over=over, also=()))
+        prefilter_recall(shallow, knock_out(model, asked, over=over, other_metrics=()))
     with pytest.raises(CircuitError, match="at least one head to keep; found n=0"):
-        recall(found, knock_out(model, asked, over=over, also=()), n=0)
+        prefilter_recall(found, knock_out(model, asked, over=over, other_metrics=()), n=0)

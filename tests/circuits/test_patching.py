@@ -12,10 +12,11 @@ from transformer_lens import patching as lens
 
 from lapa2_interp import Layout
 from lapa2_interp._util.errors import CircuitError, DeadHookError
-from lapa2_interp.circuits import patching
-from lapa2_interp.circuits.cases import ContrastExample, attribute_words
-from lapa2_interp.circuits.patching import HOOKS, NODES, PREFIX_NODES, patch
-from lapa2_interp.circuits.question import ContrastSet
+from lapa2_interp.circuits import patch_nodes
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.examples import ContrastExample, attribute_words
+from lapa2_interp.circuits.patch_nodes import HOOKS, NODES, PREFIX_NODES
+from lapa2_interp.circuits.patching import patch
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, WIDTH, planted
 
 PAIR = {"plus": "ab cd:", "minus": "xy zw:"}
@@ -25,17 +26,17 @@ EVERYWHERE = ("prefix", "prompt", "generated")
 CUT = (0.0, 0.0, 0.0)
 
 
-def question(model, n=5, prompts=("efg hi", "jkl"), prefixes=PAIR):
+def contrast_set(model, n=5, prompts=("efg hi", "jkl"), prefixes=PAIR):
     rng = np.random.default_rng(3)
     texts = [rng.integers(60, 120, n).tolist() for _ in prompts]
-    cases = [
+    examples = [
         ContrastExample.of(model.tokenizer, prefixes, prompt, text)
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    return ContrastSet(tuple(cases), WORDS)
+    return ContrastSet(tuple(examples), WORDS)
 
 
-def soft_question(model, n=5):
+def soft_contrast_set(model, n=5):
     soft = tuple(soft_prefix(model, seed=seed) for seed in (0, 1))
     layout = Layout.of(model.tokenizer, None, "efg", soft=5)
     text = tuple(range(70, 70 + n))
@@ -44,33 +45,40 @@ def soft_question(model, n=5):
     )
 
 
-def planted_question(model, n=8, prefixes=SENTIMENT, prompts=("The lake", "Once upon a time")):
+def planted_contrast_set(model, n=8, prefixes=SENTIMENT, prompts=("The lake", "Once upon a time")):
     words = attribute_words(model.tokenizer, "sentiment", ("positive", "negative"))
     vocabulary = model.tokenizer.get_vocab()
     known = [vocabulary[word] for word in (*POSITIVE, *NEGATIVE, *FILLERS)]
     rng = np.random.default_rng(0)
-    cases = [
+    examples = [
         ContrastExample.of(model.tokenizer, prefixes, prompt, rng.choice(known, n).tolist())
         for prompt in prompts
     ]
-    return ContrastSet(tuple(cases), tuple(words.values()))
+    return ContrastSet(tuple(examples), tuple(words.values()))
 
 
-def any_question(model, name):
-    return planted_question(model) if name.startswith("planted") else question(model)
+def any_contrast_set(model, name):
+    return planted_contrast_set(model) if name.startswith("planted") else contrast_set(model)
 
 
 def log_probs_of(model, asked, node, **settings):
-    """What a metric is given: target, opposite, and every place, for each case."""
+    """What a metric is given: target, opposite, and every unit, for each example."""
     found = []
-    for case in asked.cases:
+    for example in asked.examples:
         runs = []
 
         def kept(log_probs, text, runs=runs):
             runs.append(log_probs[0].clone())
             return torch.zeros(text.shape)
 
-        patch(model, ContrastSet((case,), asked.words), node, metric=kept, at_once=1000, **settings)
+        patch(
+            model,
+            ContrastSet((example,), asked.words),
+            node,
+            metric=kept,
+            batch_size=1000,
+            **settings,
+        )
         found.append(torch.stack(runs))
     return found  # run step vocab
 
@@ -91,10 +99,10 @@ def favour(log_probs, words=WORDS):
     return log_probs[..., plus].logsumexp(-1) - log_probs[..., minus].logsumexp(-1)
 
 
-def effect(found, place, direction="denoise"):
-    """By case, of a place by its (layer, column), or (layer, column, part)."""
-    names = [tuple(each.where.values()) for each in found.places]
-    return found.effects[direction][:, names.index(place)]
+def effect(found, unit, direction="denoise"):
+    """By example, of a unit by its (layer, column), or (layer, column, part)."""
+    names = [tuple(each.labels.values()) for each in found.units]
+    return found.effects[direction][:, names.index(unit)]
 
 
 # --- what must be nothing, and what must be everything
@@ -107,7 +115,7 @@ def nodes_of(name):
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox"])
 def test_a_run_patched_with_itself_is_unchanged(name):
     model = load(name)
-    asked = question(model, prefixes={"a": "ab cd:", "b": "ab cd:"})
+    asked = contrast_set(model, prefixes={"a": "ab cd:", "b": "ab cd:"})
     for node in nodes_of(name):
         found = patch(model, asked, node, direction="both")
         assert all(np.abs(each).max() < 1e-6 for each in found.effects.values())
@@ -126,7 +134,7 @@ def test_all_of_the_other_run_make_its_predictions(name, node):
     settings = {"parts": ("kv",)} if node in PREFIX_NODES else {}
     for direction, runs in {"denoise": (0, 1), "noise": (1, 0)}.items():
         for found in log_probs_of(
-            model, any_question(model, name), node, direction=direction,
+            model, any_contrast_set(model, name), node, direction=direction,
             together=everything(model, node), **settings,
         ):  # fmt: skip
             given, taken = found[runs[0]], found[runs[1]]
@@ -143,10 +151,10 @@ def test_the_whole_stream_of_one_layer_is_everything(name, node):
     model = load(name)
     for layer in range(model.cfg.n_layers):
         for found in log_probs_of(
-            model, question(model), node, together=everything(model, node, [layer])
+            model, contrast_set(model), node, together=everything(model, node, [layer])
         ):
             assert (found[2] - found[0]).abs().max() < 1e-5
-    late = patch(model, question(model), node)
+    late = patch(model, contrast_set(model), node)
     # Later layers do not read the prefix's stream behind the last one.
     last = model.cfg.n_layers - 1
     if node == "resid_post":
@@ -156,23 +164,23 @@ def test_the_whole_stream_of_one_layer_is_everything(name, node):
 
 def test_the_two_runs_are_the_plain_forward_passes(tiny):
     model = load(tiny, "float64")
-    asked = question(model)
+    asked = contrast_set(model)
     for node in ("prefix_kv", "z", "head_to_logits"):
         found = patch(model, asked, node, metric="log_prob")
-        for i, case in enumerate(asked.cases):
+        for i, example in enumerate(asked.examples):
             for layout, value in zip(
-                case.layouts, (found.source[i], found.destination[i]), strict=True
+                example.layouts, (found.source[i], found.destination[i]), strict=True
             ):
                 with torch.no_grad():
-                    logits = model(torch.tensor([[*layout.ids, *case.text]]))[0]
+                    logits = model(torch.tensor([[*layout.ids, *example.text]]))[0]
                 each = logits.log_softmax(-1)[len(layout) - 1 : -1]
-                expected = each.gather(1, torch.tensor(case.text)[:, None]).mean().item()
+                expected = each.gather(1, torch.tensor(example.text)[:, None]).mean().item()
                 assert value == pytest.approx(expected, abs=1e-10)
 
 
 def test_soft_prefixes():
     model = load("tiny-llama")
-    asked = soft_question(model)
+    asked = soft_contrast_set(model)
     for node, settings in {"prefix_kv": {"parts": ("kv",)}, "z": {}}.items():
         (found,) = log_probs_of(model, asked, node, together=everything(model, node), **settings)
         assert (found[2] - found[0]).abs().max() < 1e-5
@@ -181,7 +189,7 @@ def test_soft_prefixes():
     assert np.abs(cells.effects["denoise"] - cells.effects["noise"]).max() > 1e-3
     # BOS stands behind a soft prefix, and reads it.
     stream = patch(model, asked, "resid_pre")
-    assert list(dict.fromkeys(place.where["slots"] for place in stream.places)) == [
+    assert list(dict.fromkeys(unit.labels["slots"] for unit in stream.units)) == [
         "bos", "prompt", "last", "generated",
     ]  # fmt: skip
     assert np.abs(effect(stream, (1, "bos"))).max() > 1e-4
@@ -202,8 +210,8 @@ def test_soft_prefixes():
 def test_a_plain_transformers_model_the_same(tiny, node):
     model, plain = load(tiny, "float64"), load(tiny, "float64", "TransformersModel")
     parts = ("k", "v", "kv")
-    one = patch(model, question(model), node, parts=parts)
-    other = patch(plain, question(plain), node, parts=parts)
+    one = patch(model, contrast_set(model), node, parts=parts)
+    other = patch(plain, contrast_set(plain), node, parts=parts)
     assert np.abs(one.effects["denoise"]).max() > 1e-3
     # A plain transformers model computes its softmax in float32.
     assert np.abs(one.effects["denoise"] - other.effects["denoise"]).max() < 1e-5
@@ -212,9 +220,9 @@ def test_a_plain_transformers_model_the_same(tiny, node):
 # --- the planted answer
 
 
-def flipped(key, role, case, step):
+def flipped(key, role, example, step):
     """lex behind " negative" where what a head gives has the other sign."""
-    layout = case.layouts[0]
+    layout = example.layouts[0]
     given = (len(layout) + step, layout.l_pro)
     x, other = key.written(*given, asking=step == 0)
     written_by = "reader" if role == "relay" else role  # on the words' direction
@@ -226,11 +234,11 @@ def flipped(key, role, case, step):
 
 def expected_flips(key, role, asked):
     found = []
-    for case in asked.cases:
-        layout = case.layouts[0]
+    for example in asked.examples:
+        layout = example.layouts[0]
         steps = [
-            flipped(key, role, case, t) + key.lex(len(layout) + t, layout.l_pro, asking=t == 0)
-            for t in range(case.n)
+            flipped(key, role, example, t) + key.lex(len(layout) + t, layout.l_pro, asking=t == 0)
+            for t in range(example.n_steps)
         ]
         found.append(np.mean(steps))
     return np.array(found)
@@ -240,21 +248,21 @@ def expected_flips(key, role, asked):
 def test_planted_cells_are_the_closed_form(name):
     """Keys are the same behind both prefixes; values carry the sign."""
     model, key = load(name), planted(name)
-    asked = planted_question(model)
+    asked = planted_contrast_set(model)
     cells, edges = patch(model, asked), patch(model, asked, "prefix_to_head", parts=("k", "v"))
     for found, column in ((cells, 2), (edges, 1)):
         group = model.cfg.n_heads // (getattr(model.cfg, "n_key_value_heads", None) or 4)
         share = group if column == 2 else 1
-        left = {tuple(each.where.values()) for each in found.places}
+        left = {tuple(each.labels.values()) for each in found.units}
         for role in ("carrier", "suppressor", "relay"):
             layer, head = key.heads[role]
-            place = (layer, head // share, "v")
-            left.remove(place)
+            unit = (layer, head // share, "v")
+            left.remove(unit)
             expected = expected_flips(key, role, asked)
-            assert np.abs(effect(found, place) - expected).max() < 5e-5
+            assert np.abs(effect(found, unit) - expected).max() < 5e-5
             assert np.sign(expected[0]) == (-1 if role == "suppressor" else 1)
-        for place in left:
-            assert np.abs(effect(found, place)).max() < 1e-5
+        for unit in left:
+            assert np.abs(effect(found, unit)).max() < 1e-5
     best = cells.frame().iloc[0]
     layer, head = key.heads["carrier"]
     assert (best["layer"], best["kv_head"], best["part"]) == (layer, head // group, "v")
@@ -268,7 +276,7 @@ def test_edges_of_a_linear_reader_add_up():
     """Measured by what is written on the words' direction, which heads add to, the edges' shares
     sum to 1."""
     model, key = load("planted"), planted("planted")
-    asked = planted_question(model)
+    asked = planted_contrast_set(model)
     plus, minus = map(list, asked.words)
 
     def written(log_probs, text):
@@ -284,7 +292,7 @@ def test_edges_of_a_linear_reader_add_up():
 
 def test_edges_of_a_group_are_its_cell():
     model = load("tiny-llama")
-    asked = question(model)
+    asked = contrast_set(model)
     cells = patch(model, asked, parts=("k", "v", "kv"))
     pairs = {f"{i}.{j}": [(i, 2 * j), (i, 2 * j + 1)] for i in range(4) for j in range(2)}
     edges = patch(model, asked, "prefix_to_head", parts=("k", "v", "kv"), together=pairs)
@@ -296,7 +304,9 @@ def test_what_suffices_is_not_what_is_needed():
     """Against a prefix that says nothing: alone the carrier does nearly everything, and without it
     the relay still does much."""
     model, key = load("planted"), planted("planted")
-    asked = planted_question(model, prefixes={"positive": "Very positive:", "none": "Very the:"})
+    asked = planted_contrast_set(
+        model, prefixes={"positive": "Very positive:", "none": "Very the:"}
+    )
     words = [list(each) for each in asked.words]
 
     def later(log_probs, text):  # the prompt's last token reads what the relay left, too
@@ -304,14 +314,14 @@ def test_what_suffices_is_not_what_is_needed():
 
     def expected(weights):
         found = []
-        for case in asked.cases:
-            layout = case.layouts[0]
+        for example in asked.examples:
+            layout = example.layouts[0]
             found.append(
                 sum(
                     key.lex(len(layout) + t, layout.l_pro, weights=weights)
-                    for t in range(1, case.n)
+                    for t in range(1, example.n_steps)
                 )
-                / case.n
+                / example.n_steps
             )
         return np.array(found)
 
@@ -331,10 +341,10 @@ def test_what_suffices_is_not_what_is_needed():
         assert np.abs(alone.effects[direction] - found.effects[direction]).max() < 1e-6
     # Where the carrier looks is needed, and does nothing by itself.
     looks = patch(model, asked, "pattern", metric=later, direction="both")
-    place, even = key.heads["carrier"], (1 / key.odds["carrier"], 1.0, 1.0)
-    assert np.abs(effect(looks, place)).max() < 1e-5
+    unit, even = key.heads["carrier"], (1 / key.odds["carrier"], 1.0, 1.0)
+    assert np.abs(effect(looks, unit)).max() < 1e-5
     lost = looks.source - expected({"carrier": even})
-    assert np.abs(effect(looks, place, "noise") - lost).max() < 2e-5
+    assert np.abs(effect(looks, unit, "noise") - lost).max() < 2e-5
     assert lost.min() > 0.1
 
 
@@ -345,9 +355,9 @@ def test_what_suffices_is_not_what_is_needed():
 @pytest.mark.parametrize("node", ["z", "pattern", "resid_pre", "resid_post", "attn_out", "mlp_out"])
 def test_transformer_lens_finds_the_same(name, node):
     model = load(name)
-    case = question(model).cases[0]
-    layout = case.layouts[0]
-    clean, corrupted = (torch.tensor([[*each.ids, *case.text[:-1]]]) for each in case.layouts)
+    example = contrast_set(model).examples[0]
+    layout = example.layouts[0]
+    clean, corrupted = (torch.tensor([[*each.ids, *example.text[:-1]]]) for each in example.layouts)
     with torch.no_grad():
         _, cache = model.run_with_cache(clean)
     spans = {
@@ -376,7 +386,7 @@ def test_transformer_lens_finds_the_same(name, node):
             index_df=lens.make_df_from_ranges([4, 4], ["layer", "head" if node in heads else "pos"]),
         )  # fmt: skip
     found = patch(
-        model, [case], node, metric=favour_of_run, slots=EVERYWHERE if node in heads else names
+        model, [example], node, metric=favour_of_run, slots=EVERYWHERE if node in heads else names
     )
     values = found.effects["denoise"][0] + found.destination[0]
     assert np.abs(values - expected.numpy()).max() < 1e-5
@@ -393,15 +403,18 @@ def favour_of_run(log_probs, text):
 def test_a_head_to_the_logits_is_its_output_in_the_last_layer(name):
     """Where the MLP does not react: it writes nothing, stands beside attention, or is held."""
     model = load(name)
-    case = any_question(model, name).cases[0]
-    asked, last = ContrastSet((case,), any_question(model, name).words), model.cfg.n_layers - 1
+    example = any_contrast_set(model, name).examples[0]
+    asked, last = (
+        ContrastSet((example,), any_contrast_set(model, name).words),
+        model.cfg.n_layers - 1,
+    )
 
     def hold(x, hook):
         return torch.cat([x[:2], x[1:2].expand(len(x) - 2, -1, -1)])
 
     held = [(HOOKS["mlp_out"].format(last), hold)] if name in ("tiny-gpt2", "tiny-llama") else []
     with model.hooks(fwd_hooks=held):
-        outputs = patch(model, asked, "z", at_once=100).effects["denoise"][0, -4:]
+        outputs = patch(model, asked, "z", batch_size=100).effects["denoise"][0, -4:]
     edges = patch(model, asked, "head_to_logits")
     assert np.abs(edges.effects["denoise"][0, -4:] - outputs).max() < 1e-5
     assert np.abs(outputs).max() > 1e-3
@@ -413,20 +426,20 @@ def test_a_head_to_the_logits_is_its_output_in_the_last_layer(name):
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox"])
 def test_a_head_to_the_logits_by_hand(name):
     model = load(name, "float64")
-    case = question(model).cases[0]
+    example = contrast_set(model).examples[0]
     with torch.no_grad():
         (_, source), (logits, own) = (
-            model.run_with_cache(torch.tensor([[*each.ids, *case.text[:-1]]]))
-            for each in case.layouts
+            model.run_with_cache(torch.tensor([[*each.ids, *example.text[:-1]]]))
+            for each in example.layouts
         )
-        plain = favour(logits.log_softmax(-1))[0, -case.n :].mean().item()
+        plain = favour(logits.log_softmax(-1))[0, -example.n_steps :].mean().item()
         residual = own["blocks.3.hook_resid_post"]
-        found = patch(model, ContrastSet((case,), WORDS), "head_to_logits").effects["denoise"][0]
+        found = patch(model, ContrastSet((example,), WORDS), "head_to_logits").effects["denoise"][0]
         for i, (layer, head) in enumerate(product(range(4), range(4))):
             z = (each[f"blocks.{layer}.attn.hook_z"][:, :, head] for each in (source, own))
             changed = residual + torch.sub(*z) @ model.blocks[layer].attn.W_O[head]
             logits = model.unembed(model.ln_final(changed))
-            value = favour(logits.log_softmax(-1))[0, -case.n :].mean().item()
+            value = favour(logits.log_softmax(-1))[0, -example.n_steps :].mean().item()
             # A Llama's norm is computed in float32.
             assert found[i] == pytest.approx(value - plain, abs=1e-5)
 
@@ -435,13 +448,15 @@ def test_a_head_to_the_logits_by_hand(name):
 def test_rounding_in_half_precision_is_not_refused(node):
     """Both nodes check that the residual stream is a sum."""
     half, model = load("tiny-llama", "bfloat16"), load("tiny-llama")
-    rough, exact = (patch(each, question(each), node).effects["denoise"] for each in (half, model))
+    rough, exact = (
+        patch(each, contrast_set(each), node).effects["denoise"] for each in (half, model)
+    )
     assert 1e-6 < np.abs(rough - exact).max() < 0.1
 
 
 def test_hooks_of_a_user_stay_live():
     model = load("tiny-llama")
-    asked = question(model)
+    asked = contrast_set(model)
 
     def no_output(z, hook):
         return 0 * z
@@ -459,16 +474,16 @@ def test_hooks_of_a_user_stay_live():
 def test_batches_and_order_change_nothing(node):
     model = load("tiny-llama")
     asked = ContrastSet(
-        (*question(model).cases, *question(model, n=3, prompts=("pq",)).cases), WORDS
+        (*contrast_set(model).examples, *contrast_set(model, n=3, prompts=("pq",)).examples), WORDS
     )
-    turned = ContrastSet(asked.cases[::-1], WORDS)
+    turned = ContrastSet(asked.examples[::-1], WORDS)
     whole = patch(model, asked, node, direction="both")
-    for at_once in (3, 37):
-        again = patch(model, asked, node, direction="both", at_once=at_once)
+    for batch_size in (3, 37):
+        again = patch(model, asked, node, direction="both", batch_size=batch_size)
         for direction in ("denoise", "noise"):
             gap = np.abs(whole.effects[direction] - again.effects[direction])
             assert gap.max() < 2e-6
-    other = patch(model, turned, node, at_once=9)
+    other = patch(model, turned, node, batch_size=9)
     assert np.abs(whole.effects["denoise"] - other.effects["denoise"][::-1]).max() < 2e-6
     assert np.abs(whole.source - other.source[::-1]).max() < 2e-6
     assert np.abs(whole.effects["denoise"]).max() > 1e-3
@@ -476,7 +491,7 @@ def test_batches_and_order_change_nothing(node):
 
 def test_sets_are_patched_together():
     model, key = load("planted"), planted("planted")
-    asked = planted_question(model)
+    asked = planted_contrast_set(model)
     both = [key.heads["carrier"], key.heads["relay"]]
     found = patch(model, asked, "z", together={"both": both, "carrier": both[:1]})
     alone = patch(model, asked, "z")
@@ -484,7 +499,7 @@ def test_sets_are_patched_together():
     assert (effect(found, ("both",)) > effect(found, ("carrier",)) + 0.1).all()
     assert found.frame()["name"].tolist() == ["both", "carrier"]
     assert found.plot()._repr_png_()[:4] == b"\x89PNG"
-    with pytest.raises(CircuitError, match="sets of places have no map"):
+    with pytest.raises(CircuitError, match="sets of units have no map"):
         found.map()
 
 
@@ -492,7 +507,7 @@ def test_recovery_is_a_ratio_of_sums_over_prompts():
     """Texts of one prompt count as one."""
     model = load("tiny-gpt2")
     prompts = ("ab", "ab", "cd", "ef", "gh", "ij", "kl", "mn", "op")
-    asked = question(model, prompts=prompts)
+    asked = contrast_set(model, prompts=prompts)
     found = patch(model, asked, "z")
     by_prompt = {
         prompt: [i for i, each in enumerate(prompts) if each == prompt] for prompt in prompts
@@ -514,17 +529,17 @@ def test_recovery_is_a_ratio_of_sums_over_prompts():
     sums = found.sums().set_index("run")
     assert sums["mean"]["difference"] == pytest.approx(whole.mean())
     assert sums["prompts"].tolist() == [8, 8, 8]
-    few = patch(model, question(model), "z")
+    few = patch(model, contrast_set(model), "z")
     assert few.frame()["p_max"].isna().all()
 
 
 def test_maps_and_drawings():
     model = load("tiny-llama")
-    asked = question(model)
+    asked = contrast_set(model)
     shapes = {"prefix_kv": (4, 2), "prefix_to_head": (4, 4), "pattern": (4, 4), "mlp_out": (4, 4)}
     for node, shape in shapes.items():
         found = patch(model, asked, node, direction="both")
-        part = found.places[0].part or None
+        part = found.units[0].part or None
         assert found.map("noise", part).shape == shape
         assert np.isfinite(found.map(part=part)).all()
         assert found.plot()._repr_png_()[:4] == b"\x89PNG"
@@ -541,7 +556,7 @@ def test_maps_and_drawings():
 def test_slots_are_parts_of_the_text():
     """Parts that share no query cover together what they cover."""
     model = load("tiny-gpt2")
-    asked = question(model)
+    asked = contrast_set(model)
     whole = patch(model, asked, "z").effects["denoise"]
     named = patch(model, asked, "z", slots=("prompt", "generated")).effects["denoise"]
     assert np.array_equal(whole, named)
@@ -567,24 +582,24 @@ def test_a_task_by_name():
 
 def test_what_cannot_be_asked_is_refused(monkeypatch):
     model, plain = load("tiny-gpt2"), load("tiny-gpt2", model_class="TransformersModel")
-    asked = question(model)
+    asked = contrast_set(model)
 
-    def refused(message, *given, of=model, about=asked, error=CircuitError, **settings):
+    def refused(message, *given, of=model, contrast=asked, error=CircuitError, **settings):
         with pytest.raises(error, match=message):
-            patch(of, about, *given, **settings)
+            patch(of, contrast, *given, **settings)
 
-    three = question(model, prefixes={"a": "ab cd:", "b": "xy zw:", "c": "mn op:"})
-    refused("between two branches; found a, b, c; give cases of two", about=three)
+    three = contrast_set(model, prefixes={"a": "ab cd:", "b": "xy zw:", "c": "mn op:"})
+    refused("between two branches; found a, b, c; give examples of two", contrast=three)
     refused("unknown node 'zz'; allowed: prefix_kv, .*did you mean 'z'", "zz")
     refused("unknown direction 'up'; allowed: denoise, noise, both", direction="up")
     refused("unknown metric 'js'; allowed: favour, log_prob, or a function", metric="js")
-    refused("favour needs the words", about=asked.cases, metric="favour")
+    refused("favour needs the words", contrast=asked.examples, metric="favour")
     refused("node z has none, take prefix_kv or prefix_to_head", "z", parts=("k",))
     refused("node prefix_kv takes no slots; z, pattern", slots=("prompt",))
     refused("node head_to_logits takes no slots", "head_to_logits", slots=("prompt",))
     refused("unknown slots 'end'; allowed: prefix, bos", "z", slots=("end",))
     refused("unknown part 'q'; allowed: k, v, kv", parts=("q",))
-    refused("at_once must be at least 1", at_once=-1)
+    refused("batch_size must be at least 1", batch_size=-1)
     refused("no part; allowed", parts=())
     refused(r"\(0, 4\) of 'x' does not exist; .* layers 0-3, kv_head 0-3", together={"x": [(0, 4)]})
     refused(r"slots prefix, bos", "resid_pre", together={"x": [(0, 3)]})
@@ -593,8 +608,10 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     refused("the set 'x' is empty", "z", together={"x": []})
     refused("hooks of a TransformerBridge.*TransformersModel; load it as", "z", of=plain)
     refused("resid_mid, which this model lacks: its blocks compute attention and MLP side by side",
-            "resid_mid", of=load("tiny-neox"), about=question(load("tiny-neox")))  # fmt: skip
-    refused(r"shape \[1\] for 1 text of 5 steps", metric=lambda p, text: p.sum()[None], at_once=999)
+            "resid_mid", of=load("tiny-neox"), contrast=contrast_set(load("tiny-neox")))  # fmt: skip
+    refused(
+        r"shape \[1\] for 1 text of 5 steps", metric=lambda p, text: p.sum()[None], batch_size=999
+    )
 
     def louder(x, hook):
         return 1.5 * x
@@ -604,18 +621,20 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     skewed = [("blocks.1.ln2.hook_in", lambda x, hook: x * torch.arange(len(x))[:, None, None])]
     with model.hooks(fwd_hooks=skewed):
         refused("resid_mid needs a residual stream that is the sum", "resid_mid")
-    monkeypatch.setattr(patching, "_pass", lambda model, cases, rows: torch.zeros(len(rows), 5, 9))
-    refused("hook blocks.0.attn.hook_z does not run", "z", error=DeadHookError, about=asked)
+    monkeypatch.setattr(
+        patch_nodes, "_forward", lambda model, examples, rows: torch.zeros(len(rows), 5, 9)
+    )
+    refused("hook blocks.0.attn.hook_z does not run", "z", error=DeadHookError, contrast=asked)
 
 
 def test_one_part_or_slot_may_be_named_as_a_word():
     model = load("tiny-gpt2")
-    asked = question(model)
+    asked = contrast_set(model)
     assert set(patch(model, asked, parts="kv").frame()["part"]) == {"kv"}
     assert set(patch(model, asked, "resid_pre", slots="prompt").frame()["slots"]) == {"prompt"}
 
 
 def test_without_words_the_texts_probability_is_the_metric():
     model = load("tiny-llama")
-    assert patch(model, question(model).cases, "prefix_to_head").metric == "log_prob"
-    assert patch(model, question(model), "prefix_to_head").metric == "favour"
+    assert patch(model, contrast_set(model).examples, "prefix_to_head").metric == "log_prob"
+    assert patch(model, contrast_set(model), "prefix_to_head").metric == "favour"

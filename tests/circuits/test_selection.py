@@ -10,10 +10,10 @@ import pytest
 from lapa2_interp import Layout, load_run
 from lapa2_interp._util.errors import AugmentationError, CircuitError
 from lapa2_interp.bias.augmentation import active_augmentations
-from lapa2_interp.circuits.cases import ContrastExample
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.question import ContrastSet
-from lapa2_interp.circuits.selection import Selection, choose, select, sufficient_tokens
+from lapa2_interp.circuits.selection import Selection, choose_units, select, sufficient_tokens
 from lapa2_interp.cli.app import main
 from lapa2_interp.models.planted import planted
 from tests.conftest import load
@@ -23,13 +23,15 @@ ATTRIBUTE = 1
 
 
 @pytest.fixture(scope="module")
-def question():
+def contrast_set():
     return ContrastSet.of(load("planted"), "sentiment", tokens=12)
 
 
 @pytest.fixture(scope="module")
-def chosen(question):
-    return select(load("planted"), question, by="cut", heads=4, positions="auto", metric="lex")
+def chosen(contrast_set):
+    return select(
+        load("planted"), contrast_set, score="cut", heads=4, positions="auto", metric="lex"
+    )
 
 
 def test_the_planted_circuit_is_chosen(chosen):
@@ -45,20 +47,20 @@ def test_the_planted_circuit_is_chosen(chosen):
     assert all(low <= mean <= high for mean, low, high in chosen.scores)
 
 
-@pytest.mark.parametrize("by", ["slope", "dla", "mass", "random"])
-def test_other_scores(by, question):
+@pytest.mark.parametrize("score", ["slope", "dla", "mass", "random"])
+def test_other_scores(score, contrast_set):
     key = planted("planted").heads
-    found = select(load("planted"), question, by=by, heads=2, metric="lex")
+    found = select(load("planted"), contrast_set, score=score, heads=2, metric="lex")
     assert len(found.heads) <= 2
-    if by in ("slope", "dla"):
+    if score in ("slope", "dla"):
         assert found.heads[0] == key["carrier"]
         assert key["decoy"] not in found.heads
         assert key["suppressor"] in found.suppressors
-    if by == "mass":
+    if score == "mass":
         assert found.heads[0] == key["decoy"], "attention is not control"
-    if by == "random":
+    if score == "random":
         drawn = [
-            select(load("planted"), question, by=by, heads=2, metric="lex", seed=seed)
+            select(load("planted"), contrast_set, score=score, heads=2, metric="lex", seed=seed)
             for seed in (1, 2, 2, 3, 4)
         ]
         assert len(set(found.heads)) == 2
@@ -107,29 +109,31 @@ def test_a_selection_of_another_model_does_not_steer(
     assert not (tmp_path / "run").exists()
 
 
-def test_selection_does_not_depend_on_what_attributes_are_called(question):
+def test_selection_does_not_depend_on_what_attributes_are_called(contrast_set):
     """Turned round, the same heads and tokens are chosen."""
-    turned = ContrastSet(tuple(case.swapped() for case in question.cases), question.words[::-1])
+    turned = ContrastSet(
+        tuple(example.swapped() for example in contrast_set.examples), contrast_set.words[::-1]
+    )
     model = load("planted")
     one, other = (
-        select(model, each, by="cut", heads=4, metric="lex") for each in (question, turned)
+        select(model, each, score="cut", heads=4, metric="lex") for each in (contrast_set, turned)
     )
     assert set(one.heads) == set(other.heads)
     assert set(one.suppressors) == set(other.suppressors)
 
 
-def test_random_labels_select_next_to_nothing(question):
+def test_random_labels_select_next_to_nothing(contrast_set):
     """With the branches swapped at random in each prompt the effects in lex have random signs. Of
     200 draws a head is chosen in at most 18 (5 % and three standard deviations)."""
-    found = knock_out(load("planted"), question, metric="lex", also=())
-    effects = question.by_prompt(found.effects)
+    found = knock_out(load("planted"), contrast_set, metric="lex", other_metrics=())
+    effects = contrast_set.by_prompt(found.effects)
     rng, carrier = np.random.default_rng(0), 0
     at = found.units.index(next(u for u in found.units if u.heads == (planted("planted").heads["carrier"],)))  # fmt: skip
     for _ in range(200):
         signs = rng.choice([-1.0, 1.0], (len(effects), 1))
-        carrier += at in choose(signs * effects, 8)[0]
+        carrier += at in choose_units(signs * effects, 8)[0]
     assert carrier <= 18
-    assert at in choose(effects, 8)[0]
+    assert at in choose_units(effects, 8)[0]
 
 
 def test_two_tokens_are_needed_where_a_gate_reads_the_first():
@@ -139,17 +143,17 @@ def test_two_tokens_are_needed_where_a_gate_reads_the_first():
     assert sufficient_tokens(load("planted"), "sentiment", "lex", tokens=8) == (ATTRIBUTE,)
 
 
-def test_tokens_that_are_given(question):
-    found = select(load("planted"), question, by="random", heads=1, positions=(2, 1))
+def test_tokens_that_are_given(contrast_set):
+    found = select(load("planted"), contrast_set, score="random", heads=1, positions=(2, 1))
     assert found.positions == (1, 2)
-    whole = select(load("planted"), question, by="random", heads=1, positions=(0, 1, 2))
+    whole = select(load("planted"), contrast_set, score="random", heads=1, positions=(0, 1, 2))
     assert whole.positions is None
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"by": "cat"}, "unknown score 'cat'; allowed: cut"),
+        ({"score": "cat"}, "unknown score 'cat'; allowed: cut"),
         ({"heads": -1}, "heads must be at least 1, or 0 for all"),
         ({"file": "cuts"}, "finished knock-outs, and the score random makes none; leave out"),
         ({"positions": "first"}, "unknown choice of positions 'first'; allowed: all, auto"),
@@ -159,17 +163,17 @@ def test_tokens_that_are_given(question):
 )
 def test_errors(settings, message):
     with pytest.raises(CircuitError, match=message):
-        select(load("planted"), "sentiment", **({"by": "random"} | settings))
+        select(load("planted"), "sentiment", **({"score": "random"} | settings))
 
 
-def test_a_card_names_the_metric_that_was_used(question, chosen):
+def test_a_card_names_the_metric_that_was_used(contrast_set, chosen):
     """Scores that need no control say none, unless tokens or Pro-Aug are chosen by it."""
     model = load("planted")
     named = {
-        (by, heads, positions): select(
-            model, question, by=by, heads=heads, positions=positions, metric="lex"
+        (score, heads, positions): select(
+            model, contrast_set, score=score, heads=heads, positions=positions, metric="lex"
         ).metric
-        for by, heads, positions in product(("random", "cut"), (0, 1), ("all", "auto"))
+        for score, heads, positions in product(("random", "cut"), (0, 1), ("all", "auto"))
     }
     used = {("cut", 1, "all")} | {each for each in named if each[2] == "auto"}
     assert {each for each, metric in named.items() if metric == "lex"} == used
@@ -177,9 +181,9 @@ def test_a_card_names_the_metric_that_was_used(question, chosen):
     assert chosen.metric == "lex"
 
 
-def test_all_heads_are_taken_without_a_file(question, tmp_path):
+def test_all_heads_are_taken_without_a_file(contrast_set, tmp_path):
     with pytest.raises(CircuitError, match="all heads .0. are taken without any; leave out"):
-        select(load("planted"), question, heads=0, file=tmp_path / "cuts")
+        select(load("planted"), contrast_set, heads=0, file=tmp_path / "cuts")
 
 
 def test_a_model_without_control_selects_no_head():
@@ -228,7 +232,7 @@ def test_the_commands(tmp_path, capsys):
     line = f"fading planted --filler 100 --tokens 4 --selection {card} --random 1 --out {out}"
     assert main(line.split()) == 0
     printed = capsys.readouterr().out
-    assert "mass mediates: holding the mass brings back all but a fifth" in printed
+    assert "mass mediates: holding the mass restores four fifths of the fade" in printed
     assert {file.name for file in out.iterdir()} == {"fading.csv", "control.csv", "fading.png"}
     assert main(f"select planted --positions x --out {card}".split()) == 2
     assert "--positions 'x' is not all, auto, or positions such as 0,1" in capsys.readouterr().err
@@ -238,5 +242,5 @@ def test_the_commands(tmp_path, capsys):
 
 def test_more_random_heads_than_there_are_is_all_of_them():
     model = load("planted")
-    found = select(model, "sentiment", by="random", heads=1000, tokens=4)
+    found = select(model, "sentiment", score="random", heads=1000, tokens=4)
     assert len(found.heads) == model.cfg.n_layers * model.cfg.n_heads

@@ -12,8 +12,8 @@ from conftest import load
 
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits import study as module
-from lapa2_interp.circuits.knockout import read_heads
-from lapa2_interp.circuits.study import study
+from lapa2_interp.circuits.study import run_study
+from lapa2_interp.circuits.units import load_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import planted
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 def test_the_command_finds_the_planted_circuit(folder):
     key = planted("planted")
-    assert read_heads(folder / "heads.json") == (key.heads["carrier"], key.heads["relay"])
+    assert load_heads(folder / "heads.json") == (key.heads["carrier"], key.heads["relay"])
     circuit = json.loads((folder / "circuit.json").read_text())
     lost = {edge["to"]: edge["lost"] for edge in circuit["edges"] if edge["from"] == "prefix"}
     names = {role: f"{layer}.{head}" for role, (layer, head) in key.heads.items()}
@@ -88,7 +88,7 @@ def test_repeated_nothing_is_knocked_out_again(folder, monkeypatch):
         knockout, "evaluate_edits", lambda *a: (asked.append(len(a[2])), real(*a))[1]
     )
     told = []
-    study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=8, notify=told.append)
+    run_study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=8, report=told.append)
     # The control and two units, which must be those that are kept; a swap is read in both branches.
     assert set(asked) == {3, 5}
     assert (folder / "head.csv").read_bytes() == before[0]
@@ -102,26 +102,26 @@ def test_a_task_whose_file_has_changed_needs_another_folder(tmp_path):
     changed = task.model_copy(
         update={"attributes": task.attributes | {"negative": Attribute(prefix="Very bad:")}}
     )
-    model, asked = load("planted"), {"prompts": PROMPTS[:2], "tokens": 4, "notify": str}
+    model, asked = load("planted"), {"prompts": PROMPTS[:2], "tokens": 4, "report": str}
 
     def stops(line):
         if line.startswith("knocking out each head"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        study(model, task, tmp_path, **asked | {"notify": stops})
+        run_study(model, task, tmp_path, **asked | {"report": stops})
     before = {each: each.read_bytes() for each in tmp_path.iterdir()}
     with pytest.raises(
         CircuitError, match="made with other layouts.*: the file of the task has ch"
     ):
-        study(model, changed, tmp_path, **asked)
+        run_study(model, changed, tmp_path, **asked)
     assert {each: each.read_bytes() for each in tmp_path.iterdir()} == before
 
 
 def test_a_model_that_does_not_tell_the_prefixes_apart_has_no_control(tmp_path):
     """The whole study is made, its page and figures too."""
-    found = study(load("planted"), "topic", tmp_path, prompts=PROMPTS[:2], tokens=4, notify=str)
-    assert found.answer().endswith("so there is no control that a head could carry.")
+    found = run_study(load("planted"), "topic", tmp_path, prompts=PROMPTS[:2], tokens=4, report=str)
+    assert found.summary().endswith("so there is no control that a head could carry.")
     assert (tmp_path / "report.html").is_file()
 
 
@@ -129,15 +129,15 @@ def test_another_question_needs_another_folder(folder):
     with pytest.raises(
         CircuitError, match="holds a study made with tokens=8, and 9 was asked for; give another"
     ):
-        study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=9, notify=str)
+        run_study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=9, report=str)
 
 
 def test_a_study_of_another_precision_says_so(folder):
     with pytest.raises(
         CircuitError, match="made with model dtype='float32', and 'float64' was asked for"
     ):
-        study(
-            load("planted", "float64"), "sentiment", folder, prompts=PROMPTS, tokens=8, notify=str
+        run_study(
+            load("planted", "float64"), "sentiment", folder, prompts=PROMPTS, tokens=8, report=str
         )
 
 
@@ -158,14 +158,16 @@ def test_few_prompts_make_no_claim(tmp_path, capsys):
 
 def test_a_study_in_bfloat16_goes_to_its_page(tmp_path):
     model = load("planted", "bfloat16")
-    found = study(model, "sentiment", tmp_path / "half", prompts=PROMPTS[:2], tokens=4, notify=str)
+    found = run_study(
+        model, "sentiment", tmp_path / "half", prompts=PROMPTS[:2], tokens=4, report=str
+    )
     assert found.gradient is None
     assert "the gradient&#39;s order" in (tmp_path / "half" / "report.html").read_text("utf-8")
 
 
 def test_no_head_to_test_again_is_refused(tmp_path):
     with pytest.raises(CircuitError, match="best must be at least 1; found 0"):
-        study(load("planted"), "sentiment", tmp_path / "none", best=0)
+        run_study(load("planted"), "sentiment", tmp_path / "none", best=0)
     assert not (tmp_path / "none").exists()
 
 
@@ -178,9 +180,11 @@ def test_prefixes_of_different_lengths_are_refused_in_one_line(tmp_path, capsys)
 
 def test_without_hooks_all_but_the_writes(tmp_path):
     model = load("planted", model_class="TransformersModel")
-    found = study(model, "sentiment", tmp_path / "plain", prompts=PROMPTS[:3], tokens=4, notify=str)
-    assert found.writes is None
-    assert "what heads write, the gradient's order, and texts longer than 4" in found.answer()
+    found = run_study(
+        model, "sentiment", tmp_path / "plain", prompts=PROMPTS[:3], tokens=4, report=str
+    )
+    assert found.logit_attribution is None
+    assert "what heads write, the gradient's order, and texts longer than 4" in found.summary()
     assert "What they write" not in (tmp_path / "plain" / "report.html").read_text("utf-8")
     assert module.BEST == 24
 
@@ -204,7 +208,7 @@ def test_the_gallery_agrees_with_itself(name):
     folder = ROOT / "figures" / "circuits" / name
     table = pd.read_csv(folder / "head.csv")
     carriers = table[(table["p_max"] < 0.05) & (table["effect"] > 0) & ~table["below_noise"]]
-    assert read_heads(folder / "heads.json") == tuple(
+    assert load_heads(folder / "heads.json") == tuple(
         map(tuple, carriers[["layer", "head"]].to_numpy().tolist())
     )
     page = (folder / "report.html").read_text("utf-8")

@@ -67,7 +67,7 @@ def test_train_writes_a_set_and_shows_what_it_learned(trained, capsys):
 def test_the_texts_that_decide_when_to_stop_measure_nothing(reviews, tmp_path, monkeypatch, given):
     from lapa2_interp.methods import load_task
     from lapa2_interp.prefixes import make
-    from lapa2_interp.prefixes.recipes import recipe
+    from lapa2_interp.prefixes.recipes import training_recipe
 
     texts = {}
     monkeypatch.setattr(make, "train_set", lambda *found, **more: texts.update(train=found[2:4]))
@@ -83,7 +83,12 @@ def test_the_texts_that_decide_when_to_stop_measure_nothing(reviews, tmp_path, m
         words = [(f"{label} {word}", label) for label in ("positive", "negative") for word in "abc"]
         pd.DataFrame(words, columns=["text", "label"]).to_json(data, orient="records", lines=True)
     make.make_set(
-        "tiny-llama", load_task("sentiment"), tmp_path, [str(data)], held_out, recipe("small")
+        "tiny-llama",
+        load_task("sentiment"),
+        tmp_path,
+        [str(data)],
+        held_out,
+        training_recipe("small"),
     )
     trained, deciding, measured = (
         {text for corpus in corpora for text in corpus.texts["positive"]}
@@ -98,7 +103,7 @@ def test_of_several_corpora_no_text_is_in_two_parts(reviews, tmp_path, monkeypat
     """One corpus has texts of the other, and each is split on its own."""
     from lapa2_interp.methods import load_task
     from lapa2_interp.prefixes import make
-    from lapa2_interp.prefixes.recipes import recipe
+    from lapa2_interp.prefixes.recipes import training_recipe
 
     parts = []
     monkeypatch.setattr(make, "train_set", lambda *found, **more: parts.extend(found[2:4]))
@@ -110,7 +115,7 @@ def test_of_several_corpora_no_text_is_in_two_parts(reviews, tmp_path, monkeypat
     both = tmp_path / "both.jsonl"
     pd.concat([rows[rows["text"] != ""], more]).to_json(both, orient="records", lines=True)
     make.make_set("tiny-llama", load_task("sentiment"), tmp_path, [str(reviews), str(both)], [],
-                  recipe("small"))  # fmt: skip
+                  training_recipe("small"))  # fmt: skip
     trained, deciding, measured = (
         {text for corpus in corpora for texts in corpus.texts.values() for text in texts}
         for corpora in parts
@@ -152,7 +157,7 @@ def test_a_measurement_that_cannot_be_is_refused(trained, reviews, options, mess
 
 
 def test_a_set_of_ones_own_is_not_taken_for_one_that_ships(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(soft_prefix, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(soft_prefix, "SHIPPED_SETS", tmp_path / "shipped")
     (tmp_path / "shipped" / "tiny-llama" / "sentiment-mle").mkdir(parents=True)
     trained.rename(tmp_path / "mle")
     monkeypatch.chdir(tmp_path)
@@ -250,16 +255,16 @@ def test_evaluate_rewrites_the_cards(trained, reviews, capsys):
 
 
 def test_train_resumes_what_was_interrupted(tmp_path, reviews, monkeypatch, capsys):
-    from lapa2_interp.prefixes.training import Job
+    from lapa2_interp.prefixes.optimization import PrefixTraining
 
-    step, line = Job._train_step, f"{TRAIN} --set max_tokens=16 --set check_every=4"
+    step, line = PrefixTraining._train_step, f"{TRAIN} --set max_tokens=16 --set check_every=4"
 
     def interrupted(self):
         if self.step == 5:
             raise KeyboardInterrupt
         step(self)
 
-    monkeypatch.setattr(Job, "_train_step", interrupted)
+    monkeypatch.setattr(PrefixTraining, "_train_step", interrupted)
     assert lapa2(line, "--data", reviews, "--out", tmp_path / "set") == 130
     assert "interrupted" in capsys.readouterr().err
     monkeypatch.undo()

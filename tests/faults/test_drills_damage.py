@@ -16,7 +16,13 @@ from drills import FULL, furnish
 
 from lapa2_interp import load_model, load_run
 from lapa2_interp._util.errors import Lapa2Error
-from lapa2_interp._util.files import OWN, SEAL, _digest, read_checkpoint, without_checksums
+from lapa2_interp._util.files import (
+    CHECKSUMS_FIELD,
+    OWN_ENTRY,
+    _fields_sha256,
+    read_checkpoint,
+    without_checksums,
+)
 from lapa2_interp.circuits.selection import Selection
 from lapa2_interp.cli.app import main
 from lapa2_interp.models import model_card
@@ -25,8 +31,8 @@ from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.store import SAMPLES, TRACE
 from lapa2_interp.runs.sweep import read_part, sweep
-from lapa2_interp.scoring.scorer import Cache
-from lapa2_interp.scoring.trained import load_card
+from lapa2_interp.scoring.scorer import ScoreCache
+from lapa2_interp.scoring.task_scorer import load_card
 from lapa2_interp.tasks.task import read_prompts
 
 pytestmark = pytest.mark.drill
@@ -51,11 +57,11 @@ def ways(whole, rng, points=POINTS):
 def newer(whole):
     """A JSON file as a later version may write it, sealed as this one was."""
     fields = json.loads(whole)
-    beside = fields.pop(SEAL, None)
+    beside = fields.pop(CHECKSUMS_FIELD, None)
     fields |= {"invented_later": 1}
     if beside is not None:
-        fields[SEAL] = {name: each for name, each in beside.items() if name != OWN}
-        fields[SEAL] |= {OWN: _digest(fields)}
+        fields[CHECKSUMS_FIELD] = {name: each for name, each in beside.items() if name != OWN_ENTRY}
+        fields[CHECKSUMS_FIELD] |= {OWN_ENTRY: _fields_sha256(fields)}
     yield "a newer version's key", json.dumps(fields).encode()
 
 
@@ -238,12 +244,12 @@ def test_a_soft_prefix(tmp_path, ending, record_property):
     [("linear", ".npz"), ("linear", ".json"), ("adapter", ".safetensors"), ("adapter", ".json")],
 )
 def test_a_trained_scorer(tmp_path, kind, ending, record_property):
-    from lapa2_interp.scoring.adapter import ADAPTER, AdapterCard
+    from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterCard
     from lapa2_interp.scoring.linear import LinearCard
-    from lapa2_interp.scoring.trained import WEIGHTS
+    from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 
-    form, weights = (LinearCard, ".npz") if kind == "linear" else (AdapterCard, ADAPTER)
-    for file in WEIGHTS.glob("sentiment*"):
+    form, weights = (LinearCard, ".npz") if kind == "linear" else (AdapterCard, ADAPTER_ENDING)
+    for file in SHIPPED_WEIGHTS.glob("sentiment*"):
         shutil.copy(file, tmp_path)
     file = (tmp_path / f"sentiment{weights}").with_suffix(ending)
     also = newer(file.read_bytes()) if ending == ".json" else ()
@@ -308,13 +314,13 @@ def test_scores(tmp_path, record_property, capsys):
     """A score is read as it was, asked for again, or the file is refused in one line."""
     wanted = {f"{i:064x}": (i / 7, 1 - i / 7) for i in range(200)}
     file, count = tmp_path / "scores.sqlite", Count()
-    with Cache(tmp_path) as cache:
+    with ScoreCache(tmp_path) as cache:
         cache.put(wanted.items())
     whole = file.read_bytes()
     for done, data in list(ways(whole, random.Random(2), 10 * POINTS)):
         file.write_bytes(data)
         try:
-            with Cache(tmp_path) as cache:
+            with ScoreCache(tmp_path) as cache:
                 found = cache.get(list(wanted))
         except Lapa2Error as error:
             line_of(error)
@@ -337,7 +343,7 @@ def test_a_selection(tmp_path, record_property):
 
 def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
     """A damaged line is made anew; a damaged first line is refused."""
-    from lapa2_interp.circuits.knockout import ResultStore
+    from lapa2_interp.circuits.result_store import ResultStore
 
     file, count = tmp_path / "units.jsonl", Count()
     wanted = {f"unit {i}": {"js": np.linspace(0, 1 / (i + 1), 5)} for i in range(20)}
@@ -355,9 +361,9 @@ def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
             count.refused += 1
             continue
         store.close()
-        for name, values in store.done.items():
+        for name, values in store.results.items():
             assert np.array_equal(values["js"], wanted[name]["js"]), done
-        lost = len(store.done) < len(wanted)
+        lost = len(store.results) < len(wanted)
         count.anew += lost
         count.same += not lost
     count.record(record_property, "units.jsonl")
@@ -365,11 +371,11 @@ def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
 
 def test_the_texts_of_a_study(tmp_path, record_property):
     from lapa2_interp._util.files import with_checksums
-    from lapa2_interp.circuits.study import read_question
+    from lapa2_interp.circuits.study import load_texts
 
     file = tmp_path / "question.json"
     file.write_text(with_checksums({"settings": {"seed": 1}, "texts": [["The lake", [1, 2, 3]]]}))
-    drill(file, lambda: read_question(tmp_path), record_property)
+    drill(file, lambda: load_texts(tmp_path), record_property)
 
 
 def test_a_checkpoint(tmp_path, record_property):

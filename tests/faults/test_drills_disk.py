@@ -22,7 +22,7 @@ from test_drills import COMMANDS, place_of
 
 from lapa2_interp import load_run
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import ASIDE, clean
+from lapa2_interp._util.files import TEMPORARY_PREFIX, remove_abandoned
 from lapa2_interp.cli.app import main
 from lapa2_interp.runs import manifest
 from lapa2_interp.runs.grid import load_grid
@@ -253,9 +253,9 @@ def test_a_folder_that_is_moved_midway_ends_a_command_well_or_in_a_line(
         if contents_or_nothing(place_of(command, folder)) != wanted:
             assert main(shlex.split(line)) == 0
         assert contents(place_of(command, folder)) == wanted
-        for each in folder.glob(f"{ASIDE}*"):
+        for each in folder.glob(f"{TEMPORARY_PREFIX}*"):
             os.utime(each, (0, 0))
-        clean(folder)  # as the next command there does, after a minute
+        remove_abandoned(folder)  # as the next command there does, after a minute
         assert not left_over(folder)
         shutil.rmtree(place)
     record_property("command", command)

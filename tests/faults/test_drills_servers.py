@@ -25,8 +25,8 @@ from conftest import start, warm
 from drills import FULL, act
 
 from lapa2_interp.cli.app import main
-from lapa2_interp.scoring import named
-from lapa2_interp.scoring.bounded import LARGEST
+from lapa2_interp.scoring import registry
+from lapa2_interp.scoring.http_client import LARGEST_ANSWER
 from lapa2_interp.scoring.judge import Judge
 from lapa2_interp.scoring.perspective import Perspective
 
@@ -261,9 +261,9 @@ def server(request, monkeypatch):
     found, elsewhere = Server(request.param), Server(request.param)
     found.elsewhere, found.waits = elsewhere, []
     settings = {"attempts": ATTEMPTS, "timeout": TIMEOUT, "sleep": found.waits.append}
-    monkeypatch.setattr(named, "Judge", partial(Judge, concurrency=2, **settings))
+    monkeypatch.setattr(registry, "Judge", partial(Judge, concurrency=2, **settings))
     patient = partial(Perspective, found.url, rate=1e6, **settings)
-    monkeypatch.setattr(named, "Perspective", patient)
+    monkeypatch.setattr(registry, "Perspective", patient)
     yield found
     found.down()
     elsewhere.down()
@@ -314,7 +314,7 @@ def test_a_server_in_trouble_costs_neither_time_memory_answers_nor_the_key(
     else:
         table = pd.read_csv(tmp_path / "out" / "table.csv")
         assert set(table["skipped"]) == {int(end == LEFT_OUT)}
-    assert server.sent < LARGEST + BUFFERS
+    assert server.sent < LARGEST_ANSWER + BUFFERS
 
     server.trouble = None
     if trouble == "refuses connections":
@@ -389,7 +389,7 @@ def test_a_stopped_judge_keeps_every_answer_and_hides_the_key(
 def test_max_cost_is_never_passed_and_the_same_command_goes_on(
     server, tmp_path, capfd, monkeypatch, record_property
 ):
-    monkeypatch.setattr(named, "Judge", Judge)  # four requests at once
+    monkeypatch.setattr(registry, "Judge", Judge)  # four requests at once
     texts = [f"text {number}" for number in range(100)]
     write_texts(tmp_path, texts)
     price = (200 * 2.5 + 20 * 10) / 1e6

@@ -20,19 +20,17 @@ from lapa2_interp._util.errors import (
     TaskError,
 )
 from lapa2_interp._util.files import (
-    ASIDE,
     LOCK,
-    clean,
-    parse_json,
-    parse_toml,
-    read_text,
-    remove,
+    TEMPORARY_PREFIX,
+    atomic_folder,
+    remove_abandoned,
+    remove_path,
+    remove_temporary,
     sha256_of,
-    tidy,
-    whole_folder,
     with_checksums,
     without_checksums,
 )
+from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL
 from lapa2_interp.generation.resolve import cell_of
@@ -46,7 +44,7 @@ from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.runs.worker import Worker
-from lapa2_interp.scoring.scorer import Cache
+from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.tasks.corpora import read_corpus
 from lapa2_interp.tasks.task import read_prompts
 
@@ -203,28 +201,28 @@ def test_a_task_file_cannot_pose_as_a_built_in(tmp_path, name):
 
 def test_a_link_that_looks_unfinished_is_unlinked_and_not_followed(tmp_path, precious):
     for name in ("x", "y"):
-        (tmp_path / f"{ASIDE}{name}").symlink_to(precious)
-    (tmp_path / f"{ASIDE}z").symlink_to(tmp_path / "nowhere")
-    clean(tmp_path)
+        (tmp_path / f"{TEMPORARY_PREFIX}{name}").symlink_to(precious)
+    (tmp_path / f"{TEMPORARY_PREFIX}z").symlink_to(tmp_path / "nowhere")
+    remove_abandoned(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["precious"]
 
 
 def test_a_planted_temporary_folder_moves_nothing_and_loses_nothing(tmp_path, precious):
     """With a lock that nobody holds: it is removed, and links in it are not followed."""
     home = tmp_path / "home"
-    left = home / f"{ASIDE}x"
+    left = home / f"{TEMPORARY_PREFIX}x"
     left.mkdir(parents=True)
     (left / LOCK).touch()
     (left / "link").symlink_to(precious)
     (left / "new").symlink_to(precious)
-    clean(home)
+    remove_abandoned(home)
     assert not list(home.iterdir())
     left.mkdir()
     (left / LOCK).touch()
     (left / "before").symlink_to(precious)
     (left / "new").mkdir()
     (left / "new" / "planted.toml").touch()
-    with whole_folder(home / "mine"):
+    with atomic_folder(home / "mine"):
         pass
     assert sorted(each.name for each in home.iterdir()) == [left.name, "mine"]
 
@@ -234,7 +232,7 @@ def test_links_in_a_run_are_unlinked_by_the_sweep_that_goes_on(run, precious, tm
     before = (run / "cells" / key / "samples.parquet").read_bytes()
     shutil.rmtree(run / "cells" / key)
     (run / "parts").mkdir(exist_ok=True)
-    links = [run / f"{ASIDE}x", run / "cells" / f"{ASIDE}y", run / "parts" / f"{ASIDE}z", run / "parts" / key, run / "cells" / key]  # fmt: skip
+    links = [run / f"{TEMPORARY_PREFIX}x", run / "cells" / f"{TEMPORARY_PREFIX}y", run / "parts" / f"{TEMPORARY_PREFIX}z", run / "parts" / key, run / "cells" / key]  # fmt: skip
     for link in links:
         link.symlink_to(precious)
     assert again(run).made == 1
@@ -247,11 +245,11 @@ def test_a_linked_folder_of_a_run_is_refused(run, name, tmp_path):
     plan = list(load_run(run).plan.values())
     if (run / name).exists():
         (run / name).rename(tmp_path / "moved")
-    (tmp_path / "moved" / f"{ASIDE}mine").mkdir(parents=True)
+    (tmp_path / "moved" / f"{TEMPORARY_PREFIX}mine").mkdir(parents=True)
     (run / name).symlink_to(tmp_path / "moved")
     with pytest.raises(RunError, match=f"{name} is a link, which is not followed"):
         sweep(run, [Grid("one", "", tuple(plan))], InProcess("cpu"))
-    assert (tmp_path / "moved" / f"{ASIDE}mine").is_dir()
+    assert (tmp_path / "moved" / f"{TEMPORARY_PREFIX}mine").is_dir()
 
 
 def test_a_linked_lock_keeps_what_it_points_to(run, precious):
@@ -264,24 +262,24 @@ def test_a_linked_lock_keeps_what_it_points_to(run, precious):
 def test_linked_scores_are_refused(tmp_path, precious):
     (tmp_path / "scores.sqlite").symlink_to(precious / "thesis.tex")
     with pytest.raises(ScoringError, match="scores.sqlite is a link"):
-        Cache(tmp_path)
+        ScoreCache(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "scores.sqlite").unlink()
     (tmp_path / "pipe").rename(tmp_path / "scores.sqlite")
     with pytest.raises(ScoringError, match="is a pipe"):
-        Cache(tmp_path)
+        ScoreCache(tmp_path)
 
 
 def test_remove_and_tidy_follow_no_link(tmp_path, precious):
     folder = tmp_path / "folder"
     (folder / "deep").mkdir(parents=True)
-    for name in ("link", "deep/link", f"deep/{ASIDE}x"):
+    for name in ("link", "deep/link", f"deep/{TEMPORARY_PREFIX}x"):
         (folder / name).symlink_to(precious)
-    tidy(folder)
-    assert not (folder / "deep" / f"{ASIDE}x").is_symlink()
-    remove(folder / "link")
-    remove(folder)
-    remove(folder)
+    remove_temporary(folder)
+    assert not (folder / "deep" / f"{TEMPORARY_PREFIX}x").is_symlink()
+    remove_path(folder / "link")
+    remove_path(folder)
+    remove_path(folder)
     assert not folder.exists()
 
 

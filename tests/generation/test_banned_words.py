@@ -16,7 +16,7 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.scoring.echo import Echo, prefix_words
-from lapa2_interp.scoring.scorer import Item
+from lapa2_interp.scoring.scorer import TextItem
 from lapa2_interp.tasks.segmentation import words as words_of
 from lapa2_interp.tasks.task import Attribute
 
@@ -191,7 +191,7 @@ def test_the_echo_scorer_finds_no_word_in_texts_of_smollm2(monkeypatch):
             drawn.append(draw(banned.refuse(weights.repeat(9, 1)), uniform, top_k=200))
             banned.advance(drawn[-1].tolist())
         made = tokenizer.batch_decode(torch.stack(drawn, 1))
-        scores = echo.score([Item(f"The lake{text}", attribute="positive") for text in made])
+        scores = echo.score([TextItem(f"The lake{text}", attribute="positive") for text in made])
         assert any(score[0] for score in scores) == expected
 
 

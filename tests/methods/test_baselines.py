@@ -25,7 +25,7 @@ from lapa2_interp._util.errors import (
     MethodError,
     ScoringError,
 )
-from lapa2_interp._util.files import alone_with, with_checksums
+from lapa2_interp._util.files import one_process_at_a_time, with_checksums
 from lapa2_interp.attention import neurons
 from lapa2_interp.attention.neurons import (
     assert_neurons_live,
@@ -802,11 +802,11 @@ def test_who_waits_for_another_process_says_so(tmp_path, capsys):
     file, told = tmp_path / "kept" / "table.npz", ""
 
     def second():
-        with alone_with(file):
+        with one_process_at_a_time(file):
             return time.monotonic()
 
     with ThreadPoolExecutor(1) as pool:
-        with alone_with(file):
+        with one_process_at_a_time(file):
             later = pool.submit(second)
             end = time.monotonic() + 20
             while "waiting" not in told and time.monotonic() < end:
@@ -822,7 +822,10 @@ def test_a_folder_without_locks_holds_nobody_up(tmp_path, monkeypatch):
         raise NotImplementedError("no locks here")
 
     monkeypatch.setattr("filelock.FileLock.acquire", refuses)
-    with alone_with(tmp_path / "new" / "table.npz"), pytest.raises(OSError, match="of the block"):
+    with (
+        one_process_at_a_time(tmp_path / "new" / "table.npz"),
+        pytest.raises(OSError, match="of the block"),
+    ):
         raise OSError("of the block")
 
 

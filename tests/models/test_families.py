@@ -21,7 +21,7 @@ from lapa2_interp._util.errors import (
 from lapa2_interp.attention.cache import open_rows
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.layout import left_pad
-from lapa2_interp.circuits.question import ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import keys_seen
@@ -185,9 +185,9 @@ def test_what_cannot_act_in_a_hybrid_is_told_why(load):
 
 def test_heads_are_not_read_where_hooks_have_none(load):
     """TransformerLens cuts the heads' outputs of MLA by the size of rotary keys."""
-    question = ContrastSet.of(load("DeepSeek-V3", PLAIN), "sentiment", prompts=["A"], tokens=2)
+    contrast_set = ContrastSet.of(load("DeepSeek-V3", PLAIN), "sentiment", prompts=["A"], tokens=2)
     with pytest.raises(CircuitError, match="hook_z .* is not by head.*TransformersModel"):
-        ContrastSet.of(load("DeepSeek-V3", BRIDGE), question)
+        ContrastSet.of(load("DeepSeek-V3", BRIDGE), contrast_set)
 
 
 def test_a_sink_takes_its_share_and_laws_that_read_scores_refuse_it(load):

@@ -60,29 +60,31 @@ def test_a_folder_is_given_as_a_path(tmp_path):
 def calls(model):
     """Every public function that takes a model, by name."""
     layout = Layout.of(load("tiny-llama"), "Very", " lake")
-    about = {"about": "sentiment", **SMALL}
+    contrast = {"contrast": "sentiment", **SMALL}
     return {
         "generate": lambda: generate(model, **SETTINGS),
         "teacher_forced": lambda: teacher_forced(model, layout, [[1, 2]]),
         "continue_chats": lambda: continue_chats(model, [layout], length=2),
-        "make_cases": lambda: circuits.make_examples(model, "sentiment", **SMALL),
-        "Question.of": lambda: circuits.ContrastSet.of(model, **about),
-        "control": lambda: circuits.control(model, **about),
-        "knock_out": lambda: circuits.knock_out(model, over="layer", **about),
-        "joint_curve": lambda: circuits.joint_curve(model, heads=[(0, 0)], **about),
-        "units_of": lambda: circuits.units_of(model, None, "layer"),
-        "prefix_mass": lambda: circuits.prefix_mass(model, **about),
-        "mean_mass": lambda: circuits.mean_mass(model, **about),
-        "alpha_at_mass": lambda: circuits.alpha_at_mass(model, mass=0.5, **about),
-        "patch": lambda: circuits.patch(model, node="z", **about),
-        "attribution": lambda: circuits.attribution(model, **about),
-        "integrated": lambda: circuits.integrated(model, **about),
-        "prefiltered": lambda: circuits.prefiltered(model, **about),
-        "writes": lambda: circuits.head_logit_attribution(model, **about),
+        "make_examples": lambda: circuits.make_examples(model, "sentiment", **SMALL),
+        "ContrastSet.of": lambda: circuits.ContrastSet.of(model, **contrast),
+        "control_score": lambda: circuits.control_score(model, **contrast),
+        "knock_out": lambda: circuits.knock_out(model, over="layer", **contrast),
+        "joint_curve": lambda: circuits.joint_curve(model, heads=[(0, 0)], **contrast),
+        "make_units": lambda: circuits.make_units(model, None, "layer"),
+        "prefix_attention_by_head": lambda: circuits.prefix_attention_by_head(model, **contrast),
+        "mean_prefix_attention": lambda: circuits.mean_prefix_attention(model, **contrast),
+        "alpha_at_prefix_attention": lambda: circuits.alpha_at_prefix_attention(
+            model, goal=0.5, **contrast
+        ),
+        "patch": lambda: circuits.patch(model, node="z", **contrast),
+        "attribution": lambda: circuits.attribution(model, **contrast),
+        "integrated_gradients": lambda: circuits.integrated_gradients(model, **contrast),
+        "prefiltered_knock_out": lambda: circuits.prefiltered_knock_out(model, **contrast),
+        "head_logit_attribution": lambda: circuits.head_logit_attribution(model, **contrast),
         "prompt_slope": lambda: circuits.prompt_slope(model, "sentiment"),
-        "fading": lambda: circuits.measure_fading(model, **about),
-        "select": lambda: circuits.select(model, **about),
-        "enough_tokens": lambda: circuits.sufficient_tokens(model, **about),
+        "measure_fading": lambda: circuits.measure_fading(model, **contrast),
+        "select": lambda: circuits.select(model, **contrast),
+        "sufficient_tokens": lambda: circuits.sufficient_tokens(model, **contrast),
     }
 
 

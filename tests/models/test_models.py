@@ -14,8 +14,8 @@ from lapa2_interp import Layout, generate, load_model
 from lapa2_interp._util.errors import DeadHookError, ModelError, ScoringError
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.layout import TextMarkers, text_markers
-from lapa2_interp.circuits.question import ContrastSet
-from lapa2_interp.circuits.score import control
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.control import control_score
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models import load as models
 from lapa2_interp.models import load_tokenizer, model_card, probe, smollm2
@@ -90,7 +90,9 @@ def test_a_model_whose_dropout_is_on_is_refused():
     with pytest.raises(ModelError, match="in training mode"):
         teacher_forced(model, layout, [[1, 2]])
     with pytest.raises(ModelError, match="in training mode"):
-        control(model, ContrastSet.of(model.eval().train(), "sentiment", prompts=["a"], tokens=2))
+        control_score(
+            model, ContrastSet.of(model.eval().train(), "sentiment", prompts=["a"], tokens=2)
+        )
     assert generate(model.eval(), **asked).samples()["text"].tolist() == before
 
 

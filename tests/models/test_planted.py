@@ -21,7 +21,7 @@ from lapa2_interp.models.planted import (
     vocabulary,
 )
 from lapa2_interp.models.sizes import model_size
-from lapa2_interp.tasks.word_lists import STOPWORDS, read_words
+from lapa2_interp.tasks.word_lists import STOPWORDS, read_word_list
 
 NAMES = [f"planted{'-' * bool(variant)}{variant}" for variant in VARIANTS]
 LENGTHS = (8, 64, 200)
@@ -202,7 +202,7 @@ def test_heads_and_vocabulary_depend_on_the_seed():
 
 
 def test_its_words_are_known():
-    lists = {k: set(v) for k, v in read_words("", "sentiment").items()}
+    lists = {k: set(v) for k, v in read_word_list("", "sentiment").items()}
     assert {word.strip() for word in POSITIVE} <= lists["positive"]
     assert {word.strip() for word in NEGATIVE} <= lists["negative"]
     assert {word.strip() for word in FILLERS} <= STOPWORDS

@@ -22,8 +22,8 @@ from lapa2_interp._util.errors import GridError, LayoutError, ModelError, Scorin
 from lapa2_interp.attention.cache import open_rows, soft_inputs
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.circuits import measure_fading
-from lapa2_interp.circuits.cases import ContrastExample
-from lapa2_interp.circuits.question import ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.loop import run_plan
 from lapa2_interp.generation.plan import plan
@@ -39,8 +39,8 @@ from lapa2_interp.prefixes.training import check_context
 from lapa2_interp.runs.checks import check_grids
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.method_context import ModelContext
-from lapa2_interp.scoring.adapter import open_reader
-from lapa2_interp.scoring.scorer import Item, run_scorer
+from lapa2_interp.scoring.adapter import load_adapter_network
+from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
 
@@ -290,7 +290,7 @@ def test_the_likelihood_of_a_text_is_that_of_fresh_passes(models):
 def test_perplexity_across_the_switch(folder):
     scorer = Perplexity(folder, "float64", min_words=1)
     texts = ["a text that is longer than the switch is far", "short", "just twenty four letters"]
-    found = run_scorer(scorer, [Item(text) for text in texts])["perplexity"]
+    found = run_scorer(scorer, [TextItem(text) for text in texts])["perplexity"]
     for text, value in zip(texts, found, strict=True):
         ids = torch.tensor([0, *scorer.tokenizer(text, add_special_tokens=False).input_ids])
         assert value == pytest.approx(float(nll_of(scorer.network, ids).mean().exp()), rel=1e-5)
@@ -300,15 +300,15 @@ def test_a_classifier_reads_up_to_the_switch(tmp_path):
     saved(tmp_path, Phi3ForSequenceClassification, num_labels=2)
     scorer = Classifier(str(tmp_path))
     texts = ["short", "a text that is longer than the switch is far"]
-    together = run_scorer(scorer, [Item(text) for text in texts])
+    together = run_scorer(scorer, [TextItem(text) for text in texts])
     for i, text in enumerate(texts):
-        alone = run_scorer(scorer, [Item(text)])
+        alone = run_scorer(scorer, [TextItem(text)])
         assert together["label_0"][i] == pytest.approx(alone["label_0"][0], abs=1e-6)
 
 
 def test_adapters_are_not_made_for_a_switch_within_a_window(folder):
     with pytest.raises(ScoringError, match="beyond 24"):
-        open_reader(folder, 2, 2)
+        load_adapter_network(folder, 2, 2)
 
 
 def test_soft_prefixes_are_of_short_texts(model):
@@ -327,13 +327,13 @@ def test_soft_prefixes_are_of_short_texts(model):
 
 def test_circuits_stay_within_the_switch(model):
     prefixes = {"good": "good:", "bad": "bad0:"}
-    case = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 20)
+    example = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 20)
     near = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 10)
     ContrastSet.of(model, near)
-    with pytest.raises(LayoutError, match="the text behind 'abcd': passes of"):
-        ContrastSet.of(model, case)
+    with pytest.raises(LayoutError, match="the text after 'abcd': passes of"):
+        ContrastSet.of(model, example)
     with pytest.raises(LayoutError, match="beyond 24"):
-        measure_fading(model, [case], filler=(10,), tokens=4, metric="js")
+        measure_fading(model, [example], filler=(10,), tokens=4, metric="js")
     with pytest.raises(LayoutError, match="texts read in one pass"):
         soft_inputs(model, [layout_of(model, LONG)], [None])
 

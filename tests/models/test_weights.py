@@ -244,11 +244,11 @@ def test_what_reads_weights_refuses_quantised_ones(quantised, monkeypatch):
         ModelContext(model).embedding()
     monkeypatch.setattr(adapter, "load_transformers", lambda base: (network, tokenizer, ""))
     with pytest.raises(ModelError, match="adapters are added to the weights themselves"):
-        adapter.open_reader("mine", 1, 2)
+        adapter.load_adapter_network("mine", 1, 2)
     bridge = bridge_of(network, tokenizer, "mine", "w")
-    question = circuits.ContrastSet.of(bridge, "sentiment", prompts=["The lake"], tokens=2)
-    for call in (lambda: circuits.head_logit_attribution(bridge, question, along="text"),
-                 lambda: circuits.attribution(bridge, question)):  # fmt: skip
+    contrast_set = circuits.ContrastSet.of(bridge, "sentiment", prompts=["The lake"], tokens=2)
+    for call in (lambda: circuits.head_logit_attribution(bridge, contrast_set, along="text"),
+                 lambda: circuits.attribution(bridge, contrast_set)):  # fmt: skip
         with pytest.raises(
             (ModelError, CircuitError), match="are quantised; load the model without"
         ):

@@ -23,7 +23,7 @@ from lapa2_interp.generation.plan import plan
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.card import keys_seen, keys_seen_by, model_card
 from lapa2_interp.models.load import load_tokenizer
-from lapa2_interp.paper.propositions import by_alpha
+from lapa2_interp.paper.propositions import stack_alphas
 from lapa2_interp.runs.attention import read_attention
 
 WINDOW = 12
@@ -395,9 +395,9 @@ def test_propositions_refuse_what_a_window_hides(load):
         }
         if refused:
             with pytest.raises(TraceError, match="longer than the sliding window"):
-                by_alpha(traces)
+                stack_alphas(traces)
         else:
-            by_alpha(traces)
+            stack_alphas(traces)
 
 
 def test_all_classes_make_one_trace(load, model_class):

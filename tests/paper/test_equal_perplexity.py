@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.paper.equal_perplexity import Arms, at_perplexity, judged
+from lapa2_interp.paper.equal_perplexity import SteeringCurves, add_verdicts, interpolate_at_cost
 from lapa2_interp.stats import holm, mean_interval, resampled_means, resampled_p, tails
 
 
@@ -37,8 +37,8 @@ def row(table, family, ratio, metric="acc"):
 
 
 def test_exact_curves_have_their_closed_form():
-    arms = Arms(made({"lapa2": LINE, "other": STEEP}), ["acc"], resamples=50)
-    table = arms.compared("lapa2", [1.1, 1.25])
+    arms = SteeringCurves(made({"lapa2": LINE, "other": STEEP}), ["acc"], resamples=50)
+    table = arms.compare("lapa2", [1.1, 1.25])
     for ratio in (1.1, 1.25):
         x = np.log(ratio)
         line = 50 + 10 * x / 0.1 if x <= 0.1 else 60 + 10 * (x - 0.1) / 0.2
@@ -67,21 +67,23 @@ def test_the_first_segment_that_reaches_counts():
         ([0.0, 0.02, 0.04, 0.06], np.nan),
         ([0.0, np.nan, 0.2, 0.0], 25.0),
     ):
-        found = at_perplexity(np.array(curve), values, target)
+        found = interpolate_at_cost(np.array(curve), values, target)
         assert found == pytest.approx([expected], nan_ok=True), curve
-    assert at_perplexity(np.array([0.1, 0.1]), values[:2], target) == pytest.approx([0.0])
+    assert interpolate_at_cost(np.array([0.1, 0.1]), values[:2], target) == pytest.approx([0.0])
 
 
 def test_what_does_not_reach_is_not_comparable_and_not_extrapolated():
     short = {0.5: (3.02, 55.0), 1.0: (3.08, 58.0)}
-    table = Arms(made({"lapa2": LINE, "short": short}), ["acc"], 400).compared("lapa2", [1.05, 1.1])
-    found = judged(table, "lapa2")
+    table = SteeringCurves(made({"lapa2": LINE, "short": short}), ["acc"], 400).compare(
+        "lapa2", [1.05, 1.1]
+    )
+    found = add_verdicts(table, "lapa2")
     assert row(found, "short", 1.05)["verdict"] == "more"
     far = row(found, "short", 1.1)
     assert (far["reached"], far["verdict"]) == (0, "not comparable")
     assert far[["value", "difference", "p", "p_holm"]].isna().all()
-    turned = judged(
-        Arms(made({"lapa2": short, "line": LINE}), ["acc"], 50).compared("lapa2"), "lapa2"
+    turned = add_verdicts(
+        SteeringCurves(made({"lapa2": short, "line": LINE}), ["acc"], 50).compare("lapa2"), "lapa2"
     )
     assert set(turned["verdict"]) == {"", "not comparable"}, "nor is anything where LaPA2 is short"
     assert row(turned, "line", 1.1)["value"] > 55
@@ -90,13 +92,13 @@ def test_what_does_not_reach_is_not_comparable_and_not_extrapolated():
 def test_a_curve_that_reaches_in_some_resamples_is_not_comparable():
     edge = {1.0: (3.0 + np.log(1.1), 60.0)}
     texts = made({"lapa2": LINE, "edge": edge}, noise=1.0, seed=3)
-    found = row(Arms(texts, ["acc"], 400).compared("lapa2", [1.1]), "edge", 1.1)
+    found = row(SteeringCurves(texts, ["acc"], 400).compare("lapa2", [1.1]), "edge", 1.1)
     assert 0.05 < found["reached"] < 0.95
     assert found[["p", "low", "high"]].isna().all(), "no interval of those that reach it alone"
 
 
 def test_few_prompts_have_no_interval():
-    table = judged(Arms(made({"lapa2": LINE, "other": STEEP}, prompts=7), ["acc"], 50).compared("lapa2"),
+    table = add_verdicts(SteeringCurves(made({"lapa2": LINE, "other": STEEP}, prompts=7), ["acc"], 50).compare("lapa2"),
                    "lapa2")  # fmt: skip
     assert table["low"].isna().all()
     assert row(table, "other", 1.1)["verdict"] == "not comparable"
@@ -105,11 +107,11 @@ def test_few_prompts_have_no_interval():
 
 def test_rows_and_names_in_another_order_change_nothing():
     texts = made({"lapa2": LINE, "other": STEEP}, noise=1.0, shared=1.0)
-    table = Arms(texts, ["acc"], 200).compared("lapa2")
-    mixed = Arms(texts.sample(frac=1, random_state=1), ["acc"], 200).compared("lapa2")
+    table = SteeringCurves(texts, ["acc"], 200).compare("lapa2")
+    mixed = SteeringCurves(texts.sample(frac=1, random_state=1), ["acc"], 200).compare("lapa2")
     pd.testing.assert_frame_equal(mixed, table)
     named = texts.replace({"family": {"other": "a new name"}})
-    renamed = Arms(named, ["acc"], 200).compared("lapa2")
+    renamed = SteeringCurves(named, ["acc"], 200).compare("lapa2")
     pd.testing.assert_frame_equal(renamed.replace({"family": {"a new name": "other"}}), table)
 
 
@@ -119,16 +121,16 @@ def test_pairing_makes_differences_narrow():
     loose = texts.assign(prompt=texts["prompt"] + texts["family"])
     width = []
     for each in (texts, loose):
-        found = row(Arms(each, ["acc"], 400).compared("lapa2"), "other", 1.1)
+        found = row(SteeringCurves(each, ["acc"], 400).compare("lapa2"), "other", 1.1)
         width.append(found["difference_high"] - found["difference_low"])
     assert width[0] < 0.7 * width[1]
 
 
-def test_the_baselines_perplexity_is_drawn_anew():
+def test_the_baselines_perplexity_is_resampled():
     """Where prompts move all arms alike, a fixed target would be reached at other strengths."""
     texts = made({"lapa2": LINE}, shared=2.0, metrics=("acc",)).assign(acc=lambda t: t["nll"] * 0)
     texts["acc"] = texts.groupby(["family", "strength"])["nll"].transform("mean")
-    found = row(Arms(texts, ["acc"], 300).compared("lapa2"), "lapa2", 1.1)
+    found = row(SteeringCurves(texts, ["acc"], 300).compare("lapa2"), "lapa2", 1.1)
     assert found["high"] - found["low"] < 1e-9
 
 
@@ -136,7 +138,7 @@ def test_texts_without_a_number_are_left_out():
     texts = made({"lapa2": LINE, "other": STEEP}, noise=0.5)
     texts.loc[texts.index % 7 == 0, "nll"] = np.nan
     texts.loc[texts.index % 5 == 0, "acc"] = np.nan
-    arms = Arms(texts, ["acc"], 20)
+    arms = SteeringCurves(texts, ["acc"], 20)
     points = arms.points().set_index(["family", "strength"])
     for key, part in texts.groupby(["family", "strength"]):
         assert points.loc[key, "mean"] == pytest.approx(part["acc"].mean())
@@ -146,10 +148,10 @@ def test_texts_without_a_number_are_left_out():
 def test_what_is_missing_is_said():
     texts = made({"lapa2": LINE})
     with pytest.raises(ScoringError, match="unknown family 'lapa'; .* did you mean 'lapa2'"):
-        Arms(texts, ["acc"], 5).compared("lapa")
+        SteeringCurves(texts, ["acc"], 5).compare("lapa")
     for family in ("baseline", "lapa2"):
         with pytest.raises(ScoringError, match=f"one other arm; found {family}"):
-            Arms(texts[texts["family"] == family], ["acc"], 5)
+            SteeringCurves(texts[texts["family"] == family], ["acc"], 5)
 
 
 def test_intervals_cover_and_nulls_are_rejected_at_their_rate():
@@ -159,7 +161,7 @@ def test_intervals_cover_and_nulls_are_rejected_at_their_rate():
     for seed in range(trials):
         families = {"lapa2": LINE, "null": LINE, "other": STEEP}
         texts = made(families, prompts=40, noise=0.5, shared=0.5, seed=seed)
-        table = Arms(texts, ["acc"], 300, seed=seed).compared("lapa2", [1.1])
+        table = SteeringCurves(texts, ["acc"], 300, seed=seed).compare("lapa2", [1.1])
         truth = 60 + 14 * (x - 0.05) / 0.35 - 50 - 100 * x
         found, null = row(table, "other", 1.1), row(table, "null", 1.1)
         hits += found["difference_low"] <= truth <= found["difference_high"]
@@ -195,14 +197,14 @@ def test_holm_by_hand():
 
 def test_one_family_of_tests_is_a_metric_over_tasks_ratios_and_arms():
     texts = made({"lapa2": LINE, "a": STEEP, "b": LINE}, noise=1.0, metrics=("acc", "echo %"))
-    one = Arms(texts, ["acc", "echo %"], 400).compared("lapa2")
+    one = SteeringCurves(texts, ["acc", "echo %"], 400).compare("lapa2")
     both = pd.concat([one.assign(task="x"), one.assign(task="y")], ignore_index=True)
-    found = judged(both, "lapa2")
+    found = add_verdicts(both, "lapa2")
     others = found[found["family"] != "lapa2"]
     for metric, part in others.groupby("metric"):
         assert len(part) == 2 * 2 * 2, metric
         assert part["p_holm"].to_numpy() == pytest.approx(holm(part["p"].to_numpy()))
-    apart = judged(both, "lapa2", ["task"])
+    apart = add_verdicts(both, "lapa2", ["task"])
     assert (apart["p_holm"].dropna() <= found["p_holm"].dropna()).all()
     assert set(others["verdict"]) <= {"more", "less", "not decided"}
     assert (found[found["family"] == "lapa2"]["verdict"] == "").all()

@@ -58,12 +58,12 @@ def known(section):
 
 
 def is_known(numbers, rows):
-    """Whether a row rounds to these; a fall may be told without its sign."""
+    """True if a row rounds to these; a decrease may be given without its sign."""
     values = np.array([value for value, _ in numbers])
     half = np.array([0.5 * 10.0**-digits for _, digits in numbers]) * (1 + 1e-6)
     for scale in SCALES:
-        for told in (rows * scale, -rows[:, [0, 2, 1]] * scale, rows * scale * [-1, 1, 1]):
-            if (np.abs(told - values) <= half + 1e-9).all(axis=1).any():
+        for given in (rows * scale, -rows[:, [0, 2, 1]] * scale, rows * scale * [-1, 1, 1]):
+            if (np.abs(given - values) <= half + 1e-9).all(axis=1).any():
                 return True
     return False
 

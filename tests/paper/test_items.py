@@ -3,7 +3,7 @@ one sample, 48 tokens.
 
 The golden tables are what the scripts wrote when they were read and checked, from the scores of
 models stored beside the run: no number depends on the processor. `python tests/paper/test_items.py`
-writes both anew.
+writes both again.
 """
 
 import functools
@@ -32,30 +32,30 @@ from lapa2_interp.bias.recipes import RECIPES
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL
 from lapa2_interp.paper import output, reported, tables
-from lapa2_interp.paper.bench import ItemTables
 from lapa2_interp.paper.claims import (
     Claim,
-    Findings,
-    compare,
-    counted_once,
+    ItemClaims,
+    compare_arms,
+    count_verdicts,
     deciding_p_values,
-    disputed,
+    format_claims,
     read_claims,
-    shown_claims,
-    tally,
+    summarize_disagreement,
+    unique_comparisons,
 )
 from lapa2_interp.paper.data import ItemData
-from lapa2_interp.paper.estimates import texts_read
-from lapa2_interp.paper.output import join_item, write_item
+from lapa2_interp.paper.estimates import perplexity_texts
+from lapa2_interp.paper.gallery import Gallery, gallery_run, read_gallery
+from lapa2_interp.paper.items import ItemTables
+from lapa2_interp.paper.output import merge_item, write_item
 from lapa2_interp.paper.ratings import stored_ratings
-from lapa2_interp.paper.results import Gallery, read_gallery, results_of
-from lapa2_interp.paper.tables import ARM
+from lapa2_interp.paper.tables import ARM_COLUMNS
 from lapa2_interp.runs import store as read
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.scoring import transformer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
-from lapa2_interp.scoring.scorer import Cache, Item, Skipped, chosen_scorers
-from lapa2_interp.scoring.tables import paired
+from lapa2_interp.scoring.scorer import ScoreCache, SkippedText, TextItem, expand_scorers
+from lapa2_interp.scoring.tables import paired_change
 from lapa2_interp.stats import Difference, paired_difference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,9 +77,9 @@ def shortened(score):
 def stored_run(place, known):
     """The stored run, unpacked, with the scores of a file, if one is given."""
     folder = unpack("small_run", place) / "run"
-    with Cache(folder / "scores") as scores:
+    with ScoreCache(folder / "scores") as scores:
         scores.put(
-            (key, Skipped(why) if why else tuple(json.loads(values)))
+            (key, SkippedText(why) if why else tuple(json.loads(values)))
             for key, values, why in (
                 pd.read_csv(known, keep_default_na=False).itertuples(index=False) if known else ()
             )
@@ -143,11 +143,11 @@ def test_stored_scores_are_those_of_the_float32_scorers(run):
     scorer = transformer.Perplexity("smollm2-135m", generator=weights)
     assert scorer.version.startswith("smollm2-135m float32 self, sha256 ")
     texts = samples.drop_duplicates("task").set_index("task")["text"]
-    with Cache(run / "scores") as scores:
+    with ScoreCache(run / "scores") as scores:
         for task, text in texts.items():
             adapter = AdapterToxicity() if task == "detox" else AdapterScorer(str(task))
             for each in (scorer, adapter):
-                item = Item(text)
+                item = TextItem(text)
                 (stored,) = scores.get([each.key(item)]).values()
                 assert stored == pytest.approx(each.score([item])[0], rel=1e-4, abs=1e-5)
 
@@ -221,7 +221,7 @@ def test_numbers_are_those_of_the_raw_texts(run):
         plan = json.loads((run / "plan" / f"{cell}.json").read_text())
         texts = pd.read_parquet(run / "cells" / cell / "samples.parquet")["text"]
         scorer = LinearToxicity() if plan["task"]["name"] == "detox" else LinearScorer("sentiment")
-        scores = scorer.score([Item(text) for text in texts])  # no model, so the second scorer
+        scores = scorer.score([TextItem(text) for text in texts])  # no model, so the second scorer
         if plan["task"]["name"] == "detox":
             expected, metric = 100 * np.mean([score[0] for score in scores]), "tox (linear)"
         else:
@@ -280,7 +280,7 @@ def test_the_frontier_is_drawn_of_any_arms(tasks):
     assert legend.get_window_extent().width <= drawing.bbox.width
 
 
-def test_every_arm_of_the_head_scopes_has_a_name_of_its_own():
+def test_every_arm_of_the_head_scopes_has_a_distinct_name():
     """By its heads or layers, whatever the order; heads that are in no set keep the cell's label."""
     made = runpy.run_path(str(ROOT / "analyses" / "heads_grid.py"))
     scope, known = made["scope"], made["named_sets"]()
@@ -469,7 +469,7 @@ def test_half_an_arm_is_a_gap_and_is_not_compared_with_a_whole_one(run, tmp_path
 
 @pytest.fixture
 def mine(run, tmp_path):
-    """Runs a script on some of the run's cells, as those of a grid of one's own."""
+    """Runs a script on some of the run's cells, as a custom grid."""
 
     def ask(item, **wanted):
         copy = shutil.copytree(run, tmp_path / "mine", dirs_exist_ok=True)
@@ -676,14 +676,14 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
         (beside / f"{item}.png").write_text("old")
     (beside / "tables" / "decay.md").write_text("old")
     (beside / "tables" / "verdicts.md").write_text("old")
-    older = results_of(load_run(copy), GOLDEN, ["decay", "layers"])
-    assert results_of(load_run(copy), GOLDEN, []).scorers == ()
+    older = gallery_run(load_run(copy), GOLDEN, ["decay", "layers"])
+    assert gallery_run(load_run(copy), GOLDEN, []).scorers == ()
     others = {"quick/decay": {"finished": 3}, "quick/long": {"finished": 4}}
     runs = (older, older.model_copy(update={"grids": others}))
     (beside / "results.json").write_text(Gallery(runs=runs).model_dump_json())
     row = {"model": "m", "task": "another", "method": "prefix", "prefix": "Very other:"}
-    other, none = pd.DataFrame([row]), Findings("prefix_types")
-    write_item(beside, "prefix_types", "Title", other, none, shown=other)
+    other, none = pd.DataFrame([row]), ItemClaims("prefix_types")
+    write_item(beside, "prefix_types", "Title", other, none, formatted=other)
     items = ["decay", "long", "prefix_types"]
     asked = ["--no-sweep", "--out", copy, "--items", *items, "--beside", beside]
     with pytest.raises(SystemExit) as caught:
@@ -725,11 +725,11 @@ def test_an_item_joined_from_two_runs_is_the_item_made_at_once(tmp_path):
             for task in tasks
             for method in ("one", "two")
         ]
-        found = Findings("item", ("a", "b"))
+        found = ItemClaims("item", ("a", "b"))
         for number, row in enumerate(rows):
             error = 1 + ("topic", "detox").index(row["task"]) + number % 2
             of = Difference(6.0, 6 - 2 * error, 6 + 2 * error, 0.01 * error, error, 20, 4.0, 0.6)
-            found.note(f"{row['task']}, {row['method']}", "acc", "more", of, margin=5.0)
+            found.add_difference(f"{row['task']}, {row['method']}", "acc", "more", of, margin=5.0)
         table = pd.DataFrame(rows)
         shown = table[["task", "method"]].assign(**{f"step {4 * len(tasks)}": table["mean"]})
         alike = [name for name in ("task", "method") if shown[name].nunique() == 1]
@@ -742,7 +742,7 @@ def test_an_item_joined_from_two_runs_is_the_item_made_at_once(tmp_path):
     whole = make(tmp_path / "whole", "topic", "detox")
     here, there = make(tmp_path / "a", "topic"), make(tmp_path / "b", "detox")
     assert read_claims(here / "item.claims.csv")["holm"].max() < 0.05
-    assert join_item("item", there, here)
+    assert merge_item("item", there, here)
     assert text(here, "csv") == text(whole, "csv")
     assert text(here, "claims.csv") == text(whole, "claims.csv")
     assert read_claims(here / "item.claims.csv")["holm"].max() >= 0.05
@@ -750,9 +750,9 @@ def test_an_item_joined_from_two_runs_is_the_item_made_at_once(tmp_path):
     assert json.loads(text(here, "json"))["rows"]["data"][2][:2] == ["detox", "one"]
     again = make(tmp_path / "c", "topic", "detox", worth=2.0)
     known = text(again, "csv")
-    assert not join_item("item", here, again)
+    assert not merge_item("item", here, again)
     assert text(again, "csv") == known
-    assert not join_item("other", here, again)
+    assert not merge_item("other", here, again)
 
 
 def test_a_damaged_table_says_how_it_is_mended(run, tmp_path):
@@ -770,7 +770,7 @@ def test_a_damaged_table_says_how_it_is_mended(run, tmp_path):
 
 
 def test_the_papers_numbers_parse():
-    numbers = reported.reported()
+    numbers = reported.reported_numbers()
     assert len(numbers) == 1172
     assert numbers["value"].notna().all()
     assert set(numbers["table"]) == {
@@ -810,17 +810,17 @@ def test_the_papers_number_stands_beside_a_cell_of_its_setting(run, monkeypatch)
 
     monkeypatch.setattr(tables, "paper_number", of_256)
     made = script("analyses", "layers", run)["table"]
-    found = tables.overall(made[made["task"] == "sentiment"]).set_index(
+    found = tables.rows_of_all_attributes(made[made["task"] == "sentiment"]).set_index(
         ["method", "arm", "metric"]
     )["paper"]
     assert found["prefix", "baseline", "acc"] == 68.13
     assert found["prefix", "alpha 0.5 paper, layers even", "ppl"] == 30.19
     assert found["air-decoding", "alpha 0.5 paper", "dist3"] == 0.82
     assert np.isnan(found["prefix", "alpha 0.5 paper, layers odd", "acc"])  # the paper has no odd
-    shown = tables.wide(made)
+    shown = tables.format_item_table(made)
     assert "68.1" in shown["paper acc"].tolist()  # and no difference: the scorer is not the paper's
     monkeypatch.setitem(tables.PAPER_SCORERS, "acc", "adapter")
-    shown = tables.wide(made)
+    shown = tables.format_item_table(made)
     assert shown["paper acc"].str.contains(r"68\.1 \([+-]\d").any()
 
 
@@ -851,8 +851,8 @@ def test_a_claim_is_judged_by_the_second_scorer_too():
     sides = {"arm": "baseline"}, {"arm": "a"}
     for gain, verdict in ((5, "as in the paper"), (-5, "against the paper"), (0, "no difference")):
         second = scores({"baseline": 0, "a": gain}).assign(metric="acc (linear)")
-        found = Findings("item")
-        found.claim("more", pd.concat([first, second]), *sides, "acc", "more", paper=1.0)
+        found = ItemClaims("item")
+        found.add_claim("more", pd.concat([first, second]), *sides, "acc", "more", paper=1.0)
         (row,) = found.rows
         assert (row.verdict, row.second, row.second_verdict) == (
             "as in the paper",
@@ -860,35 +860,37 @@ def test_a_claim_is_judged_by_the_second_scorer_too():
             verdict,
         )
         assert row.second_low < gain < row.second_high or gain == 5
-        alone = Findings("item")
-        alone.claim("more", second.assign(metric="acc"), *sides, "acc", "more")
+        alone = ItemClaims("item")
+        alone.add_claim("more", second.assign(metric="acc"), *sides, "acc", "more")
         (other,) = alone.rows
         assert (row.second_here, row.second_low) == (other.here, other.low)
     table = pd.concat([found.frame(), alone.frame()])
-    shown = shown_claims(table)
+    shown = format_claims(table)
     assert shown["second scorer"].tolist()[0].startswith("≠ linear: no difference (")
     assert shown["second scorer"].tolist()[1] == ""
-    assert disputed(table).startswith("Of 1 claim with two scorers, 1 have another verdict by the")
+    assert summarize_disagreement(table).startswith(
+        "Of 1 claim with two scorers, 1 have another verdict by the"
+    )
 
 
 def noted(*differences, margin=0.0, expected="more", compared=None, whose="paper"):
     """Claims with (mean, standard error, p) over 30 prompts."""
-    found = Findings("item")
+    found = ItemClaims("item")
     for number, (mean, error, p) in enumerate(differences):
         of = Difference(mean, mean - 2.1 * error, mean + 2.1 * error, p, error, 30, 2.0, 0.5)
         key = "" if compared is None else compared[number]
         more = {"compared": key, "whose": whose}
-        found.note(f"claim {number}", "acc", expected, of, margin=margin, **more)
+        found.add_difference(f"claim {number}", "acc", expected, of, margin=margin, **more)
     return found.frame()
 
 
-def test_what_is_compared_is_told_by_its_texts_and_its_margin():
+def test_a_comparison_is_identified_by_its_texts_and_its_margin():
     both = scores({"baseline": 0, "a": 5}).assign(length=8, part=0)
     both["cell"] = both["arm"]
-    found = Findings("item")
+    found = ItemClaims("item")
 
     def ask(texts, margin=1.0):
-        found.claim("a", texts, {"arm": "baseline"}, {"arm": "a"}, "acc", "same", margin=margin)
+        found.add_claim("a", texts, {"arm": "baseline"}, {"arm": "a"}, "acc", "same", margin=margin)
 
     first = list(dict.fromkeys(both["prompt"]))[:6]
     for texts in (both, both.sample(frac=1, random_state=0), both[both["prompt"].isin(first)]):
@@ -912,12 +914,12 @@ def test_verdicts_are_corrected_for_the_number_of_an_items_claims():
     assert more["raw"].tolist() == [*alone, "inconclusive"]
     again = noted(sure, likely, chance, sure, compared=["a", "b", "c", "a"])
     assert again["holm"].tolist() == pytest.approx([0.003, 0.04, 0.04, 0.003]), "tested once"
-    assert tally(again) == "2 as in the paper, 1 against the paper"
-    assert counted_once(again).index.tolist() == [0, 1, 2]
-    missing = Findings("item")
-    missing.note("one", "acc", "more", None)
+    assert count_verdicts(again) == "2 as in the paper, 1 against the paper"
+    assert unique_comparisons(again).index.tolist() == [0, 1, 2]
+    missing = ItemClaims("item")
+    missing.add_difference("one", "acc", "more", None)
     assert missing.frame()["verdict"].tolist() == ["missing"]
-    assert Findings("item").frame().empty
+    assert ItemClaims("item").frame().empty
 
 
 def test_a_difference_too_small_to_matter_is_a_verdict():
@@ -935,7 +937,7 @@ def test_a_difference_too_small_to_matter_is_a_verdict():
 
 
 def test_what_we_expect_is_no_claim_of_the_paper(tmp_path):
-    """It has other words, is tested alike, and is told apart; what both compare counts in each."""
+    """It has other words, is tested alike, and is kept apart; what both compare counts in each."""
     differences = (3.0, 0.5, 0.001), (-3.0, 0.5, 0.001), (0.0, 9.0, 0.9)
     paper, ours = (noted(*differences, whose=each, compared="abc") for each in ("paper", "ours"))
     assert ours["verdict"].tolist() == ["as expected", "against what was expected", "inconclusive"]
@@ -947,7 +949,7 @@ def test_what_we_expect_is_no_claim_of_the_paper(tmp_path):
     reproduce = runpy.run_path(str(ROOT / "analyses" / "reproduce.py"))
     for item, table in (("half", paper), ("heads", ours)):
         table.assign(item=item).to_csv(tmp_path / f"{item}.claims.csv", index=False)
-    assert len(counted_once(reproduce["collect_verdicts"](tmp_path))) == 6
+    assert len(unique_comparisons(reproduce["collect_verdicts"](tmp_path))) == 6
     text = (tmp_path / "verdicts.md").read_text("utf-8")
     first, second = text.split("### Ours, not the paper's")
     assert first.startswith("### The paper's claims")
@@ -960,11 +962,11 @@ def test_what_we_expect_is_no_claim_of_the_paper(tmp_path):
 
 def test_claims_of_the_paper_and_ours_are_corrected_apart():
     """What we expect besides does not change a verdict on the paper, nor the other way round."""
-    made = Findings("item")
+    made = ItemClaims("item")
     of = Difference(3.0, 0.5, 5.5, 0.02, 1.2, 30, 2.0, 0.5)
     for number, whose in enumerate(["paper", "ours", "ours", "paper", "ours"]):
         key = "shared" if number < 2 else f"{number}"
-        made.note(f"{number}", "acc", "more", of, margin=5.0, compared=key, whose=whose)
+        made.add_difference(f"{number}", "acc", "more", of, margin=5.0, compared=key, whose=whose)
     table = made.frame()
     assert table["holm"].tolist() == pytest.approx([0.04, 0.06, 0.06, 0.04, 0.06])
     small = of.p_within(5.0)
@@ -995,13 +997,13 @@ def test_both_families_of_tests_err_at_their_rate():
     rng = np.random.default_rng(0)
     wrong = np.zeros(2)
     for _ in range(400):
-        found = Findings("item")
+        found = ItemClaims("item")
         for number in range(12):
             truth = 0.0 if number < 6 else 3.0
             gaps = rng.normal(truth, 5.0, 30)
             names = np.arange(30)
             of = paired_difference(np.zeros(30), names, gaps, names, resamples=1000)
-            found.note(f"{number}", "acc", "more", of, margin=3.0)
+            found.add_difference(f"{number}", "acc", "more", of, margin=3.0)
         table = found.frame()
         wrong += [
             table["verdict"][:6].isin(["as in the paper", "against the paper"]).any(),
@@ -1017,8 +1019,8 @@ def test_a_comparison_of_several_items_has_the_verdict_of_the_strictest():
     for order in ([few, many], [many, few]):
         both = pd.concat(order, ignore_index=True)
         assert set(both["verdict"][both["compared"] == "a"]) == {"as in the paper", "inconclusive"}
-        assert tally(both) == "4 inconclusive"
-        assert len(counted_once(both)) == 4
+        assert count_verdicts(both) == "4 inconclusive"
+        assert len(unique_comparisons(both)) == 4
 
 
 def test_attention_is_compared_at_the_steps_that_both_arms_have():
@@ -1031,21 +1033,21 @@ def test_attention_is_compared_at_the_steps_that_both_arms_have():
         return xr.Dataset({"prefix": (("branch", "sample", "step", "layer", "head"), values)})
 
     where = {"model": "m", "task": "topic", "method": "prefix", "variant": ""}
-    samples, told = pd.DataFrame({"prompt": [f"p{i}" for i in range(9)]}), []
-    bench = SimpleNamespace(
-        steps=lambda *_: pd.DataFrame(
-            [dict.fromkeys(ARM, "m") | {"step": 0, "mean": 0.1, "low": 0.1, "high": 0.1}]
+    samples, added = pd.DataFrame({"prompt": [f"p{i}" for i in range(9)]}), []
+    fake = SimpleNamespace(
+        step_curves=lambda *_: pd.DataFrame(
+            [dict.fromkeys(ARM_COLUMNS, "m") | {"step": 0, "mean": 0.1, "low": 0.1, "high": 0.1}]
         ),
         groups=lambda _: [(where, "prefix, topic", None)],
-        curves=lambda _: [
+        arm_traces=lambda _: [
             (where | {"arm": arm}, decaying(steps), samples)
             for arm, steps in (("baseline", 40), ("b", 12), ("a", 40))
         ],
-        note=lambda *given: told.append(given),
+        add_difference=lambda *given: added.append(given),
     )
-    ItemTables.attention(bench, pd.DataFrame())
-    assert [given[3].mean for given in told] == [0, 0, 0, 0]
-    steps = [given[0].split("step ")[1] for given in told[1::2]]
+    ItemTables.attention_table(fake, pd.DataFrame())
+    assert [given[3].mean for given in added] == [0, 0, 0, 0]
+    steps = [given[0].split("step ")[1] for given in added[1::2]]
     assert steps == ["11: prefix, topic, b", "39: prefix, topic, a"], "arms in their order"
 
 
@@ -1059,22 +1061,25 @@ def test_perplexity_reads_as_many_texts_of_an_arm_as_planned(run):
             for i in range(prompts)
         ]
     ).assign(model="m", task="sentiment", method="prefix", variant="")
-    read = ItemData(opened, "item", (), perplexity_texts=120)._few(samples)
+    read = ItemData(opened, "item", (), perplexity_texts=120)._perplexity_rows(samples)
     assert read["arm"].value_counts().to_dict() == {"a": 120, "b": 120}
-    assert texts_read(60, 240.0) == texts_read(6, 240.0) == 120
-    assert ItemData(opened, "item", (), perplexity_texts=1)._few(samples)["sample"].max() == 0
+    assert perplexity_texts(60, 240.0) == perplexity_texts(6, 240.0) == 120
+    assert (
+        ItemData(opened, "item", (), perplexity_texts=1)._perplexity_rows(samples)["sample"].max()
+        == 0
+    )
 
 
 def test_a_scorer_may_be_for_one_task_alone(run):
-    asked = chosen_scorers(
+    asked = expand_scorers(
         ["topic:accuracy=mine", "sentiment:accuracy", "linear", "perplexity"], ()
     )
     assert asked == ("topic:accuracy=mine", "sentiment:accuracy=linear", "perplexity")
     data = ItemData(load_run(run), "item", (), asked)
-    assert data._asked("topic", None)["accuracy"] == ["accuracy=mine"]
-    assert data._asked("sentiment", None)["accuracy"] == ["accuracy=linear"]
+    assert data._scorers_by_metric("topic", None)["accuracy"] == ["accuracy=mine"]
+    assert data._scorers_by_metric("sentiment", None)["accuracy"] == ["accuracy=linear"]
     with pytest.raises(ScoringError, match="needs a scorer for toxicity of detox"):
-        data._asked("detox", None)
+        data._scorers_by_metric("detox", None)
 
 
 def test_what_several_items_compare_has_one_name():
@@ -1087,8 +1092,8 @@ def test_what_several_items_compare_has_one_name():
         (texts, "less"),
         (texts.assign(length=32), "more"),
     ):
-        found = Findings("item", ("grid",))
-        found.claim("text", table, {"arm": "baseline"}, {"arm": "a"}, "acc", expected)
+        found = ItemClaims("item", ("grid",))
+        found.add_claim("text", table, {"arm": "baseline"}, {"arm": "a"}, "acc", expected)
         (row,) = found.rows
         assert (row.task, row.method, row.scorer, row.grids) == ("sentiment", "prefix", "s", "grid")
         assert (row.margin, row.texts) == (5, 1)
@@ -1097,17 +1102,17 @@ def test_what_several_items_compare_has_one_name():
     assert len(set(names)) == 3
 
 
-def test_claims_without_texts_are_claims_of_their_own():
+def test_claims_without_texts_are_separate_claims():
     """An arm that is not finished: its claims are missing, and the others are corrected for them."""
     texts = scores({"baseline": 0, "a": 5}).assign(cell=lambda table: table["arm"] + " cell")
-    found = Findings("item")
+    found = ItemClaims("item")
     for arm in ("a", "b", "c", "d"):
-        found.claim("text", texts, {"arm": "baseline"}, {"arm": arm}, "acc", "more")
+        found.add_claim("text", texts, {"arm": "baseline"}, {"arm": arm}, "acc", "more")
     claims = found.frame()
     assert claims["compared"].tolist()[1:] == ["", "", ""]
     assert claims["holm"][0] == pytest.approx(4 * claims["p"][0])
-    assert tally(claims) == "1 as in the paper, 3 missing"
-    assert len(counted_once(claims)) == 4
+    assert count_verdicts(claims) == "1 as in the paper, 3 missing"
+    assert len(unique_comparisons(claims)) == 4
 
 
 def test_samples_of_one_number_are_compared_as_what_they_are():
@@ -1118,7 +1123,7 @@ def test_samples_of_one_number_are_compared_as_what_they_are():
     one, two = (pd.DataFrame({**place, "value": first + shift}) for shift in (0, 1))
     two["value"] += rng.normal(0, 0.1, 200)
     alone = [each.drop(columns="sample") for each in (one, two)]
-    by_number, apart = paired(one, two.sample(frac=1, random_state=0)), paired(*alone)
+    by_number, apart = paired_change(one, two.sample(frac=1, random_state=0)), paired_change(*alone)
     assert by_number.error == pytest.approx(apart.error)
     assert (apart.noise, by_number.texts) == (1, 4)
     noise = (two["value"] - one["value"]).groupby(place["prompt"]).var().mean() / 4
@@ -1151,18 +1156,20 @@ def test_attention_stands_beside_the_arm_of_its_variant(monkeypatch):
     class Fake:
         table = staticmethod(functools.partial(tables.item_table, "item"))
 
-        def curves(self, of):
+        def arm_traces(self, of):
             for variant, mass in masses.items():
-                arm = dict(zip(ARM, ("m", "sentiment", "prefix", variant, "baseline"), strict=True))
+                arm = dict(
+                    zip(ARM_COLUMNS, ("m", "sentiment", "prefix", variant, "baseline"), strict=True)
+                )
                 yield arm, mass, pd.DataFrame({"prompt": list("pq")})
 
     fake = Fake()
     fake.cells = cells
     monkeypatch.setattr(
-        "lapa2_interp.paper.bench.pooled", lambda mass, name: np.full((1, 2, 3), mass)
+        "lapa2_interp.paper.items.pooled", lambda mass, name: np.full((1, 2, 3), mass)
     )
     kept = made[made["variant"] != "v2"]
-    _, shown = ItemTables.masses(fake, cells, kept, {"prefix": "attention"})
+    _, shown = ItemTables.table_with_attention(fake, cells, kept, {"prefix": "attention"})
     assert shown["attention"].tolist() == ["0.250 [0.250, 0.250]", "0.500 [0.500, 0.500]", ""]
 
 
@@ -1183,14 +1190,14 @@ def test_texts_that_one_arm_lacks_move_no_claim():
     easier = whole[(whole["arm"] == "a") & (whole["attribute"] == "positive")]
     more = pd.concat([whole, easier, easier], ignore_index=True)  # they weigh no more
     for texts in (whole, less, more):
-        found = compare(texts, {"arm": "baseline"}, {"arm": "a"}, "acc")
+        found = compare_arms(texts, {"arm": "baseline"}, {"arm": "a"}, "acc")
         assert (found.mean, found.low, found.high, found.clusters) == (0, 0, 0, 10)
     alone = whole[(whole["arm"] == "baseline") == (whole["attribute"] == "positive")]
-    assert compare(alone, {"arm": "baseline"}, {"arm": "a"}, "acc") is None
+    assert compare_arms(alone, {"arm": "baseline"}, {"arm": "a"}, "acc") is None
 
 
 def test_claims_read_back_as_they_were(tmp_path):
-    found = Findings("item")
+    found = ItemClaims("item")
     for metric in ("acc", "ppl"):
         both = pd.concat(
             [
@@ -1198,7 +1205,7 @@ def test_claims_read_back_as_they_were(tmp_path):
                 scores({"baseline": 0, "a": 5}).assign(metric="acc (linear)"),
             ]
         )
-        found.claim("more", both, {"arm": "baseline"}, {"arm": "a"}, metric, "more")
+        found.add_claim("more", both, {"arm": "baseline"}, {"arm": "a"}, metric, "more")
     found.frame().to_csv(tmp_path / "item.claims.csv", index=False)
     again = read_claims(tmp_path / "item.claims.csv")
     pd.testing.assert_frame_equal(again, found.frame(), check_dtype=False)
@@ -1230,7 +1237,7 @@ def scores(gains, prompts=12):
         (
             {"baseline": 0, "a": 5, "b": 5.1},
             None,
-        ),  # two good arms that cannot be told apart: neither is the best
+        ),  # two good arms that do not differ significantly: neither is the best
         ({"baseline": 0, "a": 5, "b": 9}, "b"),
     ],
 )
@@ -1244,7 +1251,7 @@ def test_best_is_marked_only_when_the_interval_says_so(gains, best, run):
     found = bench.table(texts, cells)
     marked = found[found["best"] & (found["metric"] == "acc")]["arm"].tolist()
     assert marked == ([best] if best else [])
-    assert ("**" in "".join(tables.wide(found)["acc"])) == (best is not None)
+    assert ("**" in "".join(tables.format_item_table(found)["acc"])) == (best is not None)
 
 
 def test_best_compares_texts_of_attributes_that_both_arms_have():
@@ -1265,7 +1272,7 @@ def test_best_compares_texts_of_attributes_that_both_arms_have():
 @pytest.mark.parametrize(
     ("apart", "values"), [("dtype", ["float32", "float64"]), ("max_length", [64, 128])]
 )
-def test_rows_that_only_precision_or_length_tell_apart_are_not_multiplied(apart, values):
+def test_rows_that_differ_only_in_precision_or_length_are_not_multiplied(apart, values):
     texts = pd.concat(scores({"baseline": i, "a": i + 5}).assign(**{apart: each})
                       for i, each in enumerate(values))  # fmt: skip
     cells = texts.drop_duplicates(["arm"]).assign(state="finished", profile="", alpha=0.0)
@@ -1274,7 +1281,7 @@ def test_rows_that_only_precision_or_length_tell_apart_are_not_multiplied(apart,
     assert sorted(zip(of_acc["arm"], of_acc[apart], strict=True)) == [
         (arm, each) for arm in ("a", "baseline") for each in values
     ]
-    assert len(tables.wide(made)) == 4
+    assert len(tables.format_item_table(made)) == 4
     assert len(of_acc["mean"].unique()) == 4
     assert apart not in tables.item_table("item", texts[texts[apart] == values[0]], cells)
 
@@ -1309,8 +1316,11 @@ def test_claims_keep_variants_apart(run):
 
 
 def test_a_variant_without_a_parameter():
-    assert tables.without("omega=60.0, pro_aug=True, top-k 50", "pro_aug") == "omega=60.0, top-k 50"
-    assert tables.without("pro_aug=False", "pro_aug") == ""
+    assert (
+        tables.drop_parameter("omega=60.0, pro_aug=True, top-k 50", "pro_aug")
+        == "omega=60.0, top-k 50"
+    )
+    assert tables.drop_parameter("pro_aug=False", "pro_aug") == ""
 
 
 def test_tables_survive_hostile_text():
@@ -1356,7 +1366,7 @@ def make_tables(out, known=SCORES, asked=()):
             script("analyses", each, stored)
             for made in (stored / "tables").glob(f"{each}.*csv"):
                 shutil.copy(made, out)
-        with Cache(stored / "scores") as scores:
+        with ScoreCache(stored / "scores") as scores:
             return scores.get(sorted(asked))
 
 
@@ -1368,7 +1378,7 @@ def write_golden():
         each.key = lambda self, item, key=key: asked.add(found := key(self, item)) or found
     known = make_tables(GOLDEN, None, asked)
     rows = [
-        (key, "", found.reason) if isinstance(found, Skipped) else (key, shortened(found), "")
+        (key, "", found.reason) if isinstance(found, SkippedText) else (key, shortened(found), "")
         for key, found in sorted(known.items())
     ]
     pd.DataFrame(rows, columns=["key", "values", "skipped"]).to_csv(SCORES, index=False)

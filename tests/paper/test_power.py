@@ -7,8 +7,14 @@ from scipy.stats import t as student
 
 from lapa2_interp._util.errors import DataError
 from lapa2_interp.cli.app import main
-from lapa2_interp.paper.claims import Findings
-from lapa2_interp.paper.power import detects, power, required_prompts, sample_plans, summary
+from lapa2_interp.paper.claims import ItemClaims
+from lapa2_interp.paper.power import (
+    detectable_differences,
+    power_table,
+    required_prompts,
+    sample_plans,
+    summarize_power,
+)
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.stats import Difference
 
@@ -45,10 +51,10 @@ def grid(tmp_path):
 
 def claims(*found, margin=5.0, expected="more", metric="acc", task="sentiment"):
     """An item's claims, as an earlier run of 20 prompts with 4 texts gave them."""
-    made = Findings("item", ("mine", "other"))
+    made = ItemClaims("item", ("mine", "other"))
     for number, (mean, error, noise) in enumerate(found):
         of = Difference(mean, mean - 2 * error, mean + 2 * error, 0.5, error, 20, 4.0, noise)
-        made.note(
+        made.add_difference(
             f"claim {number}", metric, expected, of, margin=margin, task=task, method="prefix"
         )
     return made.frame()
@@ -69,7 +75,7 @@ def test_plans_are_prompts_and_texts_of_an_arm(grid):
 @pytest.mark.parametrize("expected", ["more", "same"])
 def test_shares_are_those_of_simulated_runs(grid, expected):
     """Two claims, at 0.05 / 2 each: draws of the truth, and of the estimate around it."""
-    table = power(grid, claims((3.0, 1.5, 0.6), (-0.5, 1.0, 0.2), expected=expected))
+    table = power_table(grid, claims((3.0, 1.5, 0.6), (-0.5, 1.0, 0.2), expected=expected))
     rng = np.random.default_rng(0)
     n = 200_000
     for row, (here, error, noise) in zip(
@@ -116,14 +122,14 @@ def test_enough_prompts_decide_any_truth_in_simulated_runs(expected):
 def test_no_number_of_prompts_decides_without_margin_or_spread(grid):
     assert required_prompts(claims((3.0, 1.5, 0.6), margin=0.0)).isna().all()
     assert required_prompts(claims((0.0, 0.0, np.nan))).isna().all()
-    assert power(grid, claims((3.0, 1.5, 0.6), margin=0.0))["enough"].isna().all()
+    assert power_table(grid, claims((3.0, 1.5, 0.6), margin=0.0))["enough"].isna().all()
 
 
 def test_enough_is_the_same_whatever_the_plan_has(grid):
     """With as many texts of each prompt as the earlier run, that run and the plan tell one
     number."""
     asked = claims((3.0, 1.5, 0.0), (-0.5, 1.0, 0.0))  # without noise of texts
-    assert power(grid, asked)["enough"].tolist() == required_prompts(asked).tolist()
+    assert power_table(grid, asked)["enough"].tolist() == required_prompts(asked).tolist()
 
 
 def test_five_prompts_decide_no_sign(tmp_path):
@@ -132,7 +138,7 @@ def test_five_prompts_decide_no_sign(tmp_path):
         (tmp_path / "few.toml").write_text(GRID.replace("prompts = 10", f"prompts = {prompts}"))
         few = load_grid(str(tmp_path / "few.toml"), check=False)
         asked = claims((50.0, 1.5, 0.6), expected=expected)
-        (row,) = power(few, asked.assign(grids="few")).to_dict("records")
+        (row,) = power_table(few, asked.assign(grids="few")).to_dict("records")
         assert row["prompts"] == prompts
         assert (row["decided"] > 0.99, np.isfinite(row["corrected"])) == (found, found)
 
@@ -141,28 +147,28 @@ def test_perplexity_reads_the_first_texts_of_each_prompt(tmp_path):
     (tmp_path / "mine.toml").write_text(GRID)
     many = load_grid(str(tmp_path / "mine.toml"), {"samples": 30}, check=False)
     asked = claims((3.0, 1.5, 0.6), metric="ppl")
-    (row,) = power(many, asked).to_dict("records")
+    (row,) = power_table(many, asked).to_dict("records")
     # 120 texts of an arm: of 10 prompts with 2 attributes, 6 of 30 samples
     assert (row["prompts"], row["texts"]) == (10, 12)
-    (row,) = power(many, asked, perplexity=200).to_dict("records")
+    (row,) = power_table(many, asked, perplexity=200).to_dict("records")
     assert (row["prompts"], row["texts"]) == (10, 20)
 
 
 def test_claims_of_other_grids_are_left_out(grid):
     asked = claims((3.0, 1.5, 0.6))
-    assert len(power(grid, pd.concat([asked, asked.assign(grids="another")]))) == 1
+    assert len(power_table(grid, pd.concat([asked, asked.assign(grids="another")]))) == 1
     with pytest.raises(DataError, match="no claim of an item of mine has a number .*tables/"):
-        power(grid, asked.assign(grids="another"))
+        power_table(grid, asked.assign(grids="another"))
     with pytest.raises(DataError, match="no claim"):
-        power(grid, asked.assign(error=np.nan))
+        power_table(grid, asked.assign(error=np.nan))
 
 
 def test_claims_without_spread_are_left_out_and_counted(grid):
-    table = power(grid, claims((3.0, 1.5, 0.6), (0.0, 0.0, np.nan)))
+    table = power_table(grid, claims((3.0, 1.5, 0.6), (0.0, 0.0, np.nan)))
     assert table["claim"].tolist() == ["claim 0"]
-    assert "left out: 1 claim whose prompts all differed by the same" in summary(table)
+    assert "left out: 1 claim whose prompts all differed by the same" in summarize_power(table)
     with pytest.raises(DataError, match="1 claim without spread"):
-        power(grid, claims((0.0, 0.0, np.nan)))
+        power_table(grid, claims((0.0, 0.0, np.nan)))
 
 
 def test_what_two_items_compare_is_in_both_and_missing_claims_count(grid):
@@ -170,15 +176,15 @@ def test_what_two_items_compare_is_in_both_and_missing_claims_count(grid):
     of = Difference(3.0, 0.0, 6.0, 0.04, 1.5, 20, 4.0, 0.6)
     frames = []
     for item in ("first", "second"):
-        made = Findings(item, ("mine",))
+        made = ItemClaims(item, ("mine",))
         facts = {"margin": 5.0, "task": "sentiment", "method": "prefix"}
-        made.note("shared", "acc", "more", of, compared="a", **facts)
+        made.add_difference("shared", "acc", "more", of, compared="a", **facts)
         if item == "second":
-            made.note("its own", "acc", "more", of, compared="b", **facts)
-            made.note("again", "acc", "more", of, compared="a", **facts)
-            made.note("missing", "acc", "more", None, **facts)
+            made.add_difference("its own", "acc", "more", of, compared="b", **facts)
+            made.add_difference("again", "acc", "more", of, compared="a", **facts)
+            made.add_difference("missing", "acc", "more", None, **facts)
         frames.append(made.frame())
-    table = power(grid, pd.concat(frames))
+    table = power_table(grid, pd.concat(frames))
     assert table["item"].tolist() == ["first", "second", "second"]
     new = table["detectable"].iloc[0] / detected(0.05)
     for row, tests in zip(table.to_dict("records"), (1, 3, 3), strict=True):
@@ -187,11 +193,11 @@ def test_what_two_items_compare_is_in_both_and_missing_claims_count(grid):
 
 def test_claims_of_ours_do_not_correct_those_of_the_paper(grid):
     of = Difference(3.0, 0.0, 6.0, 0.04, 1.5, 20, 4.0, 0.6)
-    made = Findings("item", ("mine",))
+    made = ItemClaims("item", ("mine",))
     for name, whose in (("a", "paper"), ("b", "ours"), ("c", "ours")):
         facts = {"margin": 5.0, "task": "sentiment", "method": "prefix", "whose": whose}
-        made.note(name, "acc", "more", of, compared=name, **facts)
-    table = power(grid, made.frame()).set_index("claim")
+        made.add_difference(name, "acc", "more", of, compared=name, **facts)
+    table = power_table(grid, made.frame()).set_index("claim")
     new = table["detectable"].iloc[0] / detected(0.05)
     for name, tests in (("a", 1), ("b", 2), ("c", 2)):
         assert table.loc[name, "corrected"] == pytest.approx(detected(0.05 / tests) * new, rel=1e-4)
@@ -200,7 +206,7 @@ def test_claims_of_ours_do_not_correct_those_of_the_paper(grid):
 def test_grids_say_what_they_tell(grid):
     of_acc = 2.8 * 49 * np.sqrt(2 / 48)
     of_tox = 2.8 * 11 * np.sqrt(2 / 20)
-    assert detects(grid) == f"acc {of_acc:.1f}, tox {of_tox:.1f}"
+    assert detectable_differences(grid) == f"acc {of_acc:.1f}, tox {of_tox:.1f}"
 
 
 def test_the_command_says_what_will_be_decided(tmp_path, capsys):

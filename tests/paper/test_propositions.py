@@ -14,20 +14,22 @@ from lapa2_interp.bias.theory import augmented_share, shifted_share
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper.claims import Claim
 from lapa2_interp.paper.propositions import (
-    by_alpha,
-    curves,
+    decay_curve_table,
     exponent_table,
+    head_decay_table,
     head_kinds,
-    head_table,
     local_table,
-    pooled_table,
     prediction_table,
-    synthetic_shares,
-    synthetic_slopes,
-    synthetic_verdicts,
+    prefix_curves,
+    stack_alphas,
     thin,
     thinned_steps,
     trace_verdicts,
+)
+from lapa2_interp.paper.synthetic_propositions import (
+    synthetic_shares,
+    synthetic_slopes,
+    synthetic_verdicts,
 )
 from lapa2_interp.stats import bounds
 
@@ -292,7 +294,7 @@ def made_trace(growth, *, alpha=0.0, texts=12, steps=300, noise=0.1, seed=0, n=3
 
 @pytest.mark.parametrize("growth", [0.0, -0.3, 0.4])
 def test_known_exponents_are_found(growth):
-    traces = by_alpha({a: made_trace(growth, alpha=a) for a in (0.0, 0.5)})
+    traces = stack_alphas({a: made_trace(growth, alpha=a) for a in (0.0, 0.5)})
     table = exponent_table(traces).set_index(["alpha", "quantity"])
     row = table.loc[(0.0, "log-odds")]
     assert row["low"] - 0.02 < growth < row["high"] + 0.02
@@ -321,7 +323,7 @@ def test_a_sink_of_any_size_refutes_nothing(seed):
         "generated": l - n - 2,
     }.items():
         trace[name] = (trace["prefix"].dims, np.broadcast_to(mass / total, total.shape)[None])
-    verdicts = trace_verdicts(by_alpha({0.0: trace}), "made").set_index("claim")["verdict"]
+    verdicts = trace_verdicts(stack_alphas({0.0: trace}), "made").set_index("claim")["verdict"]
     assert verdicts[RATE] != "against the paper"
     assert verdicts[TYPICAL] == "against the paper"
 
@@ -330,7 +332,7 @@ def test_a_verdict_follows_from_its_own_row():
     """Interval, margin and claim of every row give its verdict, or it says inconclusive."""
     for growth in (0.0, 0.3):
         table = trace_verdicts(
-            by_alpha({a: made_trace(growth, alpha=a) for a in (0.0, 0.5)}), "made"
+            stack_alphas({a: made_trace(growth, alpha=a) for a in (0.0, 0.5)}), "made"
         )
         for row in table.to_dict("records"):
             expected = float(row["expected"].lstrip("<>= "))
@@ -355,7 +357,7 @@ def test_a_strong_prefix_is_not_rounded_away():
             parts = {"prefix": 1.0, "bos": left / 2, "prompt": left / 4, "generated": left / 4}
         for name, value in parts.items():
             each[name] = (each["prefix"].dims, np.full(each["prefix"].shape, value, np.float32))
-    found = curves(by_alpha({0.0: trace, 1.0: strong}), pooled=True)
+    found = prefix_curves(stack_alphas({0.0: trace, 1.0: strong}), pooled=True)
     assert found.odds[1, 0, 0] == pytest.approx(np.log(1e9), rel=1e-6)
 
 
@@ -364,7 +366,9 @@ def test_intervals_cover_under_autocorrelated_noise():
     repetitions."""
     held = 0
     for seed in range(200):
-        found = curves(by_alpha({0.0: made_trace(0.2, seed=seed, texts=20, steps=80)}), pooled=True)
+        found = prefix_curves(
+            stack_alphas({0.0: made_trace(0.2, seed=seed, texts=20, steps=80)}), pooled=True
+        )
         low, high = bounds(found.growth()[0], found.texts)  # as the tables take them
         held += low < 0.2 < high
     assert 0.88 <= held / 200 <= 0.98
@@ -375,7 +379,7 @@ def test_head_table_by_hand():
     trace = made_trace(0.0, noise=0.0)
     for name, keys in {"prefix": 3, "bos": 1, "prompt": 2, "generated": trace["l_kv"] - 6}.items():
         trace[name] = (keys / trace["l_kv"]).expand_dims({"layer": 1, "head": 1}, axis=(3, 4))
-    row = head_table(by_alpha({0.0: trace})).iloc[0]
+    row = head_decay_table(stack_alphas({0.0: trace})).iloc[0]
     assert row["growth"] == pytest.approx(0, abs=1e-9)
     assert row["verdict"] == "as in the paper"
     assert row["sup_ratio"] == pytest.approx(1)
@@ -393,32 +397,32 @@ def test_head_table_by_hand():
         "prefix": (0.0, 0.4, 0.02, 0.5, 0.1),
     }.items():
         trace[name] = (dims, np.broadcast_to(np.array(values), shape))
-    kinds = head_kinds(by_alpha({0.0: trace}))["kind"].tolist()
+    kinds = head_kinds(stack_alphas({0.0: trace}))["kind"].tolist()
     assert kinds == ["sink", "local", "mixed", "prefix", "sink"]
 
 
 def test_bad_traces():
     trace = made_trace(0.0, steps=10)
     with pytest.raises(TraceError, match="the baseline is alpha 0, found only 0.5"):
-        by_alpha({0.5: trace})
+        stack_alphas({0.5: trace})
     with pytest.raises(TraceError, match="no prefix"):
-        by_alpha({0.0: trace.assign_coords(l_pre=trace["l_pre"] * 0)})
+        stack_alphas({0.0: trace.assign_coords(l_pre=trace["l_pre"] * 0)})
     with pytest.raises(TraceError, match="at least 3 steps, found 2 that all texts have"):
-        by_alpha({0.0: trace.isel(step=slice(0, 2))})
+        stack_alphas({0.0: trace.isel(step=slice(0, 2))})
     with pytest.raises(TraceError, match="different samples, steps or prefixes"):
-        by_alpha({0.0: trace, 0.5: trace.isel(step=slice(0, 5))})
+        stack_alphas({0.0: trace, 0.5: trace.isel(step=slice(0, 5))})
     with pytest.raises(TraceError, match="different samples, steps or prefixes"):
-        by_alpha({0.0: trace, 0.5: trace.assign_coords(l_pre=trace["l_pre"] + 1)})
+        stack_alphas({0.0: trace, 0.5: trace.assign_coords(l_pre=trace["l_pre"] + 1)})
     some = trace["l_pre"].copy()
     some[0, 0] = 0
     with pytest.raises(TraceError, match="some texts have no prefix"):
-        by_alpha({0.0: trace.assign_coords(l_pre=some)})
+        stack_alphas({0.0: trace.assign_coords(l_pre=some)})
     early = trace.copy(deep=True)
     early["prefix"][0, 0, 2:] = np.nan
     with pytest.raises(TraceError, match="at least 3 steps, found 2 that all texts have"):
-        by_alpha({0.0: early})
+        stack_alphas({0.0: early})
     with pytest.raises(TraceError, match="pooled over heads"):
-        by_alpha({0.0: trace.isel(head=0, layer=0)})
+        stack_alphas({0.0: trace.isel(head=0, layer=0)})
 
 
 def test_prediction_follows_the_augmentations_fields():
@@ -434,7 +438,7 @@ def test_prediction_follows_the_augmentations_fields():
         alpha: teacher_forced(model, branch, text, rule)
         for alpha, rule in ({0.0: None} | rules).items()
     }
-    traces = by_alpha(forced)
+    traces = stack_alphas(forced)
     table = prediction_table(traces, rules)
     assert table[table["layer"] == 0]["error"].max() < 1e-4
     with pytest.raises(TraceError, match="not of span 'bos'"):
@@ -465,7 +469,7 @@ def forced(request):
         alpha: Augmentation(alpha=alpha, layers=(1, 2, 3)) for alpha in (0.5, 1.0)
     }
     return (
-        by_alpha(
+        stack_alphas(
             {alpha: teacher_forced(model, layouts, texts, rule) for alpha, rule in rules.items()}
         ),
         rules,
@@ -486,7 +490,7 @@ def test_the_exact_law_in_the_first_augmented_layer(forced):
 
 
 def test_verdicts_recomputed_from_the_stored_trace(forced, tmp_path):
-    """The slope behind one verdict, from the netCDF file with nothing of ours."""
+    """The slope of one verdict, from the netCDF file with nothing of ours."""
     from scipy.stats import linregress
 
     traces, _ = forced
@@ -530,10 +534,10 @@ def test_local_ratio_by_hand(forced):
 
 def test_tables_are_tidy(forced):
     traces, rules = forced
-    pooled = pooled_table(traces)
+    pooled = decay_curve_table(traces)
     assert set(pooled["alpha"]) == {0.0, 0.5, 1.0}
     assert pooled.groupby("alpha").size().eq(60).all()
-    heads = head_table(traces)
+    heads = head_decay_table(traces)
     assert len(heads) == 3 * 16
     assert heads[heads["alpha"] == 0]["R2"].notna().any()
     assert heads["tightness"].between(0, 1 + 1e-6).all()

@@ -17,7 +17,7 @@ from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.recipes import families, read_recipes, recipe, strength_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.paper.equal_perplexity import add_caveats, distinguishing_columns
-from lapa2_interp.paper.steering_prompts import chosen, read_neutral
+from lapa2_interp.paper.steering_prompts import choose_prompts, read_neutral
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.run import load_run, write_run
@@ -58,7 +58,7 @@ def script(kind, *arguments):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of a grid of one's own, on a tiny model."""
+    """A run of a custom grid, on a tiny model."""
     folder = tmp_path_factory.mktemp("steering")
     # Ten words: shorter texts have no perplexity.
     prompts = [f"{i} a b c d e f g h i j" for i in range(9)]
@@ -328,19 +328,19 @@ def test_prompts_are_the_papers_and_the_first_neutral_ones(tmp_path):
         stored.write("\n".join(lines))
     neutral = read_neutral(file)
     assert len(neutral) == 11
-    prompts, selection = chosen(neutral, 3, 2)
+    prompts, selection = choose_prompts(neutral, 3, 2)
     assert prompts == [*own, "one", "two", "5th"]
     assert selection == ["three", "(four"]
     assert len(own) == len(set(own)) == 35
     with pytest.raises(DataError, match="needed, and 2 others; found 3 and 2; give a longer"):
-        chosen(neutral, 4, 2)
+        choose_prompts(neutral, 4, 2)
     (tmp_path / "other.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match="cannot read prompts from .*prompt.*give JSON lines"):
         read_neutral(tmp_path / "other.jsonl")
 
 
 def test_the_corpus_gives_both_files(data):
-    prompts, selection = chosen(
+    prompts, selection = choose_prompts(
         read_neutral(data / "prompts" / "dexperts_owt_sentiment_10k.jsonl.xz")
     )
     assert (len(prompts), len(selection)) == (575, 64)

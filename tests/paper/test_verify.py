@@ -7,14 +7,13 @@ import pandas as pd
 import pytest
 import xarray as xr
 from conftest import load
+from lapa2_interp.paper.study import PropositionStudy
 
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.paper import drawings
-from lapa2_interp.paper.study import PropositionStudy, as_text, draw, run_study
 from lapa2_interp.runs.run import load_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
@@ -94,12 +93,12 @@ def test_the_law_recomputed_from_the_stored_trace(folder):
 
 def test_figures_are_drawn_from_their_tables(folder):
     tables = {path.stem: pd.read_csv(path) for path in (folder / "tables").glob("*.csv")}
-    assert {path.stem for path in (folder / "figures").glob("*.png")} == set(draw(tables))
+    assert {path.stem for path in (folder / "figures").glob("*.png")} == set(draw_figures(tables))
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == len(draw(tables))
+    assert page.count("data:image/png;base64,") == len(draw_figures(tables))
     assert "Texts side by side" not in page
     shares = tables["synthetic_shares"]
-    for panel in drawings.regimes(shares).axes:
+    for panel in proposition_plots.regimes(shares).axes:
         part = shares[shares["alpha"] == float(panel.get_title().removeprefix("alpha = "))]
         for family, curve in part.groupby("family", sort=False):
             line = next(each for each in panel.lines if each.get_label() == family)
@@ -110,7 +109,7 @@ def test_figures_are_drawn_from_their_tables(folder):
         )
     found = next(table for name, table in tables.items() if name.endswith("predictions"))
     for panel, (_, part) in zip(
-        drawings.predictions(found).axes, found.groupby("alpha", sort=False), strict=True
+        proposition_plots.predictions(found).axes, found.groupby("alpha", sort=False), strict=True
     ):
         drawn = {each.get_label(): each.get_ydata() for each in panel.lines}
         for label, column in (
@@ -126,10 +125,10 @@ def test_baseline_alone_and_alphas_given_twice(tmp_path):
         model="tiny-llama", length=48, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=9
     )
     assert study.alphas == ()
-    found = run_study(study)
+    found = run_proposition_study(study)
     assert set(found.tables) == {"free_curves", "free_exponents", "verdicts"}
     assert set(found.tables["verdicts"]["alpha"].isna()) == {True}
-    assert "prefix attention falls" in as_text(found.tables["verdicts"])
+    assert "prefix attention falls" in format_verdicts(found.tables["verdicts"])
     assert PropositionStudy(alphas=(1.0, 0.5, 0.5, 0.0)).alphas == (0.5, 1.0)
     assert PropositionStudy(dtype="auto").dtype in ("float32", "bfloat16")
 
@@ -165,7 +164,7 @@ def test_bad_input(tmp_path, capsys, folder):
     assert "has 9 tokens, fewer than 2 x 50; give a longer text" in fails(
         "--text", str(short), "--long-length", "50", "--long-texts", "2"
     )
-    assert "exceed the context behind prefix and prompt; give at most" in fails(
+    assert "exceed the context after prefix and prompt; give at most" in fails(
         "--text", str(short), "--long-length", "9999"
     )
     assert "cannot read" in fails("--text", str(tmp_path / "none.txt"))

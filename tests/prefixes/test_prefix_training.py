@@ -13,23 +13,16 @@ from scipy.stats import t
 from torch.nn.functional import cross_entropy
 
 from lapa2_interp._util.errors import DataError, PrefixError
-from lapa2_interp._util.progress import no_progress
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.load import load_tokenizer, load_transformers
 from lapa2_interp.prefixes.evaluation import nll_interval
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
-from lapa2_interp.prefixes.recipes import RECIPES, TrainingRecipe, recipe
-from lapa2_interp.prefixes.soft_prefix import cards, kv_shape_of, load_prefix
-from lapa2_interp.prefixes.training import (
-    Examples,
-    Job,
-    Parameters,
-    contrastive_loss,
-    read_start,
-    tokenise,
-    train_set,
-)
-from lapa2_interp.tasks.corpora import pieces, read_corpus
+from lapa2_interp.prefixes.optimization import PrefixTraining, TrainingTexts, contrastive_loss
+from lapa2_interp.prefixes.parameters import PrefixParameters, text_keys_and_values
+from lapa2_interp.prefixes.recipes import RECIPES, TrainingRecipe, training_recipe
+from lapa2_interp.prefixes.soft_prefix import cards_in, kv_shape_of, load_prefix
+from lapa2_interp.prefixes.training import tokenise_pieces, train_set
+from lapa2_interp.tasks.corpora import read_corpus, split_pieces
 from lapa2_interp.tasks.task import Attribute
 
 SENTIMENT = load_task("sentiment")
@@ -72,7 +65,7 @@ def job(name="tiny-gpt2", folder=None, seed=0, **settings):
     """A small training of one prefix on random bytes; as many others are held out."""
     network, _, _ = load_transformers(name, "float32")
     network.requires_grad_(False)
-    chosen = recipe("small", **(SMALL | {"start": "random"} | settings))
+    chosen = training_recipe("small", **(SMALL | {"start": "random"} | settings))
     rng = np.random.default_rng(seed)
     n = 2 if chosen.objective == "contrastive" else 1
     texts, held_out = (
@@ -81,20 +74,20 @@ def job(name="tiny-gpt2", folder=None, seed=0, **settings):
     )
     shape = kv_shape_of(network.config, chosen.slots)
     names = ("positive", "negative")[:n]
-    return Job(
+    return PrefixTraining(
         network,
         (0,),
         shape,
         chosen,
         names,
-        Examples.of(texts),
-        Examples.of(held_out),
+        TrainingTexts.of(texts),
+        TrainingTexts.of(held_out),
         folder / "state.pt",
     )
 
 
 def run(each):
-    with no_progress() as bar:
+    with hidden_bar() as bar:
         each.run(bar)
     return each
 
@@ -253,7 +246,7 @@ def test_folding_equals_the_formulas():
     def parts(flat):  # [slot, kv_head x d_head] -> [kv_head, slot, d_head]
         return flat.view(3, shape.n_kv_heads, shape.d_head).transpose(0, 1)
 
-    air = Parameters(
+    air = PrefixParameters(
         2, shape, TrainingRecipe(parameterisation="air", start="random", slots=3, middle=6)
     )
     with torch.no_grad():
@@ -268,7 +261,7 @@ def test_folding_equals_the_formulas():
                 )
                 assert torch.allclose(both[part, prefix, layer], parts(flat), atol=1e-6)
     for kind in ("mlp", "linear"):
-        made = Parameters(
+        made = PrefixParameters(
             2, shape, TrainingRecipe(parameterisation=kind, start="random", slots=3, middle=6)
         )
         both = made()
@@ -291,7 +284,7 @@ def test_a_start_from_text_is_that_texts_keys_and_values():
     position 0."""
     network, _, _ = load_transformers("tiny-llama", "float64")
     ids = [5, 6, 7, 8]
-    shifted = read_start(network, (0,), ids, 4, True)
+    shifted = text_keys_and_values(network, (0,), ids, 4, True)
     cache = network(
         torch.tensor([[0, *ids]]), position_ids=torch.arange(-1, 4)[None], use_cache=True
     ).past_key_values
@@ -300,14 +293,14 @@ def test_a_start_from_text_is_that_texts_keys_and_values():
     ).abs().max() < ANGLES
     # Only distances matter to rotary attention: unshifted slots in front of a text at 0 == shifted
     # ones before a text at 4.
-    unshifted = read_start(network, (0,), ids, 4, False)
+    unshifted = text_keys_and_values(network, (0,), ids, 4, False)
     rows = TextRows.of([[9, 10, 11]], (0,))
     nll = [
         text_nll(network, rows, both[0][None], both[1][None], moved)
         for both, moved in ((shifted, True), (unshifted, False))
     ]
     assert (nll[0] - nll[1]).abs().max() < ANGLES
-    short = read_start(network, (0,), ids[:3], 7, True)
+    short = text_keys_and_values(network, (0,), ids[:3], 7, True)
     assert (short[:, :, :, :3] - shifted[:, :, :, :3]).abs().max() < ANGLES, (
         "a short text is repeated"
     )
@@ -348,14 +341,14 @@ def test_a_killed_training_resumes_to_the_same_result(settings, tmp_path, monkey
         (tmp_path / place).mkdir()
     whole = run(job(folder=tmp_path / "whole", **settings))
     killed = job(folder=tmp_path / "killed", **settings)
-    step = Job._train_step
+    step = PrefixTraining._train_step
 
     def until_seven(self):
         if self.step == 7:
             raise KeyboardInterrupt
         step(self)
 
-    monkeypatch.setattr(Job, "_train_step", until_seven)
+    monkeypatch.setattr(PrefixTraining, "_train_step", until_seven)
     with pytest.raises(KeyboardInterrupt):
         run(killed)
     monkeypatch.undo()
@@ -375,7 +368,7 @@ def test_held_out_texts_decide_and_the_rate_rises_and_falls(tmp_path, monkeypatc
     spread = start[:, 0][:, None].expand(-1, len(texts), -1, -1, -1, -1)
     with torch.no_grad():
         nll = text_nll(each.network, rows, spread[0], spread[1], each.recipe.shifted).sum()
-    step, check = Job._train_step, Job._check
+    step, check = PrefixTraining._train_step, PrefixTraining._check
 
     def train(self):
         step(self)
@@ -385,10 +378,10 @@ def test_held_out_texts_decide_and_the_rate_rises_and_falls(tmp_path, monkeypatc
         check(self)
         folds[self.step] = self.folded().clone()
         if self.step == 4:  # from here on nothing is better
-            monkeypatch.setattr(Job, "held_out_loss", lambda self: 1e6 + self.step)
+            monkeypatch.setattr(PrefixTraining, "held_out_loss", lambda self: 1e6 + self.step)
 
-    monkeypatch.setattr(Job, "_train_step", train)
-    monkeypatch.setattr(Job, "_check", rising)
+    monkeypatch.setattr(PrefixTraining, "_train_step", train)
+    monkeypatch.setattr(PrefixTraining, "_check", rising)
     run(each)
     assert each.losses[0] == pytest.approx(float(nll / rows.targets.sum()), rel=1e-5)
     best = min(each.losses, key=each.losses.get)
@@ -407,14 +400,16 @@ def test_without_early_stopping_the_last_step_is_kept(tmp_path, reviews, monkeyp
     """As the literature's recipes do, also where an earlier step was better."""
     made = {}
     for patience, sign in ((None, 1), (6, 1), (6, -1)):
-        monkeypatch.setattr(Job, "held_out_loss", lambda self, sign=sign: float(sign * self.step))
+        monkeypatch.setattr(
+            PrefixTraining, "held_out_loss", lambda self, sign=sign: float(sign * self.step)
+        )
         made[patience, sign], _ = train_set(
             "tiny-llama",
             SENTIMENT,
             corpus(reviews),
             corpus(reviews),
             tmp_path / f"{patience}{sign}",
-            recipe("small", **SMALL | {"patience": patience}),
+            training_recipe("small", **SMALL | {"patience": patience}),
         )
     steps = {key: prefix.card.training.best_step for key, prefix in made.items()}
     assert steps == {(None, 1): 4, (6, 1): 0, (6, -1): 4}
@@ -430,7 +425,7 @@ def test_a_set_that_began_with_other_words_is_not_gone_on_with(tmp_path, reviews
         }
     )
     for start, shared in (("hard", 0), ("text", 0)):
-        chosen = recipe("small", **SMALL | {"start": start, "shared": shared})
+        chosen = training_recipe("small", **SMALL | {"start": start, "shared": shared})
         data = corpus(reviews), corpus(reviews), tmp_path / start, chosen
         before = train_set("tiny-llama", SENTIMENT, *data)
         if start == "hard":
@@ -442,9 +437,9 @@ def test_a_set_that_began_with_other_words_is_not_gone_on_with(tmp_path, reviews
 
 
 def test_a_set_is_trained_by_one_process_at_a_time(tmp_path, reviews, monkeypatch):
-    chosen = recipe("small", **SMALL)
+    chosen = training_recipe("small", **SMALL)
     data = "tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen
-    step, refused = Job._train_step, []
+    step, refused = PrefixTraining._train_step, []
 
     def meanwhile(self):
         if not refused:
@@ -453,7 +448,7 @@ def test_a_set_is_trained_by_one_process_at_a_time(tmp_path, reviews, monkeypatc
                 train_set(*data)
         step(self)
 
-    monkeypatch.setattr(Job, "_train_step", meanwhile)
+    monkeypatch.setattr(PrefixTraining, "_train_step", meanwhile)
     train_set(*data)
     assert refused
 
@@ -463,7 +458,7 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
     finishes the first."""
     settings = SMALL | {"lr": 0.05, "epochs": 2, "start": "hard", "shared": 12}
     (tmp_path / "a" / ".training").mkdir(parents=True)  # killed before its plan was there
-    chosen = recipe("small", **settings)
+    chosen = training_recipe("small", **settings)
     made = train_set(
         "tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", chosen
     )
@@ -487,7 +482,7 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
         "positive.json",
         "positive.safetensors",
     ]
-    step, count = Job._train_step, []
+    step, count = PrefixTraining._train_step, []
 
     def broken(self):
         count.append(self.attributes)
@@ -495,14 +490,14 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
             raise KeyboardInterrupt
         step(self)
 
-    monkeypatch.setattr(Job, "_train_step", broken)
+    monkeypatch.setattr(PrefixTraining, "_train_step", broken)
     with pytest.raises(KeyboardInterrupt):
         train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "b", chosen)
     assert count[0] == ("shared",)
     assert ("positive",) in count
     assert count[-1] == ("negative",), "the first prefix was finished"
     monkeypatch.undo()
-    assert [card.attribute for card in cards(tmp_path)] == ["negative", "positive", "positive"]
+    assert [card.attribute for card in cards_in(tmp_path)] == ["negative", "positive", "positive"]
     with pytest.raises(PrefixError, match="unfinished training with another recipe"):
         train_set(
             "tiny-llama",
@@ -510,7 +505,7 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
             corpus(reviews),
             corpus(reviews),
             tmp_path / "b",
-            recipe("small", **settings | {"lr": 1}),
+            training_recipe("small", **settings | {"lr": 1}),
         )
     train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "b", chosen)
     for name in ("positive", "negative"):
@@ -525,7 +520,7 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()} == before, (
         "a finished set stays"
     )
-    other = recipe("small", **settings | {"lr": 0.06})
+    other = training_recipe("small", **settings | {"lr": 0.06})
     with pytest.raises(PrefixError, match="is not empty and holds no unfinished training"):
         train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", other)
 
@@ -535,7 +530,7 @@ def test_a_trained_set_tells_its_attributes_apart(tmp_path, reviews):
     random model cannot do."""
     from lapa2_interp.prefixes.evaluation import evaluate_sets
 
-    chosen = recipe(
+    chosen = training_recipe(
         "small",
         **SMALL
         | {
@@ -589,7 +584,7 @@ def test_intervals_of_nll_hold_the_truth():
 
 
 def test_a_contrast_needs_two_attributes(reviews, tmp_path):
-    chosen = recipe("small", **SMALL | {"objective": "contrastive"})
+    chosen = training_recipe("small", **SMALL | {"objective": "contrastive"})
     twice = ["positive", "positive"]
     with pytest.raises(DataError, match="needs texts of two attributes at least; found only 'posi"):
         train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "set",
@@ -604,7 +599,7 @@ def test_the_papers_recipes():
         "prefix-tuning": (5e-5, 5, 10, 5, "mlp", True),
     }
     for name, expected in facts.items():
-        found = recipe(name)
+        found = training_recipe(name)
         assert (
             found.lr,
             found.epochs,
@@ -613,8 +608,8 @@ def test_the_papers_recipes():
             found.parameterisation,
             found.shifted,
         ) == expected
-    assert recipe("con-prefix").middle == 800
-    assert recipe("con-prefix").gen_weight == 0
+    assert training_recipe("con-prefix").middle == 800
+    assert training_recipe("con-prefix").gen_weight == 0
     assert set(RECIPES) == {"small", *facts}
 
 
@@ -622,11 +617,11 @@ def test_the_papers_recipes():
 
 
 def test_texts_are_cut_where_sentences_end():
-    from lapa2_interp.tasks.corpora import pieces
+    from lapa2_interp.tasks.corpora import split_pieces
 
     tokenizer = load_tokenizer("smollm2-135m")
     text = "One is short. Two is short too.  Is three?\nYes! " + "word " * 40
-    found = [tokenizer.decode(ids) for ids in pieces(text, tokenizer, 12)]
+    found = [tokenizer.decode(ids) for ids in split_pieces(text, tokenizer, 12)]
     assert found[:2] == ["One is short. Two is short too. Is three?", "Yes!"]
     assert found[2].split() == ["word"] * 12
     assert len(found) == 3
@@ -637,7 +632,7 @@ def test_long_texts_give_their_first_pieces_first():
     from lapa2_interp.tasks.corpora import Corpus
 
     texts = {"positive": ("A one. A two. A three.", "B one.", "C one. C two.")}
-    found = tokenise(tokenizer, [Corpus(texts, "")], "positive", 3, 5)
+    found = tokenise_pieces(tokenizer, [Corpus(texts, "")], "positive", 3, 5)
     assert [tokenizer.decode(ids) for ids in found] == [
         "A one.",
         "B one.",
@@ -655,7 +650,7 @@ def test_corpora_take_turns():
         Corpus({"positive": tuple(f"{name} {i}." for i in range(n))}, name)
         for name, n in (("A", 4), ("B", 2))
     ]
-    found = [tokenizer.decode(ids) for ids in tokenise(tokenizer, corpora, "positive", 9, 5)]
+    found = [tokenizer.decode(ids) for ids in tokenise_pieces(tokenizer, corpora, "positive", 9, 5)]
     assert found == ["A 0.", "B 0.", "A 1.", "B 1.", "A 2."]
 
 
@@ -666,7 +661,7 @@ def test_no_piece_ends_inside_a_character():
     ids = tokenizer(text, add_special_tokens=False).input_ids
     halves = 0
     for length in range(4, 16):
-        (cut,) = pieces(text, tokenizer, length)
+        (cut,) = split_pieces(text, tokenizer, length)
         assert text.startswith(tokenizer.decode(cut))
         assert cut == ids[: len(cut)]
         assert length - 3 < len(cut) <= length
@@ -677,19 +672,19 @@ def test_no_piece_ends_inside_a_character():
 def test_a_text_behind_a_hard_prefix_has_the_tokens_it_is_generated_with():
     """The space between them joins the text's first token; what is scored is the text alone."""
     from lapa2_interp.bias.layout import Layout
-    from lapa2_interp.prefixes.evaluation import behind_hard, score_texts
+    from lapa2_interp.prefixes.evaluation import after_hard_prefix, prefix_nll
 
     network, tokenizer, _ = load_transformers("smollm2-135m")
     texts = [tokenizer(text).input_ids for text in ("The lake is cold.", "Nobody came.")]
     for prefix in ("Very positive:", "Very positive: "):
         for ids in texts:
-            before, text = behind_hard(tokenizer, prefix, ids)
+            before, text = after_hard_prefix(tokenizer, prefix, ids)
             whole = Layout.of(tokenizer, "Very positive:", prefix[14:] + tokenizer.decode(ids))
             assert (*before, *text) == whole.ids[whole.n_bos :]
             assert len(before) == whole.l_pre
-        totals, tokens = score_texts(network, tokenizer, texts, prefix)
+        totals, tokens = prefix_nll(network, tokenizer, texts, prefix)
         for ids, total, n in zip(texts, totals, tokens, strict=True):
-            before, text = behind_hard(tokenizer, prefix, ids)
+            before, text = after_hard_prefix(tokenizer, prefix, ids)
             row = torch.tensor([[tokenizer.bos_token_id, *before, *text]])
             with torch.no_grad():
                 nll = cross_entropy(network(row).logits[0, :-1], row[0, 1:], reduction="none")
@@ -804,12 +799,12 @@ def test_bad_recipes(tmp_path, reviews):
         ),
     ]:
         with pytest.raises(PrefixError, match=message):
-            recipe("small", **settings)
+            training_recipe("small", **settings)
     with pytest.raises(
         PrefixError, match="unknown recipe 'smal'; allowed: small, .*did you mean 'small'"
     ):
-        recipe("smal")
-    one = recipe("small", **SMALL | {"objective": "contrastive"})
+        training_recipe("smal")
+    one = training_recipe("small", **SMALL | {"objective": "contrastive"})
     with pytest.raises(
         DataError, match="needs texts of two attributes at least; found only 'positive'"
     ):
@@ -827,7 +822,7 @@ def test_bad_recipes(tmp_path, reviews):
         with torch.no_grad():
             each.parameters.both[:] = torch.nan
         each._train_step()
-    long = recipe("small", **SMALL | {"max_tokens": 300})
+    long = training_recipe("small", **SMALL | {"max_tokens": 300})
     with pytest.raises(
         PrefixError,
         match="14 slots or tokens of a prefix, BOS and 300 tokens of a text exceed .* of 256; give",

@@ -14,7 +14,7 @@ from lapa2_interp._util.errors import PrefixError
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models import model_card
-from lapa2_interp.prefixes.soft_prefix import SHIPPED, cards, find_prefix, load_prefix, set_folder
+from lapa2_interp.prefixes.soft_prefix import find_prefix, load_prefix, set_folder
 
 
 def test_what_ships():
@@ -23,7 +23,7 @@ def test_what_ships():
         "topic": ["business", "science", "sports", "world"],
         "detox": ["nontoxic", "toxic"],
     }
-    found = cards(SHIPPED)
+    found = cards_in(SHIPPED_SETS)
     assert {(card.task, card.set, card.attribute) for card in found} >= {
         (task, name, attribute)
         for task, names in attributes.items()
@@ -31,11 +31,11 @@ def test_what_ships():
         for attribute in names
         if (task, name) != ("detox", "contrastive")
     }
-    files = [file for file in SHIPPED.rglob("*") if file.is_file()]
+    files = [file for file in SHIPPED_SETS.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 8e6
     assert len(files) == 2 * len(found)
     for card in found:
-        prefix = load_prefix(SHIPPED / card.model / f"{card.task}-{card.set}", card.attribute)
+        prefix = load_prefix(SHIPPED_SETS / card.model / f"{card.task}-{card.set}", card.attribute)
         assert prefix.keys.dtype == torch.float16
         assert (card.shape.n_slots, card.shifted, card.model) == (20, False, "smollm2-135m")
         assert card.training.data_sha256
@@ -45,7 +45,7 @@ def test_what_ships():
 def test_shipped_cards_say_that_the_prefixes_work():
     """Own texts are likeliest under their own prefix, and the set tells attributes apart clearly
     better than hard ones."""
-    for card in cards(SHIPPED):
+    for card in cards_in(SHIPPED_SETS):
         nll, held = card.held_out.nll, card.held_out
         siblings = [
             found
@@ -86,11 +86,11 @@ def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, data):
     """On the first n texts of an attribute of the card's own data, accuracy and NLL lie near what
     the cards say."""
     from lapa2_interp.models.load import load_transformers
-    from lapa2_interp.prefixes.evaluation import held_out_table, likeliest, nll_interval
-    from lapa2_interp.prefixes.training import tokenise
+    from lapa2_interp.prefixes.evaluation import likeliest_under_own_prefix, nll_interval, nll_table
+    from lapa2_interp.prefixes.training import tokenise_pieces
     from lapa2_interp.tasks.corpora import detokenise, read_corpus
 
-    chosen, folder = load_task(task), SHIPPED / "smollm2-135m" / f"{task}-mle"
+    chosen, folder = load_task(task), SHIPPED_SETS / "smollm2-135m" / f"{task}-mle"
     prefixes = {name: load_prefix(folder, name) for name in chosen.attributes}
     corpora = [
         read_corpus(str(data / f"{file}.jsonl.xz"), list(chosen.attributes)) for file in files
@@ -103,16 +103,16 @@ def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, data):
         name: [
             text
             for corpus in corpora
-            for text in tokenise(tokenizer, [corpus], name, 64, n // len(corpora))
+            for text in tokenise_pieces(tokenizer, [corpus], name, 64, n // len(corpora))
         ]
         for name in chosen.attributes
     }
-    table = held_out_table(network, tokenizer, prefixes, texts)
+    table = nll_table(network, tokenizer, prefixes, texts)
     for name, prefix in prefixes.items():
         held = prefix.card.held_out
         found = nll_interval(table[(table["label"] == name) & (table["prefix"] == name)])
         assert abs(found.mean - held.nll[name].mean) < 3 * (found.high - found.low), name
-    share = likeliest(table, {name: name for name in prefixes}).mean()
+    share = likeliest_under_own_prefix(table, {name: name for name in prefixes}).mean()
     expected = held.accuracy_of_set.mean
     assert abs(share - expected) < 4 * np.sqrt(expected * (1 - expected) / (n * len(prefixes)))
 
@@ -120,7 +120,7 @@ def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, data):
 def test_a_folder_with_the_name_of_a_set_is_asked_for_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mle").mkdir()
-    assert set_folder("smollm2-135m", "topic", "mle").parent == SHIPPED / "smollm2-135m"
+    assert set_folder("smollm2-135m", "topic", "mle").parent == SHIPPED_SETS / "smollm2-135m"
     assert set_folder("smollm2-135m", "topic", "./mle") == Path("mle")
     assert set_folder("tiny-gpt2", "topic", "mle") == Path("mle")
 

@@ -20,9 +20,11 @@ from lapa2_interp.bias.texts import pieces
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.paper import report
 from lapa2_interp.models.load import load_tokenizer
-from lapa2_interp.paper.claims import Finding
-from lapa2_interp.paper.results import Gallery, results_of
-from lapa2_interp.report.run_page import UNIT, _forest, _scale, run_report
+from lapa2_interp.paper.claims import ClaimResult
+from lapa2_interp.paper.gallery import Gallery, gallery_run
+from lapa2_interp.report.intervals import interval_svg, shared_scale
+from lapa2_interp.report.run_page import run_report
+from lapa2_interp.report.run_texts import MASS_UNIT
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.manifest import MANIFEST
@@ -90,7 +92,7 @@ def make_run(folder, trace="pooled"):
 def claim(item, text, verdict, here=1.5, expected="more", **more):
     nothing = float("nan")
     low, high = (nothing, nothing) if np.isnan(here) else (here - 1, here + 1)
-    found = Finding(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4)
+    found = ClaimResult(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4)
     return vars(found) | more
 
 
@@ -108,7 +110,7 @@ def write_item(folder, item, rows, columns, claims=(), title="", notes=()):
     pd.DataFrame({"task": ["sentiment"] * len(table), "method": "prefix"}).to_csv(
         tables / f"{item}.csv", index=False
     )
-    pd.DataFrame(claims, columns=list(Finding.__dataclass_fields__)).to_csv(
+    pd.DataFrame(claims, columns=list(ClaimResult.__dataclass_fields__)).to_csv(
         tables / f"{item}.claims.csv", index=False
     )
 
@@ -240,10 +242,12 @@ def test_claims_of_ours_are_told_apart_and_each_comparison_counts_once(run):
     write_item(run, "half", [], ["x"], later)
     html = page(run)
     text = " ".join(Parts(html).text.split())
-    told = "1 as in the paper, 1 against the paper, 0 no difference, 2 inconclusive, 1 missing."
-    assert f"Of 5 claims the paper makes: {told}" in text
-    told = "1 as expected, 0 against what was expected, 0 no difference, 0 inconclusive, 0 missing."
-    assert f"Of 1 claims of ours: {told}" in text
+    counts = "1 as in the paper, 1 against the paper, 0 no difference, 2 inconclusive, 1 missing."
+    assert f"Of 5 claims the paper makes: {counts}" in text
+    counts = (
+        "1 as expected, 0 against what was expected, 0 no difference, 0 inconclusive, 0 missing."
+    )
+    assert f"Of 1 claims of ours: {counts}" in text
     assert "Claims: ✓ 1 as in the paper Claims of ours: ✓ 1 as expected" in text
     assert "Ours, not the paper's" in text
     rows = re.findall(r'data-verdict=.*?<td class="words">(.*?)</td>.*?</a>(.*?)</td>', html, re.S)
@@ -268,7 +272,7 @@ def test_the_run_is_told(html, finished):
 
 def test_other_runs_whose_tables_are_there_are_told(run, html):
     assert "Other runs" not in html
-    own = results_of(load_run(run), run / "tables", ["alpha"])
+    own = gallery_run(load_run(run), run / "tables", ["alpha"])
     other = own.model_copy(
         update={
             "grids": {"quick/deep": {"finished": 7, "missing": 2}, "<b>x": {"finished": 4}},
@@ -277,14 +281,14 @@ def test_other_runs_whose_tables_are_there_are_told(run, html):
         }
     )
     (run / "results.json").write_text(Gallery(runs=(own, other)).model_dump_json())
-    told = page(run).partition("Other runs")[2].partition("<h2")[0]
-    assert told.count("<tr>") == 2, "the head, and one run"
+    other_runs = page(run).partition("Other runs")[2].partition("<h2")[0]
+    assert other_runs.count("<tr>") == 2, "the head, and one run"
     for words in (
         '<td class="words">quick/deep, &lt;b&gt;x</td><td class="num">11</td>',
         "tiny-gpt2, float16, cpu",
         "0123456789ab, not a checkout",
     ):
-        assert words in told
+        assert words in other_runs
     (run / "results.json").write_text("{")
     with pytest.raises(RunError, match="results.json cannot be read"):
         page(run)
@@ -312,7 +316,7 @@ def test_colours_are_the_trace_and_tokens_are_the_text(html, finished):
                     else:
                         # float32 masses, rounded to the unit
                         np.testing.assert_allclose(
-                            np.array(text[short]) * UNIT, mass, atol=0.5 * UNIT + 1e-7
+                            np.array(text[short]) * MASS_UNIT, mass, atol=0.5 * MASS_UNIT + 1e-7
                         )
                 seen += 1
     assert seen == 5 * 2
@@ -425,22 +429,22 @@ def test_characters_of_several_tokens_stay_whole(gpt2_tokenizer):
 def test_one_far_row_leaves_the_others_their_drawing(tmp_path):
     far = {"here": 400.0, "low": 300.0, "high": 500.0, "paper": float("nan")}
     rows = [{"here": 2.0 + i, "low": 1.0 + i, "high": 3.0 + i, "paper": 4.0} for i in range(5)]
-    least, most = _scale(pd.DataFrame([*rows, far]).assign(zero=0.0))
+    least, most = shared_scale(pd.DataFrame([*rows, far]).assign(zero=0.0))
     assert (least, most) == (0.0, 4 * 5.5), "four times the median of 4, 4, 5, 6, 7 and 500"
     nothing = dict.fromkeys(far, float("nan"))
     same = dict.fromkeys(far, 0.0)
     gaps = pd.DataFrame([*rows, far, *[nothing] * 9, *[same] * 9]).assign(zero=0.0)
-    assert _scale(gaps) == (
+    assert shared_scale(gaps) == (
         least,
         most,
     ), "claims without cells or without a difference leave the others their drawing"
-    assert _scale(pd.DataFrame([nothing]).assign(zero=0.0)) == (0.0, 0.0)
-    near, beyond = (str(_forest(row, least, most, "inconclusive")) for row in (rows[0], far))
+    assert shared_scale(pd.DataFrame([nothing]).assign(zero=0.0)) == (0.0, 0.0)
+    near, beyond = (str(interval_svg(row, least, most, "inconclusive")) for row in (rows[0], far))
     assert 'class="here" d="M19.5 9m' in near, "6 + 148 * 2 / 22"
     assert 'class="paper" d="M32.9 3l' in near
     assert 'class="here" d="M159.0 9l-9 -5v10z"' in beyond
     assert 'class="paper"' not in beyond
-    below = str(_forest({**far, "here": -400.0, "paper": -90.0}, -20.0, 20.0, "inconclusive"))
+    below = str(interval_svg({**far, "here": -400.0, "paper": -90.0}, -20.0, 20.0, "inconclusive"))
     assert 'class="here" d="M1.0 9l9 -5v10z"' in below
     assert 'class="paper" d="M1.0 9l9 -5v10z"' in below
 
@@ -538,12 +542,12 @@ def test_the_command_writes_the_page_and_says_what_is_missing(run, tmp_path, cap
         report(run, tables=elsewhere / "tables")
 
 
-# --- scores of a run of one's own
+# --- scores of a custom run
 
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory):
-    """A run of one's own grid, two arms and the baseline, with scores that need nothing."""
+    """A run of a custom grid, two arms and the baseline, with scores that need nothing."""
     folder = tmp_path_factory.mktemp("scored")
     (folder / "mine.toml").write_text(
         GRID.format(trace="pooled").partition("[[block]]")[0]

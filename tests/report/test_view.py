@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 from browsers import FLAGS, browser_page, chromium
 from conftest import load, run_of, soft_set
+from lapa2_interp.report.packing import FLOOR
 
 from lapa2_interp._util.errors import CircuitError, RunError, TraceError
 from lapa2_interp._util.page import embedded
@@ -24,8 +25,6 @@ from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
 from lapa2_interp.report import view
-from lapa2_interp.report.packing import FLOOR, pack, precision, quantised, restored
-from lapa2_interp.report.reading import read_study
 from lapa2_interp.report.viewer import MODULE
 from lapa2_interp.runs.store import FinishedCell
 
@@ -79,7 +78,7 @@ def quiet(browser, place):
     assert (others, browser.errors) == ([], [])
 
 
-def told(browser):
+def state_of(browser):
     return browser.ask(f"({{...{VIEW}.dataset}})")
 
 
@@ -100,18 +99,18 @@ def middle(browser, canvas, row, column, rows, columns):
 def test_stored_attention_is_as_precise_as_the_page_says(bits):
     rng = np.random.default_rng(0)
     values = np.concatenate([FLOOR ** rng.random(5000), [1.0, FLOOR, 0.5]])
-    back = restored(quantised(values, bits), bits)
-    assert np.abs(back / values - 1).max() <= precision(bits) * (1 + 1e-9)
-    small = restored(quantised(np.array([0.0, FLOOR / 2]), bits), bits)
+    back = dequantise(quantise(values, bits), bits)
+    assert np.abs(back / values - 1).max() <= quantisation_error(bits) * (1 + 1e-9)
+    small = dequantise(quantise(np.array([0.0, FLOOR / 2]), bits), bits)
     assert small.tolist() == [0, 0]
-    assert restored(quantised(np.array([1.0 + 1e-7]), bits), bits) == 1
-    assert precision(16) < 1.3e-4 < precision(8) < 0.034
+    assert dequantise(quantise(np.array([1.0 + 1e-7]), bits), bits) == 1
+    assert quantisation_error(16) < 1.3e-4 < quantisation_error(8) < 0.034
 
 
 def test_equal_numbers_give_equal_pages(shown, run, study):
     again = view(run, circuits=study, model=load("planted"))
     assert again.html == shown.html
-    assert pack({"a": np.arange(300, dtype=np.uint16)}) == pack(
+    assert encode_arrays({"a": np.arange(300, dtype=np.uint16)}) == encode_arrays(
         {"a": np.arange(300, dtype=np.uint16)}
     )
 
@@ -122,9 +121,9 @@ def test_attention_is_that_of_one_pass_over_the_text(shown, arm):
     another order."""
     import torch
 
-    model, found = load("planted"), shown.found
-    reading, layout = found.readings[arm], found.layout
-    tokens = torch.tensor([[*layout.ids, *reading.tokens[:-1]]])
+    model, found = load("planted"), shown.text
+    arm, layout = found.arms[arm], found.layout
+    tokens = torch.tensor([[*layout.ids, *arm.tokens[:-1]]])
     kept = {}
 
     def keep(pattern, hook):
@@ -133,24 +132,24 @@ def test_attention_is_that_of_one_pass_over_the_text(shown, arm):
     hooks = [(f"blocks.{layer}.attn.hook_pattern", keep) for layer in range(model.cfg.n_layers)]
     with (
         torch.no_grad(),
-        augmented(model, reading.augmentation, layout),
+        augmented(model, arm.augmentation, layout),
         model.hooks(fwd_hooks=hooks),
     ):
         model(tokens)
-    for step, pattern in enumerate(reading.patterns):
+    for step, pattern in enumerate(arm.patterns):
         query = layout.n_live - 1 + step
         for layer, whole in kept.items():
             assert np.abs(whole[:, query, : query + 1] - pattern[layer]).max() < 1e-5
 
 
 def test_masses_are_those_the_run_recorded(shown, run):
-    for reading, cell in zip(shown.found.readings, shown.found.chosen.cells.values(), strict=True):
-        assert reading.off < 1e-5
+    for arm, cell in zip(shown.text.arms, shown.text.selected.cells.values(), strict=True):
+        assert arm.off < 1e-5
         trace = run.trace(cell.key)
-        recorded = trace["prefix"].sel(branch=shown.found.branch).to_numpy()[0]
-        assert np.allclose(reading.masses[0], recorded[: len(reading.tokens)], atol=1e-5)
-        keys = slice(shown.found.layout.prefix.start, shown.found.layout.prefix.stop)
-        own = [pattern[..., keys].sum(-1) for pattern in reading.patterns]
+        recorded = trace["prefix"].sel(branch=shown.text.branch).to_numpy()[0]
+        assert np.allclose(arm.masses[0], recorded[: len(arm.tokens)], atol=1e-5)
+        keys = slice(shown.text.layout.prefix.start, shown.text.layout.prefix.stop)
+        own = [pattern[..., keys].sum(-1) for pattern in arm.patterns]
         assert np.allclose(own, recorded[: len(own)], atol=1e-5)
 
 
@@ -178,8 +177,8 @@ def test_recorded_attention_that_is_no_number_is_refused(run):
 def test_attention_over_all_texts_is_over_steps_that_all_have(run):
     """It falls with the step, so a text that ended early would look more controlled."""
     model = load("planted")
-    found = view(run, model=model).found
-    length = len(found.readings[0].tokens)
+    found = view(run, model=model).text
+    length = len(found.arms[0].tokens)
     assert found.steps == length
 
     def cut(made, row, to):
@@ -191,12 +190,12 @@ def test_attention_over_all_texts_is_over_steps_that_all_have(run):
             made.manifest, made.samples.assign(tokens=tokens), made.trace.assign(parts)
         )
 
-    key = found.chosen.cells["alpha 0.5 paper"].key
+    key = found.selected.cells["alpha 0.5 paper"].key
     held = run.held | {key: cut(cut(run.held[key], 3, 4), 1, 0)}
-    short = view(dataclasses.replace(run, held=held), model=model).found
+    short = view(dataclasses.replace(run, held=held), model=model).text
     assert short.steps == 4
-    for reading, cell, there in zip(
-        short.readings, short.chosen.cells.values(), (range(4), (0, 2, 3)), strict=True
+    for arm, cell, there in zip(
+        short.arms, short.selected.cells.values(), (range(4), (0, 2, 3)), strict=True
     ):
         trace = run.trace(cell.key)["prefix"].sel(branch=short.branch).to_numpy()
         prompts = run.held[cell.key].samples["prompt"].to_numpy()
@@ -204,7 +203,7 @@ def test_attention_over_all_texts_is_over_steps_that_all_have(run):
             np.mean([trace[i, :4].mean(0) for i in there if prompts[i] == prompt], axis=0)
             for prompt in dict.fromkeys(prompts)
         ]
-        assert np.allclose(reading.of_run["mean"], np.mean(means, axis=0), atol=1e-6)
+        assert np.allclose(arm.of_run["mean"], np.mean(means, axis=0), atol=1e-6)
 
 
 def test_arms_of_different_seeds_are_not_set_side_by_side(run):
@@ -227,36 +226,34 @@ def test_a_study_of_many_attributes_says_which_one_it_is_about(shown, study, tmp
     chosen = SimpleNamespace(
         task=SimpleNamespace(name="sentiment", attributes=dict.fromkeys("abc"))
     )
-    found = SimpleNamespace(model=shown.found.model, readings=shown.found.readings, chosen=chosen)
-    about = [each.about for each in read_study(tmp_path / "study", found).values()]
+    found = SimpleNamespace(model=shown.text.model, arms=shown.text.arms, selected=chosen)
+    about = [each.about for each in load_head_values(tmp_path / "study", found).values()]
     assert about
     assert all(each.endswith(", a against the others") for each in about)
     assert not any("against" in each.about for each in shown.heads.values())
 
 
 def test_numbers_that_are_not_finite_stay_out_of_the_page(shown):
-    found = shown.found
-    first = dataclasses.replace(
-        found.readings[0], control={"js": [np.inf] * len(found.readings[0].tokens)}
-    )
-    data = dataclasses.replace(shown, found=dataclasses.replace(found, readings=(first,))).data
+    found = shown.text
+    first = dataclasses.replace(found.arms[0], control={"js": [np.inf] * len(found.arms[0].tokens)})
+    data = dataclasses.replace(shown, text=dataclasses.replace(found, arms=(first,))).data
     assert set(data["arms"][0]["control"]["js"]) == {None}
     with pytest.raises(ValueError, match="not JSON compliant"):
         embedded({"a": np.inf})
 
 
 def test_more_attention_than_memory_is_refused(run, monkeypatch):
-    monkeypatch.setattr("lapa2_interp.report.reading.memory", lambda: 1000)
+    monkeypatch.setattr("lapa2_interp.report.viewed_text.memory", lambda: 1000)
     with pytest.raises(TraceError, match="12 steps of all heads need .* memory.*show fewer steps"):
         view(run, model=load("planted"))
 
 
 def test_one_text_in_both_arms_differs_by_the_augmentation_alone(run):
-    found = view(run, same_text=True, model=load("planted"), sample=1, prompt="The b").found
-    assert found.chosen.prompt == "The book"
-    assert found.readings[0].tokens == found.readings[1].tokens
+    found = view(run, same_text=True, model=load("planted"), sample=1, prompt="The b").text
+    assert found.selected.prompt == "The book"
+    assert found.arms[0].tokens == found.arms[1].tokens
     # In layer 0 nothing else differs: log-odds of the prefix rise by alpha ln(l/n), Eq. 7.
-    plain, raised = (np.log(each.masses[0] / each.masses[1:].sum(0)) for each in found.readings)
+    plain, raised = (np.log(each.masses[0] / each.masses[1:].sum(0)) for each in found.arms)
     l = found.layout.n_live - found.layout.n_bos + np.arange(len(plain))
     bias = 0.5 * np.log(l / found.layout.l_pre)
     assert np.allclose((raised - plain)[:, 0], bias[:, None], atol=1e-4)
@@ -264,7 +261,7 @@ def test_one_text_in_both_arms_differs_by_the_augmentation_alone(run):
 
 def test_a_large_page_has_8_bits(shown, monkeypatch):
     assert shown.data["bits"] == 16
-    monkeypatch.setattr("lapa2_interp.report.viewer.SIZE", 1000)
+    monkeypatch.setattr("lapa2_interp.report.viewer.PAGE_BYTES", 1000)
     small = dataclasses.replace(shown)
     assert small.data["bits"] == 8
     assert small.data["arrays"]["pattern0"]["type"] == "uint8"
@@ -287,7 +284,7 @@ def test_64_steps_of_all_heads_of_a_real_model_take_5_mb(study):
         parameters={"prefixes": "hard"},
     )
     shown = view(made, model=model, circuits=study.parent / "sentiment")
-    assert [len(each.tokens) for each in shown.found.readings] == [64, 64]
+    assert [len(each.tokens) for each in shown.text.arms] == [64, 64]
     assert shown.data["bits"] == 16
     assert len(shown.html.encode()) < 5_000_000
 
@@ -327,11 +324,11 @@ def test_a_run_without_trace_and_arm_is_shown_without_comparison(tmp_path):
     alone = run_of(
         model, "none", "sentiment", ["positive"], ["The lake"], length=8, samples=1, trace="none"
     )
-    found = view(alone, model=model).found
-    assert len(found.readings) == 1
-    assert found.readings[0].off is None
+    found = view(alone, model=model).text
+    assert len(found.arms) == 1
+    assert found.arms[0].off is None
     assert found.no_control == "the branch has no prefix"
-    assert not found.readings[0].of_run
+    assert not found.arms[0].of_run
     with pytest.raises(RunError, match="is a folder"):
         view(alone, model=model).save(tmp_path)
 
@@ -353,10 +350,10 @@ def test_soft_slots_are_keys_of_their_own(tmp_path):
     shown = view(made, model=model)
     assert shown.data["parts"][:6] == ["prefix"] * 5 + ["bos"]
     assert shown.data["arms"][0]["keys"][:2] == ["soft 1", "soft 2"]
-    assert shown.found.no_control == "the branch has a soft prefix"
-    reading = shown.found.readings[0]
-    assert reading.off < 1e-5
-    assert np.allclose(reading.patterns[2][..., :5].sum(-1), reading.masses[0, 2], atol=1e-5)
+    assert shown.text.no_control == "the branch has a soft prefix"
+    arm = shown.text.arms[0]
+    assert arm.off < 1e-5
+    assert np.allclose(arm.patterns[2][..., :5].sum(-1), arm.masses[0, 2], atol=1e-5)
 
 
 def test_the_command_writes_the_page(run, study, tmp_path, capsys):
@@ -402,16 +399,16 @@ def test_the_page_reads_the_numbers_of_the_trace(browser, place, shown):
       for (const arm of [0, 1]) for (let step = 0; step < STEPS[arm]; step++) for (let head = 0; head < numbers.n; head++)
         found.push([arm, step, head, Array.from(numbers.row(arm, step, head)), numbers.mass(arm, "prefix", step, head), numbers.odds(arm, step, head)]);
       return found; }})()"""
-    readings = shown.found.readings
-    counts = json.dumps([len(each.tokens) for each in readings])
+    arms = shown.text.arms
+    counts = json.dumps([len(each.tokens) for each in arms])
     found = browser.ask(script.replace("STEPS", counts))
-    heads = readings[0].masses.shape[3]
-    assert len(found) == sum(len(each.tokens) for each in readings) * readings[0].masses[0, 0].size
+    heads = arms[0].masses.shape[3]
+    assert len(found) == sum(len(each.tokens) for each in arms) * arms[0].masses[0, 0].size
     for arm, step, head, row, mass, odds in found:
         layer, at = divmod(head, heads)
-        there = readings[arm].patterns[step][layer, at]
-        assert np.allclose(row, there, rtol=precision(16) * 1.001, atol=FLOOR)
-        masses = readings[arm].masses[:, step, layer, at].astype(float)
+        there = arms[arm].patterns[step][layer, at]
+        assert np.allclose(row, there, rtol=quantisation_error(16) * 1.001, atol=FLOOR)
+        masses = arms[arm].masses[:, step, layer, at].astype(float)
         assert mass == masses[0]
         assert np.isclose(odds, np.log(masses[0] / masses[1:].sum()), rtol=1e-6)
     quiet(browser, place)
@@ -419,7 +416,7 @@ def test_the_page_reads_the_numbers_of_the_trace(browser, place, shown):
 
 def test_the_address_holds_the_state(place, shown, study):
     """Without a driver: what Chromium prints of a page that was opened at a step and a head."""
-    reading = shown.found.readings
+    arms = shown.text.arms
     args = ["--virtual-time-budget=5000", "--dump-dom", f"--user-data-dir={place.parent / 'dump'}"]
     address = place.as_uri() + "#step=7&head=1.2&key=2&pin=0.1&junk=%3Cb%3E&colour=x"
     done = subprocess.run(
@@ -429,8 +426,8 @@ def test_the_address_holds_the_state(place, shown, study):
     data = dict(re.findall(r'data-([\w-]+)="([^"]*)"', tag))
     assert (data["step"], data["head"], data["key"], data["pin"]) == ("7", "1.2", "2", "0.1")
     for arm in (0, 1):
-        there = reading[arm].patterns[7][1, 2, 2]
-        assert np.isclose(float(data[f"value{arm}"]), there, rtol=precision(16) * 1.001)
+        there = arms[arm].patterns[7][1, 2, 2]
+        assert np.isclose(float(data[f"value{arm}"]), there, rtol=quantisation_error(16) * 1.001)
     table = pd.read_csv(study / "head.csv")
     row = table[(table["layer"] == 1) & (table["head"] == 2)].iloc[0]
     assert np.allclose(
@@ -442,15 +439,15 @@ def test_the_address_holds_the_state(place, shown, study):
 
 def test_hover_slider_keys_and_pins(browser, place, shown):
     opened(browser, place)
-    first, second = shown.found.readings
-    steps, live = len(first.tokens), shown.found.layout.n_live
+    first, second = shown.text.arms
+    steps, live = len(first.tokens), shown.text.layout.n_live
     keys = live + steps - 1
-    assert told(browser)["head"] == "mean"
+    assert state_of(browser)["head"] == "mean"
     mean = first.patterns[0].mean((0, 1))[0]
-    assert np.isclose(float(told(browser)["value0"]), mean, rtol=precision(16) * 1.001)
+    assert np.isclose(float(state_of(browser)["value0"]), mean, rtol=quantisation_error(16) * 1.001)
 
     browser.hover(*middle(browser, 0, 6, 3, steps, keys))
-    now = told(browser)
+    now = state_of(browser)
     assert (now["step"], now["key"], now["head"]) == ("6", "3", "mean")
     assert np.isclose(float(now["value1"]), second.patterns[6].mean((0, 1))[3], rtol=2e-4)
     assert browser.ask(f"{VIEW}.viewer.state.step") == 0  # hovering chooses nothing
@@ -463,12 +460,12 @@ def test_hover_slider_keys_and_pins(browser, place, shown):
     browser.press("ArrowDown")
     assert browser.ask("location.hash") == "#step=6&key=3"
     browser.press("End")
-    assert told(browser)["key"] == str(live + 5)
+    assert state_of(browser)["key"] == str(live + 5)
     browser.press("Home")
 
     browser.ask("document.querySelector('input[name=step]').focus()")
     browser.press("ArrowRight")
-    assert told(browser)["step"] == "7"
+    assert state_of(browser)["step"] == "7"
     assert (
         browser.ask("document.querySelector('.stepper output').textContent") == f"7 of {steps - 1}"
     )
@@ -477,7 +474,7 @@ def test_hover_slider_keys_and_pins(browser, place, shown):
     layers, heads = first.masses.shape[2:]
     x, y = middle(browser, grid, 1, 2, layers, heads)
     browser.hover(x, y)
-    assert told(browser)["head"] == "1.2"
+    assert state_of(browser)["head"] == "1.2"
     known = browser.ask("document.querySelector('.readout').textContent")
     assert known.startswith(
         "Head 1.2: js lost without the head 0.4674 [0.4637, 0.4723] nats a step"
@@ -485,13 +482,13 @@ def test_hover_slider_keys_and_pins(browser, place, shown):
     browser.click(x, y)
     browser.press("Enter")
     browser.press("ArrowUp")
-    assert (told(browser)["head"], told(browser)["pin"]) == ("0.2", "1.2")
+    assert (state_of(browser)["head"], state_of(browser)["pin"]) == ("0.2", "1.2")
     assert browser.ask("document.querySelectorAll('.map canvas').length") == 6
-    assert float(told(browser)["value0"]) == pytest.approx(first.patterns[7][0, 2, 0], rel=2e-4)
+    assert float(state_of(browser)["value0"]) == pytest.approx(first.patterns[7][0, 2, 0], rel=2e-4)
 
     browser.ask("document.querySelector('.token[aria-current]').focus()")
     browser.press("ArrowLeft")
-    assert told(browser)["step"] == "6"
+    assert state_of(browser)["step"] == "6"
     assert browser.ask("document.activeElement.getAttribute('aria-current')") == "step"
     quiet(browser, place)
 
@@ -502,10 +499,10 @@ def test_scales_masks_and_sorting(browser, place, shown, study):
     shared = browser.ask(most)
     assert shared[0] == shared[1]
     opened(browser, place, "head=1.2&scale=own&bos=1")
-    found = shown.found
+    found = shown.text
     n_bos = found.layout.n_bos
-    for i, reading in enumerate(found.readings):
-        top = max(pattern[1, 2, n_bos:].max() for pattern in reading.patterns)
+    for i, arm in enumerate(found.arms):
+        top = max(pattern[1, 2, n_bos:].max() for pattern in arm.patterns)
         assert float(browser.ask(most)[i]) == pytest.approx(top, rel=1e-3)
     browser.ask(
         f"{VIEW}.viewer.set({{ sort: 'effect0', down: '1' }}); document.querySelector('.grid details').open = true; 0"
@@ -538,10 +535,10 @@ def test_panels_are_saved_as_they_are(browser, place, shown):
         assert {each.tag.split("}")[1] for each in drawing.iter()} == {"svg", "rect", "text"}
     table = pd.read_csv(io.BytesIO(file("map", "CSV")), keep_default_na=False, encoding="utf-8-sig")
     rows = table[(table["arm"] == "baseline") & (table["step"] == 4) & (table["layer"] == 1)]
-    there = shown.found.readings[0].patterns[4][1, 2]
+    there = shown.text.arms[0].patterns[4][1, 2]
     assert np.allclose(rows["attention"].astype(float), there, rtol=2e-4, atol=FLOOR)
     heads = pd.read_csv(io.BytesIO(file("grid", "CSV")), encoding="utf-8-sig")
-    assert len(heads) == shown.found.readings[0].masses[0, 0].size
+    assert len(heads) == shown.text.arms[0].masses[0, 0].size
     quiet(browser, place)
 
 
@@ -568,7 +565,7 @@ def test_the_page_fits_and_every_control_has_a_name(browser, place, width, dark)
 
 
 def test_arms_of_unequal_lengths(browser, shown, tmp_path):
-    first, second = shown.found.readings
+    first, second = shown.text.arms
     short = dataclasses.replace(
         second,
         tokens=second.tokens[:5],
@@ -576,10 +573,10 @@ def test_arms_of_unequal_lengths(browser, shown, tmp_path):
         masses=second.masses[:, :5],
         control={name: values[:5] for name, values in second.control.items()},
     )
-    found = dataclasses.replace(shown.found, readings=(first, short))
-    place = dataclasses.replace(shown, found=found).save(tmp_path / "view.html")
+    found = dataclasses.replace(shown.text, arms=(first, short))
+    place = dataclasses.replace(shown, text=found).save(tmp_path / "view.html")
     opened(browser, place, f"step={len(first.tokens) - 1}&head=1.2&grid=odds&colour=js")
-    now = told(browser)
+    now = state_of(browser)
     assert float(now["value0"]) == pytest.approx(first.patterns[-1][1, 2, 0], rel=2e-4)
     assert (now["value1"], now["difference"], now["odds1"]) == ("NaN", "NaN", "NaN")
     assert "alpha 0.5 paper none" in browser.ask("document.querySelector('.readout').textContent")
@@ -608,19 +605,19 @@ def test_arms_of_unequal_lengths(browser, shown, tmp_path):
 
 def test_heads_without_a_number_are_sorted_last(browser, shown, tmp_path):
     """Log-odds of a head that does not attend to the prefix at all."""
-    first, second = shown.found.readings
+    first, second = shown.text.arms
     masses = second.masses.copy()
     masses[0, :, 0, 1] = 0
     found = dataclasses.replace(
-        shown.found, readings=(first, dataclasses.replace(second, masses=masses))
+        shown.text, arms=(first, dataclasses.replace(second, masses=masses))
     )
-    place = dataclasses.replace(shown, found=found).save(tmp_path / "view.html")
+    place = dataclasses.replace(shown, text=found).save(tmp_path / "view.html")
     opened(browser, place, "grid=odds&order=1")
     layers, heads = masses.shape[2:]
     drawn = []
     for column in range(heads):
         browser.hover(*middle(browser, 5, 0, column, layers, heads))
-        drawn.append(told(browser)["head"])
+        drawn.append(state_of(browser)["head"])
     odds = [np.log(each.masses[0, 0, 0] / each.masses[1:, 0, 0].sum(0)) for each in (first, second)]
     rising = odds[1] - odds[0]
     rising[1] = -np.inf
@@ -628,12 +625,12 @@ def test_heads_without_a_number_are_sorted_last(browser, shown, tmp_path):
 
 
 def test_a_difference_below_the_rounding_is_drawn_as_none(browser, shown, tmp_path):
-    first, second = shown.found.readings
+    first, second = shown.text.arms
     patterns = tuple(each * np.float32(1.001) for each in first.patterns)
     same = dataclasses.replace(second, patterns=patterns, tokens=first.tokens)
-    found = dataclasses.replace(shown.found, readings=(first, same))
+    found = dataclasses.replace(shown.text, arms=(first, same))
     for bits, least in ((8, 0.0), (16, 1e-5)):
-        place = dataclasses.replace(shown, found=found, bits=bits).save(tmp_path / f"{bits}.html")
+        place = dataclasses.replace(shown, text=found, bits=bits).save(tmp_path / f"{bits}.html")
         opened(browser, place, "head=1.2&step=3")
         most = browser.ask(
             "[...document.querySelectorAll('.map .most')].map(each => each.textContent)"
@@ -656,8 +653,8 @@ def test_a_mark_that_turns_text_around_does_not_turn_the_numbers(browser, shown,
 
 def test_a_pixel_shows_the_largest_of_its_cells(browser, shown, tmp_path):
     """More keys than pixels: one key of strong attention is not lost."""
-    first = shown.found.readings[0]
-    size, live, steps = first.masses.shape[2:], shown.found.layout.n_live, 400
+    first = shown.text.arms[0]
+    size, live, steps = first.masses.shape[2:], shown.text.layout.n_live, 400
     patterns = []
     for step in range(steps):
         pattern = np.full((*size, live + step), 1e-4, np.float32)
@@ -668,8 +665,8 @@ def test_a_pixel_shows_the_largest_of_its_cells(browser, shown, tmp_path):
     long = dataclasses.replace(
         first, tokens=(70,) * steps, patterns=tuple(patterns), masses=masses, control={}
     )
-    found = dataclasses.replace(shown.found, readings=(long,))
-    place = dataclasses.replace(shown, found=found, heads={}).save(tmp_path / "view.html")
+    found = dataclasses.replace(shown.text, arms=(long,))
+    place = dataclasses.replace(shown, text=found, heads={}).save(tmp_path / "view.html")
     opened(browser, place, "head=1.2")
     drawn = ElementTree.fromstring(
         browser.ask(f"{VIEW}.viewer.file('map', 'SVG').then(blob => blob.text())")
@@ -686,7 +683,7 @@ def test_a_pixel_shows_the_largest_of_its_cells(browser, shown, tmp_path):
 def test_the_grid_tells_the_number_that_is_drawn(browser, place, shown, grid):
     """And not that of the current step: the mean over the text, or of all texts with its ends."""
     opened(browser, place, f"grid={grid}&step=3")
-    first, second = shown.found.readings
+    first, second = shown.text.arms
     layers, heads = first.masses.shape[2:]
     browser.hover(*middle(browser, 3, 1, 2, layers, heads))
     known = browser.ask("document.querySelector('.readout').textContent")
@@ -694,13 +691,13 @@ def test_the_grid_tells_the_number_that_is_drawn(browser, place, shown, grid):
     said = re.match(rf"Head 1\.2: attention on the prefix.*?, baseline{number}; ", known)
     if grid == "run":
         ends = [float(first.of_run[name][1, 2]) for name in ("mean", "low", "high")]
-        difference = shown.found.differences["mean"][1, 2]
+        difference = shown.text.differences["mean"][1, 2]
     else:
         means = [each.masses[0, :, 1, 2].mean() for each in (first, second)]
         ends, difference = means[:1], means[1] - means[0]
     assert [float(each) for each in said.groups()] == pytest.approx(ends, rel=1e-3)
-    told = re.search(r", difference (\+?-?[\d.e-]+)", known)
-    assert float(told[1]) == pytest.approx(difference, rel=1e-3)
+    difference_text = re.search(r", difference (\+?-?[\d.e-]+)", known)
+    assert float(difference_text[1]) == pytest.approx(difference, rel=1e-3)
     quiet(browser, place)
 
 
@@ -710,19 +707,19 @@ def test_the_mean_of_all_heads_leaves_the_pin(browser, place):
         browser.ask(f"document.querySelectorAll('canvas')[{canvas}].focus()")
         for key in ("p", "Enter", " "):
             browser.press(key)
-    assert told(browser)["pin"] == "0.1"
+    assert state_of(browser)["pin"] == "0.1"
     assert browser.ask("location.hash") == "#pin=0.1"
 
 
 def test_what_a_click_and_a_key_do_not_do(browser, place, shown):
     opened(browser, place, "head=1.2&pin=0.1&step=2")
-    steps, live = len(shown.found.readings[0].tokens), shown.found.layout.n_live
+    steps, live = len(shown.text.arms[0].tokens), shown.text.layout.n_live
     keys = live + steps - 1
     browser.click(*middle(browser, 3, 6, 2, steps, keys))  # the pinned head's map
     assert browser.ask("location.hash") == "#step=6&head=1.2&key=2&pin=0.1"
-    before = told(browser)
+    before = state_of(browser)
     browser.hover(*middle(browser, 0, 0, keys - 1, steps, keys))  # no such key at this step
-    assert told(browser) == before
+    assert state_of(browser) == before
     stopped = """(() => { const pressed = new KeyboardEvent('keydown', { key: 'p', ctrlKey: true, cancelable: true, bubbles: true });
       document.querySelector('canvas').dispatchEvent(pressed); return pressed.defaultPrevented; })()"""
     assert browser.ask(stopped) is False
@@ -731,7 +728,7 @@ def test_what_a_click_and_a_key_do_not_do(browser, place, shown):
     browser.ask("document.querySelector('input[name=step]').focus()")
     browser.press("ArrowRight")
     browser.press("ArrowRight")
-    assert told(browser)["step"] == "8", "although the address could not be written"
+    assert state_of(browser)["step"] == "8", "although the address could not be written"
     quiet(browser, place)
 
 
@@ -748,7 +745,7 @@ def test_the_focus_stays_where_a_table_is_sorted(browser, place):
     browser.ask("document.querySelectorAll('.grid tbody button')[5].focus()")
     head = browser.ask(active)
     browser.press("Enter")
-    assert (browser.ask(active), told(browser)["head"]) == (head, head)
+    assert (browser.ask(active), state_of(browser)["head"]) == (head, head)
 
 
 def test_hostile_text_does_not_act(browser, tmp_path):
@@ -804,7 +801,5 @@ def test_a_frame_of_a_notebook_shows_it(browser, shown, tmp_path):
     value = browser.ask(
         "new Promise(done => { const at = () => document.title ? done(document.title) : setTimeout(at, 20); at(); })"
     )
-    assert float(value) == pytest.approx(
-        shown.found.readings[0].patterns[0].mean((0, 1))[0], rel=2e-4
-    )
+    assert float(value) == pytest.approx(shown.text.arms[0].patterns[0].mean((0, 1))[0], rel=2e-4)
     quiet(browser, place)

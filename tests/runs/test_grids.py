@@ -27,7 +27,7 @@ from lapa2_interp.methods.base import Soft
 from lapa2_interp.models.machine import measured, remember
 from lapa2_interp.models.smollm2 import smollm2_folder
 from lapa2_interp.paper import estimates as paper_estimates
-from lapa2_interp.paper.estimates import ITEM, KEY_READ, TOKEN, scoring_seconds
+from lapa2_interp.paper.estimates import KEY_COST, LINEAR_SECONDS, SCRIPT_SECONDS, scoring_seconds
 from lapa2_interp.runs import estimates
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.estimates import (
@@ -963,17 +963,19 @@ def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
     cores = len(os.sched_getaffinity(0))
     small = grid(TINY.replace("24", "40"))
     tokens, fast = 2 * 2 * 40, {"scorers": ["linear"]}
-    assert scoring_seconds([small], **fast) == pytest.approx(ITEM + tokens * (0.01 / cores + TOKEN))
+    assert scoring_seconds([small], **fast) == pytest.approx(
+        SCRIPT_SECONDS + tokens * (0.01 / cores + LINEAR_SECONDS)
+    )
     assert scoring_seconds([small, small], 5, **fast) == pytest.approx(
-        5 * ITEM + 2 * tokens * (0.01 / cores + TOKEN)
+        5 * SCRIPT_SECONDS + 2 * tokens * (0.01 / cores + LINEAR_SECONDS)
     )
     many = grid(TINY.replace("24", "40").replace("samples = 1", "samples = 100"))
     assert scoring_seconds([many], **fast) == pytest.approx(
-        ITEM + 40 * (120 * 0.01 / cores + 400 * TOKEN)
+        SCRIPT_SECONDS + 40 * (120 * 0.01 / cores + 400 * LINEAR_SECONDS)
     ), "120 for perplexity"
     five = grid(TINY.replace("24", "40"), name="detox")
     assert scoring_seconds([five], **fast) == pytest.approx(
-        ITEM + tokens * (0.01 / cores + 2.625 * TOKEN)
+        SCRIPT_SECONDS + tokens * (0.01 / cores + 2.625 * LINEAR_SECONDS)
     ), "perplexity of a cut text is read with the whole's"
     adapter = 0.53 * 0.01 / cores  # two thirds of the layers; texts that echo are read again
     assert scoring_seconds([small]) - scoring_seconds([small], **fast) == pytest.approx(
@@ -989,7 +991,7 @@ def test_texts_that_are_read_for_their_attention_take_their_keys(grid, own_cache
     remember("cpu", "smollm2-135m float32 packed steps", (0.1, 0.2, 0.68, 0.2 + 24 * 280 * a_key))
     deep, cores = grid(TINY.replace("24", "40"), name="deep"), len(os.sched_getaffinity(0))
     assert scoring_seconds([deep]) == pytest.approx(
-        ITEM + 2 * 2 * 2 * 40 * (0.01 + 40 / 2 * KEY_READ * a_key) / cores
+        SCRIPT_SECONDS + 2 * 2 * 2 * 40 * (0.01 + 40 / 2 * KEY_COST * a_key) / cores
     ), "two readings of four texts, and no scorer"
 
 

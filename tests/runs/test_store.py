@@ -21,7 +21,7 @@ from lapa2_interp._util.errors import (
     RunError,
     TraceError,
 )
-from lapa2_interp._util.files import new_folder
+from lapa2_interp._util.files import result_folder
 from lapa2_interp.attention.tables import step_table
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL, _with_slot
@@ -116,7 +116,7 @@ def test_one_cell_is_a_run(run, tmp_path):
 
 
 def test_a_failing_block_leaves_nothing(tmp_path):
-    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "run") as folder:
+    with pytest.raises(ZeroDivisionError), result_folder(tmp_path / "run") as folder:
         (folder / "samples.parquet").write_text("half")
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
@@ -128,8 +128,8 @@ def test_an_interrupted_process_leaves_no_run(tmp_path):
         "import os, signal, sys, pathlib\n"
         # A process started in the background of a script ignores SIGINT, and so would its children.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from lapa2_interp._util.files import new_folder\n"
-        "with new_folder(pathlib.Path(sys.argv[1])) as folder:\n"
+        "from lapa2_interp._util.files import result_folder\n"
+        "with result_folder(pathlib.Path(sys.argv[1])) as folder:\n"
         "    (folder / 'samples.parquet').write_text('half')\n"
         "    os.kill(os.getpid(), int(sys.argv[2]))\n"
         "    signal.pause()\n"
@@ -143,7 +143,7 @@ def test_an_interrupted_process_leaves_no_run(tmp_path):
 
 def test_a_finished_run_is_replaced_only_by_force(run, tmp_path):
     for force in (False, True):
-        with new_folder(tmp_path / "run", force, is_run) as folder:
+        with result_folder(tmp_path / "run", force, is_run) as folder:
             write_run(folder, run)
             (folder / ("report.html" if force else "view.html")).touch()
     assert (tmp_path / "run" / "report.html").exists()
@@ -157,7 +157,7 @@ def test_what_another_process_finished_meanwhile_is_not_replaced(run, tmp_path):
     place = tmp_path / "run"
     with (
         pytest.raises(RunError, match="is finished; force=True replaces it"),
-        new_folder(place, False, is_run) as mine,
+        result_folder(place, False, is_run) as mine,
     ):
         write_run(mine, run)
         run.save(place)
@@ -167,7 +167,7 @@ def test_what_another_process_finished_meanwhile_is_not_replaced(run, tmp_path):
     (tmp_path / "other" / "done").touch()
     with (
         pytest.raises(RunError, match="is finished; choose another place"),
-        new_folder(tmp_path / "other", finished=lambda folder: True),
+        result_folder(tmp_path / "other", finished=lambda folder: True),
     ):
         pass
 
@@ -276,7 +276,7 @@ def test_texts_without_a_first_token_have_no_attention(run, capsys):
 
 def test_a_failed_replacement_keeps_the_old_run(run, tmp_path):
     run.save(tmp_path / "run")
-    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "run", True, is_run):
+    with pytest.raises(ZeroDivisionError), result_folder(tmp_path / "run", True, is_run):
         raise ZeroDivisionError
     assert load_run(tmp_path / "run").finished == run.plan
 
@@ -287,7 +287,7 @@ def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
     for force in (False, True):
         with (
             pytest.raises(RunError, match="not a folder of this command"),
-            new_folder(tmp_path / "thesis", force, is_run),
+            result_folder(tmp_path / "thesis", force, is_run),
         ):
             pass
     assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"
@@ -298,14 +298,14 @@ def test_somebody_elses_manifest_protects_its_folder(tmp_path):
     (tmp_path / "app" / "manifest.json").write_text('{"name": "my web app"}')
     with (
         pytest.raises(RunError, match="not a folder of this command"),
-        new_folder(tmp_path / "app", True, is_run),
+        result_folder(tmp_path / "app", True, is_run),
     ):
         pass
     assert (tmp_path / "app" / "manifest.json").exists()
 
 
 def test_parents_made_for_a_run_that_fails_are_removed(tmp_path):
-    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "deep" / "er" / "run"):
+    with pytest.raises(ZeroDivisionError), result_folder(tmp_path / "deep" / "er" / "run"):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
 
@@ -338,10 +338,10 @@ def test_the_folder_one_is_in_is_not_replaced(tmp_path, monkeypatch):
             pytest.raises(
                 RunError, match="is the folder you are in, .*give a folder in it, such as"
             ),
-            new_folder(Path() if here == tmp_path else tmp_path),
+            result_folder(Path() if here == tmp_path else tmp_path),
         ):
             pytest.fail("entered")
-    with new_folder(Path("run")):
+    with result_folder(Path("run")):
         pass
 
 
@@ -349,12 +349,12 @@ def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(RunError, match="cannot write .*choose another place"),
-        new_folder(tmp_path / "file" / "run"),
+        result_folder(tmp_path / "file" / "run"),
     ):
         pass
     with (
         pytest.raises(RunError, match="not a folder of this command"),
-        new_folder(tmp_path / "file"),
+        result_folder(tmp_path / "file"),
     ):
         pass
 

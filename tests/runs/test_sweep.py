@@ -32,10 +32,10 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import DamagedError, GridError, RunError
 from lapa2_interp._util.files import (
-    ASIDE,
     LOCK,
+    TEMPORARY_PREFIX,
+    atomic_folder,
     temporary_folder,
-    whole_folder,
     with_checksums,
     without_checksums,
     write_text,
@@ -54,7 +54,7 @@ from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import SAMPLES, TRACE, read_cell, read_file
 from lapa2_interp.runs.sweep import add_grids, load_grids, sweep
 from lapa2_interp.runs.worker import Worker, check_files
-from lapa2_interp.scoring.trained import WEIGHTS
+from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 from lapa2_interp.tasks import task as tasks
 
 COMMON = """
@@ -768,7 +768,7 @@ def test_the_code_of_a_method_of_ones_own_is_part_of_its_cells_key(tmp_path, mon
 def test_the_scorer_of_datg_is_part_of_its_cells_key(tmp_path):
     """A file with the card beside it, or a folder; a name of the package is not looked for."""
     for name in ("sentiment.npz", "sentiment.json"):
-        shutil.copy(WEIGHTS / name, tmp_path)
+        shutil.copy(SHIPPED_WEIGHTS / name, tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
 
@@ -1231,7 +1231,7 @@ def test_folders_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
     monkeypatch.setattr(os, "replace", rename)
-    with whole_folder(tmp_path / "deep" / "er" / "place") as fresh:
+    with atomic_folder(tmp_path / "deep" / "er" / "place") as fresh:
         (fresh / "a").write_text("a")
         (fresh / "b").write_text("b")
         assert not (tmp_path / "deep" / "er" / "place").exists()
@@ -1261,13 +1261,15 @@ def hold_aside(folder):
 def test_what_a_killed_process_left_is_removed_by_the_next_and_what_lives_stays(tmp_path):
     process = start(hold_aside, tmp_path)
     process.join()
-    (left,) = tmp_path.glob(f"{ASIDE}*")
-    (tmp_path / f"{ASIDE}older").mkdir()  # without a lock nothing tells whether its owner lives
+    (left,) = tmp_path.glob(f"{TEMPORARY_PREFIX}*")
+    (
+        tmp_path / f"{TEMPORARY_PREFIX}older"
+    ).mkdir()  # without a lock nothing tells whether its owner lives
     with temporary_folder(tmp_path) as mine, temporary_folder(tmp_path) as other:
         assert not left.exists()
         assert mine.exists()
         assert other.exists()
-    assert [each.name for each in tmp_path.iterdir()] == [f"{ASIDE}older"]
+    assert [each.name for each in tmp_path.iterdir()] == [f"{TEMPORARY_PREFIX}older"]
 
 
 def test_a_stop_while_a_temporary_folder_is_removed_leaves_nothing_of_it(tmp_path, monkeypatch):
@@ -1289,7 +1291,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     with pytest.raises(OSError, match="full"):
         write_text(tmp_path / "file", "new")
-    with pytest.raises(OSError, match="full"), whole_folder(tmp_path / "folder"):
+    with pytest.raises(OSError, match="full"), atomic_folder(tmp_path / "folder"):
         pass
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "old")]
 
@@ -1305,7 +1307,7 @@ def test_a_stop_between_two_renames_keeps_the_old_folder(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "rename", stopped)
-    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "run"):
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "run"):
         pass
     assert (tmp_path / "run" / "file").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1

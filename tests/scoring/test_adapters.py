@@ -14,35 +14,35 @@ from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.cli.app import main
 from lapa2_interp.scoring import adapter_training
 from lapa2_interp.scoring.adapter import (
-    ADAPTER,
-    LONGEST,
+    ADAPTER_ENDING,
+    LONGEST_WINDOW,
     AdapterRecipe,
     AdapterScorer,
     AdapterToxicity,
     adapter_card,
-    batches_of,
-    beginnings,
+    batch_by_tokens,
+    group_by_beginning,
     load_adapter,
-    open_reader,
+    load_adapter_network,
+    padded_rows,
     save_adapter,
-    token_rows,
-    windows_of,
+    split_windows,
 )
 from lapa2_interp.scoring.adapter_training import (
-    Pass,
-    Source,
-    Training,
-    drawn,
+    AdapterTraining,
+    TrainingPass,
+    WeightedTexts,
+    draw_texts,
+    draw_window,
     make_pass,
     train_adapter,
-    window_of,
 )
 from lapa2_interp.scoring.agreement import agreement
 from lapa2_interp.scoring.linear import LinearScorer
-from lapa2_interp.scoring.named import Options, make_scorer
-from lapa2_interp.scoring.scorer import Item, run_scorer
-from lapa2_interp.scoring.trained import WEIGHTS, tasks_in
-from lapa2_interp.scoring.training import Graded
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
+from lapa2_interp.scoring.scorer import TextItem, run_scorer
+from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, tasks_in
+from lapa2_interp.scoring.training import GradedTexts
 from lapa2_interp.stats import mean_interval
 from lapa2_interp.tasks.corpora import Corpus, read_corpus
 
@@ -72,11 +72,11 @@ def folder(tmp_path_factory):
 
 def training(tmp_path, recipe=RECIPE):
     """A training of random texts whose adapters are not 0."""
-    reader, _, _ = open_reader(BASE, recipe.layers, 2)
+    network, _, _ = load_adapter_network(BASE, recipe.layers, 2)
     rng = np.random.default_rng(0)
     texts = [rng.integers(5, 200, n).astype(np.int32) for n in rng.integers(2, 60, 12)]
-    source = Source(texts, np.eye(2)[np.arange(12) % 2], 1.0)
-    made = Training(reader, 0, [source], recipe, tmp_path / "x.checkpoint", {})
+    source = WeightedTexts(texts, np.eye(2)[np.arange(12) % 2], 1.0)
+    made = AdapterTraining(network, 0, [source], recipe, tmp_path / "x.checkpoint", {})
     with torch.no_grad():
         for each in made.parameters.values():
             each.copy_((0.3 * torch.randn(each.shape)).half())
@@ -102,17 +102,17 @@ def test_merged_weights_give_what_peft_gives(tmp_path):
     made = training(tmp_path)
     save_adapter(made.tensors(), tmp_path, "detox", **facts())
     adapter, _ = load_adapter("detox", tmp_path)
-    ids, lengths = token_rows([[7, 8, 9, 100], [30, 31]], 0, "cpu")
+    ids, lengths = padded_rows([[7, 8, 9, 100], [30, 31]], 0, "cpu")
     with torch.no_grad():
-        assert not torch.allclose(made.reader(ids, lengths), made.reader.head.bias, atol=1e-2)
+        assert not torch.allclose(made.network(ids, lengths), made.network.head.bias, atol=1e-2)
         torch.testing.assert_close(
-            adapter.reader(ids, lengths), made.reader(ids, lengths), atol=1e-5, rtol=1e-5
+            adapter.network(ids, lengths), made.network(ids, lengths), atol=1e-5, rtol=1e-5
         )
 
 
 def test_only_adapted_layers_are_in_the_file(tmp_path):
     card = save_adapter(training(tmp_path).tensors(), tmp_path, "detox", **facts())
-    stored = load_file(tmp_path / f"detox{ADAPTER}")
+    stored = load_file(tmp_path / f"detox{ADAPTER_ENDING}")
     assert len(stored) == 1 * 7 * 2 + 2
     assert stored["layers.1.self_attn.q_proj.a"].shape == (2, 32)
     assert stored["layers.1.mlp.down_proj.b"].shape == (32, 2)
@@ -127,24 +127,24 @@ def test_a_reader_sees_the_mean_and_the_last_state(tmp_path):
     """From the states of transformers' own forward pass."""
     from lapa2_interp.models.load import load_transformers
 
-    reader, _, _ = open_reader(BASE, 2, 3)
+    ours, _, _ = load_adapter_network(BASE, 2, 3)
     with torch.no_grad():
-        torch.nn.init.normal_(reader.head.weight)
+        torch.nn.init.normal_(ours.head.weight)
         network, _, _ = load_transformers(BASE)
         ids = torch.tensor([[0, 40, 41, 42]])
         states = network(ids, output_hidden_states=True).hidden_states[2][0].double()
         states = states / states.square().mean(1, keepdim=True).sqrt()
         seen = torch.cat([states[1:].mean(0), states[3]])
-        expected = reader.head.weight.double() @ seen
-        found = reader(*token_rows([[40, 41, 42], [5] * 9], 0, "cpu"))[0]
+        expected = ours.head.weight.double() @ seen
+        found = ours(*padded_rows([[40, 41, 42], [5] * 9], 0, "cpu"))[0]
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_windows_are_few_and_alike():
     for n in (1, 128, 129, 300, 1000):
-        parts = windows_of(range(n))
+        parts = split_windows(range(n))
         assert [i for part in parts for i in part] == list(range(n))
-        assert len(parts) == -(-n // LONGEST)
+        assert len(parts) == -(-n // LONGEST_WINDOW)
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
@@ -152,10 +152,10 @@ def test_a_long_text_is_the_mean_of_its_windows(folder):
     adapter, _ = load_adapter("detox", folder)
     text = "fine words and grim ones, " * 12
     ids = adapter.tokenizer(text, add_special_tokens=False).input_ids
-    parts = [adapter.tokenizer.decode(part) for part in windows_of(ids)]
+    parts = [adapter.tokenizer.decode(part) for part in split_windows(ids)]
     assert len(parts) == 3
     own = np.array([adapter.logits([part])[0] for part in parts])
-    weights = [len(part) for part in windows_of(ids)]
+    weights = [len(part) for part in split_windows(ids)]
     assert np.abs(adapter.logits([text])[0] - np.average(own, 0, weights)).max() < 1e-5
 
 
@@ -175,13 +175,13 @@ def test_a_text_and_its_beginnings_are_read_once(folder, monkeypatch):
     whole = "fine and grim, grim and fine, so it goes on. " * 4
     texts = [whole[:n] for n in (30, 60, 100, len(whole))] + ["so grim", "fine and grim"]
     alone = np.concatenate([adapter.logits([text]) for text in texts])
-    read, plain = [], adapter.reader.base.forward
+    read, plain = [], adapter.network.base.forward
 
     def counted(input_ids, **more):
         read.append(input_ids.numel())
         return plain(input_ids=input_ids, **more)
 
-    monkeypatch.setattr(adapter.reader.base, "forward", counted)
+    monkeypatch.setattr(adapter.network.base, "forward", counted)
     assert np.abs(adapter.logits(texts) - alone).max() < 1e-5
     n = [len(adapter.tokenizer(text).input_ids) for text in texts]
     assert sum(read) < 2 * max(n) + 10 < sum(n)
@@ -189,12 +189,12 @@ def test_a_text_and_its_beginnings_are_read_once(folder, monkeypatch):
 
 def test_beginnings():
     windows = [[5, 6, 7], [5], [9], [5, 6], [5, 6, 8], [9]]
-    assert beginnings(windows) == [[1, 3, 0], [4], [2, 5]]
+    assert group_by_beginning(windows) == [[1, 3, 0], [4], [2, 5]]
 
 
 def test_batches_keep_to_their_budget():
     lengths = [1, 2, 3, 50, 60, 300]
-    batches = list(batches_of(lengths, 120))
+    batches = list(batch_by_tokens(lengths, 120))
     assert [i for batch in batches for i in batch] == list(range(6))
     assert batches == [[0, 1, 2], [3, 4], [5]]
 
@@ -203,7 +203,7 @@ def test_scorers_of_adapters(folder):
     scorer = AdapterScorer("detox", folder)
     assert (scorer.name, scorer.columns) == ("accuracy", LABELS)
     assert scorer.version == f"adapter detox {scorer.card.sha256[:12]}"
-    items = [Item("grim 3 grim"), Item("  "), Item("fine 3 fine")]
+    items = [TextItem("grim 3 grim"), TextItem("  "), TextItem("fine 3 fine")]
     table = run_scorer(scorer, items)
     assert table["skipped"].tolist() == ["", "empty text", ""]
     toxic = run_scorer(AdapterToxicity(folder), items)
@@ -213,46 +213,46 @@ def test_scorers_of_adapters(folder):
 
 def test_scorers_by_name():
     for name in ("linear", ""):
-        scorer = make_scorer("accuracy", name, Options(task="sentiment"))
+        scorer = make_scorer("accuracy", name, ScorerOptions(task="sentiment"))
         assert scorer.version.startswith("linear sentiment")
-    assert make_scorer("toxicity", "linear", Options()).version.startswith("linear detox")
+    assert make_scorer("toxicity", "linear", ScorerOptions()).version.startswith("linear detox")
     with pytest.raises(ScoringError, match="adapter scorer"):
-        make_scorer("accuracy", "adapter", Options(task="mood"))
+        make_scorer("accuracy", "adapter", ScorerOptions(task="mood"))
     with pytest.raises(ScoringError, match="give task"):
-        make_scorer("accuracy", "adapter", Options())
+        make_scorer("accuracy", "adapter", ScorerOptions())
 
 
 # --- what is trained on
 
 
 def test_a_pass_takes_other_texts_of_a_corpus():
-    passes = [drawn(10, 4, number, (0, 1)) for number in range(5)]
+    passes = [draw_texts(10, 4, number, (0, 1)) for number in range(5)]
     assert [len(each) for each in passes] == [4] * 5
     together = [text for each in passes for text in each]
     assert sorted(together[:10]) == sorted(together[10:]) == list(range(10))
-    assert sorted(drawn(3, 9, 4, (0, 1))) == [0, 1, 2]
-    assert drawn(10, 4, 1, (0, 1)) == passes[1] != drawn(10, 4, 1, (1, 1))
+    assert sorted(draw_texts(3, 9, 4, (0, 1))) == [0, 1, 2]
+    assert draw_texts(10, 4, 1, (0, 1)) == passes[1] != draw_texts(10, 4, 1, (1, 1))
 
 
 def test_windows_of_training_texts():
     rng = np.random.default_rng(0)
     long = np.arange(1000, dtype=np.int32)
-    parts = [window_of(long, 8, rng) for _ in range(2000)]
+    parts = [draw_window(long, 8, rng) for _ in range(2000)]
     lengths = np.array([len(part) for part in parts])
-    assert (lengths.min(), lengths.max()) == (8, LONGEST)
+    assert (lengths.min(), lengths.max()) == (8, LONGEST_WINDOW)
     assert np.log(lengths).mean() == pytest.approx(np.log(8 * 128) / 2, abs=0.06)
     assert np.mean([part[0] == 0 for part in parts]) == pytest.approx(0.5, abs=0.04)
     assert all((np.diff(part) == 1).all() for part in parts)
-    short = [window_of(long[:7], 8, rng) for _ in range(2000)]
+    short = [draw_window(long[:7], 8, rng) for _ in range(2000)]
     assert all(part[0] == 0 and 4 <= len(part) <= 7 for part in short)
     assert np.mean([len(part) < 7 for part in short]) == pytest.approx(1 / 3, abs=0.04)
-    assert all(len(window_of(long[:4], 8, rng)) == 4 for _ in range(20))
+    assert all(len(draw_window(long[:4], 8, rng)) == 4 for _ in range(20))
 
 
 def test_a_pass_follows_from_its_seed():
     rng = np.random.default_rng(0)
     texts = [rng.integers(5, 200, n).astype(np.int32) for n in rng.integers(2, 300, 90)]
-    source = Source(texts, np.eye(2)[np.arange(90) % 2], 0.5)
+    source = WeightedTexts(texts, np.eye(2)[np.arange(90) % 2], 0.5)
     one, again, other = (
         make_pass([source], RECIPE.model_copy(update={"seed": seed, "per_pass": 60}), 0)
         for seed in (0, 0, 1)
@@ -269,9 +269,9 @@ def test_the_loss_weighs_texts_and_shares(tmp_path):
     made = training(tmp_path)
     windows = [np.array([7, 8], np.int32), np.array([9], np.int32), np.array([10], np.int32)]
     shares, weights = np.array([[0.75, 0.25], [1, 0], [0, 1]]), np.array([8.0, 1.0, 1.0])
-    now = Pass(windows, shares, weights, [[0, 1], [2]])
+    now = TrainingPass(windows, shares, weights, [[0, 1], [2]])
     with torch.no_grad():
-        logits = made.reader(*token_rows([[7, 8], [9]], 0, "cpu")).log_softmax(1).numpy()
+        logits = made.network(*padded_rows([[7, 8], [9]], 0, "cpu")).log_softmax(1).numpy()
         expected = -(weights[:2, None] * shares[:2] * logits).sum() / (weights.sum() / 2)
         assert float(made.loss(now, [0, 1])) == pytest.approx(expected, rel=1e-5)
 
@@ -292,7 +292,7 @@ def test_a_separable_corpus_is_learned(folder):
 def test_the_card_is_about_the_rounded_weights(folder):
     scorer = AdapterScorer("detox", folder)
     texts = [text for label in LABELS for text in TEST.texts[label]]
-    numbers = run_scorer(scorer, [Item(text) for text in texts])[list(LABELS)]
+    numbers = run_scorer(scorer, [TextItem(text) for text in texts])[list(LABELS)]
     table = agreement(numbers, [label for label in LABELS for _ in TEST.texts[label]], texts)
     assert [row.value for row in scorer.card.held_out] == table["value"].tolist()
 
@@ -302,18 +302,18 @@ def test_a_killed_training_goes_on(steps, folder, tmp_path, monkeypatch):
     """The file is the one of a training that was not killed, bit by bit."""
     small = RECIPE.model_copy(update={"tokens_per_batch": 128})
     whole = trained(tmp_path / "whole", small)
-    step = Training._train_step
+    step = AdapterTraining._train_step
 
     def killed(self, *given):
         if self.step == steps:
             raise KeyboardInterrupt
         return step(self, *given)
 
-    monkeypatch.setattr(adapter_training, "KEEP_EVERY", -1.0)
-    monkeypatch.setattr(Training, "_train_step", killed)
+    monkeypatch.setattr(adapter_training, "SAVE_EVERY", -1.0)
+    monkeypatch.setattr(AdapterTraining, "_train_step", killed)
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "killed", small)
-    monkeypatch.setattr(Training, "_train_step", step)
+    monkeypatch.setattr(AdapterTraining, "_train_step", step)
     with pytest.raises(ScoringError, match="unfinished training with another recipe; repeat that"):
         trained(tmp_path / "killed")
     other = Corpus({name: found[::-1] for name, found in TRAIN.texts.items()}, "toy")
@@ -337,8 +337,10 @@ def test_a_damaged_checkpoint(tmp_path):
 
 def test_graded_texts_are_trained_and_tested_on(tmp_path):
     graded = (
-        Graded(TEXTS["toxic"], (0.9,) * 16, "scored"),
-        Graded((*TEXTS["toxic"], *TEXTS["nontoxic"]), (0.9,) * 16 + (0.1,) * 16, "scored test"),
+        GradedTexts(TEXTS["toxic"], (0.9,) * 16, "scored"),
+        GradedTexts(
+            (*TEXTS["toxic"], *TEXTS["nontoxic"]), (0.9,) * 16 + (0.1,) * 16, "scored test"
+        ),
     )
     recipe = RECIPE.model_copy(update={"dtype": "bfloat16"})
     card = trained(tmp_path, recipe, graded=[(graded[0], 2.0)], graded_tests=[graded[1]])
@@ -355,7 +357,7 @@ def test_the_base_stays_as_it_is_below_the_first_adapter(tmp_path):
     made = training(tmp_path)
     now = make_pass(made.sources, RECIPE, 0)
     made.loss(now, now.batches[0]).backward()
-    moved = {name for name, each in made.reader.named_parameters() if each.grad is not None}
+    moved = {name for name, each in made.network.named_parameters() if each.grad is not None}
     assert moved == set(made.parameters)
     assert not any("layers.0." in name for name in moved)
 
@@ -399,7 +401,7 @@ def test_options_of_adapters_reach_the_training(tmp_path, monkeypatch):
 
 
 def test_the_list_has_adapters(folder, monkeypatch, capsys):
-    monkeypatch.setattr("lapa2_interp.scoring.trained.WEIGHTS", folder)
+    monkeypatch.setattr("lapa2_interp.scoring.task_scorer.SHIPPED_WEIGHTS", folder)
     assert main(["scorers", "list"]) == 0
     printed = capsys.readouterr().out
     assert "  detox: nontoxic, toxic (0.0 MB)\n" in printed
@@ -408,9 +410,9 @@ def test_the_list_has_adapters(folder, monkeypatch, capsys):
 
 def test_a_reader_needs_layers_and_a_llama(tmp_path):
     with pytest.raises(ScoringError, match="layers must be at most 4, the model's; found 9"):
-        open_reader(BASE, 9, 2)
+        load_adapter_network(BASE, 9, 2)
     with pytest.raises(ScoringError, match="of Llama's make, such as smollm2-135m; found GPT2"):
-        open_reader("tiny-gpt2", 2, 2)
+        load_adapter_network("tiny-gpt2", 2, 2)
 
 
 # --- files
@@ -420,7 +422,7 @@ def test_damaged_adapters(folder, tmp_path):
     with pytest.raises(ScoringError, match="has no adapter scorer; train one"):
         load_adapter("detox", tmp_path)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / f"detox{ADAPTER}"
+    file = tmp_path / f"detox{ADAPTER_ENDING}"
     with pytest.raises(ScoringError, match="unknown adapter scorer 'mood'; allowed: detox"):
         load_adapter("mood", tmp_path)
     stored = load_file(file)
@@ -460,7 +462,7 @@ def sentiment():
 
 
 def test_shipped_adapters_state_what_they_reach():
-    assert tasks_in(WEIGHTS, ADAPTER) == ["detox", "sentiment", "topic"]
+    assert tasks_in(SHIPPED_WEIGHTS, ADAPTER_ENDING) == ["detox", "sentiment", "topic"]
     for task, file, measure, least in (
         ("sentiment", "sst2_valid.jsonl.xz", "accuracy", 0.88),
         ("topic", "agnews_test.jsonl.xz", "accuracy", 0.9),
@@ -474,7 +476,7 @@ def test_shipped_adapters_state_what_they_reach():
         )
         assert row.low <= row.value <= row.high
         assert row.value >= least, (task, row)
-        assert (WEIGHTS / f"{task}{ADAPTER}").stat().st_size < 5e6
+        assert (SHIPPED_WEIGHTS / f"{task}{ADAPTER_ENDING}").stat().st_size < 5e6
         assert card.base_weights.startswith("sha256 ")
 
 
@@ -491,7 +493,7 @@ def test_shipped_results_are_found_again(task, file, data, request):
         for label in scorer.columns
         for text in corpus.texts[label][: 15 if task == "sentiment" else 7]
     ]
-    rows = np.array(scorer.score([Item(text) for text, _ in texts]))
+    rows = np.array(scorer.score([TextItem(text) for text, _ in texts]))
     truth = [scorer.columns.index(label) for _, label in texts]
     (stated,) = (
         each.value
@@ -518,7 +520,7 @@ def test_saying_positive_does_not_count_as_negative(sentiment, data):
     change = {}
     for kind, scorer in (("adapter", sentiment), ("linear", LinearScorer("sentiment"))):
         before, *after = (
-            np.array([row[0] for row in scorer.score([Item(text + more) for text in plain])])
+            np.array([row[0] for row in scorer.score([TextItem(text + more) for text in plain])])
             for more in ("", " This is positive.", " This is negative.")
         )
         change[kind] = [mean_interval(each - before, plain) for each in after]

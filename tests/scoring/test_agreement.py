@@ -9,7 +9,7 @@ import pytest
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.cli.app import main
-from lapa2_interp.scoring.agreement import agreement, calibration, rows_of
+from lapa2_interp.scoring.agreement import agreement, calibration, card_rows
 from lapa2_interp.scoring.scorer import Scorer
 
 
@@ -51,7 +51,7 @@ def test_a_perfect_a_reversed_and_a_constant_scorer():
     still = agreement(graded([0.3] * 40), scores.tolist(), texts)
     assert np.isnan(value(still, "Spearman"))
     assert value(still, "AUC") == 0.5
-    assert "Spearman" not in {row["measure"] for row in rows_of(still, "x")}
+    assert "Spearman" not in {row["measure"] for row in card_rows(still, "x")}
 
 
 def test_measures_equal_scikit_learns_and_scipys():

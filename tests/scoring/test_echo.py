@@ -6,8 +6,15 @@ import pytest
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.linear import LinearScorer
-from lapa2_interp.scoring.named import Options, make_scorer, score_by
-from lapa2_interp.scoring.scorer import Cache, Item, Scorer, Skipped, chosen_scorers, run_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
+from lapa2_interp.scoring.scorer import (
+    ScoreCache,
+    Scorer,
+    SkippedText,
+    TextItem,
+    expand_scorers,
+    run_scorer,
+)
 from lapa2_interp.scoring.tables import cell_table, score_table
 from lapa2_interp.tasks.task import read_task
 
@@ -47,23 +54,23 @@ def test_a_word_of_every_prefix_is_no_echo():
 
 def test_echo_is_a_whole_word_of_ones_own_prefix():
     items = [
-        Item("Calm, she said.", attribute="calm"),
-        Item("She calmly said.", attribute="calm"),
-        Item("CALM and angry", attribute="angry"),
-        Item("calm", attribute="angry"),
-        Item("  ", attribute="angry"),
+        TextItem("Calm, she said.", attribute="calm"),
+        TextItem("She calmly said.", attribute="calm"),
+        TextItem("CALM and angry", attribute="angry"),
+        TextItem("calm", attribute="angry"),
+        TextItem("  ", attribute="angry"),
     ]
     table = run_scorer(Echo(WORDS), items)
     assert table["echo"].tolist()[:4] == [1.0, 0.0, 1.0, 0.0]
     assert table["skipped"].tolist()[4] == "empty text"
     with pytest.raises(ScoringError, match="unknown attribute 'clam'; .* did you mean 'calm'"):
-        Echo(WORDS).score([Item("a", attribute="clam")])
+        Echo(WORDS).score([TextItem("a", attribute="clam")])
 
 
 def test_a_masked_classifier_sees_none_of_the_words():
     inner = Seen()
     masked = Masked(inner, WORDS)
-    assert masked.score([Item("Furious? Calm calmly!")]) == [(0.9, 0.1)]
+    assert masked.score([TextItem("Furious? Calm calmly!")]) == [(0.9, 0.1)]
     assert inner.texts == ["...? ... calmly!"]
     assert masked.version == "seen 1, without angry calm furious"
     frame = pd.DataFrame({"text": ["calm"] * 3, "prompt": ["a", "b", "c"],
@@ -78,7 +85,7 @@ def test_prefixes_without_words_of_their_own():
     none = {"calm": (), "angry": ()}
     inner = Seen()
     masked = Masked(inner, none)
-    items = [Item("This film is fine.", attribute="calm")]
+    items = [TextItem("This film is fine.", attribute="calm")]
     for scorer in (Echo(none), masked):
         assert run_scorer(scorer, items)["skipped"].tolist() == [
             "its prefix has no word of its own"
@@ -92,27 +99,29 @@ def test_a_text_without_the_words_is_read_once():
     """Its key is the plain classifier's, so that its score is known."""
     inner = Seen()
     masked = Masked(inner, WORDS)
-    with Cache(None) as cache:
-        plain = run_scorer(inner, [Item("a lake"), Item("a calm lake")], cache)
-        assert run_scorer(masked, [Item("a lake"), Item("a calm lake")], cache).equals(plain)
+    with ScoreCache(None) as cache:
+        plain = run_scorer(inner, [TextItem("a lake"), TextItem("a calm lake")], cache)
+        assert run_scorer(masked, [TextItem("a lake"), TextItem("a calm lake")], cache).equals(
+            plain
+        )
     assert inner.texts == ["a lake", "a calm lake", "a ... lake"]
-    assert masked.key(Item("a lake")) == inner.key(Item("a lake"))
-    assert masked.key(Item("calm")) != inner.key(Item("calm"))
+    assert masked.key(TextItem("a lake")) == inner.key(TextItem("a lake"))
+    assert masked.key(TextItem("calm")) != inner.key(TextItem("calm"))
 
 
 def test_scorers_by_name():
-    options = Options(task="sentiment")
+    options = ScorerOptions(task="sentiment")
     echo, masked = make_scorer("echo", "", options), make_scorer("masked", "", options)
     assert isinstance(echo, Echo)
     text = "This is positive. A lovely film with a fine cast."
     own = LinearScorer("sentiment")
-    (found,), (plain,) = masked.score([Item(text)]), own.score([Item(text)])
-    hidden = own.score([Item(text.replace("positive", "..."))])
+    (found,), (plain,) = masked.score([TextItem(text)]), own.score([TextItem(text)])
+    hidden = own.score([TextItem(text.replace("positive", "..."))])
     assert [found] == hidden
     assert found != plain
-    assert masked.score([Item("")]) == [Skipped("empty text")]
+    assert masked.score([TextItem("")]) == [SkippedText("empty text")]
     with pytest.raises(ScoringError, match="give task"):
-        make_scorer("echo", "", Options())
+        make_scorer("echo", "", ScorerOptions())
     with pytest.raises(ScoringError, match="echo takes no model, found echo=gpt2; ask for echo"):
         make_scorer("echo", "gpt2", options)
 
@@ -139,24 +148,24 @@ USUAL = ("accuracy", "perplexity")
     ],
 )
 def test_a_plain_name_is_by_both_classifiers(asked, expected):
-    assert chosen_scorers(asked.split(), USUAL) == tuple(expected.split())
+    assert expand_scorers(asked.split(), USUAL) == tuple(expected.split())
 
 
 def test_an_unknown_scorer_is_named():
     with pytest.raises(ScoringError, match="unknown scorer 'liner'.*did you mean 'linear'"):
-        chosen_scorers(["accuracy", "liner"], USUAL)
+        expand_scorers(["accuracy", "liner"], USUAL)
 
 
 def test_no_model_behind_the_equals_sign_is_no_default():
     with pytest.raises(ScoringError, match="accuracy= names no model"):
-        chosen_scorers(["accuracy="], USUAL)
+        expand_scorers(["accuracy="], USUAL)
 
 
 def test_the_second_scorer_of_a_metric_has_its_name_in_parentheses():
     frame = pd.DataFrame({"text": ["a fine film", "a dull film"], "prompt": ["a", "b"],
                           "attribute": ["positive"] * 2, "arm": ["x"] * 2})  # fmt: skip
-    asked = chosen_scorers(["accuracy", "echo"], ())
-    found = score_by(frame, asked, Options(task="sentiment"))
+    asked = expand_scorers(["accuracy", "echo"], ())
+    found = score_samples(frame, asked, ScorerOptions(task="sentiment"))
     assert list(found["metric"]) == ["accuracy"] * 2 + ["accuracy (linear)"] * 2 + ["echo"] * 2
     assert found["scorer"].str.startswith(("accuracy (adapter", "accuracy (linear", "echo (")).all()
     (cell,) = cell_table(found)[lambda t: t["metric"] == "accuracy (linear)"].to_dict("records")

@@ -19,8 +19,8 @@ from lapa2_interp.scoring.human import (
     HUMAN_RUBRIC,
     HUMAN_TASK,
     METRICS,
-    _rows,
-    agreement,
+    _csv_rows,
+    annotator_agreement,
     human_table,
     krippendorff_alpha,
     make_sheets,
@@ -218,7 +218,7 @@ def nasty_samples():
 def test_formulas_are_harmless_and_come_back(tmp_path):
     key = make_sheets(nasty_samples(), tmp_path, n=len(NASTY))
     assert "'=1+1" in read_csv(tmp_path / "key.csv")[0], "names of columns are cells, too"
-    assert "=1+1" in next(_rows(tmp_path / "key.csv", ()))[1]
+    assert "=1+1" in next(_csv_rows(tmp_path / "key.csv", ()))[1]
     for name in ("sheet.csv", "key.csv"):
         cells = [cell for row in read_csv(tmp_path / name) for cell in row.values()]
         assert not [cell for cell in cells if re.match(r"\s*[=+\-@]|[\t\r\n]", cell)]
@@ -523,7 +523,7 @@ def test_alpha_is_the_brute_force_one():
 
 def test_agreement_per_metric():
     answers = answered(KRIPPENDORFF)
-    found = agreement(answers).set_index("metric")
+    found = annotator_agreement(answers).set_index("metric")
     assert list(found.index) == list(METRICS)
     row = found.loc["fluency"]
     assert row["alpha"] == pytest.approx(0.815, abs=5e-4)
@@ -540,19 +540,19 @@ def test_agreement_per_metric():
     changed = answers["rating"].where(
         (answers["metric"] != "fluency") | (answers["annotator"] != "name0"), 5
     )
-    other = agreement(answers.assign(rating=changed)).set_index("metric")
+    other = annotator_agreement(answers.assign(rating=changed)).set_index("metric")
     assert other.loc["fluency", "alpha"] < 0.5
     assert other.loc["relevance"].equals(found.loc["relevance"])
 
 
 def test_perfect_agreement_and_none():
-    perfect = agreement(answered(np.tile([[1.0], [2], [3], [4]] * 2, 3))).iloc[0]
+    perfect = annotator_agreement(answered(np.tile([[1.0], [2], [3], [4]] * 2, 3))).iloc[0]
     assert perfect[["alpha", "low", "high", "exact"]].tolist() == [1, 1, 1, 1]
-    few = agreement(answered(np.tile([[1.0], [2], [3], [4]], 3))).iloc[0]
+    few = annotator_agreement(answered(np.tile([[1.0], [2], [3], [4]], 3))).iloc[0]
     assert few[["alpha", "exact"]].tolist() == [1, 1]
     assert few[["low", "high"]].isna().all(), "fewer than 8 texts cannot be resampled"
     rng = np.random.default_rng(5)
-    chance = agreement(answered(rng.integers(1, 6, (200, 3)))).iloc[0]
+    chance = annotator_agreement(answered(rng.integers(1, 6, (200, 3)))).iloc[0]
     assert chance["low"] < 0 < chance["high"]
     assert chance["high"] - chance["low"] < 0.3
     assert chance["exact"] == pytest.approx(
@@ -564,12 +564,12 @@ def test_fewer_texts_tell_less():
     rng = np.random.default_rng(6)
     level = rng.integers(1, 6, 200)
     ratings = np.clip(level[:, None] + rng.integers(-1, 2, (200, 3)), 1, 5)
-    few, many = (agreement(answered(ratings[:n])).iloc[0] for n in (20, 200))
+    few, many = (annotator_agreement(answered(ratings[:n])).iloc[0] for n in (20, 200))
     assert few["high"] - few["low"] > 2 * (many["high"] - many["low"])
 
 
 def test_one_annotator_has_nothing_to_agree_with():
-    found = agreement(answered([[1], [2], [3]])).iloc[0]
+    found = annotator_agreement(answered([[1], [2], [3]])).iloc[0]
     assert np.isnan(found[["alpha", "low", "high", "exact"]].to_numpy(dtype=float)).all()
     assert found[["n", "texts", "annotators"]].tolist() == [0, 0, 0]
 

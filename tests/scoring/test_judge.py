@@ -16,12 +16,20 @@ from typing import Any
 import pytest
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.scoring.judge import LIMITS, Judge, parse
-from lapa2_interp.scoring.named import Options, make_scorer
-from lapa2_interp.scoring.scorer import Cache, Item, ScoringStoppedError, Skipped, run_scorer
+from lapa2_interp.scoring.judge import TOKEN_LIMIT_NAMES, Judge, parse_ratings
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
+from lapa2_interp.scoring.scorer import (
+    ScoreCache,
+    ScoringStoppedError,
+    SkippedText,
+    TextItem,
+    run_scorer,
+)
 
 KEY = "sk-local-0123456789abcdef"
-MALFORMED, REFUSED = (Skipped(reason, final=False) for reason in ("malformed answer", "refused"))
+MALFORMED, REFUSED = (
+    SkippedText(reason, final=False) for reason in ("malformed answer", "refused")
+)
 GOOD = '{"relevance": 5, "fluency": 4, "topicality": 3}'
 
 
@@ -116,8 +124,10 @@ def rating(*numbers: Any) -> str:
     return json.dumps(dict(zip(("relevance", "fluency", "topicality"), numbers, strict=True)))
 
 
-def item(text: str = "It was good.", prompt: str = "The lake", attribute: str = "positive") -> Item:
-    return Item(text, prompt, attribute)
+def item(
+    text: str = "It was good.", prompt: str = "The lake", attribute: str = "positive"
+) -> TextItem:
+    return TextItem(text, prompt, attribute)
 
 
 @pytest.fixture
@@ -211,7 +221,7 @@ def test_the_request_names_the_model_temperature_zero_and_a_strict_schema_of_thr
     "fence", ["{}", " {}\n", "```json\n{}\n```", "```\n{}```", "```json {} ```"]
 )
 def test_three_integers_are_read_with_or_without_a_code_fence(fence):
-    assert parse(fence.replace("{}", GOOD)) == (5.0, 4.0, 3.0)
+    assert parse_ratings(fence.replace("{}", GOOD)) == (5.0, 4.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +254,7 @@ def test_three_integers_are_read_with_or_without_a_code_fence(fence):
     ],
 )
 def test_anything_else_is_no_rating(answer):
-    assert parse(answer) is None
+    assert parse_ratings(answer) is None
 
 
 def test_a_malformed_answer_is_asked_for_once_more(server, make):
@@ -297,14 +307,18 @@ def test_items_without_a_prompt_an_attribute_or_a_text_need_no_key_and_no_reques
 ):
     monkeypatch.delenv("OPENAI_API_KEY")
     found = make().score([item(prompt=""), item(attribute=" "), item(text="\n")])
-    assert found == [Skipped("no prompt"), Skipped("no attribute"), Skipped("empty text")]
+    assert found == [
+        SkippedText("no prompt"),
+        SkippedText("no attribute"),
+        SkippedText("empty text"),
+    ]
     assert server.bodies == []
 
 
 def test_an_item_that_lacks_something_stands_between_rated_ones(server, make):
     server.reply = lambda text: Reply(rating(len(text), 1, 1))
     found = make().score([item("a"), item("b", prompt=""), item("cc")])
-    assert found == [(1.0, 1.0, 1.0), Skipped("no prompt"), (2.0, 1.0, 1.0)]
+    assert found == [(1.0, 1.0, 1.0), SkippedText("no prompt"), (2.0, 1.0, 1.0)]
     assert sorted(server.texts) == ["a", "cc"]
 
 
@@ -420,7 +434,7 @@ def test_a_server_that_knows_the_older_name_of_the_limit_alone_is_asked_by_it(se
     server.replies = [Reply("unknown field max_completion_tokens", status=400)] * 3 + [Reply()]
     judge = make(concurrency=1, input_price=1.0, output_price=1.0, max_cost=1.0)
     assert judge.score([item("a"), item("b")]) == [(5.0, 4.0, 3.0)] * 2
-    named = [[name for name in LIMITS if name in body] for body in server.bodies]
+    named = [[name for name in TOKEN_LIMIT_NAMES if name in body] for body in server.bodies]
     assert named == [["max_completion_tokens"]] * 3 + [["max_tokens"]] * 2
     assert {body[name] for body, (name,) in zip(server.bodies, named, strict=True)} == {500}
 
@@ -436,7 +450,7 @@ def test_a_text_that_is_too_long_ends_no_run_and_is_not_asked_again(server, make
     replies = {"long": Reply(status=400, body={"error": error}), "short": Reply()}
     server.reply = replies.__getitem__
     for asked in (2, 2):
-        table = run_scorer(make(concurrency=1), [item("long"), item("short")], Cache(tmp_path))
+        table = run_scorer(make(concurrency=1), [item("long"), item("short")], ScoreCache(tmp_path))
         assert table["skipped"].tolist() == ["text too long for the judge", ""]
         assert len(server.bodies) == asked
 
@@ -484,7 +498,7 @@ def test_the_key_is_sent_and_is_in_no_file_log_error_or_repr(
     judge = make(attempts=1, timeout=0.1 if reply.silent else 10.0)
     said = []
     try:
-        run_scorer(judge, [item()], Cache(tmp_path))
+        run_scorer(judge, [item()], ScoreCache(tmp_path))
     except ScoringError as error:
         caught: BaseException | None = error
         while caught is not None:
@@ -579,7 +593,7 @@ def test_what_was_answered_beside_a_failure_is_given_before_the_error(server, ma
     server.reply = reply
     judge, found = make(concurrency=3), {}
     with pytest.raises(ScoringError, match="OPENAI_API_KEY"):
-        for piece in judge.scored([item(text) for text in "abc"]):
+        for piece in judge.scores_in_pieces([item(text) for text in "abc"]):
             found.update(piece)
     assert found == {0: (5.0, 4.0, 3.0), 2: (5.0, 4.0, 3.0)}
     assert sorted(server.texts) == ["a", "b", "c"]
@@ -590,7 +604,7 @@ def test_what_was_answered_beside_a_failure_is_given_before_the_error(server, ma
 def test_a_failure_in_the_last_batch_ends_the_run(server, make, tmp_path):
     server.reply = lambda text: Reply("no", status=401) if text == "b" else Reply()
     with pytest.raises(ScoringStoppedError, match="stopped after . of 2 texts.*OPENAI_API_KEY"):
-        run_scorer(make(concurrency=4), [item("a"), item("b")], Cache(tmp_path))
+        run_scorer(make(concurrency=4), [item("a"), item("b")], ScoreCache(tmp_path))
 
 
 def test_a_redirect_is_not_followed_and_a_truncated_or_endless_answer_is_malformed(server, make):
@@ -625,7 +639,7 @@ def test_the_cost_never_passes_its_limit_and_uses_it_up(server, make):
         ScoringError,
         match=r"next request may cost \$0\.0084, and \$0\.00\d\d is left .* max_cost=0\.0084 or more",
     ):
-        for piece in judge.scored([item(str(number)) for number in range(40)]):
+        for piece in judge.scores_in_pieces([item(str(number)) for number in range(40)]):
             found.update(piece)
     # what a request costs is 0.0007; the last one is refused when less than its bound is left
     assert len(found) == judge.requests == len(server.bodies)
@@ -684,10 +698,10 @@ def test_a_stopped_run_keeps_what_was_answered_and_the_next_one_asks_only_for_th
 
     server.reply = reply
     with pytest.raises(ScoringStoppedError, match="OPENAI_API_KEY"):
-        run_scorer(make(concurrency=2), items, Cache(tmp_path))
+        run_scorer(make(concurrency=2), items, ScoreCache(tmp_path))
     server.bodies.clear()
     server.reply = lambda text: Reply(rating(len(text), 1, 1))
-    table = run_scorer(make(concurrency=2), items, Cache(tmp_path))
+    table = run_scorer(make(concurrency=2), items, ScoreCache(tmp_path))
     assert sorted(server.texts) == ["dddd", "eeeee"]
     assert table["relevance"].tolist() == [1, 2, 3, 4, 5]
 
@@ -699,10 +713,10 @@ def test_a_killed_run_keeps_what_was_answered(server, make, tmp_path):
     items = [item(text) for text in ("a", "bb", "ccc")]
     server.replies = [Reply(), Reply(status=500)]
     with pytest.raises(KeyboardInterrupt):
-        run_scorer(make(concurrency=1, sleep=killed), items, Cache(tmp_path))
+        run_scorer(make(concurrency=1, sleep=killed), items, ScoreCache(tmp_path))
     server.replies = [Reply()]
     server.bodies.clear()
-    run_scorer(make(), items, Cache(tmp_path))
+    run_scorer(make(), items, ScoreCache(tmp_path))
     assert sorted(server.texts) == ["bb", "ccc"]
 
 
@@ -716,10 +730,10 @@ def test_what_is_in_the_cache_is_not_asked_for_and_needs_no_key(
         item("a"),
         item("b", prompt=""),
     ]
-    first = run_scorer(make(), items, Cache(tmp_path))
+    first = run_scorer(make(), items, ScoreCache(tmp_path))
     assert len(server.bodies) == 3
     monkeypatch.delenv("OPENAI_API_KEY")
-    second = run_scorer(make(), items, Cache(tmp_path))
+    second = run_scorer(make(), items, ScoreCache(tmp_path))
     assert len(server.bodies) == 3
     assert second.equals(first)
     assert first.columns.tolist() == ["relevance", "fluency", "topicality", "skipped"]
@@ -730,10 +744,10 @@ def test_what_is_in_the_cache_is_not_asked_for_and_needs_no_key(
 def test_texts_without_a_number_are_asked_for_again_by_the_next_run(server, make, tmp_path):
     server.replies = [Reply(None, refusal="no"), Reply("?"), Reply("?"), Reply()]
     items = [item("a"), item("bb")]
-    first = run_scorer(make(concurrency=1), items, Cache(tmp_path))
+    first = run_scorer(make(concurrency=1), items, ScoreCache(tmp_path))
     assert first["skipped"].tolist() == ["refused", "malformed answer"]
     assert first["fluency"].isna().all()
-    second = run_scorer(make(concurrency=1), items, Cache(tmp_path))
+    second = run_scorer(make(concurrency=1), items, ScoreCache(tmp_path))
     assert second["fluency"].tolist() == [4, 4]
 
 
@@ -766,7 +780,7 @@ def test_the_version_holds_model_server_prompt_and_temperature(make, monkeypatch
         make("gpt-4o", base_url="https://judge.example/v1", temperature=t).version
         for t in (None, 0.5)
     }
-    asked = Options(judge_url="https://judge.example/v1", judge_temperature=None)
+    asked = ScorerOptions(judge_url="https://judge.example/v1", judge_temperature=None)
     assert make_scorer("judge", "gpt-4o", asked).version in versions
     monkeypatch.setattr("lapa2_interp.scoring.judge.PROMPT", "Rate {text}.")
     versions |= {make("gpt-4o", base_url="https://judge.example/v1").version}

@@ -9,27 +9,27 @@ import pytest
 from lapa2_interp._util.errors import DataError, ScoringError
 from lapa2_interp.scoring.linear import (
     COLUMNS,
-    LINEAR,
-    Linear,
+    LINEAR_ENDING,
+    LinearClassifier,
     LinearScorer,
     LinearToxicity,
     damped_counts,
-    features,
+    inverse_document_frequency,
     load_linear,
-    rarity_of,
     save_linear,
     train_linear,
+    weighted_counts,
 )
-from lapa2_interp.scoring.scorer import Item, run_scorer
-from lapa2_interp.scoring.trained import WEIGHTS, tasks_in
+from lapa2_interp.scoring.scorer import TextItem, run_scorer
+from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, tasks_in
 from lapa2_interp.scoring.training import (
-    Graded,
+    GradedTexts,
     make_scorer_files,
-    pieces_of,
     read_graded,
-    train_scorer,
+    text_and_ends,
+    train_linear_scorer,
 )
-from lapa2_interp.tasks.corpora import apart, read_corpus
+from lapa2_interp.tasks.corpora import read_corpus, without_texts_of
 
 GOOD, BAD = (
     ("fine warm film", "a kind story", "warm and kind", "fine"),
@@ -48,7 +48,7 @@ def toy(labels=("positive", "negative")):
 
 
 def test_features_weigh_short_and_long_texts_alike():
-    found = features(
+    found = weighted_counts(
         damped_counts(["warm", "warm and kind " * 100, ""]), np.ones(2 * COLUMNS, np.float32)
     )
     assert found.shape == (3, 2 * COLUMNS)
@@ -61,11 +61,11 @@ def test_rare_words_weigh_more():
     """Against the smoothed inverse document frequency, counted by hand: 3 texts, "the" in all,
     "warm" in one."""
     parts = damped_counts(["the warm", "the cold", "the end"])
-    rarity = rarity_of(parts)
+    rarity = inverse_document_frequency(parts)
     columns = {word: damped_counts([word])[0].indices[0] for word in ("the", "warm")}
     assert rarity[columns["the"]] == pytest.approx(1.0, abs=1e-3)
     assert rarity[columns["warm"]] == pytest.approx(np.log(4 / 2) + 1, abs=1e-3)
-    row = features(parts, rarity)[0, :COLUMNS].toarray()[0]
+    row = weighted_counts(parts, rarity)[0, :COLUMNS].toarray()[0]
     assert row[columns["warm"]] / row[columns["the"]] == pytest.approx(np.log(2) + 1, abs=1e-3)
 
 
@@ -82,13 +82,15 @@ def test_probabilities_are_the_logistic_regressions_own(n):
     linear = train_linear(texts, np.eye(n)[truth], labels, c=10.0)
     counts = damped_counts(texts)
     reference = LogisticRegression(C=10.0, max_iter=400, tol=1e-6).fit(
-        features(counts, rarity_of(counts)), truth
+        weighted_counts(counts, inverse_document_frequency(counts)), truth
     )
     new = ["a warm day", "grim", "z z"]
     assert (
         np.abs(
             linear.probabilities(new)
-            - reference.predict_proba(features(damped_counts(new), rarity_of(counts)))
+            - reference.predict_proba(
+                weighted_counts(damped_counts(new), inverse_document_frequency(counts))
+            )
         ).max()
         < 2e-3
     )
@@ -128,7 +130,7 @@ def test_a_saved_classifier_reads_back(tmp_path):
     )
     scorer = LinearScorer("sentiment", tmp_path)
     assert scorer.version == f"linear sentiment {card.sha256[:12]}"
-    table = run_scorer(scorer, [Item("fine"), Item("  "), Item("grim")])
+    table = run_scorer(scorer, [TextItem("fine"), TextItem("  "), TextItem("grim")])
     assert table["positive"][0] > 0.5 > table["positive"][2]
     assert table["skipped"].tolist() == ["", "empty text", ""]
 
@@ -137,7 +139,9 @@ def test_toxicity_is_the_toxic_labels_probability(tmp_path):
     save_linear(
         toy(("nontoxic", "toxic")), tmp_path, "detox", data=(), examples=8, c=1.0, held_out=()
     )
-    found = run_scorer(LinearToxicity(tmp_path), [Item("warm and kind"), Item("grim")])["toxicity"]
+    found = run_scorer(LinearToxicity(tmp_path), [TextItem("warm and kind"), TextItem("grim")])[
+        "toxicity"
+    ]
     assert found[0] < 0.5 < found[1]
 
 
@@ -174,7 +178,7 @@ def test_training_from_files(tmp_path):
     assert len(train.texts) + len(test.texts) == 80
     assert not set(train.texts) & set(test.texts)
     corpus = read_corpus(str(file), ["nontoxic", "toxic"])
-    card = train_scorer(
+    card = train_linear_scorer(
         "detox",
         ("nontoxic", "toxic"),
         [(corpus, 2.0)],
@@ -194,8 +198,8 @@ def test_training_from_files(tmp_path):
     assert found.n == len(test.texts)
     assert card.examples == 8 + len(train.texts)
     words = " ".join(f"w{i}" for i in range(100))
-    assert [len(piece.split()) for piece in pieces_of(words)] == [100, 40, 40]
-    assert pieces_of("short text") == ["short text"]
+    assert [len(piece.split()) for piece in text_and_ends(words)] == [100, 40, 40]
+    assert text_and_ends("short text") == ["short text"]
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(DataError, match="is not a file of RealToxicityPrompts"):
         read_graded(tmp_path / "bad.jsonl", test=False)
@@ -221,12 +225,12 @@ def test_graded_scores_count_for_toxic_wherever_it_stands(labels, tmp_path):
     rows = [
         (f"{word} {i}", score) for i in range(30) for word, score in (("grim", 0.9), ("fine", 0.1))
     ]
-    graded = Graded(*map(tuple, zip(*rows, strict=True)), "rtp")
-    card = train_scorer(
+    graded = GradedTexts(*map(tuple, zip(*rows, strict=True)), "rtp")
+    card = train_linear_scorer(
         "mine", labels, [], [], tmp_path, graded=[(graded, 1.0)], graded_tests=[graded]
     )
     (grim,), (fine,) = (
-        run_scorer(LinearScorer("mine", tmp_path), [Item(text)])["toxic"] for text in ("grim 7", "fine 7")
+        run_scorer(LinearScorer("mine", tmp_path), [TextItem(text)])["toxic"] for text in ("grim 7", "fine 7")
     )  # fmt: skip
     assert grim > 0.7
     assert fine < 0.3
@@ -265,12 +269,14 @@ def test_held_out_texts_are_not_those_that_are_trained_on(tmp_path):
     card = make_scorer_files("mine", ["warm", "cold"], [data], [test], [], 1.0, tmp_path / "out")
     assert reached(card, "test.csv", "accuracy").n == 3
     corpora = [read_corpus(each, ["warm", "cold"]) for each in (data, test)]
-    assert "left out: 1 that another part has" in apart(corpora[:1], corpora[1:])[0].summary
+    assert (
+        "left out: 1 that another part has" in without_texts_of(corpora[:1], corpora[1:])[0].summary
+    )
 
 
 def test_linear_probabilities_sum_to_one():
     rng = np.random.default_rng(0)
-    linear = Linear(
+    linear = LinearClassifier(
         ("a", "b", "c"),
         rng.normal(size=(2 * COLUMNS, 3)).astype(np.float32),
         np.zeros(3, np.float32),
@@ -285,7 +291,7 @@ def test_linear_probabilities_sum_to_one():
 
 
 def test_shipped_scorers_state_what_they_reach():
-    found = {task: load_linear(task)[1] for task in tasks_in(WEIGHTS, LINEAR)}
+    found = {task: load_linear(task)[1] for task in tasks_in(SHIPPED_WEIGHTS, LINEAR_ENDING)}
     assert set(found) == {"sentiment", "topic", "detox"}
     for task, file, measure, least in (
         ("sentiment", "imdb_test.jsonl.xz", "accuracy", 0.90),
@@ -298,7 +304,7 @@ def test_shipped_scorers_state_what_they_reach():
         assert held.low <= held.value <= held.high
         assert held.value >= least, (task, measure)
         assert {"1-15", "16-39"} <= {each.length for each in found[task].held_out}
-    assert sum(file.stat().st_size for file in WEIGHTS.glob(f"*{LINEAR}")) < 8e6
+    assert sum(file.stat().st_size for file in SHIPPED_WEIGHTS.glob(f"*{LINEAR_ENDING}")) < 8e6
 
 
 @pytest.mark.parametrize(
@@ -333,7 +339,7 @@ def test_short_and_long_texts_are_both_read():
         "The story takes place in a small town by the river where two brothers run a shop. " * 25
     )
     texts = [*short, *(f"{text} {filler} {text}" for text in short)]
-    assert (run_scorer(scorer, [Item(text) for text in texts])["positive"] > 0.5).tolist() == [
+    assert (run_scorer(scorer, [TextItem(text) for text in texts])["positive"] > 0.5).tolist() == [
         True,
         False,
         True,

@@ -15,12 +15,18 @@ from itertools import pairwise
 import pytest
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.scoring.perspective import ENDS, KEY_VARIABLE, MAX_BYTES, Perspective
-from lapa2_interp.scoring.scorer import Cache, Item, ScoringStoppedError, Skipped, run_scorer
+from lapa2_interp.scoring.perspective import KEY_VARIABLE, LAST_DAY, MAX_BYTES, Perspective
+from lapa2_interp.scoring.scorer import (
+    ScoreCache,
+    ScoringStoppedError,
+    SkippedText,
+    TextItem,
+    run_scorer,
+)
 
 KEY = "AIzaSyTest-key_that_must_stay_secret"
 BEFORE = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
-LAST_DAY = datetime(2026, 12, 31, 23, 59, tzinfo=UTC).timestamp()
+ON_LAST_DAY = datetime(2026, 12, 31, 23, 59, tzinfo=UTC).timestamp()
 AFTER = datetime(2027, 1, 1, 0, 1, tzinfo=UTC).timestamp()
 SILENCE = "silence"  # the server takes the request and never answers
 HANG_UP = "hang up"  # the server closes the connection
@@ -163,7 +169,7 @@ def scorer(api):
 
 
 def one(scorer, text):
-    (score,) = scorer.score([Item(text)])
+    (score,) = scorer.score([TextItem(text)])
     return score
 
 
@@ -184,11 +190,15 @@ def test_scores_are_the_summary_scores_in_order(api, scorer):
     api.queue("a", found(0.25))
     api.queue("b", found(1))
     api.queue("c", found(0))
-    assert scorer().score([Item("a"), Item("b"), Item("c")]) == [(0.25,), (1.0,), (0.0,)]
+    assert scorer().score([TextItem("a"), TextItem("b"), TextItem("c")]) == [
+        (0.25,),
+        (1.0,),
+        (0.0,),
+    ]
 
 
 def test_a_request_is_what_the_api_documents_and_sends_the_text_alone(api, scorer):
-    scorer().score([Item("Ein Text – 文", prompt="the prompt", attribute="toxic")])
+    scorer().score([TextItem("Ein Text – 文", prompt="the prompt", attribute="toxic")])
     (request,) = api.requests
     assert request["path"] == "/v1alpha1/comments:analyze"
     assert request["body"] == {
@@ -204,7 +214,7 @@ def test_another_server_is_another_version(scorer, api):
     google, local = Perspective(), scorer()
     assert google.version == "perspective TOXICITY v1alpha1"
     assert local.version == f"perspective TOXICITY v1alpha1 at {api.url.removeprefix('http://')}"
-    assert google.key(Item("a")) != local.key(Item("a"))
+    assert google.key(TextItem("a")) != local.key(TextItem("a"))
     assert "secret" not in Perspective("https://user:secret@proxy.example/perspective").version
 
 
@@ -214,7 +224,7 @@ def test_texts_the_api_cannot_take_are_skipped_without_a_request_or_a_key(
 ):
     monkeypatch.delenv(KEY_VARIABLE)
     reasons = {"": "empty text", " \n\t ": "empty text", "\ud800": "text not valid Unicode"}
-    assert one(scorer(), text) == Skipped(reasons.get(text, "text over 20 KB"), final=True)
+    assert one(scorer(), text) == SkippedText(reasons.get(text, "text over 20 KB"), final=True)
     assert api.requests == []
 
 
@@ -234,7 +244,7 @@ def test_a_text_of_exactly_the_limit_is_sent(api, scorer):
 )
 def test_a_400_that_blames_the_text_is_final(api, scorer, code, reason):
     api.queue("a", refused(400, errorType=code))
-    assert one(scorer(), "a") == Skipped(reason, final=True)
+    assert one(scorer(), "a") == SkippedText(reason, final=True)
     assert len(api.requests) == 1
 
 
@@ -300,9 +310,11 @@ def test_no_server_is_named_as_the_cause(api, scorer):
 
 def test_an_answer_that_stays_malformed_skips_the_text_for_now(api, scorer, tmp_path):
     api.queue("a", (200, b"<html>"), (200, b"<html>"))
-    table = run_scorer(scorer(attempts=2), [Item("a"), Item("bb")], Cache(tmp_path))
+    table = run_scorer(scorer(attempts=2), [TextItem("a"), TextItem("bb")], ScoreCache(tmp_path))
     assert list(table["skipped"]) == ["malformed answer", ""]
-    assert run_scorer(scorer(), [Item("a")], Cache(tmp_path))["toxicity"][0] == score_of("a")
+    assert run_scorer(scorer(), [TextItem("a")], ScoreCache(tmp_path))["toxicity"][0] == score_of(
+        "a"
+    )
 
 
 def test_back_off_doubles_with_jitter(api, scorer):
@@ -413,7 +425,7 @@ def test_the_key_shows_nowhere(api, scorer, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     quick = scorer(attempts=2, timeout=0.5)
     api.queue("bb", refused(400, errorType="COMMENT_EMPTY", message=KEY))
-    run_scorer(quick, [Item("a"), Item("bb")], Cache(tmp_path))
+    run_scorer(quick, [TextItem("a"), TextItem("bb")], ScoreCache(tmp_path))
     consumer = f"Consumer 'api_key:{KEY}' has been suspended."
     echoes = [
         [refused(403, message=consumer, reason=consumer, metadata={"consumer": f"api_key:{KEY}"})],
@@ -423,11 +435,17 @@ def test_the_key_shows_nowhere(api, scorer, tmp_path, caplog):
         [HANG_UP] * 2,
         [(200, KEY.encode())] * 2,
     ]
-    shown = [repr(quick), str(vars(quick)), quick.version, quick.notice, quick.key(Item("a"))]
+    shown = [
+        repr(quick),
+        str(vars(quick)),
+        quick.version,
+        quick.notice,
+        quick.key(TextItem("a")),
+    ]
     for number, answers in enumerate(echoes):
         api.queue(f"c{number}", *answers)
         try:
-            table = run_scorer(quick, [Item(f"c{number}")], Cache(tmp_path))
+            table = run_scorer(quick, [TextItem(f"c{number}")], ScoreCache(tmp_path))
             assert list(table["skipped"]) == ["malformed answer"]
         except ScoringStoppedError as error:
             shown.append(whole(error))
@@ -456,7 +474,7 @@ def test_the_rate_is_kept_over_calls_and_retries(api, scorer):
 
 def test_the_default_rate_is_one_request_per_second(api):
     with Perspective(api.url, clock=api.clock.time, sleep=api.clock.sleep) as scorer:
-        scorer.score([Item("a"), Item("b"), Item("c")])
+        scorer.score([TextItem("a"), TextItem("b"), TextItem("c")])
     assert [request["at"] - BEFORE for request in api.requests] == pytest.approx([0, 1, 2])
 
 
@@ -472,11 +490,11 @@ def test_time_between_requests_counts_and_a_clock_set_back_does_not_stall(api, s
 
 
 def test_what_the_cache_knows_is_not_asked_again(api, scorer, tmp_path):
-    items = [Item("a"), Item(""), Item("ccc"), Item("a")]
+    items = [TextItem("a"), TextItem(""), TextItem("ccc"), TextItem("a")]
     api.queue("ccc", refused(400, errorType="LANGUAGE_NOT_SUPPORTED_BY_ATTRIBUTE"))
-    first = run_scorer(scorer(), items, Cache(tmp_path))
+    first = run_scorer(scorer(), items, ScoreCache(tmp_path))
     assert sorted(api.texts) == ["a", "ccc"]
-    again = run_scorer(scorer(), items, Cache(tmp_path))
+    again = run_scorer(scorer(), items, ScoreCache(tmp_path))
     assert len(api.requests) == 2
     assert again.equals(first)
     assert list(first["skipped"]) == ["", "empty text", "language not supported", ""]
@@ -484,15 +502,15 @@ def test_what_the_cache_knows_is_not_asked_again(api, scorer, tmp_path):
 
 
 def test_a_stopped_run_asks_only_for_the_rest(api, scorer, tmp_path):
-    items = [Item("a" * length) for length in range(1, 6)]
+    items = [TextItem("a" * length) for length in range(1, 6)]
     api.queue("aaa", refused(500), refused(500))
     with pytest.raises(
         ScoringStoppedError,
         match="toxicity stopped after 2 of 5 texts, which are kept: .*status 500",
     ):
-        run_scorer(scorer(attempts=2), items, Cache(tmp_path))
+        run_scorer(scorer(attempts=2), items, ScoreCache(tmp_path))
     api.requests.clear()
-    table = run_scorer(scorer(), items, Cache(tmp_path))
+    table = run_scorer(scorer(), items, ScoreCache(tmp_path))
     assert api.texts == ["aaa", "aaaa", "aaaaa"]
     assert list(table["toxicity"]) == [score_of(item.text) for item in items]
 
@@ -503,22 +521,22 @@ def test_a_killed_run_asks_only_for_the_rest(api, scorer, tmp_path):
             raise KeyboardInterrupt
         api.clock.sleep(seconds)
 
-    items = [Item("a" * length) for length in range(1, 6)]
+    items = [TextItem("a" * length) for length in range(1, 6)]
     with pytest.raises(KeyboardInterrupt):
-        run_scorer(scorer(sleep=killed), items, Cache(tmp_path))
+        run_scorer(scorer(sleep=killed), items, ScoreCache(tmp_path))
     api.requests.clear()
-    table = run_scorer(scorer(), items, Cache(tmp_path))
+    table = run_scorer(scorer(), items, ScoreCache(tmp_path))
     assert api.texts == ["aaa", "aaaa", "aaaaa"]
     assert list(table["toxicity"]) == [score_of(item.text) for item in items]
 
 
-@pytest.mark.parametrize(("now", "ended"), [(BEFORE, False), (LAST_DAY, False), (AFTER, True)])
+@pytest.mark.parametrize(("now", "ended"), [(BEFORE, False), (ON_LAST_DAY, False), (AFTER, True)])
 def test_the_end_of_the_service_is_announced_and_after_it_explains_failures(
     api, scorer, now, ended
 ):
     api.clock.now = now
     quick = scorer(attempts=1)
-    assert str(ENDS) == "2026-12-31"
+    assert str(LAST_DAY) == "2026-12-31"
     assert "2026-12-31" in quick.notice
     assert "\n" not in quick.notice
     assert ("has probably ended" in quick.notice) is ended
@@ -586,5 +604,5 @@ def test_arguments_out_of_range_are_named(settings, words):
 def test_the_real_clock_and_sleep_are_the_defaults(api):
     with Perspective(api.url, rate=20.0) as scorer:
         start = time.monotonic()
-        scorer.score([Item("a"), Item("b")])
+        scorer.score([TextItem("a"), TextItem("b")])
     assert time.monotonic() - start >= 0.045

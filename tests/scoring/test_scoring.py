@@ -18,17 +18,17 @@ from lapa2_interp.runs.texts import at_lengths, in_parts, read_texts
 from lapa2_interp.scoring import transformer
 from lapa2_interp.scoring.distinct import Repetition, distinct, distinct_table, token_lists
 from lapa2_interp.scoring.linear import LinearScorer
-from lapa2_interp.scoring.named import Options, make_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import (
-    Cache,
-    Item,
+    ScoreCache,
     Scorer,
     ScoringStoppedError,
-    Skipped,
+    SkippedText,
+    TextItem,
     run_scorer,
 )
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
-from lapa2_interp.scoring.transformer import Classifier, Perplexity, _beside
+from lapa2_interp.scoring.transformer import Classifier, Perplexity, _other_files_version
 from lapa2_interp.tasks.corpora import read_corpus
 
 
@@ -45,13 +45,13 @@ class Lengths(Scorer):
             raise ScoringError("the server is gone")
         self.asked += [item.text for item in items]
         return [
-            (float(len(item.text.split())),) if item.text else Skipped("empty text")
+            (float(len(item.text.split())),) if item.text else SkippedText("empty text")
             for item in items
         ]
 
 
 BROKEN_GZIP = gzip.compress(b"text\na fine day\n" * 99, mtime=0)[:20] + b"x" * 40
-TEXTS = [Item(text) for text in ("one", "one two", "", "one", "a b c")]
+TEXTS = [TextItem(text) for text in ("one", "one two", "", "one", "a b c")]
 
 
 # --- the runner and its cache
@@ -59,14 +59,14 @@ TEXTS = [Item(text) for text in ("one", "one two", "", "one", "a b c")]
 
 def test_each_distinct_text_is_scored_once_and_never_again(tmp_path):
     first = Lengths()
-    table = run_scorer(first, TEXTS, Cache(tmp_path))
+    table = run_scorer(first, TEXTS, ScoreCache(tmp_path))
     assert table["words"].tolist()[:2] == [1, 2]
     assert math.isnan(table["words"][2])
     assert table["words"].tolist()[3:] == [1, 3]
     assert table["skipped"].tolist() == ["", "", "empty text", "", ""]
     assert sorted(first.asked) == ["", "a b c", "one", "one two"]
     again = Lengths()
-    assert run_scorer(again, TEXTS, Cache(tmp_path)).equals(table)
+    assert run_scorer(again, TEXTS, ScoreCache(tmp_path)).equals(table)
     assert again.asked == []
 
 
@@ -74,23 +74,23 @@ def test_another_version_or_field_is_another_score(tmp_path):
     other, prompted = Lengths(), Lengths()
     other.version = "2"
     prompted.needs = ("prompt",)
-    run_scorer(Lengths(), TEXTS, Cache(tmp_path))
+    run_scorer(Lengths(), TEXTS, ScoreCache(tmp_path))
     for scorer in (other, prompted):
-        run_scorer(scorer, TEXTS, Cache(tmp_path))
+        run_scorer(scorer, TEXTS, ScoreCache(tmp_path))
         assert len(scorer.asked) == 4
-    run_scorer(prompted, [Item("one", prompt="p")], Cache(tmp_path))
+    run_scorer(prompted, [TextItem("one", prompt="p")], ScoreCache(tmp_path))
     assert prompted.asked[4:] == ["one"]
 
 
 def test_what_was_scored_before_a_failure_is_kept_and_said(tmp_path):
-    items = [Item(f"text {i}") for i in range(9)]
+    items = [TextItem(f"text {i}") for i in range(9)]
     with pytest.raises(
         ScoringStoppedError,
         match="length stopped after 4 of 9 texts, which are kept: the server is gone",
     ):
-        run_scorer(Lengths(fail_at=4), items, Cache(tmp_path))
+        run_scorer(Lengths(fail_at=4), items, ScoreCache(tmp_path))
     rest = Lengths()
-    run_scorer(rest, items, Cache(tmp_path))
+    run_scorer(rest, items, ScoreCache(tmp_path))
     assert len(rest.asked) == 5
 
 
@@ -98,12 +98,12 @@ def test_reasons_that_may_pass_are_not_cached(tmp_path):
     class Unsure(Lengths):
         def score(self, items):
             self.asked += [item.text for item in items]
-            return [Skipped("malformed answer", final=False) for _ in items]
+            return [SkippedText("malformed answer", final=False) for _ in items]
 
     for _ in range(2):
         scorer = Unsure()
         assert (
-            run_scorer(scorer, TEXTS[:2], Cache(tmp_path))["skipped"].tolist()
+            run_scorer(scorer, TEXTS[:2], ScoreCache(tmp_path))["skipped"].tolist()
             == ["malformed answer"] * 2
         )
         assert len(scorer.asked) == 2
@@ -114,22 +114,22 @@ def test_caches_that_cannot_be_used(tmp_path):
     with pytest.raises(
         ScoringError, match="cannot use the scores in .*not a database.; move it away, or"
     ):
-        Cache(tmp_path)
+        ScoreCache(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ScoringError, match="cannot keep scores in .*give another cache"):
-        Cache(tmp_path / "file")
+        ScoreCache(tmp_path / "file")
 
 
 def test_a_changed_score_is_asked_for_again(tmp_path, capsys):
     """Also one that another key was given, or that has no hash."""
-    with Cache(tmp_path) as cache:
-        cache.put([("a", (0.5,)), ("b", (0.25,)), ("c", Skipped("empty text")), ("d", (1.0,))])
-        cache._open.execute(
+    with ScoreCache(tmp_path) as cache:
+        cache.put([("a", (0.5,)), ("b", (0.25,)), ("c", SkippedText("empty text")), ("d", (1.0,))])
+        cache._database.execute(
             "UPDATE scores SET value = replace(value, '0.5', '0.1') WHERE key = 'a'"
         )
-        cache._open.execute("UPDATE scores SET key = 'e' WHERE key = 'b'")
-        cache._open.execute("UPDATE scores SET value = '[1.0]' WHERE key = 'd'")
-        assert cache.get("abcde") == {"c": Skipped("empty text")}
+        cache._database.execute("UPDATE scores SET key = 'e' WHERE key = 'b'")
+        cache._database.execute("UPDATE scores SET value = '[1.0]' WHERE key = 'd'")
+        assert cache.get("abcde") == {"c": SkippedText("empty text")}
     assert "3 scores in" in capsys.readouterr().err
 
 
@@ -140,7 +140,9 @@ def test_perplexity_is_transformers_own_loss(tiny):
     """BOS in front, every token scored, batches of unequal lengths."""
     network, tokenizer, _ = load_transformers(tiny, "float64")
     texts = ["a b c d e f g h i j", "k l m n o p q r s t u v w x y z a b c d"]
-    found = run_scorer(Perplexity(tiny, "float64"), [Item(text) for text in texts])["perplexity"]
+    found = run_scorer(Perplexity(tiny, "float64"), [TextItem(text) for text in texts])[
+        "perplexity"
+    ]
     for text, value in zip(texts, found, strict=True):
         ids = torch.tensor(
             [[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]]
@@ -154,7 +156,12 @@ def test_perplexity_is_transformers_own_loss(tiny):
 def test_perplexity_skips_short_and_empty_texts_and_counts_them():
     scorer = Perplexity("tiny-gpt2")
     table = run_scorer(
-        scorer, [Item("only nine words are in this text you see"), Item("  "), Item("x " * 10)]
+        scorer,
+        [
+            TextItem("only nine words are in this text you see"),
+            TextItem("  "),
+            TextItem("x " * 10),
+        ],
     )
     assert table["skipped"].tolist() == ["under 10 words", "empty text", ""]
     assert np.isfinite(table["perplexity"][2])
@@ -165,7 +172,8 @@ def test_a_very_long_text_is_scored_up_to_the_limit():
     assert scorer.max_tokens == 254
     text = " ".join(f"{i:x}" for i in np.random.default_rng(0).integers(0, 255, 20_000))
     long, cut, half = (
-        run_scorer(scorer, [Item(part)])["perplexity"][0] for part in (text, text[:254], text[:127])
+        run_scorer(scorer, [TextItem(part)])["perplexity"][0]
+        for part in (text, text[:254], text[:127])
     )
     assert long == pytest.approx(cut, rel=1e-6)  # a byte is a token
     # What it is by another limit is far outside this, whatever the random weights are.
@@ -177,7 +185,7 @@ def test_a_text_cut_at_several_lengths_is_read_once_for_its_perplexity(monkeypat
     scorer = Perplexity("tiny-llama", "float64", doubled_bos=doubled_bos)
     texts = ["a b c d e f g h i j k l m n o p", "q r s t u v w x y z a b"]
     cut = [text[:length] for text in texts for length in (99, 21, 5, 29)]
-    apart = [run_scorer(scorer, [Item(text)]) for text in cut]
+    apart = [run_scorer(scorer, [TextItem(text)]) for text in cut]
     read, whole = [], transformer.text_nll
 
     def seen(network, rows):
@@ -185,7 +193,7 @@ def test_a_text_cut_at_several_lengths_is_read_once_for_its_perplexity(monkeypat
         return whole(network, rows)
 
     monkeypatch.setattr(transformer, "text_nll", seen)
-    found = run_scorer(scorer, [Item(text) for text in cut])
+    found = run_scorer(scorer, [TextItem(text) for text in cut])
     assert sum(read) == len(texts)
     assert found["skipped"].tolist() == [each["skipped"][0] for each in apart]
     alone = [each["perplexity"][0] for each in apart]
@@ -206,7 +214,9 @@ def test_the_released_oddity_scores_a_second_bos():
     with torch.no_grad():
         expected = network(ids, labels=ids).loss.exp().item()
     scorer = Perplexity("tiny-llama", "float64", doubled_bos=True)
-    assert run_scorer(scorer, [Item(text)])["perplexity"][0] == pytest.approx(expected, rel=2e-6)
+    assert run_scorer(scorer, [TextItem(text)])["perplexity"][0] == pytest.approx(
+        expected, rel=2e-6
+    )
 
 
 # --- distinct-n
@@ -227,12 +237,12 @@ def test_repetition_by_hand():
     """Four words make one 4-gram; "a b c d" comes back once among seven of them."""
     scorer = Repetition()
     texts = ["a b c d", "a b c d, x a b c d", "a a a a a a", "a b c", ""]
-    assert scorer.score([Item(text) for text in texts]) == [
-        (0.0,), (pytest.approx(1 / 7),), (pytest.approx(2 / 3),), Skipped("under 4 words"),
-        Skipped("under 4 words"),
+    assert scorer.score([TextItem(text) for text in texts]) == [
+        (0.0,), (pytest.approx(1 / 7),), (pytest.approx(2 / 3),), SkippedText("under 4 words"),
+        SkippedText("under 4 words"),
     ]  # fmt: skip
     frame = pd.DataFrame({"text": texts, "prompt": list("pqrst"), "attribute": "x", "arm": "y"})
-    cells = cell_table(score_table(frame, make_scorer("repetition", "", Options())))
+    cells = cell_table(score_table(frame, make_scorer("repetition", "", ScorerOptions())))
     assert cells[["n", "skipped"]].to_numpy().tolist() == [[3, 2]]
     assert cells["mean"].item() == pytest.approx((1 / 7 + 2 / 3) / 3)
 
@@ -323,7 +333,7 @@ def test_a_classifiers_probabilities_are_its_own(classifier):
     texts = ["a fine day", "x" * 900, "b"]
     found = run_scorer(
         Classifier(classifier, {"LABEL_0": "negative", "LABEL_1": "positive"}),
-        [Item(text) for text in texts],
+        [TextItem(text) for text in texts],
     )
     assert list(found.columns) == ["negative", "positive", "skipped"]
     for text, row in zip(texts, found.to_numpy()[:, :2], strict=True):
@@ -333,7 +343,7 @@ def test_a_classifiers_probabilities_are_its_own(classifier):
             ).logits.softmax(1)[0]
         assert row.astype(float) == pytest.approx(expected.tolist(), abs=1e-5)
     toxic = run_scorer(
-        Classifier(classifier, column="label_1", name="toxicity"), [Item("a fine day")]
+        Classifier(classifier, column="label_1", name="toxicity"), [TextItem("a fine day")]
     )
     assert toxic["toxicity"][0] == pytest.approx(found["positive"][0])
 
@@ -355,38 +365,40 @@ def test_a_folder_whose_tokenizer_or_configuration_changed_has_another_version(
     classifier, name, tmp_path
 ):
     file = Path(classifier) / name
-    before = [Classifier(classifier).version, _beside(classifier)]
+    before = [Classifier(classifier).version, _other_files_version(classifier)]
     assert before[0].endswith(before[1])
     file.write_text(file.read_text() + "\n")
     assert Classifier(classifier).version != before[0]
-    assert _beside("smollm2-135m") == _beside("owner/model") == "", "keys of names stay"
+    assert _other_files_version("smollm2-135m") == _other_files_version("owner/model") == "", (
+        "keys of names stay"
+    )
     network, tokenizer, _ = load_transformers("tiny-gpt2")
     network.save_pretrained(tmp_path / "causal")
     tokenizer.save_pretrained(tmp_path / "causal")
     folder = str(tmp_path / "causal")
-    assert _beside(folder) in Perplexity(folder).version
+    assert _other_files_version(folder) in Perplexity(folder).version
 
 
 def test_a_text_that_is_no_unicode_is_left_out(classifier):
-    broken = Item("half a pair \ud800 in a text of more than ten words in all")
+    broken = TextItem("half a pair \ud800 in a text of more than ten words in all")
     for scorer in (Perplexity("tiny-gpt2"), Classifier(classifier), LinearScorer("sentiment")):
-        found = scorer.score([broken, Item("a fine day " * 6), Item(" ")])
-        assert found[0] == Skipped("text not valid Unicode")
+        found = scorer.score([broken, TextItem("a fine day " * 6), TextItem(" ")])
+        assert found[0] == SkippedText("text not valid Unicode")
         assert isinstance(found[1], tuple)
-        assert found[2] == Skipped("empty text")
+        assert found[2] == SkippedText("empty text")
 
 
 def test_no_number_is_no_probability_of_zero(monkeypatch):
     """It may come of float16, so another precision is asked again."""
     scorer = Perplexity("tiny-gpt2")
     for value, expected in (
-        (math.nan, Skipped("no number", final=False)),
-        (math.inf, Skipped("probability 0")),
+        (math.nan, SkippedText("no number", final=False)),
+        (math.inf, SkippedText("probability 0")),
     ):
         monkeypatch.setattr(
             transformer, "text_nll", lambda _, rows, value=value: torch.full(rows.ids.shape, value)
         )
-        assert scorer.score([Item("a fine day " * 6)]) == [expected]
+        assert scorer.score([TextItem("a fine day " * 6)]) == [expected]
 
 
 def several(classifier):
@@ -402,8 +414,8 @@ def several(classifier):
 
 
 def test_the_scores_of_two_labels_are_kept_apart(classifier):
-    model, items = several(classifier), [Item("a fine day")]
-    with Cache(None) as cache:
+    model, items = several(classifier), [TextItem("a fine day")]
+    with ScoreCache(None) as cache:
         found = [
             run_scorer(Classifier(model, column=label, name="toxicity"), items, cache)["toxicity"][
                 0
@@ -422,7 +434,7 @@ def test_labels_of_one_name_count_together(classifier):
     LlamaForSequenceClassification.from_pretrained(
         classifier, num_labels=3, ignore_mismatched_sizes=True, id2label=stars
     ).save_pretrained(classifier)
-    items = [Item("a fine day"), Item("b")]
+    items = [TextItem("a fine day"), TextItem("b")]
     names = {"1 star": "negative", "2 stars": "negative", "5 stars": "positive"}
     parts, found = (
         run_scorer(Classifier(classifier), items),
@@ -447,9 +459,9 @@ def test_blank_texts_are_not_given_to_a_classifier(classifier):
     """A tokenizer without special tokens makes nothing of them."""
     scorer = Classifier(classifier)
     scorer.tokenizer = load_transformers("tiny-gpt2")[1]
-    found = run_scorer(scorer, [Item(""), Item("a"), Item(" ")])
+    found = run_scorer(scorer, [TextItem(""), TextItem("a"), TextItem(" ")])
     assert found["skipped"].isin(["empty text"]).tolist() == [True, False, True]
-    assert scorer.score([Item("")]) == [Skipped("empty text")]
+    assert scorer.score([TextItem("")]) == [SkippedText("empty text")]
 
 
 def test_classifiers_that_do_not_fit(classifier, tmp_path):

@@ -9,13 +9,13 @@ from lapa2_interp._util.errors import TaskError
 from lapa2_interp.generation.banned_words import BannedWords
 from lapa2_interp.models import load_tokenizer
 from lapa2_interp.runs.texts import in_parts
-from lapa2_interp.scoring.agreement import LENGTHS
+from lapa2_interp.scoring.agreement import LENGTH_CLASSES
 from lapa2_interp.scoring.distinct import Repetition, distinct, token_lists
 from lapa2_interp.scoring.echo import MASK, Echo, Masked
-from lapa2_interp.scoring.scorer import Item, Scorer, Skipped, run_scorer
-from lapa2_interp.scoring.training import LONG, WINDOW, pieces_of
+from lapa2_interp.scoring.scorer import Scorer, SkippedText, TextItem, run_scorer
+from lapa2_interp.scoring.training import END_WORDS, LONG, text_and_ends
 from lapa2_interp.scoring.transformer import Perplexity, _n_words
-from lapa2_interp.tasks.segmentation import counted, spans, words
+from lapa2_interp.tasks.segmentation import word_spans, words, words_and_signs
 from lapa2_interp.tasks.word_lists import derive_words
 
 CHINESE = "我们今天去公园玩。"
@@ -61,15 +61,15 @@ SPELLED = {
 
 @pytest.mark.parametrize(("text", "expected"), SPELLED.values(), ids=SPELLED)
 def test_words_have_their_marks_and_scripts_without_spaces_count_graphemes(text, expected):
-    assert counted(text) == expected
+    assert words_and_signs(text) == expected
 
 
 @given(st.text(st.characters(max_codepoint=0x2FF, exclude_characters="\xad")))
 def test_words_of_latin_are_as_in_python(text):
     import re
 
-    assert counted(text) == re.findall(r"\w+|[^\w\s]", text)
-    assert [text[a:b] for a, b in spans(text)] == text.split()
+    assert words_and_signs(text) == re.findall(r"\w+|[^\w\s]", text)
+    assert [text[a:b] for a, b in word_spans(text)] == text.split()
     assert _n_words(text) == len(text.split(" "))
 
 
@@ -79,15 +79,18 @@ def test_distinct_and_repetition_of_chinese():
     # 16 graphemes of 9 kinds; 7 pairs and 3 of the second's own; 6 triples and 3 of its own.
     assert [distinct(lists, n) for n in (1, 2, 3)] == [9 / 16, 9 / 16, 9 / 16]
     texts = ["我们走了", "走了走了走了", "我们"]
-    assert Repetition().score([Item(text) for text in texts]) == [
-        (0.0,), (pytest.approx(1 / 3),), Skipped("under 4 words"),
+    assert Repetition().score([TextItem(text) for text in texts]) == [
+        (0.0,), (pytest.approx(1 / 3),), SkippedText("under 4 words"),
     ]  # fmt: skip
     assert "graphemes" in Repetition.version
 
 
 def test_a_chinese_text_has_a_perplexity():
     scorer = Perplexity("tiny-llama", min_words=8)
-    found = run_scorer(scorer, [Item("我们今天去公园玩。"), Item("我们。"), Item("a b c d e f g")])
+    found = run_scorer(
+        scorer,
+        [TextItem("我们今天去公园玩。"), TextItem("我们。"), TextItem("a b c d e f g")],
+    )
     assert found["skipped"].tolist() == ["", "under 8 words", "under 8 words"]
     assert "8+ words or graphemes" in scorer.version
     assert [
@@ -99,10 +102,10 @@ def test_long_texts_without_spaces_are_cut():
     import pandas as pd
 
     text = "天地玄黄" * LONG
-    assert pieces_of(text) == [text, text[:WINDOW], text[-WINDOW:]]
+    assert text_and_ends(text) == [text, text[:END_WORDS], text[-END_WORDS:]]
     frame = pd.DataFrame({"text": ["我们今天，去公园。", "a b\n\nc  d"]})
     assert in_parts(frame, 2)["text"].tolist() == ["我们今天，", "a b", "去公园。", "c d"]
-    assert LENGTHS
+    assert LENGTH_CLASSES
     tokenizer = load_tokenizer("tiny-gpt2")
     frame = pd.DataFrame({"text": ["去公园"]})
     assert "".join(in_parts(frame, 2, tokenizer)["text"]) == "去公园"
@@ -134,11 +137,11 @@ class Seen(Scorer):
 def test_a_word_is_found_in_its_script(word, says, says_not, hidden):
     assert words(word) == [word]
     echo = Echo({"x": (word,)})
-    found = echo.score([Item(says, attribute="x"), Item(says_not, attribute="x")])
+    found = echo.score([TextItem(says, attribute="x"), TextItem(says_not, attribute="x")])
     assert found == [(1.0,), (0.0,)]
     masked = Masked(Seen(), {"x": (word,)})
-    assert masked.masked(Item(says)).text == hidden
-    assert MASK not in masked.masked(Item(says_not)).text
+    assert masked.masked(TextItem(says)).text == hidden
+    assert MASK not in masked.masked(TextItem(says_not)).text
 
 
 def test_what_barring_cannot_read_is_refused():

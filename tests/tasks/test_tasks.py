@@ -7,7 +7,7 @@ import pytest
 
 from lapa2_interp._util.errors import TaskError
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.tasks.task import EXAMPLE, built_in, more_prompts, read_prompts
+from lapa2_interp.tasks.task import EXAMPLE, built_in_tasks, extra_prompts, read_prompts
 
 GOOD = """
 length_counts_prompt = false
@@ -24,7 +24,7 @@ texts = ["The sea"]
 def test_more_prompts_are_of_the_tasks_kind(task, least):
     """Each once, on one line, beginning with a letter, none the task's, in one context with 512
     tokens."""
-    found = more_prompts(task)
+    found = extra_prompts(task)
     assert len(found) == len(set(found)) >= least
     assert all(text == text.strip() and text[0].isalpha() for text in found)
     if found:
@@ -33,7 +33,7 @@ def test_more_prompts_are_of_the_tasks_kind(task, least):
 
 
 def test_the_papers_tasks():
-    assert built_in() == ["detox", "sentiment", "topic"]
+    assert built_in_tasks() == ["detox", "sentiment", "topic"]
     sentiment, topic, detox = (load_task(name) for name in ("sentiment", "topic", "detox"))
     assert (len(sentiment.prompts.texts), len(topic.prompts.texts)) == (15, 20)
     assert (sentiment.prefix("positive"), sentiment.prefix("negative")) == (

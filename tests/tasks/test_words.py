@@ -8,7 +8,7 @@ import pytest
 from lapa2_interp._util.errors import DataError
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
-from lapa2_interp.tasks.word_lists import PRIOR, STOPWORDS, derive_words, read_words, z_score
+from lapa2_interp.tasks.word_lists import PRIOR, STOPWORDS, derive_words, z_score
 
 TEXTS = {
     "positive": ["A great film, GREAT fun", "great acting and the fun of it"],
@@ -40,7 +40,7 @@ def test_the_statistic_by_hand():
 
 @pytest.mark.parametrize("task", ["sentiment", "topic"])
 def test_the_lists_that_ship(task):
-    lists = read_words("", task)
+    lists = read_word_list("", task)
     assert list(lists) == list(load_task(task).attributes)
     for words in lists.values():
         assert len(words) == len(set(words)) == 400
@@ -69,7 +69,7 @@ def test_the_command_derives_a_list(tmp_path, capsys):
     stored = json.loads(out.read_text())
     assert stored["words"]["positive"] == ["great", "fun"]
     assert stored["corpora"] == ["films.jsonl: 2 positive, 2 negative"]
-    assert read_words(str(out), "anything")["negative"][0] == "dull"
+    assert read_word_list(str(out), "anything")["negative"][0] == "dull"
     for more, message in (
         (["--least", "1"], "is there already; give another --out, or --force"),
         (

@@ -1,5 +1,5 @@
-"""What decided the numbers of a folder of tables: one manifest over all cells of each run they were
-read from. Grids may be run apart, on other days and machines."""
+"""results.json: the models, settings and versions behind a folder of tables, one entry for each run
+that the tables come from. Grids may be run on different days and machines."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from pathlib import Path
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import RunError, first_problem, pluralize
-from lapa2_interp._util.files import parse_json, read_text
+from lapa2_interp._util.errors import (
+    RunError,
+    pluralize,
+    validation_message,
+)
+from lapa2_interp._util.files import (
+    parse_json,
+)
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.models.machine import cores, kind_of
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.run import Run
 
 
-class Results(BaseModel):
-    """Everything that decided the numbers of a run's tables and figures."""
+class GalleryRun(BaseModel):
+    """The models, settings and versions behind the tables and figures of one run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,18 +37,18 @@ class Results(BaseModel):
     analysed_when: datetime
     """UTC."""
     analysed_on: str
-    """The machine that scored and analysed: the kind of its processor, and cores."""
+    """The machine that scored and analysed: kind of processor and number of cores."""
     analysed_with: dict[str, str]
-    """Versions of the libraries it used."""
+    """Versions of the libraries that scored and analysed."""
     grids: dict[str, dict[str, int]]
-    """By grid: how many cells are finished, failed, partly made, missing."""
+    """By grid: the numbers of finished, failed, partly made and missing cells."""
     commits: tuple[str, ...]
     """Git commits of the package that generated; cells of a run that was resumed may have several.
     """
     versions: dict[str, tuple[str, ...]]
     """Versions of the libraries that generated."""
     weights: dict[str, tuple[str, ...]]
-    """By model: where its weights come from."""
+    """Origin of the weights, by model."""
     dtypes: tuple[str, ...]
     """Precisions of the models that generated."""
     devices: tuple[str, ...]
@@ -51,27 +58,27 @@ class Results(BaseModel):
     seeds: tuple[int, ...]
     """Seeds of the random streams."""
     prefixes: dict[str, str]
-    """sha256 of the soft prefixes' files, by what they are."""
+    """sha256 of the soft prefixes' files, by prefix."""
     scorers: tuple[str, ...]
-    """Names and versions of scorers; the version of one that reads weights names them."""
+    """Names and versions of scorers; the version of a scorer with weights names the weights."""
     texts: int
     """Generated texts."""
     tokens: int
     """Generated tokens."""
     seconds: float
-    """Seconds of generating, summed over workers."""
+    """Seconds of generation, summed over workers."""
 
 
 class Gallery(BaseModel):
-    """results.json: what decided the numbers, one entry for each run that tables come from."""
+    """The content of results.json."""
 
     model_config = ConfigDict(extra="forbid")
 
-    runs: tuple[Results, ...]
+    runs: tuple[GalleryRun, ...]
 
-    def besides(self, newer: Results) -> Gallery:
-        """These runs and a newer one, whose grids take the place of theirs."""
-        kept = [
+    def with_run(self, newer: GalleryRun) -> Gallery:
+        """These runs and a newer one, which replaces the grids that it has."""
+        older = [
             each.model_copy(
                 update={
                     "grids": {
@@ -83,11 +90,11 @@ class Gallery(BaseModel):
             )
             for each in self.runs
         ]
-        return Gallery(runs=(newer, *(each for each in kept if each.grids)))
+        return Gallery(runs=(newer, *(each for each in older if each.grids)))
 
 
 def read_gallery(folder: Path) -> Gallery:
-    """The results.json of a folder of results; empty where there is none.
+    """Read the results.json of a folder of results; empty if there is none.
 
     Raises:
         RunError: It is damaged, or of another version.
@@ -98,17 +105,20 @@ def read_gallery(folder: Path) -> Gallery:
     try:
         return Gallery.model_validate(parse_json(read_text(file)))
     except ValueError as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise RunError(f"{file} cannot be read: {reason}; `make gallery` writes it anew") from error
+        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
+        raise RunError(
+            f"{file} cannot be read: {reason}; `make gallery` writes it again"
+        ) from error
 
 
-def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:
-    """The manifest of the tables read from a run.
+def gallery_run(run: Run, tables: Path, items: Collection[str]) -> GalleryRun:
+    """The entry of a run in results.json.
 
     Args:
-        tables: The folder of its items' CSV files, whose column `scorer` names scorers.
-        items: The items that the run has made.
+        tables: Folder of its items' CSV files, whose column `scorer` names scorers.
+        items: Names of the items made from this run.
     """
+    # What the manifests, the cells and the tables say.
     found = [run.manifest(key) for key in run.finished]
     prefixes = {
         str(prefix): prefix.sha256
@@ -125,7 +135,8 @@ def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:
     scorers = {
         str(name) for table in columns if "scorer" in table for name in table["scorer"].dropna()
     }
-    return Results(
+    # Distinct values of each, in order.
+    return GalleryRun(
         analysed_at=source_commit(),
         analysed_when=datetime.now(UTC).replace(microsecond=0),
         analysed_on=f"{kind_of()}, {pluralize(cores(), 'core')}",
@@ -134,17 +145,17 @@ def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:
             grid: {str(state): int(n) for state, n in states[list(keys)].value_counts().items()}
             for grid, keys in run.listing.grids.items()
         },
-        commits=_all(manifest.commit or "not a checkout" for manifest in found),
+        commits=_unique(manifest.commit or "not a checkout" for manifest in found),
         versions={
-            name: _all(manifest.versions[name] for manifest in found)
+            name: _unique(manifest.versions[name] for manifest in found)
             for name in (found[0].versions if found else {})
         },
         weights={
-            model: _all(each.model.weights for each in found if each.model.name == model)
-            for model in _all(each.model.name for each in found)
+            model: _unique(each.model.weights for each in found if each.model.name == model)
+            for model in _unique(each.model.name for each in found)
         },
-        dtypes=_all(manifest.model.dtype for manifest in found),
-        devices=_all(manifest.model.device for manifest in found),
+        dtypes=_unique(manifest.model.dtype for manifest in found),
+        devices=_unique(manifest.model.device for manifest in found),
         threads=tuple(sorted({manifest.threads for manifest in found if manifest.threads})),
         seeds=tuple(sorted({manifest.cell.seed for manifest in found})),
         prefixes=prefixes,
@@ -155,5 +166,5 @@ def results_of(run: Run, tables: Path, items: Collection[str]) -> Results:
     )
 
 
-def _all(values: Iterable[str]) -> tuple[str, ...]:
+def _unique(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
-from lapa2_interp.scoring.adapter import ADAPTER, AdapterScorer, AdapterToxicity
+from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterScorer, AdapterToxicity
 from lapa2_interp.scoring.distinct import Repetition
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.judge import Judge
-from lapa2_interp.scoring.linear import LINEAR, LinearScorer, LinearToxicity
+from lapa2_interp.scoring.linear import LINEAR_ENDING, LinearScorer, LinearToxicity
 from lapa2_interp.scoring.perspective import Perspective
-from lapa2_interp.scoring.scorer import NAMES, Cache, Scorer
+from lapa2_interp.scoring.scorer import SCORERS, ScoreCache, Scorer
 from lapa2_interp.scoring.tables import score_table
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
 from lapa2_interp.tasks.task import Task, read_task
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
-    """What scorers may need besides their name; fields as the options of `score`."""
+class ScorerOptions:
+    """Settings of scorers; the fields are the options of the command `score`."""
 
     task: Task | str | None = None
     """A built-in task by name, or a task itself."""
@@ -41,12 +41,11 @@ class Options:
     trust_remote_code: bool = False
 
 
-def make_scorer(name: str, model: str, options: Options) -> Scorer:
+def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
     """The scorer of a NAME or NAME=MODEL option.
 
-    A plain accuracy, masked or toxicity is by the linear classifier, which costs next to nothing:
-    methods that read their drafts take it.
-    """
+    A plain accuracy, masked or toxicity uses the linear classifier, which is fast enough for
+    methods that score their drafts."""
     if model and name in ("echo", "repetition"):
         raise ScoringError(f"{name} takes no model, found {name}={model}; ask for {name}")
     match name, model:
@@ -54,18 +53,20 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
             if options.task is None:
                 raise ScoringError(
                     "the classifiers that ship with the package belong to tasks: give --task"
-                    " sentiment, topic or detox, or a classifier of your own, as accuracy=MODEL"
+                    " sentiment, topic or detox, or a custom classifier, as accuracy=MODEL"
                 )
             task = options.task if isinstance(options.task, str) else options.task.name
             if model == "adapter":
                 return AdapterScorer(task, device=options.device)
             return LinearScorer(task)
-        case "accuracy", _ if model.endswith(LINEAR):
+        case "accuracy", _ if model.endswith(LINEAR_ENDING):
             file = Path(model)
-            return LinearScorer(file.name.removesuffix(LINEAR), file.parent)
-        case "accuracy", _ if model.endswith(ADAPTER):
+            return LinearScorer(file.name.removesuffix(LINEAR_ENDING), file.parent)
+        case "accuracy", _ if model.endswith(ADAPTER_ENDING):
             file = Path(model)
-            return AdapterScorer(file.name.removesuffix(ADAPTER), file.parent, options.device)
+            return AdapterScorer(
+                file.name.removesuffix(ADAPTER_ENDING), file.parent, options.device
+            )
         case "accuracy", _:
             return Classifier(
                 model,
@@ -74,12 +75,12 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
                 trust_remote_code=options.trust_remote_code,
             )
         case "echo", "":
-            return Echo(prefix_words(_task(options)))
+            return Echo(prefix_words(_task_of(options)))
         case "repetition", "":
             return Repetition()
         case "masked", _:
             inner = make_scorer("accuracy", model, options)
-            return Masked(inner, prefix_words(_task(options)))
+            return Masked(inner, prefix_words(_task_of(options)))
         case "perplexity", _:
             chosen = model or "smollm2-135m"
             return Perplexity(
@@ -123,18 +124,21 @@ def make_scorer(name: str, model: str, options: Options) -> Scorer:
         raise ScoringError(
             "distinct-n describes a set of texts and has no number for one; give another scorer"
         )
-    raise ScoringError(unknown_choice("scorer", name, NAMES))
+    raise ScoringError(unknown_choice("scorer", name, SCORERS))
 
 
-def score_by(
-    samples: pd.DataFrame, asked: Sequence[str], options: Options, cache: Cache | None = None
+def score_samples(
+    samples: pd.DataFrame,
+    asked: Sequence[str],
+    options: ScorerOptions,
+    cache: ScoreCache | None = None,
 ) -> pd.DataFrame:
-    """The samples with the numbers of several scorers: `tables.score_table`, one below the other.
+    """Score samples with a list of scorers: a `tables.score_table` of each, one below the other.
 
-    A scorer after the first of its metric has its own in parentheses: "accuracy (linear)".
+    The second and later scorers of a metric stand in parentheses: "accuracy (linear)".
 
     Args:
-        asked: NAME or NAME=MODEL, as `chosen_scorers` gives them.
+        asked: NAME or NAME=MODEL, as from `expand_scorers`.
     """
     import pandas as pd
 
@@ -151,7 +155,7 @@ def score_by(
     return pd.concat(frames, ignore_index=True)
 
 
-def _task(options: Options) -> Task:
+def _task_of(options: ScorerOptions) -> Task:
     if options.task is None:
         raise ScoringError("the words of prefixes belong to a task: give --task")
     return read_task(options.task) if isinstance(options.task, str) else options.task

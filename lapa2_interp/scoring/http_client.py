@@ -1,4 +1,4 @@
-"""Requests to a server that may be slow, broken or hostile: bounded in time and size."""
+"""HTTP requests to a server that may be slow, broken or hostile: bounded in time and size."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 import httpx
 
-LARGEST = 1_000_000
-"""Bytes of an answer that are read. The rest is cut off, and the answer is malformed then."""
+LARGEST_ANSWER = 1_000_000
+"""Bytes of an answer that are read, at most. A longer answer is cut off, and so malformed."""
 
 
 class BoundedClient(httpx.Client):
-    """An HTTP client whose requests end in time, whose answers fit in memory, and that stays with
-    the server it asks.
+    """An HTTP client with bounds on the time of a request and the size of an answer, which follows
+    no redirect.
 
-    A redirect is an answer like any other: no key and no text goes to another server. Answers are
-    asked for without compression, since a small one can unpack to a huge one.
+    A redirect is returned like any other answer, so that no key and no text goes to another server.
+    Answers are requested without compression, since a small one can unpack to a huge one.
 
     Args:
-        seconds: For a whole request: from the connection to the last byte of the answer.
-        headers: Sent with every request.
+        seconds: Seconds for a whole request, from the connection to the last byte of the answer.
+        headers: Headers of every request.
     """
 
     def __init__(self, seconds: float, headers: Mapping[str, str] | None = None) -> None:
@@ -34,13 +34,13 @@ class BoundedClient(httpx.Client):
         self._seconds = seconds
 
     def send(self, request: httpx.Request, **settings: Any) -> httpx.Response:
-        """The answer, read; of its headers only Retry-After.
+        """Send a request, and return its answer with the header Retry-After only.
 
         Raises:
             httpx.HTTPError: No answer, or none in time.
         """
-        # httpx bounds each wait for a byte, not their sum; so a thread asks, and is left behind
-        # when the time is over.
+        # httpx bounds each wait for a byte, not their sum. So a thread sends the request, and is
+        # abandoned when the time is over.
         found: Future[httpx.Response] = Future()
         settings |= {"stream": True, "follow_redirects": False}
         threading.Thread(target=self._ask, args=(found, request, settings), daemon=True).start()
@@ -53,12 +53,13 @@ class BoundedClient(httpx.Client):
     def _ask(
         self, found: Future[httpx.Response], request: httpx.Request, settings: dict[str, Any]
     ) -> None:
+        """Send a request in a thread, and read its answer up to the bounds."""
         ends, body = time.monotonic() + self._seconds, bytearray()
         try:
             with closing(super().send(request, **settings)) as response:
                 for part in response.iter_raw():
                     body += part
-                    if len(body) > LARGEST or time.monotonic() > ends:
+                    if len(body) > LARGEST_ANSWER or time.monotonic() > ends:
                         break
             kept = {
                 name: response.headers[name]
@@ -69,7 +70,7 @@ class BoundedClient(httpx.Client):
                 httpx.Response(
                     response.status_code,
                     headers=kept,
-                    content=bytes(body[:LARGEST]),
+                    content=bytes(body[:LARGEST_ANSWER]),
                     request=request,
                 )
             )

@@ -1,4 +1,4 @@
-"""Drawings of the propositions, each made from its table only."""
+"""Figures of the propositions, each drawn from one table."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ SHADES = ("#000000", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC
 
 
 def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)) -> Drawing:
-    """A' against l on synthetic logits, one panel per alpha and one line per family; dotted the
+    """A' against l on synthetic logits, one panel per alpha and one line per family. Dotted: the
     closed form of Eq. 8.
 
     Args:
-        shares: From `propositions.synthetic_shares`.
-        alphas: Those to show, where the table has them.
+        shares: From `synthetic_propositions.synthetic_shares`.
+        alphas: Panels, as far as the table has these alphas.
     """
-    shown = [alpha for alpha in alphas if (shares["alpha"] == alpha).any()]
-    figure = new_figure(2.6 * len(shown) + 0.6, 3.4)
-    panels = np.atleast_1d(figure.subplots(1, len(shown)))
+    panel_alphas = [alpha for alpha in alphas if (shares["alpha"] == alpha).any()]
+    figure = new_figure(2.6 * len(panel_alphas) + 0.6, 3.4)
+    panels = np.atleast_1d(figure.subplots(1, len(panel_alphas)))
     styles = [(colour, dash) for dash in ("-", "--") for colour in COLOURS[1:]]
-    for panel, alpha in zip(panels, shown, strict=True):
+    for panel, alpha in zip(panels, panel_alphas, strict=True):
         part = shares[shares["alpha"] == alpha]
         for (family, curve), (colour, dash) in zip(
             part.groupby("family", sort=False), styles, strict=False
@@ -54,8 +54,8 @@ def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
     """Slopes against alpha with 95 % intervals; the predictions are dotted.
 
     Args:
-        found: From `propositions.synthetic_slopes` or `exponent_table`.
-        by: Column that tells lines apart ("family"); None for a single one.
+        found: From `synthetic_propositions.synthetic_slopes` or `exponent_table`.
+        by: Column with a line for each value ("family"); None for a single line.
     """
     quantities = [
         name for name in ("log-odds", "rise", "log A'") if (found["quantity"] == name).any()
@@ -99,7 +99,7 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
     C/(t+D) dotted.
 
     Args:
-        curves: From `propositions.pooled_table`.
+        curves: From `propositions.decay_curve_table`.
     """
     figure = new_figure(6.8, 4.0)
     axes = figure.subplots()
@@ -110,12 +110,12 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
             curve["l_kv"], curve["mean"], color=colour, lw=1.4, label=f"alpha {alpha:g}: {fit}"
         )
         # The interval of few texts may reach below 0, which a log axis cannot show.
-        shown = curve["low"] > 0
+        positive = curve["low"] > 0
         axes.fill_between(
             curve["l_kv"],
-            curve["low"].where(shown),
+            curve["low"].where(positive),
             curve["high"],
-            shown,
+            positive,
             color=colour,
             alpha=0.15,
             lw=0,
@@ -131,10 +131,10 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
 
 
 def growth_map(heads: pd.DataFrame) -> Drawing:
-    """Layer x head map of how fast e_P/e_R grows in the baseline, and of the heads' kinds.
+    """Layer x head maps of the growth of e_P/e_R in the baseline, and of the heads' kinds.
 
     Args:
-        heads: From `propositions.head_table`.
+        heads: From `propositions.head_decay_table`.
     """
     base = heads[heads["alpha"] == 0]
     found = base.pivot(index="layer", columns="head", values="growth").to_numpy()
@@ -200,7 +200,7 @@ def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
 
     Args:
         found: From `propositions.local_table`.
-        outside: Which definition: what the denominator leaves out.
+        outside: The keys that the denominator leaves out, "prefix" or "prefix and BOS".
     """
     part = found[(found["outside"] == outside) & (found["layer"] != "all")]
     alphas = [alpha for alpha in dict.fromkeys(part["alpha"]) if alpha in (0.5, 1.0)] or list(

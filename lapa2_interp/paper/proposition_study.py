@@ -1,9 +1,11 @@
-"""`lapa2 propositions`: the paper's claims on synthetic logits and on a model, with the data they
-were read from.
+"""`lapa2 propositions`: the paper's claims on synthetic logits and on a model, with their data.
 
-Four sources, each stored: synthetic logits; texts that every alpha generates for itself (as the
-paper's figures); the baseline's texts read again under every alpha, so that alpha alone differs;
-and, if a file is given, a long text read up to the context.
+Four sources, each stored:
+
+1. synthetic logits;
+2. texts that every alpha generates for itself, as in the paper's figures;
+3. the baseline's texts, teacher-forced under every alpha, so that only alpha differs;
+4. if a file is given, a long text, teacher-forced up to the context length.
 """
 
 from __future__ import annotations
@@ -22,8 +24,14 @@ import pandas as pd
 
 from lapa2_interp._util import plots
 from lapa2_interp._util.errors import DataError, TraceError
-from lapa2_interp._util.files import check_own, new_folder, parse_json, read_text, write_netcdf
+from lapa2_interp._util.files import (
+    parse_json,
+    refuse_foreign_files,
+    result_folder,
+    write_netcdf,
+)
 from lapa2_interp._util.page import Section, page
+from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -37,51 +45,61 @@ from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model, model_card, short_context_of
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import resolve_dtype
-from lapa2_interp.paper import drawings
+from lapa2_interp.paper import proposition_plots
 from lapa2_interp.paper.propositions import (
-    by_alpha,
+    decay_curve_table,
     exponent_table,
-    head_table,
+    head_decay_table,
     local_table,
-    pooled_table,
     prediction_table,
-    synthetic_shares,
-    synthetic_slopes,
-    synthetic_verdicts,
+    stack_alphas,
     thin,
     trace_verdicts,
 )
+from lapa2_interp.paper.synthetic_propositions import (
+    synthetic_shares,
+    synthetic_slopes,
+    synthetic_verdicts,
+)
+from lapa2_interp.paper.tables import records
 from lapa2_interp.runs.estimates import LONG
 from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
 from lapa2_interp.runs.manifest import MANIFEST, library_versions, source_commit
 from lapa2_interp.runs.run import Run, write_run
-from lapa2_interp.runs.store import FinishedCell, Listing
+from lapa2_interp.runs.store import (
+    FinishedCell,
+    Listing,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
 
 KIND = "propositions"
-SHOWN = (0.5, 1.0)
-"""Alphas whose verdicts a terminal shows; tables/verdicts.csv has all."""
+TERMINAL_ALPHAS = (0.5, 1.0)
+"""Alphas whose verdicts are printed; tables/verdicts.csv has all."""
 L_PRE = 3
 """Keys of the synthetic prefix; "Very positive:" has as many."""
 
 
 @dataclass(frozen=True)
 class PropositionStudy:
-    """What is verified, and on what.
+    """Settings of the study.
 
     Attributes:
-        alphas: The baseline's texts are read again under each; 0 is always there. `free`: those of
-            them that also generate texts of their own.
-        length: Tokens of a generated text, its prompt included. `samples`: texts per prompt and
-            attribute.
-        synthetic_length: Longest synthetic l; 0 leaves synthetic logits out. `synthetic_texts`:
-            draws per family.
-        text: A file whose beginning is read as one long text, or as several.
-        long_length, long_texts: Tokens per text cut from the file (0: as many as the context has),
-            and how many texts.
-        long_alphas: The long texts are read under each, and under 0.
+        model, dtype, device: The model, its precision and its device.
+        alphas: Alphas under which the baseline's texts are teacher-forced, besides 0.
+        free: Alphas that generate their own texts, besides 0.
+        length: Tokens of a generated text, its prompt included.
+        samples: Texts per prompt and attribute.
+        prompts: Number of the task's first prompts.
+        seed: Seed of all random streams.
+        synthetic_length: Longest synthetic l; 0 leaves synthetic logits out.
+        synthetic_texts: Draws per family.
+        text: A file from whose beginning long texts are cut.
+        long_length: Tokens per long text; 0 for the context length.
+        long_texts: Number of long texts.
+        long_alphas: Alphas under which long texts are read, besides 0.
+        long_dtype: Precision of the model that reads them.
     """
 
     model: str = "smollm2-135m"
@@ -102,11 +120,12 @@ class PropositionStudy:
     long_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        """Alphas in rising order, each once, without the 0 that every part has anyway.
+        """Sort the alphas, each once, without the 0 that every part includes, and check all values.
 
         Raises:
             TraceError: A negative alpha, a count out of range, or an option of a text without one.
         """
+        # Resolve precisions, and check and sort alphas.
         for name in ("dtype", "long_dtype"):
             object.__setattr__(self, name, resolve_dtype(getattr(self, name), self.device))
         for name in ("alphas", "free", "long_alphas"):
@@ -115,6 +134,7 @@ class PropositionStudy:
             if bad := [a for a in given if not (a >= 0 and math.isfinite(a))]:
                 raise TraceError(f"{option} must be numbers of at least 0, found {bad[0]:g}")
             object.__setattr__(self, name, tuple(sorted({float(a) for a in given if a > 0})))
+        # Check numbers, and options that need a text.
         least = {
             "samples": 1,
             "prompts": 1,
@@ -150,12 +170,12 @@ class PropositionStudy:
 
 
 @dataclass(frozen=True)
-class Verified:
-    """Tables by name, the traces they were read from (thinned to steps in equal ratios), and the
-    run of generated texts.
+class PropositionResults:
+    """Tables by name, their traces (thinned to steps in equal ratios), and the run of generated
+    texts.
 
-    Slopes and verdicts are read from these very steps; curves, heads and local ratios were read
-    from all of them.
+    Slopes and verdicts are computed on these steps; curves, heads and local ratios were computed on
+    all steps.
     """
 
     tables: dict[str, pd.DataFrame]
@@ -163,58 +183,62 @@ class Verified:
     free: Run
 
 
-def verify(out: Path, study: PropositionStudy, force: bool = False) -> str:
-    """Run a study and write its folder; returns what to print.
+def write_proposition_study(out: Path, study: PropositionStudy, force: bool = False) -> str:
+    """Run a study and write its folder; returns the text to print.
 
     The folder: manifest.json, synthetic.nc, forced.nc, free.nc, long.nc (thinned), free/ (a run
     without its trace), tables/*.csv, figures/*.png, report.html.
 
     Raises:
-        Lapa2Error: As `load_model`, `generate`, `new_folder`; DataError for a text file that is too
-            short; TraceError for texts too short to fit a slope.
+        Lapa2Error: Any error of `load_model`, `generate` and `new_folder`.
+        DataError: The text file is too short.
+        TraceError: Texts are too short to fit a slope.
     """
-    with new_folder(out, force, finished=_finished) as folder:
-        found = run_study(study)
+    with result_folder(out, force, finished=_is_finished_study) as folder:
+        found = run_proposition_study(study)
         for name, trace in found.traces.items():
             write_netcdf(folder / f"{name}.nc", trace)
         write_run(folder / "free", found.free)
-        figures = draw(found.tables)
+        figures = draw_figures(found.tables)
         for kind in ("tables", "figures"):
             (folder / kind).mkdir()
         for name, table in found.tables.items():
             table.to_csv(folder / "tables" / f"{name}.csv", index=False)
         for name, (_, drawing) in figures.items():
             drawing.savefig(folder / "figures" / f"{name}.png")
-        facts = _facts(study, found)
+        facts = _study_facts(study, found)
         (folder / MANIFEST).write_text(
             json.dumps({"kind": KIND, **facts}, indent=1) + "\n", encoding="utf-8"
         )
-        (folder / "report.html").write_text(_report(found.tables, figures, facts), encoding="utf-8")
+        (folder / "report.html").write_text(
+            _study_page(found.tables, figures, facts), encoding="utf-8"
+        )
     return (
-        f"{as_text(found.tables['verdicts'])}\n\nLook at {out}/report.html (tables/verdicts.csv has"
-        " every number)."
+        f"{format_verdicts(found.tables['verdicts'])}\n\nLook at {out}/report.html"
+        " (tables/verdicts.csv has every number)."
     )
 
 
-def _finished(folder: Path) -> bool:
+def _is_finished_study(folder: Path) -> bool:
     try:
         if parse_json(read_text(folder / MANIFEST)).get("kind") != KIND:
             return False
     except (OSError, ValueError):
         return False
-    check_own(folder, (MANIFEST, "*.nc", "free", "tables", "figures", "report.html"))
+    refuse_foreign_files(folder, (MANIFEST, "*.nc", "free", "tables", "figures", "report.html"))
     return True
 
 
-def run_study(study: PropositionStudy) -> Verified:
-    """All parts of a study, without writing anything."""
+def run_proposition_study(study: PropositionStudy) -> PropositionResults:
+    """Run all parts of a study; write nothing."""
     tables: dict[str, pd.DataFrame] = {}
     traces: dict[str, xr.Dataset] = {}
     verdicts: list[pd.DataFrame] = []
     model = load_model(study.model, dtype=study.dtype, device=study.device)
     name = model_card(model).name
-    # Files are read and lengths checked before anything long begins.
-    long_ids = _long_texts(study, model) if study.text is not None else None
+    # Read the file and check lengths before anything slow.
+    long_ids = _cut_long_texts(study, model) if study.text is not None else None
+    # 1. Synthetic logits.
     if study.synthetic_length:
         lengths = lengths_up_to(study.synthetic_length, L_PRE)
         drawn = draw_log_odds(lengths, L_PRE, texts=study.synthetic_texts, seed=study.seed)
@@ -223,27 +247,30 @@ def run_study(study: PropositionStudy) -> Verified:
         tables["synthetic_slopes"] = synthetic_slopes(drawn, lengths, L_PRE, alphas)
         verdicts.append(synthetic_verdicts(drawn, lengths, L_PRE, alphas))
         traces["synthetic"] = as_dataset(drawn, lengths)
-    free = _generate(model, study)
-    own = by_alpha({alpha: trace for alpha, (_, trace) in _by_alpha(free).items()})
+    # 2. Texts that every alpha generates for itself.
+    free = _generate_texts(model, study)
+    own = stack_alphas({alpha: trace for alpha, (_, trace) in _texts_by_alpha(free).items()})
     verdicts.append(
         trace_verdicts(
             own, f"{name}, each alpha its own texts", same_texts=False, dtype=study.dtype
         )
     )
-    tables |= {"free_curves": pooled_table(own), "free_exponents": exponent_table(own)}
+    tables |= {"free_curves": decay_curve_table(own), "free_exponents": exponent_table(own)}
+    # 3. The baseline's texts under every alpha.
     if study.alphas:
         rules = {alpha: Augmentation(alpha=alpha) for alpha in study.alphas}
-        forced = read_again(model, free, rules)
+        forced = teacher_forced_alphas(model, free, rules)
         verdicts.append(trace_verdicts(forced, f"{name}, the same texts", dtype=study.dtype))
         tables |= _trace_tables(forced, rules)
         traces["forced"] = thin(forced)
+    # 4. Long texts from the file.
     if long_ids is not None:
         if study.long_dtype != study.dtype:
             del model
             model = load_model(study.model, dtype=study.long_dtype, device=study.device)
         rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas}
         branch, texts = long_ids
-        found = _read_long(model, branch, texts, rules)
+        found = _long_traces(model, branch, texts, rules)
         where = (
             f"{name}, {len(texts)} x {len(texts[0])} tokens of"
             f" {study.text.name if study.text else ''}"
@@ -253,22 +280,22 @@ def run_study(study: PropositionStudy) -> Verified:
         traces["long"] = thin(found)
     tables["verdicts"] = pd.concat(verdicts, ignore_index=True)
     traces["free"] = thin(own)
-    return Verified(tables, traces, _without_traces(free))
+    return PropositionResults(tables, traces, _without_traces(free))
 
 
 def _trace_tables(
     traces: xr.Dataset, rules: Mapping[float, Augmentation]
 ) -> dict[str, pd.DataFrame]:
     return {
-        "curves": pooled_table(traces),
+        "curves": decay_curve_table(traces),
         "exponents": exponent_table(traces),
-        "heads": head_table(traces),
+        "heads": head_decay_table(traces),
         "predictions": prediction_table(traces, rules),
         "local": local_table(traces),
     }
 
 
-def _generate(model: Model, study: PropositionStudy) -> Run:
+def _generate_texts(model: Model, study: PropositionStudy) -> Run:
     task = load_task("sentiment")
     cells = [
         cell_of(
@@ -284,23 +311,24 @@ def _generate(model: Model, study: PropositionStudy) -> Run:
         for attribute in task.attributes
     ]
     return make_cells(
-        model, cells, name=KIND, announce=lambda _, plans: _announce(model, study, plans)
+        model, cells, name=KIND, announce=lambda _, plans: _announce_work(model, study, plans)
     )
 
 
-def _announce(model: Model, study: PropositionStudy, plans: Sequence[Plan]) -> None:
+def _announce_work(model: Model, study: PropositionStudy, plans: Sequence[Plan]) -> None:
     print(announcement(model, plans), file=sys.stderr)
     baseline = sum(each.new_tokens for each in plans) // (1 + len(study.free))
-    told = reading_seconds(model, len(study.alphas) * baseline)
-    if told > LONG:
+    seconds = reading_seconds(model, len(study.alphas) * baseline)
+    if seconds > LONG:
         print(
-            f"then they are read under {len(study.alphas)} alphas: about {format_duration(told)}",
+            f"then they are read under {len(study.alphas)} alphas: about"
+            f" {format_duration(seconds)}",
             file=sys.stderr,
         )
 
 
-def _by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
-    """A run's texts and their traces by alpha, attribute after attribute."""
+def _texts_by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
+    """The texts and the trace of each alpha of a run, attribute after attribute."""
     found: dict[float, list[FinishedCell]] = {}
     for key, cell in run.plan.items():
         found.setdefault(cell.columns["alpha"], []).append(run.finished_cell(key))
@@ -312,15 +340,18 @@ def _by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
     return joined
 
 
-def read_again(model: Model, run: Run, rules: Mapping[float, Augmentation]) -> xr.Dataset:
-    """The texts of a run's baseline under every alpha, axes as in `propositions.by_alpha`; alpha 0
-    is the run's own trace.
+def teacher_forced_alphas(
+    model: Model, run: Run, rules: Mapping[float, Augmentation]
+) -> xr.Dataset:
+    """Trace of the baseline's texts of a run, teacher-forced under every alpha, with the axes of
+    `propositions.stack_alphas`; alpha 0 is the run's own trace.
 
     Args:
-        model: The one that made the run, which has hard prefixes and full traces.
+        model: The model of the run.
+        run: A run with hard prefixes and full traces.
         rules: Augmentations by alpha > 0.
     """
-    samples, base = _by_alpha(run)[0.0]
+    samples, base = _texts_by_alpha(run)[0.0]
     task = next(iter(run.plan.values())).task
     pairs = zip(samples["attribute"], samples["prompt"], strict=True)
     layouts = [
@@ -336,23 +367,22 @@ def read_again(model: Model, run: Run, rules: Mapping[float, Augmentation]) -> x
             found[alpha] = teacher_forced(
                 model, layouts, texts, rule, branch="prefix", progress=bar
             )
-    return by_alpha(found)
+    return stack_alphas(found)
 
 
 def _without_traces(run: Run) -> Run:
-    """The run without its traces: they are stored thinned, and readers of a run would take them for
-    whole."""
+    """The run without its traces, which are stored thinned: readers of a run expect all steps."""
     plan, held = {}, {}
     for key, cell in run.plan.items():
-        bare, made = cell.model_copy(update={"trace": "none"}), run.finished_cell(key)
-        # Cached properties of the cell it was copied from, its key among them, do not belong to it.
-        bare = Cell.model_validate(bare.model_dump())
-        manifest = made.manifest.model_copy(update={"cell": bare})
-        plan[bare.key], held[bare.key] = bare, FinishedCell(manifest, made.samples, None)
+        copy, finished = cell.model_copy(update={"trace": "none"}), run.finished_cell(key)
+        # A copy keeps cached properties of the original, such as its key: validate it again.
+        copy = Cell.model_validate(copy.model_dump())
+        manifest = finished.manifest.model_copy(update={"trace": "none", "cell": copy.key})
+        plan[copy.key], held[copy.key] = copy, FinishedCell(manifest, finished.samples, None)
     return Run(None, Listing(grids={KIND: tuple(plan)}), plan, held)
 
 
-def _read_long(
+def _long_traces(
     model: Model,
     branch: Layout,
     texts: Sequence[Sequence[int]],
@@ -364,15 +394,18 @@ def _read_long(
     ) as bar:
         for alpha, rule in ({0.0: None} | dict(rules)).items():
             found[alpha] = teacher_forced(model, branch, texts, rule, progress=bar)
-    return by_alpha(found)
+    return stack_alphas(found)
 
 
-def _long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[list[int]]]:
-    """The branch and the texts cut from a file, each of the length asked for or as long as the
-    context allows."""
+def _cut_long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[list[int]]]:
+    """The branch, and the texts cut from the file, as token ids.
+
+    Raises:
+        DataError: The file cannot be read, or is too short; or texts exceed the context.
+    """
     assert study.text is not None
     try:
-        whole = read_text(study.text)
+        content = read_text(study.text)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {study.text} as text: {error}") from error
     branch = Layout.of(model.tokenizer, load_task("sentiment").attributes["positive"].prefix, "The")
@@ -380,10 +413,10 @@ def _long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[lis
     length = study.long_length or room
     if length > room:
         raise DataError(
-            f"texts of {length} tokens exceed the context behind prefix and prompt; give at most"
+            f"texts of {length} tokens exceed the context after prefix and prompt; give at most"
             f" {room}"
         )
-    ids = model.tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
+    ids = model.tokenizer(content, add_special_tokens=False, verbose=False).input_ids
     if len(ids) < length * study.long_texts:
         raise DataError(
             f"{study.text} has {len(ids)} tokens, fewer than {study.long_texts} x {length}; give a"
@@ -392,45 +425,44 @@ def _long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[lis
     return branch, [ids[i * length : (i + 1) * length] for i in range(study.long_texts)]
 
 
-# --- what is shown
+# --- figures, text and page
 
 
 SOURCES = {"free_": "each alpha its own texts", "": "the same texts", "long_": "long texts"}
-"""What the prefix of a table's name says about the traces it was read from."""
-OF_TRACES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = {
+"""Sources of the traces by the prefix of a table's name."""
+TRACE_FIGURES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = {
     "curves": (
         "Attention on the prefix, mean over layers and heads, {}. Dotted: C/(t+D).",
-        drawings.alpha_curves,
+        proposition_plots.alpha_curves,
     ),
     "exponents": (
         (
             "Exponents against alpha, {}. Dotted: prediction; for log A' that of the closed form at"
             " these lengths."
         ),
-        drawings.slopes_against_alpha,
+        proposition_plots.slopes_against_alpha,
     ),
     "heads": (
         "Growth of e_P/e_R in every head of the baseline (0: the predicted 1/l), {}.",
-        drawings.growth_map,
+        proposition_plots.growth_map,
     ),
     "predictions": (
         "A' predicted from the baseline by the exact law, and as measured, layer by layer, {}.",
-        drawings.predictions,
+        proposition_plots.predictions,
     ),
     "local": (
         (
             "Share of the nearest k keys in the attention outside the prefix, what LaPA2 changes of"
             " it, {}."
         ),
-        drawings.local_ratios,
+        proposition_plots.local_ratios,
     ),
 }
-"""Captions and drawings of the tables of a trace."""
+"""Caption and figure of every table of a trace."""
 
 
-def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawing]]:
-    """Every figure whose table is there: name -> (caption, drawing). Each is drawn from its CSV
-    only."""
+def draw_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawing]]:
+    """The figures of all tables: name -> (caption, figure). Each is drawn from its table only."""
     found: dict[str, tuple[str, plots.Drawing]] = {}
     if "synthetic_shares" in tables:
         shares = tables["synthetic_shares"]
@@ -439,30 +471,31 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawi
                 "Three regimes under equal logits, and what other logits make of them. Lines: means"
                 " over texts; dotted: Eq. 8."
             ),
-            drawings.regimes(shares),
+            proposition_plots.regimes(shares),
         )
         found["synthetic_slopes"] = (
             "Slope on log-odds against alpha: Proposition 2 is the diagonal.",
-            drawings.slopes_against_alpha(tables["synthetic_slopes"], "family"),
+            proposition_plots.slopes_against_alpha(tables["synthetic_slopes"], "family"),
         )
     for source, what in SOURCES.items():
-        for name, (caption, plot) in OF_TRACES.items():
+        for name, (caption, plot) in TRACE_FIGURES.items():
             if f"{source}{name}" in tables:
                 found[f"{source}{name}"] = (caption.format(what), plot(tables[f"{source}{name}"]))
     return found
 
 
-def as_text(verdicts: pd.DataFrame) -> str:
-    """The verdicts for a terminal: synthetic ones as a family x claim table, the others claim by
-    claim."""
-    made = verdicts["where"].str.startswith("synthetic: ")
+def format_verdicts(verdicts: pd.DataFrame) -> str:
+    """The verdicts as text: synthetic ones as a table of families and claims, the others one on
+    each line."""
+    synthetic = verdicts["where"].str.startswith("synthetic: ")
     parts = []
-    if made.any():
-        short = verdicts[made].assign(
+    # Synthetic logits: families x claims.
+    if synthetic.any():
+        short = verdicts[synthetic].assign(
             family=verdicts["where"].str.removeprefix("synthetic: "),
-            claim=[_with_alpha(r) for r in _records(verdicts[made])],
+            claim=[_with_alpha(r) for r in records(verdicts[synthetic])],
         )
-        chosen = short[short["alpha"].isna() | short["alpha"].isin(SHOWN)]
+        chosen = short[short["alpha"].isna() | short["alpha"].isin(TERMINAL_ALPHAS)]
         marks = chosen["verdict"].map(
             {"as in the paper": "yes", "against the paper": "NO", "inconclusive": "?"}
         )
@@ -472,43 +505,40 @@ def as_text(verdicts: pd.DataFrame) -> str:
         ].fillna("")
         names = {name: f"({chr(97 + i)})" for i, name in enumerate(table.columns)}
         legend = "; ".join(f"{mark} {name}" for name, mark in names.items())
-        shown = table.rename(columns=names).rename_axis(index=None, columns=None)
+        lettered = table.rename(columns=names).rename_axis(index=None, columns=None)
         parts.append(
             "synthetic logits (yes: as in the paper, NO: against it, ?"
-            f" inconclusive)\n{shown.to_string()}\n{fill(legend, 110)}"
+            f" inconclusive)\n{lettered.to_string()}\n{fill(legend, 110)}"
         )
-    real = verdicts[~made]
-    if real["alpha"].isin(SHOWN).any():
-        real = real[real["alpha"].isna() | real["alpha"].isin(SHOWN)]
-    for where, rows in real.groupby("where", sort=False):
+    # Traces: a line for each claim.
+    others = verdicts[~synthetic]
+    if others["alpha"].isin(TERMINAL_ALPHAS).any():
+        others = others[others["alpha"].isna() | others["alpha"].isin(TERMINAL_ALPHAS)]
+    for where, rows in others.groupby("where", sort=False):
         lines = [
-            f"  {r['verdict']:<17} {_with_alpha(r):<48}{r['mean']:>8.3f} {_interval(r):<17} claimed"
-            f" {r['expected']}"
-            for r in _records(rows)
+            f"  {r['verdict']:<17} {_with_alpha(r):<48}{r['mean']:>8.3f} {_format_interval(r):<17}"
+            f" claimed {r['expected']}"
+            for r in records(rows)
         ]
         texts = int(rows["texts"].iloc[0])
-        counted = (
+        count = (
             f"{texts} independent prompts or texts"
             if texts > 1
             else "one text tells no interval; several do: --long-texts 4"
         )
-        parts.append(f"{where} ({counted})\n" + "\n".join(lines))
+        parts.append(f"{where} ({count})\n" + "\n".join(lines))
     return "\n\n".join(parts)
 
 
-def shown_verdicts(verdicts: pd.DataFrame) -> pd.DataFrame:
-    """The verdicts for a page: numbers with their intervals in one cell."""
+def verdict_page_table(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """The verdicts as a table of the page, with a number and its interval in one cell."""
     return verdicts.assign(
-        claim=[_with_alpha(row) for row in _records(verdicts)],
-        measured=[f"{r['mean']:.3f} {_interval(r)}".strip() for r in _records(verdicts)],
+        claim=[_with_alpha(row) for row in records(verdicts)],
+        measured=[f"{r['mean']:.3f} {_format_interval(r)}".strip() for r in records(verdicts)],
     )[["verdict", "claim", "measured", "expected", "margin", "where", "quantity", "texts"]]
 
 
-def _records(table: pd.DataFrame) -> list[dict]:
-    return table.to_dict("records")
-
-
-def _interval(row: Mapping) -> str:
+def _format_interval(row: Mapping) -> str:
     return "" if np.isnan(row["low"]) else f"[{row['low']:.3f}, {row['high']:.3f}]"
 
 
@@ -516,7 +546,7 @@ def _with_alpha(row: Mapping) -> str:
     return row["claim"] if np.isnan(row["alpha"]) else f"{row['claim']}, alpha {row['alpha']:g}"
 
 
-def _report(
+def _study_page(
     tables: Mapping[str, pd.DataFrame],
     figures: Mapping[str, tuple[str, plots.Drawing]],
     facts: Mapping[str, str],
@@ -527,7 +557,6 @@ def _report(
         ", ".join(f"{count} {name}" for name, count in counts.items())
         + " of the claims put to the test."
     )
-    shown = shown_verdicts(verdicts)
     sections = [
         Section(name.replace("_", " ").capitalize(), caption, drawing)
         for name, (caption, drawing) in figures.items()
@@ -537,13 +566,13 @@ def _report(
             "Verdicts",
             "A verdict is the 95 % interval against the margin around the claim.",
             None,
-            shown,
+            verdict_page_table(verdicts),
         )
     )
     return page("Do the propositions hold?", lead, sections, facts)
 
 
-def _facts(study: PropositionStudy, found: Verified) -> dict[str, str]:
+def _study_facts(study: PropositionStudy, found: PropositionResults) -> dict[str, str]:
     facts = {name: str(value) for name, value in vars(study).items() if value is not None}
     if study.text is not None:
         facts["text"] = study.text.name

@@ -1,7 +1,7 @@
-"""What heads write: direct logit attribution, with the part of the text that it comes from.
+"""Direct logit attribution of heads, split by the part of the text that they read.
 
 A head's output at query q is a sum over keys. Let S be a part of the keys: the prefix, BOS, the
-prompt, or the text generated so far. What the head writes from S is
+prompt, or the text generated so far. From S the head writes
 
     w = sum over k in S of P[q, k] v[k] W_O
 
@@ -10,8 +10,8 @@ w adds to the logits, along a direction u of the vocabulary,
 
     (C w) . (gamma u) / sigma            sigma that of the actual run: the norm is not folded away
 
-u is the gradient at this query of how the branch favours its attribute's words (`lex`), or of the
-log-probability of the text's next token (`text`). All parts of all heads, biases, MLPs, the
+u is a gradient at this query: of the branch's preference for its attribute's words (`lex`), or of
+the log-probability of the text's next token (`text`). All parts of all heads, biases, MLPs, the
 embedding and the norm's bias sum to the logit difference itself.
 
 This is the direct effect only. A head that writes for other heads has none, however much control is
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -33,15 +34,15 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_bar
+from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Rules, active_augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import named_rules
-from lapa2_interp.circuits.cases import ContrastExample
-from lapa2_interp.circuits.edits import one_pass
-from lapa2_interp.circuits.question import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.edits import check_one_pass
+from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.models.card import (
     Model,
@@ -66,33 +67,33 @@ Along = Literal["lex", "text"]
 
 @dataclass(frozen=True)
 class HeadLogitAttribution:
-    """What every head writes on the logits, at every step.
+    """Direct effects of every head on the logits, at every step.
 
     Attributes:
-        question: What was asked.
-        direct: Direct effects, in logits [case branch step layer head part]; parts are `PARTS`.
-        others: The rest of the sum [case branch step other]: MLPs, attention biases, the embedding
-            and the final norm's bias (`OTHERS`).
-        total: The logit difference that they sum to [case branch step].
+        contrast_set: The texts.
+        direct: Direct effects in logits, [example branch step layer head part]; parts are `PARTS`.
+        others: The rest of the sum, [example branch step other]: MLPs, attention biases, the
+            embedding and the final norm's bias (`OTHERS`).
+        total: The logit difference that they sum to, [example branch step].
         mass: Attention on each part, a share from 0 to 1.
-        size: Its value-weighted form: the Euclidean length of what is written from the part into
-            the residual stream, before the final norm.
-        written: What each head writes from the prefix of the target minus the others, as the final
-            norm passes it on, mean over cases and steps [layer head d_model].
+        size: The value-weighted form of `mass`: the Euclidean norm of the output that comes from
+            the part, in the residual stream before the final norm.
+        written: Output that comes from the prefix, after the final norm, target minus the others,
+            mean over examples and steps, [layer head d_model].
         unembed: The model's unembedding and tokenizer, for `words`.
     """
 
-    question: ContrastSet
-    direct: Float[np.ndarray, "case branch step layer head part"]
-    others: Float[np.ndarray, "case branch step other"]
-    total: Float[np.ndarray, "case branch step"]
-    mass: Float[np.ndarray, "case branch step layer head part"]
-    size: Float[np.ndarray, "case branch step layer head part"]
+    contrast_set: ContrastSet
+    direct: Float[np.ndarray, "example branch step layer head part"]
+    others: Float[np.ndarray, "example branch step other"]
+    total: Float[np.ndarray, "example branch step"]
+    mass: Float[np.ndarray, "example branch step layer head part"]
+    size: Float[np.ndarray, "example branch step layer head part"]
     written: Float[np.ndarray, "layer head d_model"]
     unembed: tuple[Tensor, Any]
 
     def dataset(self) -> xr.Dataset:
-        """Everything with its axes named: branch, sample, step, layer, head, part."""
+        """All arrays with named axes: branch, sample, step, layer, head, part."""
         import xarray as xr
 
         axes = ("sample", "branch", "step", "layer", "head", "part")
@@ -100,10 +101,10 @@ class HeadLogitAttribution:
             {name: (axes, getattr(self, name)) for name in ("direct", "mass", "size")}
             | {"others": ((*axes[:3], "other"), self.others), "total": (axes[:3], self.total)},
             {
-                "branch": list(self.question.cases[0].names),
+                "branch": list(self.contrast_set.attributes),
                 "part": list(PARTS),
                 "other": list(OTHERS),
-                "prompt": ("sample", list(self.question.prompts)),
+                "prompt": ("sample", list(self.contrast_set.prompts)),
             }
             | {
                 name: np.arange(n)
@@ -113,13 +114,13 @@ class HeadLogitAttribution:
         )
 
     def _control(self, values: np.ndarray) -> np.ndarray:
-        """Target minus the mean of the others, mean over steps: by prompt."""
+        """Target minus the mean of the others, the mean over steps, by prompt."""
         per_case = np.nanmean(values[:, 0] - values[:, 1:].mean(1), axis=1)
-        return self.question.by_prompt(per_case)
+        return self.contrast_set.by_prompt(per_case)
 
     def by_prompt(self) -> Float[np.ndarray, "prompt head"]:
         """Each head's direct effect from the prefix, as in `frame`, in the order of (layer, head),
-        averaged over the cases of each prompt."""
+        averaged over the examples of each prompt."""
         found = self._control(self.direct[..., 0])
         return found.reshape(len(found), -1)
 
@@ -160,7 +161,7 @@ class HeadLogitAttribution:
         return self.frame()[["layer", "head", "direct", "low", "high"]]
 
     def parts(self) -> pd.DataFrame:
-        """The sum, part by part: target minus opposite, mean over steps, with intervals."""
+        """The sum by part: target minus opposite, mean over steps, with intervals."""
         rows = {name: self.direct[..., i].sum((-1, -2)) for i, name in enumerate(PARTS)}
         rows |= {name: self.others[..., i] for i, name in enumerate(OTHERS)}
         rows["total"] = self.total
@@ -173,7 +174,7 @@ class HeadLogitAttribution:
         return pd.DataFrame(found)
 
     def words(self, layer: int, head: int, n: int = 10) -> tuple[list[str], list[str]]:
-        """The tokens that a head's reading of the prefix promotes most, and those that it demotes
+        """Tokens that a head's output from the prefix promotes most, and tokens that it demotes
         most.
 
         Raises:
@@ -193,7 +194,7 @@ class HeadLogitAttribution:
         return best, [tokenizer.decode([token]) for token in order[:n]]
 
     def plot(self, named: int = 8) -> Drawing:
-        """Direct effect against attention on the prefix: what a map of attention would miss."""
+        """Direct effect against attention on the prefix."""
         table = self.frame()
         figure = new_figure(4.6, 3.2)
         axes = figure.subplots()
@@ -211,20 +212,21 @@ class HeadLogitAttribution:
 @takes_model
 def head_logit_attribution(
     model: Model,
-    about: ContrastLike,
+    contrast: ContrastLike,
     *,
     along: Along = "lex",
     augmentation: Rules = None,
     progress: tqdm | None = None,
     **settings: Any,
 ) -> HeadLogitAttribution:
-    """What every head writes on the logits, by the part of the text that it comes from.
+    """Compute every head's direct effect on the logits, by the part of the text that it reads.
 
     Args:
         model: A TransformerBridge.
-        about, settings: As `control`.
-        along: "lex": how the branch favours the target's words; "text": the text's next token.
-        augmentation: What acts in every branch.
+        contrast, settings: As `control_score`.
+        along: "lex", the preference for the target's words, or "text", the text's next token.
+        augmentation: One or more augmentations that act in every branch.
+        progress: A bar that counts texts.
 
     Raises:
         CircuitError: A model without hooks; along lex without words; or blocks that add something
@@ -235,13 +237,18 @@ def head_logit_attribution(
             "what heads write is read at hooks; load the model as TransformerBridge, not as"
             f" {type(model).__name__}"
         )
-    question = ContrastSet.of(model, about, **settings)
+    contrast_set = ContrastSet.of(model, contrast, **settings)
     if along not in get_args(Along):
         raise CircuitError(unknown_choice("direction", along, get_args(Along)))
-    if along == "lex" and len(question.words) < 2:
+    if along == "lex" and len(contrast_set.words) < 2:
         raise CircuitError("along lex needs the words of each attribute; give along='text'")
-    one_pass(augmentation, question.cases, "what heads write is read from")
-    shape = (len(question.cases), len(question.cases[0].names), max(c.n for c in question.cases))
+    check_one_pass(augmentation, contrast_set.examples, "what heads write is read from")
+    # Arrays of all examples, filled one at a time.
+    shape = (
+        len(contrast_set.examples),
+        len(contrast_set.attributes),
+        max(c.n_steps for c in contrast_set.examples),
+    )
     heads = (model.cfg.n_layers, model.cfg.n_heads)
     arrays = {
         name: np.full((*shape, *heads, len(PARTS)), np.nan, np.float32)
@@ -251,25 +258,25 @@ def head_logit_attribution(
     total = np.full(shape, np.nan)
     written = np.zeros((*heads, model.cfg.d_model))
     weights = _Weights(model)
-    with given_bar(progress, len(question.cases), "writes", "text") as bar:
-        for i, case in enumerate(question.cases):
+    with given_or_new_bar(progress, len(contrast_set.examples), "writes", "text") as bar:
+        for i, example in enumerate(contrast_set.examples):
             with torch.no_grad(), prepacked_model(model):
-                found = _read(model, case, augmentation)
-                direct = _attribute(weights, found, question, case, along)
+                outputs = _collect_outputs(model, example, augmentation)
+                direct = _attribute(weights, outputs, contrast_set, example, along)
             for name in arrays:
-                arrays[name][i, :, : case.n] = direct[name].cpu().numpy()
-            others[i, :, : case.n] = direct["others"].cpu().numpy()
-            total[i, :, : case.n] = direct["total"].cpu().numpy()
-            written += direct["written"].cpu().numpy() / len(question.cases)
+                arrays[name][i, :, : example.n_steps] = direct[name].cpu().numpy()
+            others[i, :, : example.n_steps] = direct["others"].cpu().numpy()
+            total[i, :, : example.n_steps] = direct["total"].cpu().numpy()
+            written += direct["written"].cpu().numpy() / len(contrast_set.examples)
             bar.update()
     unembed = (weights.unembed.detach().cpu(), model.tokenizer)
     return HeadLogitAttribution(
-        question, others=others, total=total, written=written, unembed=unembed, **arrays
+        contrast_set, others=others, total=total, written=written, unembed=unembed, **arrays
     )
 
 
 class _Weights:
-    """What turns outputs of heads into logits."""
+    """Weights between the heads' outputs and the logits."""
 
     def __init__(self, model: Model) -> None:
         check_weights_read(model, "what heads write is computed from")
@@ -292,11 +299,15 @@ def _wide(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _HeadOutputs:
-    """One case, read by every branch; queries are the steps.
+    """Activations of one example in every branch; queries are the steps.
 
     Attributes:
-        parts: By layer, what the heads read from each part, before W_O.
-        mass: By layer, their attention on each part.
+        parts: By layer, the heads' outputs from each part, before W_O.
+        mass: By layer, the heads' attention on each part.
+        mlp: The sum of the MLPs' outputs.
+        embedding: The residual stream before the first block.
+        final: The residual stream before the final norm.
+        scale: The final norm's sigma.
     """
 
     parts: list[Float[Tensor, "branch step head part d_head"]]
@@ -308,106 +319,104 @@ class _HeadOutputs:
     logits: Float[Tensor, "branch step vocab"]
 
 
-def whole(case: ContrastExample) -> tuple[list[Layout], list[SoftPrefix | None]]:
-    """A case's branches with the text, but for its last token, as part of the prompt."""
-    more = case.text[:-1]
+def layouts_with_text(example: ContrastExample) -> tuple[list[Layout], list[SoftPrefix | None]]:
+    """Layouts and prefixes of an example's branches, the text without its last token as part of the
+    prompt."""
+    more = example.text[:-1]
     tokens = tuple(str(each) for each in more)
     layouts = [
         replace(
             each, ids=each.ids + more, tokens=each.tokens + tokens, l_pro=each.l_pro + len(more)
         )
-        for each in case.layouts
+        for each in example.layouts
     ]
-    return layouts, list(case.prefixes)
+    return layouts, list(example.prefixes)
 
 
-def _read(model: Model, case: ContrastExample, augmentation: Rules) -> _HeadOutputs:
-    layouts, prefixes = whole(case)
+def _collect_outputs(model: Model, example: ContrastExample, augmentation: Rules) -> _HeadOutputs:
+    """One forward pass of all branches, with hooks on what `_HeadOutputs` has."""
+    # Keys of each part.
+    layouts, prefixes = layouts_with_text(example)
     inputs = soft_inputs(model, layouts, prefixes)
-    own = case.layouts[0]
+    layout = example.layouts[0]
     slots = torch.arange(len(layouts[0]), device=model.cfg.device)
     masks = {
-        "prefix": (slots >= own.prefix.start) & (slots < own.prefix.stop),
-        "bos": (slots >= own.bos.start) & (slots < own.bos.stop),
-        "prompt": (slots >= own.prompt.start) & (slots < own.prompt.stop),
-        "generated": slots >= own.prompt.stop,
+        "prefix": (slots >= layout.prefix.start) & (slots < layout.prefix.stop),
+        "bos": (slots >= layout.bos.start) & (slots < layout.bos.stop),
+        "prompt": (slots >= layout.prompt.start) & (slots < layout.prompt.stop),
+        "generated": slots >= layout.prompt.stop,
     }
     mask = torch.stack([masks[name] for name in PARTS], dim=1)  # key part
     group = model.cfg.n_heads // kv_heads(model)
+    # Hooks: a layer's values wait for its pattern; other activations are added up by name.
     values: dict[int, Tensor] = {}
     parts: list[Tensor] = []
     mass: list[Tensor] = []
-    seen: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
 
     def on_value(value: Tensor, hook: Any, layer: int) -> None:
-        whole_value = value  # branch key kv_head d_head
-        if own.soft:
+        with_soft = value  # branch key kv_head d_head
+        if layout.soft:
             soft = torch.stack([each.values[layer] for each in prefixes if each is not None])
-            whole_value = torch.cat([soft.transpose(1, 2).to(value), value], dim=1)
-        values[layer] = whole_value.repeat_interleave(group, dim=2)
+            with_soft = torch.cat([soft.transpose(1, 2).to(value), value], dim=1)
+        values[layer] = with_soft.repeat_interleave(group, dim=2)
 
     def on_pattern(pattern: Tensor, hook: Any, layer: int) -> None:
-        steps = _wide(pattern[:, :, -case.n :])  # branch head step key
+        steps = _wide(pattern[:, :, -example.n_steps :])  # branch head step key
         split = steps[..., None] * mask.to(steps)  # branch head step key part
         parts.append(torch.einsum("bhqkp,bkhd->bqhpd", split, values.pop(layer).to(steps)))
         mass.append(split.sum(3).transpose(1, 2))
 
     def add(tensor: Tensor, hook: Any, name: str) -> None:
-        kept = _wide(tensor[:, -case.n :])
-        seen[name] = seen[name] + kept if name in seen else kept
+        steps = _wide(tensor[:, -example.n_steps :])
+        sums[name] = sums[name] + steps if name in sums else steps
 
     hooks: list[tuple[str, Any]] = []
     for layer in range(model.cfg.n_layers):
         hooks += [
-            (f"blocks.{layer}.attn.v.hook_out", _for_layer(on_value, layer)),
-            (PATTERN.format(layer), _for_layer(on_pattern, layer)),
-            (f"blocks.{layer}.mlp.hook_out", _named(add, "mlp")),
+            (f"blocks.{layer}.attn.v.hook_out", partial(on_value, layer=layer)),
+            (PATTERN.format(layer), partial(on_pattern, layer=layer)),
+            (f"blocks.{layer}.mlp.hook_out", partial(add, name="mlp")),
         ]
     hooks += [
-        ("blocks.0.hook_in", _named(add, "embedding")),
-        ("ln_final.hook_in", _named(add, "final")),
-        ("ln_final.hook_scale", _named(add, "scale")),
+        ("blocks.0.hook_in", partial(add, name="embedding")),
+        ("ln_final.hook_in", partial(add, name="final")),
+        ("ln_final.hook_scale", partial(add, name="scale")),
     ]
     with (
-        augmented(model, active_augmentations(named_rules(augmentation)), list(case.layouts)),
+        augmented(model, active_augmentations(named_rules(augmentation)), list(example.layouts)),
         model.hooks(fwd_hooks=hooks),
     ):
-        logits = _wide(model(**inputs)[:, -case.n :])
+        logits = _wide(model(**inputs)[:, -example.n_steps :])
     return _HeadOutputs(
-        parts, mass, seen["mlp"], seen["embedding"], seen["final"], seen["scale"], logits
+        parts, mass, sums["mlp"], sums["embedding"], sums["final"], sums["scale"], logits
     )
-
-
-def _for_layer(function: Any, layer: int) -> Any:
-    return lambda tensor, hook: function(tensor, hook, layer)
-
-
-def _named(function: Any, name: str) -> Any:
-    return lambda tensor, hook: function(tensor, hook, name)
 
 
 def _attribute(
     weights: _Weights,
-    found: _HeadOutputs,
-    question: ContrastSet,
-    case: ContrastExample,
+    outputs: _HeadOutputs,
+    contrast_set: ContrastSet,
+    example: ContrastExample,
     along: Along,
 ) -> dict[str, Tensor]:
-    _check(weights, found)
-    text = torch.tensor([case.text], device=found.logits.device)
-    u, bias = _direction(weights, found.logits, question.words, text, along)
-    scale = weights.gamma / found.scale  # branch step d_model
+    """The arrays of `HeadLogitAttribution` for one example."""
+    _check_sum(weights, outputs)
+    text = torch.tensor([example.text], device=outputs.logits.device)
+    u, over_vocab = _direction(weights, outputs.logits, contrast_set.words, text, along)
+    scale = weights.gamma / outputs.scale  # branch step d_model
 
-    def passed(direction: Tensor) -> Tensor:
-        """What the final norm makes of a direction, seen from the residual stream."""
+    def before_norm(direction: Tensor) -> Tensor:
+        """The direction in the residual stream that the final norm maps to this one."""
         through = scale * direction
         return through - through.mean(2, keepdim=True) if weights.centres else through
 
-    g = passed(u)  # branch step d_model
+    # Each head's output along u: direct effect, length, and vector from the prefix.
+    g = before_norm(u)  # branch step d_model
     direct, size, written = [], [], []
-    for out, parts in zip(weights.out, found.parts, strict=True):
-        seen = torch.einsum("bqm,hdm->bqhd", g, out)
-        direct.append((parts * seen[:, :, :, None]).sum(4))
+    for out, parts in zip(weights.out, outputs.parts, strict=True):
+        along_u = torch.einsum("bqm,hdm->bqhd", g, out)
+        direct.append((parts * along_u[:, :, :, None]).sum(4))
         gram = torch.einsum("hdm,hem->hde", out, out)
         size.append((torch.einsum("bqhpd,hde->bqhpe", parts, gram) * parts).sum(4).clamp(min=0))
         prefix = torch.einsum("bqhd,hdm->bqhm", parts[:, :, :, 0], out)
@@ -415,15 +424,16 @@ def _attribute(
             prefix = prefix - prefix.mean(3, keepdim=True)
         prefix = (prefix * scale[:, :, None]).mean(1)  # branch head d_model
         written.append(prefix[0] - prefix[1:].mean(0))
+    # The rest of the sum: `OTHERS`.
     biases = sum(
         (g @ each if each is not None else torch.zeros_like(g[..., 0])) for each in weights.biases
     )
     norm = u @ weights.beta if weights.beta is not None else torch.zeros_like(g[..., 0])
-    others = [(found.mlp * g).sum(2), biases, (found.embedding * g).sum(2), norm]
-    chosen = (found.logits - weights.unembed_bias) * bias
+    others = [(outputs.mlp * g).sum(2), biases, (outputs.embedding * g).sum(2), norm]
+    chosen = (outputs.logits - weights.unembed_bias) * over_vocab
     return {
         "direct": torch.stack(direct, dim=2),
-        "mass": torch.stack(found.mass, dim=2),
+        "mass": torch.stack(outputs.mass, dim=2),
         "size": torch.stack(size, dim=2).sqrt(),
         "others": torch.stack([torch.as_tensor(each) for each in others], dim=2),
         "total": chosen.sum(2),
@@ -452,28 +462,27 @@ def _direction(
     return over @ weights.unembed.t(), over
 
 
-def _check(weights: _Weights, found: _HeadOutputs) -> None:
+def _check_sum(weights: _Weights, outputs: _HeadOutputs) -> None:
     """Refuse a model in which the parts would not sum."""
-    stream = found.embedding + found.mlp
-    for out, parts, bias in zip(weights.out, found.parts, weights.biases, strict=True):
+    stream = outputs.embedding + outputs.mlp
+    for out, parts, bias in zip(weights.out, outputs.parts, weights.biases, strict=True):
         stream = stream + torch.einsum("bqhpd,hdm->bqm", parts, out)
         if bias is not None:
             stream = stream + bias
-    norm = (found.final - found.final.mean(2, keepdim=True)) if weights.centres else found.final
-    norm = norm / found.scale * weights.gamma
+    norm = (
+        (outputs.final - outputs.final.mean(2, keepdim=True)) if weights.centres else outputs.final
+    )
+    norm = norm / outputs.scale * weights.gamma
     if weights.beta is not None:
         norm = norm + weights.beta
     logits = norm @ weights.unembed + weights.unembed_bias
-    for what, one, other in (
-        ("add something else than heads and MLPs to the residual stream", stream, found.final),
-        ("change the logits after the unembedding", logits, found.logits),
+    for problem, one, other in (
+        ("add something else than heads and MLPs to the residual stream", stream, outputs.final),
+        ("change the logits after the unembedding", logits, outputs.logits),
     ):
         gap = float((one - other).abs().max() / other.abs().max())
         if gap > 0.02:
             raise CircuitError(
-                f"this model's layers {what} (difference {gap:.1g}), so direct effects would not"
+                f"this model's layers {problem} (difference {gap:.1g}), so direct effects would not"
                 " sum; use knock-outs"
             )
-
-
-__all__ = ["OTHERS", "PARTS", "HeadLogitAttribution", "head_logit_attribution"]

@@ -1,11 +1,11 @@
-"""Attention as whole numbers on a log scale, and arrays as one text that a browser unpacks.
+"""Encoding of attention for the page: whole numbers on a log scale, and arrays as one text.
 
 A pattern entry p in [0, 1] is stored as
 
-    0                                      below FLOOR: shown as 0
+    0                                      below FLOOR: restored as 0
     1 + round((top - 1) (1 - ln p / ln FLOOR))      else, with top = 2^bits - 1
 
-so that every stored number has the same relative error, `precision(bits)`.
+so every stored number has the same relative error, `quantisation_error(bits)`.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from jaxtyping import Float
 
 Bits = Literal[8, 16]
 FLOOR = 2.0**-24
-"""The smallest attention that is not 0."""
+"""The smallest attention above 0."""
 
 
-def quantised(values: Float[np.ndarray, "*axes"], bits: Bits) -> np.ndarray:
-    """Attention in [0, 1] as whole numbers of so many bits, same shape."""
+def quantise(values: Float[np.ndarray, "*axes"], bits: Bits) -> np.ndarray:
+    """Attention in [0, 1] as whole numbers of 8 or 16 bits, same shape."""
     top = 2**bits - 1
     with np.errstate(divide="ignore"):
         place = 1 + (top - 1) * (1 - np.log(values.astype(np.float64)) / math.log(FLOOR))
-    kept = np.rint(np.maximum(place, 0))
-    return np.minimum(kept, top).astype(np.uint8 if bits == 8 else np.uint16)
+    codes = np.rint(np.maximum(place, 0))
+    return np.minimum(codes, top).astype(np.uint8 if bits == 8 else np.uint16)
 
 
-def restored(codes: np.ndarray, bits: Bits) -> Float[np.ndarray, "*axes"]:
-    """What `quantised` numbers stand for, float64, same shape."""
+def dequantise(codes: np.ndarray, bits: Bits) -> Float[np.ndarray, "*axes"]:
+    """The attention that codes of `quantise` stand for, float64, same shape."""
     top = 2**bits - 1
     return np.where(codes == 0, 0.0, FLOOR ** (1 - (codes.astype(np.float64) - 1) / (top - 1)))
 
 
-def precision(bits: Bits) -> float:
+def quantisation_error(bits: Bits) -> float:
     """The largest relative error of a stored number above FLOOR."""
     return math.expm1(-math.log(FLOOR) / (2**bits - 2) / 2)
 
 
 @dataclass(frozen=True)
-class Packed:
+class EncodedArrays:
     """Arrays as one text.
 
     Attributes:
-        index: By name: {"type", "length"}, in the order in which they stand in the data.
-        data: base64 of gzip of the arrays' bytes, little-endian. The low bytes of 16-bit numbers
-            stand before their high bytes, which packs better.
+        index: {"type", "length"} by name, in the order of the data.
+        data: base64 of gzip of the arrays' bytes, little-endian. All low bytes of 16-bit numbers
+            stand before their high bytes, which compresses better.
     """
 
     index: Mapping[str, Mapping[str, Any]]
     data: str
 
 
-def pack(arrays: Mapping[str, np.ndarray]) -> Packed:
-    """Arrays of uint8, uint16 or float32 in a form that is the same for equal numbers."""
+def encode_arrays(arrays: Mapping[str, np.ndarray]) -> EncodedArrays:
+    """Encode arrays of uint8, uint16 or float32; equal arrays give equal text."""
     index, parts = {}, []
     for name, array in arrays.items():
         flat = np.ascontiguousarray(array).ravel()
@@ -70,4 +70,4 @@ def pack(arrays: Mapping[str, np.ndarray]) -> Packed:
             raw = raw.reshape(-1, 2).T.ravel()
         parts.append(raw.tobytes())
     squeezed = gzip.compress(b"".join(parts), compresslevel=9, mtime=0)
-    return Packed(index, base64.b64encode(squeezed).decode("ascii"))
+    return EncodedArrays(index, base64.b64encode(squeezed).decode("ascii"))

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, soft_prefix
-from test_circuits import cases_of, planted_question, question, words_of
+from test_circuits import contrast_set, examples_of, planted_contrast_set, words_of
 
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp._util.errors import CircuitError
-from lapa2_interp.circuits.cases import ContrastExample
-from lapa2_interp.circuits.direct import OTHERS, PARTS, head_logit_attribution
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.question import ContrastSet
+from lapa2_interp.circuits.logit_attribution import OTHERS, PARTS, head_logit_attribution
 from lapa2_interp.models.planted import NEGATIVE, POSITIVE, planted
 
 
@@ -25,13 +25,13 @@ def gap(found):
 def test_all_parts_sum_to_the_logit_difference(name, along):
     model = load(name)
     prefixes = {"a": "Very positive:", "b": "Very negative:"}
-    asked = question(model, **({"prefixes": prefixes} if name == "smollm2-135m" else {}))
+    asked = contrast_set(model, **({"prefixes": prefixes} if name == "smollm2-135m" else {}))
     found = head_logit_attribution(model, asked, along=along)
     assert gap(found) < 1e-4 * max(1, np.abs(found.total).max())
-    for i, case in enumerate(asked.cases):
-        for branch, layout in enumerate(case.layouts):
+    for i, example in enumerate(asked.examples):
+        for branch, layout in enumerate(example.layouts):
             with torch.no_grad():
-                ids = torch.tensor([[*layout.ids, *case.text[:-1]]])
+                ids = torch.tensor([[*layout.ids, *example.text[:-1]]])
                 logits = model(ids)[0, len(layout) - 1 :].double()
             plus, minus = words_of(model)
             if along == "lex":
@@ -40,7 +40,7 @@ def test_all_parts_sum_to_the_logit_difference(name, along):
                     for sign, words in ((1, plus), (-1, minus))
                 )
             else:
-                own = logits.gather(1, torch.tensor(case.text)[:, None])[:, 0]
+                own = logits.gather(1, torch.tensor(example.text)[:, None])[:, 0]
                 expected = own - (logits.softmax(1) * logits).sum(1)
             assert np.abs(found.total[i, branch] - expected.numpy()).max() < 1e-3
 
@@ -48,18 +48,18 @@ def test_all_parts_sum_to_the_logit_difference(name, along):
 def test_a_head_is_its_output_through_the_frozen_norm(tiny):
     """Independently: the head's z times W_O, taken out of the final stream, sigma held."""
     model = load(tiny, "float64")
-    asked = question(model)
+    asked = contrast_set(model)
     found = head_logit_attribution(model, asked)
-    case, kept = asked.cases[0], {}
-    ids = torch.tensor([[*case.layouts[0].ids, *case.text[:-1]]])
+    example, kept = asked.examples[0], {}
+    ids = torch.tensor([[*example.layouts[0].ids, *example.text[:-1]]])
 
     def keep(tensor, hook):
         kept[hook.name] = tensor.clone()
 
     names = ["blocks.2.attn.o.hook_in", "ln_final.hook_in", "ln_final.hook_scale"]
     with torch.no_grad(), model.hooks(fwd_hooks=[(name, keep) for name in names]):
-        logits = model(ids)[0, -case.n :]
-    z, stream, scale = (kept[name][0, -case.n :] for name in names)
+        logits = model(ids)[0, -example.n_steps :]
+    z, stream, scale = (kept[name][0, -example.n_steps :] for name in names)
     norm = model.ln_final.original_component
 
     def through(x):
@@ -78,12 +78,12 @@ def test_a_head_is_its_output_through_the_frozen_norm(tiny):
 @pytest.mark.parametrize("name", ["planted", "planted-gpt2:2"])
 def test_planted_heads_write_what_the_key_says(name):
     model, key = load(name), planted(name)
-    asked = planted_question(model, name, 24)
+    asked = planted_contrast_set(model, name, 24)
     found = head_logit_attribution(model, asked)
     assert gap(found) < 1e-4
-    for i, case in enumerate(asked.cases):
-        layout = case.layouts[0]
-        for t in range(1, case.n):
+    for i, example in enumerate(asked.examples):
+        layout = example.layouts[0]
+        for t in range(1, example.n_steps):
             l = len(layout) + t
             x, other = key.written(l, layout.l_pro)
             for role in ("carrier", "suppressor"):
@@ -96,7 +96,9 @@ def test_planted_heads_write_what_the_key_says(name):
     assert frame.index[-1] == key.heads["suppressor"]
     # The relay writes for the reader: nothing directly, and much is lost without it.
     assert abs(frame.loc[key.heads["relay"], "direct_all"]) < 1e-5
-    lost = knock_out(model, asked, over={"relay": [key.heads["relay"]]}, metric="lex", also=())
+    lost = knock_out(
+        model, asked, over={"relay": [key.heads["relay"]]}, metric="lex", other_metrics=()
+    )
     assert lost.effects.mean() > 0.5
     # The reader writes from the prompt, not from the prefix; the decoy's mass writes nothing.
     reader = frame.loc[key.heads["reader"]]
@@ -113,7 +115,7 @@ def test_a_head_without_an_output_writes_nothing():
     model = load_model("tiny-gpt2", device="cpu")
     with torch.no_grad():  # Conv1D: head x d_head, d_model
         model.blocks[1].attn.o.original_component.weight[8:16] = 0
-    found = head_logit_attribution(model, question(model))
+    found = head_logit_attribution(model, contrast_set(model))
     assert np.abs(found.direct[..., 1, 1, :]).max() == 0
     assert np.abs(found.direct[..., 1, 2, :]).max() > 0
     assert gap(found) < 1e-4
@@ -121,7 +123,7 @@ def test_a_head_without_an_output_writes_nothing():
 
 def test_parts_are_places_and_masses_are_shares(tiny):
     model = load(tiny)
-    found = head_logit_attribution(model, question(model))
+    found = head_logit_attribution(model, contrast_set(model))
     assert np.abs(found.mass.sum(-1) - 1).max() < 1e-5
     assert found.mass[:, :, 0, :, :, PARTS.index("generated")].max() == 0
     assert (found.size >= 0).all()
@@ -137,8 +139,8 @@ def test_soft_prefixes_and_an_augmentation():
     model = load("tiny-llama")
     soft = [soft_prefix(model, seed=seed) for seed in (0, 1)]
     layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
-    case = ContrastExample("efg", ("a", "b"), layouts, (70, 80, 90), prefixes=tuple(soft))
-    asked = ContrastSet((case,), words_of(model))
+    example = ContrastExample("efg", ("a", "b"), layouts, (70, 80, 90), prefixes=tuple(soft))
+    asked = ContrastSet((example,), words_of(model))
     plain, boosted = (
         head_logit_attribution(model, asked, augmentation=a) for a in (None, Augmentation(alpha=1))
     )
@@ -150,10 +152,10 @@ def test_soft_prefixes_and_an_augmentation():
 def test_what_cannot_be_attributed_is_refused():
     plain = load("tiny-gpt2", "float32", "TransformersModel")
     with pytest.raises(CircuitError, match="load the model as TransformerBridge"):
-        head_logit_attribution(plain, cases_of(plain))
+        head_logit_attribution(plain, examples_of(plain))
     model = load("tiny-gpt2")
     with pytest.raises(CircuitError, match="give along='text'"):
-        head_logit_attribution(model, cases_of(model))
+        head_logit_attribution(model, examples_of(model))
 
     def doubled(tensor, hook):
         return 2 * tensor
@@ -162,7 +164,7 @@ def test_what_cannot_be_attributed_is_refused():
         model.hooks(fwd_hooks=[("blocks.2.hook_out", doubled)]),
         pytest.raises(CircuitError, match="residual stream .*would not sum"),
     ):
-        head_logit_attribution(model, question(model))
+        head_logit_attribution(model, contrast_set(model))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.metrics import METRICS, Predictions
-from lapa2_interp.circuits.prompt import prompt_slope
+from lapa2_interp.circuits.pro_aug import prompt_slope
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.methods.base import Branch, Prepared, Start
 from lapa2_interp.methods.registry import for_task, get, load_task
@@ -36,11 +36,11 @@ def read(model, branch, prompt, text, rule):
     return found[:, len(layout) - 1 :], likely
 
 
-def control(method, branches, readings, text, n_prompt):
-    """The llr of a method's own distributions, from the readings of its branches."""
+def control_of(method, branches, outputs, text, n_prompt):
+    """The llr of a method's own distributions, from the outputs of its branches."""
     of_attributes = []
     for of_attribute in branches:
-        rows = {branch.name: readings[branch.prefix] for branch in of_attribute}
+        rows = {branch.name: outputs[branch.prefix] for branch in of_attribute}
         told = {name: likely for name, (_, likely) in rows.items()}
         state = method.begin(Start((Prepared(),), told, torch.tensor([n_prompt])))
         weights = []
@@ -86,7 +86,7 @@ def test_the_slope_is_a_finite_difference_of_the_control(method):
             for b in (h, -h):
                 rule = Augmentation(alpha=b, law="scale", heads=heads)
                 raw = read(model, Branch("base"), prompt, text, rule)
-                ends.append(control(chosen, branches, fixed | {None: raw}, text, n_prompt))
+                ends.append(control_of(chosen, branches, fixed | {None: raw}, text, n_prompt))
         slopes.append((ends[0] - ends[1]) / (2 * h))
     expected = np.mean(slopes)
     assert abs(expected) > 1e-7
@@ -101,14 +101,14 @@ def test_a_planted_raw_model_that_must_be_boosted_and_one_that_must_not():
     filler, mild = ids(model, FILLER), get("air-decoding", omega=2.0)
     word = ids(model, " positive")
     within = [prompt + " positive" for prompt in PROMPTS]
-    cases = {
+    examples = {
         "prompt": (within, {prompt: [filler] for prompt in within}),
         "text": (PROMPTS, {prompt: [word + filler] for prompt in PROMPTS}),
         "nowhere": (PROMPTS, {prompt: [filler] for prompt in PROMPTS}),
     }
     found = {
         name: prompt_slope(model, "sentiment", mild, prompts=prompts, texts=texts)
-        for name, (prompts, texts) in cases.items()
+        for name, (prompts, texts) in examples.items()
     }
     assert {name: each.boost for name, each in found.items()} == {
         "prompt": False,
@@ -116,20 +116,20 @@ def test_a_planted_raw_model_that_must_be_boosted_and_one_that_must_not():
         "nowhere": False,
     }
     assert found["prompt"].high < 0 == found["nowhere"].mean
-    lex = prompt_slope(model, "sentiment", mild, prompts=PROMPTS, texts=cases["text"][1], metric="lex")  # fmt: skip
+    lex = prompt_slope(model, "sentiment", mild, prompts=PROMPTS, texts=examples["text"][1], metric="lex")  # fmt: skip
     assert (lex.mean, lex.boost) == (0.0, False), "it cancels, and rounding is no slope"
 
 
 def test_words_that_are_given_are_those_of_lex(monkeypatch):
     """A selection decides on Pro-Aug by the words it was asked about, not by the task's."""
-    from lapa2_interp.circuits import prompt
+    from lapa2_interp.circuits import pro_aug
 
     model, seen = load("planted"), set()
     monkeypatch.setattr(
-        prompt, "Predictions", lambda *given: seen.add(given[3]) or Predictions(*given)
+        pro_aug, "Predictions", lambda *given: seen.add(given[3]) or Predictions(*given)
     )
     words = {"negative": ids(model, " bad"), "positive": ids(model, " good")}
-    asked = {"by": "random", "heads": 0, "pro_aug": "air-decoding", "metric": "lex"}
+    asked = {"score": "random", "heads": 0, "pro_aug": "air-decoding", "metric": "lex"}
     select(model, "sentiment", tokens=2, words=words, **asked)
     assert seen == {(tuple(words["positive"]), tuple(words["negative"]))}
     with pytest.raises(CircuitError, match="words are given for a; the attributes are positive"):
@@ -145,7 +145,7 @@ def test_a_selection_carries_it_to_generate(tmp_path):
     model, card = load("planted"), tmp_path / "card.json"
     word = ids(model, " positive" + FILLER)
     settings = {"prompts": PROMPTS, "texts": {prompt: [word] for prompt in PROMPTS}}
-    asked = {"by": "random", "heads": 0, "pro_aug": get("air-decoding", omega=2.0)}
+    asked = {"score": "random", "heads": 0, "pro_aug": get("air-decoding", omega=2.0)}
     chosen = select(model, "sentiment", **asked, **settings)
     assert chosen.prompt.boost
     assert chosen.parameters("air-decoding") == {"pro_aug": True}

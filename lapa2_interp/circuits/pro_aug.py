@@ -1,15 +1,15 @@
-"""Whether strengthening the prompt of the raw branch (Pro-Aug, Eq. 9) adds control.
+"""Pro-Aug (Eq. 9): decide by a gradient if a stronger prompt in the raw branch adds control.
 
-The paper switches Pro-Aug on by task. Here the model is asked, on prompts of selection:
+The paper switches Pro-Aug on by task. Here a gradient decides, on prompts of selection:
 
     boost the prompt    if and only if    dD/db > 0 by its 95 % interval over prompts
 
-D is the control of a decoding method: how far its next-token distributions for the attributes are
-apart. b is a number added to the scores of the raw branch's prompt, at the prompt's last token and
-all later ones, as Pro-Aug adds its bias there.
+D is the control of a decoding method: the distance between its next-token distributions for the
+attributes. b is a number added to the scores of the raw branch's prompt, at the prompt's last token
+and all later ones, as Pro-Aug adds its bias there.
 
     found = prompt_slope(model, "sentiment", "air-decoding")
-    found.boost                                   # and so pro_aug of the method
+    found.boost                                   # a value for the method's pro_aug
     select(model, "sentiment", pro_aug="air-decoding").prompt
 """
 
@@ -29,12 +29,12 @@ from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
 from lapa2_interp.attention.hooked import on_scores
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.circuits.cases import RAW, attribute_words, check_asked, write_texts
+from lapa2_interp.circuits.contrast_set import words_in_order
 from lapa2_interp.circuits.edits import Heads
+from lapa2_interp.circuits.examples import RAW, attribute_words, check_request, write_texts
 from lapa2_interp.circuits.gradients import check_gradients, recorded_gradients
-from lapa2_interp.circuits.knockout import head_pairs, units_everything
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
-from lapa2_interp.circuits.question import in_order
+from lapa2_interp.circuits.units import all_heads, head_pairs
 from lapa2_interp.methods.base import FLOOR, Branch, Method, Prepared, Soft, Start
 from lapa2_interp.methods.registry import for_task, load_task
 from lapa2_interp.models.card import Model
@@ -43,16 +43,16 @@ from lapa2_interp.prefixes.soft_prefix import SoftPrefix, find_prefix
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
 
-ROUNDING = 1e-6
+ROUNDING_SHARE = 1e-6
 """A slope below this share of the control is rounding, and counts as 0."""
 
 
 class PromptSlope(BaseModel):
-    """What a bias on the raw branch's prompt does to a method's control.
+    """Slope of a method's control in a bias on the raw branch's prompt.
 
     Attributes:
-        method: Whose control it is.
-        metric: By which it was measured.
+        method: The method's name.
+        metric: The metric of control.
         mean, low, high: dD/db, in units of the metric for each step and unit of b: its mean over
             prompts, and the 95 % interval.
     """
@@ -67,7 +67,7 @@ class PromptSlope(BaseModel):
 
     @property
     def boost(self) -> bool:
-        """Whether the prompt should be strengthened: the interval lies above 0."""
+        """True if the prompt should be strengthened: the interval lies above 0."""
         return self.low > 0
 
 
@@ -87,11 +87,11 @@ def prompt_slope(
     samples: int = 1,
     seed: int = 1,
 ) -> PromptSlope:
-    """The slope of a method's control in the bias on the prompt of its raw branch, at no bias.
+    """Compute the slope of a method's control in the bias on its raw branch's prompt, at bias 0.
 
-    Distributions are the method's own, before the sampler keeps the likeliest tokens. Texts are
-    given, so the method's state (such as Air-Decoding's) follows them. A slope does not see jumps:
-    what a method does with its likeliest tokens alone (RSA-Control) changes by steps.
+    Distributions are the method's, before the sampler keeps the likeliest tokens. Texts are given,
+    so the method's state (such as Air-Decoding's) follows them. A slope does not see jumps: a rule
+    for the likeliest tokens alone (RSA-Control) changes by steps.
 
     Args:
         model: A TransformerBridge in float32 or float64.
@@ -99,20 +99,21 @@ def prompt_slope(
         method: A name, or a method with its parameters.
         attribute: The target; by default the task's first.
         prompts: At least 8; by default the task's.
-        texts: By prompt, token ids of texts to read, those of a prompt of one length; by default
-            the raw model writes them.
+        texts: By prompt, token ids of texts, of one length for each prompt; by default the raw
+            model writes them.
         heads: (layer, head) pairs in which the bias acts; None for all.
-        metric: A name of `METRICS` but from_raw, or one's own as `attribution` takes it. What a
-            raw branch adds to all words of both attributes alike cancels in lex.
-        words: By attribute, the token ids that lex looks at; by default the task's words.
-        tokens, samples, seed: Of the texts that the model writes.
+        metric: A name of `METRICS` but from_raw, or a custom metric as in `attribution`. An equal
+            addition to all words of both attributes cancels in lex.
+        words: By attribute, the token ids of lex; by default the task's words.
+        tokens, samples, seed: As `make_examples`, for texts that the model writes.
 
     Raises:
         CircuitError: The method has no raw branch that Pro-Aug reaches, prepares for its prompts or
-            reads texts anew; fewer than 8 different prompts; texts of several lengths behind one;
+            recomputes texts; fewer than 8 different prompts; texts of different lengths after one;
             heads that the model does not have; as `attribution`.
     """
     check_gradients(model)
+    # Method, branches, prompts, metric, words and heads.
     chosen = load_task(task) if isinstance(task, str) else task
     decoder = for_task(method, chosen) if isinstance(method, str) else method
     target = next(iter(chosen.attributes)) if attribute is None else attribute
@@ -121,57 +122,59 @@ def prompt_slope(
     _check_method(decoder, branches[target])
     if isinstance(prompts, str):
         prompts = [prompts]
-    asked = tuple(dict.fromkeys(chosen.prompts.texts if prompts is None else prompts))
-    check_asked(asked, tokens, samples, texts)
-    if len(asked) < FEW:
+    requested = tuple(dict.fromkeys(chosen.prompts.texts if prompts is None else prompts))
+    check_request(requested, tokens, samples, texts)
+    if len(requested) < FEW:
         raise CircuitError(
-            f"{len(asked)} prompts are too few to decide by; give at least {FEW}, better 32"
+            f"{len(requested)} prompts are too few to decide by; give at least {FEW}, better 32"
         )
     name, measure = one_metric(metric)
     if not words and name == "lex":
         words = attribute_words(model.tokenizer, chosen.name, names)
-    told = in_order(words or {}, names)
+    ordered_words = words_in_order(words or {}, names)
     if name == "from_raw":
         raise CircuitError(
             "metric from_raw compares with the raw model, which the bias changes; use js, lex, llr"
             " or kl"
         )
-    every = units_everything(model)
+    every = all_heads(model)
     chosen_heads = every if heads is None else head_pairs(heads)
     if not chosen_heads or not set(chosen_heads) <= set(every):
         raise CircuitError(
             f"heads {chosen_heads} are none, or not all of this model; give (layer, head) pairs up"
             f" to {every[-1]}, or None for all"
         )
+    # Texts and soft prefixes.
     given = texts or write_texts(
-        model, chosen, RAW, asked, tokens=tokens, samples=samples, seed=seed
+        model, chosen, RAW, requested, tokens=tokens, samples=samples, seed=seed
     )
-    if uneven := next((each for each in asked if len(set(map(len, given[each]))) > 1), None):
+    if uneven := next((each for each in requested if len(set(map(len, given[each]))) > 1), None):
         raise CircuitError(
-            f"the texts behind {uneven!r} have {sorted(set(map(len, given[uneven])))} tokens; those"
+            f"the texts after {uneven!r} have {sorted(set(map(len, given[uneven])))} tokens; those"
             " of a prompt need one length"
         )
     soft = {
         branch: find_prefix(model, chosen.name, branch.prefix.set, branch.prefix.attribute)
-        for of_name in branches.values()
-        for branch in of_name
+        for each in branches.values()
+        for branch in each
         if isinstance(branch.prefix, Soft)
     }
+    # A gradient for every prompt.
     slopes = []
-    for prompt in asked:
+    for prompt in requested:
         rows = torch.tensor(given[prompt], device=model.cfg.device)
         with recorded_gradients():
             b = torch.zeros((), dtype=model.cfg.dtype, device=rows.device, requires_grad=True)
-            found = _Readings(model, prompt, rows, soft, b, chosen_heads)
-            logits = torch.stack([found.steered(decoder, branches[each]) for each in names])
-            control = measure(Predictions(logits, rows, None, told)).mean()
+            forwards = _BranchForwards(model, prompt, rows, soft, b, chosen_heads)
+            logits = torch.stack([forwards.steered(decoder, branches[each]) for each in names])
+            control = measure(Predictions(logits, rows, None, ordered_words)).mean()
             (slope,) = torch.autograd.grad(control, [b])
         if not torch.isfinite(slope):
             raise CircuitError(
-                f"the slope of {name} is not a number behind {prompt!r}: {decoder.name} gives"
+                f"the slope of {name} is not a number after {prompt!r}: {decoder.name} gives"
                 " tokens no weight at all there; use another metric"
             )
-        slopes.append(float(slope) if abs(slope) > ROUNDING * abs(control) else 0.0)
+        slopes.append(float(slope) if abs(slope) > ROUNDING_SHARE * abs(control) else 0.0)
     low, high = bounds(np.array(slopes), np.arange(len(slopes)))
     return PromptSlope(
         method=decoder.name,
@@ -193,13 +196,13 @@ def _check_method(method: Method, branches: Sequence[Branch]) -> None:
         )
     if method.recomputes or type(method).prepare is not Method.prepare:
         raise CircuitError(
-            f"{method.name} prepares for its prompts or reads texts anew; choose its pro_aug by"
+            f"{method.name} prepares for its prompts or recomputes texts; choose its pro_aug by"
             " hand (--set pro_aug=true)"
         )
 
 
-class _Readings:
-    """Texts behind one prompt, read once by each branch; the raw branch under a bias."""
+class _BranchForwards:
+    """One forward pass a branch over texts of one prompt; the raw branch has a bias b."""
 
     def __init__(
         self,
@@ -216,33 +219,34 @@ class _Readings:
         for layer, head in heads:
             chosen[layer, head] = 1
         self.chosen = chosen
-        self.done: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.cached: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def steered(
         self, method: Method, branches: Sequence[Branch]
     ) -> Float[Tensor, "item step vocab"]:
         """The method's log-weights at every step."""
-        read = {branch.name: self.read(branch) for branch in branches}
+        outputs = {branch.name: self.forward(branch) for branch in branches}
         n_texts, n_steps = self.texts.shape
         n_prompt = torch.full((n_texts,), self._layout(Branch("base")).l_pro)
-        told = {name: prompt for name, (_, prompt) in read.items()} if method.reads_prompt else None
-        state = method.begin(Start((Prepared(),) * n_texts, told, n_prompt))
+        prompts = {name: prompt for name, (_, prompt) in outputs.items()}
+        given = prompts if method.reads_prompt else None
+        state = method.begin(Start((Prepared(),) * n_texts, given, n_prompt))
         found = []
         for step in range(n_steps):
-            log_probs = {name: steps[:, step].clone() for name, (steps, _) in read.items()}
+            log_probs = {name: steps[:, step].clone() for name, (steps, _) in outputs.items()}
             weights = method.combine(log_probs, state)
             found.append(weights.masked_fill(weights == -torch.inf, FLOOR))
             state = method.advance(state, log_probs, self.texts[:, step])
         return torch.stack(found, dim=1)
 
-    def read(
+    def forward(
         self, branch: Branch
     ) -> tuple[Float[Tensor, "item step vocab"], Float[Tensor, " item"]]:
         """Log-probabilities of every step, and the prompt's log-likelihood."""
         key = branch.prefix, branch.join
-        if key not in self.done:
-            self.done[key] = self._read(branch)
-        return self.done[key]
+        if key not in self.cached:
+            self.cached[key] = self._forward(branch)
+        return self.cached[key]
 
     def _layout(self, branch: Branch) -> Layout:
         prefix = self.soft.get(branch)
@@ -250,10 +254,11 @@ class _Readings:
         slots = 0 if prefix is None else len(prefix)
         return Layout.of(self.model.tokenizer, text, branch.join + self.prompt, soft=slots)
 
-    def _read(self, branch: Branch) -> tuple[Tensor, Tensor]:
+    def _forward(self, branch: Branch) -> tuple[Tensor, Tensor]:
+        """Compute what `forward` gives; a gradient is recorded for the raw branch alone."""
         layout, n = self._layout(branch), self.texts.shape[1]
-        whole = [replace(layout, ids=(*layout.ids, *row[:-1])) for row in self.texts.tolist()]
-        inputs = soft_inputs(self.model, whole, [self.soft.get(branch)] * len(whole))
+        with_text = [replace(layout, ids=(*layout.ids, *row[:-1])) for row in self.texts.tolist()]
+        inputs = soft_inputs(self.model, with_text, [self.soft.get(branch)] * len(with_text))
         keep = n + layout.l_pro
         raw = branch.prefix is None
         with torch.set_grad_enabled(raw):
@@ -263,7 +268,7 @@ class _Readings:
             else:
                 logits = self.model(**inputs, logits_to_keep=keep)[:, -keep:]
             likely = prompt_log_likelihood(
-                logits[:, : layout.l_pro + 1].detach(), [layout] * len(whole)
+                logits[:, : layout.l_pro + 1].detach(), [layout] * len(with_text)
             )
             wide = logits[:, -n:].to(torch.promote_types(logits.dtype, torch.float32))
             return wide.log_softmax(dim=2), likely
@@ -271,11 +276,8 @@ class _Readings:
     def _biased(
         self, layout: Layout, layer: int, scores: Float[Tensor, "row head query key"]
     ) -> Float[Tensor, "row head query key"]:
-        """The scores with b on the prompt, for its last token and all behind it."""
-        where = torch.zeros_like(scores[0])
+        """Scores with b on the prompt, for queries from its last token on."""
+        mask = torch.zeros_like(scores[0])
         (span,) = layout.spans("prefix")
-        where[:, layout.n_live - 1 :, span.start : span.stop] = 1
-        return scores + self.b * self.chosen[layer][:, None, None] * where
-
-
-__all__ = ["PromptSlope", "prompt_slope"]
+        mask[:, layout.n_live - 1 :, span.start : span.stop] = 1
+        return scores + self.b * self.chosen[layer][:, None, None] * mask

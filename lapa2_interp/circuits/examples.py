@@ -1,15 +1,15 @@
-"""What circuits are asked about: one text behind opposite prefixes.
+"""Examples of a contrast set: one text after opposite prefixes.
 
-A `ContrastExample` is a prompt and a text that follows it, read by a branch for every attribute.
-The text is the same in all of them, and so is its place: the prefixes have equal lengths. Otherwise
-the branches would differ by positions alone. With prefixes of 3 and 5 tokens, blocking them in
-every head leaves more difference between the branches than the prefixes themselves make."""
+A `ContrastExample` is a prompt and a text that follows it, with a branch for every attribute. All
+branches have the same text at the same positions, because the prefixes have equal lengths.
+Otherwise the branches would differ by positions alone. With prefixes of 3 and 5 tokens, blocking
+them in every head leaves more difference between the branches than the prefixes themselves make."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -25,31 +25,31 @@ from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import takes_model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import Task
-from lapa2_interp.tasks.word_lists import read_words
+from lapa2_interp.tasks.word_lists import read_word_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RAW = "raw"
-"""Where texts come from that no prefix has steered; and the branch that has none."""
+"""The source of texts that were written without a prefix, and the branch without one."""
 
 
 @dataclass(frozen=True)
 class ContrastExample:
-    """One text behind a prompt, in one branch for every attribute.
+    """One text after a prompt, in one branch for every attribute.
 
     Attributes:
-        prompt: The prompt. Texts of one prompt are not independent, so it is what is resampled.
-        names: The attributes; the first is the target, the others its opposites.
+        prompt: The prompt. Texts of one prompt are not independent, so prompts are resampled.
+        attributes: The first is the target, the others its opposites.
         layouts: By attribute, with prefixes of one length, prompts of the same tokens.
         text: Token ids that follow the prompt.
-        source: The prefix that the text was written behind: an attribute, or `RAW`.
+        source: The attribute whose prefix steered the text, or `RAW`.
         raw: The layout without a prefix.
         prefixes: By attribute, a soft prefix or None.
     """
 
     prompt: str
-    names: tuple[str, ...]
+    attributes: tuple[str, ...]
     layouts: tuple[Layout, ...]
     text: tuple[int, ...]
     source: str = RAW
@@ -57,19 +57,21 @@ class ContrastExample:
     prefixes: tuple[SoftPrefix | None, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.names) < 2 or len(self.names) != len(self.layouts):
+        if len(self.attributes) < 2 or len(self.attributes) != len(self.layouts):
             raise CircuitError(
-                f"a case needs two branches or more, and a layout for each; found"
-                f" {pluralize(len(self.names), 'name')} and"
+                f"an example needs two branches or more, and a layout for each; found"
+                f" {pluralize(len(self.attributes), 'name')} and"
                 f" {pluralize(len(self.layouts), 'layout')}"
             )
         if not self.text:
-            raise CircuitError(f"the text behind {self.prompt!r} is empty; give at least one token")
-        lengths = {name: each.l_pre for name, each in zip(self.names, self.layouts, strict=True)}
+            raise CircuitError(f"the text after {self.prompt!r} is empty; give at least one token")
+        lengths = {
+            name: each.l_pre for name, each in zip(self.attributes, self.layouts, strict=True)
+        }
         if len(set(lengths.values())) > 1 or not all(lengths.values()):
-            told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise CircuitError(
-                f"the prefixes have different lengths in tokens ({told}), so that the branches"
+                f"the prefixes have different lengths in tokens ({found}), so that the branches"
                 " differ by positions, too; use soft prefixes, or reword one prefix to the other's"
                 " length"
             )
@@ -86,10 +88,11 @@ class ContrastExample:
             )
         if any(each.n_before for each in self.layouts):
             raise CircuitError(
-                "circuits are read where the prefix follows BOS; a chat's span has tokens before it"
+                "circuits need a prefix right after BOS; a chat's span has tokens before it"
             )
+        # Soft prefixes for all layouts, or none.
         if not self.prefixes:
-            object.__setattr__(self, "prefixes", (None,) * len(self.names))
+            object.__setattr__(self, "prefixes", (None,) * len(self.attributes))
         slots = [0 if each is None else len(each) for each in self.prefixes]
         if slots != [each.soft for each in self.layouts]:
             raise CircuitError(
@@ -99,33 +102,43 @@ class ContrastExample:
             )
         if len({each.soft for each in self.layouts}) > 1:
             raise CircuitError(
-                "a case has soft and hard prefixes, so that the branches differ by positions, too;"
-                " give prefixes of one kind"
+                "an example has soft and hard prefixes, so that the branches differ by positions,"
+                " too; give prefixes of one kind"
             )
 
     @property
-    def n(self) -> int:
+    def n_steps(self) -> int:
         """Tokens of the text: steps that are scored."""
         return len(self.text)
 
     @property
+    def n_branch_steps(self) -> int:
+        """Steps in all branches."""
+        return self.n_steps * len(self.attributes)
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Cases of one shape can be read together without padding."""
+        """Lengths of all parts. Examples of one shape make a batch without padding."""
         each = self.layouts[0]
         raw = 0 if self.raw is None else len(self.raw)
-        return (each.soft, each.n_bos, each.l_pre, each.l_pro, self.n, len(self.names), raw)
+        return (
+            each.soft,
+            each.n_bos,
+            each.l_pre,
+            each.l_pro,
+            self.n_steps,
+            len(self.attributes),
+            raw,
+        )
 
     def swapped(self) -> ContrastExample:
-        """The same case of two attributes with the second as target."""
-        order = [1, 0, *range(2, len(self.names))]
-        return ContrastExample(
-            self.prompt,
-            tuple(self.names[i] for i in order),
-            tuple(self.layouts[i] for i in order),
-            self.text,
-            self.source,
-            self.raw,
-            tuple(self.prefixes[i] for i in order),
+        """This example with its two attributes exchanged, the second as target."""
+        order = [1, 0, *range(2, len(self.attributes))]
+        return replace(
+            self,
+            attributes=tuple(self.attributes[i] for i in order),
+            layouts=tuple(self.layouts[i] for i in order),
+            prefixes=tuple(self.prefixes[i] for i in order),
         )
 
     @classmethod
@@ -138,16 +151,16 @@ class ContrastExample:
         source: str = RAW,
         join: str = "",
     ) -> ContrastExample:
-        """A case of one's own.
+        """A custom example.
 
-            Case.of(model.tokenizer, {"clean": "In French:", "corrupt": "In German:"}, " The", " cat")
+            ContrastExample.of(model.tokenizer, {"clean": "In French:", "corrupt": "In German:"}, " The", " cat")
 
         Args:
             prefixes: By name, the hard prefix of each branch; the first is the target.
             prompt: The prompt.
             text: The text that follows, as a string (tokenised by itself) or as token ids.
-            source: As the case has it.
-            join: What stands between prefix and prompt.
+            source: As the attribute of that name.
+            join: Text between prefix and prompt.
 
         Raises:
             CircuitError: The prefixes have different lengths, or the text is empty.
@@ -172,49 +185,51 @@ def make_examples(
     samples: int = 1,
     seed: int = 1,
 ) -> list[ContrastExample]:
-    """A case for every prompt and sample of a task.
+    """An example for every prompt and sample of a task.
 
     Args:
         task: A name or a task with two attributes or more and hard prefixes.
         attribute: The target; by default the task's first.
         prompts: By default the task's.
         texts: By prompt, token ids of texts to score; by default the model writes them.
-        source: What it writes them behind: an attribute's prefix, or `RAW` for none. Raw texts are
-            the clean measure: a text written behind a prefix says already what the prefix wants.
+        source: The attribute whose prefix steers the texts, or `RAW` for none. Raw texts are the
+            clean measure: a steered text already says what the prefix wants.
         tokens: Length of a text that the model writes.
         samples: Texts of each prompt.
-        seed: Of the texts.
+        seed: Seed of the texts.
 
     Raises:
         TaskError: Unknown, or without opposite attributes.
-        CircuitError: As `ContrastExample`; or no prompts, tokens or samples are asked for.
+        CircuitError: As `ContrastExample`; or no prompts, tokens or samples are requested.
     """
     chosen = load_task(task) if isinstance(task, str) else task
     target = next(iter(chosen.attributes)) if attribute is None else attribute
     names = (target, *chosen.others(target))
     if isinstance(prompts, str):
         prompts = [prompts]
-    asked = chosen.prompts.texts if prompts is None else tuple(prompts)
-    check_asked(asked, tokens, samples, texts)
+    requested = chosen.prompts.texts if prompts is None else tuple(prompts)
+    check_request(requested, tokens, samples, texts)
     prefixes = {name: chosen.prefix(name) for name in names}
-    for prompt in asked:  # what is refused is refused before texts are written
+    for prompt in requested:  # a refusal comes before texts are written
         ContrastExample.of(model.tokenizer, prefixes, prompt, [0])
     if texts is None:
-        texts = write_texts(model, chosen, source, asked, tokens=tokens, samples=samples, seed=seed)
+        texts = write_texts(
+            model, chosen, source, requested, tokens=tokens, samples=samples, seed=seed
+        )
     return [
         ContrastExample.of(model.tokenizer, prefixes, prompt, ids, source)
-        for prompt in asked
+        for prompt in requested
         for ids in texts[prompt]
     ]
 
 
-def check_asked(
+def check_request(
     prompts: Sequence[str],
     tokens: int,
     samples: int,
     texts: Mapping[str, Sequence[Sequence[int]]] | None,
 ) -> None:
-    """Refuse no prompts, no tokens, and texts that lack a prompt's."""
+    """Refuse empty requests, and texts that lack a prompt."""
     if not prompts:
         raise CircuitError("there is no prompt; give at least one")
     if tokens < 1 or samples < 1:
@@ -225,13 +240,13 @@ def check_asked(
         raise CircuitError(f"texts has none for the prompt {without[0]!r}; give each prompt's")
 
 
-def prefix_texts(tokenizer: PreTrainedTokenizerBase, case: ContrastExample) -> dict[str, str]:
-    """By attribute, the prefix of a case as text."""
+def prefix_texts(tokenizer: PreTrainedTokenizerBase, example: ContrastExample) -> dict[str, str]:
+    """By attribute, the prefix of an example as text."""
     return {
         name: "soft prefix"
         if each.soft
         else decode(tokenizer, each.ids[each.n_bos :][: each.l_pre])
-        for name, each in zip(case.names, case.layouts, strict=True)
+        for name, each in zip(example.attributes, example.layouts, strict=True)
     }
 
 
@@ -245,8 +260,8 @@ def write_texts(
     samples: int = 1,
     seed: int = 1,
 ) -> dict[str, list[list[int]]]:
-    """Texts of `tokens` tokens that a model writes, by prompt: behind an attribute's hard prefix,
-    or behind the prompt alone."""
+    """Texts that a model writes, by prompt, each of `tokens` tokens: after an attribute's hard
+    prefix, or after the prompt alone."""
     longest = max(
         len(model.tokenizer(each, add_special_tokens=False).input_ids) for each in prompts
     )
@@ -275,8 +290,8 @@ def write_texts(
 def attribute_words(
     tokenizer: PreTrainedTokenizerBase, task: str, names: Sequence[str], file: str = ""
 ) -> dict[str, tuple[int, ...]]:
-    """By attribute, the token ids of its words: those of the task's word lists that are one token
-    behind a space, and no other attribute's.
+    """Token ids of each attribute's words: words of the task's list that are one token after a
+    space, and belong to no other attribute.
 
     Args:
         file: A word list of one's own (`lapa2 word-lists`).
@@ -285,7 +300,7 @@ def attribute_words(
         DataError: There is no list for the task.
         CircuitError: An attribute has no word that is one token.
     """
-    lists = read_words(file, task)
+    lists = read_word_list(file, task)
     missing = [name for name in names if name not in lists]
     if missing:
         raise CircuitError(
@@ -293,7 +308,7 @@ def attribute_words(
         )
     found: dict[str, dict[int, None]] = {}
     for name in names:
-        ids = _one_token(_Same(tokenizer), tuple(lists[name]))
+        ids = _single_token_ids(_TokenizerKey(tokenizer), tuple(lists[name]))
         found[name] = {one: None for one in ids if one != tokenizer.unk_token_id}
     words = {}
     for name, own in found.items():
@@ -307,35 +322,35 @@ def attribute_words(
     return words
 
 
-class _Same:
-    """A tokenizer that equals another of the same contents."""
+class _TokenizerKey:
+    """A cache key: tokenizers of the same contents are equal."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.contents = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).digest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.contents == other.contents
+        return isinstance(other, _TokenizerKey) and self.contents == other.contents
 
     def __hash__(self) -> int:
         return hash(self.contents)
 
 
 @lru_cache(maxsize=32)
-def _one_token(known: _Same, words: tuple[str, ...]) -> tuple[int, ...]:
-    """Ids of the words that are one token behind a space.
+def _single_token_ids(key: _TokenizerKey, words: tuple[str, ...]) -> tuple[int, ...]:
+    """Ids of the words that are one token after a space.
 
-    Kept, because a model that is loaded again has another tokenizer, and the library `tokenizers`
-    (0.23) never frees what a tokenizer remembers of the words it has read.
+    They are cached, because a model that is loaded again has another tokenizer, and the library
+    `tokenizers` (0.23) never frees the words that a tokenizer has encoded.
     """
-    ids = [known.tokenizer(" " + word, add_special_tokens=False).input_ids for word in words]
+    ids = [key.tokenizer(" " + word, add_special_tokens=False).input_ids for word in words]
     return tuple(one[0] for one in ids if len(one) == 1)
 
 
-def batches(cases: Sequence[ContrastExample], most: int) -> Iterator[list[int]]:
-    """Positions of cases that are read together: of one shape, in order, at most `most`."""
-    order = sorted(range(len(cases)), key=lambda i: cases[i].shape)
-    for _, same in groupby(order, key=lambda i: cases[i].shape):
+def batches(examples: Sequence[ContrastExample], most: int) -> Iterator[list[int]]:
+    """Batches of at most `most` examples of one shape, as positions in their order."""
+    order = sorted(range(len(examples)), key=lambda i: examples[i].shape)
+    for _, same in groupby(order, key=lambda i: examples[i].shape):
         group = list(same)
         for first in range(0, len(group), most):
             yield group[first : first + most]

@@ -1,9 +1,8 @@
-"""What the trained scorers that ship with the package share: cards, labels, and toxicity as the
-probability of one label.
+"""The common base of the scorers that ship with the package: cards, labels of tasks, and toxicity
+as the probability of one label.
 
-`linear` and `adapter` are two of different make. A table has the numbers of both, and where a claim
-holds by one of them alone, the page says so.
-"""
+There are two kinds, `linear` and `adapter`. A table has the numbers of both, and the page says
+where a claim holds for one of them only."""
 
 from __future__ import annotations
 
@@ -18,17 +17,18 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import ScoringError, first_problem, unknown_choice
-from lapa2_interp._util.files import read_text, without_checksums
-from lapa2_interp.scoring.scorer import Item, Score, Scorer, Skipped, unreadable
+from lapa2_interp._util.errors import ScoringError, unknown_choice, validation_message
+from lapa2_interp._util.files import without_checksums
+from lapa2_interp._util.parsing import read_text
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, unreadable_reason
 
-WEIGHTS = Path(__file__).parent / "weights"
+SHIPPED_WEIGHTS = Path(__file__).parent / "weights"
 TOXIC_LABEL = "toxic"
 """The label whose probability is a text's toxicity."""
 
 
-class HeldOut(BaseModel):
-    """A row of `agreement.agreement` about a corpus that was not trained on."""
+class AgreementRow(BaseModel):
+    """A row of `agreement.agreement` on a corpus that was not trained on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,8 +41,8 @@ class HeldOut(BaseModel):
     n: int
 
 
-class Card(BaseModel):
-    """What the cards of all trained scorers state."""
+class ScorerCard(BaseModel):
+    """The common fields of the cards of trained scorers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,27 +56,27 @@ class Card(BaseModel):
     """sha256 of the weights' file."""
     made: datetime
     versions: dict[str, str]
-    held_out: tuple[HeldOut, ...]
-    """What it reaches on corpora that were not trained on."""
+    held_out: tuple[AgreementRow, ...]
+    """Measures on corpora that were not trained on."""
 
 
-AnyCard = TypeVar("AnyCard", bound=Card)
+CardType = TypeVar("CardType", bound=ScorerCard)
 
 
 def tasks_in(folder: Path, ending: str) -> list[str]:
-    """The tasks whose scorers are in a folder, by what follows the task in the name of a file."""
+    """The tasks whose scorers are in a folder, from the names of files with this ending."""
     return sorted(file.name.removesuffix(ending) for file in folder.glob(f"*{ending}"))
 
 
-def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: str) -> AnyCard:
+def load_card(form: type[CardType], kind: str, task: str, folder: Path, ending: str) -> CardType:
     """The card beside a scorer's weights, `<task><ending>`.
 
     Args:
         form: The card's class.
-        kind: What such scorers are called in messages.
+        kind: Name of such scorers in messages.
 
     Raises:
-        ScoringError: There is none for the task, or its files are damaged.
+        ScoringError: The task has no such scorer, or its files are damaged.
     """
     file = folder / f"{task}{ending}"
     card_file = file.with_suffix(".json")
@@ -84,7 +84,7 @@ def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: s
         known = tasks_in(folder, ending)
         raise ScoringError(
             f"{unknown_choice(f'{kind} scorer', task, known)} (`lapa2 scorers train` makes one for"
-            " a task of your own, which accuracy=FILE takes)"
+            " a custom task, which accuracy=FILE takes)"
             if known
             else f"{folder} has no {kind} scorer; train one: `lapa2 scorers train`"
         )
@@ -92,7 +92,7 @@ def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: s
         fields, _ = without_checksums(read_text(card_file))
         card = form.model_validate(fields)
     except (ValidationError, ValueError) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
         raise ScoringError(
             f"{card_file} is not the card of a scorer: {reason}; train it again:"
             " `lapa2 scorers train`"
@@ -105,7 +105,7 @@ def load_card(form: type[AnyCard], kind: str, task: str, folder: Path, ending: s
 
 
 @runtime_checkable
-class Probabilistic(Protocol):
+class ProbabilisticClassifier(Protocol):
     """A classifier of texts."""
 
     def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
@@ -116,34 +116,38 @@ class TaskScorer(Scorer):
     """The probabilities that a classifier gives to the labels of its task.
 
     Args:
-        load: Gives the classifier; called when the first text is scored, so that scores that are
-            known cost no loading.
-        kind: What such scorers are called in their version.
+        load: Loads the classifier. It is called when the first text is scored, and not if all
+            scores are cached.
+        kind: Name of such scorers in their version.
     """
 
     name = "accuracy"
     classifies = True
 
-    def __init__(self, card: Card, load: Callable[[], Probabilistic], kind: str) -> None:
+    def __init__(
+        self, card: ScorerCard, load: Callable[[], ProbabilisticClassifier], kind: str
+    ) -> None:
         self.card, self.load = card, load
         self.columns = card.labels
         self.version = f"{kind} {card.task} {card.sha256[:12]}"
 
     @cached_property
-    def classifier(self) -> Probabilistic:
+    def classifier(self) -> ProbabilisticClassifier:
         return self.load()
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
-        texts = [item.text for item in items if not unreadable(item.text)]
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
+        texts = [item.text for item in items if not unreadable_reason(item.text)]
         rows = iter(self.classifier.probabilities(texts) if texts else ())
         return [
-            Skipped(why) if (why := unreadable(item.text)) else tuple(map(float, next(rows)))
+            SkippedText(why)
+            if (why := unreadable_reason(item.text))
+            else tuple(map(float, next(rows)))
             for item in items
         ]
 
 
-class ToxicityOf(Scorer):
-    """P(toxic) of a classifier that has a label toxic; `toxicity` in [0, 1]."""
+class ToxicityScorer(Scorer):
+    """P(toxic) of a classifier with a label toxic; `toxicity` in [0, 1]."""
 
     name = "toxicity"
     columns = ("toxicity",)
@@ -152,8 +156,8 @@ class ToxicityOf(Scorer):
         self.classifier = classifier
         self.version, self.batch_size = classifier.version, classifier.batch_size
         self.by_length = classifier.by_length
-        self.at = classifier.columns.index(TOXIC_LABEL)
+        self.index = classifier.columns.index(TOXIC_LABEL)
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
         rows = self.classifier.score(items)
-        return [row if isinstance(row, Skipped) else (row[self.at],) for row in rows]
+        return [row if isinstance(row, SkippedText) else (row[self.index],) for row in rows]

@@ -19,46 +19,47 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
-from lapa2_interp._util.progress import given_bar
+from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.bias.augmentation import Rules
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
-from lapa2_interp.circuits.question import ContrastLike, ContrastSet, evaluate_edits
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import takes_model
 from lapa2_interp.stats import bounds
 
 
 @dataclass(frozen=True)
-class Control:
-    """The control of every text at every step.
+class ControlScore:
+    """Control of every text at every step.
 
     Attributes:
-        question: What was asked.
+        contrast_set: The texts.
         values: By metric; NaN after the end of a text.
     """
 
-    question: ContrastSet
-    values: Mapping[str, Float[np.ndarray, "case step"]]
+    contrast_set: ContrastSet
+    values: Mapping[str, Float[np.ndarray, "example step"]]
 
     def frame(self) -> pd.DataFrame:
-        """A row for every text and step: prompt, source, case, step, l_kv, and every metric.
+        """A row for every text and step: prompt, source, case (the example's number), step,
+        l_kv, and every metric.
 
         l_kv counts the keys of the query, BOS and its own included; step 0 predicts the text's
         first token.
         """
         rows = []
-        for i, case in enumerate(self.question.cases):
-            for step in range(case.n):
-                row = {"prompt": case.prompt, "source": case.source, "case": i, "step": step}
-                row["l_kv"] = case.layouts[0].n_live + step
+        for i, example in enumerate(self.contrast_set.examples):
+            for step in range(example.n_steps):
+                row = {"prompt": example.prompt, "source": example.source, "case": i, "step": step}
+                row["l_kv"] = example.layouts[0].n_live + step
                 rows.append(row | {name: each[i, step] for name, each in self.values.items()})
         return pd.DataFrame(rows)
 
-    def interval(self, metric: str, by: str | None = "step") -> pd.DataFrame:
-        """Means of a metric with 95 % intervals over prompts: by step, by source, or (None) of all.
+    def interval(self, metric: str, group_by: str | None = "step") -> pd.DataFrame:
+        """Means of a metric with 95 % intervals over prompts, by step, by source, or (None) of all.
 
-        Every step of every text has the same weight. A knock-out gives it to every prompt: the two
-        differ a little where texts have several lengths.
+        Every step of every text has the same weight here, and every prompt in a knock-out. The two
+        differ a little where texts have different lengths.
 
         Raises:
             CircuitError: The metric was not computed, or there is no such column.
@@ -66,16 +67,18 @@ class Control:
         frame = self.frame()
         if metric not in self.values:
             raise CircuitError(unknown_choice("metric", metric, self.values))
-        if by is not None and by not in frame:
-            raise CircuitError(unknown_choice("column", by, frame.columns))
+        if group_by is not None and group_by not in frame:
+            raise CircuitError(unknown_choice("column", group_by, frame.columns))
         rows = []
-        for value, part in [(None, frame)] if by is None else frame.groupby(by, sort=False):
+        for value, part in (
+            [(None, frame)] if group_by is None else frame.groupby(group_by, sort=False)
+        ):
             part = part[part[metric].notna()]  # a metric of some steps has none at the others
             if not len(part):
                 continue
             numbers = part[metric].to_numpy(float)
             low, high = bounds(numbers, part["prompt"])
-            row = {} if by is None else {by: value}
+            row = {} if group_by is None else {group_by: value}
             row |= {"mean": numbers.mean(), "low": float(low), "high": float(high)}
             rows.append(row | {"n": len(part), "prompts": part["prompt"].nunique()})
         return pd.DataFrame(rows)
@@ -99,43 +102,42 @@ class Control:
 
 
 @takes_model
-def control(
+def control_score(
     model: Model,
-    about: ContrastLike,
+    contrast: ContrastLike,
     *,
     metrics: str | Metric | Sequence[str] | Mapping[str, Metric] | None = None,
     augmentation: Rules = None,
-    at_once: int | None = None,
+    batch_size: int | None = None,
     progress: tqdm | None = None,
     **settings: Any,
-) -> Control:
-    """How far the branches' predictions are apart at every step of some texts.
+) -> ControlScore:
+    """Measure how far the branches' predictions are apart at every step.
 
     Args:
-        model: A TransformerBridge, with hooks of one's own if there are any, or a
-            `TransformersModel`.
-        about: A task by name or value, a case or several, or a `ContrastSet`.
-        metrics: A name of `METRICS` or several, a function of `Predictions`, or functions by name;
+        model: A TransformerBridge, with custom hooks if it has any, or a `TransformersModel`.
+        contrast: A task by name or value, one or more examples, or a `ContrastSet`.
+        metrics: One or more names of `METRICS`, a function of `Predictions`, or functions by name;
             by default all that can be computed.
-        augmentation: What acts in every branch: one, or several.
-        at_once: Texts read together; changes nothing but memory and time.
-        progress: A bar to advance by steps read.
+        augmentation: One or more augmentations that act in every branch.
+        batch_size: Texts in one forward pass; changes nothing but memory and time.
+        progress: A bar that counts steps.
         settings: For a task, as `make_examples`: attribute, prompts, texts, source, tokens,
-            samples, seed. For cases, words={name: token ids}, which lex needs.
+            samples, seed. For examples, words={name: token ids}, which lex needs.
 
     Raises:
         CircuitError: Prefixes of different lengths, an unknown metric, or one that lacks words.
         TaskError: A task without opposite attributes.
     """
-    question = ContrastSet.of(model, about, **settings)
-    chosen = metrics_by_name(question.metrics if metrics is None else metrics)
-    longest = max(case.n for case in question.cases)
-    values = {name: np.full((len(question.cases), longest), np.nan) for name in chosen}
-    total = sum(case.n * len(case.names) for case in question.cases)
-    with given_bar(progress, total, "control", "step") as bar:
+    contrast_set = ContrastSet.of(model, contrast, **settings)
+    chosen = metrics_by_name(contrast_set.metrics if metrics is None else metrics)
+    longest = max(example.n_steps for example in contrast_set.examples)
+    values = {name: np.full((len(contrast_set.examples), longest), np.nan) for name in chosen}
+    total = contrast_set.n_branch_steps
+    with given_or_new_bar(progress, total, "control", "step") as bar:
         for _, group, found in evaluate_edits(
-            model, question, [None], chosen, augmentation, bar, at_once
+            model, contrast_set, [None], chosen, augmentation, bar, batch_size
         ):
             for name, each in found.items():
                 values[name][group, : each.shape[1]] = each.double().cpu().numpy()
-    return Control(question, values)
+    return ControlScore(contrast_set, values)

@@ -1,0 +1,108 @@
+"""Text, JSON and TOML from files that anyone may have written.
+
+Every reader checks first that the file is a regular one, and bounds its size and nesting.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LARGEST_TEXT = 2**30
+"""Size of a text file in bytes, at most."""
+DEEPEST = 100
+"""Nested lists and tables in a file, at most."""
+
+
+def check_regular_file(file: Path) -> None:
+    """Refuse a pipe, a socket or a device, since to open a pipe may block for ever.
+
+    Raises:
+        OSError: It does not exist, or is a folder.
+        ValueError: It is a pipe, a socket or a device.
+    """
+    mode = file.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not stat.S_ISREG(mode):
+        raise ValueError("it is a pipe, a socket or a device; give a file")
+
+
+def read_text(file: Path, may_hold_nul: bool = False) -> str:
+    """The text of a file in UTF-8, without a byte-order mark.
+
+    Raises:
+        OSError: It does not exist, is a folder, or cannot be read.
+        ValueError: It is no regular file, too large, not UTF-8, or has a NUL.
+    """
+    check_regular_file(file)
+    if (size := file.stat().st_size) > LARGEST_TEXT:
+        raise ValueError(f"it has {size} bytes; a text has {LARGEST_TEXT} at most")
+    raw = file.read_bytes()
+    try:
+        text = raw.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line, bad = raw[: error.start].count(b"\n") + 1, raw[error.start : error.start + 4]
+        raise ValueError(
+            f"line {line}: the bytes {bad!r} are not UTF-8; save the file as UTF-8"
+        ) from None
+    if "\0" in text and not may_hold_nul:
+        line = raw[: raw.index(0)].count(b"\n") + 1
+        raise ValueError(f"line {line} has a NUL, which no text has; give a text file")
+    return text
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: It is no JSON, has a field twice, is nested too deeply, or has a number of
+            thousands of digits.
+    """
+    return _check_nesting(lambda: json.loads(text, object_pairs_hook=_unique_fields))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The fields of a TOML text.
+
+    Raises:
+        ValueError: As `parse_json`.
+    """
+    return dict(_check_nesting(lambda: tomllib.loads(text)))
+
+
+def _check_nesting(parse: Callable[[], Any]) -> Any:
+    """The result of a parser, whose nesting is at most `DEEPEST`."""
+    deep = f"it is nested too deeply; {DEEPEST} levels are allowed"
+    try:
+        found = parse()
+    except RecursionError:
+        raise ValueError(deep) from None
+    except ValueError as error:
+        if "integer string" not in str(error):
+            raise
+        raise ValueError("it has a whole number of thousands of digits") from None
+    level, levels = [found], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        if (levels := levels + 1) > DEEPEST:
+            raise ValueError(deep)
+        level = [
+            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return found
+
+
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; raises ValueError if it has a field twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the field {twice!r} twice; give it once")
+    return found

@@ -1,0 +1,74 @@
+"""Tables as CSV, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def as_csv(table: pd.DataFrame, digits: int | None = None) -> str:
+    """A table as CSV, without its index.
+
+    All texts are quoted if one holds a carriage return, since a reader would begin a new row there.
+
+    Args:
+        digits: Significant digits of a number, at most; by default all.
+    """
+    texts = table.select_dtypes(exclude=["number", "bool"]).astype(str)
+    split = any(texts[name].str.contains("\r", regex=False).any() for name in texts)
+    quoting: Literal[0, 2] = 2 if split else 0  # csv.QUOTE_NONNUMERIC, csv.QUOTE_MINIMAL
+    how = None if digits is None else f"%.{digits}g"
+    return str(table.to_csv(index=False, float_format=how, quoting=quoting))
+
+
+def as_markdown(title: str, shown: pd.DataFrame, notes: Sequence[str]) -> str:
+    """A table as Markdown."""
+    escaped = [
+        [str(value).replace("|", "\\|").replace("\n", " ") for value in row]
+        for row in shown.to_numpy()
+    ]
+    lines = [
+        " | ".join(map(str, shown.columns)),
+        " | ".join("---" for _ in shown.columns),
+        *map(" | ".join, escaped),
+    ]
+    return (
+        f"### {title}\n\n"
+        + "\n".join(f"| {line} |" for line in lines)
+        + "\n\n"
+        + "\n\n".join(notes)
+        + "\n"
+    )
+
+
+def as_latex(title: str, shown: pd.DataFrame, notes: Sequence[str], label: str) -> str:
+    """A table as LaTeX, for booktabs."""
+    lines = [
+        r"\begin{table}",
+        r"\centering\small",
+        rf"\caption{{{_latex(title)}}}",
+        rf"\label{{tab:{label}}}",
+        rf"\begin{{tabular}}{{{'l' * len(shown.columns)}}}",
+        r"\toprule",
+        " & ".join(_latex(str(column)) for column in shown.columns) + r" \\",
+        r"\midrule",
+        *(" & ".join(_latex(str(value)) for value in row) + r" \\" for row in shown.to_numpy()),
+        r"\bottomrule",
+        r"\end{tabular}",
+        *(rf"\par\footnotesize {_latex(note)}" for note in notes),
+        r"\end{table}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _latex(text: str) -> str:
+    text = text.replace("\\", r"\textbackslash ")
+    for mark in "&%$#_{}":
+        text = text.replace(mark, "\\" + mark)
+    text = text.replace("~", r"\textasciitilde ").replace("^", r"\textasciicircum ")
+    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text)

@@ -1,0 +1,97 @@
+"""A circuit as nodes and edges, and attention patterns for CircuitsVis: plain JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lapa2_interp.attention.cache import soft_inputs
+from lapa2_interp.bias.texts import pieces
+from lapa2_interp.circuits.edits import Heads
+from lapa2_interp.circuits.examples import ContrastExample
+from lapa2_interp.circuits.logit_attribution import layouts_with_text
+from lapa2_interp.circuits.study_results import EDGES, CircuitStudy, head_name, records
+from lapa2_interp.models.card import Model
+from lapa2_interp.models.liveness import PATTERN
+from lapa2_interp.stats import FEW
+
+
+def make_circuit_graph(found: CircuitStudy) -> dict[str, Any]:
+    """Make nodes and edges of the circuit, with the tokens of one prompt: plain JSON.
+
+    Nodes are the prefix, its tokens, heads, and the logits. Heads are those that carry control or
+    work against it (family-wise p < .05); with fewer than 8 prompts the best 8, and `claims` is
+    false. An edge from the prefix to a head is the control lost when the head cannot see it, in
+    nats a step; from a token to one of the best heads, the control lost when the head cannot see
+    this token; from a head to the logits, its direct effect, in logits a step.
+    """
+    example, table = found.contrast_set.examples[0], found.heads.frame()
+    layout, claims = example.layouts[0], found.contrast_set.n_prompts >= FEW
+    shown = table[(table["p_max"] < 0.05) & ~table["below_noise"]] if claims else table.head(EDGES)
+    direct = {}
+    if found.logit_attribution is not None:
+        rows = records(found.logit_attribution.frame())
+        direct = {(row["layer"], row["head"]): row["direct"] for row in rows}
+    names = [*layout.tokens[layout.n_bos : layout.n_bos + layout.l_pre]]
+    if layout.soft:
+        names = [f"soft {i + 1}" for i in range(layout.soft)]
+    # Nodes, and edges from the prefix to heads and from heads to the logits.
+    nodes: list[dict[str, Any]] = [{"id": "prefix", "kind": "prefix"}]
+    nodes += [{"id": f"prefix.{i}", "kind": "token", "token": name} for i, name in enumerate(names)]
+    edges: list[dict[str, Any]] = []
+    for row in records(shown):
+        layer, head = row["layer"], row["head"]
+        node, interval = f"{layer}.{head}", [row["low"], row["high"]]
+        role = "carries" if row["effect"] > 0 else "works against"
+        nodes.append({"id": node, "kind": "head", "layer": layer, "head": head, "role": role})
+        edge = {"from": "prefix", "to": node, "lost": row["effect"], "interval": interval}
+        edges.append(edge | ({"p_max": row["p_max"]} if claims else {}))
+        if (layer, head) in direct:
+            edges.append({"from": node, "to": "logits", "direct": direct[layer, head]})
+    # Edges from tokens to heads.
+    ids = {node["id"] for node in nodes}
+    for row in records(found.edges.frame()):
+        if (node := head_name(row)) in ids:
+            interval = [row["low"], row["high"]]
+            edge = {"from": f"prefix.{row['position']}", "to": node, "lost": row["effect"]}
+            edges.append(edge | {"interval": interval})
+    nodes.append({"id": "logits", "kind": "logits"})
+    return {
+        "prompt": example.prompt,
+        "tokens": list(layout.tokens),
+        "prefix": list(layout.prefix),
+        "metric": found.heads.metric,
+        "units": {"lost": "nats a step", "direct": "logits a step"},
+        "claims": claims,
+        "nodes": nodes,
+        "edges": edges,
+    }
+
+
+def attention_patterns(model: Model, example: ContrastExample, heads: Heads) -> dict[str, Any]:
+    """Attention patterns of heads in the target's branch of an example, for CircuitsVis.
+
+        found = attention_patterns(model, example, heads)
+        circuitsvis.attention.attention_patterns(found["tokens"], np.array(found["attention"]))
+
+    Returns:
+        tokens, the heads' names, and attention [head query key] with four digits.
+    """
+    layouts, prefixes = layouts_with_text(example)
+    inputs = soft_inputs(model, layouts[:1], prefixes[:1])
+    patterns: dict[int, np.ndarray] = {}
+
+    def keep(pattern: Tensor, hook: Any) -> None:
+        patterns[int(hook.name.split(".")[1])] = pattern[0].float().cpu().numpy()
+
+    names = [PATTERN.format(layer) for layer in sorted({layer for layer, _ in heads})]
+    with torch.no_grad(), model.hooks(fwd_hooks=[(name, keep) for name in names]):
+        model(**inputs)
+    soft = [f"soft {i + 1}" for i in range(layouts[0].soft)]
+    tokens = [*soft, *pieces(model.tokenizer, "", layouts[0].ids)]
+    attention = [np.round(patterns[layer][head], 4).tolist() for layer, head in heads]
+    names = [f"{layer}.{head}" for layer, head in heads]
+    return {"tokens": tokens, "heads": names, "attention": attention}

@@ -1,0 +1,409 @@
+"""Nodes of activation patching, the units of each node, and three ways to patch them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lapa2_interp._util.errors import CircuitError, DeadHookError, unknown_choice
+from lapa2_interp.attention.cache import BridgeRows
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.edits import Branches, Edit, edited_logits
+from lapa2_interp.circuits.examples import ContrastExample
+from lapa2_interp.models.card import Model, is_bridge, kv_heads, plain_network
+
+HOOKS: Mapping[str, str] = {
+    "z": "blocks.{}.attn.hook_z",
+    "pattern": "blocks.{}.attn.hook_pattern",
+    "resid_pre": "blocks.{}.hook_resid_pre",
+    "resid_mid": "blocks.{}.hook_resid_mid",
+    "resid_post": "blocks.{}.hook_resid_post",
+    "attn_out": "blocks.{}.hook_attn_out",
+    "mlp_out": "blocks.{}.hook_mlp_out",
+}
+FINAL = "ln_final.hook_in"
+PREFIX_NODES = ("prefix_kv", "prefix_to_head")
+"""Nodes that need no hooks."""
+HEAD_NODES = ("z", "pattern")
+NODES = (*PREFIX_NODES, *HOOKS, "head_to_logits")
+Slots = Literal["prefix", "bos", "prompt", "last", "generated"]
+"""Parts of a text by name. The prompt's last token is also a part of the prompt."""
+CACHE_PARTS = ("k", "v", "kv")
+Location = tuple[int, Any]
+"""A layer, and a head, a KV head or a part of the text by name."""
+RESIDUAL_TOLERANCE = 1e-3
+"""Largest distance of the final residual from the sum of what was written into it, relative to its
+largest number; or 8 rounding steps, where these are larger."""
+
+
+@dataclass(frozen=True)
+class PatchUnit:
+    """Locations of a node that are patched together.
+
+    Attributes:
+        labels: Its names in tables: layer and head, kv_head or slots, part of the cache, or name.
+        locations: Pairs of a layer and one of its heads, KV heads or parts of the text.
+        part: For nodes of the prefix: "k", "v", or "kv" for both.
+    """
+
+    labels: Mapping[str, Any]
+    locations: tuple[Location, ...]
+    part: str = ""
+
+
+def check_node(
+    model: Model,
+    contrast_set: ContrastSet,
+    node: str,
+    slots: Sequence[str] | None,
+    parts: Sequence[str] | None,
+) -> None:
+    """Refuse an unknown node, slots or parts that it does not have, and a model without its hooks.
+
+    Raises:
+        CircuitError: As `patch`.
+    """
+    # Node, slots and parts.
+    if node not in NODES:
+        raise CircuitError(unknown_choice("node", node, NODES))
+    if parts is not None and node not in PREFIX_NODES:
+        raise CircuitError(
+            f"parts are keys and values of the prefix; node {node} has none, take"
+            f" {' or '.join(PREFIX_NODES)}"
+        )
+    if slots is not None and node not in HOOKS:
+        raise CircuitError(f"node {node} takes no slots; {', '.join(HOOKS)} do")
+    for kind, given, allowed in (("slots", slots, get_args(Slots)), ("part", parts, CACHE_PARTS)):
+        if given is not None and (unknown := [name for name in given if name not in allowed]):
+            raise CircuitError(unknown_choice(kind, unknown[0], allowed))
+        if given is not None and not given:
+            raise CircuitError(f"there is nothing to patch: no {kind}; allowed: {allowed}")
+    if (
+        slots is not None
+        and "prefix" in slots
+        and any(example.layouts[0].soft for example in contrast_set.examples)
+    ):
+        raise CircuitError(
+            "a soft prefix is keys and values alone: it has no queries to patch; take node"
+            " prefix_kv, or other slots"
+        )
+    # Hooks of the model.
+    if node in PREFIX_NODES:
+        return
+    if not is_bridge(model) or plain_network(model) is not None:
+        raise CircuitError(
+            f"node {node} is patched through hooks of a TransformerBridge, and this is a"
+            f" {type(model).__name__}; load it as TransformerBridge, or take"
+            f" {' or '.join(PREFIX_NODES)}"
+        )
+    for name in _hook_names(node, range(model.cfg.n_layers)):
+        if name not in model.hook_dict:
+            reason = (
+                ": its blocks compute attention and MLP side by side"
+                if node == "resid_mid" and getattr(model.cfg, "parallel_attn_mlp", False)
+                else ""
+            )
+            raise CircuitError(
+                f"node {node} needs hook {name}, which this model lacks{reason}; take another node"
+            )
+
+
+def _hook_names(node: str, layers: Sequence[int]) -> list[str]:
+    """Names of the hooks that patch a node."""
+    by = {"resid_mid": ("resid_pre", "attn_out", "resid_mid"), "head_to_logits": ("z", "mlp_out")}
+    names = [HOOKS[each].format(layer) for layer in layers for each in by.get(node, (node,))]
+    if node == "head_to_logits":
+        names += [HOOKS["resid_pre"].format(0), FINAL]
+    return names
+
+
+def make_patch_units(
+    model: Model,
+    contrast_set: ContrastSet,
+    node: str,
+    slots: Sequence[str] | None,
+    parts: Sequence[str] | None,
+    together: Mapping[str, Sequence[Location]] | None,
+) -> list[PatchUnit]:
+    """Units of a node: each location by itself, or sets by name.
+
+    Raises:
+        CircuitError: As `patch`.
+    """
+    # A location is a layer and one of the columns.
+    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    columns: Sequence[Any] = range(n_heads)
+    known: Sequence[Any] = ()
+    kind = "head"
+    if node == "prefix_kv":
+        kind, columns = "kv_head", range(n_heads // _group(model))
+    elif node in HOOKS and node not in HEAD_NODES:
+        soft = any(example.layouts[0].soft for example in contrast_set.examples)
+        usual = ("bos" if soft else "prefix", "prompt", "last", "generated")
+        kind, columns = "slots", usual if slots is None else tuple(slots)
+        known = [name for name in get_args(Slots) if not (soft and name == "prefix")]
+        if together is not None and slots is not None:
+            raise CircuitError(
+                f"the sets of together name the parts of the text of node {node} themselves; found"
+                f" slots {', '.join(slots)} beside them: leave out slots, or together"
+            )
+    # Labels and locations of each unit.
+    sets: list[tuple[dict[str, Any], tuple[Location, ...]]]
+    if together is None:
+        every = product(range(n_layers), columns)
+        sets = [({"layer": i, kind: j}, ((i, j),)) for i, j in every]
+    else:
+        sets = [({"name": name}, tuple(pairs)) for name, pairs in together.items()]
+        for labels, pairs in sets:
+            for i, j in pairs:
+                if not 0 <= i < n_layers or j not in (known or columns):
+                    allowed = ", ".join(known) or f"0-{len(columns) - 1}"
+                    raise CircuitError(
+                        f"({i}, {j}) of {labels['name']!r} does not exist; node {node} has layers"
+                        f" 0-{n_layers - 1}, {kind} {allowed}"
+                    )
+            if not pairs:
+                raise CircuitError(f"the set {labels['name']!r} is empty; give (layer, {kind})")
+    if node not in PREFIX_NODES:
+        return [PatchUnit(labels, locations) for labels, locations in sets]
+    chosen = parts or (("k", "v") if node == "prefix_kv" else ("kv",))
+    return [
+        PatchUnit(labels | {"part": part}, locations, part)
+        for part, (labels, locations) in product(chosen, sets)
+    ]
+
+
+def _group(model: Model) -> int:
+    """Query heads of a KV head."""
+    return model.cfg.n_heads // kv_heads(model)
+
+
+PatchedRuns = Callable[[Sequence[ContrastExample], Sequence[PatchUnit], int], Tensor]
+"""Takes examples, units, and the branch that is patched (0 or 1); gives logits of the target's run,
+the opposite run, and a run for every unit."""
+
+
+def patched_runs(model: Model, node: str, slots: Sequence[str] | None) -> PatchedRuns:
+    """The function that patches a node: through the cache, the final norm, or hooks."""
+    if node in PREFIX_NODES:
+        return partial(_through_prefix, model, 1 if node == "prefix_to_head" else _group(model))
+    if node == "head_to_logits":
+        # The weights are read before they are prepacked.
+        layers = [model.blocks[i].attn for i in range(model.cfg.n_layers)]
+        return partial(
+            _to_logits, model, [(each.W_O, getattr(each, "b_O", None)) for each in layers]
+        )
+    return partial(_through_hooks, model, node, slots)
+
+
+def _through_prefix(
+    model: Model,
+    group: int,
+    examples: Sequence[ContrastExample],
+    units: Sequence[PatchUnit],
+    into: int,
+) -> Float[Tensor, "run example step vocab"]:
+    """Patch keys and values of the prefix, as query heads see them, by a resampling edit."""
+    branches: Branches = "others" if into else "target"
+    edits = []
+    for unit in units:
+        heads = tuple(
+            (i, head) for i, j in unit.locations for head in range(j * group, (j + 1) * group)
+        )
+        edits.append(Edit(heads, "resample", branches=branches, parts=tuple(unit.part)))
+    logits, _ = edited_logits(
+        model, [(example, edit) for edit in (None, *edits) for example in examples]
+    )
+    runs = logits.unflatten(1, (1 + len(units), len(examples)))  # branch run example step vocab
+    return torch.cat([runs[0, :1], runs[1, :1], runs[into, 1:]])
+
+
+def _through_hooks(
+    model: Model,
+    node: str,
+    slots: Sequence[str] | None,
+    examples: Sequence[ContrastExample],
+    units: Sequence[PatchUnit],
+    into: int,
+) -> Float[Tensor, "run example step vocab"]:
+    """Patch at hooks in one forward pass: rows of both branches, and a row for every unit, which
+    takes the giving branch's activation in its layer."""
+    n = len(examples)
+    # Indices of each patch.
+    gives = slice((1 - into) * n, (2 - into) * n)
+    taken: dict[int, list[tuple[tuple, tuple]]] = {}  # by layer, (taking, giving) indices
+    for i, unit in enumerate(units):
+        takes = slice((2 + i) * n, (3 + i) * n)
+        for layer, column in unit.locations:
+            names = slots if node in HEAD_NODES else (column,)
+            queries = _queries(examples[0], names).tolist()
+            index: tuple = (queries,)
+            if node in HEAD_NODES:
+                index = (queries, column) if node == "z" else (column, queries)
+            taken.setdefault(layer, []).append(((takes, *index), (gives, *index)))
+    hooks: list[tuple[str, Callable]] = []
+    for layer, pairs in taken.items():
+        hook = HOOKS[node].format(layer)
+        if node == "resid_mid":
+            hooks += _residual_hooks(model, layer, pairs)
+        else:
+            hooks.append((hook, lambda x, hook, pairs=pairs: _take(x, pairs)))
+    branches = [0] * n + [1] * n + [into] * (n * len(units))
+    with _hooked(model, hooks):
+        logits = _forward(model, examples, branches)
+    return logits.unflatten(0, (2 + len(units), n))
+
+
+def _take(x: Tensor, pairs: Sequence[tuple[tuple, tuple]]) -> Tensor:
+    """Copy values to the taking indices from the giving ones."""
+    x = x.clone()
+    for takes, gives in pairs:
+        x[takes] = x[gives]
+    return x
+
+
+def _residual_hooks(
+    model: Model, layer: int, pairs: Sequence[tuple[tuple, tuple]]
+) -> list[tuple[str, Callable]]:
+    """Hooks that patch the residual stream between attention and MLP.
+
+    The bridge's hook_resid_mid is the input of the MLP's norm, and a change there does not reach
+    the stream itself. So the difference is added to attention's output.
+    """
+    before: list[Tensor] = []
+
+    def on_pre(x: Tensor, hook: Any) -> Tensor:
+        before[:] = [x]
+        return x
+
+    def on_attention(x: Tensor, hook: Any) -> Tensor:
+        x = x.clone()
+        for takes, gives in pairs:
+            x[takes] = x[gives] + before[0][gives] - before[0][takes]
+        return x
+
+    def on_mid(x: Tensor, hook: Any) -> Tensor:
+        before.clear()
+        for takes, gives in pairs:
+            _check_equal(model, x[takes], x[gives], "resid_mid")
+        return _take(x, pairs)
+
+    steps = {"resid_pre": on_pre, "attn_out": on_attention, "resid_mid": on_mid}
+    return [(HOOKS[name].format(layer), step) for name, step in steps.items()]
+
+
+def _to_logits(
+    model: Model,
+    weights: Sequence[tuple[Tensor, Tensor | None]],
+    examples: Sequence[ContrastExample],
+    units: Sequence[PatchUnit],
+    into: int,
+) -> Float[Tensor, "run example step vocab"]:
+    """Patch heads' outputs in the final norm's input: after the last block, a row for every unit
+    has the taking branch's residual with the heads' outputs of the giving branch."""
+    n = len(examples)
+    gives, takes = slice((1 - into) * n, (2 - into) * n), slice(into * n, (into + 1) * n)
+    change: dict[int, Tensor] = {}  # by unit: example query d_model
+    total: list[Tensor] = []  # the sum of all outputs so far, to check the residual stream
+
+    def on_z(z: Tensor, hook: Any, layer: int) -> Tensor:
+        out, bias = weights[layer]
+        total[0] = total[0] + torch.einsum("rqhd,hdm->rqm", z, out).float()
+        if bias is not None:
+            total[0] = total[0] + bias
+        for i, unit in enumerate(units):
+            for head in [head for each, head in unit.locations if each == layer]:
+                written = (z[gives, :, head] - z[takes, :, head]) @ out[head]
+                change[i] = change[i] + written if i in change else written
+        return z
+
+    def start(x: Tensor, hook: Any) -> Tensor:
+        total[:] = [x.float()]
+        return x
+
+    def add(x: Tensor, hook: Any) -> Tensor:
+        total[0] = total[0] + x
+        return x
+
+    def finish(x: Tensor, hook: Any) -> Tensor:
+        _check_equal(model, x, total[0], "head_to_logits")
+        return torch.cat([x, *(x[takes] + change[i] for i in range(len(units)))])
+
+    hooks: list[tuple[str, Callable]] = [(HOOKS["resid_pre"].format(0), start)]
+    for layer in range(model.cfg.n_layers):
+        hooks.append((HOOKS["z"].format(layer), partial(on_z, layer=layer)))
+        hooks.append((HOOKS["mlp_out"].format(layer), add))
+    with _hooked(model, [*hooks, (FINAL, finish)]):
+        logits = _forward(model, examples, [0] * n + [1] * n)
+    return logits.unflatten(0, (2 + len(units), n))
+
+
+def _check_equal(model: Model, x: Tensor, expected: Tensor, node: str) -> None:
+    """Refuse a model whose residual stream is not the sum of the outputs of attention and MLPs."""
+    tolerance = max(RESIDUAL_TOLERANCE, 8 * torch.finfo(model.cfg.dtype).eps)
+    if (x - expected).abs().max() > tolerance * x.abs().max():
+        raise CircuitError(
+            f"node {node} needs a residual stream that is the sum of what attention and MLPs write;"
+            f" {model.cfg.model_name} has norms or factors in between; take z, attn_out, resid_pre"
+            " or resid_post"
+        )
+
+
+def _forward(
+    model: Model, examples: Sequence[ContrastExample], branches: Sequence[int]
+) -> Float[Tensor, "row step vocab"]:
+    """Logits from one forward pass over prefix, prompt and text; row i has example i modulo their
+    number."""
+    rows = [(examples[i % len(examples)], branch) for i, branch in enumerate(branches)]
+    layouts = [
+        replace(example.layouts[branch], ids=example.layouts[branch].ids + example.text[:-1])
+        for example, branch in rows
+    ]
+    prefixes = [example.prefixes[branch] for example, branch in rows]
+    return BridgeRows(model).prompt_pass(layouts, prefixes, keep=examples[0].n_steps)
+
+
+@contextmanager
+def _hooked(model: Model, hooks: Sequence[tuple[str, Callable]]) -> Iterator[None]:
+    """Apply hooks inside the block.
+
+    Raises:
+        DeadHookError: One of them did not run.
+    """
+    ran = set()
+
+    def recorded(x: Tensor, hook: Any, number: int) -> Tensor:
+        ran.add(number)
+        return hooks[number][1](x, hook=hook)
+
+    recording = [(name, partial(recorded, number=i)) for i, (name, _) in enumerate(hooks)]
+    with model.hooks(fwd_hooks=recording):
+        yield
+    silent = [name for i, (name, _) in enumerate(hooks) if i not in ran]
+    if silent:
+        raise DeadHookError(f"hook {silent[0]} does not run in this model; take another node")
+
+
+def _queries(example: ContrastExample, slots: Sequence[str] | None) -> Int[np.ndarray, " query"]:
+    """Queries of an example that lie in parts of its text; by default all after the prefix."""
+    layout = example.layouts[0]
+    end = len(layout) + example.n_steps - 1
+    spans = {
+        "bos": layout.bos,
+        "prefix": layout.prefix,
+        "prompt": layout.prompt,
+        "last": (layout.prompt.stop - 1, layout.prompt.stop),
+        "generated": (len(layout), end),
+    }
+    chosen = [(layout.prefix.stop, end)] if slots is None else [spans[name] for name in slots]
+    found = sorted({slot for span in chosen for slot in range(*span)})
+    return np.array(found, dtype=int) - layout.soft

@@ -1,0 +1,147 @@
+"""Attention on the prefix by head, and arms at equal mean attention.
+
+One alpha moves much attention in all heads and little in a few. So arms that differ by heads,
+layers or tokens are compared at equal attention on the prefix, averaged over all layers and heads
+of the model, steps and texts.
+
+    few = Augmentation(alpha=1, heads=((21, 1), (18, 4)))
+    goal = mean_prefix_attention(model, "sentiment", few)
+    alpha_at_prefix_attention(model, "sentiment", goal)   # alpha of all heads with as much
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from lapa2_interp._util.errors import CircuitError
+from lapa2_interp.attention.tables import of_layer_type
+from lapa2_interp.bias.augmentation import BOUNDS, Augmentation, Rules
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.models.card import Model
+from lapa2_interp.models.load import takes_model
+
+GOAL_TOLERANCE = 1e-3
+"""Largest distance of the attention from the goal, as a share of the goal."""
+
+
+@takes_model
+def mean_prefix_attention(
+    model: Model, contrast: ContrastLike, augmentation: Rules = None, **settings: Any
+) -> float:
+    """Attention on the prefix, from 0 to 1: the mean over layers, heads, steps, branches and texts.
+
+    A text that a prefix steered (`source`) counts in the branch of this prefix alone, another text
+    in all branches.
+
+    Args:
+        model, contrast, settings: As `control_score`.
+        augmentation: One or more augmentations.
+
+    Raises:
+        CircuitError: As `control_score`.
+    """
+    contrast_set = ContrastSet.of(model, contrast, **settings)
+    rows = [
+        (example, branch)
+        for example in contrast_set.examples
+        for branch, name in enumerate(example.attributes)
+        if example.source == name or example.source not in example.attributes
+    ]
+    trace = teacher_forced(
+        model,
+        [example.layouts[branch] for example, branch in rows],
+        [example.text for example, _ in rows],
+        [augmentation] * len(rows),
+        prefixes=[example.prefixes[branch] for example, branch in rows],
+        trace="pooled",
+    )
+    return float(np.nanmean(of_layer_type(trace, "prefix").mean("step").to_numpy()))
+
+
+@takes_model
+def alpha_at_prefix_attention(
+    model: Model,
+    contrast: ContrastLike,
+    goal: float,
+    augmentation: Rules = None,
+    *,
+    max_alpha: float = 8.0,
+    **settings: Any,
+) -> float:
+    """The alpha at which an augmentation gives the prefix the mean attention `goal`, to one part in
+    a thousand.
+
+    Texts are given, so every alpha is measured on the same ones. The alpha is found by regula falsi
+    between a smaller and a larger one.
+
+    Args:
+        model, contrast, settings: As `mean_prefix_attention`. Texts of the baseline are fair to all
+            arms.
+        goal: The mean attention, above that without a bias.
+        augmentation: One augmentation, whose alpha is replaced; by default LaPA2 in all heads.
+        max_alpha: The largest alpha that is tried, above 0.
+
+    Raises:
+        CircuitError: The goal is not above the attention without a bias, or it is above that of
+            `max_alpha` (the message names the reachable attention); or several augmentations.
+    """
+    contrast_set = ContrastSet.of(model, contrast, **settings)
+    given = augmentation if isinstance(augmentation, Sequence) else (augmentation,)
+    if len(given) != 1:
+        raise CircuitError(f"alpha is that of one augmentation; found {len(given)}")
+    rule = given[0] or Augmentation(alpha=1)
+    high = BOUNDS.get(rule.law, (0.0, math.inf))[1]
+    if not 0 < goal < 1:
+        raise CircuitError(f"goal must be a share of attention between 0 and 1; found {goal:g}")
+    if not 0 < max_alpha < math.inf:
+        raise CircuitError(f"max_alpha must be a finite number above 0; found {max_alpha:g}")
+    top = min(max_alpha, high)
+
+    @cache
+    def reached(alpha: float) -> float:
+        return mean_prefix_attention(model, contrast_set, rule.model_copy(update={"alpha": alpha}))
+
+    if goal <= reached(0.0):
+        raise CircuitError(
+            f"without a bias the mean attention on the prefix is {reached(0.0):.4g} already; ask"
+            f" for more than that, found {goal:.4g}"
+        )
+    # An alpha whose attention is above the goal.
+    low, high = 0.0, min(0.5, top)
+    while reached(high) < goal:
+        if high == top:
+            raise CircuitError(
+                f"{rule.label}: alpha {top:g} gives the prefix {reached(top):.4g} of the attention"
+                f" and {goal:.4g} is asked for; ask for less, or for a larger `max_alpha`"
+            )
+        low, high = high, min(2 * high, top)
+    for _ in range(60):
+        # The next alpha lies on the line between both, but not close to an end of it.
+        part = (goal - reached(low)) / (reached(high) - reached(low))
+        alpha = low + min(max(part, 0.1), 0.9) * (high - low)
+        if abs(reached(alpha) - goal) <= GOAL_TOLERANCE * goal:
+            return alpha
+        low, high = (alpha, high) if reached(alpha) < goal else (low, alpha)
+    return high
+
+
+@takes_model
+def prefix_attention_by_head(
+    model: Model, contrast: ContrastLike, **settings: Any
+) -> Float[np.ndarray, "layer head"]:
+    """Attention on the prefix by head, from 0 to 1: the mean over branches, texts and steps."""
+    contrast_set = ContrastSet.of(model, contrast, **settings)
+    found = []
+    for example in contrast_set.examples:
+        layouts = list(example.layouts)
+        texts = [example.text] * len(layouts)
+        trace = teacher_forced(model, layouts, texts, prefixes=example.prefixes)
+        found.append(trace["prefix"].mean(["branch", "sample", "step"]).to_numpy())
+    return np.mean(found, axis=0).astype(float)

@@ -1,0 +1,269 @@
+"""The page of a study: figures, tables and sentences in one HTML file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import MaxNLocator
+
+from lapa2_interp._util.errors import pluralize
+from lapa2_interp._util.page import Section, page
+from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp.circuits.control import ControlScore
+from lapa2_interp.circuits.examples import RAW, ContrastExample
+from lapa2_interp.circuits.joint_knockout import JointCurve
+from lapa2_interp.circuits.knockout import KnockOut, effect_label
+from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
+from lapa2_interp.circuits.study_results import (
+    EDGES,
+    CircuitStudy,
+    format_interval,
+    head_name,
+    records,
+)
+from lapa2_interp.stats import FEW
+
+
+def render_study(found: CircuitStudy) -> str:
+    """The HTML page of a study."""
+    heads = found.heads
+    n_again = len(next(iter(found.variants.values())).units)
+    sections = [
+        Section(
+            "How strong the control is, step by step",
+            "On texts that the model wrote without a prefix. js is the distance between the"
+            " branches' predictions; lex says how much more each favours its own words. The table"
+            " compares texts that were written behind a prefix: they already say what it wants.",
+            found.control[RAW].plot(),
+            _score_table(found.control),
+        ),
+        Section(
+            "Layers and KV heads",
+            "How much js is lost when heads cannot see the prefix, at any query after it. The"
+            " figure shows whole layers, the table the KV heads with the largest loss.",
+            _layer_figure(found.tables["layer"]),
+            _table_of(found.tables["kv"], 8),
+        ),
+        Section(
+            "Heads",
+            "How much is lost when one head cannot see the prefix. Red heads carry control, blue"
+            " ones work against it."
+            + (" Shares are of lex, because shares of lex add up." if _has_lex(heads) else "")
+            + " p is corrected for the number of heads.",
+            heads.plot(),
+            _table_of(heads, 16),
+        ),
+        Section(
+            "The same heads, knocked out in other ways",
+            "Lost js of the best heads: their keys hidden (cut), their values set to zero, or keys"
+            " and values taken from the opposite prefix (resample) or the mean of all. cut,"
+            " last_query hides the prefix from the last token of the prompt and the text alone;"
+            " cut, query from the predicting query alone. Intervals are in the CSV files.",
+            None,
+            _variant_table(found),
+        ),
+        Section(
+            "Attention is not control",
+            "Each head's attention on the prefix, and how much is lost without it. The table"
+            " compares other rankings with this one. The first rows are about"
+            f" {pluralize(n_again, 'head')}, of which half were chosen because their effect is"
+            " large: this makes their correlation larger."
+            + (f" Gradient, {found.gradient[1]}." if found.gradient is not None else ""),
+            _attention_figure(found),
+            _rounded(found.agreement()),
+        ),
+        Section(
+            "Tokens of the prefix",
+            "How much js is lost when no head can see one of its tokens (figure), and when one of"
+            " the best heads cannot (table).",
+            _position_figure(found),
+            _token_table(found),
+        ),
+    ]
+    if found.curve is not None:
+        metric = found.curve.metric
+        sections.append(
+            Section(
+                "Heads together",
+                f"The share of {metric} that is left without the best heads, with these alone,"
+                " without random ones, and without those that attend most. Heads are chosen in one"
+                " half of the prompts and judged in the other."
+                + (" Below 0 the preference for the words turns round." if metric == "lex" else ""),
+                found.curve.plot(),
+                _joint_table(found.curve),
+            )
+        )
+    if found.logit_attribution is not None:
+        sections.append(
+            Section(
+                "What they write",
+                "Direct effects: what a head's reading of the prefix adds to the words of its"
+                " attribute. A head that writes for other heads has none.",
+                found.logit_attribution.plot(),
+                _word_table(found.logit_attribution),
+            )
+        )
+    name = found.facts["model"].split(" ")[0]
+    title = f"Which heads of {name} carry {found.facts['task']} control?"
+    return page(title, found.summary(), sections, found.facts)
+
+
+def _rounded(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with its numbers as texts of three digits."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float | np.floating):
+            return "" if np.isnan(value) else f"{value:.3g}"
+        return str(value)
+
+    return table.map(rounded)
+
+
+def _has_lex(table: KnockOut) -> bool:
+    """True if the table has the metric lex beside its own."""
+    return "lex" in table.other_metrics
+
+
+def _table_of(table: KnockOut, n: int) -> pd.DataFrame:
+    """The n largest effects of a table with their intervals, as texts."""
+    names = list(table.units[0].labels)
+    frame = table.frame().head(n)
+    columns = {f"lost {table.metric}": _intervals(frame, "effect", "low", "high")}
+    shares = frame
+    if _has_lex(table):
+        shares = table.with_metric("lex").frame()
+        shares = frame[names].merge(shares, on=names, how="left")
+    of = "lex" if _has_lex(table) else table.metric
+    columns[f"share of {of}"] = _intervals(shares, "share", "share_low", "share_high", ".1%")
+    if table.n_prompts >= FEW:
+        columns["p"] = [f"{p:.2g}" for p in frame["p_max"]]
+    columns["rank"] = _intervals(frame, "rank", "rank_low", "rank_high", ".0f")
+    shown = frame[names].astype(str).assign(**columns)
+    if frame["below_noise"].any():
+        shown["noise"] = ["below" if below else "" for below in frame["below_noise"]]
+    return shown
+
+
+def _intervals(frame: pd.DataFrame, mean: str, low: str, high: str, form: str = ".3g") -> list[str]:
+    """A column of numbers with their intervals, as texts."""
+    rows = frame[[mean, low, high]].to_numpy(float).tolist()
+    return [format_interval(a, b, c, form) for a, b, c in rows]
+
+
+def _variant_table(found: CircuitStudy) -> pd.DataFrame:
+    """Effects of the best heads under every replacement and phase."""
+    table: list[dict[str, Any]] = []
+    by_head = {
+        name: {head_name(row): row for row in records(table.frame())}
+        for name, table in {"cut": found.heads, **found.variants}.items()
+    }
+    for layer, head in found.heads.best(EDGES):
+        name = f"{layer}.{head}"
+        effects = {each: rows[name]["effect"] for each, rows in by_head.items() if name in rows}
+        table.append({"head": name, **effects})
+    return _rounded(pd.DataFrame(table))
+
+
+def _score_table(scores: dict[str, ControlScore]) -> pd.DataFrame:
+    """Means of every metric, a row for every source of texts."""
+    rows = []
+    for source, each in scores.items():
+        row: dict[str, Any] = {"texts written behind": source}
+        for metric in each.values:
+            found = records(each.interval(metric, None))[0]
+            row[metric] = format_interval(found["mean"], found["low"], found["high"])
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _tokens(example: ContrastExample) -> list[str]:
+    """The prefix's tokens at each position: one for each attribute where they differ."""
+    own = example.layouts[0]
+    if own.soft:
+        return [f"soft {i + 1}" for i in range(own.soft)]
+    by_branch = [each.tokens[each.n_bos : each.n_bos + each.l_pre] for each in example.layouts]
+    return [" / ".join(dict.fromkeys(map(repr, at))) for at in zip(*by_branch, strict=True)]
+
+
+def _joint_table(curve: JointCurve) -> pd.DataFrame:
+    """Shares of control left: a row for every number of heads, a column for every kind."""
+    rows: dict[int, dict[str, str]] = {}
+    for row in records(curve.frame()):
+        left = format_interval(row["left"], row["low"], row["high"], ".0%")
+        rows.setdefault(row["heads"], {})[row["kind"]] = left
+    return pd.DataFrame([{"heads": n, **rows[n]} for n in sorted(rows)])
+
+
+def _position_figure(found: CircuitStudy) -> Drawing:
+    """Control lost without each token of the prefix."""
+    frame = found.tables["position"].frame().sort_values("position")
+    names = _tokens(found.contrast_set.examples[0])
+    figure = new_figure(5.4, 0.8 + 0.26 * len(frame))
+    axes = figure.subplots()
+    at = np.arange(len(frame))[::-1]
+    errors = [frame["effect"] - frame["low"], frame["high"] - frame["effect"]]
+    axes.barh(at, frame["effect"], color="#0072B2", height=0.6)
+    axes.errorbar(frame["effect"], at, xerr=errors, fmt="none", ecolor="0.3", lw=0.8)
+    axes.axvline(0, color="0.6", lw=0.6)
+    axes.set_yticks(at, names)
+    plain_axes(axes, effect_label(found.tables["position"].metric), "")
+    return figure
+
+
+def _token_table(found: CircuitStudy) -> pd.DataFrame:
+    """Control lost when a head cannot see a token: a row for every head, a column for every
+    token."""
+    names = _tokens(found.contrast_set.examples[0])
+    rows: dict[str, dict[str, str]] = {}
+    for row in sorted(records(found.edges.frame()), key=lambda row: row["position"]):
+        shown = format_interval(row["effect"], row["low"], row["high"])
+        rows.setdefault(head_name(row), {})[f"{row['position']}: {names[row['position']]}"] = shown
+    order = [f"{layer}.{head}" for layer, head in found.heads.best(EDGES)]
+    return pd.DataFrame([{"head": name, **rows[name]} for name in order])
+
+
+def _word_table(found: HeadLogitAttribution) -> pd.DataFrame:
+    """Words that the heads of largest direct effect promote and demote."""
+    rows = []
+    table = found.frame()
+    large = table["direct"].abs() > 1e-3 * table["direct"].abs().max()
+    for row in records(table[large].head(6)):
+        best, worst = found.words(row["layer"], row["head"], 6)
+        direct = format_interval(row["direct"], row["low"], row["high"])
+        words = {"promotes": best, "demotes": worst}
+        shown = {name: " ".join(map(repr, each)) for name, each in words.items()}
+        rows.append({"head": head_name(row), "direct, logits a step": direct, **shown})
+    return pd.DataFrame(rows)
+
+
+def _layer_figure(table: KnockOut) -> Drawing:
+    """Control lost without each layer."""
+    frame = table.frame().sort_values("layer")
+    figure = new_figure(6.0, 2.4)
+    axes = figure.subplots()
+    errors = [frame["effect"] - frame["low"], frame["high"] - frame["effect"]]
+    axes.bar(frame["layer"], frame["effect"], color="#0072B2")
+    axes.errorbar(frame["layer"], frame["effect"], yerr=errors, fmt="none", ecolor="0.3", lw=0.8)
+    axes.axhline(0, color="0.6", lw=0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    plain_axes(axes, "layer", effect_label(table.metric))
+    return figure
+
+
+def _attention_figure(found: CircuitStudy) -> Drawing:
+    """Each head's effect against its attention on the prefix."""
+    table = found.heads.frame()
+    rows = records(table)
+    attention = [float(found.prefix_attention[row["layer"], row["head"]]) for row in rows]
+    figure = new_figure(4.6, 3.2)
+    axes = figure.subplots()
+    axes.axhline(0, color="0.7", lw=0.6)
+    axes.scatter(attention, table["effect"], s=9, color="#0072B2", lw=0)
+    clear = [i for i, row in enumerate(rows) if not row["below_noise"]]
+    for i in dict.fromkeys((*clear[:6], *clear[-2:])):
+        at = (attention[i], rows[i]["effect"])
+        axes.annotate(head_name(rows[i]), at, fontsize=7, xytext=(3, 2), textcoords="offset points")
+    plain_axes(axes, "attention on the prefix", effect_label(found.heads.metric))
+    return figure

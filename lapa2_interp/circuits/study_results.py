@@ -1,0 +1,221 @@
+"""Results of a study, and their summary in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp._util.errors import pluralize
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.control import ControlScore
+from lapa2_interp.circuits.examples import RAW
+from lapa2_interp.circuits.gradients import Attribution
+from lapa2_interp.circuits.joint_knockout import JointCurve
+from lapa2_interp.circuits.knockout import KnockOut
+from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
+from lapa2_interp.circuits.prefilter import PrefilterRecall
+from lapa2_interp.circuits.statistics import spearman
+from lapa2_interp.stats import FEW
+
+SIZES = (1, 2, 4, 8, 16, 32)
+"""Numbers of heads that are knocked out together."""
+EDGES = 8
+"""Number of the best heads for which each token of the prefix is hidden by itself."""
+SAFE = 32
+"""With fewer prompts only strong heads are found."""
+
+
+@dataclass(frozen=True)
+class CircuitStudy:
+    """Results of a study.
+
+    Attributes:
+        contrast_set: The texts, written without a prefix.
+        control: Control scores by source: of these texts, and of texts that each prefix steered.
+        tables: Knock-outs by kind of unit: layer, kv, head, position.
+        variants: Knock-outs of the best and of random heads, by replacement or phase.
+        edges: Knock-outs of the best heads' view of each token of the prefix.
+        curve: Knock-outs of heads together; None with one prompt.
+        prefix_attention: Attention on the prefix by head.
+        logit_attribution: Direct effects of heads; None without hooks or words.
+        gradient: The gradient's estimates, and their agreement with exact effects; None without
+            hooks, or in half precision.
+        facts: Model, task, texts and metrics in words, for the page.
+    """
+
+    contrast_set: ContrastSet
+    control: dict[str, ControlScore]
+    tables: dict[str, KnockOut]
+    variants: dict[str, KnockOut]
+    edges: KnockOut
+    curve: JointCurve | None
+    prefix_attention: np.ndarray
+    logit_attribution: HeadLogitAttribution | None
+    gradient: tuple[Attribution, PrefilterRecall] | None
+    facts: dict[str, str]
+
+    @property
+    def heads(self) -> KnockOut:
+        """The knock-outs of single heads."""
+        return self.tables["head"]
+
+    def agreement(self) -> pd.DataFrame:
+        """Spearman correlation of every other ranking with the exact effects of the same heads."""
+        numbers = {unit.heads[0]: i for i, unit in enumerate(self.heads.units)}
+        effects = self.contrast_set.by_prompt(self.heads.effects).mean(0)
+        rows = []
+        for name, table in self.variants.items():
+            exact = effects[[numbers[unit.heads[0]] for unit in table.units]]
+            other = table.contrast_set.by_prompt(table.effects).mean(0)
+            rows.append((name, len(exact), spearman(exact, other)))
+        ranking = self.prefix_attention.ravel()
+        rows.append(("attention on the prefix", effects.size, spearman(effects, ranking)))
+        if self.gradient is not None:
+            recall = self.gradient[1]
+            rows.append(("gradient (cut_hat)", recall.heads, recall.cut_hat))
+        if self.logit_attribution is not None:
+            written = records(self.logit_attribution.frame())
+            by_head = {(row["layer"], row["head"]): row["direct"] for row in written}
+            direct = np.array([by_head[unit.heads[0]] for unit in self.heads.units])
+            rows.append(("direct effect", effects.size, spearman(effects, direct)))
+        return pd.DataFrame(rows, columns=["ranking", "heads", "spearman"])
+
+    def summary(self) -> str:
+        """The answer in words: the heads, the tests, their share of the control, and the limits."""
+        n = self.contrast_set.n_prompts
+        names = " and ".join(repr(each) for each in self.contrast_set.attributes)
+        score = records(self.control[RAW].interval("js", None))[0]
+        control = (
+            f"On {pluralize(n, 'prompt')}, the predictions behind the prefixes of {names} are"
+            f" {format_interval(score['mean'], score['low'], score['high'])} nats a step apart"
+            " (js)."
+        )
+        if np.abs(self.heads.control).max() <= self.heads.noise:
+            return (
+                f"{control} That is no more than rounding: in these texts the model does not tell"
+                " the prefixes apart, so there is no control that a head could carry."
+            )
+        heads = _untested_heads(self) if n < FEW else _tested_heads(self)
+        return " ".join([control, *heads, *_joint_heads(self), *_limits(self)])
+
+
+def _untested_heads(found: CircuitStudy) -> list[str]:
+    """Sentences about the heads of largest effect, where prompts are too few for tests."""
+    table = found.heads.frame()
+    largest = table[(table["effect"] > 0) & ~table["below_noise"]].head(5)
+    best = ", ".join(head_name(row) for row in records(largest))
+    return [
+        f"The losses are largest without heads {best}." if best else "No head carries control.",
+        f"With fewer than {FEW} prompts these are numbers, and no claim is made.",
+    ]
+
+
+def _tested_heads(found: CircuitStudy) -> list[str]:
+    """Sentences about the heads that carry control or work against it, by family-wise tests."""
+    heads, table, parts = found.heads, found.heads.frame(), []
+    carriers = heads.carriers()
+    named = ", ".join(head_name(row) for row in records(carriers.head(8)))
+    if len(carriers):
+        more = f", the largest first: {named}" + (", ..." if len(carriers) > 8 else "")
+        parts.append(
+            f"{pluralize(len(carriers), 'head')} of {len(table)}"
+            f" {'carries' if len(carriers) == 1 else 'carry'} control"
+            f" (family-wise p < .05){more}."
+        )
+    else:
+        parts.append(f"No head of {len(table)} carries control for sure (family-wise p < .05).")
+    readers = _position_readers(found)
+    if readers:
+        one = len(readers) == 1
+        parts.append(
+            f"{'Head' if one else 'Heads'} {', '.join(readers)} of these"
+            f" {'reads' if one else 'read'} where the prefix is and not what it says: with the"
+            " opposite prefix's keys and values instead (resample) almost nothing is lost."
+        )
+    against = table[(table["p_max"] < 0.05) & (table["effect"] < 0) & ~table["below_noise"]]
+    if len(against):
+        named = ", ".join(head_name(row) for row in records(against[::-1].head(5)))
+        more = f": {named}" + (", ..." if len(against) > 5 else "")
+        verb = "works" if len(against) == 1 else "work"
+        parts.append(f"{pluralize(len(against), 'head')} {verb} against it{more}.")
+    parts.append(
+        f"Halves of the prompts agree on the order of heads with rank correlation"
+        f" {heads.split_half:.2f}."
+    )
+    if found.contrast_set.n_prompts < SAFE:
+        parts.append(
+            f"With fewer than {SAFE} prompts weak heads are missed, and the effects of the"
+            " heads named here are somewhat too large, because the same prompts chose them."
+        )
+    return parts
+
+
+def _joint_heads(found: CircuitStudy) -> list[str]:
+    """A sentence about control without the best heads, and with these alone."""
+    if found.curve is None:
+        return []
+    left = {(row["kind"], row["heads"]): row for row in records(found.curve.frame())}
+    sizes = [size for size in SIZES if ("without", size) in left]
+    if not sizes:
+        return []
+    size = 8 if 8 in sizes else sizes[-1]
+    measure = "preference for the attribute's words" if found.curve.metric == "lex" else "js"
+    part = {kind: left[kind, size] for kind in ("without", "only")}
+    shares = {
+        kind: format_interval(row["left"], row["low"], row["high"], ".0%")
+        for kind, row in part.items()
+    }
+    turned = " (below 0: it turns round)" if part["without"]["left"] < 0 else ""
+    return [
+        f"Without the best {pluralize(size, 'head')} (chosen in one half of the prompts,"
+        f" judged in the other) {shares['without']} of the {measure} is left{turned}; with"
+        f" these alone {shares['only']}."
+    ]
+
+
+def _limits(found: CircuitStudy) -> list[str]:
+    """Sentences about rankings by attention, and about what was not tested."""
+    correlations = {row["ranking"]: row["spearman"] for row in records(found.agreement())}
+    attention = correlations["attention on the prefix"]
+    ranking = (
+        f"A ranking of heads by their attention on the prefix has rank correlation {attention:.2f}"
+        " with this one."
+    )
+    untested = ["what MLPs do with it", "paths from head to head", "other prefixes and prompts"]
+    if found.logit_attribution is None:
+        untested.append("what heads write")
+    if found.gradient is None:
+        untested.append("the gradient's order")
+    longest = max(example.n_steps for example in found.contrast_set.examples)
+    untested_line = f"Not tested: {', '.join(untested)}, and texts longer than {longest} tokens."
+    return [ranking, untested_line]
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows of a table as dictionaries."""
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+
+
+def head_name(row: dict[str, Any]) -> str:
+    """A head as layer.head."""
+    return f"{row['layer']}.{row['head']}"
+
+
+def format_interval(mean: float, low: float, high: float, form: str = ".3g") -> str:
+    """A number and, if it is known, its interval."""
+    shown = f"{mean:{form}}"
+    return shown if np.isnan(low) else f"{shown} [{low:{form}}, {high:{form}}]"
+
+
+def _position_readers(found: CircuitStudy) -> list[str]:
+    """Heads among the first 8 carriers that lose at most a tenth of their effect when they read the
+    opposite prefix instead: their output does not depend on the attribute."""
+    resampled = {head_name(row): row for row in records(found.variants["resample"].frame())}
+    return [
+        head_name(row)
+        for row in records(found.heads.carriers().head(8))
+        if head_name(row) in resampled and resampled[head_name(row)]["high"] < row["effect"] / 10
+    ]

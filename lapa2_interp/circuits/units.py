@@ -1,0 +1,138 @@
+"""Units of a knock-out: layers, heads, positions of the prefix, and sets of heads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from lapa2_interp._util.errors import CircuitError, unknown_choice
+from lapa2_interp._util.files import (
+    parse_json,
+    write_text,
+)
+from lapa2_interp._util.parsing import read_text
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.edits import Heads
+from lapa2_interp.models.card import Model, kv_heads
+from lapa2_interp.models.load import takes_model
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Heads, and positions of the prefix, that are knocked out together.
+
+    Attributes:
+        labels: Its names in tables: layer, head, kv_head, position, or name.
+        heads: (layer, head) pairs.
+        positions: Positions within the prefix; None for all.
+    """
+
+    labels: Mapping[str, Any]
+    heads: Heads
+    positions: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The labels' values, joined by dots."""
+        return ".".join(str(value) for value in self.labels.values())
+
+    @property
+    def key(self) -> str:
+        """An identity without the labels, by which a file finds it again."""
+        return json.dumps([self.heads, self.positions])
+
+
+@takes_model
+def make_units(
+    model: Model, contrast_set: ContrastSet, over: str | Mapping[str, Any]
+) -> list[Unit]:
+    """Units of a kind, or of sets of heads by name.
+
+    Args:
+        over: "layer", "head", "kv", "position", "head x position", or sets of heads by name.
+
+    Raises:
+        CircuitError: Unknown kind, or heads the model does not have.
+    """
+    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    group = n_heads // kv_heads(model)
+    layers, heads = range(n_layers), range(n_heads)
+    every = all_heads(model)
+    if isinstance(over, Mapping):
+        found = [Unit({"name": name}, head_pairs(pairs)) for name, pairs in over.items()]
+        for unit in found:
+            missing = [pair for pair in unit.heads if pair not in set(every)]
+            if missing:
+                raise CircuitError(
+                    f"head {missing[0]} of {unit.name!r} does not exist; the model has layers"
+                    f" 0-{n_layers - 1}, heads 0-{n_heads - 1}"
+                )
+        return found
+    match over:
+        case "layer":
+            return [Unit({"layer": i}, tuple((i, head) for head in heads)) for i in layers]
+        case "head":
+            return [Unit({"layer": i, "head": j}, ((i, j),)) for i, j in every]
+        case "kv":
+            return [
+                Unit(
+                    {"layer": i, "kv_head": j},
+                    tuple((i, head) for head in range(j * group, (j + 1) * group)),
+                )
+                for i in layers
+                for j in range(n_heads // group)
+            ]
+        case "position":
+            return [Unit({"position": slot}, every, (slot,)) for slot in range(contrast_set.l_pre)]
+        case "head x position":
+            return [
+                Unit({"layer": i, "head": j, "position": slot}, ((i, j),), (slot,))
+                for i, j in every
+                for slot in range(contrast_set.l_pre)
+            ]
+    kinds = ("layer", "head", "kv", "position", "head x position")
+    raise CircuitError(f"{unknown_choice('kind of unit', over, kinds)}, or sets of heads by name")
+
+
+def head_pairs(pairs: Any) -> Heads:
+    """Convert [[layer, head], ...] to pairs.
+
+    Raises:
+        CircuitError: Something else.
+    """
+    try:
+        found = tuple((layer, head) for layer, head in pairs)
+    except (TypeError, ValueError):
+        found = ((None, None),)
+    if any(isinstance(i, bool) or not isinstance(i, Integral) for pair in found for i in pair):
+        raise CircuitError(
+            f"heads are pairs of whole numbers, [[layer, head], ...]; found {str(pairs)[:80]}"
+        )
+    return tuple((int(layer), int(head)) for layer, head in found)
+
+
+def load_heads(file: str | Path) -> Heads:
+    """Load heads from a JSON file, [[layer, head], ...].
+
+    Raises:
+        CircuitError: The file cannot be read, or holds something else.
+    """
+    try:
+        found = parse_json(read_text(Path(file)))
+    except (OSError, ValueError) as error:
+        raise CircuitError(f"cannot read heads from {file}: {error}") from error
+    return head_pairs(found)
+
+
+def save_heads(heads: Sequence[Sequence[int]], file: str | Path) -> None:
+    """Save heads to a JSON file, [[layer, head], ...]."""
+    write_text(Path(file), json.dumps([list(pair) for pair in heads]) + "\n")
+
+
+def all_heads(model: Model) -> Heads:
+    """Every head of a model."""
+    return tuple((i, j) for i in range(model.cfg.n_layers) for j in range(model.cfg.n_heads))

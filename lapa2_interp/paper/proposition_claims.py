@@ -1,0 +1,191 @@
+"""The claims of the paper's propositions, and the verdict on each from a measured number.
+
+A verdict compares a 95 % interval with a margin around the claimed number: an interval inside
+the margin is "as in the paper", one outside it is "against the paper", any other is
+"inconclusive". Intervals are over texts (prompts, where several texts share one), because the
+steps of a text are not independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from lapa2_interp.bias.theory import slopes
+from lapa2_interp.paper.claims import Claim
+from lapa2_interp.stats import FEW, Interval, mean_interval, resampled_means, tails
+
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+SLOPE_MARGIN = 0.05
+"""Margin on slopes: well below the difference between alphas a quarter apart. A quantity that grows
+as l^0.05 doubles in 10^6 steps."""
+SHARE_MARGIN = 0.02
+"""Margin on ratios of attention shares."""
+ROUNDING_MARGINS = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}
+"""Margin on slopes that only rounding may change, by the precision of attention."""
+
+
+EXPECTED_SHARE = Claim(
+    "E[A] = l_pre / l", "mean of A * l / l_pre at the shortest l", "same", 0.05, "Prop. 1"
+)
+MEAN_DECAY = Claim(
+    "E[A] falls as 1/l", "slope of log mean A on log l", "same", SLOPE_MARGIN, "Prop. 1"
+)
+BOUNDED_RATIO = Claim(
+    "A is O(1/l)",
+    "slope of log(e_P/e_R) on log l, far half",
+    "less",
+    SLOPE_MARGIN,
+    "Prop. 1, bounded ratio",
+)
+TYPICAL_RATIO = Claim(
+    "a typical A keeps e_P/e_R",
+    "mean slope of log(e_P/e_R) on log l",
+    "same",
+    SLOPE_MARGIN,
+    "uniform logits",
+)
+CLOSED_FORM = Claim(
+    "A' is what Eq. 8 says", "mean of A' / Eq. 8 at the longest l", "same", 0.05, "Prop. 2, Eq. 8"
+)
+FIRST_LAYER_RISE = Claim(
+    "the bias adds alpha log(l/l_pre)",
+    "slope of the log-odds' rise, first layer",
+    "same",
+    0.001,
+    "Eq. 7",
+)
+POOLED_RISE = Claim(
+    "it adds that over all layers",
+    "slope of the rise of pooled A's log-odds",
+    "same",
+    SLOPE_MARGIN,
+    "Prop. 2",
+)
+LOG_ODDS_SLOPE = Claim(
+    "odds go as r^alpha / (r-1)",
+    "slope of log-odds + log(r-1) on log r",
+    "same",
+    SLOPE_MARGIN,
+    "Prop. 2",
+)
+SLOWER_DECAY = Claim(
+    "decay is slower with the bias", "slope of log A' minus slope of log A", "more", 0.0, "Prop. 2"
+)
+ATTENTION_FALLS = Claim(
+    "prefix attention falls", "mean slope of log A on log l", "less", 0.0, "Def. 1"
+)
+LOCAL_SHARE = Claim(
+    "nearest {k} keep their share",
+    "change of nearest_{k}/(1-prefix)",
+    "same",
+    SHARE_MARGIN,
+    "Local Dependency",
+)
+
+
+def verdict_row(
+    claim: Claim, where: str, found: Interval, expected: float | int, **marks: object
+) -> dict[str, object]:
+    """One row of a verdict table."""
+    return {
+        "claim": claim.text.format(**marks),
+        "source": claim.source,
+        "where": where,
+        **{name: value for name, value in marks.items() if name == "alpha"},
+        "quantity": claim.quantity.format(**marks),
+        "expected": {"same": "", "less": "<= ", "more": ">= "}[claim.relation] + f"{expected:.3g}",
+        "margin": claim.margin,
+        "mean": found.mean,
+        "low": found.low,
+        "high": found.high,
+        "texts": found.clusters,
+        "verdict": claim.verdict(found.low, found.high, expected),
+    }
+
+
+def rate_row(
+    where: str,
+    x: Float[np.ndarray, "*#text step"],
+    ratios: Mapping[str, Float[np.ndarray, "text step"]],
+    texts: np.ndarray,
+) -> dict[str, object]:
+    """The verdict on O(1/l): that log(e_P/e_R) stays bounded, also beyond all measured lengths.
+
+    The slope over the far half of log l must be 0 or less. With an attention sink the slope is
+    above 0 over a long range, although the ratio stays bounded. The claim is therefore refuted only
+    if the slope does not decrease with length, for any choice of counted keys. A slope that
+    decreases significantly, however slowly, leaves the claim open: no measured length shows where
+    the decrease ends.
+
+    Args:
+        ratios: log(e_P/e_R) by the counted keys: all, and without the sink if there is one.
+            Leaving keys out of e_R only makes the ratio larger, so a bound on the second holds for
+            the first. The row has the better verdict.
+    """
+    middle = np.asarray(x).reshape(-1, np.shape(x)[-1]).mean(0)
+    near = middle <= (middle[0] + middle[-1]) / 2
+    if min(near.sum(), (~near).sum()) < 3:
+        unknown = Interval(np.nan, np.nan, np.nan, len(texts), len(pd.unique(texts)))
+        return verdict_row(BOUNDED_RATIO, where, unknown, 0)
+    rows = []
+    for keys, ratio in ratios.items():
+        halves = [slopes(x[..., part], ratio[..., part]) for part in (near, ~near)]
+        change = mean_interval(halves[1] - halves[0], texts)
+        row = verdict_row(BOUNDED_RATIO, where, mean_interval(halves[1], texts), 0)
+        if row["verdict"] == "against the paper" and (
+            change.high < 0 or change.mean < -BOUNDED_RATIO.margin
+        ):
+            row["verdict"] = "inconclusive"
+        rows.append(row | {"quantity": f"{BOUNDED_RATIO.quantity}{keys}"})
+    order = ("as in the paper", "inconclusive", "against the paper")
+    return min(rows, key=lambda row: order.index(str(row["verdict"])))
+
+
+def mean_curve_slope(
+    x: Float[np.ndarray, "*#text step"], share: Float[np.ndarray, "text step"], texts: np.ndarray
+) -> Interval:
+    """Slope of the log of the mean curve against log l; its interval resamples the texts of the
+    mean."""
+    x = np.asarray(x).reshape(-1, np.shape(x)[-1]).mean(0)
+    n = len(pd.unique(texts))
+    mean = float(slopes(x, np.log(share.mean(0))))
+    if n < FEW:  # too few to resample: the jackknife leaves out each text in turn
+        codes = pd.factorize(texts)[0]
+        left = (
+            np.array([float(slopes(x, np.log(share[codes != i].mean(0)))) for i in range(n)])
+            if n > 1
+            else np.array([np.nan])
+        )
+        from scipy.stats import t
+
+        half = (
+            float(t.ppf(0.975, n - 1) * np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum()))
+            if n > 1
+            else np.nan
+        )
+        return Interval(mean, mean - half, mean + half, len(texts), n)
+    low, high = np.percentile(slopes(x, np.log(resampled_means(share, texts))), tails(n))
+    return Interval(mean, float(low), float(high), len(texts), n)
+
+
+def verdict_table(rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
+    """Verdict rows as a table; alpha is NaN in rows that are not about a single alpha."""
+    columns = [
+        "claim",
+        "source",
+        "where",
+        "alpha",
+        "quantity",
+        "expected",
+        "margin",
+        "mean",
+        "low",
+        "high",
+        "texts",
+        "verdict",
+    ]
+    return pd.DataFrame(rows, columns=columns)

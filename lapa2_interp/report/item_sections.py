@@ -1,0 +1,198 @@
+"""Sections of the page for the items: title, figure, table, notes and claims."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.files import (
+    check_regular_file,
+    parse_json,
+)
+from lapa2_interp._util.parsing import read_text
+from lapa2_interp.paper.claims import (
+    OUR_VERDICTS,
+    deciding_p_values,
+    read_claims,
+    scorer_kind,
+    second_scorer_verdict,
+    summarize_disagreement,
+    unique_comparisons,
+)
+from lapa2_interp.paper.tables import records
+from lapa2_interp.report.intervals import format_numbers, interval_svg, mark_cell, shared_scale
+
+ITEM_ORDER = (
+    "sent_topic",
+    "half",
+    "detox",
+    "prefix_types",
+    "scaling",
+    "layers",
+    "components",
+    "prefix_preadd_components",
+    "hard_prefix_robustness",
+    "decay",
+    "dilution",
+    "alpha",
+    "augmentation",
+    "augmentation_large",
+    "local_attn",
+    "eval",
+    "cases",
+)
+"""Items of the paper in the order of the page; other items follow by name."""
+VERDICT_MARKS = {
+    "as in the paper": "✓",
+    "against the paper": "✗",
+    "as expected": "✓",
+    "against what was expected": "✗",
+    "no difference": "≈",
+    "inconclusive": "○",
+    "missing": "–",
+}
+VERDICTS = {
+    "paper": [verdict for verdict in VERDICT_MARKS if verdict not in OUR_VERDICTS.values()],
+    "ours": [verdict for verdict in VERDICT_MARKS if verdict not in OUR_VERDICTS],
+}
+"""Possible verdicts on the paper's claims, and on ours."""
+
+
+def item_sections(
+    tables: Path, figures: Path, names: Mapping[str, Sequence[str]]
+) -> list[dict[str, Any]]:
+    """A section for each item with a table, claims or a figure."""
+    found = {file.stem for file in tables.glob("*.json")} | {
+        file.stem for file in figures.glob("*.png")
+    }
+    found |= {file.name.removesuffix(".claims.csv") for file in tables.glob("*.claims.csv")}
+    ordered = [name for name in ITEM_ORDER if name in found] + sorted(found - set(ITEM_ORDER))
+    return [_item_section(name, tables, figures, names) for name in ordered]
+
+
+def _item_section(
+    name: str, tables: Path, figures: Path, names: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    table, image = tables / f"{name}.json", figures / f"{name}.png"
+    title, notes, head, data = name, [], [], []
+    if table.is_file():
+        try:
+            facts = parse_json(read_text(table))
+            title, notes = str(facts["title"]), [str(note) for note in facts["notes"]]
+            head, data = [str(column) for column in facts["rows"]["columns"]], facts["rows"]["data"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{table} is not a table of an item ({type(error).__name__}: {error});"
+                f" analyses/{name}.py makes it again"
+            ) from error
+    if name == "eval" and not data and not any("no judge" in note for note in notes):
+        notes = ["no judge: this run has no stored ratings.", *notes]
+    pairs = _task_method_pairs(tables / f"{name}.csv", names)
+    file = tables / f"{name}.claims.csv"
+    judged = read_claims(file) if file.is_file() else None
+    return {
+        "name": name, "title": title, "notes": notes, "head": head, "has_table": table.is_file(),
+        "rows": [
+            _task_and_method(
+                {side: row[head.index(side)] for side in names if side in head}, pairs, names
+            )
+            | {"cells": [mark_cell(str(cell)) for cell in row]}
+            for row in data
+        ],
+        "image": base64.b64encode(image.read_bytes()).decode("ascii") if image.is_file() else None,
+        "judged": judged, "claims": [] if judged is None else _claim_rows(judged, names, pairs),
+    }  # fmt: skip
+
+
+def _task_method_pairs(file: Path, names: Iterable[str]) -> list[dict[str, str]]:
+    """The pairs of task and method in an item, from its CSV table: the formatted table lacks a
+    column with one value."""
+    try:
+        check_regular_file(file)
+        table = pd.read_csv(
+            file, keep_default_na=False, dtype=str, usecols=lambda column: column in names
+        )
+    except (OSError, ValueError):  # no such file, or an empty one
+        return []
+    return records(table.drop_duplicates())
+
+
+def _task_and_method(
+    said: Mapping[str, str], pairs: Sequence[Mapping[str, str]], names: Iterable[str]
+) -> dict[str, str]:
+    """Task and method of a row: from its own columns, or else from the item's pairs; "" if several
+    are possible."""
+    left = [
+        pair
+        for pair in pairs
+        if all(pair.get(side, value) == value for side, value in said.items())
+    ]
+    found = {side: {pair[side] for pair in left if pair.get(side)} for side in names}
+    return {
+        side: said.get(side) or (found[side].pop() if len(found[side]) == 1 else "")
+        for side in names
+    }
+
+
+def claim_groups(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The claims of all items, the paper's and, if there are any, ours: {"whose", "verdicts":
+    possible verdicts, "claims", "disputed": a sentence on second scorers}. A claim whose comparison
+    counts in another row has the mark "again"."""
+    tables = [item["judged"] for item in items if item["claims"]]
+    if not tables:
+        return [{"whose": "paper", "verdicts": VERDICTS["paper"], "claims": [], "disputed": ""}]
+    judged = pd.concat(tables, ignore_index=True)
+    once = set(unique_comparisons(judged).index)
+    claims = [claim for item in items for claim in item["claims"]]
+    for number, claim in enumerate(claims):
+        claim["again"] = number not in once
+    return [
+        {
+            "whose": whose,
+            "verdicts": verdicts,
+            "claims": [claim for claim in claims if claim["whose"] == whose],
+            "disputed": summarize_disagreement(judged[judged["whose"] == whose]),
+        }
+        for whose, verdicts in VERDICTS.items()
+        if whose == "paper" or (judged["whose"] == whose).any()
+    ]
+
+
+def _claim_rows(
+    table: pd.DataFrame, names: Mapping[str, Sequence[str]], pairs: Sequence[Mapping[str, str]]
+) -> list[dict[str, Any]]:
+    """Rows of claims as text, each with a figure of its interval on the scale of its metric."""
+    numbers = table[["paper", "here", "low", "high", "detectable"]].join(deciding_p_values(table))
+    words = table[
+        ["item", "claim", "metric", "expected", "verdict", "raw", "scorer", "whose"]
+    ].astype(str)
+    texts = (table["texts"] * table["prompts"]).map("{:.0f}".format).replace("nan", "")
+    seconds = [second_scorer_verdict(row) for row in records(table)]
+    ends = numbers[["low", "high", "here", "paper"]].assign(zero=0.0)
+    scales = {metric: shared_scale(part) for metric, part in ends.groupby(words["metric"])}
+    rows: list[dict[str, Any]] = []
+    for said, found, n, of_arm, second in zip(
+        records(words), records(numbers), table["prompts"], texts, seconds, strict=True
+    ):
+        facts = re.split(r": |, | \(|\)", said["claim"])
+        named = {side: fact for side in names for fact in facts if fact in names[side]}
+        rows.append(
+            said
+            | _task_and_method(named, pairs, names)
+            | format_numbers(found)
+            | {
+                "prompts": int(n),
+                "texts": of_arm,
+                "second": second,
+                "scorer": scorer_kind(said["scorer"]),
+                "raw": "" if said["raw"] == said["verdict"] else said["raw"],
+                "drawing": interval_svg(found, *scales[said["metric"]], said["verdict"]),
+            }
+        )
+    return rows

@@ -1,0 +1,542 @@
+"""The attention of one text of a run in one or two arms, for the viewer.
+
+1. Select the cells of the arms, and the sample.
+2. Run a teacher-forced pass over its text with the cell's model and the arm's augmentation, and
+   record the attention of every head on every key: a run stores sums only.
+3. Compare the sums with those of the run, and refuse a pass that differs.
+4. Add values of every head: from the run's traces over all texts, and from a study's folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from lapa2_interp._util.errors import CircuitError, Lapa2Error, TraceError, unknown_choice
+from lapa2_interp._util.files import (
+    check_regular_file,
+    without_checksums,
+)
+from lapa2_interp._util.parsing import read_text
+from lapa2_interp.attention.recorder import trace_bytes
+from lapa2_interp.attention.tables import layer_types, of_layer_type
+from lapa2_interp.bias.augmentation import Augmentations
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.control import control_score
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.plan import Plan, plan
+from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.load import load_model
+from lapa2_interp.models.prepacked import memory
+from lapa2_interp.runs.method_context import ModelContext
+from lapa2_interp.runs.run import Run, shown_only
+from lapa2_interp.runs.store import (
+    FinishedCell,
+)
+from lapa2_interp.runs.tables import ALIKE
+from lapa2_interp.runs.worker import check_files
+from lapa2_interp.stats import bounds
+from lapa2_interp.tasks.task import Task
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+MASSES = ("prefix", "bos", "prompt", "generated")
+MASS_TOLERANCE = {"float32": 1e-3, "float64": 1e-3}
+"""Largest allowed difference of recomputed attention from the run's trace, by dtype."""
+HALF_TOLERANCE = 0.1
+COPIES = 3
+"""Copies of the attention in memory at the same time: recorded, stacked, and encoded."""
+
+
+@dataclass(frozen=True)
+class SelectedText:
+    """One text of a run in one or two arms.
+
+    Attributes:
+        cells: The arms' cells, the baseline first.
+        prompt, sample: The text's prompt and sample number.
+    """
+
+    cells: Mapping[str, Cell]
+    prompt: str
+    sample: int
+
+    @property
+    def task(self) -> Task:
+        """The task of the cells."""
+        return next(iter(self.cells.values())).task
+
+
+@dataclass(frozen=True)
+class ArmAttention:
+    """The attention of one arm, from its forward pass.
+
+    Attributes:
+        arm: The arm's name in the run.
+        augmentation: The arm's augmentations: none, one, or several.
+        tokens: The text of the pass.
+        end: The reason why the text ended.
+        patterns: Attention on every live key by step, [layer, head, key]; each step has one more
+            key.
+        masses: Attention on each of MASSES, [mass, step, layer, head].
+        control: Control at every step by metric, in nats; empty if not computed.
+        off: The largest difference from the run's trace; None if the run has no trace of this text.
+        of_run: Attention on the steered part, mean over the first `ViewedText.steps`
+            steps, over all texts of the cell: mean, low and high [layer, head]; empty without a
+            full trace.
+    """
+
+    arm: str
+    augmentation: Augmentations
+    tokens: tuple[int, ...]
+    end: str
+    patterns: tuple[Float[np.ndarray, "layer head _"], ...]
+    masses: Float[np.ndarray, "mass step layer head"]
+    control: Mapping[str, Sequence[float]]
+    off: float | None
+    of_run: Mapping[str, Float[np.ndarray, "layer head"]]
+
+
+@dataclass(frozen=True)
+class ViewedText:
+    """A text of a run and its attention in every arm.
+
+    Attributes:
+        selected: The text.
+        layout: The keys of the branch up to the end of the prompt, the same in every arm.
+        branch: The branch of the pass, one of `branches`.
+        branches: All branches of the method.
+        prefix: The branch's prefix.
+        arms: The attention of each arm.
+        no_control: The reason why control is not computed; "" if it is.
+        differences: `ArmAttention.of_run` of the second arm minus the first, paired by prompt.
+        steps: Steps that every text of the arms has; texts without tokens do not count.
+        model: The card's name, dtype and weights.
+        tokenizer: The model's tokenizer.
+    """
+
+    selected: SelectedText
+    layout: Layout
+    branch: str
+    branches: tuple[str, ...]
+    prefix: str
+    arms: tuple[ArmAttention, ...]
+    no_control: str
+    differences: Mapping[str, Float[np.ndarray, "layer head"]]
+    steps: int
+    model: Mapping[str, str]
+    tokenizer: Any
+
+
+def select_text(
+    run: Run,
+    only: Mapping[str, Any],
+    attribute: str | None,
+    prompt: str | None,
+    sample: int,
+    arm: str | None,
+) -> SelectedText:
+    """Select one text and the cells of its arms.
+
+    Args:
+        only: Values of columns that the cells must have.
+        attribute, prompt, sample, arm: See `viewer.view`.
+
+    Raises:
+        TraceError: No finished cell or cells of several kinds are selected, or there is no such
+            attribute, arm, prompt or sample.
+        RunError: There is no such column.
+    """
+    cells = run.cells
+    cells = cells[cells["key"].isin(run.select(**only).plan) & (cells["state"] == "finished")]
+    if not len(cells):
+        filters = f" with {shown_only(only)}" if only else ""
+        raise TraceError(f"{run.name} has no finished cell{filters}; `lapa2 runs` lists its cells")
+    for name in (*ALIKE, "seed"):
+        values = list(dict.fromkeys(cells[name]))
+        if len(values) > 1:
+            raise TraceError(
+                f"{run.name} has cells of several kinds ({name}: {', '.join(map(str, values))});"
+                f" choose one, such as --only {name}={values[0]}"
+            )
+    attributes = list(dict.fromkeys(cells["attribute"]))
+    if attribute is not None and attribute not in attributes:
+        raise TraceError(unknown_choice("attribute", attribute, attributes))
+    cells = cells[cells["attribute"] == (attribute or attributes[0])]
+    # The two arms: the baseline, and the given or the usual one.
+    by_arm: dict[str, Cell] = {}
+    for key in cells["key"]:
+        by_arm.setdefault(run.plan[key].arm, run.plan[key])
+    others = [name for name in by_arm if name != "baseline"]
+    if arm is not None and arm not in others:
+        raise TraceError(unknown_choice("arm", arm, others))
+    if arm is None and others:
+        papers = by_arm[others[0]].usual_arm
+        arm = papers if papers in others else others[0]
+    arms = {name: by_arm[name] for name in ("baseline", arm) if name in by_arm}
+    # The prompt, given whole or by its beginning, and the sample.
+    prompts = list(next(iter(arms.values())).prompts)
+    fitting = [each for each in prompts if prompt is None or each.startswith(prompt)]
+    if prompt is not None and (prompt in prompts or len(fitting) == 1):
+        fitting = [prompt] if prompt in prompts else fitting
+    elif prompt is not None:
+        listed = ", ".join(map(repr, (fitting or prompts)[:8]))
+        count = "several prompts begin" if fitting else "no prompt begins"
+        raise TraceError(f"{count} with {prompt!r}: {listed}")
+    fewest = min(cell.samples for cell in arms.values())
+    if not 0 <= sample < fewest:
+        raise TraceError(f"sample must be from 0 to {fewest - 1}, found {sample}")
+    return SelectedText(arms, fitting[0], sample)
+
+
+def recompute_attention(
+    run: Run,
+    selected: SelectedText,
+    *,
+    branch: str | None = None,
+    steps: int = 64,
+    same_text: bool = False,
+    model: Model | None = None,
+    device: str | None = None,
+) -> ViewedText:
+    """Compute the attention of the selected text in every arm, by teacher forcing.
+
+    Args:
+        branch: The method's branch; by default the first with a prefix.
+        steps: Largest number of the text's first tokens.
+        same_text: Use the first arm's text in every arm, so that only the augmentation differs.
+        model: The cells' model; loaded if not given.
+        device: Device on which it is loaded.
+
+    Raises:
+        TraceError: There is no such branch, the method changes the network while it decodes, the
+            text is empty, or the attention differs from the run's trace.
+        ModelError, PrefixError, RunError: Model or files are not those of the run.
+    """
+    if steps < 1:
+        raise TraceError(f"steps must be at least 1, found {steps}")
+    first = next(iter(selected.cells.values()))
+    if first.decoder.recomputes:
+        raise TraceError(
+            f"method {first.method} changes the network while it decodes, so its texts cannot be"
+            " read again; choose cells of another method"
+        )
+    if model is None:
+        model = load_model(first.model, first.dtype, device, first.model_class)
+    finished = {name: run.finished_cell(cell.key) for name, cell in selected.cells.items()}
+    plans = {
+        name: _plan_prompt(model, run, cell, selected.prompt)
+        for name, cell in selected.cells.items()
+    }
+    # The branch, whose keys must be the same in all arms.
+    one = next(iter(plans.values()))
+    number = _branch_number(one, branch)
+    branch, layout = one.branches[number], one.layouts[number][0]
+    for other in plans.values():
+        if other.layouts[number][0].ids != layout.ids or (
+            other.layouts[number][0].soft != layout.soft
+        ):
+            raise TraceError(
+                "the arms have different prefixes; choose one arm with --only arm=NAME"
+            )
+    # One teacher-forced pass over the texts of all arms.
+    texts = {name: _selected_tokens(made, selected) for name, made in finished.items()}
+    rows = [list(tokens[:steps]) for tokens, _, _ in texts.values()]
+    if same_text:
+        rows = [rows[0]] * len(rows)
+    trace = _attention_trace(model, list(plans.values()), number, rows)
+    # Each arm's attention, compared with the run's trace; its control; its means over all texts.
+    lengths = [made.samples["tokens"].map(len) for made in finished.values()]
+    shared_steps = min(int(each[each > 0].min()) for each in lengths)
+    part = "prefix" if layout.l_pre else "prompt"
+    arms, means_by_prompt, no_control = [], [], ""
+    for i, (name, cell) in enumerate(selected.cells.items()):
+        own_text, (_, end, row), tokens = not (same_text and i), texts[name], rows[i]
+        patterns = tuple(
+            trace["pattern"]
+            .to_numpy()[0, i, step, :, : layout.n_live + step]
+            .reshape(model.cfg.n_layers, model.cfg.n_heads, layout.n_live + step)
+            for step in range(len(tokens))
+        )
+        masses = np.stack([trace[mass].to_numpy()[0, i, : len(tokens)] for mass in MASSES])
+        off, recorded = None, finished[name].trace
+        if recorded is not None and own_text:
+            off = _largest_difference(recorded, trace, branch, row, masses)
+            if not off <= MASS_TOLERANCE.get(cell.dtype, HALF_TOLERANCE):
+                raise TraceError(
+                    f"attention that was read again differs from what the run recorded, by up to"
+                    f" {off:.2g}; the model or its libraries are not those of the run"
+                )
+        values, reason = _step_control(model, cell, selected.prompt, tokens, plans[name], number)
+        no_control = no_control or reason
+        means_by_prompt.append(_means_by_prompt(finished[name], branch, part, shared_steps))
+        arms.append(
+            ArmAttention(
+                arm=name,
+                augmentation=plans[name].augmentations[number],
+                tokens=tuple(tokens),
+                end=end if own_text else "",
+                patterns=patterns,
+                masses=masses,
+                control=values,
+                off=off,
+                of_run=_mean_interval(means_by_prompt[-1]),
+            )
+        )
+    differences: dict[str, np.ndarray] = {}
+    if len(means_by_prompt) == 2:
+        before, after = means_by_prompt
+        shared = sorted(before.keys() & after.keys())
+        differences = _mean_interval({text: after[text] - before[text] for text in shared})
+    prefix, card = one.prefix_names[branch], model_card(model)
+    return ViewedText(
+        selected=selected,
+        layout=layout,
+        branch=branch,
+        branches=one.branches,
+        prefix="" if prefix is None else str(prefix),
+        arms=tuple(arms),
+        no_control=no_control,
+        differences=differences,
+        steps=shared_steps,
+        model={"name": card.name, "dtype": card.dtype, "weights": card.weights},
+        tokenizer=model.tokenizer,
+    )
+
+
+def _plan_prompt(model: Model, run: Run, cell: Cell, prompt: str) -> Plan:
+    """The plan of a cell's one prompt.
+
+    Raises:
+        TraceError: The model has other weights than the run.
+    """
+    card, weights = model_card(model), run.manifest(cell.key).model.weights
+    if weights != card.weights:
+        raise TraceError(
+            f"the run was made with weights {weights}, and here {card.name} has {card.weights}"
+        )
+    prompts = cell.task.prompts.model_copy(update={"texts": (prompt,)})
+    task = cell.task.model_copy(update={"prompts": prompts})
+    planned = plan(model, cell.model_copy(update={"task": task}), ModelContext(model))
+    check_files(cell, planned)
+    return planned
+
+
+def _attention_trace(
+    model: Model, plans: Sequence[Plan], number: int, rows: Sequence[Sequence[int]]
+) -> xr.Dataset:
+    """The trace of a teacher-forced pass over a text for each plan, with the patterns of all heads.
+
+    Args:
+        number: The branch's index.
+
+    Raises:
+        TraceError: Memory is too small, or attention is not finite.
+    """
+    layouts = [each.layouts[number][0] for each in plans]
+    size = (model.cfg.n_layers, model.cfg.n_heads)
+    longest = max(map(len, rows))
+    need = COPIES * trace_bytes(
+        "full", len(rows), longest, *size, math.prod(size), layouts[0].n_live + longest
+    )
+    if need > 0.9 * (there := memory()):
+        raise TraceError(
+            f"{longest} steps of all heads need about {need / 1e9:.0f} GB of memory, and here are"
+            f" {there / 1e9:.0f} GB; show fewer steps"
+        )
+    trace = teacher_forced(
+        model,
+        layouts,
+        rows,
+        [each.augmentations[number] for each in plans],
+        prefixes=[each.prefixes[number] for each in plans],
+        branch=plans[0].branches[number],
+        patterns=[(layer, head) for layer in range(size[0]) for head in range(size[1])],
+    )
+    for i, tokens in enumerate(rows):
+        if not all(np.isfinite(trace[mass][0, i, : len(tokens)]).all() for mass in MASSES):
+            raise TraceError("attention is not a number here; the model or its dtype overflows")
+    return trace
+
+
+def _selected_tokens(made: FinishedCell, selected: SelectedText) -> tuple[list[int], str, int]:
+    """Tokens of the selected text, the reason why it ended, and its row among the samples."""
+    table = made.samples
+    rows = np.flatnonzero(
+        (table["prompt"] == selected.prompt) & (table["sample"] == selected.sample)
+    )
+    tokens = [int(token) for row in rows[:1] for token in table["tokens"].iloc[row]]
+    if not tokens:
+        raise TraceError(
+            f"sample {selected.sample} of {selected.prompt!r} has no tokens; choose another with"
+            " --prompt or --sample"
+        )
+    return tokens, str(table["finish"].iloc[rows[0]]), int(rows[0])
+
+
+def _branch_number(todo: Plan, name: str | None) -> int:
+    if name is None:
+        with_prefix = [i for i, row in enumerate(todo.layouts) if row[0].l_pre]
+        return with_prefix[0] if with_prefix else 0
+    if name not in todo.branches:
+        raise TraceError(unknown_choice("branch", name, todo.branches))
+    return todo.branches.index(name)
+
+
+def _largest_difference(
+    recorded: xr.Dataset,
+    recomputed: xr.Dataset,
+    branch: str,
+    row: int,
+    masses: Float[np.ndarray, "mass step layer head"],
+) -> float:
+    """The largest difference from the run's trace of this text: of every head, or, in a pooled
+    trace, of the mean over the layers of the first type."""
+    steps, largest = masses.shape[1], 0.0
+    part, of_type = recorded.sel(branch=[branch]), slice(None)
+    if "layer_sees" in recomputed.coords:
+        of_type = recomputed["layer_sees"].to_numpy() == layer_types(recomputed)[0]
+    for name, mass in zip(MASSES, masses, strict=True):
+        before = of_layer_type(part, name).to_numpy()[0, row, :steps]
+        now = mass[:, of_type] if before.ndim == 3 else mass[:, of_type].mean((1, 2))
+        largest = np.maximum(largest, np.abs(before - now).max())  # NaN stays
+    return float(largest)
+
+
+def _step_control(
+    model: Model, cell: Cell, prompt: str, tokens: list[int], planned: Plan, number: int
+) -> tuple[dict[str, list[float]], str]:
+    """Control of a text at every step by metric, with the arm's augmentation in every branch; or
+    the reason why it cannot be computed."""
+    if planned.prefixes[number] is not None:
+        return {}, "the branch has a soft prefix"
+    if not planned.layouts[number][0].l_pre:
+        return {}, "the branch has no prefix"
+    if cell.doubled_bos:
+        return {}, "the run doubles BOS"
+    try:
+        contrast = ContrastSet.of(
+            model,
+            cell.task,
+            attribute=cell.attribute,
+            prompts=(prompt,),
+            texts={prompt: [tokens]},
+        )
+        if contrast.examples[0].layouts[0].ids != planned.layouts[number][0].ids:
+            return {}, "the branch's prefix is not the task's"
+        metrics = [name for name in ("js", "lex") if name in contrast.metrics]
+        score = control_score(
+            model, contrast, metrics=metrics, augmentation=planned.augmentations[number]
+        )
+    except Lapa2Error as error:
+        return {}, str(error)
+    return {name: score.values[name][0].tolist() for name in metrics}, ""
+
+
+def _means_by_prompt(
+    made: FinishedCell, branch: str, part: str, steps: int
+) -> dict[str, Float[np.ndarray, "layer head"]]:
+    """A cell's attention on a part of the keys by prompt, mean over its texts and the first steps;
+    empty without a full trace.
+
+    Attention falls with the step, so all texts count with the same steps. A text without tokens
+    does not count.
+    """
+    if made.trace is None or "head" not in made.trace[part].dims:
+        return {}
+    filled = (made.samples["tokens"].map(len) > 0).to_numpy()
+    recorded = made.trace.sel(branch=[branch])[part].to_numpy()[0, filled]
+    values, prompts = recorded[:, :steps].mean(1), made.samples["prompt"].to_numpy()[filled]
+    return {str(text): values[prompts == text].mean(0) for text in dict.fromkeys(prompts)}
+
+
+def _mean_interval(
+    by_prompt: Mapping[str, Float[np.ndarray, "layer head"]],
+) -> dict[str, Float[np.ndarray, "layer head"]]:
+    """Mean over prompts, and its 95 % interval."""
+    if not by_prompt:
+        return {}
+    values = np.stack(list(by_prompt.values())).astype(np.float64)
+    low, high = bounds(values, np.arange(len(values)))
+    return {"mean": values.mean(0), "low": low, "high": high}
+
+
+@dataclass(frozen=True)
+class HeadValues:
+    """A number for every head, with its 95 % interval over prompts.
+
+    Attributes:
+        about: Description of the number.
+        unit: Its unit, in nats or logits.
+        values, low, high: [layer, head]; NaN for heads without a number.
+    """
+
+    about: str
+    unit: str
+    values: Float[np.ndarray, "layer head"]
+    low: Float[np.ndarray, "layer head"]
+    high: Float[np.ndarray, "layer head"]
+
+
+def load_head_values(folder: Path, found: ViewedText) -> dict[str, HeadValues]:
+    """Values of every head in a study's folder: effect, write, and effect_lex if it has words.
+
+    Args:
+        folder: A folder of `lapa2 circuits`.
+
+    Raises:
+        CircuitError: The folder is not a study, or is of another model or task.
+    """
+    try:
+        settings = without_checksums(read_text(folder / "question.json"))[0]["settings"]
+        there, about = settings["model"]["weights"], settings["task"]
+        target = settings["attribute"]
+        check_regular_file(folder / "head.csv")
+        tables = {"head": pd.read_csv(folder / "head.csv")}
+        if (folder / "writes.csv").is_file():
+            tables["writes"] = pd.read_csv(folder / "writes.csv")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CircuitError(
+            f"{folder} is not a finished study ({type(error).__name__}: {error}); `lapa2 circuits"
+            " MODEL --out FOLDER` makes one"
+        ) from error
+    task = found.selected.task.name
+    if there != found.model["weights"] or about != task:
+        raise CircuitError(
+            f"{folder} is about {settings['model']['name']} and {about}, and the run about"
+            f" {found.model['name']} and {task}; give a study of the run's model and task"
+        )
+    # Each column as a map of heads, with its interval.
+    size = found.arms[0].masses.shape[2:]
+    wanted = {
+        "effect": ("head", "effect", "", "js lost without the head", "nats a step"),
+        "effect_lex": ("head", "lex_effect", "lex_", "lex lost without the head", "nats a step"),
+        "write": ("writes", "direct", "", "written from the prefix", "logits a step"),
+    }
+    # With more than two attributes, a study is about one of them.
+    names = found.selected.task.attributes
+    of = f", {target or next(iter(names))} against the others" if len(names) > 2 else ""
+    values = {}
+    for name, (table, column, mark, about, unit) in wanted.items():
+        if table not in tables or column not in tables[table]:
+            continue
+        grids = []
+        for each in (column, f"{mark}low", f"{mark}high"):
+            grid = np.full(size, np.nan)
+            rows = tables[table]
+            if rows["layer"].max() >= size[0] or rows["head"].max() >= size[1]:
+                raise CircuitError(f"{folder}/{table}.csv has heads that the model does not have")
+            grid[rows["layer"], rows["head"]] = rows[each]
+            grids.append(grid)
+        values[name] = HeadValues(about + of, unit, *grids)
+    return values
