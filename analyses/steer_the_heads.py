@@ -27,12 +27,12 @@ import sys
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from lapa2_interp.circuits.question import ContrastSet
 from matplotlib.patches import Rectangle
 
 from lapa2_interp import Augmentation, load_model, teacher_forced
 from lapa2_interp._util.plots import COLOURS, plain_axes
 from lapa2_interp.bias.recipes import recipe, strength
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.selection import select

@@ -24,11 +24,11 @@ import os
 import sys
 
 import numpy as np
-from lapa2_interp.circuits.direct import head_logit_attribution
-from lapa2_interp.circuits.question import ContrastSet
 
 from lapa2_interp import load_model
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.knockout import knock_out
+from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import POSITIVE
 from lapa2_interp.paper.scripts import ScriptOptions, print_error

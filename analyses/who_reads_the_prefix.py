@@ -27,11 +27,14 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from lapa2_interp.circuits.question import ContrastSet
 
 import lapa2_interp
 from lapa2_interp import load_model
-from lapa2_interp.circuits.knockout import joint_curve, knock_out
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.joint_knockout import joint_curve
+from lapa2_interp.circuits.knockout import (
+    knock_out,
+)
 from lapa2_interp.methods import load_task
 from lapa2_interp.paper.scripts import ScriptOptions, print_error
 

@@ -173,7 +173,7 @@ def cell_of(model, method, task, attribute, prompts=None, augmentation=None, **s
         "method": method,
         "task": task,
         "attribute": attribute,
-        "prompts": prompts,
+        "prompts": "task" if prompts is None else prompts,
         "augmentation": augmentation,
     }
     return make_cell(model, alpha=alpha, **given, **settings)

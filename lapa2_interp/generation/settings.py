@@ -106,7 +106,7 @@ class CellSettings(BaseModel):
 
     model: str | Path | Model = "smollm2-135m"
     """A name of `lapa2 models`, a hub id or a folder."""
-    prompts: int | str | Sequence[str] | PromptFile = "task"
+    prompts: Count | str | Sequence[str] | PromptFile = "task"
     """Prompts to continue: one text, or several; task: those of the task; a number: so many of the
     task's and, beyond them, of this package's; or a file with one on each line (.txt, .jsonl with a
     field "prompt", .csv with a column "prompt")."""
@@ -177,7 +177,10 @@ class CellSettings(BaseModel):
     @classmethod
     def _no_truth_value(cls, value: Any, info: Any) -> Any:
         if isinstance(value, bool):
-            raise ValueError(f"{info.field_name}: input should be a number, found {value}")
+            allowed = "input should be a number,"
+            if info.field_name == "prompts":
+                allowed = f"takes {FORMS['prompts']};"
+            raise ValueError(f"{info.field_name}: {allowed} found {value}")
         return value
 
     @classmethod
@@ -211,12 +214,15 @@ def read_value(text: str) -> Any:
 
 
 def python_values(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as Python gives them, where a list of prompts or patterns is one value, and no
-    axis."""
-    return {
-        name: tuple(value) if name in ("prompts", "patterns") and isinstance(value, list) else value
-        for name, value in fields.items()
-    }
+    """Settings as Python gives them, where arrays are lists, and a list of prompts or patterns is
+    one value, and no axis."""
+    found = {}
+    for name, value in fields.items():
+        if hasattr(value, "tolist"):  # of numpy, pandas or torch
+            value = value.tolist()
+        one = name in ("prompts", "patterns") and isinstance(value, list)
+        found[name] = tuple(value) if one else value
+    return found
 
 
 def product(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

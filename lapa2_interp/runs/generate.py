@@ -66,7 +66,7 @@ GRID = "generate"
 @settings_checked
 def generate(
     model: str | Path | Model = "smollm2-135m",
-    prompts: int | str | Sequence[str] | PromptFile = "task",
+    prompts: Count | str | Sequence[str] | PromptFile = "task",
     *,
     attribute: str | list[str] = "all",
     method: str | Mapping[str, Any] | Method | list[str | Mapping[str, Any] | Method] = "prefix",

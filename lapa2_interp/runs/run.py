@@ -240,7 +240,8 @@ class Run:
 
         Raises:
             RunError: As `trace`.
-            TraceError: No cell has a trace, or no such branch.
+            TraceError: No cell has a trace, every text ended before a first token, or no such
+                branch.
         """
         return self._tables(step_table, branch, wanted)
 
@@ -295,7 +296,11 @@ class Run:
                     listed = group.groupby("arm")[source].agg(_listed)
                     alike[column] = made["arm"].map(listed)
                 frames.append(made.assign(**alike)[[*alike, *made]])
-        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+        if not frames:
+            raise TraceError(
+                f"all texts of {self.name} ended before a first token: nothing was traced"
+            )
+        return pd.concat(frames, ignore_index=True)
 
     def _repr_html_(self) -> str:
         """The run's cells as a short table, for notebooks."""

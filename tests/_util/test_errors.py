@@ -5,7 +5,12 @@ import pandas as pd
 import pytest
 
 from lapa2_interp import generate, load_run
-from lapa2_interp._util.errors import Lapa2Error, LayoutError, RunError, on_command_line
+from lapa2_interp._util.errors import (
+    Lapa2Error,
+    RunError,
+    as_python_parameters,
+    on_command_line,
+)
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.runs.launch import launch
@@ -75,8 +80,11 @@ def test_one_name_stands_where_several_may(tmp_path):
     for prompts in (pd.Series(["The lake", "The sea"]), np.array(["The lake", "The sea"])):
         assert cell_of("tiny-gpt2", prompts=prompts, **asked).prompts == ("The lake", "The sea")
     assert cell_of("tiny-gpt2", **asked).prompts == ("The hill",)
-    for prompts in ("The lake", [], {"The lake": 1}, grid):
-        with pytest.raises(LayoutError, match=r"list of at least one text.*read_prompts\(PATH\)"):
+    assert cell_of("tiny-gpt2", prompts="The lake", **asked).prompts == ("The lake",)
+    for prompts in ([], {"The lake": 1}, grid):
+        with pytest.raises(
+            Lapa2Error, match=r"^prompts(: takes task, .*a list of texts| is an em)"
+        ):
             cell_of("tiny-gpt2", prompts=prompts, **asked)
 
 

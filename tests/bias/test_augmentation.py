@@ -54,7 +54,7 @@ def test_profiles_fill_only_what_is_not_given():
             "alpha": 1 / 3,
             "span": "prefix+bos",
             "phase": "all_queries",
-            "length": "kv",
+            "length_rule": "kv",
             "layers": "top",
         },
     ],

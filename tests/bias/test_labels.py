@@ -5,7 +5,10 @@ import torch
 
 from lapa2_interp import Augmentation, Cell, Layout, augmented, generate, load_run, teacher_forced
 from lapa2_interp._util.errors import AugmentationError, GridError
-from lapa2_interp.bias.recipes import read_recipes, recipe
+from lapa2_interp.bias.recipes import (
+    parse_recipes,
+    recipe,
+)
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_model
 from lapa2_interp.runs.generate import make_cells
@@ -17,7 +20,6 @@ ASKED = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "
 GRID = """model = "tiny-gpt2"
 dtype = "float32"
 trace = "pooled"
-augmentation = "none"
 method = "prefix"
 task = "sentiment"
 attribute = "positive"
@@ -54,7 +56,7 @@ def arms(found):
 )
 def test_a_recipe_has_its_name(given, label):
     assert given.label == label
-    assert read_recipes(label) == given
+    assert parse_recipes(label) == given
     assert cell_of("tiny-gpt2", augmentation=given, **ASKED).arm == label
     assert cell_of("tiny-gpt2", augmentation=label, **ASKED).arm == label
 
@@ -83,7 +85,9 @@ def test_labels_that_are_refused(label):
 
 
 def test_the_base_method_is_the_baseline():
-    with pytest.raises(AugmentationError, match="label 'ours': 'baseline' is the arm without"):
+    with pytest.raises(
+        AugmentationError, match="label 'ours' is for an augmentation.* 'baseline' is the arm"
+    ):
         cell_of("tiny-gpt2", alpha=0, label="ours", **ASKED)
     assert cell_of("tiny-gpt2", augmentation="lapa2:alpha=0", **ASKED).arm == "baseline"
 
@@ -94,7 +98,7 @@ def test_recipes_by_name_do_what_their_augmentations_do():
     made = generate(model, augmentation=text, **ASKED)
     assert made.cells["arm"].tolist() == [text]
     assert made.samples()["arm"].tolist() == [text]
-    assert made.manifest().arms == {text: rules[0]}
+    assert made.manifest().cell.rules == tuple(rules)
     assert made.trace()["arm"].to_numpy().tolist() == [text]
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
     logits = []
@@ -112,7 +116,7 @@ def test_recipes_by_name_do_what_their_augmentations_do():
     assert one.equals(two)
 
 
-@pytest.mark.parametrize("given", [["lapa2", "instaboost"], 3])
+@pytest.mark.parametrize("given", [("lapa2", "instaboost"), 3])
 def test_what_is_no_augmentation_is_told(given):
     with pytest.raises(AugmentationError, match="recipes as one text such as 'lapa2 . instaboost"):
         cell_of("tiny-gpt2", augmentation=given, **ASKED)
@@ -145,7 +149,10 @@ def test_labels_of_a_grid(tmp_path):
             'augmentation = ["paper", { alpha = 2.0, label = "alpha 0.5 paper" }]',
             "label 'alpha 0.5 paper' names two arms .alpha 0.5 paper; alpha 2 paper.",
         ),
-        ('label = "a"', "label 'a' is for an augmentation, and the block has none"),
+        (
+            'label = "a"\naugmentation = "none"',
+            "label 'a' is for an augmentation, and there is none",
+        ),
         ("augmentation = { alpha = 1.0, label = 3 }", "label of an augmentation is a text"),
         ('augmentation = { recipe = "lapa2", alpha = 1.0 }', "leave out alpha"),
     ],
@@ -173,9 +180,9 @@ def test_labels_of_two_grids_in_one_run(tmp_path):
     assert again.cells["arm"].tolist()[2:] == ["more", "more (alpha 2 paper)"]
 
 
-def test_a_label_survives_a_cell_that_lies_alone(tmp_path):
+def test_a_label_survives_saving(tmp_path):
     cell = cell_of("tiny-gpt2", augmentation="instaboost:M=5", **ASKED)
     run = make_cells(load_model("tiny-gpt2", "float32"), [cell]).save(tmp_path / "run")
-    alone = load_run(run.place(cell.key))
-    assert alone.cells["arm"].tolist() == ["instaboost:M=5"]
-    assert alone.plan[cell.key].augmentation == Augmentation(**dict(recipe("instaboost", M=5)[0]))
+    again = load_run(run.home)
+    assert again.cells["arm"].tolist() == ["instaboost:M=5"]
+    assert again.plan[cell.key].augmentation == Augmentation(**dict(recipe("instaboost", M=5)[0]))

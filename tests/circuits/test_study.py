@@ -16,7 +16,7 @@ from lapa2_interp.circuits.study import run_study
 from lapa2_interp.circuits.units import load_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.planted import planted
+from lapa2_interp.models.planted import answer_key
 from lapa2_interp.tasks.task import Attribute
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_command_finds_the_planted_circuit(folder):
-    key = planted("planted")
+    key = answer_key("planted")
     assert load_heads(folder / "heads.json") == (key.heads["carrier"], key.heads["relay"])
     circuit = json.loads((folder / "circuit.json").read_text())
     lost = {edge["to"]: edge["lost"] for edge in circuit["edges"] if edge["from"] == "prefix"}

@@ -28,9 +28,10 @@ def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
     )
     assert lapa2(line, "--out", out) == 0
     run = load_run(out).finished_cell()
-    assert run.manifest.arms["alpha 0.5 paper"].alpha == 0.5
+    assert run.manifest.cell.arm == "alpha 0.5 paper"
+    assert [rule.alpha for rule in run.manifest.cell.rules] == [0.5]
     assert run.samples["prompt"].tolist() == ["The lake"] * 4 + ["The sea"] * 4
-    assert run.manifest.patterns == ((0, 1),)
+    assert run.manifest.cell.patterns == ((0, 1),)
     printed = capsys.readouterr()
     assert run.samples["text"][0] in printed.out
     assert "8 texts, " in printed.err
@@ -52,7 +53,7 @@ def test_the_methods_alpha_is_the_default_and_zero_is_the_baseline(tmp_path):
         ("--method negprompt", "alpha 1 paper"),
     ):
         assert lapa2(f"{GENERATE} --force {flags}", "--out", tmp_path / "run") == 0
-        assert list(load_run(tmp_path / "run").finished_cell().manifest.arms) == [arm]
+        assert load_run(tmp_path / "run").manifest().cell.arm == arm
 
 
 def test_augmentation_flags_reach_the_manifest(tmp_path):
@@ -61,7 +62,7 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
     )
     flags += " --layers 0,2 --heads 0.1,2.3"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "run") == 0
-    (found,) = load_run(tmp_path / "run").finished_cell().manifest.arms.values()
+    (found,) = load_run(tmp_path / "run").manifest().cell.rules
     assert (found.span, found.layers, found.heads) == (((0, 2), (4, 6)), (0, 2), ((0, 1), (2, 3)))
     assert (found.law, found.l0, found.length_rule, found.phase) == (
         "constant",
@@ -71,12 +72,12 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
     )
     flags = "--law target --tau 0.3 --floor --span prefix:0,2 --only-steps 2:9 --length-rule kv"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "other") == 0
-    (found,) = load_run(tmp_path / "other").finished_cell().manifest.arms.values()
+    (found,) = load_run(tmp_path / "other").manifest().cell.rules
     assert (found.tau, found.floor, found.span) == (0.3, True, ("prefix", (0, 2)))
     assert (found.steps, found.length_rule, found.pooled) == ((2, 9), "kv", False)
     flags = "--law ratio --tau 0.3 --pooled"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "pooled") == 0
-    (found,) = load_run(tmp_path / "pooled").finished_cell().manifest.arms.values()
+    (found,) = load_run(tmp_path / "pooled").manifest().cell.rules
     assert (found.law, found.tau, found.pooled) == ("ratio", 0.3, True)
 
 
@@ -84,10 +85,10 @@ def test_method_parameters_come_from_the_task_and_the_command_line(tmp_path):
     line = f"{GENERATE} --method air-decoding"
     assert lapa2(line, "--out", tmp_path / "a") == 0
     assert lapa2(line, "--set", "omega=20", "--set", "pro_aug=false", "--out", tmp_path / "b") == 0
-    a, b = (load_run(tmp_path / name).finished_cell().manifest for name in "ab")
-    assert (a.parameters["omega"], a.parameters["pro_aug"]) == (140, True)
-    assert (b.parameters["omega"], b.parameters["pro_aug"]) == (20, False)
-    assert a.branches["positive"] == {
+    a, b = (load_run(tmp_path / name).manifest() for name in "ab")
+    assert (a.cell.parameters["omega"], a.cell.parameters["pro_aug"]) == (140, True)
+    assert (b.cell.parameters["omega"], b.cell.parameters["pro_aug"]) == (20, False)
+    assert a.branches == {
         "base": None,
         "target": "Very positive:",
         "negative": "Very negative:",
@@ -476,7 +477,7 @@ layout = Layout.of(model.tokenizer, "Very", "lake")
 for call in (
     lambda: generate(model, **given | {"samples": 1.5}),
     lambda: generate(model, **given | {"prompts": [None]}),
-    lambda: generate(model, **given | {"attribute": ["positive"]}),
+    lambda: generate(model, **given | {"attribute": 5}),
     lambda: generate(model, **given | {"task": {}}),
     lambda: load_model(None),
     lambda: Layout.of(model.tokenizer, "Very", 5),
@@ -497,7 +498,7 @@ def test_values_of_a_wrong_type_are_named_errors():
     done = subprocess.run([sys.executable, "-c", WRONG], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
-        "Lapa2Error", "LayoutError", "TaskError", "TaskError", "ModelError", "LayoutError",
+        "Lapa2Error", "Lapa2Error", "Lapa2Error", "TaskError", "ModelError", "LayoutError",
         "LayoutError", "TraceError", "TraceError", "TraceError",
     ]  # fmt: skip
 

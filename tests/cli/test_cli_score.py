@@ -67,7 +67,7 @@ def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
 
 def test_a_sweep_is_scored_by_method_and_says_what_is_missing(tmp_path, capsys):
     (tmp_path / "grid.toml").write_text(
-        'model = "tiny-gpt2"\ntask = "sentiment"\nprompts = 2\nsamples = 1\nlength = 20\ntrace ='
+        'model = "tiny-gpt2"\ntask = "sentiment"\nprompts = 2\nsamples = 1\nlength = 20\ndtype = "float32"\ntrace ='
         ' "none"\nmethod = ["prefix", "air-decoding"]\naugmentation = ["none", "paper"]\n'
     )
     run, out = tmp_path / "run", tmp_path / "scores"
@@ -115,8 +115,8 @@ def test_wordings_of_ones_own_task_are_apart_and_have_their_own_words(tmp_path):
         '[prompts]\ntexts = ["The lake"]\n'
     )
     (tmp_path / "grid.toml").write_text(
-        f'model = "tiny-gpt2"\ntask = "{file}"\nsamples = 1\nlength = 20\ntrace = "none"\n'
-        'method = "prefix"\naugmentation = "none"\nwording = ["task", "A {attribute} text:"]\n'
+        f'model = "tiny-gpt2"\ntask = "{file}"\nsamples = 1\nlength = 20\ndtype = "float32"\ntrace = "none"\n'
+        'method = "prefix"\naugmentation = "none"\nprefix = ["task", "A {attribute} text:"]\n'
     )
     run = tmp_path / "run"
     assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
@@ -155,7 +155,7 @@ def test_a_run_of_ones_own_task_is_scored_by_a_classifier_of_ones_own(tmp_path, 
     line = f"scorers train --task {file} --data {data} --out {tmp_path / 'own'}"
     assert lapa2(line) == 0
     grid = (
-        f'model = "tiny-gpt2"\ntask = "{file}"\nsamples = 1\nlength = 20\ntrace = "none"\n'
+        f'model = "tiny-gpt2"\ntask = "{file}"\nsamples = 1\nlength = 20\ndtype = "float32"\ntrace = "none"\n'
         'method = "prefix"\naugmentation = "none"\n'
     )
     (tmp_path / "grid.toml").write_text(grid)
@@ -276,6 +276,7 @@ def test_arms_of_two_models_and_variants_are_apart_in_sheets_and_what_repeats_co
     run = tmp_path / "run"
     common = (
         'task = "sentiment"\nattribute = "positive"\nprompts = 2\nlength = 20\ntrace = "none"\n'
+        'dtype = "float32"\naugmentation = "none"\n'
     )
     (tmp_path / "grid.toml").write_text(
         f'model = ["tiny-gpt2", "tiny-llama"]\n{common}samples = [1, 2]\n'

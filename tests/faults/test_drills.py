@@ -196,7 +196,7 @@ LINES = {
     "grids": "grids {home}/grid.toml --set samples=2",
     "runs": "runs {run} --state finished",
     "trace": "trace {run} --only method=prefix --out {out}",
-    "words": "words --task sentiment --data {home}/reviews.jsonl --n 4 --least 1 --sure 0 --out {out}.json",
+    "word-lists": "word-lists --task sentiment --data {home}/reviews.jsonl --n 4 --least 1 --sure 0 --out {out}.json",
     "score a file": "score {home}/reviews.jsonl --scorers distinct --task sentiment --attribute positive --out {out}",
     "scorers check": "scorers check {home}/reviews.jsonl --label label --task sentiment --scorer linear",
     "scorers train": "scorers train --task sentiment --data {home}/reviews.jsonl --out {out}",

@@ -36,6 +36,7 @@ from lapa2_interp.generation.cell import CELL
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.report import view
+from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.jobs import Job, Opened
 from lapa2_interp.runs.launch import launch
@@ -370,7 +371,7 @@ def test_reading_a_run_imports_no_code_that_it_names(tmp_path, code, capsys):
     for words in (["runs"], ["trace"], ["report"], scored):
         assert main([words[0], folder, *words[1:]]) == 0, capsys.readouterr().err
     cell = CELL.validate_json(text)
-    for act in (lambda: view(folder), lambda: cell.decoder, lambda: cell.branches, lambda: generate("tiny-gpt2", cell)):  # fmt: skip
+    for act in (lambda: view(folder), lambda: cell.decoder, lambda: cell.branches, lambda: make_cells("tiny-gpt2", [cell])):  # fmt: skip
         with pytest.raises(MethodError, match=f"{code}:Own' is code that is not loaded"):
             act()
     assert main(["view", folder]) == 2

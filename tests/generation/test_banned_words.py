@@ -164,14 +164,14 @@ def test_a_text_does_not_depend_on_its_batch():
     assert whole["tokens"].tolist() == alone["tokens"].tolist()
 
 
-def test_keys_stay_and_cells_are_told_apart():
+def test_banning_has_its_own_key_and_name():
     plain = cell_of("tiny-gpt2", "prefix", "sentiment", "positive", length=30)
-    assert "ban_prefix_words" not in plain.model_dump()
+    assert not plain.ban_prefix_words
     banned = CELL.validate_python(plain.model_dump() | {"ban_prefix_words": True})
     assert banned.key != plain.key
     assert CELL.validate_json(banned.model_dump_json()) == banned
     assert (plain.variant, banned.variant) == ("", "prefix words banned")
-    assert plain.where != banned.where
+    assert plain.description != banned.description
 
 
 def test_the_echo_scorer_finds_no_word_in_texts_of_smollm2(monkeypatch):

@@ -23,9 +23,11 @@ from lapa2_interp.bias.layout import Layout, left_pad, text_markers
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.base import Branch, Soft
+from lapa2_interp.methods.base import (
+    Branch,
+)
 from lapa2_interp.models.load import load_model, load_transformers
-from lapa2_interp.prefixes.soft_prefix import load_prefix
+from lapa2_interp.prefixes.soft_prefix import SoftPrefixName, load_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")
@@ -318,9 +320,9 @@ def test_every_branch_sees_the_same_tokens():
     [
         ({"length": 300}, LayoutError, "exceed the context of 256 of tiny-gpt2"),
         ({"length": 8}, LayoutError, "leaves nothing to generate after the 8 tokens of 'The lake'"),
-        ({"length": 0}, LayoutError, "at least 1"),
-        ({"samples": 0}, LayoutError, "at least 1"),
-        ({"top_k": 0}, Lapa2Error, "top_k must be at least 1"),
+        ({"length": 0}, Lapa2Error, "length: input should be greater than or equal to 1, found 0"),
+        ({"samples": 0}, Lapa2Error, "samples: input should be greater than or equal to 1"),
+        ({"top_k": 0}, Lapa2Error, "top_k: input should be greater than or equal to 1, found 0"),
         ({"prompts": ("The lake", "The lake")}, LayoutError, "given twice"),
         ({"prompts": ("",)}, LayoutError, "tokenises to nothing"),
         (
@@ -335,7 +337,7 @@ def test_every_branch_sees_the_same_tokens():
             "outside the sequence",
         ),
         ({"patterns": [(0, 7)]}, Lapa2Error, r"head \(0, 7\) does not exist"),
-        ({"prompts": ()}, LayoutError, "a list of at least one text, found"),
+        ({"prompts": ()}, LayoutError, "prompts is an empty list; give at least one text"),
         ({"patterns": [(0, 1)], "trace": "none"}, Lapa2Error, "patterns are part of a trace"),
     ],
 )
@@ -375,7 +377,9 @@ def test_every_methods_texts_follow_from_separate_branches(
         methods.get_for_task(name, task, **parameters),
         Augmentation(alpha=0.8, profile=profile),
     )
-    if any(isinstance(branch.prefix, Soft) for branch in method.branches(task, attribute)):
+    if any(
+        isinstance(branch.prefix, SoftPrefixName) for branch in method.branches(task, attribute)
+    ):
         method = dataclasses.replace(method, prefixes=soft_set(tmp_path, model, task))
     prompts = ["The lake", "In summary, a"]
     found = made(
@@ -389,7 +393,7 @@ def test_every_methods_texts_follow_from_separate_branches(
         ):
             soft = (
                 load_prefix(tmp_path, branch.prefix.attribute)
-                if isinstance(branch.prefix, Soft)
+                if isinstance(branch.prefix, SoftPrefixName)
                 else None
             )
             text, slots = (branch.prefix, 0) if soft is None else (None, len(soft))

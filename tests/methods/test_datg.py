@@ -10,7 +10,9 @@ import torch
 from conftest import generate, load, run_of
 from context_stub import ContextStub
 
-from lapa2_interp import Augmentation, load_task
+from lapa2_interp import (
+    Augmentation,
+)
 from lapa2_interp._util.errors import (
     MethodError,
     ScoringError,
@@ -24,6 +26,7 @@ from lapa2_interp.methods.datg import (
     dual_graphs,
     released_sampler,
 )
+from lapa2_interp.methods.registry import load_task
 from lapa2_interp.runs.method_context import ModelContext
 
 

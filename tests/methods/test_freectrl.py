@@ -11,7 +11,10 @@ from conftest import MODEL_CLASSES, generate, load, plan
 from context_stub import ContextStub
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, load_model, load_task
+from lapa2_interp import (
+    Augmentation,
+    load_model,
+)
 from lapa2_interp._util.errors import (
     AugmentationError,
     DataError,
@@ -33,6 +36,7 @@ from lapa2_interp.methods.freectrl import (
     text_score,
 )
 from lapa2_interp.methods.prefix import NoControl
+from lapa2_interp.methods.registry import load_task
 from lapa2_interp.runs.method_context import ModelContext
 
 

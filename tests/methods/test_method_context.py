@@ -10,11 +10,13 @@ import torch
 from conftest import load, plan
 from oracle import oracle_logits
 
-from lapa2_interp import load_task
 from lapa2_interp._util.errors import (
     MethodError,
 )
-from lapa2_interp._util.files import alone_with, with_checksums
+from lapa2_interp._util.files import (
+    one_process_at_a_time,
+    with_checksums,
+)
 from lapa2_interp.attention import neurons
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.plan import plan as decoding_plan
@@ -24,6 +26,7 @@ from lapa2_interp.methods.datg import (
     released_sampler,
 )
 from lapa2_interp.methods.prefix import NoControl
+from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import weights_id
 from lapa2_interp.runs.method_context import DRAFT_SEEDS, ModelContext
 
@@ -110,11 +113,11 @@ def test_who_waits_for_another_process_says_so(tmp_path, capsys):
     file, told = tmp_path / "kept" / "table.npz", ""
 
     def second():
-        with alone_with(file):
+        with one_process_at_a_time(file):
             return time.monotonic()
 
     with ThreadPoolExecutor(1) as pool:
-        with alone_with(file):
+        with one_process_at_a_time(file):
             later = pool.submit(second)
             end = time.monotonic() + 20
             while "waiting" not in told and time.monotonic() < end:
@@ -130,7 +133,10 @@ def test_a_folder_without_locks_holds_nobody_up(tmp_path, monkeypatch):
         raise NotImplementedError("no locks here")
 
     monkeypatch.setattr("filelock.FileLock.acquire", refuses)
-    with alone_with(tmp_path / "new" / "table.npz"), pytest.raises(OSError, match="of the block"):
+    with (
+        one_process_at_a_time(tmp_path / "new" / "table.npz"),
+        pytest.raises(OSError, match="of the block"),
+    ):
         raise OSError("of the block")
 
 

@@ -2,10 +2,12 @@
 
 import pytest
 
-from lapa2_interp import Augmentation, load_task
+from lapa2_interp import (
+    Augmentation,
+)
 from lapa2_interp._util.errors import MethodError, TaskError
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.registry import assign_augmentations
+from lapa2_interp.methods.registry import assign_augmentations, load_task
 
 
 def test_the_papers_parameters():

@@ -14,7 +14,11 @@ from conftest import load
 
 from lapa2_interp._util.errors import DataError, GridError, RunError
 from lapa2_interp.bias.augmentation import Augmentation
-from lapa2_interp.bias.recipes import families, recipe, strength_of
+from lapa2_interp.bias.recipes import (
+    name_families,
+    recipe,
+    strength,
+)
 from lapa2_interp.methods import load_task
 from lapa2_interp.paper.equal_perplexity import add_caveats, distinguishing_columns
 from lapa2_interp.paper.steering_prompts import choose_prompts, read_neutral
@@ -27,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {"lapa2", "token-selective", "head-selective", "set-point"}
 GRID = """
 model = "tiny-gpt2"
-augmentation = "none"
 dtype = "float32"
 method = { name = "prefix", prefixes = "hard" }
 length = 44
@@ -93,8 +96,8 @@ def test_the_grid_has_2300_texts_an_arm_and_task(tmp_path, monkeypatch):
     assert len(grid.needs) == 1
     texts = {}
     for cell in grid.cells:
-        name = families([cell.rules])[cell.rules]
-        key = (cell.task.name, cell.ban_prefix_words, name, strength_of(cell.rules))
+        name = name_families([cell.rules])[cell.rules]
+        key = (cell.task.name, cell.ban_prefix_words, name, strength(cell.rules))
         texts[key] = texts.get(key, 0) + cell.n_texts
         assert (cell.length, cell.trace) == (64, "pooled")
     barred_sentiment = {n for key, n in texts.items() if key[:2] == ("sentiment", True)}

@@ -34,7 +34,6 @@ from lapa2_interp.runs.sweep import sweep
 
 GRID = """model = "tiny-gpt2"
 dtype = "float32"
-augmentation = "none"
 task = "sentiment"
 attribute = "positive"
 prompts = 2

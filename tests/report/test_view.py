@@ -16,7 +16,6 @@ import pandas as pd
 import pytest
 from browsers import FLAGS, browser_page, chromium
 from conftest import load, run_of, soft_set
-from lapa2_interp.report.packing import FLOOR
 
 from lapa2_interp._util.errors import CircuitError, RunError, TraceError
 from lapa2_interp._util.page import embedded
@@ -25,6 +24,7 @@ from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
 from lapa2_interp.report import view
+from lapa2_interp.report.encoding import FLOOR
 from lapa2_interp.report.viewer import MODULE
 from lapa2_interp.runs.store import FinishedCell
 

@@ -1,17 +1,20 @@
 """Parts of a run: cells by their columns, their texts and traces together, and attention by
 step."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 
-from lapa2_interp import Augmentation, load_run
+from lapa2_interp import Augmentation, generate, load_run
 from lapa2_interp._util.errors import RunError, TraceError
-from lapa2_interp.attention import step_table
+from lapa2_interp.attention.tables import fit_table, head_table, prefix_token_table, step_table
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_model
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.run import Run
+from lapa2_interp.runs.tables import ALIKE, SHOWN
 
 ASKED = {"attribute": "positive", "prompts": ["The lake", "A road"], "dtype": "float32"}
 
@@ -33,9 +36,7 @@ def test_a_selection_is_a_run_of_its_own(run, tmp_path):
     assert list(part.plan) == list(run.plan)[:2]
     assert part.cells["method"].tolist() == ["prefix"] * 2
     assert part.listing.grids == {"mine": tuple(part.plan)}
-    assert part.select(alpha=0.5).finished_cell().manifest.arms.keys() == {
-        Augmentation(alpha=0.5).label
-    }
+    assert part.select(alpha=0.5).manifest().cell.rules == (Augmentation(alpha=0.5),)
     again = load_run(run.save(tmp_path / "all").folder).select(alpha=["0", 0.5], method="prefix")
     assert again.samples()["text"].equals(part.samples()["text"])
     saved = load_run(again.save(tmp_path / "part").folder)
@@ -97,14 +98,113 @@ def test_traces_of_several_cells_are_one_with_coordinates(run):
 
 def test_steps_are_a_tidy_table_by_arm(run):
     steps = run.steps()
-    assert list(steps)[:7] == ["model", "task", "method", "variant", "max_length", "dtype", "arm"]
     for (method, arm), part in steps.groupby(["method", "arm"]):
         key = next(k for k, cell in run.plan.items() if (cell.method, cell.arm) == (method, arm))
-        alone = step_table(run.trace(key), run.samples(key))
-        assert part[list(alone)].reset_index(drop=True).equals(alone)
+        assert set(part["cell"]) == {key}
     assert set(run.steps(method="prefix")["method"]) == {"prefix"}
     with pytest.raises(TraceError, match="unknown branch 'none'"):
         run.steps("none", method="prefix")
+
+
+def test_tables_are_those_of_each_cell_after_its_columns(run):
+    for found, table in (
+        (run.steps(), step_table),
+        (run.heads().frame, head_table),
+        (run.prefix_tokens(), prefix_token_table),
+    ):
+        assert list(found)[:9] == [*ALIKE, "attribute", "cell", "arm"]
+        assert list(dict.fromkeys(found["cell"])) == list(run.plan)
+        for key, part in found.groupby("cell"):
+            alone = table(run.trace(key), run.samples(key))
+            assert part[list(alone)].reset_index(drop=True).equals(alone)
+            for column, value in run.plan[key].columns.items():
+                assert column not in part or set(part[column]) == {value}, column
+
+
+def test_fits_are_those_of_the_curves(run):
+    found = run.fits()
+    assert list(found) == [*ALIKE, "attribute", "arm", "C", "D", "R2"]
+    assert found["method"].tolist() == ["prefix"] * 2 + ["air-decoding"] * 2
+    for (_, row), key in zip(found.iterrows(), run.plan, strict=True):
+        alone = fit_table(step_table(run.trace(key), run.samples(key))).iloc[0]
+        assert row[list(alone.index)].equals(alone.rename(row.name))
+
+
+def test_a_cell_of_two_attributes_is_one_arm():
+    asked = ASKED | {"attribute": "all", "length": 14, "alpha": [0, 0.5]}
+    run = generate(load_model("tiny-gpt2", "float32"), **asked)
+    steps = run.steps()
+    assert set(steps["attribute"]) == {"positive, negative"}
+    assert set(steps["n"]) == {4}
+    for arm, part in steps.groupby("arm"):
+        keys = [key for key, cell in run.plan.items() if cell.arm == arm]
+        assert set(part["cell"]) == {", ".join(keys)}
+        alone = step_table(run.trace(keys), run.samples(keys))
+        assert part[list(alone)].reset_index(drop=True).equals(alone)
+    assert run.fits()["arm"].tolist() == ["baseline", "alpha 0.5 paper"]
+
+
+def test_heads_show_the_strongest_and_draw_their_maps(run):
+    heads = run.heads(method="prefix")
+    best = heads.best(2)
+    for arm, part in best.groupby("arm"):
+        (key,) = run.select(method="prefix", arm=arm).plan
+        alone = head_table(run.trace(key), run.samples(key))
+        top = alone.sort_values("prefix", ascending=False).head(2)
+        assert part[list(alone)].to_numpy().tolist() == top.to_numpy().tolist()
+    drawn = [axes.images[0].get_array() for axes in heads.plot().axes if axes.images]
+    tables = [
+        head_table(run.trace(key), run.samples(key)).pivot(
+            index="layer", columns="head", values="prefix"
+        )
+        for key in run.select(method="prefix").plan
+    ]
+    np.testing.assert_array_equal(drawn[0], tables[0])
+    np.testing.assert_array_equal(drawn[1], tables[1] - tables[0])
+
+
+def test_a_run_draws_its_curves(run):
+    lines = run.plot(method="prefix").axes[0].lines
+    for line, key in zip(lines, run.select(method="prefix").plan, strict=True):
+        steps = step_table(run.trace(key), run.samples(key))
+        curve = steps[steps["name"] == "prefix"]
+        assert line.get_ydata().tolist() == curve["mean"].tolist()
+        assert line.get_label() == run.plan[key].arm
+    for draw in (run.plot, run.heads().plot):
+        with pytest.raises(TraceError, match="several kinds .*method: prefix, air-decoding"):
+            draw()
+
+
+def test_a_run_shows_its_cells_in_a_notebook(run):
+    shown = run._repr_html_()
+    assert "the run: 4 cells" in shown
+    assert all(key in shown for key in run.plan)
+    hostile = "<script>x</script>"
+    cell = cell_of("tiny-gpt2", label=hostile, length=14, trace="none", **ASKED)
+    named = make_cells(load_model("tiny-gpt2", "float32"), [cell])
+    assert hostile in named.cells["arm"].tolist()
+    assert "<script>" not in named._repr_html_()
+    many = {f"{n:016x}": cell for n in range(SHOWN + 3)}
+    listing = named.listing.model_copy(update={"grids": {"mine": tuple(many)}})
+    assert "and 3 more: <code>run.cells</code>" in Run(None, listing, many)._repr_html_()
+
+
+def test_tables_of_texts_without_a_token_are_refused(run):
+    key = next(iter(run.plan))
+    made = run.finished_cell(key)
+    ended = replace(made, samples=made.samples.assign(n_tokens=0))
+    empty = Run(None, run.listing, {key: run.plan[key]}, {key: ended})
+    for table in (empty.steps, empty.fits, empty.heads, empty.prefix_tokens, empty.plot):
+        with pytest.raises(TraceError, match="all texts of the run ended before a first token"):
+            table()
+
+
+def test_a_pooled_trace_has_no_heads():
+    model = load_model("tiny-gpt2", "float32")
+    run = generate(model, trace="pooled", length=14, **ASKED)
+    with pytest.raises(TraceError, match="pooled over heads"):
+        run.heads()
+    assert set(run.prefix_tokens()["key"]) == {"BOS", "p1", "p2", "p3"}
 
 
 def test_traces_that_do_not_fit_together_are_refused():

@@ -7,11 +7,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from conftest import LOWEST, load, run_of, unpack
+from conftest import load, run_of
 
 from lapa2_interp import Augmentation, Layout, generate, load_run
 from lapa2_interp._util.errors import (
@@ -29,12 +28,13 @@ from lapa2_interp.generation.cell import CELL, _with_slot
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.runs.attention import read_attention
+from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.locks import locked
-from lapa2_interp.runs.manifest import OF_THE_DAY
+from lapa2_interp.runs.manifest import OF_THE_DAY, read_manifest
 from lapa2_interp.runs.run import Run, each_once, is_run, write_run
-from lapa2_interp.runs.store import FinishedCell, Listing, read_cell, write_cell
+from lapa2_interp.runs.store import FinishedCell, Listing, read_cell
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.tasks.task import Attribute, Task
 
@@ -87,7 +87,8 @@ def test_a_run_holds_every_arm_and_attribute(run):
     for key in run.plan:
         assert run.trace(key).sizes["sample"] == 4
         assert run.manifest(key).new_tokens == run.finished_cell(key).samples["n_tokens"].sum()
-    assert run.manifest(list(run.plan)[2]).arms == {ONE_HEAD.label: ONE_HEAD}
+    cell = run.manifest(list(run.plan)[2]).cell
+    assert (cell.arm, cell.rules) == (ONE_HEAD.label, (ONE_HEAD,))
     with pytest.raises(RunError, match="has 4 cells; give the key of one"):
         run.finished_cell()
     with pytest.raises(RunError, match="in memory only; run.save"):
@@ -101,51 +102,17 @@ def test_the_same_run_twice_is_the_same(run):
         xr.testing.assert_identical(again.trace(key), run.trace(key))
 
 
-def test_a_cell_by_itself_is_a_run(run, tmp_path):
-    """RUN/cells/KEY, and what `lapa2 generate` wrote before its runs had cells: manifest.json
-    without run.json."""
+def test_one_cell_is_a_run(run, tmp_path):
     key = next(iter(run.plan))
-    alone = load_run(run.save(tmp_path / "run").place(key))
-    assert list(alone.plan) == [key]
-    same(alone.finished_cell(), run.finished_cell(key))
-    assert alone.samples()["text"].tolist() == run.samples([key])["text"].tolist()
-
-
-def test_a_folder_of_several_arms_is_a_run_of_as_many_cells(run, tmp_path):
-    """The old kind had all arms and attributes in one table, one trace and one manifest."""
-    from lapa2_interp.generation.loop import join_traces
-
-    cells = [run.finished_cell(key) for key in run.plan]
-    table = pd.concat([each.samples for each in cells], ignore_index=True)
-    manifest = cells[0].manifest.model_copy(
-        update={
-            "cell": None,
-            "attributes": ("positive", "negative"),
-            "arms": {each.manifest.arms and next(iter(each.manifest.arms)): next(iter(each.manifest.arms.values()))
-                     for each in cells},
-            "branches": cells[0].manifest.branches | cells[1].manifest.branches,
-        }
-    )  # fmt: skip
-    (tmp_path / "old").mkdir()
-    write_cell(
-        tmp_path / "old",
-        FinishedCell(manifest, table, join_traces([each.trace for each in cells], table)),
-    )
-    old = load_run(tmp_path / "old")
-    assert is_run(tmp_path / "old")
-    assert [cell.arm for cell in old.plan.values()] == [cell.arm for cell in run.plan.values()]
-    assert [cell.attribute for cell in old.plan.values()] == [
-        cell.attribute for cell in run.plan.values()
-    ]
-    for key, own in zip(old.plan, run.plan, strict=True):
-        assert (
-            old.finished_cell(key).samples["text"].tolist()
-            == run.finished_cell(own).samples["text"].tolist()
-        )
-        xr.testing.assert_allclose(old.trace(key)["prefix"].drop_vars(["prompt_text", "attribute", "arm"]),
-                                   run.trace(own)["prefix"].drop_vars(["prompt_text", "attribute", "arm"]))  # fmt: skip
-        assert old.manifest(key).new_tokens == run.manifest(own).new_tokens
-    assert len(old.samples()) == 16
+    for whole in (run, run.save(tmp_path / "run")):
+        alone = whole.cell(key)
+        assert list(alone.plan) == [key]
+        same(alone.finished_cell(), run.finished_cell(key))
+        assert alone.samples()["text"].tolist() == run.samples([key])["text"].tolist()
+        with pytest.raises(RunError, match="has no cell 'ab'"):
+            whole.cell("ab")
+    with pytest.raises(RunError, match="is not a run: it has no run.json"):
+        load_run(whole.place(key))
 
 
 def test_a_failing_block_leaves_nothing(tmp_path):
@@ -397,39 +364,9 @@ def test_reading_what_is_no_run(tmp_path):
         load_run(tmp_path)
     (tmp_path / "manifest.json").write_text('{"model": 3}')
     with pytest.raises(
-        RunError, match=r"manifest\.json is not a manifest of this version: created: field required"
+        RunError, match=r"manifest\.json is not a manifest of this version: cell: field required"
     ):
-        load_run(tmp_path)
-
-
-@pytest.fixture
-def old(tmp_path):
-    """A folder that `lapa2 generate` wrote before its runs had cells."""
-    return unpack("generated_before_cells", tmp_path) / "generated"
-
-
-def test_what_generate_wrote_before_is_a_run(old, tmp_path, capsys):
-    run = load_run(old)
-    (cell,) = run.plan.values()
-    rule = Augmentation(alpha=1, span="prefix+bos", length_rule="kv")
-    assert (cell.model, cell.method, cell.attribute) == ("tiny-gpt2", "prefix", "positive")
-    assert (cell.augmentation, cell.patterns) == (rule, ((0, 1),))
-    made = run_of(
-        load("tiny-gpt2"), "prefix", load_task("sentiment"), ["positive"], ["The lake", "The sea"], (rule,),
-        length=14, samples=2, patterns=[(0, 1)],
-    )  # fmt: skip
-    if not LOWEST:  # older libraries draw other random weights for a tiny model
-        assert run.samples()["tokens"].map(list).tolist() == made.samples()["tokens"].tolist()
-        np.testing.assert_allclose(run.trace()["pattern"], made.trace()["pattern"], atol=1e-5)
-    assert run.cells["state"].tolist() == ["finished"]
-    for line, printed in (
-        (["runs", old], "1 finished"),
-        (["trace", old], "4 texts of 2 prompts an arm"),
-        (["score", old, "--scorers", "distinct", "--out", tmp_path / "scores"], "distinct-1"),
-        (["report", old], "report.html"),
-    ):
-        assert main(list(map(str, line))) == 0
-        assert printed in capsys.readouterr().out
+        read_manifest(tmp_path)
 
 
 def test_generate_makes_a_run_of_one_cell(tmp_path):
@@ -438,9 +375,9 @@ def test_generate_makes_a_run_of_one_cell(tmp_path):
     run = generate("tiny-gpt2", method="prefix", task="sentiment", dtype="float32", **asked)
     (cell,) = run.plan.values()
     assert cell.augmentation == Augmentation(alpha=0.5)
-    again = generate(load("tiny-gpt2"), cell)
+    again = make_cells(load("tiny-gpt2"), [cell])
     assert again.samples().equals(run.samples())
-    assert again.manifest().cell == run.manifest().cell == cell.key
+    assert again.manifest().cell == run.manifest().cell == cell
     saved = run.save(tmp_path / "run")
     same(saved.finished_cell(), run.finished_cell())
     with pytest.raises(RunError, match="is finished; force=True replaces it"):
@@ -565,23 +502,12 @@ def test_a_copy_of_an_unfinished_run_says_what_is_missing(run, tmp_path):
     assert copy.cells["state"].value_counts().to_dict() == {"finished": 3, "missing": 1}
 
 
-def test_a_copy_of_an_old_folder_is_a_run(old, tmp_path):
-    copy = load_run(old).save(tmp_path / "copy")
-    assert copy.cells["state"].tolist() == ["finished"]
-    assert copy.trace().equals(load_run(old).trace())
-
-
-def test_an_old_folder_of_an_unknown_method_is_named(old):
-    file = old / "manifest.json"
+def test_a_run_of_an_unknown_method_is_named(run, tmp_path):
+    run.save(tmp_path / "run")
+    file = tmp_path / "run" / "plan" / f"{next(iter(run.plan))}.json"
     file.write_text(file.read_text("utf-8").replace('"prefix"', '"prefx"', 1), "utf-8")
-    with pytest.raises(RunError, match="manifest.json: unknown method 'prefx'"):
-        load_run(old)
-
-
-def test_an_old_folder_is_not_filled(old, run):
-    cells = tuple(run.plan.values())
-    with pytest.raises(RunError, match="as earlier versions wrote it, which is read and not"):
-        sweep(old, [Grid("more", "", cells)], InProcess("cpu"))
+    with pytest.raises(RunError, match="prefx"):
+        load_run(tmp_path / "run")
 
 
 @pytest.mark.parametrize("text", ["{", '{"kind": "sweep", "format": 2}'])
@@ -593,18 +519,16 @@ def test_a_run_with_a_damaged_listing_is_replaced_only_by_force(run, tmp_path, t
     assert len(run.save(tmp_path / "run", force=True).plan) == 4
 
 
-def test_patterns_are_in_a_key_only_when_set():
+def test_patterns_are_part_of_a_key():
     cell = cell_of("tiny-gpt2", attribute="positive", dtype="float32")
     wide = cell_of("tiny-gpt2", attribute="positive", dtype="float32", patterns=[(0, 1)])
-    assert "patterns" not in cell.model_dump()
-    assert wide.model_dump()["patterns"] == ((0, 1),)
+    assert (cell.patterns, wide.patterns) == ((), ((0, 1),))
     assert cell.key != wide.key
     assert [CELL.validate_json(each.model_dump_json()).key for each in (cell, wide)] == [
         cell.key,
         wide.key,
     ]
-    assert '"length":"paper"' in cell.model_dump_json()
-    assert "length_rule" not in cell.model_dump_json()
+    assert '"length_rule":"paper"' in cell.model_dump_json()
 
 
 def test_reading_a_run_imports_no_module_that_it_names(run, tmp_path, monkeypatch):
@@ -614,7 +538,7 @@ def test_reading_a_run_imports_no_module_that_it_names(run, tmp_path, monkeypatc
     cell = next(iter(run.plan.values())).model_copy(update={"method": "evil:Method"})
     cell = CELL.validate_python(cell.model_dump())
     made = next(iter(run.held.values()))
-    manifest = made.manifest.model_copy(update={"method": "evil:Method", "cell": cell.key})
+    manifest = made.manifest.model_copy(update={"cell": cell})
     listing = Listing(grids={"own": (cell.key,)})
     named = Run(
         None,

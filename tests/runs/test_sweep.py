@@ -57,11 +57,10 @@ from lapa2_interp.runs.worker import Worker, check_files
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 from lapa2_interp.tasks import task as tasks
 
-HEAD = """
+COMMON = """
 model = "tiny-gpt2"
 dtype = "float32"
 trace = "pooled"
-augmentation = "none"
 task = "sentiment"
 attribute = "positive"
 prompts = 3
@@ -69,7 +68,8 @@ samples = 2
 length = 22
 max_rows = 4
 """
-ONE = f"""{HEAD}
+HEAD = f'{COMMON}augmentation = "none"\n'
+ONE = f"""{COMMON}
 method = "prefix"
 augmentation = ["none", "paper"]
 """
@@ -126,7 +126,7 @@ class Replaying:
 
 def write_grids(folder, trace):
     for name, text in (("one", ONE), ("two", TWO)):
-        (folder / f"{name}.toml").write_text(f'trace = "{trace}"\n{text}')
+        (folder / f"{name}.toml").write_text(text.replace('"pooled"', f'"{trace}"'))
     return [folder / "one.toml", folder / "two.toml"]
 
 
@@ -543,7 +543,9 @@ def test_a_job_whose_worker_dies_is_done_again_and_gives_up_in_the_end(
         assert (done.made, done.failed) == (3, (victim[0],))
         assert "the worker died 3 times" in load_run(tmp_path / "run").failures[victim[0]].reason
         (line,) = told
-        assert line.startswith(f"failed: {load_run(whole).plan[victim[0]].where} ({victim[0]}): ")
+        assert line.startswith(
+            f"failed: {load_run(whole).plan[victim[0]].description} ({victim[0]}): "
+        )
         monkeypatch.undo()
         sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
     assert_equal_runs(tmp_path / "run", whole)
@@ -1544,23 +1546,11 @@ def test_a_manifest_says_what_made_the_cell(traced):
     run = load_run(traced[0])
     for key, cell in run.plan.items():
         found = run.finished_cell(key).manifest
-        assert (found.kind, found.cell, found.method, found.task) == (
-            "run",
-            key,
-            cell.method,
-            "sentiment",
-        )
-        assert found.parameters == cell.parameters
-        assert found.arms == {cell.arm: cell.augmentation}
-        assert (found.length, found.samples, found.seed, found.max_rows, found.trace) == (
-            22,
-            cell.samples,
-            1,
-            4,
-            "pooled",
-        )
+        made = found.cell
+        assert (made, made.key) == (cell, key)
+        assert (made.length, made.seed, made.max_rows, made.trace) == (22, 1, 4, "pooled")
         assert (
-            found.prompts
+            made.prompts
             == cell.task.prompts.texts
             == ("Once upon a time", "The book", "The chicken")
         )
@@ -1569,12 +1559,9 @@ def test_a_manifest_says_what_made_the_cell(traced):
         assert found.versions["torch"] == importlib.metadata.version("torch")
         assert found.new_tokens == run.samples([key])["n_tokens"].sum()
         assert found.seconds > 0
-        assert (
-            found.branches["positive"]["prefix" if cell.method == "prefix" else "target"]
-            == "Very positive:"
-        )
+        assert found.branches["prefix" if cell.method == "prefix" else "target"] == "Very positive:"
         inside = json.loads(run.trace(key).attrs["manifest"])
-        assert inside["cell"] == key
+        assert inside["cell"] == json.loads(cell.model_dump_json())
         assert not {"created", "seconds", "commit"} & inside.keys(), "equal runs have equal bytes"
 
 
@@ -1594,11 +1581,7 @@ def test_a_manifest_has_the_sha_of_its_soft_prefixes(tmp_path):
     (cell,) = grid.cells
     sha = hashlib.sha256(Path(folder, "positive.safetensors").read_bytes()).hexdigest()
     assert (
-        load_run(tmp_path / "run")
-        .finished_cell(cell.key)
-        .manifest.branches["positive"]["prefix"]
-        .sha256
-        == sha
+        load_run(tmp_path / "run").finished_cell(cell.key).manifest.branches["prefix"].sha256 == sha
     )
     assert cell.files == {"prefix": sha}
 
@@ -1627,10 +1610,8 @@ def test_every_field_of_a_manifest_is_documented():
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)
 def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, model_class):
     text = HEAD.replace("prompts = 3", "prompts = 1").replace("samples = 2", "samples = 1")
-    text += (
-        f'model_class = "{model_class}"\ndtype = "float64"\neos = "stop"\ntop_k = 5\nseed ='
-        ' 3\ntrace = "none"\n'
-    )
+    text = text.replace('"float32"', '"float64"').replace('"pooled"', '"none"')
+    text += f'model_class = "{model_class}"\neos = "stop"\ntop_k = 5\nseed = 3\n'
     text += 'method = "prefix"\n'
     (tmp_path / "g.toml").write_text(text)
     (grid,) = grids_of([tmp_path / "g.toml"])
