@@ -78,7 +78,16 @@ def as_python_parameters(message: str) -> str:
 
 
 class Lapa2Error(Exception):
-    """Base of the package's errors."""
+    """Base of the package's errors.
+
+    Example:
+        >>> from lapa2_interp import Lapa2Error, generate
+        >>> try:
+        ...     generate("tiny-gpt2", lenght=32)
+        ... except Lapa2Error as error:
+        ...     print(error)
+        unknown setting 'lenght'; allowed: model, prompts, ...; did you mean 'length'?
+    """
 
     def __str__(self) -> str:
         message = super().__str__()

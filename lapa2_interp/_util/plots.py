@@ -3,6 +3,12 @@ matplotlib figure.
 
 The colours are Okabe and Ito's, which colour-blind readers can distinguish. An arm has the same
 colour in all plots.
+
+Example:
+    >>> from lapa2_interp import generate, plots
+    >>> run = generate("tiny-gpt2", "The lake", prefix="Very formal:", alpha=[0, 0.5], length=24)
+    >>> drawing = plots.attention_curves(run.steps(), run.fits())
+    >>> drawing.savefig("attention.png")
 """
 
 from __future__ import annotations

@@ -101,6 +101,16 @@ def augmented(
     Hooks on scores that are added before the block act before the augmentation, and those added
     inside it after. So a law that reads the scores belongs in the innermost block.
 
+    Example:
+        >>> from lapa2_interp import Augmentation, Layout, augmented, load_model
+        >>> model = load_model("tiny-gpt2")
+        >>> layout = Layout.of(model, "Very positive:", " The lake")
+        >>> plain = model(layout.tensor)
+        >>> with augmented(model, Augmentation(alpha=0.5), layout):
+        ...     steered = model(layout.tensor)
+        >>> bool((plain[0, -1] - steered[0, -1]).abs().max() > 0.01)
+        True
+
     Args:
         model: A TransformerBridge, a HookedTransformer, or a transformers model.
         augmentation: One for all rows, or several as a tuple; or a list with those of each row,

@@ -116,6 +116,12 @@ class Augmentation(BaseModel):
     It belongs to a branch. On a branch without a prefix (the raw language model) it acts on the
     prompt: the paper's Contextual Anchor Reinforcement, Eq. 9.
 
+    Example:
+        >>> from lapa2_interp import Augmentation
+        >>> rule = Augmentation(alpha=0.5)
+        >>> round(float(rule.bias(l=100, n=4)), 3)  # 0.5 * ln(100 / 4)
+        1.609
+
     Args:
         alpha: Strength: >= 0; of law "scale" any number, and of "cut", "target" and "ratio" at most
             1. At 0 nothing is added.

@@ -105,6 +105,12 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
 class Layout:
     """The keys of one branch up to the end of its prompt.
 
+    Example:
+        >>> from lapa2_interp import Layout, load_model
+        >>> layout = Layout.of(load_model("smollm2-135m"), "Very positive:", " The lake")
+        >>> layout.l_pre, layout.l_pro, len(layout)  # BOS is neither prefix nor prompt
+        (3, 2, 6)
+
     Attributes:
         ids: Token ids: BOS, hard prefix, prompt. `tokens` are their texts, as of
             `vocabulary_texts`.

@@ -18,6 +18,11 @@ together by "+":
 
 The `source` of each recipe says which parts were checked against published code (read, not run) and
 which are from memory.
+
+Example:
+    >>> from lapa2_interp import recipes
+    >>> recipes.RECIPES["instaboost"].parameters
+    {'M': 3.0}
 """
 
 from __future__ import annotations
@@ -219,6 +224,12 @@ RECIPES: dict[str, Recipe] = {
 
 def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
     """The augmentations of a recipe, for one row of `augmented` or as a cell's `augmentation`.
+
+    Example:
+        >>> from lapa2_interp import recipe
+        >>> (rule,) = recipe("instaboost", M=5)
+        >>> rule.law, round(rule.alpha, 3)  # scores of the instruction + ln 5
+        ('scale', 1.609)
 
     Args:
         name: One of `RECIPES`.

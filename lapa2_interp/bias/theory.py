@@ -8,6 +8,11 @@ e_R are the average exponentiated logits of prefix and other keys: Proposition 1
 e_R, its generalisation the case e_P <= C * e_R. And a bias b on the prefix adds b to log(A / (1 -
 A)), whatever the logits are: Proposition 2 is that with b = alpha * log(r). On log-odds both are
 therefore exact at every l, where A itself only approaches its power of l.
+
+Example:
+    >>> from lapa2_interp import theory
+    >>> float(theory.prefix_share(l=100, l_pre=4))  # equal logits: l_pre / l
+    0.04
 """
 
 from __future__ import annotations

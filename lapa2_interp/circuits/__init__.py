@@ -1,11 +1,13 @@
 """Circuits: the heads that carry the control. Distances between the branches' predictions, the
 control lost when heads cannot see the prefix, and the heads' direct effects on the logits.
 
-    from lapa2_interp import circuits, load_model
-
-    model = load_model("planted")
-    circuits.control_score(model, "sentiment").plot()
-    table = circuits.knock_out(model, "sentiment", over="head")
+Example:
+    >>> from lapa2_interp import circuits, load_model
+    >>> model = load_model("planted")
+    >>> table = circuits.knock_out(model, "sentiment", over="head", tokens=4)
+    >>> drawing = table.plot()
+    >>> table.best(1)
+    ((1, 2),)
 """
 
 from typing import TYPE_CHECKING

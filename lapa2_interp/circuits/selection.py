@@ -76,6 +76,14 @@ MAX_EXHAUSTIVE = 8
 class Selection(BaseModel):
     """Chosen heads and tokens, with the facts of the choice.
 
+    Example:
+        >>> from lapa2_interp import Selection, circuits, load_model
+        >>> model = load_model("planted")
+        >>> chosen = circuits.select(model, "sentiment", heads=2, tokens=4)
+        >>> path = chosen.save("heads.json")
+        >>> Selection.load("heads.json").heads == chosen.heads
+        True
+
     Attributes:
         model, weights: The model that chose them, and the source of its weights.
         task: The attributes, the target first, and their prefixes.

@@ -55,7 +55,15 @@ BUILT_IN_TASKS = ("detox", "sentiment", "topic")
 
 
 class Cell(BaseModel):
-    """Everything that decides a set of texts and its trace, and nothing else."""
+    """Everything that decides a set of texts and its trace, and nothing else.
+
+    Example:
+        >>> from lapa2_interp import generate
+        >>> run = generate("tiny-gpt2", "The lake", attribute="positive", length=16)
+        >>> ((key, cell),) = run.plan.items()
+        >>> cell.method, cell.arm, cell.key == key
+        ('prefix', 'alpha 0.5 paper', True)
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

@@ -68,6 +68,16 @@ def teacher_forced(
 ) -> xr.Dataset:
     """The trace of texts that are given, row by row, behind their prefixes and prompts.
 
+    Example:
+        >>> from lapa2_interp import Augmentation, Layout, load_model, teacher_forced
+        >>> model = load_model("tiny-gpt2")
+        >>> layout = Layout.of(model, "Very positive:", " The lake")
+        >>> text = model.tokenizer(" is calm").input_ids
+        >>> plain = teacher_forced(model, layout, [text])
+        >>> steered = teacher_forced(model, layout, [text], Augmentation(alpha=1.0))
+        >>> bool((steered["prefix"] > plain["prefix"]).mean() > 0.9)
+        True
+
     Args:
         layouts: One per row, or one for all.
         texts: Token ids after the prompt, of any lengths >= 1. Step t is the query that would

@@ -1,4 +1,10 @@
-"""Decoding methods, one file each; `base` defines the interface of a method."""
+"""Decoding methods, one file each; `base` defines the interface of a method.
+
+Example:
+    >>> from lapa2_interp import methods
+    >>> methods.get("air-decoding", omega=60.0).omega
+    60.0
+"""
 
 from typing import TYPE_CHECKING
 

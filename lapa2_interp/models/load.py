@@ -94,6 +94,12 @@ def load_model(
 ) -> Model:
     """Load a model, ready for `augmented`.
 
+    Example:
+        >>> from lapa2_interp import load_model
+        >>> model = load_model("tiny-gpt2")
+        >>> model.cfg.n_layers, model.cfg.n_heads
+        (4, 4)
+
     Args:
         name: "smollm2-135m", "tiny-gpt2", "tiny-llama", "tiny-neox", "planted" (`models.planted`),
             a Hugging Face hub id, or a local folder (also as a Path).

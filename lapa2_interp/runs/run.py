@@ -537,6 +537,13 @@ def is_run(folder: Path) -> bool:
 def load_run(folder: str | Path) -> Run:
     """A run in its folder, finished or not.
 
+    Example:
+        >>> from lapa2_interp import generate, load_run
+        >>> made = generate("tiny-gpt2", "The lake", prefix="Very formal:", length=16)
+        >>> saved = made.save("lake")
+        >>> load_run("lake").samples()["text"].equals(made.samples()["text"])
+        True
+
     Raises:
         RunError: Not one, of another format, or damaged.
     """

@@ -1,11 +1,19 @@
-"""From texts to numbers: scorers, their cache, and tables of scores."""
+"""From texts to numbers: scorers, their cache, and tables of scores.
+
+Example:
+    >>> from lapa2_interp import scoring
+    >>> scorer = scoring.make_scorer("accuracy", "linear", scoring.ScorerOptions(task="sentiment"))
+    >>> texts = [scoring.TextItem("The lake is lovely.", "The lake", "positive")]
+    >>> bool(scoring.run_scorer(scorer, texts)["positive"].item() > 0.5)
+    True
+"""
 
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+    from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
     from lapa2_interp.scoring.scorer import (
         ScoreCache,
         Scorer,
@@ -23,6 +31,7 @@ __all__ = [
     "SkippedText",
     "TextItem",
     "expand_scorers",
+    "make_scorer",
     "run_scorer",
     "score_samples",
     "score_table",

@@ -1,4 +1,10 @@
-"""Tasks: attributes, their prefixes and prompts."""
+"""Tasks: attributes, their prefixes and prompts.
+
+Example:
+    >>> from lapa2_interp import tasks
+    >>> tasks.read_task("sentiment").prefix("positive")
+    'Very positive:'
+"""
 
 from typing import TYPE_CHECKING
 

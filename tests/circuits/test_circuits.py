@@ -779,9 +779,9 @@ def test_a_function_a_name_or_one_case_is_enough():
 def test_texts_behind_a_prefix_are_behind_the_one_that_is_asked_about(monkeypatch):
     """Also where soft prefixes are the task's default."""
     seen = []
-    real = examples.generate
+    real = examples.plan
     monkeypatch.setattr(
-        examples, "generate", lambda model, cell: (seen.append(cell), real(model, cell))[1]
+        examples, "plan", lambda model, cell: (seen.append(cell), real(model, cell))[1]
     )
     model = load("tiny-llama")
     examples.write_texts(model, load_task("topic"), "world", ["The lake"], tokens=2)

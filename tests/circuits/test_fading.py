@@ -187,7 +187,7 @@ def test_errors(settings, message):
 def test_a_window_that_hides_keys_is_refused(monkeypatch):
     from lapa2_interp.circuits import fading as module
 
-    monkeypatch.setattr(module, "window_of", lambda model: 30)
+    monkeypatch.setattr(module, "smallest_window", lambda model: 30)
     found_of(filler=(8,))
     with pytest.raises(CircuitError, match="some layers of this model see 30 keys, and prompt"):
         found_of(filler=(40,))

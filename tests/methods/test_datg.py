@@ -213,7 +213,7 @@ def test_datg_generates_with_words_of_its_own(form):
         trace="pooled",
     )
     keys = list(run.plan)
-    prepared, trace = run.manifest(keys[0]).prepared["positive"], run.trace(keys[0])
+    prepared, trace = run.manifest(keys[0]).prepared, run.trace(keys[0])
     assert list(prepared) == list(prompts)
     assert all(each["positive"] for each in prepared.values())
     assert set(run.samples()["finish"]) == {"length"}

@@ -332,7 +332,7 @@ def test_freectrl_refuses(words_model, word_file, tmp_path):
             methods.get("freectrl", words=str(tmp_path / "w.json")).branches(task, "positive")
     with pytest.raises(
         DataError,
-        match=r"cannot read nowhere.json; `lapa2 words --task sentiment --data CORPUS --out FILE`",
+        match=r"cannot read nowhere.json; `lapa2 word-lists --task sentiment --data CORPUS --out FILE`",
     ):
         methods.get("freectrl", words="nowhere.json").branches(task, "positive")
     with pytest.raises(DataError, match="the package has no words for task 'detox'"):

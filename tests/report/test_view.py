@@ -243,7 +243,7 @@ def test_numbers_that_are_not_finite_stay_out_of_the_page(shown):
 
 
 def test_more_attention_than_memory_is_refused(run, monkeypatch):
-    monkeypatch.setattr("lapa2_interp.report.viewed_text.memory", lambda: 1000)
+    monkeypatch.setattr("lapa2_interp.report.viewed_text.usable_memory", lambda: 1000)
     with pytest.raises(TraceError, match="12 steps of all heads need .* memory.*show fewer steps"):
         view(run, model=load("planted"))
 

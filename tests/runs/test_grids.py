@@ -997,7 +997,7 @@ def test_texts_that_are_read_for_their_attention_take_their_keys(grid, own_cache
 
 def test_a_gpu_reads_perplexity_as_one(grid, monkeypatch):
     found = []
-    monkeypatch.setattr(paper_estimates, "TOKEN", 0.0)
+    monkeypatch.setattr(paper_estimates, "LINEAR_SECONDS", 0.0)
     for device in ("cpu", "cuda"):
         for name, value in (
             ("default_device", device),

@@ -159,7 +159,9 @@ def test_a_mark_in_a_token_of_its_own_is_barred():
     spelled = [*map(chr, range(97, 123)), "\u0301", "\u00e9", " ", "\u200f", "e\u0301"]
     made = spelled + ["?"] * (len(tokenizer) - len(spelled))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lapa2_interp.generation.banned_words.token_texts", lambda _: tuple(made))
+        patch.setattr(
+            "lapa2_interp.generation.banned_words.vocabulary_texts", lambda _: tuple(made)
+        )
         patch.setattr("lapa2_interp.generation.banned_words.REPLACEMENT", "no check of bytes")
         before = [
             "cafe",
