@@ -152,7 +152,7 @@ def format_by_p_value(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     needed = required_prompts(claims).reindex(once.index).where(once["verdict"] == "inconclusive")
     shown.insert(
         list(shown).index("prompts") + 1,
-        "enough",
+        "required_prompts",
         ["" if pd.isna(each) else f"{each:.0f}" for each in needed],
     )
     return shown, [
@@ -168,9 +168,9 @@ def format_by_p_value(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             " before."
         ),
         (
-            "enough: prompts that would decide an inconclusive claim in 80 % of runs, whatever the"
-            " true difference is (a claim of no difference: if there is none), with as many texts"
-            " of each prompt; empty where none would."
+            "required_prompts: prompts that would decide an inconclusive claim in 80 % of runs,"
+            " whatever the true difference is (a claim of no difference: if there is none), with"
+            " as many texts of each prompt; empty where none would."
         ),
     ]
 

@@ -35,6 +35,7 @@ WITHOUT = ("key", "cell", "compared")
 
 def make_texts(out: Path) -> None:
     from lapa2_interp import load_model
+    from lapa2_interp.generation.resolve import cell_of
     from lapa2_interp.methods.registry import known_methods
     from lapa2_interp.runs.generate import make_cells
 
@@ -75,6 +76,7 @@ def make_texts(out: Path) -> None:
 
 def make_layouts(out: Path) -> None:
     from lapa2_interp import Augmentation, Layout
+    from lapa2_interp.bias.layout_table import explain_layout
     from lapa2_interp.models import load_tokenizer
 
     rules = {

@@ -92,7 +92,7 @@ def power_table(
         (of each prompt), detectable, corrected (detectable at the corrected level), margin, if_zero
         (share of runs in which a true 0 is shown to be within the margin; NaN without a margin),
         decided (share of runs that decide the claim, with the true difference distributed as the
-        earlier run estimates it), enough (see `required_prompts`, with the plan's texts of each
+        earlier run estimates it), required_prompts (see the function, with the plan's texts of each
         prompt). Claims whose prompts all differed by the same amount have no spread and are left
         out; attrs["alike"] counts them.
 
@@ -117,7 +117,9 @@ def power_table(
             + "; give the folder of an earlier run of it: its tables/ has ITEM.claims.csv"
         )
     names = ["item", "claim", "metric", "prompts", "texts", "detectable", "corrected", "margin"]
-    found = pd.DataFrame(rows)[[*names, "if_zero", "decided", "enough"]].astype({"enough": "Int64"})
+    found = pd.DataFrame(rows)[[*names, "if_zero", "decided", "required_prompts"]].astype(
+        {"required_prompts": "Int64"}
+    )
     found.attrs["alike"] = alike
     return found
 
@@ -249,7 +251,7 @@ def _power_row(
         "margin": tests.margin,
         "if_zero": max(0.0, 2 * norm.cdf(small / new) - 1) if tests.margin else float("nan"),
         "decided": decided,
-        "enough": tests.required_prompts(new, plan.prompts),
+        "required_prompts": tests.required_prompts(new, plan.prompts),
     }
 
 

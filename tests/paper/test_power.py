@@ -97,7 +97,7 @@ def test_shares_are_those_of_simulated_runs(grid, expected):
 
 
 @pytest.mark.parametrize("expected", ["more", "same"])
-def test_enough_prompts_decide_any_truth_in_simulated_runs(expected):
+def test_required_prompts_decide_any_truth_in_simulated_runs(expected):
     """Two claims, at 0.05 / 2 each; the worst true difference of a claim of "same" is its margin,
     which no number of prompts decides, so there 0 counts."""
     asked = claims((3.0, 9.0, 0.6), (-0.5, 6.0, 0.2), expected=expected)
@@ -122,14 +122,14 @@ def test_enough_prompts_decide_any_truth_in_simulated_runs(expected):
 def test_no_number_of_prompts_decides_without_margin_or_spread(grid):
     assert required_prompts(claims((3.0, 1.5, 0.6), margin=0.0)).isna().all()
     assert required_prompts(claims((0.0, 0.0, np.nan))).isna().all()
-    assert power_table(grid, claims((3.0, 1.5, 0.6), margin=0.0))["enough"].isna().all()
+    assert power_table(grid, claims((3.0, 1.5, 0.6), margin=0.0))["required_prompts"].isna().all()
 
 
-def test_enough_is_the_same_whatever_the_plan_has(grid):
+def test_required_prompts_are_the_same_whatever_the_plan_has(grid):
     """With as many texts of each prompt as the earlier run, that run and the plan tell one
     number."""
     asked = claims((3.0, 1.5, 0.0), (-0.5, 1.0, 0.0))  # without noise of texts
-    assert power_table(grid, asked)["enough"].tolist() == required_prompts(asked).tolist()
+    assert power_table(grid, asked)["required_prompts"].tolist() == required_prompts(asked).tolist()
 
 
 def test_five_prompts_decide_no_sign(tmp_path):
