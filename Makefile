@@ -79,7 +79,7 @@ check: test test-long test-hooked lint types
 
 # The lower bounds of pyproject.toml: some tests on the oldest versions that it allows. Those of what they need are the newest, so old
 # packages warn that what they call will go.
-OF_LOWEST := bias/test_augmentation bias/test_laws bias/test_layout runs/test_store _util/test_plots scoring/test_linear scoring/test_scoring models/test_interface prefixes/test_prefixes models/test_models generation/test_decoding
+OF_LOWEST := bias/test_augmentation bias/test_laws bias/test_layout runs/test_store _util/test_plots scoring/test_linear scoring/test_scoring models/test_attention_interface prefixes/test_prefixes models/test_models generation/test_decoding
 test-lowest: export LAPA2_LOWEST := 1
 test-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest -m "not slow and not drill" -W default::DeprecationWarning $(PARALLEL) $(OF_LOWEST:%=tests/%.py) \

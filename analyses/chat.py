@@ -32,7 +32,6 @@ from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv
-from lapa2_interp.bias.recipes import read_recipes
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
 from lapa2_interp.stats import mean_interval, paired_difference
@@ -86,7 +85,7 @@ print("".join(layouts[0].tokens[slice(*layouts[0].prefix)]))
 # End tokens are never drawn, so that every text has the same length.
 
 # %%
-arms = {"baseline": (), options.augmentation: read_recipes(options.augmentation)}
+arms = {"baseline": (), options.augmentation: parse_recipes(options.augmentation)}
 made = {
     arm: continue_chats(
         model, layouts, rules, length=options.length, samples=options.samples, eos="block"

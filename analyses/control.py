@@ -24,13 +24,13 @@ import os
 import sys
 
 import numpy as np
-from lapa2_interp.circuits.cases import RAW
-from lapa2_interp.circuits.question import ContrastSet
 
 from lapa2_interp import load_model
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.examples import RAW
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
-from lapa2_interp.models.planted import planted
+from lapa2_interp.models.planted import answer_key
 from lapa2_interp.paper.scripts import ScriptOptions, print_error
 from lapa2_interp.stats import paired_difference
 
@@ -48,7 +48,7 @@ options = parser.parse()
 # instrument can be checked before it is trusted.
 
 # %%
-toy, key = load_model("planted"), planted("planted")
+toy, key = load_model("planted"), answer_key("planted")
 known = control_score(toy, "sentiment", prompts=["The lake"], tokens=48)
 layout = known.contrast_set.examples[0].layouts[0]
 steps = range(known.values["lex"].shape[1])

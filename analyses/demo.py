@@ -26,7 +26,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from lapa2_interp._util.errors import Lapa2Error
-from lapa2_interp.models.machine import cores
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
 
     load_tokenizer(model)  # refuses an unknown model before anything else, and converts SmolLM2
     (grid,) = load_grids(out, [str(GRID)], {"model": model})
-    worker = Worker(threads=threads or min(MOST_THREADS, cores()))
+    worker = Worker(threads=threads or min(MOST_THREADS, n_cores()))
     _stage(
         2,
         f"{_count(grid)} texts of {grid.cells[0].length} tokens, in {len(grid.cells)} cells"
@@ -153,7 +152,9 @@ def _takes(model: str, page: Path) -> str:
         return "seconds where nothing has changed"
     if model != MODEL:
         return "as many steps as SmolLM2 takes in one to two minutes on two cores"
-    return "two to three minutes on one core" if cores() == 1 else "one to two minutes on two cores"
+    return (
+        "two to three minutes on one core" if n_cores() == 1 else "one to two minutes on two cores"
+    )
 
 
 def _count(grid: Grid) -> int:

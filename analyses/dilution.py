@@ -23,7 +23,7 @@ import sys
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.attention.tables import layer_types, pooled, step_table
+from lapa2_interp.attention.tables import pooled, step_table, traced_layer_types
 from lapa2_interp.bias.theory import DecayFit, fit_decay
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.scripts import print_error
@@ -38,7 +38,9 @@ cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
 def curve(trace, samples):
     """Prefix and BOS attention against step."""
     steps = step_table(trace, samples.assign(arm="baseline"))
-    wanted = steps["name"].isin(["prefix", "bos"]) & (steps["layer_type"] == layer_types(trace)[0])
+    wanted = steps["name"].isin(["prefix", "bos"]) & (
+        steps["layer_type"] == traced_layer_types(trace)[0]
+    )
     return steps[wanted].drop(columns=["arm", "layer_type"])
 
 

@@ -22,7 +22,7 @@
 # %%
 import sys
 
-from lapa2_interp.bias.recipes import RECIPES, name_of
+from lapa2_interp.bias.recipes import RECIPES
 from lapa2_interp.paper.items import open_item, prefix_step_table
 from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.paper.tables import format_step_curves
@@ -38,7 +38,7 @@ def shown(key):
     rules = item.run.plan[key].rules
     if not rules:
         return "baseline"
-    name = name_of(rules)
+    name = recipe_name(rules)
     if name is None:
         return item.run.plan[key].arm
     chosen = rules[0].heads != "all" and not RECIPES[name].needs

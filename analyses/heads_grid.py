@@ -19,11 +19,11 @@ from textwrap import wrap
 
 import numpy as np
 import pandas as pd
-from lapa2_interp.circuits.cases import make_examples
-from lapa2_interp.circuits.question import ContrastSet
 
 from lapa2_interp import Cell, load_model
 from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.examples import make_examples
 from lapa2_interp.methods import load_task
 
 MODEL, TASK, N, SEEDS = "smollm2-135m", "sentiment", 24, (1, 2, 3, 4, 5)

@@ -25,7 +25,6 @@ import sys
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.attention.tables import local_parts
 from lapa2_interp.attention.trace import NEAREST
 from lapa2_interp.paper.items import claim_for_arm, open_item
 from lapa2_interp.paper.scripts import print_error

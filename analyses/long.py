@@ -23,7 +23,7 @@ import sys
 
 import numpy as np
 
-from lapa2_interp.bias.recipes import families
+from lapa2_interp.bias.recipes import name_families
 from lapa2_interp.paper.items import open_item, prefix_step_table
 from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.paper.tables import format_step_curves
@@ -34,7 +34,7 @@ METRICS = ("accuracy", "masked", "echo", "repetition")
 item = open_item("long", "Control and attention on the prefix in long texts", scorers=METRICS)
 cells = item.cells
 rules = {key: item.run.plan[key].rules for key in cells["key"]}
-named = families(rules.values())
+named = name_families(rules.values())
 names = {arm: named[rules[key]] for arm, key in cells[["arm", "key"]].to_numpy()}
 scores = item.scores(cells, parts=PARTS, metrics=METRICS)
 scores["arm"], cells["arm"] = scores["arm"].map(names), cells["arm"].map(names)

@@ -56,7 +56,10 @@ from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import load_tokenizer
-from lapa2_interp.models.machine import Dtype, tell_if_slow
+from lapa2_interp.models.machine import (
+    Dtype,
+    print_if_slow,
+)
 from lapa2_interp.paper.equal_perplexity import interpolate_at_cost, resampled_interval
 from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
 from lapa2_interp.runs.grid import Grid
@@ -110,7 +113,7 @@ parser.add_argument(
 )
 sys.excepthook = print_error
 options = parser.parse()
-tell_if_slow(options.dtype)
+print_if_slow(options.dtype)
 
 # %% [markdown]
 # ## The arms

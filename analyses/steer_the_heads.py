@@ -27,17 +27,16 @@ import sys
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from lapa2_interp.circuits.question import ContrastSet
 from matplotlib.patches import Rectangle
 
 from lapa2_interp import Augmentation, load_model, teacher_forced
 from lapa2_interp._util.plots import COLOURS, plain_axes
-from lapa2_interp.bias.recipes import recipe, strength_of
+from lapa2_interp.bias.recipes import recipe, strength
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.selection import select
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
     SteeringCurves,
@@ -62,7 +61,7 @@ options = parser.parse()
 # must name the suppressor and not choose it.
 
 # %%
-toy, key = load_model("planted"), planted("planted")
+toy, key = load_model("planted"), answer_key("planted")
 role = {head: name for name, head in key.heads.items()}
 prompts = load_task("sentiment").prompts.texts
 known = select(
@@ -231,7 +230,7 @@ def measured(arms):
         found = control_score(model, held_out, metrics=metrics, augmentation=rules).values
         means = {"mass": mass} | {name: values.mean(1) for name, values in found.items()}
         parts.append(
-            pd.DataFrame({"prompt": held_out.prompts, "strength": strength_of(rules)} | means)
+            pd.DataFrame({"prompt": held_out.prompts, "strength": strength(rules)} | means)
         )
     return pd.concat(parts, ignore_index=True)
 

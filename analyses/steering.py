@@ -35,7 +35,6 @@ import pandas as pd
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.files import atomic_write, write_text
 from lapa2_interp._util.table_formats import as_markdown
-from lapa2_interp.bias.recipes import families, strength_of
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
     MIN_REACHED,
@@ -70,9 +69,9 @@ banned = [bench.run.plan[key].ban_prefix_words for key in cells["key"]]
 cells["words"] = np.where(banned, "prefix words banned", ALL_WORDS)
 rules = {key: bench.run.plan[key].rules for key in cells["key"]}
 for _, part in cells.groupby([*SETTING], sort=False):
-    names = families(rules[key] for key in part["key"])
+    names = name_families(rules[key] for key in part["key"])
     cells.loc[part.index, "family"] = [names[rules[key]] for key in part["key"]]
-cells["strength"] = [strength_of(rules[key]) for key in cells["key"]]
+cells["strength"] = [strength(rules[key]) for key in cells["key"]]
 arms = cells["family"] + [f" {each:g}" if each else "" for each in cells["strength"]]
 known = cells.assign(arm=arms).set_index("key")[["arm", "family", "strength", "words"]]
 scores = item.scores(cells)

@@ -24,13 +24,13 @@ import os
 import sys
 
 import numpy as np
-from lapa2_interp.circuits.direct import head_logit_attribution
-from lapa2_interp.circuits.question import ContrastSet
 
 from lapa2_interp import load_model
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.knockout import knock_out
+from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.planted import POSITIVE, planted
+from lapa2_interp.models.planted import POSITIVE
 from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Direct effects of heads, by part of the text, and the words they promote.")
@@ -47,7 +47,7 @@ options = parser.parse()
 # sign), the relay nothing that is read out directly.
 
 # %%
-toy, key = load_model("planted"), planted("planted")
+toy, key = load_model("planted"), answer_key("planted")
 known = head_logit_attribution(toy, "sentiment", tokens=16)
 names = {head: role for role, head in key.heads.items()}
 table = known.frame()

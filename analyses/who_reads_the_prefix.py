@@ -27,13 +27,15 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from lapa2_interp.circuits.question import ContrastSet
 
 import lapa2_interp
 from lapa2_interp import load_model
-from lapa2_interp.circuits.knockout import joint_curve, knock_out
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.joint_knockout import joint_curve
+from lapa2_interp.circuits.knockout import (
+    knock_out,
+)
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Knock-outs from layers down to tokens, and why attention misleads.")
@@ -51,7 +53,7 @@ options = parser.parse()
 # A ranking by attention finds the decoy.
 
 # %%
-toy, key = load_model("planted"), planted("planted")
+toy, key = load_model("planted"), answer_key("planted")
 known = knock_out(toy, "sentiment", metric="lex", tokens=16)
 names = {head: role for role, head in key.heads.items()}
 table = known.frame()

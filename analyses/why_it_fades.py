@@ -26,7 +26,6 @@ from lapa2_interp import load_model
 from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.selection import select
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.planted import planted
 from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Why control fades: does it come back when the attention does?")
@@ -45,7 +44,7 @@ options = parser.parse()
 # %%
 known = {}
 for name in ("planted", "planted-gain"):
-    key = planted(name)
+    key = answer_key(name)
     heads = {"decoy": (key.heads["decoy"],)}
     if "carrier" in key.heads:
         heads = {"carrier": (key.heads["carrier"],), **heads}

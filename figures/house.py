@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure
-from lapa2_interp.methods.registry import registry
+from lapa2_interp.methods.registry import known_methods
 from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 ANALYSES = Path(__file__).resolve().parent.parent / "analyses"
@@ -97,7 +97,7 @@ COLUMN = 3.4
 
 def paper_name(method: str) -> str:
     """A method as the paper's tables name it."""
-    return registry()[method].paper_name if method in registry() else method
+    return known_methods()[method].paper_name if method in known_methods() else method
 
 
 def style_of(method: str) -> tuple[str, str]:

@@ -35,12 +35,12 @@ WITHOUT = ("key", "cell", "compared")
 
 def make_texts(out: Path) -> None:
     from lapa2_interp import load_model
-    from lapa2_interp.methods.registry import registry
+    from lapa2_interp.methods.registry import known_methods
     from lapa2_interp.runs.generate import make_cells
 
     for name, length in MODELS.items():
         model = load_model(name, "float32", "cpu")
-        parameters = [(method, {}) for method in registry()]
+        parameters = [(method, {}) for method in known_methods()]
         if name == "smollm2-135m":
             parameters += [(each, {"prefixes": "mle"}) for each in ("prefix", "air-decoding")]
         for method, given in parameters:
@@ -75,7 +75,6 @@ def make_texts(out: Path) -> None:
 
 def make_layouts(out: Path) -> None:
     from lapa2_interp import Augmentation, Layout
-    from lapa2_interp.bias.layout import explain
     from lapa2_interp.models import load_tokenizer
 
     rules = {
@@ -92,7 +91,7 @@ def make_layouts(out: Path) -> None:
             layout = Layout.of(tokenizer, prefix, " The lake")
             for label, rule in rules.items():
                 if prefix or rule is None:
-                    facts = explain(layout, rule, 40)
+                    facts = explain_layout(layout, rule, 40)
                     for table in ("tokens", "steps"):
                         place = out / f"{name}.{'hard' if prefix else 'raw'}.{label}.{table}.csv"
                         pd.DataFrame(facts[table]).to_csv(place, index=False)

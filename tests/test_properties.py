@@ -16,8 +16,8 @@ from oracle import oracle_bias
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import LayoutError
-from lapa2_interp.attention.bias import Bias
-from lapa2_interp.bias.texts import continuation
+from lapa2_interp.attention.batch_bias import BatchBias
+from lapa2_interp.bias.tokens import decode_continuation
 from lapa2_interp.generation.sampling import NOTHING, draw, uniforms
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods import load_task
@@ -86,7 +86,7 @@ def test_the_bias_of_any_row_is_the_oracles(layout, rule, pad, more, data):
     padded = layout.padded(len(layout) + pad)
     live = np.delete(np.arange(pad + total), slice(layout.soft, layout.soft + pad))
     scores = torch.zeros(1, 2, pad + total, pad + total, dtype=torch.float64)
-    added = Bias([(rule,)], [padded], (1, 2)).add(0, scores, 0)[0, 0].numpy()
+    added = BatchBias([(rule,)], [padded], (1, 2)).add(0, scores, 0)[0, 0].numpy()
     assert np.abs(added[np.ix_(live, live)] - expected).max() < 1e-9
     assert not added[:, np.setdiff1d(np.arange(pad + total), live)].any(), "padding"
 
@@ -115,7 +115,10 @@ def test_a_pattern_stays_one_in_any_precision(dtype, hidden, size, rule, layout,
     scores = (scores * size / scores.abs().max()).to(dtype)
     later = torch.ones(n, n, dtype=torch.bool).triu(1)
     scores[..., later] = -torch.inf if hidden == "-inf" else torch.finfo(dtype).min
-    before, after = pattern(scores), pattern(Bias([(rule,)], [layout], (1, 1)).add(0, scores, 0))
+    before, after = (
+        pattern(scores),
+        pattern(BatchBias([(rule,)], [layout], (1, 1)).add(0, scores, 0)),
+    )
     assert after.isfinite().all()
     assert not after[..., later].any()
     assert (after.sum(-1) - 1).abs().max() < 1e-5
@@ -279,7 +282,7 @@ def test_any_text_is_laid_out_in_every_family_of_tokenizers(tokenizer, prefix, p
 def test_any_text_behind_a_prompt_is_read_back(tokenizer, prompt, more):
     tokens = tokenizer(more, add_special_tokens=False).input_ids
     if tokenizer.decode(tokens) == more:  # the tokenizer can write it at all
-        assert continuation(tokenizer, prompt, tokens) == more
+        assert decode_continuation(tokenizer, prompt, tokens) == more
 
 
 def test_one_text_and_a_thousand():

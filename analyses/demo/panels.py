@@ -16,7 +16,6 @@ import pandas as pd
 from lapa2_interp._util import plots
 from lapa2_interp._util.files import cache_file
 from lapa2_interp._util.version import __version__
-from lapa2_interp.models.machine import cores, kind_of
 from lapa2_interp.runs.run import Run, load_run
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Measured:
 def measure(out: Path, grid: Grid) -> Measured:
     """Score the run's texts and judge the claims on synthetic logits; what was measured before is
     read."""
-    from lapa2_interp.bias.synthetic import draw_log_odds, lengths_up_to
+    from lapa2_interp.bias.synthetic import draw_log_odds
     from lapa2_interp.paper.synthetic_propositions import synthetic_verdicts
     from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
 
@@ -75,7 +74,7 @@ def measure(out: Path, grid: Grid) -> Measured:
     if judged.is_file():
         verdicts = pd.read_parquet(judged)
     else:
-        lengths = lengths_up_to(SYNTHETIC["longest"], L_PRE)
+        lengths = geometric_lengths(SYNTHETIC["longest"], L_PRE)
         drawn = draw_log_odds(lengths, L_PRE, texts=SYNTHETIC["texts"], seed=1)
         verdicts = synthetic_verdicts(drawn, lengths, L_PRE, (0.0, 0.5, 1.0))
         _store(judged, verdicts)
@@ -817,11 +816,11 @@ def _layer_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawin
 
 def methods(grid: Grid) -> Panel:
     """Every decoding method with an example text, as shipped."""
-    from lapa2_interp.methods.registry import registry
+    from lapa2_interp.methods.registry import known_methods
 
     stored = json.loads((HERE / "examples.json").read_text("utf-8"))
     rows = []
-    for name, method in registry().items():
+    for name, method in known_methods().items():
         found = stored["methods"].get(name, {})
         with_it = found.get("with LaPA2")
         rows.append(
@@ -857,7 +856,7 @@ def methods(grid: Grid) -> Panel:
 
 def machine() -> str:
     """The processor, in words."""
-    return f"{cores()} cores of {kind_of('cpu')}"
+    return f"{n_cores()} cores of {processor_kind('cpu')}"
 
 
 def _facts(out: Path, run: Run, grid: Grid, traces: xr.Dataset, seconds: float) -> dict[str, str]:

@@ -5,9 +5,8 @@ Rows are left-padded; the attention mask and (on the bridge) explicit positions 
 On TransformerBridge keys and values lie in buffers of their final size, and each step writes one
 slot. HookedTransformer concatenates them.
 
-A soft prefix stands in the first slots of its rows' cache before anything is read. In rows without
-a soft prefix those slots are masked.
-`RecomputedRows` has the same interface and keeps nothing.
+A soft prefix fills the first slots of its rows' cache before anything is read. In rows without a
+soft prefix those slots are masked. `RecomputedRows` has the same interface and no cache.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.models.card import (
     Model,
-    check_keeps_cache,
-    check_kept,
-    check_loaded,
-    check_one_side,
+    check_cache_grew,
+    check_has_tokenizer,
+    check_no_checkpointing,
+    check_rotary_side,
     is_bridge,
+    model_short_context,
     network_of,
-    short_context_of,
-    window_of,
+    smallest_window,
 )
-from lapa2_interp.models.rotary import watch
+from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 
 @runtime_checkable
 class Rows(Protocol):
-    """The decode state of stacked rows: what is kept of the text that each has read."""
+    """The decode state of stacked rows, such as the cached keys and values of their texts."""
 
     def prompt_pass(
         self,
@@ -49,39 +48,44 @@ class Rows(Protocol):
         prefixes: Sequence[SoftPrefix | None] | None = None,
         keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
-        """Read left-padded layouts, behind soft prefixes if there are any.
+        """Read left-padded layouts, after soft prefixes if there are any.
 
         Returns:
             The logits of each row's last `keep` tokens.
         """
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
-        """Row i becomes a copy of old row index[i], with room for `capacity` keys."""
+        """Make row i a copy of the old row index[i], with room for `capacity` keys."""
 
-    def read(
+    def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
-        """Append tokens to each row; the logits after the last `keep` of them."""
+        """Append tokens to each row.
+
+        Returns:
+            The logits after the last `keep` of them.
+        """
 
 
-def open_rows(model: Model, recompute: bool = False, direct: bool = False) -> Rows:
-    """Fresh decode state for a model of either class.
+def new_rows(model: Model, recompute: bool = False, direct: bool = False) -> Rows:
+    """A new decode state for a model of either class.
 
     Args:
         recompute: Read the whole text at every step.
-        direct: For augmentations of phase "query": read one token at a time, each a second time
-            once it no longer is the last, so that only clean keys and values are kept.
+        direct: Needed by augmentations of phase "query": read one token at a time, and read it
+            again when it is no longer the last, so that the cache holds unaugmented keys and
+            values.
     """
     if recompute:
         return RecomputedRows(model)
     rows = BridgeRows(model) if is_bridge(model) else HookedRows(model)
-    return DirectRows(rows) if direct else rows
+    return RereadRows(rows) if direct else rows
 
 
 def prompt_log_likelihood(
     logits: Float[Tensor, "row query vocab"], layouts: Sequence[Layout]
 ) -> Float[Tensor, " row"]:
-    """log P of each row's prompt, from the logits of (at least) the token before it on."""
+    """log P of each row's prompt, from logits that begin at or before the token before it."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     found = []
     for row, each in zip(wide, layouts, strict=True):
@@ -94,10 +98,10 @@ def prompt_log_likelihood(
 def padded_ids(
     layouts: Sequence[Layout], device: Any
 ) -> tuple[Int[Tensor, "row query"], Int[Tensor, "row slot"]]:
-    """The ids of left-padded layouts from the first slot after the longest soft prefix, and the
-    mask of all slots.
+    """The ids of left-padded layouts after the slots of the longest soft prefix, and the mask of
+    all slots.
 
-    Padding repeats the row's BOS id, masked.
+    Padding has the row's BOS id and is masked.
     """
     width, first = len(layouts[0]), max(each.soft for each in layouts)
     ids = [(each.ids[0],) * (width - first - len(each.ids)) + each.ids for each in layouts]
@@ -108,16 +112,16 @@ def padded_ids(
 
 
 def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
-    """Refuse what a model cannot read, or would read differently each time; from now on also
-    passes that mix rotary factors (`rotary.watch`).
+    """Refuse layouts that a model cannot read, and models whose passes are random; from now on also
+    passes that mix rotary factors (`rotary.refuse_mixed_rotary`).
 
     Raises:
-        ModelError: Its dropout is on, or its passes keep no keys.
+        ModelError: Its dropout is on, or its passes drop the cache.
         LayoutError: It has no embedding for a token.
     """
     network = network_of(model)
-    check_keeps_cache(network)
-    watch(network)
+    check_no_checkpointing(network)
+    refuse_mixed_rotary(network)
     drops = [each for each in network.modules() if isinstance(each, nn.Dropout) and each.p]
     share = getattr(getattr(network, "config", None), "attention_dropout", None)
     if any(each.training for each in drops) or (network.training and share):
@@ -130,7 +134,7 @@ def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
 
 
 def check_tokens(model: Model, ids: Sequence[int]) -> None:
-    """Refuse tokens that a model has no embedding for.
+    """Refuse tokens without an embedding.
 
     Raises:
         LayoutError: There is such a token.
@@ -144,11 +148,11 @@ def check_tokens(model: Model, ids: Sequence[int]) -> None:
         )
 
 
-def soft_slots(
+def soft_keys_and_values(
     model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
 ) -> Float[Tensor, "two layer row kv_head slot d_head"] | None:
-    """Keys and values of every row's soft slots, zero where a row has none; None where no row has
-    any.
+    """Keys and values of every row's soft slots, zero in rows without a soft prefix; None if no row
+    has one.
 
     Raises:
         LayoutError: A layout has another number of soft slots than its prefix.
@@ -184,10 +188,10 @@ def soft_slots(
     return stacked.to(model.cfg.device)
 
 
-def first_positions(
+def bos_positions(
     layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
 ) -> list[int]:
-    """The position of each row's BOS: 0, or behind the slots of a shifted soft prefix."""
+    """The position of each row's BOS: 0, or the number of slots of a shifted soft prefix."""
     given = [None] * len(layouts) if prefixes is None else list(prefixes)
     return [len(prefix) if prefix is not None and prefix.card.shifted else 0 for prefix in given]
 
@@ -195,8 +199,8 @@ def first_positions(
 def soft_inputs(
     model: Model, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
 ) -> dict[str, Any]:
-    """Arguments with which a TransformerBridge reads left-padded layouts behind soft prefixes in
-    one pass.
+    """Arguments with which a TransformerBridge reads left-padded layouts after soft prefixes in one
+    pass.
 
         model.run_with_cache(**soft_inputs(model, [branch], [prefix]))
 
@@ -206,13 +210,13 @@ def soft_inputs(
     Raises:
         LayoutError: A layout is longer than passes with the rotary factors of short texts.
     """
-    check_loaded(model)
+    check_has_tokenizer(model)
     check_readable(model, layouts)
     ids, mask = padded_ids(layouts, model.cfg.device)
     check_window(model, layouts, len(layouts[0]))
-    check_one_side(short_context_of(model), 0, len(layouts[0]), "texts read in one pass")
-    cache = Cache(layers=layers_of(model, DynamicLayer))
-    soft = soft_slots(model, layouts, prefixes)
+    check_rotary_side(model_short_context(model), 0, len(layouts[0]), "texts read in one pass")
+    cache = Cache(layers=new_cache_layers(model, DynamicLayer))
+    soft = soft_keys_and_values(model, layouts, prefixes)
     if soft is not None:
         for layer, (keys, values) in enumerate(zip(*soft, strict=True)):
             cache.update(keys, values, layer)
@@ -229,9 +233,9 @@ def _positions(
     prefixes: Sequence[SoftPrefix | None] | None,
     ids: Int[Tensor, "row query"],
 ) -> Int[Tensor, "row query"]:
-    """Position of every id; 0 on padding."""
+    """The position of every id; 0 on padding."""
     bos = torch.tensor([ids.shape[1] - len(each.ids) for each in layouts], device=ids.device)
-    first = torch.tensor(first_positions(layouts, prefixes), device=ids.device)
+    first = torch.tensor(bos_positions(layouts, prefixes), device=ids.device)
     count = torch.arange(ids.shape[1], device=ids.device) - bos[:, None]
     return torch.where(count < 0, 0, count + first[:, None])
 
@@ -260,9 +264,8 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif (
-            self.keys.device != key_states.device
-        ):  # a soft prefix, put here before the layer's own device was known
+        elif self.keys.device != key_states.device:
+            # A soft prefix was stored before the layer's device was known.
             self.keys, self.values = (
                 self.keys.to(key_states.device),
                 self.values.to(key_states.device),
@@ -291,37 +294,38 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in the first versions of transformers 5
 
 
-def layers_of(model: Model, of_keys: Callable[[], CacheLayerMixin]) -> list[Any]:
-    """The layers of a cache: new ones where a layer of the model holds keys and values and nothing
-    else.
+def new_cache_layers(model: Model, make_layer: Callable[[], CacheLayerMixin]) -> list[Any]:
+    """The layers of a new cache: those of `make_layer` where a layer of the model caches keys and
+    values and nothing else.
 
-    Layers without keys of their own (recurrent ones, and those that read another layer's) have
-    what transformers gives them.
+    Layers without own keys (recurrent layers, and those that share another layer's) have the cache
+    layer of transformers.
     """
     network: Any = network_of(model)
     layers = DynamicCache(config=network.config.get_text_config()).layers
     return [
-        of_keys() if isinstance(each, DynamicLayer) and not hasattr(each, "conv_states") else each
+        make_layer()
+        if isinstance(each, DynamicLayer) and not hasattr(each, "conv_states")
+        else each
         for each in layers
     ]
 
 
 def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
-    """Refuse rows whose padding stands between soft slots and text where a sliding window would
-    count it.
+    """Refuse rows with padding between soft slots and text if a sliding window would count it.
 
     Args:
-        used: Slots that are read.
+        used: Number of slots that are read.
 
     Raises:
         LayoutError: There are such rows, and `used` exceeds the window.
     """
-    window = window_of(model)
+    window = smallest_window(model)
     if window is None or used <= window:
         return
     if any(each.soft and each.bos.start > each.soft for each in layouts):
         raise LayoutError(
-            f"{used} slots exceed the sliding window of {window} tokens, and rows behind soft"
+            f"{used} slots exceed the sliding window of {window} tokens, and rows after soft"
             " prefixes are padded, so that they would see other keys than alone; read prompts of"
             " one length in tokens together"
         )
@@ -339,7 +343,7 @@ class BridgeRows:
     ) -> Float[Tensor, "row query vocab"]:
         used = self.cache.get_seq_length() + ids.shape[1]
         check_window(self.model, self.layouts, used)
-        check_keeps_cache(network := network_of(self.model))
+        check_no_checkpointing(network := network_of(self.model))
         logits = self.model(
             ids,
             attention_mask=self.mask[:, :used],
@@ -347,7 +351,7 @@ class BridgeRows:
             past_key_values=self.cache,
             logits_to_keep=keep,
         )[:, -keep:]
-        check_kept(network, bool(self.cache.get_seq_length() == used))
+        check_cache_grew(network, bool(self.cache.get_seq_length() == used))
         return logits
 
     def prompt_pass(
@@ -363,11 +367,13 @@ class BridgeRows:
         self.positions = positions[:, -1:] + 1
         return self._forward(ids, positions, keep)
 
-    def behind(self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]) -> None:
-        """Read nothing but soft prefixes of one length, so that `read` begins with BOS."""
+    def start_after_prefix(
+        self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
+    ) -> None:
+        """Start with soft prefixes of one length alone, so that `read_tokens` begins with BOS."""
         device = self.model.cfg.device
         self.mask = torch.ones(len(layouts), layouts[0].soft, dtype=torch.long, device=device)
-        self.positions = torch.tensor(first_positions(layouts, prefixes), device=device)[:, None]
+        self.positions = torch.tensor(bos_positions(layouts, prefixes), device=device)[:, None]
         self._open(layouts, prefixes)
 
     def _open(
@@ -375,8 +381,8 @@ class BridgeRows:
     ) -> None:
         check_readable(self.model, layouts)
         capacity = len(layouts[0])
-        layers = layers_of(self.model, lambda: SlotLayer(capacity))
-        soft = soft_slots(self.model, layouts, prefixes)
+        layers = new_cache_layers(self.model, lambda: SlotLayer(capacity))
+        soft = soft_keys_and_values(self.model, layouts, prefixes)
         if soft is not None:
             for layer, keys, values in zip(layers, *soft, strict=True):
                 layer.update(keys, values)
@@ -392,7 +398,7 @@ class BridgeRows:
         self.mask = torch.cat([self.mask[index], room], dim=1)
         self.positions = self.positions[index]
 
-    def read(
+    def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         count = torch.arange(tokens.shape[1], device=tokens.device)
@@ -401,7 +407,7 @@ class BridgeRows:
         return logits
 
     def crop(self, n: int) -> None:
-        """Forget the last `n` tokens of each row."""
+        """Remove the last `n` tokens of each row."""
         for layer in self.cache.layers:
             if isinstance(layer, SlotLayer):
                 layer.used -= n
@@ -436,7 +442,7 @@ class HookedRows:
         self.cache = TransformerLensKeyValueCache.init_cache(
             self.model.cfg, self.model.cfg.device, len(ids)
         )
-        soft = soft_slots(self.model, layouts, prefixes)
+        soft = soft_keys_and_values(self.model, layouts, prefixes)
         if soft is not None:
             unshifted = [
                 prefix
@@ -461,7 +467,7 @@ class HookedRows:
             entry.past_keys, entry.past_values = entry.past_keys[index], entry.past_values[index]
         self.cache.previous_attention_mask = self.cache.previous_attention_mask[index]
 
-    def read(
+    def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         read = self.cache.previous_attention_mask.shape[1] + tokens.shape[1]
@@ -471,16 +477,16 @@ class HookedRows:
         ]
 
     def crop(self, n: int) -> None:
-        """Forget the last `n` tokens of each row."""
+        """Remove the last `n` tokens of each row."""
         for entry in self.cache.entries:
             entry.past_keys, entry.past_values = entry.past_keys[:, :-n], entry.past_values[:, :-n]
         self.cache.previous_attention_mask = self.cache.previous_attention_mask[:, :-n]
 
 
 class RecomputedRows:
-    """Rows that keep no keys and values.
+    """Rows without a cache.
 
-    Every step reads the whole text, for interventions that change how earlier tokens are read.
+    Every step reads the whole text, for interventions that change earlier tokens' activations.
     """
 
     def __init__(self, model: Model) -> None:
@@ -494,7 +500,7 @@ class RecomputedRows:
     ) -> Float[Tensor, "row query vocab"]:
         self.layouts = list(layouts)
         self.prefixes = list(prefixes or [None] * len(layouts))
-        return open_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
+        return new_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
         rows = index.tolist()
@@ -503,21 +509,21 @@ class RecomputedRows:
             [self.prefixes[row] for row in rows],
         )
 
-    def read(
+    def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         self.layouts = [
             replace(each, ids=each.ids + tuple(more))
             for each, more in zip(self.layouts, tokens.tolist(), strict=True)
         ]
-        return open_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
+        return new_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
 
 
-class DirectRows:
-    """Rows whose last token is always read anew, before the next one.
+class RereadRows:
+    """Rows that read their last token again together with the next one.
 
-    The query that predicts a token is then the last of its pass, where phase "query" acts, and what
-    is kept of a token comes from a pass in which it was not the last.
+    The query that predicts a token is then the last of its pass, where phase "query" acts, and a
+    token's cached keys and values come from a pass in which it was not the last.
     """
 
     def __init__(self, rows: BridgeRows | HookedRows) -> None:
@@ -538,12 +544,12 @@ class DirectRows:
         self.rows.expand(index, capacity)
         self.last = self.last[index.to(self.last.device)]
 
-    def read(
+    def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         found = []
         for token in tokens.split(1, dim=1):
-            found.append(self.rows.read(torch.cat([self.last, token], dim=1)))
+            found.append(self.rows.read_tokens(torch.cat([self.last, token], dim=1)))
             self.rows.crop(1)
             self.last = token
         return torch.cat(found[-keep:], dim=1)

@@ -1,8 +1,7 @@
-"""Products with cached keys and values that copy no more than they must.
+"""Products with cached keys and values without copies for grouped-query attention.
 
-Where query heads share a key-value head, transformers' `repeat_kv` copies every slot so far, in
-every layer at every step. At 130 keys that is a third of a step's time. Here a view of the shared
-heads stands for the repeated tensor.
+Where query heads share a key-value head, transformers' `repeat_kv` copies every cached slot, in
+every layer at every step. At 130 keys that is a third of a step's time.
 """
 
 from __future__ import annotations
@@ -16,22 +15,20 @@ from torch.utils._pytree import tree_map_only
 
 
 class CachedHeads(Tensor):
-    """A view of the cached keys or values whose products with queries and patterns copy no more
-    than they must.
+    """A view of cached keys or values that replaces the repeated tensor.
 
-    Where query heads share a key-value head, transformers' `repeat_kv` copies every slot so far, in
-    every layer at every step. This view stands for the repeated tensor: it has its shape, its
-    transpose, and products that read each shared head once. In half precision on a CPU, where
-    products need dense matrices, the copy made here keeps the order in memory; PyTorch's own copy
-    would transpose, which is slow. Every other operation gets a plain, repeated tensor.
+    It has the repeated tensor's shape and transpose, and products that read each shared head once.
+    In half precision on a CPU, where products need dense matrices, the copy made here keeps the
+    order in memory; PyTorch's own copy would transpose, which is slow. Every other operation gets a
+    plain, repeated tensor.
     """
 
     repeats = 1
 
     @classmethod
     def of(cls, heads: Tensor) -> Tensor:
-        """The heads as such a view; a tensor of another class, such as a distributed one, stays as
-        it is."""
+        """The heads as such a view; a tensor of another class, such as a distributed one, is
+        returned unchanged."""
         return heads.as_subclass(cls) if type(heads) is Tensor else heads
 
     @classmethod
@@ -64,11 +61,11 @@ class CachedHeads(Tensor):
     def _product(
         self, left: Float[Tensor, "row head query inner"]
     ) -> Float[Tensor, "row head query outer"]:
-        of_group = left.reshape(*self.shape[:2], self.repeats * left.shape[2], left.shape[3])
+        grouped = left.reshape(*self.shape[:2], self.repeats * left.shape[2], left.shape[3])
         right = self.as_subclass(Tensor)
         if right.device.type == "cpu" and right.dtype in (torch.bfloat16, torch.float16):
             right = right.clone()  # dense, in the order it has
-        return (of_group @ right).view(*left.shape[:3], self.shape[3])
+        return (grouped @ right).view(*left.shape[:3], self.shape[3])
 
     def _copied(self) -> Tensor:
         plain = self.as_subclass(Tensor)

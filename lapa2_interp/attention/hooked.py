@@ -1,19 +1,19 @@
-"""The augmentation on any forward pass: through TransformerLens hook points, or in a plain
+"""The augmentation of forward passes: through TransformerLens hook points, or in a plain
 transformers model through its attention interface.
 
     with augmented(model, Augmentation(alpha=0.5), Layout.of(model.tokenizer, "Very positive:", "The lake")):
         logits = model(tokens)
 
-1. Before each forward pass note how many keys the cache holds: with the layouts, that gives every
-   query's slot and l. The last dimension of a score tensor would not give l: padding and fixed-size
-   caches make it larger than l.
+1. Before each forward pass note the number of cached keys: with the layouts, it gives every query's
+   slot and l. The last dimension of a score tensor would not give l: padding and fixed-size caches
+   make it larger than l.
 2. At `blocks.{i}.attn.hook_attn_scores` ([row, head, query, key], masked, before softmax) add b(l)
    to the span's keys, row by row, in at least float32 (Eq. 7).
 3. At `blocks.{i}.attn.hook_pattern` let an observer read the pattern, and give half-precision
    models their dtype back.
 
-A plain transformers model has the same two places (`interface`). When the block ends, also
-through an exception, everything is as before.
+A plain transformers model has the same two hook points (`models.attention_interface`). When the
+block ends, also by an exception, the model is as before.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -30,39 +30,41 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError, TraceError
-from lapa2_interp.attention.bias import Bias
+from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.bias.augmentation import (
     Augmentation,
-    Rules,
+    AugmentationLike,
     active_augmentations,
     broadcast_to_rows,
 )
-from lapa2_interp.bias.keys_seen import KeysSeen, layers_in_words
+from lapa2_interp.bias.layer_types import LayerType, describe_layers
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.recipes import named_rules
-from lapa2_interp.models.blocks import attached
+from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.blocks import attach_hooks
 from lapa2_interp.models.card import (
     Model,
     attention_layers,
     is_bridge,
-    keys_seen,
+    layer_types,
+    n_layers_and_heads,
     network_of,
     plain_network,
-    size_of,
 )
-from lapa2_interp.models.interface import Visitor, visited
-from lapa2_interp.models.liveness import PATTERN, SCORES
-from lapa2_interp.models.rotary import watch
+from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
+from lapa2_interp.models.rotary import refuse_mixed_rotary
 
-HIDDEN = -3e4
-"""Scores below are masked: transformers adds a dtype's smallest number. A knock-out is -inf."""
-SIGHT_CHECKED = 64
-"""Tokens between checks of which keys a query sees, where a pass reads one."""
+MASKED_BELOW = -3e4
+"""Scores below this are masked: transformers adds a dtype's smallest number. A knock-out is -inf.
+"""
+MASK_CHECK_INTERVAL = 64
+"""Tokens between two checks of the mask, in passes of one token."""
 
 
 @runtime_checkable
 class Observer(Protocol):
-    """Reads attention patterns while the model runs; one is `attention.recorder.Recorder`."""
+    """A reader of attention patterns while the model runs, such as
+    `attention.recorder.Recorder`."""
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
         """Called once per layer and forward pass; `first` is the slot of the first query."""
@@ -70,7 +72,7 @@ class Observer(Protocol):
 
 @runtime_checkable
 class CapObserver(Protocol):
-    """An observer that is also told where a bias that depends on the scores was cut at +-CAP."""
+    """An observer that is also called with the biases that were cut at +-BIAS_CAP."""
 
     def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
         """Called before `observe` of the same layer and pass."""
@@ -79,53 +81,58 @@ class CapObserver(Protocol):
 @contextmanager
 def augmented(
     model: Model,
-    augmentation: Augmentation | Sequence[Rules] | str | None,
+    augmentation: Augmentation | Sequence[AugmentationLike] | str | None,
     layout: Layout | Sequence[Layout],
     observer: Observer | None = None,
     check_ids: bool = True,
 ) -> Iterator[None]:
     """Apply an augmentation to every forward pass of a model inside the block.
 
-    Works with `model(tokens)`, `run_with_cache`, `run_with_hooks` and KV caches alike, and works
-    beside hooks that are already there. The forward pass must read the layout's keys:
-    `layout.tensor`, or left-padded rows of several layouts (`left_pad`) with their attention mask;
-    positions that are not given come from the layouts. A prompt may be read in several passes with
-    a cache. A plain transformers model may also `generate`, by sampling or with beams:
+    It works with `model(tokens)`, `run_with_cache`, `run_with_hooks`, KV caches and other hooks.
+    The forward pass must read the layout's keys: `layout.tensor`, or left-padded rows of several
+    layouts (`left_pad`) with their attention mask; positions that are not given come from the
+    layouts. A prompt may be read in several passes with a cache. A plain transformers model may
+    also `generate`, by sampling or with beams:
 
         with augmented(hf_model, Augmentation(alpha=0.5), layout):
             mask = torch.ones_like(layout.tensor)
             hf_model.generate(layout.tensor, attention_mask=mask, max_new_tokens=100)
 
-    Hooks on scores that are entered before the block act before the augmentation, and those entered
-    inside it after. So a law that reads the scores belongs into the innermost block.
+    Hooks on scores that are added before the block act before the augmentation, and those added
+    inside it after. So a law that reads the scores belongs in the innermost block.
 
     Args:
         model: A TransformerBridge, a HookedTransformer, or a transformers model.
         augmentation: One for all rows, or several as a tuple; or a list with those of each row,
-            `[(one, other), None]`. None leaves a row alone; a text names recipes, such as
+            `[(one, other), None]`. None does not change a row; a text names recipes, such as
             "instaboost:M=5".
-        layout: One for all rows, or one per row.
-        observer: Sees the attention pattern of every layer and pass.
+        layout: One for all rows, or one for each row.
+        observer: Gets the attention pattern of every layer and pass.
         check_ids: Refuse a pass whose token ids are not those of the layouts. With False the
-            layouts only say which slots are which.
+            layouts only give the spans.
 
     Raises:
-        AugmentationError: Layers or heads the model does not have, or a bias beyond all use.
+        AugmentationError: Layers or heads the model does not have, or a bias that is too large.
         ModelError: The model is none of these, or compiled, or in training mode with gradient
             checkpointing; or a block or pass is another thread's or a copy's; or its queries see
             other keys than its configuration says.
-        TraceError: A recorder was made for layers that see other keys.
-        DeadHookError: A pass did not come by the augmentation, since hooks or attention function
-            were changed inside the block.
+        TraceError: A recorder was made for layers of other types.
+        DeadHookError: A pass did not call the augmentation, since hooks or attention function were
+            changed inside the block.
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
             rows of the forward pass differ; it reads other tokens or masks other slots than the
-            layouts have; it mixes rotary factors (`rotary.watch`); a cache has dropped keys; or,
-            under phase "query", a cache holds keys that were computed under the augmentation.
+            layouts have; it mixes rotary factors (`rotary.refuse_mixed_rotary`); a cache has
+            dropped keys; or, under phase "query", a cache holds keys that were computed under the
+            augmentation.
     """
+    # Check the arguments.
     plain = plain_network(model)
-    watch(network_of(model))
+    refuse_mixed_rotary(network_of(model))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    given = [named_rules(row) for row in broadcast_to_rows(named_rules(augmentation), len(layouts))]
+    given = [
+        resolve_recipes(row)
+        for row in broadcast_to_rows(resolve_recipes(augmentation), len(layouts))
+    ]
     flat = [rule for row in given for rule in (row if isinstance(row, Sequence) else (row,))]
     for each, kind in (
         *((rule, Augmentation) for rule in flat if rule is not None),
@@ -141,40 +148,43 @@ def augmented(
             f"{len(given)} augmentations for {len(layouts)} layouts; give one layout a row, and one"
             " augmentation or as many"
         )
-    bias = Bias(
+    # The bias, and the check of each pass.
+    bias = BatchBias(
         [active_augmentations(row) for row in given],
         layouts,
-        size_of(model),
-        keys_seen(model),
+        n_layers_and_heads(model),
+        layer_types(model),
         may_repeat=plain is model,
         capped=observer.capped if isinstance(observer, CapObserver) else None,
     )
-    if (told := getattr(observer, "keys_seen", None)) is not None and told != bias.seen:
+    recorded = getattr(observer, "layer_types", None)
+    if recorded is not None and recorded != bias.layer_types:
         raise TraceError(
-            f"the recorder is for a model of layers {layers_in_words(told)}, and this one's are"
-            f" {layers_in_words(bias.seen)}; give Recorder(..., seen=keys_seen(model)), of"
-            " lapa2_interp.models.card"
+            f"the recorder is for a model of layers {describe_layers(recorded)}, and this one's are"
+            f" {describe_layers(bias.layer_types)}; give Recorder(...,"
+            " layer_types=layer_types(model)), of lapa2_interp.models.card"
         )
-    read = _Read(model, layouts, check_ids)
-    changed: float = math.inf  # the slot of a query that is not clean
-    unchecked = set(bias.reading_layers)
+    passes = _PassCheck(model, layouts, check_ids)
+    augmented_slot: float = math.inf  # the slot of a query whose keys and values are augmented
+    unchecked = set(bias.score_law_layers)  # layers that may have a learned sink
 
+    # The two hooks of a layer.
     def edit(layer: int, scores: Tensor, first: int) -> Tensor:
-        nonlocal changed
-        _check_keys(scores, first)
-        read.check_sight(layer, bias.seen[layer], scores, first)
-        if scores.shape[3] < bias.last_key and not read.is_ours:
+        nonlocal augmented_slot
+        _check_cache_complete(scores, first)
+        passes.check_sight(layer, bias.layer_types[layer], scores, first)
+        if scores.shape[3] < bias.last_key and not passes.is_ours:
             raise LayoutError(
                 f"the span ends at slot {bias.last_key} but the forward pass has"
                 f" {scores.shape[3]} keys; feed the layout's own ids (layout.tensor)"
             )
-        if first > changed:
+        if first > augmented_slot:
             raise LayoutError(
                 "under phase 'query' a cache must not keep keys of the query that predicts; use"
-                " open_rows(..., direct=True), a pass over the whole text, or phase 'last_query'"
+                " new_rows(..., direct=True), a pass over the whole text, or phase 'last_query'"
             )
         last = first + scores.shape[2] - 1
-        changed = last if bias.acts_on_last(last) else math.inf
+        augmented_slot = last if bias.acts_on_last(last) else math.inf
         return bias.add(layer, scores, first) if layer in bias.layers else scores
 
     def look(layer: int, pattern: Tensor, first: int) -> None:
@@ -184,32 +194,33 @@ def augmented(
         if observer is not None:
             observer.observe(layer, pattern, first)
 
-    looked = attention_layers(model) if observer is not None else bias.layers
+    # Attach them.
+    observed = attention_layers(model) if observer is not None else bias.layers
     if plain is not None:
-        with visited(plain, Visitor(edit, look), read.begin, looked):
+        with hook_attention(plain, AttentionHooks(edit, look), passes.begin, observed):
             yield
         return
 
     def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
-        return edit(layer, scores, read.first_query(scores))
+        return edit(layer, scores, passes.first_query(scores))
 
     def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
-        look(layer, pattern, read.first_query(pattern))
+        look(layer, pattern, passes.first_query(pattern))
         return pattern.to(model.cfg.dtype)
 
     if not is_bridge(model):
-        looked = sorted({0, *looked})  # where its first query is told, and so which ids are its
-    hooks = [(SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
-    hooks += [(PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in looked]
-    with attached(model, hooks, read.begin):
+        observed = sorted({0, *observed})  # layer 0 gives the first query, and so the ids
+    hooks = [(HOOK_SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
+    hooks += [(HOOK_PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in observed]
+    with attach_hooks(model, hooks, passes.begin):
         yield
 
 
-class _Read:
-    """What the passes of a block read: each is compared with the layouts before it.
+class _PassCheck:
+    """A check of a block's forward passes: the arguments of each are compared with the layouts.
 
     Attributes:
-        is_ours: Whether the pass's ids are known to be those of the layouts.
+        is_ours: True if the pass's ids are known to be those of the layouts.
     """
 
     def __init__(self, model: Model, layouts: Sequence[Layout], check_ids: bool) -> None:
@@ -234,13 +245,13 @@ class _Read:
             The slot of its first query.
 
         Raises:
-            LayoutError: It reads other tokens, masks other slots, or would not know positions.
+            LayoutError: It reads other tokens, masks other slots, or cannot be given positions.
         """
         self.is_ours = False
-        if "tokens" in given:  # what a HookedTransformer embeds
+        if "tokens" in given:  # the ids that a HookedTransformer embeds
             self.unread = given["tokens"]
             return self.first
-        self.first = _held(given)
+        self.first = _n_cached_keys(given)
         self._check_mask(given)
         if not is_bridge(self.model) and plain_network(self.model) is None:
             return self.first
@@ -254,25 +265,25 @@ class _Read:
 
     def first_query(self, attention: Tensor) -> int:
         """The slot of the first query, from scores or pattern [row head query key]."""
-        # A HookedTransformer's only cache concatenates, and its `generate` passes by the hooks of
-        # the module; the bridge may carry a cache with more slots than live keys.
+        # A HookedTransformer's only cache concatenates, and its `generate` does not call the
+        # module's hooks; the bridge's cache may have more slots than live keys.
         if not is_bridge(self.model):
             self.first = attention.shape[3] - attention.shape[2]
             ids, self.unread = self.unread, None
             if ids is not None:
                 self._check_ids(ids)
-        _check_keys(attention, self.first)
+        _check_cache_complete(attention, self.first)
         return self.first
 
-    def _of_rows(self, table: Tensor, n_rows: int) -> Tensor | None:
-        """A table of the layouts for the rows of a pass: copies of each row lie behind each other.
-        None where the pass has other rows, which `Bias` refuses."""
+    def _repeat_rows(self, table: Tensor, n_rows: int) -> Tensor | None:
+        """A table of the layouts for the rows of a pass, in which the copies of a row follow each
+        other; None if the pass has other rows, which `BatchBias` refuses."""
         copies, left = divmod(n_rows, len(table))
         return None if left else table.repeat_interleave(copies, 0)
 
     def _check_ids(self, ids: Int[Tensor, "row query"]) -> None:
         stop = min(self.first + ids.shape[1], self.ids.shape[1])
-        wanted = self._of_rows(self.ids[:, self.first : stop], len(ids))
+        wanted = self._repeat_rows(self.ids[:, self.first : stop], len(ids))
         if not self.check_ids or wanted is None:
             return
         self.is_ours = True
@@ -286,24 +297,26 @@ class _Read:
             )
 
     def check_sight(
-        self, layer: int, seen: KeysSeen, scores: Float[Tensor, "row head query key"], first: int
+        self, layer: int, seen: LayerType, scores: Float[Tensor, "row head query key"], first: int
     ) -> None:
-        """Refuse a layer whose masked scores begin at another key than its type says, in passes of
-        several queries and every so many tokens: l would count other keys than it sees.
+        """Refuse a layer whose unmasked scores begin at another key than its type says: l would
+        count other keys than the layer sees.
+
+        Passes of one query are checked every `MASK_CHECK_INTERVAL` tokens.
 
         Raises:
             ModelError: They do.
         """
         last = first + scores.shape[2] - 1
         if not hasattr(network_of(self.model), "config") or (
-            scores.shape[2] == 1 and last % SIGHT_CHECKED
+            scores.shape[2] == 1 and last % MASK_CHECK_INTERVAL
         ):
             return
-        wanted = self._of_rows(
+        wanted = self._repeat_rows(
             torch.tensor([each.first_in_sight(last, seen) for each in self.layouts]), len(scores)
         )
-        of_last = scores[:, 0, -1, : last + 1]  # row key
-        found = ((of_last > HIDDEN) | of_last.isneginf()).int().argmax(1).cpu()
+        last_scores = scores[:, 0, -1, : last + 1]  # row key
+        found = ((last_scores > MASKED_BELOW) | last_scores.isneginf()).int().argmax(1).cpu()
         if (
             wanted is not None
             and (wrong := ((wanted <= last) & (found != wanted)).nonzero()).numel()
@@ -322,15 +335,15 @@ class _Read:
         return f"token {int(token)}{text}"
 
     def _check_mask(self, given: dict[str, Any]) -> None:
-        """Refuse a pass that does not mask its layouts' padding: spans would lie on other keys.
+        """Refuse a pass that does not mask its layouts' padding: spans would cover other keys.
 
-        Masks that transformers' `generate` has made (one a layer type, or by query) come from the
-        padding that it was given.
+        Masks that transformers' `generate` makes (one for each layer type, or by query) are not
+        checked; they come from the padding that it was given.
         """
         mask, width = given.get("attention_mask"), self.live.shape[1]
         start = 0
         if "input" in given or "past_kv_cache" in given:
-            start = self.first  # a HookedTransformer keeps the mask of what it has read
+            start = self.first  # a HookedTransformer stores the mask of cached keys
         if mask is None:
             if self.pads.any() and start < width:
                 raise LayoutError(
@@ -339,7 +352,7 @@ class _Read:
                 )
         elif isinstance(mask, Tensor) and mask.ndim == 2:
             live, known = (
-                self._of_rows(table[:, start : start + mask.shape[1]], len(mask))
+                self._repeat_rows(table[:, start : start + mask.shape[1]], len(mask))
                 for table in (self.live, self.known)
             )
             if live is None or known is None:
@@ -354,11 +367,11 @@ class _Read:
                 )
 
     def _add_positions(self, given: dict[str, Any], read: Tensor | None) -> None:
-        """Positions as each row alone has them: transformers counts padding."""
+        """Add the positions that each row alone would have: transformers counts padding."""
         network = network_of(self.model)
         if "position_ids" in signature(network.forward).parameters and read is not None:
             slots = torch.arange(self.first, self.first + read.shape[1])
-            positions = self._of_rows((slots - self.pads).clamp(min=0), len(read))
+            positions = self._repeat_rows((slots - self.pads).clamp(min=0), len(read))
             if positions is not None:
                 given["position_ids"] = positions.to(read.device)
         elif getattr(getattr(self.model, "cfg", None), "positional_embedding_type", "") != "alibi":
@@ -369,28 +382,28 @@ class _Read:
 
 
 @contextmanager
-def without_sinks(model: Model) -> Iterator[None]:
-    """Refuse, in the block, a model whose attention has a learned sink beside its keys.
+def refuse_sinks(model: Model) -> Iterator[None]:
+    """Refuse, inside the block, a model whose attention has a learned sink beside its keys.
 
     Raises:
         DeadHookError: It has one.
     """
     if (plain := plain_network(model)) is not None:
         if any(name.endswith(".sinks") for name, _ in plain.named_parameters()):
-            raise DeadHookError(SINK)
+            raise DeadHookError(SINK_ERROR)
         yield
         return
     hooks = [
-        (PATTERN.format(layer), lambda pattern, hook: _check_no_sink(pattern))
+        (HOOK_PATTERN.format(layer), lambda pattern, hook: _check_no_sink(pattern))
         for layer in attention_layers(model)
     ]
-    with attached(model, hooks):
+    with attach_hooks(model, hooks):
         yield
 
 
 @contextmanager
-def on_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-    """Let a function change the attention scores of every layer and pass inside the block.
+def edit_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+    """Edit the attention scores of every layer and pass inside the block by a function.
 
     Args:
         model: A TransformerBridge, or a transformers model.
@@ -398,35 +411,35 @@ def on_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator
             scores, in any precision.
     """
     if (plain := plain_network(model)) is not None:
-        visitor = Visitor(lambda layer, scores, _first: change(layer, scores))
-        with visited(plain, visitor, lambda _given: 0):
+        hook = AttentionHooks(lambda layer, scores, _first: change(layer, scores))
+        with hook_attention(plain, hook, lambda _given: 0):
             yield
         return
     layers = attention_layers(model)
     hooks: list[tuple[str, Callable]] = [
-        (SCORES.format(layer), lambda scores, hook, layer=layer: change(layer, scores))
+        (HOOK_SCORES.format(layer), lambda scores, hook, layer=layer: change(layer, scores))
         for layer in layers
     ]
     hooks += [
-        (PATTERN.format(layer), lambda pattern, hook: pattern.to(model.cfg.dtype))
+        (HOOK_PATTERN.format(layer), lambda pattern, hook: pattern.to(model.cfg.dtype))
         for layer in layers
     ]
-    with attached(model, hooks):
+    with attach_hooks(model, hooks):
         yield
 
 
-def _check_keys(attention: Float[Tensor, "row head query key"], first: int) -> None:
+def _check_cache_complete(attention: Float[Tensor, "row head query key"], first: int) -> None:
     """Refuse a cache that has dropped keys."""
     n_queries, n_keys = attention.shape[2:]
     if n_keys < first + n_queries:
         raise LayoutError(
             f"the cache holds {n_keys} keys of the {first + n_queries} read so far (a sliding"
-            " window drops old ones), so slots cannot be told; use a cache that keeps all keys,"
+            " window drops old ones), so slots are unknown; use a cache that keeps all keys,"
             " such as transformers' DynamicCache()"
         )
 
 
-SINK = (
+SINK_ERROR = (
     "this model's attention has a learned sink beside its keys, so what reads the scores cannot"
     " know or reach a share; use law log, scale or cut"
 )
@@ -435,12 +448,12 @@ SINK = (
 def _check_no_sink(pattern: Float[Tensor, "row head query key"]) -> None:
     """Refuse a pattern that gives a share to a learned sink, which the scores do not show."""
     if (pattern[:, :, -1].sum(2) - 1).abs().max() > 0.02:
-        raise DeadHookError(SINK)
+        raise DeadHookError(SINK_ERROR)
 
 
-def _held(kwargs: dict[str, Any]) -> int:
-    """Keys in the cache that a pass is given, as transformers or a HookedTransformer names it."""
+def _n_cached_keys(kwargs: dict[str, Any]) -> int:
+    """The number of keys in the cache that a pass is given, by either library's argument."""
     if (cache := kwargs.get("past_key_values")) is not None:
-        return int(cache.get_seq_length())  # some caches count in a tensor they later change
+        return int(cache.get_seq_length())  # some caches count in a tensor that changes later
     hooked = kwargs.get("past_kv_cache")
     return 0 if hooked is None else hooked.previous_attention_mask.shape[1]

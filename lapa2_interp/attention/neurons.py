@@ -1,7 +1,7 @@
 """MLP neurons through TransformerLens hook points: set them while the model runs, and find those
 that promote a token.
 
-Where a neuron is set: `blocks.{i}.mlp.hook_pre`, before the activation function, or
+A neuron is set at `blocks.{i}.mlp.hook_pre`, before the activation function, or at
 `blocks.{i}.mlp.hook_post`, after it. A gated MLP multiplies two projections, and only the product
 is a neuron's activation: there it is always `hook_post`, the input of the down-projection.
 """
@@ -28,30 +28,30 @@ from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.methods.base import Intervention
 from lapa2_interp.models.card import Model
 
-STRONG = 50.0
-"""The value a neuron is set to when its effect on the next token is read."""
-ROWS = 256
+PROBE_VALUE = 50.0
+"""The value at which a neuron is held to measure its effect on the next token."""
+NEURONS_PER_PASS = 256
 
 
 def is_gated(model: Model) -> bool:
-    """Whether a model's MLPs multiply two projections, as Llama's do."""
+    """True if a model's MLPs multiply two projections, as Llama's do."""
     return bool(getattr(model.cfg, "gated_mlp", False))
 
 
-def neuron_point(model: Model, layer: int, at: Literal["pre", "post"] = "pre") -> str:
-    """The hook point where a layer's neurons are set."""
+def neuron_hook_name(model: Model, layer: int, at: Literal["pre", "post"] = "pre") -> str:
+    """The name of the hook point where a layer's neurons are set."""
     return f"blocks.{layer}.mlp.hook_{'post' if is_gated(model) else at}"
 
 
 @contextmanager
-def with_neurons_set(
+def set_neurons(
     model: Model, intervention: Intervention | None, branches: int = 1
 ) -> Iterator[None]:
     """Set neurons at every position, row by row, in the forward passes inside the block.
 
     Args:
         intervention: None changes nothing.
-        branches: How many times the samples are stacked in the rows.
+        branches: Number of branches that are stacked in the rows.
 
     Raises:
         DeadHookError: The model has no such hook point.
@@ -70,21 +70,20 @@ def with_neurons_set(
         return hook_function
 
     hooks = [
-        (neuron_point(model, layer, intervention.at), put(neurons))
+        (neuron_hook_name(model, layer, intervention.at), put(neurons))
         for layer, neurons in intervention.neurons.items()
     ]
     missing = [name for name, _ in hooks if name not in model.hook_dict]
     if missing:
-        raise DeadHookError(_no_point(missing[0]))
+        raise DeadHookError(_missing_hook_error(missing[0]))
     with model.hooks(fwd_hooks=hooks):
         yield
 
 
-def _no_point(name: str) -> str:
+def _missing_hook_error(name: str) -> str:
     return (
-        f"the model has no {name} (a mixture of experts has no neurons of its own, for one), so its"
-        " neurons cannot be set; use a model with one MLP per layer, such as GPT-2,"
-        " GPT-NeoX/Pythia, Llama or SmolLM2"
+        f"the model has no {name} (as in a mixture of experts), so its neurons cannot be set; use"
+        " a model with one MLP per layer, such as GPT-2, GPT-NeoX/Pythia, Llama or SmolLM2"
     )
 
 
@@ -96,62 +95,63 @@ def assert_neurons_live(model: Model) -> None:
         DeadHookError: There is no hook point, or it is ignored.
     """
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.cfg.device)
-    every = Intervention({model.cfg.n_layers - 1: torch.arange(8)}, torch.full((1,), STRONG))
+    every = Intervention({model.cfg.n_layers - 1: torch.arange(8)}, torch.full((1,), PROBE_VALUE))
     plain = model(ids)
-    with with_neurons_set(model, every):
+    with set_neurons(model, every):
         moved = model(ids)
     if not (moved - plain).abs().max() > 0:
         raise DeadHookError(
-            f"setting neurons at {neuron_point(model, model.cfg.n_layers - 1)} does not move the"
-            " logits of this model"
+            f"setting neurons at {neuron_hook_name(model, model.cfg.n_layers - 1)} does not move"
+            " the logits of this model"
         )
 
 
 @torch.no_grad()
-def promoters(
+def promoting_neurons(
     model: Model,
-    reading: Sequence[int],
+    text: Sequence[int],
     tokens: Sequence[int],
     k: int,
     first_layer: int = 0,
     file: Path | None = None,
 ) -> tuple[Float[Tensor, "token k"], Int[Tensor, "token k two"]]:
-    """The control table's k largest entries per token.
+    """The k largest entries of each token in the control table, and their (layer, neuron) pairs.
 
-    An entry is log P(token) after `reading`, with the (layer, neuron) held at 50.
-
-    Each row of a pass holds one neuron; layers are read one after the other. Among equal entries
-    the lower layer and neuron comes first.
+    An entry is log P(token) after the text, with the neuron held at 50. Each row of a pass holds
+    one neuron; layers are searched one after another. Among equal entries the lower layer and
+    neuron comes first.
 
     Args:
-        reading: The ids the model reads.
+        text: The ids of the text.
         first_layer: The lowest layer to search.
-        file: Where the growing table is kept (.npz), so that an interrupted call can go on.
+        file: The file (.npz) of the growing table, from which an interrupted call resumes.
 
     Raises:
         DeadHookError: The model's neurons cannot be set.
     """
+    # Start with an empty table, or with the stored part of one.
     assert_neurons_live(model)
-    n_layers, n_neurons = model.cfg.n_layers, _width(model, first_layer)
+    n_layers, n_neurons = model.cfg.n_layers, _count_neurons(model, first_layer)
     columns = torch.tensor(list(tokens), device=model.cfg.device)
     best, where, done = (
         torch.empty(len(tokens), 0),
         torch.empty(len(tokens), 0, 2, dtype=torch.long),
         first_layer,
     )
-    if file is not None and (stored := _stored(file)) is not None:
+    if file is not None and (stored := _load_table(file)) is not None:
         best, where, done = stored
-    ids = torch.tensor([list(reading)], device=model.cfg.device)
+    ids = torch.tensor([list(text)], device=model.cfg.device)
     total = (n_layers - first_layer) * n_neurons
     if done < n_layers and file is not None:
         print(f"computing the control table once into {file}: {total:,} neurons", file=sys.stderr)
+    # Search the layers, and keep the k best neurons of each token.
     with progress_bar(
         total, "control table", "neuron", initial=(done - first_layer) * n_neurons
     ) as bar:
         for layer in range(done, n_layers):
-            for first in range(0, n_neurons, ROWS):
-                neurons = torch.arange(first, min(first + ROWS, n_neurons))
-                log_probs = _with_each(model, ids, layer, neurons)[:, columns].T.cpu()
+            for first in range(0, n_neurons, NEURONS_PER_PASS):
+                neurons = torch.arange(first, min(first + NEURONS_PER_PASS, n_neurons))
+                log_probs = _log_probs_by_neuron(model, ids, layer, neurons)[:, columns].T.cpu()
                 at = torch.stack([torch.full_like(neurons, layer), neurons], dim=1).expand(
                     len(tokens), -1, -1
                 )
@@ -161,17 +161,16 @@ def promoters(
                 where = places.gather(1, order[:, :, None].expand(-1, -1, 2))
                 bar.update(len(neurons))
             if file is not None:
-                cache_file(file, partial(_store, best=best, where=where, layers=layer + 1))
+                cache_file(file, partial(_save_table, best=best, where=where, layers=layer + 1))
     return best, where
 
 
-def _store(file: Path, best: Tensor, where: Tensor, layers: int) -> None:
+def _save_table(file: Path, best: Tensor, where: Tensor, layers: int) -> None:
     np.savez(file, best=best.numpy(), where=where.numpy(), layers=layers)
 
 
-def _stored(file: Path) -> tuple[Tensor, Tensor, int] | None:
-    """The stored part of a table; None where none is stored, or a damaged file, whose table is made
-    again."""
+def _load_table(file: Path) -> tuple[Tensor, Tensor, int] | None:
+    """The stored part of a table; None if none is stored or its file is damaged."""
     try:
         # Opened here: NumPy would leave a damaged file open.
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
@@ -184,13 +183,13 @@ def _stored(file: Path) -> tuple[Tensor, Tensor, int] | None:
         return None
 
 
-def _width(model: Model, layer: int) -> int:
-    """Number of neurons of a layer, counted in a pass: not every configuration states it."""
+def _count_neurons(model: Model, layer: int) -> int:
+    """The number of neurons of a layer, counted in a pass: not every configuration states it."""
     found = []
     with model.hooks(
         fwd_hooks=[
             (
-                neuron_point(model, layer),
+                neuron_hook_name(model, layer),
                 lambda activation, hook: found.append(activation.shape[-1]),
             )
         ]
@@ -199,18 +198,17 @@ def _width(model: Model, layer: int) -> int:
     return found[0]
 
 
-def _with_each(
+def _log_probs_by_neuron(
     model: Model, ids: Int[Tensor, "row=1 query"], layer: int, neurons: Int[Tensor, " neuron"]
 ) -> Float[Tensor, "neuron vocab"]:
-    """log P of the next token with each of a layer's neurons held at 50 by itself, at all
-    positions."""
+    """log P of the next token with each of a layer's neurons alone held at 50, at all positions."""
     rows = torch.arange(len(neurons), device=ids.device)
 
     def put(activation: Tensor, hook: Any) -> Tensor:
         activation = activation.clone()
-        activation[rows.to(activation.device), :, neurons.to(activation.device)] = STRONG
+        activation[rows.to(activation.device), :, neurons.to(activation.device)] = PROBE_VALUE
         return activation
 
-    with model.hooks(fwd_hooks=[(neuron_point(model, layer), put)]):
+    with model.hooks(fwd_hooks=[(neuron_hook_name(model, layer), put)]):
         logits = model(ids.expand(len(neurons), -1))[:, -1]
     return logits.float().log_softmax(dim=1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp.attention.trace import NEAREST, SUMS, TraceKind
-from lapa2_interp.bias.keys_seen import FULL, NONE, KeysSeen, kinds_of
+from lapa2_interp.bias.layer_types import FULL_ATTENTION, NO_ATTENTION, LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ class Recorder:
     """Reduces patterns to sums while the model runs; an `Observer` for `augmented`.
 
     Every query from the last prompt token on is a step, recorded when it is first seen. The prompt
-    pass has one step. Each decoding pass has one, also where it reads the whole text again. A pass
-    over a given text has as many as it reads tokens. `begin` names the rows of the passes to come:
-    prompts first, their samples after the expansion; `index` maps those rows to the samples of the
-    finished trace.
+    pass has one step. Each decoding pass has one, also if it reads the whole text again. A pass
+    over a given text has one for each of its tokens. `begin` sets the rows of the coming passes:
+    first the prompts, after the expansion their samples; `index` maps those rows to the samples of
+    the finished trace.
 
     Args:
         n_layers, n_heads: The model's.
         kind: "pooled" stores means over layers and heads, "full" every head.
-        patterns: (layer, head) pairs whose whole attention rows are kept.
-        seen: By layer, which keys its queries see; all keys by default.
+        patterns: (layer, head) pairs whose whole attention rows are stored.
+        layer_types: By layer; "full" for all by default.
 
     Raises:
         TraceError: A pair the model does not have, or of a layer without attention.
@@ -44,10 +44,12 @@ class Recorder:
         n_heads: int,
         kind: TraceKind = "full",
         patterns: Sequence[tuple[int, int]] = (),
-        seen: Sequence[KeysSeen] | None = None,
+        layer_types: Sequence[LayerType] | None = None,
     ) -> None:
-        self.keys_seen = tuple(seen or [FULL] * n_layers)
-        self.attending = [layer for layer, each in enumerate(self.keys_seen) if each != NONE]
+        self.layer_types = tuple(layer_types or [FULL_ATTENTION] * n_layers)
+        self.attending = [
+            layer for layer, each in enumerate(self.layer_types) if each != NO_ATTENTION
+        ]
         for layer, head in patterns:
             if not (0 <= layer < n_layers and 0 <= head < n_heads):
                 raise TraceError(
@@ -59,8 +61,8 @@ class Recorder:
                     f"layer {layer} has no attention; layers with attention:"
                     f" {', '.join(map(str, self.attending))}"
                 )
-        self.kinds = kinds_of(self.keys_seen)
-        self.has_windows = self.kinds != [FULL]
+        self.kinds = distinct_types(self.layer_types)
+        self.has_windows = self.kinds != [FULL_ATTENTION]
         self.kind = kind
         self.patterns = tuple(patterns)
         self.steps: list[Tensor] = []
@@ -73,8 +75,7 @@ class Recorder:
     def begin(
         self, layouts: Sequence[Layout], index: Int[Tensor, " expanded"] | None = None
     ) -> None:
-        """Set the rows of the coming passes; `index` names, for every sample row, the observed row
-        it copies."""
+        """Set the rows of the coming passes; `index` gives the observed row of every sample row."""
         self.layouts = layouts
         self.index = index
         self.l_pre = max(each.l_pre for each in layouts)
@@ -85,12 +86,13 @@ class Recorder:
         self.parts["released_slice"] = torch.tensor([each.spans("released")[0] for each in layouts])
 
     def _has_steps(self, n_keys: int) -> bool:
-        """Whether a pass up to this key has a step: one that reads the beginning of a prompt has
+        """True if a pass up to this key has a step; a pass over the beginning of a prompt has
         none."""
         return n_keys > len(self.layouts[0]) - 1 + len(self.steps)
 
     def _begin_pass(self, n_keys: int, first: int, device: torch.device) -> None:
-        """What all layers of a pass share: its steps' slots, and which keys count in which sum."""
+        """Compute what all layers of a pass share: the slots of its steps, and the keys of each
+        sum."""
         key, spans = torch.arange(n_keys), self.parts
         self.slots = torch.arange(len(self.layouts[0]) - 1 + len(self.steps), n_keys)
         inside = {name: (key >= span[:, :1]) & (key < span[:, 1:]) for name, span in spans.items()}
@@ -100,8 +102,7 @@ class Recorder:
         single = [(key == start + i) & (start + i < stop) for i in range(self.l_pre)]
         named = [inside[name] for name in SUMS if name in inside]
         self.weights = torch.stack(named + single, dim=2).to(device, torch.float32)  # row key sum
-        # The live keys outside the prefix in order; for each query the last 8 of them up to its
-        # own.
+        # The live keys outside the prefix, in order; of these the last 8 up to each query.
         near = (key >= spans["bos"][:, :1]) & ~inside["prefix"]  # row key
         order = torch.argsort(~near, dim=1, stable=True)  # row key
         age = near.cumsum(1)[:, self.slots, None] - 1 - torch.arange(max(NEAREST))  # row query last
@@ -114,10 +115,10 @@ class Recorder:
         )
         self.is_near = (age >= 0)[:, None].to(device)  # row 1 query last
         self.layers: list[Tensor] = []
-        self.kept: dict[tuple[int, int], Tensor] = {}
+        self.pattern_rows: dict[tuple[int, int], Tensor] = {}
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
-        """Reduce the attention of those queries of a layer that are steps."""
+        """Reduce a layer's attention at the queries that are steps."""
         n_keys = first + pattern.shape[2]
         if not self._has_steps(n_keys):
             return
@@ -137,12 +138,14 @@ class Recorder:
         n_parts = len(SUMS) - len(NEAREST)
         self.layers.append(torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3))
         # by pair: row query key
-        self.kept |= {pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer}
+        self.pattern_rows |= {
+            pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer
+        }
         if layer == self.attending[-1]:
             self._close_pass()
 
     def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
-        """Count the biases of a layer that were cut at +-CAP."""
+        """Count the biases of a layer that were cut at +-BIAS_CAP."""
         self.may_cap = True
         if not self._has_steps(first + caps.shape[2]):
             return
@@ -150,10 +153,11 @@ class Recorder:
         self.caps_of_pass = count if self.caps_of_pass is None else self.caps_of_pass + count
 
     def _close_pass(self) -> None:
+        """Move the sums of a finished pass to the samples' steps."""
         n_rows, n_queries = len(self.layouts), len(self.slots)
         if self.caps_of_pass is None:
             self.caps_of_pass = torch.zeros(n_rows, n_queries)
-        self.caps += self._of_samples(self.caps_of_pass[:, -n_queries:])
+        self.caps += self._split_by_step(self.caps_of_pass[:, -n_queries:])
         self.caps_of_pass = None
         sums = torch.stack(self.layers, dim=2).permute(0, 3, 2, 1, 4)  # row query layer head sum
         # by kind of layer: row query kind sum
@@ -161,25 +165,27 @@ class Recorder:
         means = torch.stack([each.mean((2, 3)) for each in parts], 2)
         # row query layer head sum, or row query kind sum
         found = sums if self.kind == "full" else means
-        self.steps += self._of_samples(found[..., : len(SUMS)])
-        self.tokens += self._of_samples(means[..., len(SUMS) :])
+        self.steps += self._split_by_step(found[..., : len(SUMS)])
+        self.tokens += self._split_by_step(means[..., len(SUMS) :])
         if self.patterns:
             # row query pair key -> by query: sample pair key
-            rows = self._of_samples(torch.stack([self.kept[pair] for pair in self.patterns], dim=2))
+            rows = self._split_by_step(
+                torch.stack([self.pattern_rows[pair] for pair in self.patterns], dim=2)
+            )
             self.rows += [
                 row[..., : slot + 1] for row, slot in zip(rows, self.slots.tolist(), strict=True)
             ]
-        self.layers, self.kept = [], {}
+        self.layers, self.pattern_rows = [], {}
 
     def _layers_of_kinds(self) -> list[list[int]]:
-        """By kind of layer, where its layers stand among those with attention."""
-        kinds = [self.keys_seen[layer] for layer in self.attending]
+        """By layer type, the indices of its layers among those with attention."""
+        kinds = [self.layer_types[layer] for layer in self.attending]
         return [[i for i, each in enumerate(kinds) if each == kind] for kind in self.kinds]
 
-    def _of_samples(
+    def _split_by_step(
         self, found: Float[Tensor, "row query *rest"]
     ) -> list[Float[Tensor, "sample *rest"]]:
-        # here and in `steps`, `tokens` and `rows`: sample = branch x sample, stacked
+        """By step, the values of the samples; here `sample` is branch x sample, stacked."""
         return list((found if self.index is None else found[self.index]).cpu().unbind(1))
 
     def dataset(
@@ -188,9 +194,9 @@ class Recorder:
         """The finished trace of rows stacked as (branch, sample), NaN after a sample's last step.
 
         Args:
-            layouts: One per row.
+            layouts: One for each row.
             branches: Names of the branches.
-            n_steps: Steps each sample has.
+            n_steps: The number of steps of each sample.
         """
         import xarray as xr
 
@@ -207,13 +213,14 @@ class Recorder:
                 np.float32(np.nan),
             )
 
+        # The sums.
         axes = ("branch", "sample", "step")
         by_kind = ("layer_type",) if self.has_windows else ()
         heads = ("layer", "head") if self.kind == "full" else by_kind
         sums = unstack(self.steps)  # branch sample step *heads sum
-        if self.kind == "full" and len(self.attending) < len(self.keys_seen):
+        if self.kind == "full" and len(self.attending) < len(self.layer_types):
             whole = np.full(
-                (*sums.shape[:3], len(self.keys_seen), *sums.shape[4:]), np.float32(np.nan)
+                (*sums.shape[:3], len(self.layer_types), *sums.shape[4:]), np.float32(np.nan)
             )
             whole[:, :, :, self.attending] = sums
             sums = whole
@@ -227,6 +234,7 @@ class Recorder:
             )
             for i, name in enumerate(SUMS)
         }
+        # The prefix tokens.
         tokens = unstack(self.tokens)  # branch sample step kind prefix_token
         l_pre = np.array([each.l_pre for each in layouts]).reshape(n_branches, n_samples)
         outside = np.arange(self.l_pre) >= l_pre[:, :, None]  # branch sample prefix_token
@@ -235,8 +243,9 @@ class Recorder:
             (*axes, *by_kind, "prefix_token"),
             tokens if by_kind else tokens[:, :, :, 0],
         )
+        # The tokens in sight of sliding windows, the caps, and whole attention rows.
         if by_kind:
-            kinds = self.keys_seen if self.kind == "full" else self.kinds
+            kinds = self.layer_types if self.kind == "full" else self.kinds
             slots = len(layouts[0]) - 1 + np.arange(n_seen)
             in_sight = np.stack(
                 [[each.in_sight(slots, kind) for kind in kinds] for each in layouts]
@@ -251,6 +260,7 @@ class Recorder:
             data["caps"] = (axes, unstack(self.caps), about)
         if self.rows:
             data["pattern"] = ((*axes, "pair", "key"), unstack(self._live_rows(layouts)))
+        # The coordinates.
         live = np.array([each.n_live for each in layouts]).reshape(n_branches, n_samples)
         coords = {
             "branch": list(branches),
@@ -270,8 +280,8 @@ class Recorder:
         }
         if by_kind:
             coords["layer_type"] = [str(each) for each in self.kinds]
-        if self.kind == "full" and (by_kind or len(self.attending) < len(self.keys_seen)):
-            coords["layer_sees"] = ("layer", [str(each) for each in self.keys_seen])
+        if self.kind == "full" and (by_kind or len(self.attending) < len(self.layer_types)):
+            coords["layer_sees"] = ("layer", [str(each) for each in self.layer_types])
         if self.rows:
             coords["key"] = np.arange(data["pattern"][1].shape[-1])
             for i, name in enumerate(("pair_layer", "pair_head")):
@@ -279,8 +289,8 @@ class Recorder:
         return xr.Dataset(data, coords)
 
     def _live_rows(self, layouts: Sequence[Layout]) -> list[Float[Tensor, "row pair key"]]:
-        """Whole attention rows with padding taken out: key 0 is the first live one; NaN beyond the
-        live keys."""
+        """Whole attention rows without padding: key 0 is the first live one; NaN after the last
+        live key."""
         widest = self.rows[-1].shape[-1]
         live_rows = []
         for rows in self.rows:
@@ -297,8 +307,8 @@ class Recorder:
 def trace_bytes(
     kind: TraceKind, rows: int, steps: int, n_layers: int, n_heads: int, n_patterns: int, keys: int
 ) -> int:
-    """Size of a trace in memory before it is made: float32 sums, and `n_patterns` whole rows of
-    `keys` keys."""
+    """The size in memory of a trace that is not made yet: float32 sums, and `n_patterns` whole rows
+    of `keys` keys."""
     if kind == "none":
         return 0
     cells = n_layers * n_heads * len(SUMS) if kind == "full" else len(SUMS)

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-# --- reading a trace
-
-
-def layer_types(trace: xr.Dataset) -> list[str]:
-    """Types of the layers by the keys they see: "full" first, then those with windows."""
+def traced_layer_types(trace: xr.Dataset) -> list[str]:
+    """The types of a trace's layers by the keys that they see: "full" first, then windows."""
     return (
         [str(each) for each in trace["layer_type"].to_numpy()]
         if "layer_type" in trace
@@ -29,14 +26,14 @@ def layer_types(trace: xr.Dataset) -> list[str]:
     )
 
 
-def of_layer_type(trace: xr.Dataset, name: str, layer_type: str | None = None) -> xr.DataArray:
-    """One of the sums in the layers of a type, the first of `layer_types` by default.
+def select_layer_type(trace: xr.Dataset, name: str, layer_type: str | None = None) -> xr.DataArray:
+    """One of the sums in the layers of one type, by default the first of `traced_layer_types`.
 
-    A mean over layers that see all keys and others that do not would follow no law.
+    A mean over layers with and without windows would follow no law.
     """
     found = trace[name]
     if layer_type is None:
-        layer_type = layer_types(trace)[0]
+        layer_type = traced_layer_types(trace)[0]
     if "layer_type" in found.dims:
         return found.sel(layer_type=layer_type, drop=True)
     if "layer" in found.dims and "layer_sees" in trace.coords:
@@ -47,9 +44,9 @@ def of_layer_type(trace: xr.Dataset, name: str, layer_type: str | None = None) -
 def pooled(
     trace: xr.Dataset, name: str, layer_type: str | None = None
 ) -> Float[np.ndarray, "branch sample step"]:
-    """One of the sums, averaged over heads and the layers of a type (`of_layer_type`) where the
+    """One of the sums, averaged over heads and the layers of a type (`select_layer_type`) where the
     trace has them; NaN after a sample's last step."""
-    found = of_layer_type(trace, name, layer_type)
+    found = select_layer_type(trace, name, layer_type)
     return found.mean(
         [axis for axis in ("layer", "head") if axis in found.dims], skipna=False
     ).to_numpy()
@@ -63,52 +60,51 @@ def local_ratio(
 
     Args:
         k: 2, 4, 6 or 8.
-        without_bos: False: nearest_k / (1 - prefix), the paper's words. True: nearest_k / (1 -
-            prefix - bos), the attention sink left out; the released code is close to this, because
+        without_bos: False: nearest_k / (1 - prefix), as in the paper's text. True: nearest_k / (1 -
+            prefix - bos), without the attention sink; the released code is close to this, because
             its slice from slot 0 counts BOS as prefix.
 
     Raises:
         TraceError: Another k.
     """
-    near, rest = local_parts(trace, k, without_bos=without_bos)
+    near, rest = local_ratio_terms(trace, k, without_bos=without_bos)
     return (near / rest).to_numpy()
 
 
-def local_parts(
+def local_ratio_terms(
     trace: xr.Dataset, k: int, *, without_bos: bool = False
 ) -> tuple[xr.DataArray, xr.DataArray]:
     """Numerator and denominator of `local_ratio`, for averages over heads before the division.
 
-    Of a model with sliding windows: in the layers of the first type (`layer_types`).
+    Of a model with sliding windows: in the layers of the first type (`traced_layer_types`).
     """
     if k not in NEAREST:
         raise TraceError(f"the trace has the nearest {', '.join(map(str, NEAREST))} keys, not {k}")
-    near = of_layer_type(trace, f"nearest_{k}")
-    # Summed, not 1 - prefix - bos: in a head that gives BOS nearly everything the difference is
-    # rounding.
-    rest = of_layer_type(trace, "prompt") + of_layer_type(trace, "generated")
+    near = select_layer_type(trace, f"nearest_{k}")
+    # A sum, since 1 - prefix - bos is only rounding in a head that attends almost only to BOS.
+    rest = select_layer_type(trace, "prompt") + select_layer_type(trace, "generated")
     if not without_bos:
-        return near, rest + of_layer_type(trace, "bos")
-    # In a short context all keys outside the prefix are near, BOS among them.
+        return near, rest + select_layer_type(trace, "bos")
+    # In a short context all keys outside the prefix are near, also BOS.
     return near.where(trace["l_kv"] - trace["l_pre"] - trace["n_bos"] >= k, rest), rest
 
 
-def steered_part(trace: xr.Dataset, branch: str | None = None) -> str:
-    """What a branch's augmentation acts on: "prefix", or "prompt" on the raw model."""
+def augmented_part(trace: xr.Dataset, branch: str | None = None) -> str:
+    """The part that a branch's augmentation acts on: "prefix", or "prompt" on the raw model."""
     return (
         "prefix"
-        if (trace["l_pre"].to_numpy()[_branch_number(trace, branch)] > 0).any()
+        if (trace["l_pre"].to_numpy()[_branch_index(trace, branch)] > 0).any()
         else "prompt"
     )
 
 
 def branch_name(trace: xr.Dataset, branch: str | None = None) -> str:
-    """The branch that readers look at: the one named, or the first with a prefix.
+    """The name of the branch to read: the given one, or the first with a prefix.
 
     Raises:
         TraceError: The trace has no such branch.
     """
-    return str(trace["branch"].to_numpy()[_branch_number(trace, branch)])
+    return str(trace["branch"].to_numpy()[_branch_index(trace, branch)])
 
 
 def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
@@ -118,20 +114,20 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
     Args:
         trace: The trace of a run; its samples are the rows of `samples`.
         samples: With columns `prompt` (the bootstrap's cluster) and, if arms are compared, `arm`.
-        branch: Which branch; by default the first with a prefix.
+        branch: Name of the branch; by default the first with a prefix.
 
     Returns:
         Columns arm, layer_type, step, name, mean, low, high (95 %, prompts resampled; NaN for a
-        single prompt), n, prompts. Layers of every type have a curve of their own. Steps that any
-        sample of the arm lacks are left out, so that a curve never changes its texts on the way.
+        single prompt), n, prompts. There is a curve for each layer type. Steps that any sample of
+        the arm lacks are left out, so that all points of a curve have the same texts.
 
     Raises:
         TraceError: Another number of samples than the trace has; or no such branch.
     """
-    at = _branch_number(trace, branch)
+    at = _branch_index(trace, branch)
     rows = []
-    for arm, members in _arms(trace, samples):
-        for layer_type in layer_types(trace):
+    for arm, members in _split_by_arm(trace, samples):
+        for layer_type in traced_layer_types(trace):
             for name in ("prefix", "bos", "released_slice", "prompt"):
                 curve = pooled(trace, name, layer_type)[at, members.index]
                 curve = curve[:, ~np.isnan(curve).any(axis=0)]
@@ -149,8 +145,8 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
 
 
 def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
-    """C / (t + D) fitted to each arm's mean curve: columns arm, C, D, R2; NaN where it does not fit
-    or has under 3 steps. Curves of layers with windows, where l stops growing, have no fit."""
+    """C / (t + D) fitted to each arm's mean curve: columns arm, C, D, R2; NaN if it does not fit or
+    has under 3 steps. Layers with windows, where l stops growing, have no fit."""
     rows = []
     for arm in dict.fromkeys(steps["arm"]):
         curve = steps[
@@ -164,13 +160,13 @@ def fit_table(steps: pd.DataFrame, name: str = "prefix") -> pd.DataFrame:
 
 
 def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = None) -> pd.DataFrame:
-    """Every head's sums, mean over each text's steps and then over texts: columns arm, layer, head,
-    then the sums."""
-    at = _branch_number(trace, branch)
+    """The sums of every head, averaged over each text's steps and then over texts: columns arm,
+    layer, head, then the sums."""
+    at = _branch_index(trace, branch)
     if "head" not in trace["prefix"].dims:
         raise TraceError("this trace is pooled over heads; record it with --trace full")
     frames = []
-    for arm, members in _arms(trace, samples):
+    for arm, members in _split_by_arm(trace, samples):
         part = trace.isel(branch=at, sample=members.index.to_numpy())
         means = (
             part[list(SUMS)]
@@ -193,10 +189,12 @@ def prefix_token_table(
         Columns arm, key ("BOS", "p1", ...; those that any sample of the arm has), mean, low, high
         (95 %, prompts resampled), n.
     """
-    at = _branch_number(trace, branch)
+    at = _branch_index(trace, branch)
     rows = []
-    for arm, members in _arms(trace, samples):
-        tokens = of_layer_type(trace, "prefix_tokens")[at, members.index].mean("step").to_numpy()
+    for arm, members in _split_by_arm(trace, samples):
+        tokens = (
+            select_layer_type(trace, "prefix_tokens")[at, members.index].mean("step").to_numpy()
+        )
         bos = np.nanmean(pooled(trace, "bos")[at, members.index], axis=1)
         masses = {"BOS": bos} | {f"p{i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
         for key, values in masses.items():
@@ -217,7 +215,7 @@ def prefix_token_table(
     return pd.DataFrame(rows)
 
 
-def _arms(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+def _split_by_arm(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     if len(samples) != trace.sizes["sample"]:
         raise TraceError(
             f"{len(samples)} samples for a trace of {trace.sizes['sample']}; give both the same"
@@ -228,7 +226,7 @@ def _arms(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, pd.DataFr
         if column in samples and coordinate in trace.coords:
             here = samples[column].astype(str).to_numpy()
             there = np.broadcast_to(trace[coordinate].to_numpy().astype(str), len(samples))
-            # Arms may have been given other names.
+            # Other values are not an error: arms may have been renamed.
             if set(here) == set(there) and (other := here != there).any():
                 at = int(other.argmax())
                 raise TraceError(
@@ -241,7 +239,7 @@ def _arms(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, pd.DataFr
     return [(str(arm), members) for arm, members in samples.groupby("arm", sort=False)]
 
 
-def _branch_number(trace: xr.Dataset, branch: str | None) -> int:
+def _branch_index(trace: xr.Dataset, branch: str | None) -> int:
     names = [str(name) for name in trace["branch"].to_numpy()]
     if branch is None:
         with_prefix = np.flatnonzero((trace["l_pre"].to_numpy() > 0).any(axis=1))

@@ -1,4 +1,4 @@
-"""Recorded attention: what the query of every step gives to each part of its context.
+"""Recorded attention: the attention of every step's query to each part of its context.
 
 Axes
     branch        the method's model calls (base, one per prefix)
@@ -17,12 +17,12 @@ definitions")
     released_slice                    the slots the released code boosts (GPT-2: BOS and all but the last prefix token)
     nearest_2, _4, _6, _8             the last k live keys outside the prefix, the query's own included
 
-and, averaged over layers (of a type) and heads, `prefix_tokens`: the attention on each prefix token
-by itself. `in_sight`, of models with sliding windows: how many tokens of the prefix, or of the prompt
-on the raw model, the query of a step sees in a layer or type of layers.
+and, averaged over layers (of a type) and heads, `prefix_tokens`: the attention on each single prefix
+token. `in_sight`, of models with sliding windows: the number of tokens of the prefix, or of the prompt
+on the raw model, that the query of a step sees in a layer or type of layers.
 
-Ratios are formed on reading (`local_ratio`), never stored. Every reduction is in float32 inside the
-forward pass; a [query, key] matrix is kept only for the (layer, head) pairs asked for.
+Ratios are computed by readers (`local_ratio`), never stored. Every reduction is in float32 inside the
+forward pass; attention rows are stored only for the (layer, head) pairs in `patterns`.
 """  # noqa: E501
 
 from __future__ import annotations

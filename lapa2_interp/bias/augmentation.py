@@ -20,15 +20,15 @@ scale      alpha                                  InstABoost (arXiv 2506.13734: 
 cut        log(1 - alpha)                         a knock-out: alpha 1 blocks the span
 target     alpha * (logit(tau) - logit(A))        here: alpha 1 sets A to tau exactly
 ratio      alpha * max(0, log(tau / A))           Spotlight (arXiv 2505.12025), per head and query;
-                                                  `pooled`: one A a pass, as released
+                                                  `pooled`: one A for each pass, as released
 power      logit(A^k) - logit(A),                 split-softmax (arXiv 2402.10962)
            k = 1 / (1 + alpha)
 =========  =====================================  =================================================
 
-The last three read the scores of the pass. A bias b on a span adds b to logit(A), whatever the
-scores are (`bias.theory.shifted_share`), so all of them are functions of logit(A): `shift`.
+The last three read the scores of the forward pass. A bias b on a span adds b to logit(A), whatever
+the scores are (`bias.theory.shifted_share`), so all of them are functions of logit(A): `shift`.
 
-Two named conventions fill the fields that are not given:
+Two profiles fill the fields that are not given:
 
 =========  ========  ===========  ==========  ==============================================
 profile    span      length_rule  phase       source
@@ -58,7 +58,10 @@ from pydantic import (
     model_validator,
 )
 
-from lapa2_interp._util.errors import AugmentationError, validation_message
+from lapa2_interp._util.errors import (
+    AugmentationError,
+    validation_message,
+)
 
 Law = Literal["log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"]
 PAPER_LAWS = ("log", "linear", "sqrt", "constant")
@@ -81,36 +84,37 @@ PROFILES: dict[str, dict[str, str]] = {
     "released": {"span": "released", "length_rule": "kv", "phase": "decode"},
 }
 
-READING = ("target", "ratio", "power")
-"""Laws whose bias depends on the scores of the pass."""
-BOUNDS = {
+SCORE_LAWS = ("target", "ratio", "power")
+"""Laws whose bias depends on the scores of the forward pass."""
+ALPHA_BOUNDS = {
     "scale": (-math.inf, math.inf),
     "cut": (0.0, 1.0),
     "target": (0.0, 1.0),
     "ratio": (0.0, 1.0),
 }
 """Allowed alphas; [0, inf) for the other laws."""
-CAP = 20.0
-"""Largest |b| of those laws. Without it a head that gives the span nothing would be forced, too."""
-LARGEST = 1e4
-"""Largest |b| of the other laws, but for a knock-out: beside a larger one scores in float32, and so
-the shares within a span, keep less than three digits."""
-EDGE = 80.0
-"""Log-odds beyond +-EDGE are read as +-EDGE: float32 cannot hold the share."""
-FORMS = {
+BIAS_CAP = 20.0
+"""Largest |b| of `SCORE_LAWS`. Without it even a head that gives the span nothing would be forced.
+"""
+MAX_BIAS = 1e4
+"""Largest |b| of the other laws, a knock-out excepted. Beside a larger one, float32 scores (and so
+the shares within a span) keep less than three digits."""
+MAX_LOG_ODDS = 80.0
+"""Log-odds are clipped to +-MAX_LOG_ODDS: float32 cannot hold a more extreme share."""
+FIELD_FORMS = {
     "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', slots ((start, stop), ...), or"
     " positions within the prefix ('prefix', (position, ...))",
     "layers": "'all', 'bottom', 'top', 'even', 'odd', or numbers (layer, ...)",
     "heads": "'all', or pairs ((layer, head), ...)",
 }
-"""For error messages: the values of fields that take several forms."""
+"""Allowed values of fields that take several forms, for error messages."""
 
 
 class Augmentation(BaseModel):
     """One bias: a frozen value that round-trips through JSON (`to_json`, `from_json`).
 
-    It belongs to a branch. On a branch without a prefix (the raw language model) the same rules act
-    on the prompt: the paper's Contextual Anchor Reinforcement, Eq. 9.
+    It belongs to a branch. On a branch without a prefix (the raw language model) it acts on the
+    prompt: the paper's Contextual Anchor Reinforcement, Eq. 9.
 
     Args:
         alpha: Strength: >= 0; of law "scale" any number, and of "cut", "target" and "ratio" at most
@@ -122,24 +126,24 @@ class Augmentation(BaseModel):
             refused elsewhere.
         tau: The attention on the span that the laws "target" and "ratio" aim at, in (0, 1);
             required there, refused elsewhere.
-        floor: Law "target" only raises the attention, never lowers it.
-        pooled: Law "ratio" reads one A for all heads and queries of a pass, their mean in each
-            layer and row. Then the bias depends on how a text is cut into passes: decoding with a
-            cache, which reads the whole prompt in one pass and then one token in each, differs from
-            reading the text again.
-        span: Which keys are boosted: "prefix" (its exact tokens), "prefix+bos", "bos", "input" (all
-            keys up to the end of the prompt), "released" (the first n slots, n being what the
-            tokenizer counts for the prefix alone), explicit
-            `((start, stop), ...)` over live slots, 0 being the first key (BOS), or `("prefix",
-            (position, ...))`, tokens of the prefix, 0 being its first.
-        length_rule: What l counts at a query: "paper" the keys in its softmax without BOS, "kv" all
-            of them.
-        phase: Which queries: "decode" the generated tokens, "last_query" those and the last prompt
-            token (t = T of Algorithm 1), "all_queries" every query after the span, each with its
-            own l (for a span inside the prefix, every query after the prefix), "every_query" all
-            queries, those inside and before the span included. "query" is the query
-            that predicts the next token and no other: the keys and values that later tokens read
-            are those of a model without the augmentation.
+        floor: True if law "target" only raises the attention and never lowers it.
+        pooled: True if law "ratio" takes one A for all heads and queries of a pass: their mean in
+            each layer and row. Then the bias depends on how a text is divided into passes: decoding
+            with a cache (the prompt in one pass, then one token in each) differs from one pass over
+            the whole text.
+        span: The keys that are boosted: "prefix" (its exact tokens), "prefix+bos", "bos", "input"
+            (all keys up to the end of the prompt), "released" (the first n slots, n being what the
+            tokenizer counts for the prefix alone), explicit `((start, stop), ...)` over live slots,
+            0 being the first key (BOS), or `("prefix", (position, ...))`, tokens of the prefix, 0
+            being its first.
+        length_rule: The keys that l counts at a query: "paper" those in its softmax without BOS,
+            "kv" all of them.
+        phase: The queries that are augmented: "decode" the generated tokens, "last_query" those and
+            the last prompt token (t = T of Algorithm 1), "all_queries" every query after the span,
+            each with its own l (for a span inside the prefix, every query after the prefix),
+            "every_query" all queries, also those inside and before the span. "query" is only the
+            query that predicts the next token: the cached keys and values are those of a model
+            without the augmentation.
         steps: `(a, b)`: only the queries that predict the generated tokens a, ..., b - 1; 0 is the
             first.
         layers: "all", "bottom" (first half), "top" (second half), "even", "odd" or explicit layer
@@ -172,7 +176,7 @@ class Augmentation(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             raise AugmentationError(
-                f"augmentation {validation_message(error, FORMS, type(self).model_fields)}"
+                f"augmentation {validation_message(error, FIELD_FORMS, type(self).model_fields)}"
             ) from None
 
     @model_validator(mode="before")
@@ -186,7 +190,8 @@ class Augmentation(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Augmentation:
-        low, high = BOUNDS.get(self.law, (0.0, math.inf))
+        # Each law has bounds of alpha and its own fields.
+        low, high = ALPHA_BOUNDS.get(self.law, (0.0, math.inf))
         if not low <= self.alpha <= high:
             allowed = f"from 0 to {high:g}" if high < math.inf else "greater than or equal to 0"
             raise ValueError(f"alpha of law {self.law!r} should be {allowed}, found {self.alpha:g}")
@@ -204,6 +209,7 @@ class Augmentation(BaseModel):
             raise ValueError(f"floor belongs to law target, not to law {self.law!r}")
         if self.pooled and self.law != "ratio":
             raise ValueError(f"pooled belongs to law ratio, not to law {self.law!r}")
+        # Steps and spans are not empty, and do not overlap.
         if self.steps is not None and self.steps[1] <= self.steps[0]:
             raise ValueError(f"steps {self.steps} are none; give (first, stop) with first < stop")
         if self.positions is not None:
@@ -226,18 +232,18 @@ class Augmentation(BaseModel):
         return self
 
     @property
-    def acts(self) -> bool:
-        """Whether it adds anything: alpha is not 0."""
+    def is_active(self) -> bool:
+        """True if it adds anything: alpha is not 0."""
         return self.alpha != 0
 
     @property
     def reads_scores(self) -> bool:
-        """Whether its bias depends on the scores of the pass."""
-        return self.law in READING
+        """True if its bias depends on the scores of the forward pass."""
+        return self.law in SCORE_LAWS
 
     @property
-    def counts_slots(self) -> bool:
-        """Whether it follows the released code, whose span is the first slots of the cache."""
+    def follows_released_code(self) -> bool:
+        """True if it follows the released code, whose span is the first slots of the cache."""
         return "released" in (self.profile, self.span)
 
     @property
@@ -265,21 +271,21 @@ class Augmentation(BaseModel):
         Raises:
             AugmentationError: The law reads the scores, so that l does not decide b; see `shift`.
         """
-        with np.errstate(over="ignore"):  # what overflows is refused where it would act: `within`
+        with np.errstate(over="ignore"):  # `check_bias` refuses an overflow where it would act
             return self._bias(l, n)
 
-    def within(self, b: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """The same biases, if they are of use.
+    def check_bias(self, b: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+        """Return the biases unchanged if all of them are usable.
 
         Raises:
-            AugmentationError: One is not a number, or exceeds `LARGEST`.
+            AugmentationError: One is not a number, or exceeds `MAX_BIAS`.
         """
-        off = ~(np.abs(b) <= LARGEST) & ~((self.law == "cut") & np.isneginf(b))
+        off = ~(np.abs(b) <= MAX_BIAS) & ~((self.law == "cut") & np.isneginf(b))
         if off.any():
             raise AugmentationError(
                 f"alpha {self.alpha:g} of law {self.law!r} makes a bias of {b[off].flat[0]:g};"
-                f" allowed: -{LARGEST:g} to {LARGEST:g}, where float32 still tells scores apart. A"
-                " bias of 20 gives a span nearly all attention, so choose a smaller alpha"
+                f" allowed: -{MAX_BIAS:g} to {MAX_BIAS:g}, where float32 still tells scores apart."
+                " A bias of 20 gives a span nearly all attention, so choose a smaller alpha"
             )
         return b
 
@@ -309,7 +315,7 @@ class Augmentation(BaseModel):
         return np.where(l > n, b, 0.0) if self.profile == "released" else np.asarray(b)
 
     def shift(self, log_odds: Any, l: Any, n: Any) -> Any:
-        """b at a query, whatever the law: how far the log-odds of attention on the span move.
+        """b at a query, under any law: the change of the log-odds of attention on the span.
 
         Args:
             log_odds: logit(A) without the bias, A being the attention on the span: a NumPy array or
@@ -317,8 +323,8 @@ class Augmentation(BaseModel):
             l, n: As in `bias`; broadcast against `log_odds`.
 
         Returns:
-            The bias, of the kind and shape of `log_odds`. That of a law which reads the scores lies
-            in [-CAP, CAP].
+            The bias, an array of the type and shape of `log_odds`. Under `SCORE_LAWS` it lies in
+            [-BIAS_CAP, BIAS_CAP].
         """
         if isinstance(log_odds, np.ndarray):
             xp: Any = np
@@ -327,7 +333,7 @@ class Augmentation(BaseModel):
         if not self.reads_scores:
             b = self.bias(np.asarray(l), n)
             return xp.zeros_like(log_odds) + (b if xp is np else xp.as_tensor(b))
-        odds = xp.nan_to_num(log_odds, nan=0.0).clip(-EDGE, EDGE)
+        odds = xp.nan_to_num(log_odds, nan=0.0).clip(-MAX_LOG_ODDS, MAX_LOG_ODDS)
         log_share = -xp.log1p(xp.exp(-odds))  # log A
         if self.law == "target":
             assert self.tau is not None
@@ -339,18 +345,19 @@ class Augmentation(BaseModel):
         else:
             log_power = log_share / (1 + self.alpha)  # log A^k
             b = log_power - xp.log(-xp.expm1(log_power)) - odds
-        b = b.clip(-CAP, CAP)
+        b = b.clip(-BIAS_CAP, BIAS_CAP)
         if self.profile == "released":
             longer = np.greater(l, n)
             b = b * (longer if xp is np else xp.as_tensor(longer, device=b.device))
         return b
 
-    def selects(self, n_layers: int, n_heads: int) -> Bool[np.ndarray, "layer head"]:
-        """Which heads of which layers the bias reaches in a model of this size.
+    def head_mask(self, n_layers: int, n_heads: int) -> Bool[np.ndarray, "layer head"]:
+        """The heads that the bias reaches in a model of this size, as a mask.
 
         Raises:
             AugmentationError: A layer or head the model does not have, or none is left.
         """
+        # The layers.
         layer = np.arange(n_layers)
         match self.layers:
             case "all":
@@ -370,6 +377,7 @@ class Augmentation(BaseModel):
                         f"layer {missing[0]} does not exist; the model has layers 0-{n_layers - 1}"
                     )
                 chosen = np.isin(layer, self.layers)
+        # The heads among them.
         selected = np.repeat(chosen[:, None], n_heads, axis=1)
         if self.heads != "all":
             named = np.zeros_like(selected)
@@ -395,7 +403,7 @@ class Augmentation(BaseModel):
         fields = type(self).model_fields
         usual = {name: field.default for name, field in fields.items()} | PROFILES[self.profile]
         others = [
-            f"{field} {shortened(value)}"
+            f"{field} {shorten_value(value)}"
             for field, value in self.model_dump(
                 exclude={"alpha", "profile"}, exclude_none=True
             ).items()
@@ -403,10 +411,10 @@ class Augmentation(BaseModel):
         ]
         return ", ".join([f"alpha {self.alpha:g} {self.profile}", *others])
 
-    def with_profile_span(self) -> Augmentation:
-        """The same augmentation, but the profile's span replaces one of explicit slots.
+    def with_default_span(self) -> Augmentation:
+        """A copy with the profile's span in place of explicit slots or positions in the prefix.
 
-        Explicit slots, and positions within a prefix, fit only the branches they were given for.
+        These fit only the branches they were given for.
         """
         if isinstance(self.span, str):
             return self
@@ -427,43 +435,45 @@ class Augmentation(BaseModel):
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise AugmentationError(
-                f"augmentation {validation_message(error, FORMS, cls.model_fields)}"
+                f"augmentation {validation_message(error, FIELD_FORMS, cls.model_fields)}"
             ) from None
 
 
-Rules = Augmentation | Sequence[Augmentation | None] | None
-"""What acts on one row: nothing, one augmentation, or several together."""
+AugmentationLike = Augmentation | Sequence[Augmentation | None] | None
+"""Augmentations of one row as a user gives them: none, one, or several that act together."""
 Augmentations = Augmentation | tuple[Augmentation, ...] | None
-"""The same as cells store it: several only where there are several."""
+"""Augmentations of one row as cells store them: a tuple has at least two."""
 
 
-def broadcast_to_rows(given: Rules | Sequence[Rules], n_rows: int) -> list[Rules]:
-    """What acts on each row: a list holds the rules of each row; all else, also a tuple of several
-    augmentations, acts on every row."""
+def broadcast_to_rows(
+    given: AugmentationLike | Sequence[AugmentationLike], n_rows: int
+) -> list[AugmentationLike]:
+    """The augmentations of each row. A list holds those of each row; anything else, also a tuple of
+    several augmentations, acts on every row."""
     every = not isinstance(given, Sequence) or isinstance(given, tuple)
     return [given] * n_rows if every else list(given)  # type: ignore[arg-type, list-item]
 
 
-def active_augmentations(rules: Rules) -> tuple[Augmentation, ...]:
+def active_augmentations(rules: AugmentationLike) -> tuple[Augmentation, ...]:
     """The augmentations of a row that add something."""
     given = rules if isinstance(rules, Sequence) else (rules,)
-    return tuple(rule for rule in given if rule is not None and rule.acts)
+    return tuple(rule for rule in given if rule is not None and rule.is_active)
 
 
-def share_steps(one: Augmentation, other: Augmentation) -> bool:
-    """Whether two rules act at one step; without `steps` a rule acts at all."""
+def steps_overlap(one: Augmentation, other: Augmentation) -> bool:
+    """True if two augmentations can act at the same step; without `steps` one acts at all steps."""
     if one.steps is None or other.steps is None:
         return True
     return max(one.steps[0], other.steps[0]) < min(one.steps[1], other.steps[1])
 
 
-def normalize_augmentations(rules: Rules) -> Augmentations:
-    """Those as one value: None, the only one, or a tuple."""
+def normalize_augmentations(rules: AugmentationLike) -> Augmentations:
+    """The active augmentations of a row as one value: None, the only one, or a tuple."""
     found = active_augmentations(rules)
     return found if len(found) > 1 else found[0] if found else None
 
 
-def shortened(value: Any, mark: str = ",") -> str:
+def shorten_value(value: Any, mark: str = ",") -> str:
     """A field's value in a label; long lists by their size and a hash."""
     if isinstance(value, str | float | int):
         return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,17 +1,17 @@
-"""Which key is which: the tokens of a branch, its spans, and the paper's lengths.
+"""The keys of a branch: its tokens, its spans, and the paper's lengths.
 
 A branch is one conditional model call: a soft prefix or BOS and a hard prefix, the prompt, and then
-what is generated. `Layout.of` tokenises prefix and prompt *together*, as the model will read them,
-and finds the spans from character offsets: a token that starts before the seam belongs to the
-prefix, and a token that crosses it is reported. Counting `len(encode(prefix))` instead is how spans
-go wrong. `Layout.of_chat` does the same for a message, or a phrase, of a chat.
+the generated tokens. `Layout.of` tokenises prefix and prompt *together*, as the model will read
+them, and finds the spans from character offsets: a token that starts before the seam belongs to the
+prefix, and a token that crosses it is reported. A count of `len(encode(prefix))` would give wrong
+spans. `Layout.of_chat` does the same for a message, or a phrase, of a chat.
 
 Slots are key positions in the cache: soft slots (keys without ids), padding, BOS, hard prefix,
 prompt, generated. A span is half-open, [start, stop). Slot numbers a user gives (an explicit span)
 count live keys: 0 is the first soft slot, or BOS.
 
-l is what the bias counts at the query in slot q (l_pre, l_pro, l_gen: the paper's), by default
-without BOS. Tables and plots that count BOS, too, say l_kv.
+l is the number of keys that the bias counts at the query in slot q (l_pre, l_pro, l_gen: the
+paper's), by default without BOS. Tables and plots that also count BOS call it l_kv.
 
     paper  l = l_pre + l_pro + (t - T) of Algorithm 1: keys the query can see, its own included,
            without BOS
@@ -30,9 +30,14 @@ from jaxtyping import Bool, Float, Int
 
 from lapa2_interp._util.errors import LayoutError, pluralize
 from lapa2_interp.bias.augmentation import Augmentation, LengthRule, SpanRule
-from lapa2_interp.bias.chat import Message, write_chat
-from lapa2_interp.bias.keys_seen import FULL, KeysSeen
-from lapa2_interp.bias.texts import check_long, decode, pieces, tokenizer_of
+from lapa2_interp.bias.chat_template import Message, render_chat
+from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
+from lapa2_interp.bias.tokens import (
+    check_text_length,
+    decode_tokens,
+    require_tokenizer,
+    token_texts,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,11 +45,10 @@ if TYPE_CHECKING:
 
 CHAT_MARKERS = ("<|im_start|>",)
 """Configured "bos" tokens that open a chat turn; plain text does not start with them."""
-PLAIN_START = "<|endoftext|>"
-BLOCKED = "blocked"
+PLAIN_TEXT_START = "<|endoftext|>"
 NO_BOS_FAMILIES = ("GPT2", "GPTNeoX", "Qwen2")
-"""Tokenizer classes that do not prepend `PLAIN_START` by themselves; OPT's, of GPT-2's class,
-prepends another BOS."""
+"""Tokenizer classes that do not prepend `PLAIN_TEXT_START` by themselves. OPT's tokenizer is of
+GPT-2's class, but prepends another BOS."""
 
 
 class Span(NamedTuple):
@@ -59,33 +63,32 @@ class Span(NamedTuple):
 
 
 class TextMarkers(NamedTuple):
-    """The token that starts plain text, and those that end one."""
+    """The token that starts plain text, and the tokens that end it."""
 
     start: int
     ends: tuple[int, ...]
 
 
 def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
-    """The one place that decides how plain text starts and ends for a tokenizer.
+    """The tokens that start and end plain text for a tokenizer; nothing else decides this.
 
     Start: the configured BOS, or `<|endoftext|>` where that BOS opens a chat turn (SmolLM2), or EOS
         where there is none.
-    Ends: EOS, and `<|endoftext|>` where the vocabulary has it; a model's generation config may add
-    more
-    (`models.ModelCard`).
+    Ends: EOS, and `<|endoftext|>` where the vocabulary has it. A model's generation config may add
+        more (`models.card.ModelCard`).
 
     Raises:
         LayoutError: It is no tokenizer, or has neither BOS nor EOS.
     """
-    tokenizer = tokenizer_of(tokenizer)
+    tokenizer = require_tokenizer(tokenizer)
 
     def known(token: str | None) -> int | None:
-        """A token's id; tokenizers answer the unknown token for a name they do not have."""
+        """A token's id. For a token that they lack, tokenizers give the unknown token's."""
         found = None if token is None else tokenizer.convert_tokens_to_ids(token)
         unknown = found == tokenizer.unk_token_id and token != tokenizer.unk_token
         return None if unknown or not isinstance(found, int) else found
 
-    plain, bos, eos = map(known, (PLAIN_START, tokenizer.bos_token, tokenizer.eos_token))
+    plain, bos, eos = map(known, (PLAIN_TEXT_START, tokenizer.bos_token, tokenizer.eos_token))
     start = bos if bos is not None else eos
     if plain is not None and tokenizer.bos_token in (*CHAT_MARKERS, None):
         start = plain
@@ -103,19 +106,20 @@ class Layout:
     """The keys of one branch up to the end of its prompt.
 
     Attributes:
-        ids: Token ids: BOS, hard prefix, prompt. `tokens` are their texts, as of `pieces`.
+        ids: Token ids: BOS, hard prefix, prompt. `tokens` are their texts, as of
+            `vocabulary_texts`.
         n_bos: BOS tokens in front of the text, 1 (2 in the doubled form of the released LLaMA
             scripts).
         l_pre: Prefix length, soft or hard; 0 on the raw model.
-        l_pro: Prompt tokens, >= 1; of a chat those behind the span.
+        l_pro: Prompt tokens, >= 1; of a chat those after the span.
         counted: The released code's span length: soft slots; else what the tokenizer counts for the
             prefix alone (for the prompt on the raw model), its automatic BOS included.
         soft: Soft slots in front of everything.
         merged: The token that crosses the seam between prefix and prompt, if one does. It counts as
             prefix. Of a chat, the text of a span that shares a token with the template.
         pad: Padding slots between the soft slots and BOS.
-        n_before: Tokens between BOS and the prefix: what stands before the span of a chat. They
-            count as prompt.
+        n_before: Tokens between BOS and the prefix: those before the span of a chat. They count as
+            prompt.
     """
 
     ids: tuple[int, ...]
@@ -155,13 +159,13 @@ class Layout:
                 letters; a soft prefix beside a hard one; the tokenizer has no offsets; or a doubled
                 BOS is asked of one that adds none.
         """
-        tokenizer = tokenizer_of(tokenizer)
+        tokenizer = require_tokenizer(tokenizer)
         start = text_markers(tokenizer).start
         for name, text in (("prompt", prompt), ("prefix", prefix or "")):
             if not isinstance(text, str):
                 raise LayoutError(f"the {name} must be a text, found {text!r}")
-            check_long(name, text)
-            _check_start(tokenizer, start, name, text)
+            check_text_length(name, text)
+            _check_no_start_token(tokenizer, start, name, text)
         if soft < 0 or (soft and prefix is not None):
             raise LayoutError(
                 f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}"
@@ -170,16 +174,18 @@ class Layout:
             raise LayoutError(
                 f"{type(tokenizer).__name__} gives no character offsets; load the fast tokenizer"
             )
-        # TransformerLens switches BOS on in tokenizers whose own files have it off.
+        # Does the tokenizer prepend BOS itself? TransformerLens switches BOS on in some tokenizers
+        # whose own files have it off.
         off = type(tokenizer).__name__.startswith(NO_BOS_FAMILIES)
         adds_bos = tokenizer("a").input_ids[0] == start and not (
-            off and tokenizer.convert_ids_to_tokens(start) == PLAIN_START
+            off and tokenizer.convert_ids_to_tokens(start) == PLAIN_TEXT_START
         )
         if doubled_bos and not adds_bos:
             raise LayoutError(
                 "doubled_bos reproduces tokenizers that prepend BOS themselves; this one does not"
             )
 
+        # Tokenise prefix and prompt together, and divide the tokens at the seam.
         seam = len(prefix or "")
         encoded = tokenizer(
             (prefix or "") + prompt, add_special_tokens=False, return_offsets_mapping=True
@@ -199,8 +205,8 @@ class Layout:
             )
         if not l_pro:
             raise LayoutError(
-                f"the prompt {prompt!r} tokenises to nothing of its own; give at least one token of"
-                " text"
+                f"the prompt {prompt!r} tokenises to nothing beside the prefix; give at least one"
+                " token of text"
             )
 
         alone = prefix if prefix is not None else prompt
@@ -209,13 +215,13 @@ class Layout:
         crosses = l_pre > 0 and stops[l_pre] > seam
         return cls(
             ids=ids,
-            tokens=tuple(pieces(tokenizer, "", ids)),
+            tokens=tuple(token_texts(tokenizer, "", ids)),
             n_bos=n_bos,
             l_pre=soft or l_pre,
             l_pro=l_pro,
             counted=soft or adds_bos + len(tokenizer(alone, add_special_tokens=False).input_ids),
             soft=soft,
-            merged=decode(tokenizer, [encoded["input_ids"][l_pre - 1]]) if crosses else None,
+            merged=decode_tokens(tokenizer, [encoded["input_ids"][l_pre - 1]]) if crosses else None,
         )
 
     @classmethod
@@ -228,23 +234,23 @@ class Layout:
         add_generation_prompt: bool = True,
         template: Mapping[str, Any] | None = None,
     ) -> Layout:
-        """A chat as its template writes it, with one of its texts as the prefix.
+        """A chat rendered by its template, with one of its texts as the prefix.
 
         The whole chat is tokenised once, as the template does it, and the span's tokens come from
         character offsets. The first token counts as BOS; all others that are not in the span count
-        as prompt, those before it as `n_before` and those behind it as `l_pro`.
+        as prompt, those before it as `n_before` and those after it as `l_pro`.
 
         Args:
             tokenizer: A fast tokenizer with a chat template, or a model that has one.
-            messages: As the template takes them: each has a "role" and a "content", which calls of
-                tools may stand for; and perhaps a "reasoning_content" (or "thinking").
-            span: What becomes the prefix: "system" (the text of the first message, which has that
-                role), "turn:2" (the text of the second message that is not the system's),
+            messages: As the template takes them: each has a "role" and a "content" (or tool calls
+                in its place), and perhaps a "reasoning_content" (or "thinking").
+            span: The text that becomes the prefix: "system" (that of the first message, which has
+                that role), "turn:2" (that of the second message that is not the system's),
                 "reasoning:2" (that message's reasoning), or "phrase:be brief" (a text that occurs
-                once in all messages). White space around it that belongs to its first or last
-                token comes with it, and so does a mark of the template that shares a token with a
-                whole message (`merged`).
-            add_generation_prompt: End with what opens the assistant's next turn.
+                once in all messages). It includes white space that belongs to its first or last
+                token, and a mark of the template that shares a token with a whole message
+                (`merged`).
+            add_generation_prompt: End with the opening of the assistant's next turn.
             template: Arguments of the template, such as {"enable_thinking": False, "tools": [...]}.
 
         Raises:
@@ -252,39 +258,41 @@ class Layout:
                 changes a message, or does not read an argument; there is no such message or
                 phrase, or several; or the phrase begins or ends inside a token.
         """
-        tokenizer = tokenizer_of(tokenizer)
+        tokenizer = require_tokenizer(tokenizer)
         if not tokenizer.is_fast or not tokenizer.chat_template:
             raise LayoutError(
                 f"{tokenizer.name_or_path or type(tokenizer).__name__} has no"
                 f" {'chat template' if tokenizer.is_fast else 'character offsets'}, which a chat"
                 " needs; use an instruct model, or Layout.of with a prefix and a prompt"
             )
-        written = write_chat(tokenizer, messages, span, add_generation_prompt, template or {})
-        encoded = tokenizer(written.text, add_special_tokens=False, return_offsets_mapping=True)
+        # Render the chat, and tokenise it.
+        rendered = render_chat(tokenizer, messages, span, add_generation_prompt, template or {})
+        encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
         ids = tuple(encoded["input_ids"])
-        if ids != written.ids:
+        if ids != rendered.ids:
             raise LayoutError(
                 "the tokens of the chat template's text are not those that the template gives"
             )
-        start, stop, phrase = written.start, written.stop, written.span
+        # The tokens of the span.
+        start, stop, phrase = rendered.start, rendered.stop, rendered.span
         inside = [i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a < stop and b > start]
         begin, end = inside[0], inside[-1] + 1
-        covered = decode(tokenizer, ids[begin:end])
+        covered = decode_tokens(tokenizer, ids[begin:end])
         crosses = covered.strip() != phrase.strip()
-        if crosses and not written.whole:
+        if crosses and not rendered.whole:
             raise LayoutError(
                 f"the tokens of {phrase!r} read {covered!r}: it begins or ends inside a token; mark"
                 " whole words"
             )
         if end == len(ids):
             raise LayoutError(
-                f"nothing stands behind {phrase!r} in the chat; add_generation_prompt=True opens"
+                f"no text follows {phrase!r} in the chat; add_generation_prompt=True opens"
                 " the assistant's turn"
             )
         n_bos = min(begin, 1)
         return cls(
             ids=ids,
-            tokens=tuple(pieces(tokenizer, "", ids)),
+            tokens=tuple(token_texts(tokenizer, "", ids)),
             n_bos=n_bos,
             l_pre=end - begin,
             l_pro=len(ids) - end,
@@ -322,7 +330,8 @@ class Layout:
 
     @property
     def controlled(self) -> Span:
-        """What an augmentation strengthens: the prefix, or the prompt on the raw model (Eq. 9)."""
+        """The span that an augmentation strengthens: the prefix, or the prompt on the raw model
+        (Eq. 9)."""
         return self.prefix if self.l_pre else self.prompt
 
     @property
@@ -370,7 +379,7 @@ class Layout:
         )
 
     def _positions(self, positions: tuple[int, ...]) -> tuple[Span, ...]:
-        """Spans of tokens of the prefix, neighbours joined."""
+        """Spans of these positions in the prefix; neighbours are joined."""
         if max(positions) >= self.l_pre:
             raise LayoutError(
                 f"position {max(positions)} lies outside the prefix, which has"
@@ -393,33 +402,44 @@ class Layout:
     def n(self, rule: SpanRule) -> int:
         """The n of b(l): the controlled length, the tokenizer's count under "released", the span's
         size if explicit."""
-        return self.counted if rule == "released" else sum(each.size for each in self._of_n(rule))
+        return (
+            self.counted
+            if rule == "released"
+            else sum(each.size for each in self._counted_spans(rule))
+        )
 
-    def _of_n(self, rule: SpanRule) -> tuple[Span, ...]:
+    def _counted_spans(self, rule: SpanRule) -> tuple[Span, ...]:
         return (self.controlled,) if isinstance(rule, str) else self.spans(rule)
 
     def lengths(
-        self, queries: Int[np.ndarray, " query"], rule: LengthRule, seen: KeysSeen = FULL
+        self,
+        queries: Int[np.ndarray, " query"],
+        rule: LengthRule,
+        layer_type: LayerType = FULL_ATTENTION,
     ) -> Int[np.ndarray, " query"]:
-        """l at the queries in these slots, in layers of this kind; <= 0 on padding (and on BOS
+        """l at the queries in these slots, in layers of this type; <= 0 on padding (and on BOS
         under "paper")."""
-        first = seen.first(queries, self.pad)
-        bos = np.clip(queries + 1 - self.bos.start, 0, self.n_bos) - _hidden((self.bos,), first)
+        first = layer_type.first_seen(queries, self.pad)
+        bos = np.clip(queries + 1 - self.bos.start, 0, self.n_bos) - _n_hidden((self.bos,), first)
         return queries + 1 - self.pad - self._live_before(first) - (bos if rule == "paper" else 0)
 
     def _live_before(self, slots: Int[np.ndarray, " slot"]) -> Int[np.ndarray, " slot"]:
-        """Live keys in front of these slots."""
+        """Number of live keys before these slots."""
         return np.minimum(slots, self.soft) + np.maximum(slots - self.soft - self.pad, 0)
 
     def acts(
-        self, augmentation: Augmentation, queries: Int[np.ndarray, " query"], seen: KeysSeen = FULL
+        self,
+        augmentation: Augmentation,
+        queries: Int[np.ndarray, " query"],
+        layer_type: LayerType = FULL_ATTENTION,
     ) -> Bool[np.ndarray, " query"]:
-        """At which queries an augmentation acts: those of its phase and steps that see a key of its
-        span, and under profile "released" only where l > n.
+        """The queries at which an augmentation acts: those of its phase and steps that see a key of
+        its span; under profile "released" only where l > n.
 
         Raises:
             LayoutError: The convention of the released code, beyond a sliding window.
         """
+        # The queries of the phase and steps.
         last_prompt = self.prompt.stop - 1
         spans = self.spans(augmentation.span)
         inside = all(
@@ -435,22 +455,29 @@ class Layout:
         start, stop = augmentation.steps or (-math.inf, math.inf)
         step = queries - last_prompt
         acts = (queries >= first) & (step >= start) & (step < stop)
-        if seen.size:
-            first_seen = seen.first(queries, self.pad)
-            if augmentation.counts_slots and (acts & (self._live_before(first_seen) > 0)).any():
+        # Those that see a key of the span.
+        if layer_type.size:
+            first_seen = layer_type.first_seen(queries, self.pad)
+            if (
+                augmentation.follows_released_code
+                and (acts & (self._live_before(first_seen) > 0)).any()
+            ):
                 raise LayoutError(
-                    f"the released code boosts the first slots, and a layer that is {seen} lacks"
-                    " them; use profile 'paper', layers that see all keys, or texts of at most"
-                    f" {seen.size} tokens"
+                    f"the released code boosts the first slots, and a layer that is {layer_type}"
+                    " lacks them; use profile 'paper', layers that see all keys, or texts of at"
+                    f" most {layer_type.size} tokens"
                 )
-            acts &= sum(span.size for span in spans) > _hidden(spans, first_seen)
+            acts &= sum(span.size for span in spans) > _n_hidden(spans, first_seen)
         if augmentation.profile == "released":
             lengths = self.lengths(queries, augmentation.length_rule)
             acts &= lengths > self.n(augmentation.span)
         return acts
 
     def bias(
-        self, augmentation: Augmentation, queries: Int[np.ndarray, " query"], seen: KeysSeen = FULL
+        self,
+        augmentation: Augmentation,
+        queries: Int[np.ndarray, " query"],
+        layer_type: LayerType = FULL_ATTENTION,
     ) -> Float[np.ndarray, " query"]:
         """The bias each query adds to every key of the span; 0 for queries outside the
         augmentation's phase and steps.
@@ -461,48 +488,52 @@ class Layout:
 
         Args:
             queries: Slots.
-            seen: Which keys the queries of the layer see.
+            layer_type: The type of the layer: it decides which keys the queries see.
 
         Raises:
             AugmentationError: The bias depends on the scores.
             LayoutError: As `acts`.
         """
-        l = np.maximum(self.lengths(queries, augmentation.length_rule, seen), 1)
+        l = np.maximum(self.lengths(queries, augmentation.length_rule, layer_type), 1)
         n: Any = self.n(augmentation.span)
-        acts = self.acts(augmentation, queries, seen)
-        if seen.size:
-            n = n - _hidden(self._of_n(augmentation.span), seen.first(queries, self.pad))
+        acts = self.acts(augmentation, queries, layer_type)
+        if layer_type.size:
+            n = n - _n_hidden(
+                self._counted_spans(augmentation.span), layer_type.first_seen(queries, self.pad)
+            )
             acts &= n > 0
             n = np.maximum(n, 1)
         return np.where(acts, augmentation.bias(l, n), 0.0)
 
-    def first_in_sight(self, query: int, seen: KeysSeen) -> int:
-        """The first live slot that a query sees in layers of this kind."""
-        first = int(seen.first(np.array([query]), self.pad)[0])
+    def first_in_sight(self, query: int, layer_type: LayerType) -> int:
+        """The first live slot that a query sees in layers of this type."""
+        first = int(layer_type.first_seen(np.array([query]), self.pad)[0])
         return first if first < self.soft else max(first, self.bos.start)
 
     def in_sight(
-        self, queries: Int[np.ndarray, " query"], seen: KeysSeen
+        self, queries: Int[np.ndarray, " query"], layer_type: LayerType
     ) -> Int[np.ndarray, " query"]:
-        """Tokens of the prefix (of the prompt on the raw model) that queries behind it see in
-        layers of this kind."""
-        found = self.controlled.size - _hidden((self.controlled,), seen.first(queries, self.pad))
-        return found if seen.kind != "none" else np.zeros_like(found)
+        """Number of tokens of the prefix (of the prompt on the raw model) that later queries see in
+        layers of this type."""
+        found = self.controlled.size - _n_hidden(
+            (self.controlled,), layer_type.first_seen(queries, self.pad)
+        )
+        return found if layer_type.kind != "none" else np.zeros_like(found)
 
     def padded(self, width: int) -> Layout:
-        """The same branch, left-padded to `width` slots."""
+        """A copy, left-padded to `width` slots."""
         return replace(self, pad=width - self.n_live)
 
 
-def _hidden(spans: Sequence[Span], first: Int[np.ndarray, " query"]) -> Int[np.ndarray, " query"]:
-    """Keys of the spans in front of the first slot that each query sees."""
+def _n_hidden(spans: Sequence[Span], first: Int[np.ndarray, " query"]) -> Int[np.ndarray, " query"]:
+    """Number of keys of the spans before the first slot that each query sees."""
     return sum(
         (np.clip(first - span.start, 0, span.size) for span in spans), start=np.zeros_like(first)
     )
 
 
-def _check_start(tokenizer: Any, start: int, name: str, text: str) -> None:
-    """Refuse a text that brings its own first token, beside the BOS that a layout puts in front."""
+def _check_no_start_token(tokenizer: Any, start: int, name: str, text: str) -> None:
+    """Refuse a text with a first token of its own: a layout already puts BOS in front."""
     for first in (tokenizer.convert_ids_to_tokens(start), *CHAT_MARKERS):
         if text.lstrip().startswith(first) and first in tokenizer.get_vocab():
             raise LayoutError(
@@ -513,73 +544,7 @@ def _check_start(tokenizer: Any, start: int, name: str, text: str) -> None:
 
 
 def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts of a batch, padded so that all end together and no row's tokens stand in
-    another's soft slots."""
+    """The layouts of a batch, padded so that all end at one slot and no row has tokens in the soft
+    slots of another."""
     width = max(each.soft for each in layouts) + max(len(each.ids) for each in layouts)
     return [each.padded(width) for each in layouts]
-
-
-def _shown(b: float) -> float | str | None:
-    return None if math.isnan(b) else BLOCKED if b == -math.inf else float(b)
-
-
-def explain(
-    layout: Layout, augmentation: Augmentation | None, steps: int, seen: KeysSeen = FULL
-) -> dict[str, Any]:
-    """Everything `lapa2 layout` shows, as plain values: every key with its part, the spans, and l
-    and bias of every step in layers of a kind.
-
-    Step 0 is the last prompt query. Under the phases all_queries and every_query the augmented
-    queries before it count down from -1. A bias that depends on the scores is None, one of
-    -infinity `BLOCKED`.
-    """
-    spans = {
-        "bos": (layout.bos,),
-        "released": layout.spans("released"),
-        "prefix": (layout.prefix,) if layout.l_pre else (),
-        "prompt": (layout.before, layout.prompt) if layout.n_before else (layout.prompt,),
-    }
-    spans["boosted"] = layout.spans(augmentation.span) if augmentation else ()
-    inside = {
-        name: {slot for span in parts for slot in range(*span)} for name, parts in spans.items()
-    }
-    last = len(layout) - 1
-    first = last
-    if augmentation is not None and augmentation.phase in ("all_queries", "every_query"):
-        early = np.arange(layout.bos.start, last)
-        first = min([*early[layout.acts(augmentation, early, seen)].tolist(), last])
-    queries = np.arange(first, last + steps)
-    lengths = layout.lengths(queries, augmentation.length_rule if augmentation else "paper", seen)
-    if augmentation is None:
-        bias = np.zeros(len(queries))
-    elif augmentation.reads_scores:
-        bias = np.where(layout.acts(augmentation, queries, seen), np.nan, 0.0)
-    else:
-        bias = layout.bias(augmentation, queries, seen)
-    keys = [(None, f"soft {i + 1}") for i in range(layout.soft)] + list(
-        zip(layout.ids, layout.tokens, strict=True)
-    )
-    return {
-        "l_pre": layout.l_pre,
-        "l_pro": layout.l_pro,
-        "n_bos": layout.n_bos,
-        "n": layout.n(augmentation.span) if augmentation else layout.controlled.size,
-        "merged": layout.merged,
-        "spans": {name: [list(span) for span in parts] for name, parts in spans.items()},
-        "tokens": [
-            {
-                "slot": slot,
-                "id": number,
-                "token": token,
-                "part": next(name for name in ("bos", "prefix", "prompt") if slot in inside[name]),
-                "boosted": slot in inside["boosted"],
-            }
-            for slot, (number, token) in enumerate(keys)
-        ],
-        "augmentation": augmentation and augmentation.model_dump(mode="json"),
-        "layer_type": str(seen),
-        "steps": [
-            {"step": int(query) - last, "l": int(l), "bias": _shown(b)}
-            for query, l, b in zip(queries, lengths, bias, strict=True)
-        ],
-    }

@@ -1,22 +1,23 @@
 """Named ways to steer attention: the literature's, ours, and their combinations, as augmentations.
 
 A recipe is a function of a few parameters that gives one or several `Augmentation`s, with its
-source, and where its defaults come from (`RECIPES`). What decides a cell's texts are those
-augmentations; the name is the label of its arm.
+source and the source of its defaults (`RECIPES`). The augmentations decide a cell's texts; the name
+is the label of its arm.
 
     generate(..., augmentation="instaboost:M=5")   # in Python, as every call with an augmentation
     recipe("instaboost", M=5)                      # the same as augmentations
     --augmentation instaboost:M=5                  # on the command line
     augmentation = ["none", "instaboost:M=5"]      # in a grid
 
-Every recipe also takes `WHERE`: `tokens` (positions within the prefix), `layers`, `heads`, `steps`
-and `phase`. As text, the parts of a value are joined by "/", and recipes that act together by "+":
+Every recipe also takes `SHARED_PARAMETERS`: `tokens` (positions within the prefix), `layers`,
+`heads`, `steps` and `phase`. As text, the parts of a value are joined by "/", and recipes that act
+together by "+":
 
     lapa2:tokens=1,alpha=1 + lapa2:tokens=2,alpha=0.5     two tokens with a bias each
     instaboost:steps=0:16 + lapa2:steps=16:9999           another control from step 16 on
 
-What could be checked against published code (read, not run), and what is from memory, stands in
-each recipe's `source`.
+The `source` of each recipe says which parts were checked against published code (read, not run) and
+which are from memory.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lapa2_interp._util.errors import AugmentationError, unknown_choice
-from lapa2_interp.bias.augmentation import Augmentation, shortened
+from lapa2_interp.bias.augmentation import Augmentation, shorten_value
 
-WHERE = ("tokens", "layers", "heads", "steps", "phase")
-"""Parameters that every recipe takes: where, and for which queries and steps, it acts."""
-Made = Augmentation | tuple[Augmentation, ...]
+SHARED_PARAMETERS = ("tokens", "layers", "heads", "steps", "phase")
+"""Parameters that every recipe takes: the tokens, layers, heads, steps and queries it acts on."""
+RecipeResult = Augmentation | tuple[Augmentation, ...]
 
 
-class Named(tuple[Augmentation, ...]):
-    """Augmentations that act together, and what they were asked by.
+class LabeledAugmentations(tuple[Augmentation, ...]):
+    """Augmentations that act together, with the recipes that gave them.
 
     Attributes:
         label: The recipes as text, long lists shortened; the label of a cell's arm.
@@ -45,7 +46,7 @@ class Named(tuple[Augmentation, ...]):
     label: str
 
     @classmethod
-    def of(cls, rules: Iterable[Augmentation], label: str) -> Named:
+    def of(cls, rules: Iterable[Augmentation], label: str) -> LabeledAugmentations:
         """Augmentations with their label."""
         found = cls(rules)
         found.label = label
@@ -57,14 +58,14 @@ class Recipe:
     """One way to steer attention.
 
     Attributes:
-        make: Its parameters to its augmentations.
-        what: What it does, in a line.
-        source: Who published it, and what of that could be checked.
-        defaults: Where the defaults of its parameters come from.
-        needs: Those of `WHERE` that must be given.
+        make: Makes its augmentations from its parameters.
+        what: Its effect, in a line.
+        source: Its publication, and the part of it that could be checked.
+        defaults: The source of its parameters' defaults.
+        needs: The `SHARED_PARAMETERS` that must be given.
     """
 
-    make: Callable[..., Made]
+    make: Callable[..., RecipeResult]
     what: str
     source: str
     defaults: str
@@ -77,58 +78,60 @@ class Recipe:
         return {each.name: each.default for each in found}
 
 
-def _lapa2(alpha: float | int = 0.5) -> Made:
+def _lapa2(alpha: float | int = 0.5) -> RecipeResult:
     return Augmentation(alpha=alpha)
 
 
-def _linear(alpha: float | int = 0.5) -> Made:
+def _linear(alpha: float | int = 0.5) -> RecipeResult:
     return Augmentation(alpha=alpha, law="linear")
 
 
-def _sqrt(alpha: float | int = 0.5) -> Made:
+def _sqrt(alpha: float | int = 0.5) -> RecipeResult:
     return Augmentation(alpha=alpha, law="sqrt")
 
 
-def _constant(alpha: float | int = 0.5, l0: float | int = 128.0) -> Made:
+def _constant(alpha: float | int = 0.5, l0: float | int = 128.0) -> RecipeResult:
     return Augmentation(alpha=alpha, law="constant", l0=l0)
 
 
-def _released(alpha: float | int = 2.0) -> Made:
+def _released(alpha: float | int = 2.0) -> RecipeResult:
     return Augmentation(alpha=alpha, profile="released")
 
 
-def _instaboost(M: float | int = 3.0) -> Made:
-    return Augmentation(alpha=_log(M, "M"), law="scale", phase="every_query")
+def _instaboost(M: float | int = 3.0) -> RecipeResult:
+    return Augmentation(alpha=_log_of_positive(M, "M"), law="scale", phase="every_query")
 
 
-def _pasta(alpha: float | int = 0.01) -> Made:
-    less = Augmentation(alpha=_log(alpha, "alpha"), law="scale", span="input", phase="every_query")
+def _pasta(alpha: float | int = 0.01) -> RecipeResult:
+    less = Augmentation(
+        alpha=_log_of_positive(alpha, "alpha"), law="scale", span="input", phase="every_query"
+    )
     return (less, less.model_copy(update={"alpha": -less.alpha, "span": "prefix"}))
 
 
-def _spotlight(tau: float | int = 0.2) -> Made:
+def _spotlight(tau: float | int = 0.2) -> RecipeResult:
     return Augmentation(alpha=1, law="ratio", tau=tau, pooled=True, phase="every_query")
 
 
-def _spotlight_per_head(tau: float | int = 0.2) -> Made:
+def _spotlight_per_head(tau: float | int = 0.2) -> RecipeResult:
     return Augmentation(alpha=1, law="ratio", tau=tau, phase="every_query")
 
 
-def _split_softmax(k: float | int = 0.75) -> Made:
-    if _number(k, "k") > 1:
+def _split_softmax(k: float | int = 0.75) -> RecipeResult:
+    if _check_positive(k, "k") > 1:
         raise AugmentationError(f"k of split-softmax should be above 0 and at most 1, found {k:g}")
     return Augmentation(alpha=1 / k - 1, law="power", phase="all_queries")
 
 
-def _set_point(tau: float | int = 0.2, floor: bool = True) -> Made:
+def _set_point(tau: float | int = 0.2, floor: bool = True) -> RecipeResult:
     return Augmentation(alpha=1, law="target", tau=tau, floor=floor)
 
 
-def _log(value: float | int, name: str) -> float:
-    return math.log(_number(value, name))
+def _log_of_positive(value: float | int, name: str) -> float:
+    return math.log(_check_positive(value, name))
 
 
-def _number(value: Any, name: str) -> float | int:
+def _check_positive(value: Any, name: str) -> float | int:
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise AugmentationError(f"{name} should be above 0, found {value!r}")
     return value
@@ -194,7 +197,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "split-softmax": Recipe(
         _split_softmax,
-        "makes A to the power k of the prefix's share A, at every query behind the prefix",
+        "raises the prefix's share A to the power k, at every query after the prefix",
         "split-softmax, arXiv 2402.10962. The formula is from memory: its code"
         " (likenneth/persona_drift) does not contain it",
         "k: ours; we know of no published default",
@@ -214,14 +217,14 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def recipe(name: str, **parameters: Any) -> Named:
+def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
     """The augmentations of a recipe, for one row of `augmented` or as a cell's `augmentation`.
 
     Args:
         name: One of `RECIPES`.
-        parameters: The recipe's own (`Recipe.parameters`), and any of `WHERE`: `tokens`, positions
-            within the prefix, 0 being its first; `layers`, `heads`, `steps` and `phase` as in
-            `Augmentation`.
+        parameters: The recipe's own (`Recipe.parameters`), and any of `SHARED_PARAMETERS`:
+            `tokens`, positions within the prefix, 0 being its first; `layers`, `heads`, `steps` and
+            `phase` as in `Augmentation`.
 
     Raises:
         AugmentationError: An unknown name or parameter, a value out of range, one that is missing,
@@ -231,21 +234,30 @@ def recipe(name: str, **parameters: Any) -> Named:
         raise AugmentationError(
             f"{unknown_choice('recipe', name, RECIPES)}; `lapa2 recipes` explains them"
         )
+    # Check the parameters.
     chosen = RECIPES[name]
     for each in parameters:
-        if each not in (*chosen.parameters, *WHERE):
+        if each not in (*chosen.parameters, *SHARED_PARAMETERS):
             kind = f"parameter of recipe {name}"
-            raise AugmentationError(unknown_choice(kind, each, (*chosen.parameters, *WHERE)))
+            raise AugmentationError(
+                unknown_choice(kind, each, (*chosen.parameters, *SHARED_PARAMETERS))
+            )
     if missing := [each for each in chosen.needs if each not in parameters]:
         raise AugmentationError(
             f"recipe {name} needs {' and '.join(missing)}, such as"
-            f" {name}:{','.join(EXAMPLES[each] for each in chosen.needs)}"
+            f" {name}:{','.join(PARAMETER_EXAMPLES[each] for each in chosen.needs)}"
         )
-    made = chosen.make(**{key: value for key, value in parameters.items() if key not in WHERE})
+    made = chosen.make(
+        **{key: value for key, value in parameters.items() if key not in SHARED_PARAMETERS}
+    )
     rules = made if isinstance(made, tuple) else (made,)
-    where = {key: value for key, value in parameters.items() if key in WHERE and key != "tokens"}
+    where = {
+        key: value
+        for key, value in parameters.items()
+        if key in SHARED_PARAMETERS and key != "tokens"
+    }
     if "tokens" in parameters and all(rule.span != "prefix" for rule in rules):
-        raise AugmentationError(f"recipe {name} covers slots of its own, so it takes no tokens")
+        raise AugmentationError(f"recipe {name} has a fixed span, so it takes no tokens")
     found = (
         Augmentation(
             **dict(rule)
@@ -258,29 +270,32 @@ def recipe(name: str, **parameters: Any) -> Named:
         )
         for rule in rules
     )
-    told = {key: value for key, value in parameters.items() if value is not None}
-    given = ",".join(f"{key}={_as_text(key, value)}" for key, value in told.items())
-    return Named.of(found, f"{name}:{given}" if given else name)
+    given = ",".join(
+        f"{key}={_format_value(key, value)}"
+        for key, value in parameters.items()
+        if value is not None
+    )
+    return LabeledAugmentations.of(found, f"{name}:{given}" if given else name)
 
 
-def _as_text(key: str, value: Any) -> str:
-    """A parameter's value as `read_recipes` takes it; a long list shortened."""
+def _format_value(key: str, value: Any) -> str:
+    """A parameter's value as `parse_recipes` takes it; a long list shortened."""
     if isinstance(value, bool):
         return str(value).lower()
     if key == "steps":
         return ":".join(map(str, value))
-    return shortened(value, "/")
+    return shorten_value(value, "/")
 
 
-def named_rules(given: Any) -> Any:
-    """The augmentations of recipes that are given as text; all else as it is."""
-    return read_recipes(given) if isinstance(given, str) else given
+def resolve_recipes(given: Any) -> Any:
+    """The augmentations of recipes that are given as text; anything else unchanged."""
+    return parse_recipes(given) if isinstance(given, str) else given
 
 
-EXAMPLES = {"tokens": "tokens=1", "heads": "heads=3.1/4.0"}
+PARAMETER_EXAMPLES = {"tokens": "tokens=1", "heads": "heads=3.1/4.0"}
 
 
-def read_recipes(text: str) -> Named:
+def parse_recipes(text: str) -> LabeledAugmentations:
     """The augmentations of recipes as text, NAME[:PARAMETER=VALUE,...] joined by "+".
 
     For example `pasta:alpha=0.1,heads=3.1/4.0` or `lapa2:tokens=0/1 + instaboost:steps=0:16`.
@@ -288,7 +303,7 @@ def read_recipes(text: str) -> Named:
     Raises:
         AugmentationError: As `recipe`, or a value that cannot be read.
     """
-    found: list[Named] = []
+    found: list[LabeledAugmentations] = []
     for part in text.split("+"):
         name, _, rest = part.partition(":")
         name, given = name.strip(), {}
@@ -302,54 +317,56 @@ def read_recipes(text: str) -> Named:
                 )
             default = RECIPES[name].parameters.get(key) if name in RECIPES else None
             try:
-                given[key] = _value(key, value.strip(), default)
+                given[key] = _parse_value(key, value.strip(), default)
             except ValueError:
                 raise AugmentationError(
                     f"{key}={value} of recipe {name!r} cannot be read; give"
-                    f" {FORMS.get(key, 'a number')}"
+                    f" {VALUE_FORMS.get(key, 'a number')}"
                 ) from None
         found.append(recipe(name, **given))
-    return Named.of((rule for each in found for rule in each), " + ".join(e.label for e in found))
+    return LabeledAugmentations.of(
+        (rule for each in found for rule in each), " + ".join(e.label for e in found)
+    )
 
 
-FORMS = {
+VALUE_FORMS = {
     "tokens": "positions such as 0/2",
     "layers": "all, bottom, top, even, odd, or numbers such as 0/5",
     "heads": "layer.head pairs such as 3.1/4.0",
     "steps": "first:stop, such as 0:16",
     "floor": "true or false",
 }
-"""How values are written, for error messages."""
+"""Forms of values in text, for error messages."""
 
 
-def _value(key: str, text: str, default: Any) -> Any:
+def _parse_value(key: str, text: str, default: Any) -> Any:
     if key == "tokens" or (key == "layers" and text[:1].isdigit()):
         return tuple(int(each) for each in text.split("/"))
     if key == "heads" and text != "all":
-        return tuple(_pair(each, ".") for each in text.split("/"))
+        return tuple(_parse_pair(each, ".") for each in text.split("/"))
     if key == "steps":
-        return _pair(text, ":")
-    if key in WHERE:
+        return _parse_pair(text, ":")
+    if key in SHARED_PARAMETERS:
         return text
     if isinstance(default, bool):
         return {"true": True, "false": False}[text] if text in ("true", "false") else int("")
     return float(text)
 
 
-def _pair(text: str, mark: str) -> tuple[int, int]:
+def _parse_pair(text: str, mark: str) -> tuple[int, int]:
     one, other = text.split(mark)
     return int(one), int(other)
 
 
-def strength_of(rules: tuple[Augmentation, ...]) -> float:
-    """How strong augmentations are: tau where a law aims at a share, else the size of alpha; of
-    several the largest; 0 of none."""
+def strength(rules: tuple[Augmentation, ...]) -> float:
+    """The strength of augmentations: tau where a law aims at a share, else |alpha|; of several the
+    largest; 0 without any."""
     return max((abs(rule.alpha) if rule.tau is None else rule.tau for rule in rules), default=0.0)
 
 
 def at_unit_strength(rules: tuple[Augmentation, ...]) -> tuple[Augmentation, ...]:
-    """The same augmentations with tau 0.5, or alpha 1 (-1 where it is negative): equal where two
-    differ by their strength alone."""
+    """Copies with tau 0.5, or alpha 1 (-1 where it is negative): those of two arms are equal if the
+    arms differ by strength alone."""
     return tuple(
         rule.model_copy(
             update={"alpha": math.copysign(1, rule.alpha)} if rule.tau is None else {"tau": 0.5}
@@ -358,28 +375,28 @@ def at_unit_strength(rules: tuple[Augmentation, ...]) -> tuple[Augmentation, ...
     )
 
 
-def families(arms: Iterable[tuple[Augmentation, ...]]) -> dict[tuple[Augmentation, ...], str]:
-    """Ways to steer by name, strength left out: arms of one name differ by their strength alone.
+def name_families(arms: Iterable[tuple[Augmentation, ...]]) -> dict[tuple[Augmentation, ...], str]:
+    """The name of each arm's family: arms of one name differ by their strength alone.
 
-    A name is that of a recipe, or the label of the augmentations; a second family of that name (of
-    other heads, say) has "#2" behind it. No augmentation is the "baseline".
+    The name is that of a recipe, or the label of the augmentations; a second family of the same
+    name (with other heads, say) gets "#2" after it. An arm without augmentation is the "baseline".
     """
     names: dict[tuple[Augmentation, ...], str] = {(): "baseline"}
     found = {}
     for rules in arms:
         unit = at_unit_strength(rules)
         if unit not in names:
-            name = name_of(rules, any_strength=True) or " + ".join(rule.label for rule in unit)
+            name = recipe_name(rules, any_strength=True) or " + ".join(rule.label for rule in unit)
             same = sum(other.partition(" #")[0] == name for other in names.values())
             names[unit] = f"{name} #{same + 1}" if same else name
         found[rules] = names[unit]
     return found
 
 
-def name_of(rules: tuple[Augmentation, ...], any_strength: bool = False) -> str | None:
-    """The recipe that gives these augmentations with its own parameters at their defaults, whatever
-    its tokens, layers, heads and steps (and its strength, if `any_strength`); None if there is
-    none."""
+def recipe_name(rules: tuple[Augmentation, ...], any_strength: bool = False) -> str | None:
+    """The recipe that gives these augmentations with its own parameters at their defaults; None if
+    there is none. Its tokens, layers, heads and steps may be any (with `any_strength`, its strength
+    too)."""
     alike = at_unit_strength if any_strength else tuple
     given = tuple(rule.positions for rule in rules if rule.positions is not None)
     narrow = ("tokens",) * bool(given) + ("heads",) * any(rule.heads != "all" for rule in rules)

@@ -1,9 +1,9 @@
-"""Attention logits made to hold the paper's assumptions, or to break them one at a time.
+"""Synthetic attention logits that fulfil the paper's assumptions, or violate them one at a time.
 
-A family says how the logits of one query over l keys are distributed: the first l_pre are the
-prefix. Only two numbers matter at each length, the sums of exponentiated logits of the prefix and
-of the other keys; every augmentation follows from those (`theory`: the exact law), so that all
-alphas share their draws.
+A family is a distribution of the logits of one query over l keys: the first l_pre are the prefix.
+Only two numbers matter at each length, the sums of exponentiated logits of the prefix and of the
+other keys. Every augmentation follows from those (`theory`: the exact law), so that all alphas
+share their draws.
 
 =================  ============  =============  ==================================================================
 family             exchangeable  bounded ratio  logits
@@ -50,12 +50,12 @@ allows."""
 
 
 @dataclass(frozen=True)
-class Family:
-    """How logits are drawn.
+class LogitFamily:
+    """A distribution of logits.
 
     Attributes:
-        exchangeable: No key is different from another, jointly (what E[A] = l_pre / l needs).
-        bounded: e_P / e_R stays bounded as l grows (its generalisation).
+        exchangeable: True if the keys are exchangeable, which E[A] = l_pre / l needs.
+        bounded: True if e_P / e_R stays bounded as l grows, which its generalisation needs.
         draw: Logits of n keys, the first beside the prefix.
         sink: Logit of the first key beside the prefix, if not drawn.
         recency: c of -c * log(1 + d) for keys other than the prefix; of the prefix too unless
@@ -73,7 +73,7 @@ class Family:
 
     @property
     def keeps(self) -> str:
-        """The assumptions it keeps, in words."""
+        """The assumptions that it fulfils, in words."""
         return ("exchangeable" if self.exchangeable else "not exchangeable") + (
             "" if self.bounded else ", ratio unbounded"
         )
@@ -91,24 +91,24 @@ def _autoregressive(rng: Rng, n: int) -> Float[np.ndarray, " key"]:
     return np.asarray(lfilter([1.0], [1.0, -LAG], shocks))
 
 
-FAMILIES: Mapping[str, Family] = {
-    "equal": Family(True, True, lambda rng, n: np.zeros(n)),
-    "normal": Family(True, True, _normal),
-    "wide normal": Family(True, True, lambda rng, n: 3 * rng.standard_normal(n)),
-    "heavy tail": Family(True, True, lambda rng, n: rng.exponential(1 / 1.5, n)),
-    "infinite mean": Family(True, True, lambda rng, n: rng.exponential(1 / 0.8, n)),
-    "correlated": Family(False, True, _autoregressive),
-    "sink": Family(False, True, _normal, sink=SINK),
-    "recency": Family(False, True, _normal, recency=RECENCY),
-    "anchored prefix": Family(False, False, _normal, recency=RECENCY, anchored=True),
-    "growing prefix": Family(False, False, _normal, growth=0.5),
+LOGIT_FAMILIES: Mapping[str, LogitFamily] = {
+    "equal": LogitFamily(True, True, lambda rng, n: np.zeros(n)),
+    "normal": LogitFamily(True, True, _normal),
+    "wide normal": LogitFamily(True, True, lambda rng, n: 3 * rng.standard_normal(n)),
+    "heavy tail": LogitFamily(True, True, lambda rng, n: rng.exponential(1 / 1.5, n)),
+    "infinite mean": LogitFamily(True, True, lambda rng, n: rng.exponential(1 / 0.8, n)),
+    "correlated": LogitFamily(False, True, _autoregressive),
+    "sink": LogitFamily(False, True, _normal, sink=SINK),
+    "recency": LogitFamily(False, True, _normal, recency=RECENCY),
+    "anchored prefix": LogitFamily(False, False, _normal, recency=RECENCY, anchored=True),
+    "growing prefix": LogitFamily(False, False, _normal, growth=0.5),
 }
 
 
-def lengths_up_to(
+def geometric_lengths(
     longest: int, l_pre: int, shortest: int = 64, n: int = 24
 ) -> Int[np.ndarray, " length"]:
-    """Lengths in equal ratios, as far as they are different.
+    """Distinct lengths in equal ratios.
 
     Raises:
         TraceError: Fewer than 3 remain.
@@ -124,10 +124,11 @@ def lengths_up_to(
 
 
 def log_sums(
-    family: Family, rng: Rng, lengths: Int[np.ndarray, " length"], l_pre: int
+    family: LogitFamily, rng: Rng, lengths: Int[np.ndarray, " length"], l_pre: int
 ) -> tuple[Float[np.ndarray, "prefix length"], Float[np.ndarray, " length"]]:
-    """log of the summed exponentiated logits, of several prefixes' keys and of all other keys, for
-    one text."""
+    """log of the summed exponentiated logits of the keys of `PREFIXES` prefixes, and of all other
+    keys, for one text."""
+    # Draw the logits of the prefixes and of the other keys.
     n_others = int(lengths[-1]) - l_pre
     if family.draw is _autoregressive:
         logits = family.draw(rng, n_others)
@@ -145,6 +146,7 @@ def log_sums(
         )
     if family.sink is not None:
         logits[0] = family.sink
+    # Sum them up to each length.
     weights = np.exp(logits)
     prefix = np.exp(before)
     if family.recency:
@@ -165,12 +167,11 @@ def log_sums(
 def draw_log_odds(
     lengths: Int[np.ndarray, " length"],
     l_pre: int,
-    families: Mapping[str, Family] = FAMILIES,
+    families: Mapping[str, LogitFamily] = LOGIT_FAMILIES,
     texts: int = 20,
     seed: int = 0,
 ) -> dict[str, Float[np.ndarray, "text prefix length"]]:
-    """log(A / (1 - A)) without augmentation, by family: the synthetic data that everything else is
-    computed from.
+    """log(A / (1 - A)) without augmentation, by family; everything else is computed from these.
 
     Raises:
         TraceError: No text, or a prefix of length zero or as long as the shortest length.
@@ -196,11 +197,11 @@ def draw_log_odds(
     return odds
 
 
-def as_dataset(
+def log_odds_dataset(
     drawn: Mapping[str, Float[np.ndarray, "text prefix length"]],
     lengths: Int[np.ndarray, " length"],
 ) -> xr.Dataset:
-    """The draws for storing: log_odds by family, text, prefix and l."""
+    """The drawn log_odds by family, text, prefix and l, as a dataset to store."""
     import xarray as xr
 
     found = np.stack(list(drawn.values())).astype(np.float32)

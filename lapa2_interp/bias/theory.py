@@ -41,12 +41,14 @@ def augmented_share(
     return np.asarray(1 / (1 + (r - 1) * r**-alpha))
 
 
-def exponent(
+def local_exponent(
     l: Real[np.ndarray, "*shape"] | float | int, l_pre: int, alpha: float
 ) -> Float[np.ndarray, "*shape"]:
-    """d log A' / d log l under uniform logits at finite l, (1 - A') * (alpha - r / (r - 1)): what a
-    straight line through log A' against log l measures, and how far that is from its limit alpha -
-    1 (0 from alpha = 1 on)."""
+    """d log A' / d log l under uniform logits at finite l, (1 - A') * (alpha - r / (r - 1)).
+
+    It is the slope of a straight line through log A' against log l. Its limit is alpha - 1 (0 from
+    alpha = 1 on).
+    """
     r = np.asarray(l, dtype=np.float64) / l_pre
     rest = 1 - augmented_share(l, l_pre, alpha)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -71,13 +73,13 @@ def log_odds(share: Float[np.ndarray, "*shape"] | float) -> Float[np.ndarray, "*
     return np.asarray(logit(np.asarray(share, dtype=np.float64)))
 
 
-def slopes(
+def fit_slopes(
     x: Real[np.ndarray, "*#curve step"], y: Float[np.ndarray, "*curve step"]
 ) -> Float[np.ndarray, "*curve"]:
     """Least-squares slope of every curve y against its x; NaN where a value is not finite.
 
-    Of log A against log l it is a power law's exponent; of log(A / (1 - A)) + log(r - 1) against
-    log r it is how fast e_P / e_R grows, plus alpha.
+    Of log A against log l it is the exponent of a power law; of log(A / (1 - A)) + log(r - 1)
+    against log r it is alpha plus the growth exponent of e_P / e_R.
 
     Raises:
         ValueError: Fewer than 3 steps, or all at one x.
@@ -113,8 +115,8 @@ class DecayFit:
     """Least squares of C / (t + D) (Figure "dilution").
 
     Attributes:
-        c, d: The parameters, D > 0; NaN where no D up to 100 times the steps fits best: the curve
-            does not decay so.
+        c, d: The parameters, D > 0; NaN where no D up to 100 times the steps fits best, since the
+            curve does not decay in this way.
         r2: Share of the variance over steps that the curve explains.
     """
 
@@ -148,6 +150,7 @@ def fit_decay(t: Real[np.ndarray, " step"], attention: Float[np.ndarray, " step"
         d = np.exp(log_d)
         return float(((attention - best_c(d) / (t + d)) ** 2).sum())
 
+    # Search log D on a grid, then between the neighbours of the best point.
     bounds = (np.log(1e-3), np.log(100 * (1 + t.max())))
     grid = np.linspace(*bounds, 60)
     start = int(np.argmin([loss(x) for x in grid]))

@@ -17,22 +17,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, DataError, unknown_choice
-from lapa2_interp.bias.augmentation import Rules
+from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.circuits.edits import Edit, edited_logits
 from lapa2_interp.circuits.examples import ContrastExample, attribute_words, batches, make_examples
 from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.models.card import (
     Model,
     attention_layers,
-    check_one_side,
-    kv_sizes,
+    check_rotary_side,
+    kv_shapes,
     model_card,
+    model_short_context,
     network_of,
     plain_network,
     prepacked_model,
-    short_context_of,
 )
-from lapa2_interp.models.load import model_of
+from lapa2_interp.models.load import resolve_model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import Task
 
@@ -81,7 +81,7 @@ class ContrastSet:
             LayoutError: A text crosses a switch of the model's rotary factors.
         """
         # Attention in every layer, with a hook by head.
-        model = model_of(model)
+        model = resolve_model(model)
         if len(attending := attention_layers(model)) < model.cfg.n_layers:
             raise CircuitError(
                 "circuits are read from models with attention in every layer, and this one has it"
@@ -90,7 +90,7 @@ class ContrastSet:
         network: Any = network_of(model)
         if plain_network(model) is None and hasattr(network, "config"):
             config = network.config.get_text_config()
-            if any(key != value for _, key, value in kv_sizes(config)):
+            if any(key != value for _, key, value in kv_shapes(config)):
                 raise CircuitError(
                     f"hook_z of a {config.model_type} model is not by head, as its keys and values"
                     " differ in size; load it as TransformersModel, for methods without hooks"
@@ -104,7 +104,9 @@ class ContrastSet:
                     f" the model's context of {model.cfg.n_ctx}; give shorter texts"
                 )
             # The prefix has a forward pass of its own, so a longer text would mix rotary factors.
-            check_one_side(short_context_of(model), 0, n, f"the text after {example.prompt!r}")
+            check_rotary_side(
+                model_short_context(model), 0, n, f"the text after {example.prompt!r}"
+            )
         return contrast_set
 
     @classmethod
@@ -277,7 +279,7 @@ def evaluate_edits(
     contrast_set: ContrastSet,
     edits: Sequence[Edit | None],
     metrics: dict[str, Metric],
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     progress: tqdm | None = None,
     batch_size: int | None = None,
 ) -> Iterator[tuple[int, list[int], dict[str, Float[Tensor, "item step"]]]]:

@@ -20,11 +20,11 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp.bias.augmentation import Rules
+from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.models.card import Model
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import bounds
 
 
@@ -101,13 +101,13 @@ class ControlScore:
         return figure
 
 
-@takes_model
+@accepts_model_name
 def control_score(
     model: Model,
     contrast: ContrastLike,
     *,
     metrics: str | Metric | Sequence[str] | Mapping[str, Metric] | None = None,
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     batch_size: int | None = None,
     progress: tqdm | None = None,
     **settings: Any,

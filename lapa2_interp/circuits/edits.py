@@ -28,13 +28,18 @@ from torch import Tensor
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import Augmentation, Phase, Rules, active_augmentations
+from lapa2_interp.bias.augmentation import (
+    Augmentation,
+    AugmentationLike,
+    Phase,
+    active_augmentations,
+)
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.recipes import named_rules
+from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.examples import ContrastExample
-from lapa2_interp.models.blocks import attached
+from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.blocks import attach_hooks
 from lapa2_interp.models.card import Model, is_bridge, plain_network
-from lapa2_interp.models.interface import Visitor, visited
 
 Replacement = Literal["cut", "zero", "resample", "mean"]
 Branches = Literal["target", "others"]
@@ -92,7 +97,7 @@ class Edit:
 def edited_logits(
     model: Model,
     items: Sequence[tuple[ContrastExample, Edit | None]],
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     raw: bool = False,
 ) -> tuple[Float[Tensor, "branch item step vocab"], Float[Tensor, "item step vocab"] | None]:
     """Logits of every step of texts, in every branch, each under its edit.
@@ -130,7 +135,7 @@ _Row = tuple[ContrastExample, Edit | None, int]
 
 
 def _forward_rows(
-    model: Model, rows: Sequence[_Row], augmentation: Rules
+    model: Model, rows: Sequence[_Row], augmentation: AugmentationLike
 ) -> Float[Tensor, "row step vocab"]:
     """Logits of rows that share a batch: the prefix first, then prompt and text."""
     # Rows that need a copy, and the augmentations of each row.
@@ -139,7 +144,7 @@ def _forward_rows(
     layouts = [example.layouts[branch] for example, _, branch in rows]
     edits = [each if each and each.applies_to(branch) else None for _, each, branch in rows]
     copied = [i for i, edit in enumerate(edits) if edit and edit.replacement != "cut"]
-    always = tuple(active_augmentations(named_rules(augmentation)))
+    always = tuple(active_augmentations(resolve_recipes(augmentation)))
     rules = [
         (*always, edit.rule) if edit and edit.replacement == "cut" else always for edit in edits
     ]
@@ -154,7 +159,7 @@ def _forward_rows(
     state = BridgeRows(model)
     fronts = [prefix_part(each) for each in layouts]
     if layouts[0].soft:
-        state.behind(layouts, prefixes)
+        state.start_after_prefix(layouts, prefixes)
     else:
         with augmented(model, None, fronts):
             state.prompt_pass(fronts)
@@ -182,11 +187,13 @@ def _forward_rows(
                 for row, each in zip(acting, all_layouts, strict=True)
             ]
             with augmented(model, early, all_layouts):
-                state.read(tokens[:, :n_before])
+                state.read_tokens(tokens[:, :n_before])
             tokens = tokens[:, n_before:]
         stack.enter_context(augmented(model, acting, all_layouts))
         logits = (
-            _forward_by_step(state, tokens) if by_step else state.read(tokens, keep=first.n_steps)
+            _forward_by_step(state, tokens)
+            if by_step
+            else state.read_tokens(tokens, keep=first.n_steps)
         )
     return logits[: len(rows)]
 
@@ -219,12 +226,14 @@ def _forward_by_step(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row st
     reads it again without the edit."""
     found = []
     for i in range(tokens.shape[1]):
-        found.append(state.read(tokens[:, max(i - 1, 0) : i + 1]))
+        found.append(state.read_tokens(tokens[:, max(i - 1, 0) : i + 1]))
         state.crop(1)
     return torch.cat(found, dim=1)
 
 
-def check_one_pass(augmentation: Rules, examples: Sequence[ContrastExample], need: str) -> None:
+def check_one_pass(
+    augmentation: AugmentationLike, examples: Sequence[ContrastExample], need: str
+) -> None:
     """Refuse augmentations under which prefix, prompt and text are not one forward pass.
 
     Args:
@@ -234,7 +243,7 @@ def check_one_pass(augmentation: Rules, examples: Sequence[ContrastExample], nee
         CircuitError: Phase "query", under which every step has its own forward pass; or as
             `edited_logits`.
     """
-    for rule in active_augmentations(named_rules(augmentation)):
+    for rule in active_augmentations(resolve_recipes(augmentation)):
         if rule.phase == "query":
             raise CircuitError(
                 f"under phase {rule.phase!r} prefix and text are not read in one pass, and {need}"
@@ -265,7 +274,7 @@ def unprefixed_logits(
         index = torch.arange(len(examples), device=model.cfg.device)
         state.expand(index, capacity=len(layouts[0] or ()) + n - 1)
         text = torch.tensor([example.text[:-1] for example in examples], device=model.cfg.device)
-        logits.append(state.read(text, keep=n - 1))
+        logits.append(state.read_tokens(text, keep=n - 1))
     return torch.cat(logits, dim=1)
 
 
@@ -352,7 +361,7 @@ class _EditedHeads:
             return held
 
         if (plain := plain_network(self.model)) is not None:
-            with visited(plain, Visitor(out=self), begin):
+            with hook_attention(plain, AttentionHooks(edit_output=self), begin):
                 yield
             return
 
@@ -363,5 +372,5 @@ class _EditedHeads:
             (Z.format(layer), lambda z, hook, layer=layer: on_z(z, hook, layer))
             for layer in range(self.model.cfg.n_layers)
         ]
-        with attached(self.model, hooks, begin):
+        with attach_hooks(self.model, hooks, begin):
             yield

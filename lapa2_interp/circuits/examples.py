@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.texts import decode
+from lapa2_interp.bias.tokens import decode_tokens
 from lapa2_interp.generation.loop import run_plan
 from lapa2_interp.generation.plan import plan
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import Task
 from lapa2_interp.tasks.word_lists import read_word_list
@@ -172,7 +172,7 @@ class ContrastExample:
         return cls(prompt, tuple(prefixes), tuple(layouts), tuple(map(int, ids)), source, raw)
 
 
-@takes_model
+@accepts_model_name
 def make_examples(
     model: Model,
     task: str | Task,
@@ -245,7 +245,7 @@ def prefix_texts(tokenizer: PreTrainedTokenizerBase, example: ContrastExample) -
     return {
         name: "soft prefix"
         if each.soft
-        else decode(tokenizer, each.ids[each.n_bos :][: each.l_pre])
+        else decode_tokens(tokenizer, each.ids[each.n_bos :][: each.l_pre])
         for name, each in zip(example.attributes, example.layouts, strict=True)
     }
 

@@ -45,8 +45,11 @@ from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import BridgeRows
-from lapa2_interp.attention.hooked import on_scores, without_sinks
-from lapa2_interp.bias.augmentation import CAP, Augmentation
+from lapa2_interp.attention.hooked import edit_scores, refuse_sinks
+from lapa2_interp.bias.augmentation import (
+    BIAS_CAP,
+    Augmentation,
+)
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, items_per_batch
 from lapa2_interp.circuits.edits import Heads, prefix_part
 from lapa2_interp.circuits.examples import ContrastExample, batches
@@ -60,8 +63,8 @@ from lapa2_interp.circuits.result_store import (
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, make_units
 from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
-from lapa2_interp.models.card import Model, is_bridge, prepacked_model, window_of
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.card import Model, is_bridge, prepacked_model, smallest_window
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
 
@@ -215,7 +218,7 @@ def _verdict(low: float, high: float, no_fade: bool, prompts: int) -> str:
     return "in part" if low > MARGIN and high < 1 - MARGIN else "inconclusive"
 
 
-@takes_model
+@accepts_model_name
 def measure_fading(
     model: Model,
     contrast: ContrastLike,
@@ -280,7 +283,7 @@ def measure_fading(
             f" need {lengths[-1]} + {tokens}: give longer texts, or shorter fillers"
         )
     longest = max(len(example.layouts[0]) for example in contrast_set.examples) + n_text - 1
-    if (window := window_of(model)) is not None and longest > window:
+    if (window := smallest_window(model)) is not None and longest > window:
         raise CircuitError(
             f"some layers of this model see {window} keys, and prompt, filler and scored tokens"
             f" have {longest}: keys are hidden there, not only outweighed; ask for shorter fillers"
@@ -480,7 +483,7 @@ _Rule = Callable[[int, _LayerScores], Tensor]
 
 def _held(log_odds: Mapping[int, Float[Tensor, "row head query"]]) -> _Rule:
     """Give every head the log-odds of another forward pass."""
-    return lambda layer, scores: (log_odds[layer] - scores.log_odds).clip(-CAP, CAP)
+    return lambda layer, scores: (log_odds[layer] - scores.log_odds).clip(-BIAS_CAP, BIAS_CAP)
 
 
 def _dilution(more: int) -> _Rule:
@@ -525,7 +528,7 @@ class _CachedForward:
         self.prefix, self.bos = first.prefix, first.bos
         self.state = BridgeRows(model)
         if first.soft:
-            self.state.behind(layouts, [prefix for *_, prefix in rows])
+            self.state.start_after_prefix(layouts, [prefix for *_, prefix in rows])
         else:
             self.state.prompt_pass(fronts)
         # The token before the first scored one is the first scored query.
@@ -540,7 +543,7 @@ class _CachedForward:
         size = max(1, SCORES_AT_ONCE // (len(rows) * model.cfg.n_heads * self.width))
         for part in every[:, :-tokens].split(size, dim=1):
             if part.shape[1]:
-                self.state.read(part)
+                self.state.read_tokens(part)
         self.tokens = every[:, -tokens:]
         # Keys of each scored query, BOS included.
         self.l = torch.arange(self.width - tokens + 1, self.width + 1, device=device).double()
@@ -564,8 +567,8 @@ class _CachedForward:
             changed[..., self.prefix.start : self.prefix.stop] += b[..., None]
             return changed
 
-        with on_scores(self.model, change), without_sinks(self.model):
-            found = self.state.read(self.tokens, keep=self.tokens.shape[1])
+        with edit_scores(self.model, change), refuse_sinks(self.model):
+            found = self.state.read_tokens(self.tokens, keep=self.tokens.shape[1])
         self.state.crop(self.tokens.shape[1])
         return found.unflatten(0, (-1, self.n))
 

@@ -45,18 +45,21 @@ from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import Rules, active_augmentations
+from lapa2_interp.bias.augmentation import (
+    AugmentationLike,
+    active_augmentations,
+)
 from lapa2_interp.bias.layout import Span
-from lapa2_interp.bias.recipes import named_rules
+from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, items_per_batch
 from lapa2_interp.circuits.edits import Heads, check_one_pass, unprefixed_logits
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.statistics import ranks
 from lapa2_interp.circuits.units import head_pairs, make_units
-from lapa2_interp.models.card import Model, check_weights_read, is_bridge, plain_network
-from lapa2_interp.models.liveness import PATTERN, SCORES
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.card import Model, check_not_quantised, is_bridge, plain_network
+from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import bounds
 
 ESTIMATES = ("cut_hat", "slope")
@@ -158,13 +161,13 @@ class Attribution:
         return figure
 
 
-@takes_model
+@accepts_model_name
 def attribution(
     model: Model,
     contrast: ContrastLike,
     *,
     metric: str | Metric | Mapping[str, Metric] = "js",
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     batch_size: int = 1,
     progress: tqdm | None = None,
     **settings: Any,
@@ -219,7 +222,7 @@ def attribution(
     return Attribution(contrast_set, name, control, slopes, cut_hats)
 
 
-@takes_model
+@accepts_model_name
 def integrated_gradients(
     model: Model,
     contrast: ContrastLike,
@@ -227,7 +230,7 @@ def integrated_gradients(
     *,
     metric: str | Metric | Mapping[str, Metric] = "js",
     nodes: int = 5,
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     batch_size: int = 8,
     progress: tqdm | None = None,
     **settings: Any,
@@ -299,7 +302,7 @@ def check_gradients(model: Model) -> None:
             "gradients are read through the hooks of a TransformerBridge, not from a"
             f' {type(model).__name__}; load the model with model_class="TransformerBridge"'
         )
-    check_weights_read(model, "gradients go through")
+    check_not_quantised(model, "gradients go through")
     if model.cfg.dtype not in (torch.float32, torch.float64):
         name = str(model.cfg.dtype).removeprefix("torch.")
         raise CircuitError(
@@ -319,7 +322,7 @@ def _forward_with_biases(
     model: Model,
     examples: Sequence[ContrastExample],
     biases: Float[Tensor, "layer item head position"],
-    augmentation: Rules,
+    augmentation: AugmentationLike,
 ) -> tuple[Float[Tensor, "branch item step vocab"], list[Float[Tensor, "row head query key"]]]:
     """Logits of every step of texts of one shape, in every branch, by one pass without a cache.
 
@@ -349,15 +352,15 @@ def _forward_with_biases(
 
     hooks: list[tuple[str, Any]] = []
     for i in range(model.cfg.n_layers):
-        scores = SCORES.format(i), lambda scores, hook, i=i: on_scores(scores, hook, i)
-        hooks += [scores, (PATTERN.format(i), on_pattern)]
+        scores = HOOK_SCORES.format(i), lambda scores, hook, i=i: on_scores(scores, hook, i)
+        hooks += [scores, (HOOK_PATTERN.format(i), on_pattern)]
     with_text = [
         replace(layout, ids=layout.ids + example.text[:-1])
         for layout, (example, _) in zip(layouts, rows, strict=True)
     ]
     inputs = soft_inputs(model, with_text, [example.prefixes[branch] for example, branch in rows])
     with (
-        augmented(model, active_augmentations(named_rules(augmentation)), layouts),
+        augmented(model, active_augmentations(resolve_recipes(augmentation)), layouts),
         model.hooks(fwd_hooks=hooks),
     ):
         logits = model(**inputs, logits_to_keep=n)[:, -n:]

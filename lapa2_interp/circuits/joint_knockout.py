@@ -20,7 +20,7 @@ from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import Unit, all_heads
 from lapa2_interp.models.card import Model
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class JointCurve:
         return figure
 
 
-@takes_model
+@accepts_model_name
 def joint_curve(
     model: Model,
     table: KnockOut,

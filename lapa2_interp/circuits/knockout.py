@@ -28,7 +28,10 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp.bias.augmentation import Phase, Rules
+from lapa2_interp.bias.augmentation import (
+    AugmentationLike,
+    Phase,
+)
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, evaluate_edits
 from lapa2_interp.circuits.edits import Edit, Heads
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
@@ -41,7 +44,7 @@ from lapa2_interp.circuits.result_store import (
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.circuits.units import Unit, all_heads, make_units
 from lapa2_interp.models.card import Model
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
 
 NULL = "nothing"
@@ -71,7 +74,7 @@ class KnockOut:
     effects: Float[np.ndarray, "example unit"]
     noise: float
     other_metrics: Mapping[str, tuple[np.ndarray, np.ndarray, float]] = field(default_factory=dict)
-    augmentation: Rules = None
+    augmentation: AugmentationLike = None
 
     @property
     def n_prompts(self) -> int:
@@ -206,7 +209,7 @@ def _plot_map(grid: Float[np.ndarray, "layer head"], label: str) -> Drawing:
     return figure
 
 
-@takes_model
+@accepts_model_name
 def knock_out(
     model: Model,
     contrast: ContrastLike,
@@ -217,7 +220,7 @@ def knock_out(
     phase: Phase = "all_queries",
     metric: str | Metric | Mapping[str, Metric] = "js",
     other_metrics: Sequence[str] | None = None,
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     file: str | Path | None = None,
     batch_size: int | None = None,
     progress: tqdm | None = None,

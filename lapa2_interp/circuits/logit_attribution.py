@@ -37,23 +37,23 @@ from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import Rules, active_augmentations
+from lapa2_interp.bias.augmentation import AugmentationLike, active_augmentations
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.recipes import named_rules
+from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import check_one_pass
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.models.card import (
     Model,
-    check_weights_read,
+    check_not_quantised,
     is_bridge,
     kv_heads,
     plain_network,
     prepacked_model,
 )
-from lapa2_interp.models.liveness import PATTERN
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.liveness import HOOK_PATTERN
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.stats import bounds
 
@@ -209,13 +209,13 @@ class HeadLogitAttribution:
         return figure
 
 
-@takes_model
+@accepts_model_name
 def head_logit_attribution(
     model: Model,
     contrast: ContrastLike,
     *,
     along: Along = "lex",
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     progress: tqdm | None = None,
     **settings: Any,
 ) -> HeadLogitAttribution:
@@ -279,7 +279,7 @@ class _Weights:
     """Weights between the heads' outputs and the logits."""
 
     def __init__(self, model: Model) -> None:
-        check_weights_read(model, "what heads write is computed from")
+        check_not_quantised(model, "what heads write is computed from")
         self.out = _wide(model.W_O)  # layer head d_head d_model
         self.unembed = _wide(model.W_U)  # d_model vocab
         self.unembed_bias = _wide(model.b_U)  # vocab
@@ -333,7 +333,9 @@ def layouts_with_text(example: ContrastExample) -> tuple[list[Layout], list[Soft
     return layouts, list(example.prefixes)
 
 
-def _collect_outputs(model: Model, example: ContrastExample, augmentation: Rules) -> _HeadOutputs:
+def _collect_outputs(
+    model: Model, example: ContrastExample, augmentation: AugmentationLike
+) -> _HeadOutputs:
     """One forward pass of all branches, with hooks on what `_HeadOutputs` has."""
     # Keys of each part.
     layouts, prefixes = layouts_with_text(example)
@@ -375,7 +377,7 @@ def _collect_outputs(model: Model, example: ContrastExample, augmentation: Rules
     for layer in range(model.cfg.n_layers):
         hooks += [
             (f"blocks.{layer}.attn.v.hook_out", partial(on_value, layer=layer)),
-            (PATTERN.format(layer), partial(on_pattern, layer=layer)),
+            (HOOK_PATTERN.format(layer), partial(on_pattern, layer=layer)),
             (f"blocks.{layer}.mlp.hook_out", partial(add, name="mlp")),
         ]
     hooks += [
@@ -384,7 +386,9 @@ def _collect_outputs(model: Model, example: ContrastExample, augmentation: Rules
         ("ln_final.hook_scale", partial(add, name="scale")),
     ]
     with (
-        augmented(model, active_augmentations(named_rules(augmentation)), list(example.layouts)),
+        augmented(
+            model, active_augmentations(resolve_recipes(augmentation)), list(example.layouts)
+        ),
         model.hooks(fwd_hooks=hooks),
     ):
         logits = _wide(model(**inputs)[:, -example.n_steps :])

@@ -52,7 +52,7 @@ from lapa2_interp.circuits.patch_nodes import (
 )
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval
 from lapa2_interp.models.card import Model, prepacked_model
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
 
 Direction = Literal["denoise", "noise"]
@@ -218,7 +218,7 @@ class Patching:
         return figure
 
 
-@takes_model
+@accepts_model_name
 def patch(
     model: Model,
     contrast: ContrastLike,

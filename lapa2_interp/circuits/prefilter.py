@@ -13,7 +13,10 @@ import pandas as pd
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, pluralize
-from lapa2_interp.bias.augmentation import Phase, Rules
+from lapa2_interp.bias.augmentation import (
+    AugmentationLike,
+    Phase,
+)
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.gradients import ESTIMATES, Attribution, attribution, check_gradients
 from lapa2_interp.circuits.knockout import KnockOut, knock_out
@@ -21,7 +24,7 @@ from lapa2_interp.circuits.metrics import Metric
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.circuits.units import make_units
 from lapa2_interp.models.card import Model
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class PrefilteredKnockOut:
         return table.assign(chosen=[pair in chosen for pair in heads])
 
 
-@takes_model
+@accepts_model_name
 def prefiltered_knock_out(
     model: Model,
     contrast: ContrastLike,
@@ -158,7 +161,7 @@ def prefiltered_knock_out(
     replacement: str = "cut",
     phase: Phase = "all_queries",
     other_metrics: Sequence[str] | None = None,
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     file: str | Path | None = None,
     batch_size: int | None = None,
     progress: tqdm | None = None,

@@ -20,20 +20,24 @@ import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import CircuitError
-from lapa2_interp.attention.tables import of_layer_type
-from lapa2_interp.bias.augmentation import BOUNDS, Augmentation, Rules
+from lapa2_interp.attention.tables import select_layer_type
+from lapa2_interp.bias.augmentation import (
+    ALPHA_BOUNDS,
+    Augmentation,
+    AugmentationLike,
+)
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 
 GOAL_TOLERANCE = 1e-3
 """Largest distance of the attention from the goal, as a share of the goal."""
 
 
-@takes_model
+@accepts_model_name
 def mean_prefix_attention(
-    model: Model, contrast: ContrastLike, augmentation: Rules = None, **settings: Any
+    model: Model, contrast: ContrastLike, augmentation: AugmentationLike = None, **settings: Any
 ) -> float:
     """Attention on the prefix, from 0 to 1: the mean over layers, heads, steps, branches and texts.
 
@@ -62,15 +66,15 @@ def mean_prefix_attention(
         prefixes=[example.prefixes[branch] for example, branch in rows],
         trace="pooled",
     )
-    return float(np.nanmean(of_layer_type(trace, "prefix").mean("step").to_numpy()))
+    return float(np.nanmean(select_layer_type(trace, "prefix").mean("step").to_numpy()))
 
 
-@takes_model
+@accepts_model_name
 def alpha_at_prefix_attention(
     model: Model,
     contrast: ContrastLike,
     goal: float,
-    augmentation: Rules = None,
+    augmentation: AugmentationLike = None,
     *,
     max_alpha: float = 8.0,
     **settings: Any,
@@ -97,7 +101,7 @@ def alpha_at_prefix_attention(
     if len(given) != 1:
         raise CircuitError(f"alpha is that of one augmentation; found {len(given)}")
     rule = given[0] or Augmentation(alpha=1)
-    high = BOUNDS.get(rule.law, (0.0, math.inf))[1]
+    high = ALPHA_BOUNDS.get(rule.law, (0.0, math.inf))[1]
     if not 0 < goal < 1:
         raise CircuitError(f"goal must be a share of attention between 0 and 1; found {goal:g}")
     if not 0 < max_alpha < math.inf:
@@ -132,7 +136,7 @@ def alpha_at_prefix_attention(
     return high
 
 
-@takes_model
+@accepts_model_name
 def prefix_attention_by_head(
     model: Model, contrast: ContrastLike, **settings: Any
 ) -> Float[np.ndarray, "layer head"]:

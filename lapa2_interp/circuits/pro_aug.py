@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
-from lapa2_interp.attention.hooked import on_scores
+from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.contrast_set import words_in_order
 from lapa2_interp.circuits.edits import Heads
@@ -35,10 +35,17 @@ from lapa2_interp.circuits.examples import RAW, attribute_words, check_request, 
 from lapa2_interp.circuits.gradients import check_gradients, recorded_gradients
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.units import all_heads, head_pairs
-from lapa2_interp.methods.base import FLOOR, Branch, Method, Prepared, Soft, Start
-from lapa2_interp.methods.registry import for_task, load_task
+from lapa2_interp.methods.base import (
+    FLOOR,
+    BatchStart,
+    Branch,
+    Method,
+    Prepared,
+    SoftPrefixKey,
+)
+from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.card import Model
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix, find_prefix
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
@@ -71,7 +78,7 @@ class PromptSlope(BaseModel):
         return self.low > 0
 
 
-@takes_model
+@accepts_model_name
 def prompt_slope(
     model: Model,
     task: str | Task,
@@ -115,7 +122,7 @@ def prompt_slope(
     check_gradients(model)
     # Method, branches, prompts, metric, words and heads.
     chosen = load_task(task) if isinstance(task, str) else task
-    decoder = for_task(method, chosen) if isinstance(method, str) else method
+    decoder = get_for_task(method, chosen) if isinstance(method, str) else method
     target = next(iter(chosen.attributes)) if attribute is None else attribute
     names = (target, *chosen.others(target))
     branches = {name: decoder.branches(chosen, name) for name in names}
@@ -157,7 +164,7 @@ def prompt_slope(
         branch: find_prefix(model, chosen.name, branch.prefix.set, branch.prefix.attribute)
         for each in branches.values()
         for branch in each
-        if isinstance(branch.prefix, Soft)
+        if isinstance(branch.prefix, SoftPrefixKey)
     }
     # A gradient for every prompt.
     slopes = []
@@ -194,7 +201,7 @@ def _check_method(method: Method, branches: Sequence[Branch]) -> None:
             f"{method.name} has no raw branch with a switch pro_aug, so there is nothing to decide;"
             " such methods are air-decoding, preadd, dexperts, gedi and rsa-control"
         )
-    if method.recomputes or type(method).prepare is not Method.prepare:
+    if method.rereads_text or type(method).prepare is not Method.prepare:
         raise CircuitError(
             f"{method.name} prepares for its prompts or recomputes texts; choose its pro_aug by"
             " hand (--set pro_aug=true)"
@@ -230,7 +237,7 @@ class _BranchForwards:
         n_prompt = torch.full((n_texts,), self._layout(Branch("base")).l_pro)
         prompts = {name: prompt for name, (_, prompt) in outputs.items()}
         given = prompts if method.reads_prompt else None
-        state = method.begin(Start((Prepared(),) * n_texts, given, n_prompt))
+        state = method.begin(BatchStart((Prepared(),) * n_texts, given, n_prompt))
         found = []
         for step in range(n_steps):
             log_probs = {name: steps[:, step].clone() for name, (steps, _) in outputs.items()}
@@ -263,7 +270,7 @@ class _BranchForwards:
         raw = branch.prefix is None
         with torch.set_grad_enabled(raw):
             if raw:
-                with on_scores(self.model, lambda layer, each: self._biased(layout, layer, each)):
+                with edit_scores(self.model, lambda layer, each: self._biased(layout, layer, each)):
                     logits = self.model(**inputs, logits_to_keep=keep)[:, -keep:]
             else:
                 logits = self.model(**inputs, logits_to_keep=keep)[:, -keep:]

@@ -59,7 +59,7 @@ from lapa2_interp.circuits.statistics import share_interval, split_half
 from lapa2_interp.circuits.units import Unit, all_heads
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import Model, model_card
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
 
@@ -183,7 +183,7 @@ class Selection(BaseModel):
             ) from error
 
 
-@takes_model
+@accepts_model_name
 def select(
     model: Model,
     contrast: ContrastLike,
@@ -382,7 +382,7 @@ def _positions(
     return tuple(sorted(set(chosen)))
 
 
-@takes_model
+@accepts_model_name
 def sufficient_tokens(
     model: Model, contrast: ContrastLike, metric: str = "js", **settings: Any
 ) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ from lapa2_interp.circuits.study_page import render_study
 from lapa2_interp.circuits.study_results import EDGES, SIZES, CircuitStudy
 from lapa2_interp.circuits.units import Unit, make_units, save_heads
 from lapa2_interp.models.card import Model, model_card, plain_network
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW
 from lapa2_interp.tasks.task import Task
 
@@ -70,7 +70,7 @@ VARIANT_COST = 14
 TEXT_SETTINGS = ("attribute", "prompts", "tokens", "samples", "seed")
 
 
-@takes_model
+@accepts_model_name
 def run_study(
     model: Model,
     task: str | Task,

@@ -18,7 +18,7 @@ from lapa2_interp._util.parsing import read_text
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.models.card import Model, kv_heads
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Unit:
         return json.dumps([self.heads, self.positions])
 
 
-@takes_model
+@accepts_model_name
 def make_units(
     model: Model, contrast_set: ContrastSet, over: str | Mapping[str, Any]
 ) -> list[Unit]:

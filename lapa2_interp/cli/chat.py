@@ -75,17 +75,17 @@ def chat(
             '--template should be a JSON object such as {"enable_thinking": false}, found'
             f" {template[:80]!r}"
         )
-    from lapa2_interp.attention.tables import of_layer_type
+    from lapa2_interp.attention.tables import select_layer_type
     from lapa2_interp.bias.layout import Layout
     from lapa2_interp.generation.chat import continue_chats
     from lapa2_interp.models.load import load_model, load_tokenizer
-    from lapa2_interp.models.machine import resolve_dtype, tell_if_slow
+    from lapa2_interp.models.machine import print_if_slow, resolve_dtype
 
     rules = augmentation.build(0.5)
     tokenizer = load_tokenizer(model, trust_remote_code)
     found = Layout.of_chat(tokenizer, given, span=span, template=arguments)
     precision = resolve_dtype(dtype, device)
-    tell_if_slow(precision, device)
+    print_if_slow(precision, device)
     loaded = load_model(
         model,
         dtype=precision,
@@ -98,7 +98,7 @@ def chat(
         loaded, [found], rules, length=length, samples=samples, seed=seed, top_k=top_k, eos=eos
     )
     # NaN once a sample has ended
-    attention = of_layer_type(made.trace, "prefix")[0].mean("sample").to_numpy()
+    attention = select_layer_type(made.trace, "prefix")[0].mean("sample").to_numpy()
     if as_json:
         facts = {
             "span": {"slots": list(found.prefix), "tokens": found.tokens[slice(*found.prefix)]},

@@ -55,9 +55,9 @@ def circuits(
     """
     from lapa2_interp.circuits.study import run_study
     from lapa2_interp.models.load import load_model
-    from lapa2_interp.models.machine import tell_if_slow
+    from lapa2_interp.models.machine import print_if_slow
 
-    tell_if_slow(dtype, device)
+    print_if_slow(dtype, device)
     loaded = load_model(model, dtype, device, model_class, trust_remote_code)
     found = run_study(
         loaded,

@@ -54,8 +54,11 @@ def generate(
         force: Replace a finished run.
     """
     from lapa2_interp._util.files import result_folder
-    from lapa2_interp.methods.registry import find
-    from lapa2_interp.models.machine import resolve_dtype, tell_if_slow
+    from lapa2_interp.methods.registry import find_class
+    from lapa2_interp.models.machine import (
+        print_if_slow,
+        resolve_dtype,
+    )
     from lapa2_interp.runs.generate import UnfinishedTextsError, announcement
     from lapa2_interp.runs.generate import generate as make
     from lapa2_interp.runs.run import is_finished_run, write_run
@@ -63,7 +66,7 @@ def generate(
     fields = given_settings(settings)
     method = fields.get("method", "prefix")
     fields["parameters"] = augmentation.parameters(method) | fields["parameters"]
-    rules = augmentation.recipes() or augmentation.build(find(method, True).alpha)
+    rules = augmentation.recipes() or augmentation.build(find_class(method, True).alpha)
     fields["augmentation"] = rules or "none"
 
     def announce(loaded: Model, plans: Sequence[Plan]) -> None:
@@ -74,7 +77,7 @@ def generate(
 
     problem = None
     with result_folder(out, force, is_finished_run) as folder:
-        tell_if_slow(resolve_dtype(fields.get("dtype", "auto"), device), device)
+        print_if_slow(resolve_dtype(fields.get("dtype", "auto"), device), device)
         try:
             run = make(
                 **fields,

@@ -15,8 +15,10 @@ from lapa2_interp._util.errors import (
     PrefixError,
     unknown_choice,
 )
+from lapa2_interp.bias.layer_types import describe_layers
 from lapa2_interp.cli.options import AsJson, AugmentationOptions
-from lapa2_interp.models.machine import Dtype, ModelClass
+from lapa2_interp.methods.registry import assign_augmentations, get_for_task
+from lapa2_interp.models.machine import Dtype, ModelClass, print_if_slow
 
 MOST_STEPS = 1_000_000
 """Rows that `lapa2 layout` shows: more than any context has positions."""
@@ -28,7 +30,7 @@ def models(*, as_json: AsJson = False) -> None:
     Args:
         as_json: Print JSON.
     """
-    from lapa2_interp.models.planted import NAME as PLANTED
+    from lapa2_interp.models.planted import PLANTED
     from lapa2_interp.models.smollm2 import SMOLLM2, SMOLLM2_WHEEL, smollm2_file
     from lapa2_interp.models.tiny import TINY
 
@@ -98,9 +100,10 @@ def layout(
         trust_remote_code: Run code that comes with the model.
         as_json: Print JSON.
     """
-    from lapa2_interp.bias.keys_seen import FULL, kinds_of, layers_in_words
-    from lapa2_interp.bias.layout import BLOCKED, Layout, explain
-    from lapa2_interp.models.card import keys_seen_by
+    from lapa2_interp.bias.layer_types import FULL_ATTENTION, describe_layers, distinct_types
+    from lapa2_interp.bias.layout import Layout
+    from lapa2_interp.bias.layout_table import BLOCKED, explain_layout
+    from lapa2_interp.models.card import config_layer_types
     from lapa2_interp.models.load import load_tokenizer
     from lapa2_interp.models.sizes import load_config
 
@@ -108,9 +111,9 @@ def layout(
         raise LayoutError(f"--steps must be 1 to {MOST_STEPS}, found {steps}")
     tokenizer = load_tokenizer(model, trust_remote_code)
     found = Layout.of(tokenizer, prefix, prompt, soft=soft, doubled_bos=doubled_bos)
-    seen = keys_seen_by(load_config(model, trust_remote_code))
-    rules, kinds = augmentation.build(0.5) or (None,), kinds_of(seen)
-    several = [explain(found, rule, steps, kind) for rule in rules for kind in kinds]
+    seen = config_layer_types(load_config(model, trust_remote_code))
+    rules, kinds = augmentation.build(0.5) or (None,), distinct_types(seen)
+    several = [explain_layout(found, rule, steps, kind) for rule in rules for kind in kinds]
     facts = several[0]
     if as_json:
         print(json.dumps(facts if len(several) == 1 else several, indent=1, ensure_ascii=False))
@@ -135,8 +138,8 @@ def layout(
     print("\nspans: " + ", ".join(f"{name} {text}" for name, text in spans.items() if text))
     n = ", ".join(str(each["n"]) for each in of_rules)
     print(f"l_pre {facts['l_pre']}, l_pro {facts['l_pro']}, BOS {facts['n_bos']}, n {n}")
-    if kinds != [FULL]:
-        print(f"layers by the keys they see: {layers_in_words(seen)}")
+    if kinds != [FULL_ATTENTION]:
+        print(f"layers by the keys they see: {describe_layers(seen)}")
     if facts["merged"] is not None:
         print(
             f"note: the token {facts['merged']!r} crosses the seam between prefix and prompt and"
@@ -147,7 +150,7 @@ def layout(
         return
     for j, each in enumerate(several):
         name = "augmentation" if len(rules) == 1 else f"\naugmentation {j // len(kinds) + 1}"
-        if kinds != [FULL]:
+        if kinds != [FULL_ATTENTION]:
             name = f"\nin layers that are {each['layer_type']}: {name.strip()}"
         print(f"{name} {json.dumps(each['augmentation'])}\n\nstep    l      bias  weight x")
         for step in each["steps"]:
@@ -176,11 +179,9 @@ def probe(
             hooks, through transformers' attention interface.
         trust_remote_code: Run code that comes with the model.
     """
-    from lapa2_interp.bias.keys_seen import layers_in_words
-    from lapa2_interp.models.machine import tell_if_slow
     from lapa2_interp.models.probing import probe_model
 
-    tell_if_slow(dtype, device)
+    print_if_slow(dtype, device)
     found = probe_model(model, dtype, device, model_class, trust_remote_code)
     card = found.card
     print(
@@ -191,7 +192,7 @@ def probe(
     print(f"size             {card.n_layers} layers, {card.n_heads} heads, {card.n_ctx} positions")
     print(f"start of text    {card.start_token}   ends: {' '.join(card.end_tokens)}")
     if card.keys_seen:
-        print(f"keys seen        {layers_in_words(card.keys_seen)}")
+        print(f"keys seen        {describe_layers(card.keys_seen)}")
     shift = found.liveness.logit_shift
     where = f"all {card.n_layers} layers"
     if len(found.attention_layers) < card.n_layers:
@@ -219,7 +220,7 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
         names: Only these; by default all.
         as_json: Print JSON.
     """
-    from lapa2_interp.bias.recipes import RECIPES, WHERE
+    from lapa2_interp.bias.recipes import RECIPES, SHARED_PARAMETERS
 
     if unknown := [name for name in names if name not in RECIPES]:
         raise AugmentationError(unknown_choice("recipe", unknown[0], RECIPES))
@@ -245,8 +246,8 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
         print(f"  source      {found.source}")
         print(f"  defaults    {found.defaults}\n")
     print(
-        f"every recipe takes {', '.join(WHERE)}; tokens are positions within the prefix, from 0"
-        " (lapa2-released has a span of its own and takes none)"
+        f"every recipe takes {', '.join(SHARED_PARAMETERS)}; tokens are positions within the"
+        " prefix, from 0 (lapa2-released has a span of its own and takes none)"
     )
     print("--augmentation instaboost:M=5,heads=3.1/4.0,steps=0:16 chooses one with its parameters;")
     print('--augmentation "lapa2:tokens=1 + lapa2:tokens=2,alpha=1" lets several act together')
@@ -267,18 +268,18 @@ def list_methods(*names: str) -> None:
     from docstring_parser import parse
 
     from lapa2_interp.bias.augmentation import Augmentation
-    from lapa2_interp.methods.registry import assign, for_task, load_task, registry
+    from lapa2_interp.methods.registry import known_methods, load_task
     from lapa2_interp.tasks.task import built_in_tasks
 
-    unknown = [name for name in names if name not in registry()]
+    unknown = [name for name in names if name not in known_methods()]
     if unknown:
-        raise MethodError(unknown_choice("method", unknown[0], registry()))
-    for name, method in registry().items():
+        raise MethodError(unknown_choice("method", unknown[0], known_methods()))
+    for name, method in known_methods().items():
         if names and name not in names:
             continue
         print(f"{name}: {method.paper_name}")
         print(f"  next token  {method.equation}")
-        whose = "the paper's" if method.of_paper else "ours"
+        whose = "the paper's" if method.in_paper else "ours"
         shown = (
             f"{method.alpha:g} ({whose}; --alpha overrides)"
             if method.alpha or name == "none"
@@ -292,7 +293,7 @@ def list_methods(*names: str) -> None:
         for task in map(load_task, built_in_tasks()):
             attribute = next(iter(task.attributes))
             try:
-                chosen = for_task(name, task)
+                chosen = get_for_task(name, task)
                 branches = chosen.branches(task, attribute)
             except Lapa2Error as error:
                 print(f"  {task.name}: {error}")
@@ -300,7 +301,9 @@ def list_methods(*names: str) -> None:
             settings = ", ".join(f"{key}={value}" for key, value in asdict(chosen).items())  # type: ignore[call-overload]
             print(f"  {task.name} ({attribute})" + (f": {settings}" if settings else ""))
             augmentation = Augmentation(alpha=method.alpha) if method.alpha else None
-            for branch, given in zip(branches, assign(chosen, branches, augmentation), strict=True):
+            for branch, given in zip(
+                branches, assign_augmentations(chosen, branches, augmentation), strict=True
+            ):
                 span = (
                     "not augmented"
                     if given is None

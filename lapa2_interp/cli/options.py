@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 from cyclopts import Group, Parameter
 
 from lapa2_interp._util.errors import AugmentationError, Lapa2Error, MethodError, ScoringError
+from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.generation.settings import CellSettings, read_value
 from lapa2_interp.models.machine import DtypeOrAuto
 
@@ -182,10 +183,9 @@ class AugmentationOptions:
     def build(self, default_alpha: float) -> tuple[Augmentation, ...]:
         """The augmentations, none at alpha 0."""
         from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
-        from lapa2_interp.bias.recipes import read_recipes
 
         if (recipes := self.recipes()) is not None:
-            named = read_recipes(recipes)
+            named = parse_recipes(recipes)
             return named if active_augmentations(named) else ()
         alpha = default_alpha if self.alpha is None else self.alpha
         fields: dict[str, Any] = {"profile": self.profile, "law": self.law, "l0": self.l0}

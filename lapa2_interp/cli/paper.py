@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from lapa2_interp.cli.options import Several
-from lapa2_interp.models.machine import Dtype
+from lapa2_interp.models.machine import Dtype, print_if_slow
 
 
 def propositions(
@@ -57,11 +57,10 @@ def propositions(
         seed: Seed of texts and synthetic logits.
         force: Replace a finished folder.
     """  # noqa: E501
-    from lapa2_interp.models.machine import tell_if_slow
     from lapa2_interp.paper.proposition_study import PropositionStudy, write_proposition_study
 
     for each in dict.fromkeys((dtype, long_dtype)):
-        tell_if_slow(each, device)
+        print_if_slow(each, device)
     study = PropositionStudy(
         model=model,
         dtype=dtype,

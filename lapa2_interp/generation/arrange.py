@@ -15,12 +15,12 @@ import numpy as np
 
 from lapa2_interp._util.errors import LayoutError
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
-from lapa2_interp.bias.keys_seen import KeysSeen, kinds_of
+from lapa2_interp.bias.layer_types import LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.base import Branch, Method, Prepared
-from lapa2_interp.methods.registry import assign
-from lapa2_interp.models.card import check_one_side
+from lapa2_interp.methods.registry import assign_augmentations
+from lapa2_interp.models.card import check_rotary_side
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Size(Protocol):
-    """What must be known of a model: a `ModelCard`, or `models.sizes.Size`."""
+    """What must be known of a model: a `ModelCard`, or `models.sizes.ModelSize`."""
 
     @property
     def n_layers(self) -> int: ...
@@ -37,7 +37,7 @@ class Size(Protocol):
     @property
     def n_ctx(self) -> int: ...
     @property
-    def keys_seen(self) -> tuple[KeysSeen, ...]: ...
+    def keys_seen(self) -> tuple[LayerType, ...]: ...
     @property
     def short_ctx(self) -> int | None: ...
 
@@ -88,7 +88,7 @@ def arrange(
     method, branches = cell.decoder, cell.branches
     open_texts = prepared is None and type(method).prepare is not Method.prepare
     known = [Prepared()] * len(cell.prompts) if prepared is None else prepared
-    augmentations = assign(method, branches, cell.augmentation)
+    augmentations = assign_augmentations(method, branches, cell.augmentation)
     steps, counts = [], []
     for prompt in cell.prompts:
         n = len(tokenizer(prompt, add_special_tokens=False).input_ids)
@@ -101,10 +101,12 @@ def arrange(
             )
     rows = []
     for branch, augmentation in zip(branches, augmentations, strict=True):
-        reached: list[tuple[Augmentation, list[KeysSeen]]] = []
+        reached: list[tuple[Augmentation, list[LayerType]]] = []
         for rule in active_augmentations(augmentation):
-            layers = np.flatnonzero(rule.selects(size.n_layers, size.n_heads).any(1))
-            reached.append((rule, kinds_of([size.keys_seen[i] for i in layers if size.keys_seen])))
+            layers = np.flatnonzero(rule.head_mask(size.n_layers, size.n_heads).any(1))
+            reached.append(
+                (rule, distinct_types([size.keys_seen[i] for i in layers if size.keys_seen]))
+            )
         of_branch = []
         for prompt, own, new in zip(cell.prompts, known, steps, strict=True):
             text = _text(branch, own, open_texts)
@@ -132,7 +134,7 @@ def arrange(
             last = max(map(len, of_prompt)) + new - 1
             reading = ", which reads the probability of the prompt" * read
             what = f"{prompt[:40]!r} under {method.name}{reading}"
-            check_one_side(size.short_ctx, min(firsts), last, what)
+            check_rotary_side(size.short_ctx, min(firsts), last, what)
     return Arrangement(augmentations, tuple(rows), tuple(steps), tuple(counts))
 
 

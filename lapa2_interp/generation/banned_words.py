@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import TaskError
-from lapa2_interp.bias.texts import REPLACEMENT
+from lapa2_interp.bias.tokens import REPLACEMENT_CHARACTER
 from lapa2_interp.tasks.segmentation import (
     has_unspaced_script,
     last_word,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @functools.lru_cache(maxsize=4)
-def token_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+def vocabulary_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Every token by id as it reads behind a text, its leading space included: some tokenizers drop
     the space of what they decode alone."""
     before = tokenizer("a", add_special_tokens=False).input_ids
@@ -57,11 +57,11 @@ class BannedWords:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, words: Sequence[str], texts: Sequence[str]
     ) -> None:
-        self.spelled = token_texts(tokenizer)
+        self.spelled = vocabulary_texts(tokenizer)
         for word in words:
             spelling = tokenizer(f" {word} {word.upper()}", add_special_tokens=False).input_ids
             if has_unspaced_script(word) or any(
-                REPLACEMENT in self._text(token) for token in spelling
+                REPLACEMENT_CHARACTER in self._text(token) for token in spelling
             ):
                 raise TaskError(
                     f"the word {word!r} cannot be banned: it has no spaces around it in its script,"

@@ -44,7 +44,7 @@ from lapa2_interp.generation.settings import (
     Head,
 )
 from lapa2_interp.methods.base import Branch, Method
-from lapa2_interp.methods.registry import find, for_task, load_task
+from lapa2_interp.methods.registry import find_class, get_for_task, load_task
 from lapa2_interp.methods.registry import get as get_method
 from lapa2_interp.models.machine import Dtype, ModelClass
 from lapa2_interp.tasks.task import MethodSettings, Task
@@ -151,7 +151,7 @@ class Cell(BaseModel):
             MethodError: It is MODULE:CLASS, and nobody has imported it: a cell may be read from a
                 file (`methods.find`).
         """
-        find(self.method)
+        find_class(self.method)
         return get_method(self.method, **self.parameters)
 
     @property
@@ -211,7 +211,7 @@ class Cell(BaseModel):
         usual = load_task(self.task.name) if built_in else self.task
         default: dict[str, Any] = {}
         if ":" not in self.method:
-            default = asdict(for_task(self.method, usual))  # type: ignore[call-overload]
+            default = asdict(get_for_task(self.method, usual))  # type: ignore[call-overload]
         changed = [
             f"{name}={value}"
             for name, value in self.parameters.items()

@@ -15,24 +15,24 @@ import torch
 
 from lapa2_interp._util.errors import LayoutError
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.bias.augmentation import Rules, active_augmentations
+from lapa2_interp.bias.augmentation import AugmentationLike, active_augmentations
 from lapa2_interp.bias.layout import Layout, left_pad
-from lapa2_interp.bias.recipes import named_rules
-from lapa2_interp.bias.texts import decode
+from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.bias.tokens import decode_tokens
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.models.card import (
     Model,
-    check_one_side,
-    keys_seen,
+    check_rotary_side,
+    layer_types,
     model_card,
+    model_short_context,
     prepacked_model,
-    short_context_of,
 )
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -54,12 +54,12 @@ class ChatTexts:
     trace: xr.Dataset
 
 
-@takes_model
+@accepts_model_name
 @torch.no_grad()
 def continue_chats(
     model: Model,
     layouts: Sequence[Layout],
-    augmentation: Rules | str = None,
+    augmentation: AugmentationLike | str = None,
     *,
     length: int = 64,
     samples: int = 1,
@@ -102,11 +102,13 @@ def continue_chats(
         )
     shortest = min(len(each.ids) for each in layouts)
     what = "chats that are read together, with their continuations"
-    check_one_side(short_context_of(model), shortest, longest + length - 1, what)
-    rules = active_augmentations(named_rules(augmentation))
+    check_rotary_side(model_short_context(model), shortest, longest + length - 1, what)
+    rules = active_augmentations(resolve_recipes(augmentation))
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
-    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, seen=keys_seen(model))
-    rows = open_rows(model, direct=any(rule.phase == "query" for rule in rules))
+    recorder = Recorder(
+        model.cfg.n_layers, model.cfg.n_heads, trace, layer_types=layer_types(model)
+    )
+    rows = new_rows(model, direct=any(rule.phase == "query" for rule in rules))
     padded = left_pad(layouts)
     of_rows = [layout for layout in padded for _ in range(samples)]
     uniform = torch.from_numpy(
@@ -139,7 +141,7 @@ def continue_chats(
                     running &= ~torch.isin(drawn[-1], ends)
                 if step + 1 == length or not running.any():
                     break
-                logits = rows.read(tokens[:, None])[:, -1]
+                logits = rows.read_tokens(tokens[:, None])[:, -1]
     kept = [_up_to_end(row, ends.tolist(), eos) for row in torch.stack(drawn, 1).tolist()]
     whole = recorder.dataset(of_rows, ("chat",), [len(row) for row in kept])
     found = []
@@ -164,8 +166,10 @@ def continue_chats(
 def _text(model: Model, layout: Layout, tokens: Sequence[int]) -> str:
     """What tokens read behind a chat, without those that only mark."""
     before, marks = list(layout.ids), {*model.tokenizer.all_special_ids}
-    whole = decode(model.tokenizer, [*before, *(each for each in tokens if each not in marks)])
-    return whole[len(decode(model.tokenizer, before)) :]
+    whole = decode_tokens(
+        model.tokenizer, [*before, *(each for each in tokens if each not in marks)]
+    )
+    return whole[len(decode_tokens(model.tokenizer, before)) :]
 
 
 def _up_to_end(tokens: list[int], ends: Sequence[int], eos: str) -> list[int]:

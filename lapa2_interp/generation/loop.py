@@ -27,18 +27,23 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import EmptyDistributionError, ModelError
 from lapa2_interp._util.progress import hidden_bar, progress_bar
-from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
+from lapa2_interp.attention.cache import new_rows, prompt_log_likelihood
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.attention.neurons import with_neurons_set
+from lapa2_interp.attention.neurons import set_neurons
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.augmentation import active_augmentations
-from lapa2_interp.bias.texts import continuation
+from lapa2_interp.bias.tokens import decode_continuation
 from lapa2_interp.generation.banned_words import BannedWords
 from lapa2_interp.generation.plan import Batch, Plan
 from lapa2_interp.generation.sampling import NOTHING, draw
-from lapa2_interp.methods.base import LogProbs, Start
-from lapa2_interp.models.card import Model, keys_seen, model_card, prepacked_model
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.methods.base import BatchStart, LogProbs
+from lapa2_interp.models.card import (
+    Model,
+    layer_types,
+    model_card,
+    prepacked_model,
+)
+from lapa2_interp.models.load import accepts_model_name
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -95,7 +100,7 @@ class Ending:
                 self.n_tokens[i], self.finish[i] = at, how
 
 
-@takes_model
+@accepts_model_name
 @torch.no_grad()
 def run_plan(
     model: Model,
@@ -163,7 +168,7 @@ def _made(
         ending = Ending.at(batch.steps)
         recorder = None
         if kind != "none":
-            recorder = Recorder(*size, kind, plan.cell.patterns, keys_seen(model))
+            recorder = Recorder(*size, kind, plan.cell.patterns, layer_types(model))
         progress = bar if trial == 0 else hidden_bar()
         drawn = _decode(model, plan, batch, ending, recorder, progress)
         tokens = torch.stack(list(drawn), dim=1)  # sample step
@@ -211,14 +216,14 @@ def _decode(
     direct = any(
         rule.phase == "query" for each in plan.augmentations for rule in active_augmentations(each)
     )
-    rows = open_rows(model, recompute=method.recomputes, direct=direct)
+    rows = new_rows(model, recompute=method.rereads_text, direct=direct)
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)
-    state: Any = method.begin(Start(batch.prepared, None, n_prompt))
+    state: Any = method.begin(BatchStart(batch.prepared, None, n_prompt))
     keep = 1 + max(each.l_pro for each in batch.layouts) if method.reads_prompt else 1
     with (
         augmented(model, of_prompts, batch.layouts, recorder),
-        with_neurons_set(model, method.intervene(state), len(branches)),
+        set_neurons(model, method.intervene(state), len(branches)),
     ):
         # row query vocab; row = branch x prompt
         read = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
@@ -265,9 +270,9 @@ def _decode(
                 ending.stop(torch.isin(here, ends), step + 1, "end")
             if not ending.running(step + 1):
                 return
-            with with_neurons_set(model, method.intervene(state), len(branches)):
+            with set_neurons(model, method.intervene(state), len(branches)):
                 # sample -> row 1 -> row vocab
-                logits = rows.read(tokens.repeat(len(branches))[:, None])[:, -1]
+                logits = rows.read_tokens(tokens.repeat(len(branches))[:, None])[:, -1]
 
 
 def without_refused(log_probs: LogProbs, refuse: Callable[[Tensor], Tensor]) -> LogProbs:
@@ -299,7 +304,7 @@ def _start(
     branches: Sequence[str],
     n_prompt: Int[Tensor, " prompt"],
     read: Float[Tensor, "row query vocab"] | None,
-) -> Start:
+) -> BatchStart:
     """The start of the batch's samples; `read` holds the logits of their prompts, if they
     are needed."""
     owner = torch.tensor(batch.owner)
@@ -313,7 +318,7 @@ def _start(
             for name, each in zip(branches, of_prompts, strict=True)
         }
     device = "cpu" if read is None else read.device
-    return Start(
+    return BatchStart(
         [batch.prepared[i] for i in batch.owner], log_likelihood, n_prompt[owner].to(device)
     )
 
@@ -334,7 +339,7 @@ def _table(
     for i, (prompt, sample) in enumerate(batch.pairs):
         made = tokens[i, : ending.n_tokens[i]].tolist()
         text = plan.prompts[prompt]
-        new = continuation(model.tokenizer, text, made)
+        new = decode_continuation(model.tokenizer, text, made)
         rows.append(
             {
                 "prompt": text,

@@ -20,9 +20,9 @@ from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.generation.arrange import Arrangement, arrange
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.sampling import uniforms
-from lapa2_interp.methods.base import Method, MethodContext, Prepared, Soft
-from lapa2_interp.models.card import Model, is_bridge, kv_heads, model_card, window_of
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.methods.base import Method, MethodContext, Prepared, SoftPrefixKey
+from lapa2_interp.models.card import Model, is_bridge, kv_heads, model_card, smallest_window
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix, SoftPrefixName, find_prefix
 
 MAX_ROWS = 120
@@ -170,7 +170,7 @@ class Plan:
         return found
 
 
-@takes_model
+@accepts_model_name
 def plan(model: Model, cell: Cell, kit: MethodContext | None = None) -> Plan:
     """Resolve a cell before its first token: checks first, then what the method has to prepare.
 
@@ -198,7 +198,7 @@ def plan(model: Model, cell: Cell, kit: MethodContext | None = None) -> Plan:
     prefixes = tuple(
         (
             find_prefix(model, cell.task.name, branch.prefix.set, branch.prefix.attribute)
-            if isinstance(branch.prefix, Soft)
+            if isinstance(branch.prefix, SoftPrefixKey)
             else None
         )
         for branch in cell.branches
@@ -239,7 +239,7 @@ def plan(model: Model, cell: Cell, kit: MethodContext | None = None) -> Plan:
             arrangement.steps,
             model.cfg.n_ctx,
             card.short_ctx,
-            alike=bool(slots) and window_of(model) is not None,
+            alike=bool(slots) and smallest_window(model) is not None,
         ),
     )
 
@@ -263,7 +263,7 @@ def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int
     # Positions whose logits are kept: those of the prompt, or all that a HookedTransformer reads
     # again.
     positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
-    positions = keys if method.recomputes and not is_bridge(model) else positions
+    positions = keys if method.rereads_text and not is_bridge(model) else positions
     row_bytes += positions * model.cfg.d_vocab * model.cfg.dtype.itemsize
     return max(1, min(MAX_ROWS, CACHE_BYTES // row_bytes))
 

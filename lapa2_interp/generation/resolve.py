@@ -26,12 +26,16 @@ from lapa2_interp._util.errors import (
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.augmentation import (
     Augmentation,
-    Rules,
+    AugmentationLike,
     active_augmentations,
     normalize_augmentations,
 )
-from lapa2_interp.bias.recipes import RECIPES, Named, named_rules
-from lapa2_interp.bias.texts import check_long
+from lapa2_interp.bias.recipes import (
+    RECIPES,
+    LabeledAugmentations,
+    resolve_recipes,
+)
+from lapa2_interp.bias.tokens import check_text_length
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.settings import (
     FORMS,
@@ -42,10 +46,20 @@ from lapa2_interp.generation.settings import (
     python_values,
     size_of_product,
 )
-from lapa2_interp.methods.base import Branch, Method, Soft
-from lapa2_interp.methods.registry import assign, find, for_task, load_task, name_of
+from lapa2_interp.methods.base import (
+    Branch,
+    Method,
+    SoftPrefixKey,
+)
+from lapa2_interp.methods.registry import (
+    assign_augmentations,
+    find_class,
+    get_for_task,
+    load_task,
+    method_name,
+)
 from lapa2_interp.models.card import Model, model_card
-from lapa2_interp.models.load import name_of as model_name
+from lapa2_interp.models.load import expand_name
 from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.prefixes.soft_prefix import read_card, set_folder
 from lapa2_interp.tasks.task import (
@@ -133,7 +147,7 @@ def resolve(
     model = settings.model
     if isinstance(model, str | Path):
         facts = {
-            "model": model_name(model),
+            "model": expand_name(model),
             "dtype": resolve_dtype(settings.dtype, device),
             "model_class": settings.model_class,
         }
@@ -154,13 +168,13 @@ def resolve(
                 f" task {task.name!r} another name"
             )
         _check_prefix(settings, task, method, attribute)
-        assign(method, branches, rules)
+        assign_augmentations(method, branches, rules)
         texts = task.methods.get(method.name, MethodSettings()).texts
         try:
             cells.append(
                 Cell(
                     **facts,
-                    method=name_of(method),
+                    method=method_name(method),
                     parameters=asdict(method),  # type: ignore[call-overload]
                     task=Task(
                         name=task.name,
@@ -256,7 +270,7 @@ def _prompts(
 
 
 def _check_prompt(text: str) -> None:
-    check_long("prompt", text)
+    check_text_length("prompt", text)
     if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
         raise LayoutError(
             f"the prompt {text!r} has half a character of UTF-16, which UTF-8 does not have; give"
@@ -281,11 +295,11 @@ def _method(settings: CellSettings, task: Task, allow_code: bool) -> Method:
         parameters |= {key: value for key, value in given.items() if key != "name"}
         given = name
     if isinstance(given, str):
-        find(given, allow_code)
-        return for_task(given, task, **parameters)
+        find_class(given, allow_code)
+        return get_for_task(given, task, **parameters)
     if not isinstance(given, Method):
         raise MethodError(
-            f"method must be a name, or come from methods.get or for_task, found {given!r}"
+            f"method must be a name, or come from methods.get or get_for_task, found {given!r}"
         )
     if parameters:
         raise MethodError(
@@ -294,7 +308,7 @@ def _method(settings: CellSettings, task: Task, allow_code: bool) -> Method:
     return given
 
 
-def _rules(settings: CellSettings, method: Method) -> tuple[Rules, str]:
+def _rules(settings: CellSettings, method: Method) -> tuple[AugmentationLike, str]:
     """The augmentations, and the label of their arm."""
     given, label = settings.augmentation, settings.label
     if given is None:
@@ -328,14 +342,14 @@ def _rules(settings: CellSettings, method: Method) -> tuple[Rules, str]:
             raise AugmentationError(
                 f"{unknown_choice('augmentation', given, allowed)}; or a table of fields"
             )
-    rules: Rules = named_rules(given)
+    rules: AugmentationLike = resolve_recipes(given)
     for each in rules if isinstance(rules, Sequence) else (rules,):
         if each is not None and not isinstance(each, Augmentation):
             raise AugmentationError(
                 "augmentation must be an Augmentation, several of them, recipes as one text such as"
                 f" 'lapa2 + instaboost:M=5', or None; found {rules!r}"
             )
-    if not label and isinstance(rules, Named) and active_augmentations(rules):
+    if not label and isinstance(rules, LabeledAugmentations) and active_augmentations(rules):
         label = rules.label
     return rules, label
 
@@ -388,7 +402,7 @@ def _files(
     """sha256 of the soft prefixes by branch, and of the files that decide a method's texts."""
     found = {}
     for branch in branches:
-        if isinstance(branch.prefix, Soft):
+        if isinstance(branch.prefix, SoftPrefixKey):
             try:
                 folder = set_folder(model, task, branch.prefix.set)
                 found[branch.name] = read_card(folder / f"{branch.prefix.attribute}.json").sha256

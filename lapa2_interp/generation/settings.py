@@ -24,7 +24,12 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.parsing import parse_toml
 from lapa2_interp.attention.trace import TraceKind
-from lapa2_interp.models.machine import AUTO, Dtype, DtypeOrAuto, ModelClass
+from lapa2_interp.models.machine import (
+    AUTO_DTYPE,
+    Dtype,
+    DtypeOrAuto,
+    ModelClass,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +40,9 @@ if TYPE_CHECKING:
     from lapa2_interp.tasks.task import Task
 
     TorchDtype = torch.dtype
-    AugmentationLike = str | Mapping[str, Any] | Augmentation | tuple[Augmentation, ...] | None
+    AugmentationSetting = str | Mapping[str, Any] | Augmentation | tuple[Augmentation, ...] | None
 else:  # `resolve` refuses what is none of these, in a sentence of its own
-    AugmentationLike = Method = Model = Task = TorchDtype = Any
+    AugmentationSetting = Method = Model = Task = TorchDtype = Any
 
 EosPolicy = Literal["keep", "stop", "block"]
 """An end token is kept as any other, ends the text, or is never drawn."""
@@ -120,7 +125,7 @@ class CellSettings(BaseModel):
     alpha: float | None = None
     """Strength of LaPA2, >= 0; 0 is the base method. By default the method's own, which `lapa2
     methods` shows."""
-    augmentation: AugmentationLike = None
+    augmentation: AugmentationSetting = None
     """The bias instead of alpha: recipes of `lapa2 recipes` such as instaboost:M=5; none; a profile
     (paper, released) or fields such as { law = "sqrt" } at the method's alpha."""
     label: str = ""
@@ -164,8 +169,8 @@ class CellSettings(BaseModel):
     @classmethod
     def _named_dtype(cls, value: Any) -> Any:
         name = str(value).removeprefix("torch.")
-        if name not in (AUTO, *get_args(Dtype)):
-            raise ValueError(unknown_choice("dtype", name, (AUTO, *get_args(Dtype))))
+        if name not in (AUTO_DTYPE, *get_args(Dtype)):
+            raise ValueError(unknown_choice("dtype", name, (AUTO_DTYPE, *get_args(Dtype))))
         return name
 
     @field_validator("seed", "length", "samples", "top_k", "max_rows", "prompts", mode="before")

@@ -19,26 +19,26 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import LayoutError, TraceError
-from lapa2_interp.attention.cache import check_tokens, open_rows
+from lapa2_interp.attention.cache import check_tokens, new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import (
     Augmentation,
-    Rules,
+    AugmentationLike,
     active_augmentations,
     broadcast_to_rows,
 )
 from lapa2_interp.bias.layout import Layout, left_pad
-from lapa2_interp.bias.recipes import named_rules
+from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.models.card import (
     Model,
-    check_one_side,
-    keys_seen,
+    check_rotary_side,
+    layer_types,
+    model_short_context,
     prepacked_model,
-    short_context_of,
 )
-from lapa2_interp.models.load import takes_model
+from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ KEYS_AT_ONCE = 2**14
 """Keys of a batch, all rows together: two contexts of SmolLM2, or 60 texts of 256 tokens."""
 
 
-@takes_model
+@accepts_model_name
 @torch.no_grad()
 def teacher_forced(
     model: Model,
     layouts: Layout | Sequence[Layout],
     texts: Sequence[Sequence[int]] | Int[Tensor, "row token"],
-    augmentation: Augmentation | Sequence[Rules] | str | None = None,
+    augmentation: Augmentation | Sequence[AugmentationLike] | str | None = None,
     *,
     prefixes: Sequence[SoftPrefix | None] | None = None,
     trace: TraceKind = "full",
@@ -110,7 +110,9 @@ def teacher_forced(
         raise LayoutError(
             f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all"
         )
-    rules = [named_rules(row) for row in broadcast_to_rows(named_rules(augmentation), len(rows))]
+    rules = [
+        resolve_recipes(row) for row in broadcast_to_rows(resolve_recipes(augmentation), len(rows))
+    ]
     soft = [None] * len(rows) if prefixes is None else list(prefixes)
     if not len(rules) == len(soft) == len(rows):
         raise LayoutError(
@@ -119,7 +121,7 @@ def teacher_forced(
         )
     if chunk is not None and chunk < 1:
         raise TraceError(f"chunk must be at least 1, found {chunk}")
-    short = short_context_of(model)
+    short = model_short_context(model)
     for number, (each, row) in enumerate(zip(given, rows, strict=True)):
         check_tokens(model, row)
         if each.n_live + len(row) - 1 > model.cfg.n_ctx:
@@ -129,7 +131,7 @@ def teacher_forced(
                 f" {model.cfg.n_ctx - each.n_live + 1} tokens of text"
             )
         first = 0 if each.soft else len(each.ids)
-        check_one_side(short, first, each.n_live + len(row) - 1, f"text {number}")
+        check_rotary_side(short, first, each.n_live + len(row) - 1, f"text {number}")
     parts = []
     for group in _groups(given, rows, model.cfg.n_ctx, short):
         batch = _Batch(
@@ -188,7 +190,7 @@ class _Batch(NamedTuple):
 
     layouts: list[Layout]
     rows: list[list[int]]
-    rules: list[Rules]
+    rules: list[AugmentationLike]
     prefixes: list[SoftPrefix | None]
 
 
@@ -209,15 +211,15 @@ def _read(
     # Rows that end earlier are filled up with their last token, which no earlier query can see.
     even = [row[:-1] + row[-1:] * (max(steps) - len(row)) for row in batch.rows]
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
-    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, keys_seen(model))
+    recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, layer_types(model))
     recorder.begin(padded)
     direct = any(rule.phase == "query" for row in batch.rules for rule in active_augmentations(row))
-    state = open_rows(model, direct=direct)
+    state = new_rows(model, direct=direct)
     with augmented(model, batch.rules, padded, recorder):
         state.prompt_pass(padded, batch.prefixes)
         state.expand(torch.arange(len(padded), device=tokens.device), capacity=width)
         for part in tokens.split(chunk, dim=1) if tokens.shape[1] else ():
-            state.read(part)
+            state.read_tokens(part)
             if progress is not None:
                 progress.update(part.numel())
     return recorder.dataset(padded, (branch,), steps)

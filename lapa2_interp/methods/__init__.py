@@ -1,4 +1,4 @@
-"""Decoding methods, one file each; `base` says what a method states and may ask."""
+"""Decoding methods, one file each; `base` defines the interface of a method."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,7 @@ from lapa2_interp._util.lazy import lazy_names
 if TYPE_CHECKING:
     from lapa2_interp.methods.base import (
         FLOOR,
+        BatchStart,
         Branch,
         Intervention,
         LogLikelihoods,
@@ -14,26 +15,26 @@ if TYPE_CHECKING:
         Method,
         MethodContext,
         Prepared,
-        Soft,
-        Start,
+        SoftPrefixKey,
         State,
         attribute_prefix,
-        checked,
-        contrast,
+        check_branches,
+        contrast_branches,
         nucleus,
     )
     from lapa2_interp.methods.registry import (
-        assign,
-        find,
-        for_task,
+        assign_augmentations,
+        find_class,
         get,
+        get_for_task,
+        known_methods,
         load_task,
-        name_of,
-        registry,
+        method_name,
     )
 
 __all__ = [
     "FLOOR",
+    "BatchStart",
     "Branch",
     "Intervention",
     "LogLikelihoods",
@@ -41,19 +42,18 @@ __all__ = [
     "Method",
     "MethodContext",
     "Prepared",
-    "Soft",
-    "Start",
+    "SoftPrefixKey",
     "State",
-    "assign",
+    "assign_augmentations",
     "attribute_prefix",
-    "checked",
-    "contrast",
-    "find",
-    "for_task",
+    "check_branches",
+    "contrast_branches",
+    "find_class",
     "get",
+    "get_for_task",
+    "known_methods",
     "load_task",
-    "name_of",
+    "method_name",
     "nucleus",
-    "registry",
 ]
 __getattr__, __dir__ = lazy_names(__name__)

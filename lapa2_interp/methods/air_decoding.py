@@ -10,7 +10,7 @@ Per class c and token x, from the class's prefixed model:
 omega = 140 takes weights far below what float32 holds, so this is computed on logarithms. Of two
 classes a and b, ln cond_a = -ln(1 + R_b n_b / n_a), and n_b / n_a = ln P_a / ln P_b.
 `numerics="released"` multiplies in float32 as the released code does: weights below about 7e-46
-vanish, and a token the target class is certain of gets weight 0.
+become 0, and a token of which the target class is certain gets weight 0.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, checked, contrast
+from lapa2_interp.methods.base import (
+    FLOOR,
+    Branch,
+    LogProbs,
+    Method,
+    State,
+    check_branches,
+    contrast_branches,
+)
 from lapa2_interp.tasks.task import Task
 
 
@@ -32,8 +40,8 @@ class AirDecoding(Method):
     """Air-Decoding. The state holds R_j (log R_j in log space) per competing class, [sample].
 
     Args:
-        omega: Control strength, >= 0; the paper's 140, 60 and 120 for sentiment, topic and detox
-            stand in the task files.
+        omega: Control strength, >= 0; the task files have the paper's 140, 60 and 120 for
+            sentiment, topic and detox.
         posterior: "reconstructed" (released code and Air-Decoding's paper) or "plain" (the LaPA2
             paper's Eq. 5).
         numerics: "log" or "released".
@@ -57,12 +65,13 @@ class AirDecoding(Method):
     pro_aug: bool = True
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        return (Branch("base"), *contrast(task, attribute, self.prefixes))
+        return (Branch("base"), *contrast_branches(task, attribute, self.prefixes))
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_probs = checked(log_probs, "base", "target", others=1)
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         if self.numerics == "released":
             return self._combine_released(log_probs, state)
+        # The short form for two classes, where its numbers are finite.
         short = fits = None
         if len(log_probs) == 3 and self.posterior == "reconstructed":
             log_cond = self._log_cond_of_two(log_probs, state)
@@ -70,6 +79,7 @@ class AirDecoding(Method):
             short = log_cond.mul_(self.omega).add_(log_probs["base"])
             if fits.all():
                 return short
+        # The general form.
         log_n = self._log_n(log_probs)
         with_ratio = [
             each if state is None or c == "target" else each + state[c][:, None]
@@ -80,11 +90,11 @@ class AirDecoding(Method):
         return whole if short is None or fits is None else torch.where(fits, short, whole)
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        log_probs = checked(log_probs, "base", "target", others=1)
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         released = self.numerics == "released"
         # by branch: sample 1
-        of_tokens = {c: each.gather(1, tokens[:, None]) for c, each in log_probs.items()}
-        n = self._n_released(of_tokens) if released else self._log_n(of_tokens)
+        sampled_log_probs = {c: each.gather(1, tokens[:, None]) for c, each in log_probs.items()}
+        n = self._n_released(sampled_log_probs) if released else self._log_n(sampled_log_probs)
         sampled = {c: each[:, 0] for c, each in n.items()}
         target = sampled.pop("target")
         if released:
@@ -100,7 +110,7 @@ class AirDecoding(Method):
         """ln cond of the target against one other class; -inf where n_b / n_a exceeds the
         precision's range."""
         (other,) = log_probs.keys() - {"base", "target"}
-        a, b = (_uncertain(log_probs[c]) for c in ("target", other))
+        a, b = (_clamp_log_probs(log_probs[c]) for c in ("target", other))
         ratio = a.div_(b)  # n_b / n_a
         if state is not None:
             ratio *= state[other].exp()[:, None]
@@ -108,7 +118,7 @@ class AirDecoding(Method):
 
     def _log_n(self, log_probs: LogProbs) -> dict[str, Float[Tensor, "sample vocab"]]:
         """ln n_c by class."""
-        classes = {c: _uncertain(each) for c, each in log_probs.items() if c != "base"}
+        classes = {c: _clamp_log_probs(each) for c, each in log_probs.items() if c != "base"}
         return {
             c: -(-each).log() if self.posterior == "reconstructed" else each
             for c, each in classes.items()
@@ -132,6 +142,6 @@ class AirDecoding(Method):
         return (log_probs["base"].float().exp() * cond**self.omega).log()
 
 
-def _uncertain(log_probs: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
-    """ln P with a certain token's just below 0 and an impossible one's above -inf."""
+def _clamp_log_probs(log_probs: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
+    """ln P, below 0 for a certain token and above -inf for an impossible one."""
     return log_probs.clamp(FLOOR, -torch.finfo(log_probs.dtype).tiny)

@@ -2,15 +2,15 @@
 
     formula = "target - 0.96 * union(opponents, target)"
 
-1. Every name stands for a branch's log P(x) and has weight 1; a number weighs itself. Sums,
-   differences and multiples of formulas have the sums, differences and multiples of their values
-   and weights.
+1. Every name is a branch's log P(x) with weight 1; the weight of a number is the number itself.
+   Sums, differences and multiples of formulas have the sums, differences and multiples of their
+   values and weights.
 2. union(a, b) is the larger value, intersection(a, b) the smaller; the weight is that of the value
    taken, token by token.
 3. log w = log_softmax(value / weight), or the value alone where some weight is 0.
 
-Names: `base`; `target` and the competing attributes, by their names; `opponents`, the mean of the
-competitors that the formula does not name itself; and the texts that a task file adds
+Names: `base`; `target`; the competing attributes, by their names; `opponents`, the mean of the
+competitors that the formula does not name itself; and the texts of the task file
 ([methods.arithmetic.texts.positive] happy = "..."), each on a line above the prompt.
 """
 
@@ -33,15 +33,15 @@ from lapa2_interp.methods.base import (
     Method,
     State,
     attribute_prefix,
-    checked,
+    check_branches,
 )
 from lapa2_interp.tasks.task import Task
 
-Weighted = tuple[Tensor, Tensor, float]
-"""A formula's value, its weight, and what the weight would be if nothing cancelled; plain numbers
-are tensors of no axes."""
-CHOICES = {"union": torch.ge, "intersection": torch.lt}
-"""When the first of two formulas is taken."""
+WeightedValue = tuple[Tensor, Tensor, float]
+"""A formula's value, its weight, and the size of the weight without cancellation; plain numbers are
+tensors without axes."""
+OPERATORS = {"union": torch.ge, "intersection": torch.lt}
+"""Comparisons under which the first of two formulas is taken."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -49,9 +49,9 @@ class Arithmetic(Method):
     """Model Arithmetic.
 
     Args:
-        formula: Over base, target, opponents, attributes and texts of the task, with + - * / ( )
-            numbers, union(a, b) and intersection(a, b). "base" alone is the raw model (with --alpha
-            0: there is no prefix to strengthen).
+        formula: A formula of base, target, opponents, attributes and texts of the task, with + - *
+            / ( ) numbers, union(a, b) and intersection(a, b). "base" alone is the raw model (with
+            --alpha 0: there is no prefix to strengthen).
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
         pro_aug: Also strengthen the prompt on the base branch.
     """
@@ -60,7 +60,7 @@ class Arithmetic(Method):
     paper_name: ClassVar[str] = "Model Arithmetic"
     equation: ClassVar[str] = "log w = log_softmax(formula / its weight)"
     alpha: ClassVar[float] = 0.5
-    of_paper: ClassVar[bool] = False
+    in_paper: ClassVar[bool] = False
     text_names: ClassVar[tuple[str, ...] | None] = None
     when_empty: ClassVar[str] = (
         "the formula's weights cancel or overflow; see what its weights add up to"
@@ -73,18 +73,19 @@ class Arithmetic(Method):
     @classmethod
     def _parses(cls, formula: str) -> str:
         try:
-            _tree(formula)
+            _parse_formula(formula)
         except MethodError as error:
             raise ValueError(str(error)) from None
         return formula
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        # The branches that a formula may name.
         task.prefix(attribute)
-        names = _names(self.formula)
+        names = _branch_names(self.formula)
         others = [name for name in task.attributes if name != attribute]
         texts = task.texts(self.name, attribute)
         taken = [
-            name for name in texts if name in ("base", "target", "opponents", *others, *CHOICES)
+            name for name in texts if name in ("base", "target", "opponents", *others, *OPERATORS)
         ]
         if taken:
             raise MethodError(
@@ -103,6 +104,7 @@ class Arithmetic(Method):
         known["opponents"] = tuple(
             branch for other in others if other not in names for branch in known[other]
         )
+        # The branches that this formula names.
         chosen: dict[str, Branch] = {}
         for name in names:
             if name not in known:
@@ -119,8 +121,9 @@ class Arithmetic(Method):
         return tuple(chosen.values())
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        names = _names(self.formula)
-        given = {name: each.clamp(min=FLOOR) for name, each in checked(log_probs).items()}
+        names = _branch_names(self.formula)
+        # The branches, and the mean of the opponents.
+        given = {name: each.clamp(min=FLOOR) for name, each in check_branches(log_probs).items()}
         opponents = [each for name, each in given.items() if name not in ("base", "target", *names)]
         if opponents:
             given["opponents"] = torch.stack(opponents).mean(dim=0)
@@ -130,21 +133,22 @@ class Arithmetic(Method):
                 f"log_probs needs the branches {', '.join(names)}; found"
                 f" {', '.join(log_probs) or 'none'}"
             )
-        value, weight, size = _evaluate(_tree(self.formula).body, given)
+        # The value, divided by the weight where the weight is not 0.
+        value, weight, size = _evaluate(_parse_formula(self.formula).body, given)
         nothing = weight.abs() <= 1e-9 * size  # 0.6 + 0.3 - 0.9 is not quite 0
-        of_sample = nothing.broadcast_to(value.shape).any(dim=1, keepdim=True)
-        return torch.where(of_sample, value, (value / weight).log_softmax(dim=1))
+        unweighted = nothing.broadcast_to(value.shape).any(dim=1, keepdim=True)
+        return torch.where(unweighted, value, (value / weight).log_softmax(dim=1))
 
 
-def _tree(formula: str) -> ast.Expression:
-    """The formula, parsed and checked to be one; no part of it is ever executed.
+def _parse_formula(formula: str) -> ast.Expression:
+    """Parse a formula and check it; no part of it is ever executed.
 
     Raises:
-        MethodError: It is not a formula over names, or is only a number.
+        MethodError: It is not a formula of names, or is only a number.
     """
     try:
         tree = ast.parse(formula.strip(), mode="eval")
-        is_number = _check(tree.body, formula)
+        is_number = _check_node(tree.body, formula)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise MethodError(
             f"formula {formula[:60]!r}: {getattr(error, 'msg', error) or type(error).__name__}"
@@ -155,7 +159,7 @@ def _tree(formula: str) -> ast.Expression:
         )
     if is_number:
         raise MethodError(f"formula {formula!r} names no branch; `lapa2 methods` lists them")
-    _, weight, size = _tried(tree)
+    _, weight, size = _evaluate_at_random(tree)
     if (total := float(weight.max())) < -1e-9 * size:
         raise MethodError(
             f"the weights of formula {formula!r} add up to {total:.3g}, and to divide by that turns"
@@ -165,18 +169,18 @@ def _tree(formula: str) -> ast.Expression:
 
 
 def _cancels(tree: ast.Expression) -> bool:
-    """Whether a formula is 0 whatever its branches say."""
-    value, _, size = _tried(tree)
+    """True if a formula is 0 for all values of its branches."""
+    value, _, size = _evaluate_at_random(tree)
     return bool((value.abs() <= 1e-9 * size).all())
 
 
-def _tried(tree: ast.Expression) -> Weighted:
-    """A formula of random branches."""
+def _evaluate_at_random(tree: ast.Expression) -> WeightedValue:
+    """The value of a formula at random branches."""
     names = sorted(
         {
             node.id
             for node in ast.walk(tree)
-            if isinstance(node, ast.Name) and node.id not in CHOICES
+            if isinstance(node, ast.Name) and node.id not in OPERATORS
         }
     )
     made = torch.rand(
@@ -185,29 +189,33 @@ def _tried(tree: ast.Expression) -> Weighted:
     return _evaluate(tree.body, dict(zip(names, made, strict=True)))
 
 
-def _check(node: ast.expr, formula: str) -> bool:
-    """Whether a part of a formula is a plain number; raises if it cannot be part of a formula."""
+def _check_node(node: ast.expr, formula: str) -> bool:
+    """True if a part of a formula is a plain number.
+
+    Raises:
+        MethodError: It cannot be part of a formula.
+    """
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             if abs(number) < 1e6:
                 return True
             raise MethodError(f"formula {formula[:60]!r}: a number must be below 1,000,000")
-        case ast.Name(id=name) if name not in CHOICES:
+        case ast.Name(id=name) if name not in OPERATORS:
             return False
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
-            return _check(operand, formula)
+            return _check_node(operand, formula)
         case ast.BinOp(op=ast.Add() | ast.Sub(), left=left, right=right):
-            return _check(left, formula) & _check(right, formula)
+            return _check_node(left, formula) & _check_node(right, formula)
         case ast.BinOp(op=ast.Mult(), left=left, right=right):
-            numbers = _check(left, formula), _check(right, formula)
+            numbers = _check_node(left, formula), _check_node(right, formula)
             if any(numbers):
                 return all(numbers)
             raise MethodError(
                 f"formula {formula!r} multiplies two branches; one side of * must be a number"
             )
         case ast.BinOp(op=ast.Div(), left=left, right=right):
-            number = _check(left, formula)
-            if _check(right, formula):
+            number = _check_node(left, formula)
+            if _check_node(right, formula):
                 if _number(right) == 0:
                     raise MethodError(f"formula {formula!r} divides by 0")
                 return number
@@ -215,9 +223,9 @@ def _check(node: ast.expr, formula: str) -> bool:
                 f"formula {formula!r} divides by a branch; the right side of / must be a number"
             )
         case ast.Call(func=ast.Name(id=name), args=[_, _, *_] as parts, keywords=[]) if (
-            name in CHOICES
+            name in OPERATORS
         ):
-            return min([_check(part, formula) for part in parts])  # every part is checked
+            return min([_check_node(part, formula) for part in parts])  # every part is checked
     raise MethodError(
         f"formula {formula!r}: {ast.unparse(node)!r} is not a branch, a number, + - * / ( ),"
         " union(a, b) or intersection(a, b)"
@@ -229,12 +237,12 @@ def _number(node: ast.expr) -> float:
     return float(_evaluate(node, {})[0])
 
 
-def _names(formula: str) -> list[str]:
+def _branch_names(formula: str) -> list[str]:
     """The branches a formula names, in order."""
     found = [
         node
-        for node in ast.walk(_tree(formula))
-        if isinstance(node, ast.Name) and node.id not in CHOICES
+        for node in ast.walk(_parse_formula(formula))
+        if isinstance(node, ast.Name) and node.id not in OPERATORS
     ]
     return list(
         dict.fromkeys(
@@ -243,11 +251,11 @@ def _names(formula: str) -> list[str]:
     )
 
 
-def _evaluate(node: ast.expr, given: LogProbs) -> Weighted:
+def _evaluate(node: ast.expr, given: LogProbs) -> WeightedValue:
     """Value and weight of a checked formula."""
     match node:
         case ast.Constant(value=int() | float() as number):
-            # In float64, but of no axes: a float32 branch stays float32.
+            # A float64 tensor without axes: a float32 branch stays float32.
             exact = torch.tensor(number, dtype=torch.float64)
             return exact, exact, float(abs(number))
         case ast.Name(id=name):
@@ -257,20 +265,26 @@ def _evaluate(node: ast.expr, given: LogProbs) -> Weighted:
             value, weight, size = _evaluate(operand, given)
             return sign * value, sign * weight, size
         case ast.BinOp(op=op, left=left, right=right):
-            (a, of_a, size_a), (b, of_b, size_b) = _evaluate(left, given), _evaluate(right, given)
+            (a, weight_a, size_a), (b, weight_b, size_b) = (
+                _evaluate(left, given),
+                _evaluate(right, given),
+            )
             if isinstance(op, ast.Add):
-                return a + b, of_a + of_b, size_a + size_b
+                return a + b, weight_a + weight_b, size_a + size_b
             if isinstance(op, ast.Sub):
-                return a - b, of_a - of_b, size_a + size_b
+                return a - b, weight_a - weight_b, size_a + size_b
             if isinstance(op, ast.Mult):
-                return a * b, of_a * of_b, size_a * size_b
-            return a / b, of_a / of_b, size_a / size_b
+                return a * b, weight_a * weight_b, size_a * size_b
+            return a / b, weight_a / weight_b, size_a / size_b
         case ast.Call(func=ast.Name(id=name), args=[first, *rest]):
             value, weight, size = _evaluate(first, given)
             for part in rest:
-                other, of_other, size_other = _evaluate(part, given)
-                wins = CHOICES[name](value, other)
-                value, weight = torch.where(wins, value, other), torch.where(wins, weight, of_other)
+                other, weight_other, size_other = _evaluate(part, given)
+                wins = OPERATORS[name](value, other)
+                value, weight = (
+                    torch.where(wins, value, other),
+                    torch.where(wins, weight, weight_other),
+                )
                 size = max(size, size_other)
             return value, weight, size
     raise AssertionError(node)

@@ -1,22 +1,22 @@
 """Decoding methods: one file each, pure arithmetic on the branches' log-probabilities.
 
-A method names its branches and combines their next-token distributions. It never sees a model, so
-that it can be tried on a made-up vocabulary:
+A method names its branches and combines their next-token distributions. It never gets a model, so
+that it can be tested on a small vocabulary without one:
 
     method = methods.get("preadd", lam=-1.0)
     log_probs = {"base": ..., "prefix": ...}                  # by branch, [sample, vocab], any float dtype
     log_weights = method.combine(log_probs, state=None)       # [sample, vocab], need not be normalised
-    state = method.advance(None, log_probs, tokens)           # tokens [sample]; what the next step's combine is given
+    state = method.advance(None, log_probs, tokens)           # tokens [sample]; the state for the next step's combine
 
 The sampler then keeps the k largest weights and draws: combine -> top-k -> sample, at temperature
 1.
 
-Two methods need more than log-probabilities, and two small protocols give it to them:
+Two methods need more than log-probabilities. They have it from two more functions:
 
-    prepare(kit, ...)    once per prompt, before its first token: work out what the method must know
-    intervene(state)     before every pass of the model: which neurons to set, given the text so far
+    prepare(context, ...)    once per prompt, before its first token: compute what the method needs to know
+    intervene(state)         before every pass of the model: the neurons to set, given the text so far
 
-`prepare` is given a `MethodContext`; `begin` makes the first step's state from what was prepared.
+`prepare` is given a `MethodContext`; `begin` makes the first step's state from its result.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ T = TypeVar("T")
 LogProbs = Mapping[str, Float[Tensor, "sample vocab"]]
 LogLikelihoods = Mapping[str, Float[Tensor, " sample"]]
 FLOOR = -1e4
-"""Log-probability given to impossible tokens where a method subtracts branches, so that no
-infinities meet."""
+"""Log-probability of impossible tokens in methods that subtract branches, so that there is no
+difference of infinities."""
 
 
 @dataclass(frozen=True)
-class Soft:
-    """A soft prefix by name: a set of soft prefixes for the task, and an attribute of the set."""
+class SoftPrefixKey:
+    """The name of a soft prefix: a set of soft prefixes for the task, and an attribute of the
+    set."""
 
     set: str
     attribute: str
@@ -62,23 +63,23 @@ class Branch:
 
     Attributes:
         name: "base" for the raw model; prefix branches have other names.
-        prefix: The text in front of the prompt, or a soft prefix; None for the raw model.
-        join: What stands between text and prompt; it counts as prompt.
+        prefix: The text before the prompt, or a soft prefix; None for the raw model.
+        join: The text between prefix and prompt; it counts as prompt.
     """
 
     name: str
-    prefix: str | Soft | None = None
+    prefix: str | SoftPrefixKey | None = None
     join: str = ""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a method worked out about one prompt.
+    """The result of a method's `prepare` for one prompt.
 
     Attributes:
-        known: What the method's `begin` reads.
-        prefixes: By branch, the text in front of this prompt, if it replaces the branch's text.
-        summary: What the run stores of it for its readers, as JSON.
+        known: Any value for the method's `begin`.
+        prefixes: By branch, the text before this prompt, if it replaces the branch's text.
+        summary: A summary for readers of the run, as JSON.
     """
 
     known: Any = None
@@ -87,11 +88,11 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Start:
-    """What is known about a batch of samples before its first step.
+class BatchStart:
+    """The facts about a batch of samples before its first step.
 
     Attributes:
-        prepared: What was prepared for the prompt of each sample.
+        prepared: The result of `prepare` for the prompt of each sample.
         log_likelihood: log P(prompt) under every branch, [sample]; None before the prompts are
             read, and for methods that do not ask for it (`reads_prompt`).
         n_prompt: Number of prompt tokens, [sample].
@@ -107,7 +108,7 @@ class Intervention:
     """MLP neurons to set to one value, at every position.
 
     Attributes:
-        neurons: Numbers of the neurons, by layer.
+        neurons: Indices of the neurons, by layer.
         value: The value, one per sample.
         at: Before the activation function, or after it (always after it in gated MLPs).
     """
@@ -119,19 +120,19 @@ class Intervention:
 
 @runtime_checkable
 class MethodContext(Protocol):
-    """What `prepare` may ask of a model (`lapa2_interp.runs.method_context.ModelContext`).
+    """The functions of a model that `prepare` may call (`lapa2_interp.runs.method_context`).
 
     Attributes:
         end_ids: Tokens that end a text.
-        gated: Whether its MLPs are gated.
+        gated: True if its MLPs are gated.
     """
 
     end_ids: tuple[int, ...]
     gated: bool
 
-    def once(self, name: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, called only the first time for a name: for what the prompts
-        share."""
+    def cached(self, name: Hashable, make: Callable[[], T]) -> T:
+        """The result of `make`, which is called only once for each name; for values that all
+        prompts share."""
 
     def ids(self, text: str) -> list[int]:
         """The token ids of a text, without BOS."""
@@ -143,33 +144,34 @@ class MethodContext(Protocol):
         """The rows of the token embedding."""
 
     def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
-        """Continuations of the bare prompt by a method without prefixes."""
+        """Continuations of the prompt alone, by a method without prefixes."""
 
-    def shares(
+    def attribute_probabilities(
         self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]
     ) -> list[float | None]:
         """P(attribute | text) by a scorer; None for a text it cannot score."""
 
-    def promoters(
+    def promoting_neurons(
         self, tokens: Sequence[int], k: int, upper: bool = False
     ) -> Int[Tensor, "token k two"]:
         """The (layer, neuron) pairs that raise each token's probability most, of all layers or of
         the upper half."""
 
 
-def attribute_prefix(task: Task, attribute: str, prefixes: str, method: str = "") -> str | Soft:
-    """An attribute's prefix: under "hard" the method's own text or the task's, else the one in a
-    soft set.
+def attribute_prefix(
+    task: Task, attribute: str, prefixes: str, method: str = ""
+) -> str | SoftPrefixKey:
+    """An attribute's prefix: for "hard" the method's own text or else the task's, otherwise that of
+    a soft set.
 
     Args:
-        prefixes: "hard", a set that ships with the package (mle, contrastive), or the folder of
-            one.
+        prefixes: "hard", a set that ships with the package (mle, contrastive), or a set's folder.
     """
     text = task.prefix(attribute)
     return (
         task.texts(method, attribute).get("prefix", text)
         if prefixes == "hard"
-        else Soft(prefixes, attribute)
+        else SoftPrefixKey(prefixes, attribute)
     )
 
 
@@ -177,19 +179,21 @@ class Method(ABC):
     """A decoding method.
 
     Attributes:
-        name: As on the command line. `paper_name`: as in the paper's tables. `equation`: how it
-            combines its branches.
+        name: Its name on the command line.
+        paper_name: Its name in the paper's tables.
+        equation: The formula by which it combines its branches.
         alpha: The paper's strength of LaPA2 for it (section 5.1).
-        pro_aug: Whether LaPA2 also acts on the prompt of the base branch (Contextual Anchor
+        pro_aug: True if LaPA2 also acts on the prompt of the base branch (Contextual Anchor
             Reinforcement, Eq. 9).
-        text_names: The texts it reads from a task file; None where it takes any.
-        files: Parameters that name files, whose contents decide its texts.
-        when_empty: Why no token may have positive weight, and what to change.
-        of_paper: Whether the LaPA2 paper runs it; `alpha` and `paper_name` are ours for the others.
-        reads_prompt: Whether `begin` is given the prompt's log-likelihood under every branch.
-        recomputes: Whether the whole text is read again at every step, because `intervene` changes
-            what it was.
-        trials: How often a text is drawn, at most, until `accepts` takes it; the last one stays.
+        text_names: The texts it reads from a task file; None if it accepts any.
+        files: Parameters that name files whose contents decide its texts.
+        when_empty: The reason why no token may have positive weight, and what to change.
+        in_paper: True if the LaPA2 paper runs it; for others `alpha` and `paper_name` are ours.
+        reads_prompt: True if `begin` needs the prompt's log-likelihood under every branch.
+        rereads_text: True if the whole text is read again at every step, because `intervene`
+            changes its activations.
+        trials: The largest number of times a text is drawn until `accepts` returns True; the last
+            text stays.
     """
 
     name: ClassVar[str]
@@ -200,9 +204,9 @@ class Method(ABC):
     text_names: ClassVar[tuple[str, ...] | None] = ()
     files: ClassVar[tuple[str, ...]] = ()
     when_empty: ClassVar[str] = "a branch's own distribution is empty or not a number"
-    of_paper: ClassVar[bool] = True
+    in_paper: ClassVar[bool] = True
     reads_prompt: ClassVar[bool] = False
-    recomputes: ClassVar[bool] = False
+    rereads_text: ClassVar[bool] = False
     trials: int = 1
 
     @abstractmethod
@@ -216,7 +220,7 @@ class Method(ABC):
 
     @abstractmethod
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        """Log-weights of the next token from the branches' log-probabilities; need not be
+        """Log-weights of the next token from the branches' log-probabilities; they need not be
         normalised."""
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
@@ -224,22 +228,22 @@ class Method(ABC):
         stateless method."""
         return None
 
-    def prepare(self, kit: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
-        """Work out what must be known about a prompt before its first token; called once per
+    def prepare(self, context: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
+        """Compute what must be known about a prompt before its first token; called once per
         prompt."""
         return Prepared()
 
-    def begin(self, start: Start) -> State:
+    def begin(self, start: BatchStart) -> State:
         """The first step's state."""
         return None
 
     def intervene(self, state: State) -> Intervention | None:
-        """What to change in the model's next pass."""
+        """The neurons to set in the model's next pass; None for no change."""
         return None
 
     def deciding_files(self) -> dict[str, Path]:
-        """Files whose contents decide its texts: those that parameters name, if they are there, by
-        parameter; and the code of a method of one's own, unless a notebook defines it."""
+        """Files whose contents decide its texts: those that parameters name, if they exist, by
+        parameter; and the code of a custom method, unless a notebook defines it."""
         named = {name: Path(getattr(self, name)) for name in self.files}
         found = {name: place for name, place in named.items() if place.is_file()}
         if not type(self).__module__.startswith(f"{__package__}."):
@@ -248,23 +252,23 @@ class Method(ABC):
         return found
 
     def accepts(self, prepared: Prepared, text: str, tokens: Sequence[int]) -> bool:
-        """Whether a finished text stays, if there are trials left.
+        """True if a finished text is accepted; otherwise it is drawn again while trials are left.
 
         Args:
             text: Prompt and continuation.
-            tokens: Of the continuation.
+            tokens: Tokens of the continuation.
         """
         return True
 
 
-def checked(
+def check_branches(
     log_probs: LogProbs, *names: str, others: int = 0
 ) -> dict[str, Float[Tensor, "sample vocab"]]:
-    """The branches of a step in at least float32.
+    """Check that a step has the branches that a method needs, and return them in at least float32.
 
     Args:
         names: Branches that must be there.
-        others: How many more must be there at least.
+        others: The least number of further branches.
 
     Raises:
         MethodError: A branch is missing, or the branches are not [sample, vocab] of one shape.
@@ -304,9 +308,9 @@ def nucleus(
     )
 
 
-def contrast(task: Task, attribute: str, prefixes: str) -> tuple[Branch, ...]:
-    """The branch "target" behind the attribute's prefix, and one per competing attribute, named
-    after it."""
+def contrast_branches(task: Task, attribute: str, prefixes: str) -> tuple[Branch, ...]:
+    """The branch "target" with the attribute's prefix, and one branch per competing attribute,
+    which has its name."""
     return (
         Branch("target", attribute_prefix(task, attribute, prefixes)),
         *(

@@ -5,9 +5,9 @@ the target's soft prefix:
 
     log w = log P_a                                                         form "soft"
 
-The paper lists hard prefixes for its sentiment rows but no code computes anything with them that
-differs from direct conditioning. The second form is the decoding-time contrast those rows suggest;
-it is a proposal and stands in no source:
+The paper lists hard prefixes for its sentiment rows, but in no code do they give anything other
+than direct conditioning. The second form is the contrast at decoding time that those rows suggest;
+it is our proposal and has no source:
 
     log w = log P_a + lam (log P_a - mean over the other classes of log P_c)   form "hard-contrast"
 """
@@ -29,8 +29,8 @@ from lapa2_interp.methods.base import (
     Method,
     State,
     attribute_prefix,
-    checked,
-    contrast,
+    check_branches,
+    contrast_branches,
 )
 from lapa2_interp.tasks.task import Task
 
@@ -41,8 +41,8 @@ class ConPrefix(Method):
 
     Args:
         form: "soft", or "hard-contrast" with the task's hard prefixes.
-        prefixes: The set of the form "soft": contrastive, mle, or a set's folder.
-        lam: Strength of the contrast of the form "hard-contrast"; 0 is direct conditioning.
+        prefixes: The set for form "soft": contrastive, mle, or a set's folder.
+        lam: Strength of the contrast in form "hard-contrast"; 0 is direct conditioning.
     """
 
     name: ClassVar[str] = "con-prefix"
@@ -60,14 +60,14 @@ class ConPrefix(Method):
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         if self.form == "soft":
             return (Branch("target", attribute_prefix(task, attribute, self.prefixes)),)
-        return contrast(task, attribute, "hard")
+        return contrast_branches(task, attribute, "hard")
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         if self.form == "soft":
-            return checked(log_probs, "target")["target"]
+            return check_branches(log_probs, "target")["target"]
         clean = {
             name: each.clamp(min=FLOOR)
-            for name, each in checked(log_probs, "target", others=1).items()
+            for name, each in check_branches(log_probs, "target", others=1).items()
         }
         target = clean.pop("target")
         return target + self.lam * (target - torch.stack(list(clean.values())).mean(dim=0))

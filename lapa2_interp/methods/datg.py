@@ -1,5 +1,5 @@
-"""DATG: words that the model's own drafts associate with an attribute, boosted or named while it
-    writes (section 5.1, baseline).
+"""DATG: words that the model's own drafts associate with an attribute are boosted, or named in the
+    prompt (section 5.1, baseline).
 
 Once per prompt:
 
@@ -13,10 +13,10 @@ Once per prompt:
 Then, for every token, at temperature .7, top-k 200, top-p .9:
 
     form "L"   log w = log P_base + boost [x among the positive words] - avoid [x among the negative words]
-    form "P"   log w = log P of the prompt behind a sentence that names both lists
+    form "P"   log w = log P of the prompt after a sentence that names both lists
 
-A word stands for its first token; one that is listed twice counts twice. The released code drafts,
-boosts and samples in this way; the paper words the sentence of form "P" differently.
+Of a word only the first token counts; a token that is listed twice counts twice. The released code
+drafts, boosts and samples in this way; the paper has another sentence for form "P".
 """  # noqa: E501
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError
 from lapa2_interp.methods.base import (
+    BatchStart,
     Branch,
     LogProbs,
     Method,
     MethodContext,
     Prepared,
-    Start,
     State,
-    checked,
+    check_branches,
     nucleus,
 )
 from lapa2_interp.tasks.task import Task
@@ -60,7 +60,7 @@ PUNCTUATION = frozenset(string.punctuation + "“”‘’…–—«»\ufffd、
 
 
 @plain_dataclass(frozen=True)
-class Words:
+class PromptWords:
     """The words of a prompt's two graphs, best first, and the first token of each."""
 
     positive: tuple[str, ...]
@@ -74,18 +74,17 @@ class Datg(Method):
     """DATG. LaPA2 has a prefix to act on in form "P" only; the paper does not combine the two.
 
     Args:
-        form: "L" boosts logits, "P" writes the words into a sentence in front of the prompt.
-        scorer: Gives P(attribute | text): a scorer of `lapa2 scorers list`, such as accuracy,
-            accuracy=MODEL or
-            toxicity=perspective.
-        drafts: Continuations per prompt.
+        form: "L" boosts logits, "P" names the words in a sentence before the prompt.
+        scorer: The scorer of P(attribute | text): one of `lapa2 scorers list`, such as accuracy,
+            accuracy=MODEL or toxicity=perspective.
+        drafts: Number of drafts per prompt.
         draft_tokens: Length of a draft, in tokens.
-        draft_seed: Seed of the drafts' random streams, which no text shares; drafts are kept on
-            disk.
-        nodes: Words kept from each graph.
-        boost: What form "L" adds to the logits of positive words.
-        avoid: What form "L" subtracts from the logits of negative words.
-        sampler: "official" (temperature .7, top-k 200, top-p .9), or "uniform" (as every method
+        draft_seed: Seed of the drafts' random streams, which are not those of texts; drafts are
+            stored on disk.
+        nodes: Number of words from each graph.
+        boost: The number that form "L" adds to the logits of positive words.
+        avoid: The number that form "L" subtracts from the logits of negative words.
+        sampler: "official" (temperature .7, top-k 200, top-p .9), or "uniform" (as in every method
             here: temperature 1, top-k of the command line). Drafts are always official.
     """
 
@@ -107,7 +106,7 @@ class Datg(Method):
     sampler: Literal["official", "uniform"] = "official"
 
     def deciding_files(self) -> dict[str, Path]:
-        """Also the scorer's own file or folder, and the card beside it."""
+        """The files of `Method.deciding_files`, the scorer's file or folder, and its card."""
         found, (_, _, model) = super().deciding_files(), self.scorer.partition("=")
         if model and (place := Path(model)).exists():
             card = place.parent / f"{place.stem}.json"
@@ -118,22 +117,25 @@ class Datg(Method):
         task.prefix(attribute)
         return (Branch("base"),) if self.form == "L" else (Branch("target", SENTENCE, " "),)
 
-    def prepare(self, kit: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
-        kit.shares(
-            self.scorer, task, attribute, prompt, ()
-        )  # a scorer that does not fit is found before drafting
-        drafts = kit.drafts(Drafting(), prompt, self.drafts, self.draft_tokens, self.draft_seed)
-        shares = kit.shares(self.scorer, task, attribute, prompt, drafts)
+    def prepare(self, context: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
+        # Draft and score; a scorer that does not fit is refused before drafting.
+        context.attribute_probabilities(self.scorer, task, attribute, prompt, ())
+        drafts = context.drafts(Drafting(), prompt, self.drafts, self.draft_tokens, self.draft_seed)
+        shares = context.attribute_probabilities(self.scorer, task, attribute, prompt, drafts)
         scored = [
-            (kit.ids(text), q) for text, q in zip(drafts, shares, strict=True) if q is not None
+            (context.ids(text), q) for text, q in zip(drafts, shares, strict=True) if q is not None
         ]
         if not scored:
             raise MethodError(
                 f"datg: none of {len(drafts)} drafts of {prompt!r} could be scored by"
                 f" {self.scorer}; give another scorer"
             )
-        positive, negative = dual_graphs([([kit.text([i]) for i in ids], q) for ids, q in scored])
-        words = words_of(kit, best_nodes(positive, self.nodes), best_nodes(negative, self.nodes))
+        positive, negative = dual_graphs(
+            [([context.text([i]) for i in ids], q) for ids, q in scored]
+        )
+        words = with_first_tokens(
+            context, best_nodes(positive, self.nodes), best_nodes(negative, self.nodes)
+        )
         if not words.positive and not words.negative:
             raise MethodError(
                 f"datg: the {len(drafts)} drafts of {prompt!r} hold no word that is not"
@@ -150,23 +152,23 @@ class Datg(Method):
         }
         return Prepared(words, {"target": sentence} if self.form == "P" else {}, summary)
 
-    def begin(self, start: Start) -> Sequence[Words]:
+    def begin(self, start: BatchStart) -> Sequence[PromptWords]:
         return [each.known for each in start.prepared]
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         name = "base" if self.form == "L" else "target"
-        log_weights = checked(log_probs, name)[name]
+        log_weights = check_branches(log_probs, name)[name]
         if self.form == "L" and state is not None:
             log_weights = log_weights + torch.stack(
                 [self._shift(words, log_weights[0]) for words in state]
             )
-        return official(log_weights) if self.sampler == "official" else log_weights
+        return released_sampler(log_weights) if self.sampler == "official" else log_weights
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Tensor) -> State:
         return state
 
-    def _shift(self, words: Words, like: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"]:
-        """What is added to each logit."""
+    def _shift(self, words: PromptWords, like: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"]:
+        """The number that is added to each logit."""
         shift = torch.zeros_like(like)
         for ids, value in ((words.positive_ids, self.boost), (words.negative_ids, -self.avoid)):
             at = torch.tensor(ids, dtype=torch.long, device=like.device)
@@ -176,7 +178,7 @@ class Datg(Method):
 
 @plain_dataclass(frozen=True)
 class Drafting(Method):
-    """The raw model as DATG drafts with it."""
+    """The raw model with the sampler of DATG's drafts."""
 
     name: ClassVar[str] = "drafting"
     paper_name: ClassVar[str] = "drafts of DATG"
@@ -187,11 +189,11 @@ class Drafting(Method):
         return (Branch("base"),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        return official(checked(log_probs, "base")["base"])
+        return released_sampler(check_branches(log_probs, "base")["base"])
 
 
-def official(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
-    """Temperature .7, then the 200 likeliest, then the smallest set of those that holds .9."""
+def released_sampler(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
+    """The log-weights at temperature .7, with top-k 200 and top-p .9."""
     return nucleus(log_weights / 0.7, 0.9, top_k=200)
 
 
@@ -237,7 +239,9 @@ def _is_word(text: str) -> bool:
     )
 
 
-def words_of(kit: MethodContext, positive: Sequence[str], negative: Sequence[str]) -> Words:
+def with_first_tokens(
+    context: MethodContext, positive: Sequence[str], negative: Sequence[str]
+) -> PromptWords:
     """Words with the first token of each."""
-    ids = [tuple(kit.ids(word)[0] for word in words) for words in (positive, negative)]
-    return Words(tuple(positive), tuple(negative), *ids)
+    ids = [tuple(context.ids(word)[0] for word in words) for words in (positive, negative)]
+    return PromptWords(tuple(positive), tuple(negative), *ids)

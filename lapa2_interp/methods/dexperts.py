@@ -3,8 +3,8 @@
 
     log w = log P_base + strength (log P_target - mean over the competing attributes of log P_c)    on the nucleus of P_base
 
-Tokens outside the smallest set that holds `top_p` of the raw model's probability are left out
-before the experts are asked.
+Tokens outside the smallest set that holds `top_p` of the raw model's probability are removed before
+the experts count.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lapa2_interp.methods.base import (
     LogProbs,
     Method,
     State,
-    checked,
-    contrast,
+    check_branches,
+    contrast_branches,
     nucleus,
 )
 from lapa2_interp.tasks.task import Task
@@ -37,7 +37,7 @@ class Dexperts(Method):
     Args:
         strength: The original's alpha: 2.0 against toxicity, 3.2 for sentiment (in the task file).
             0 is the raw model's nucleus.
-        top_p: Probability the raw model's candidates hold, in (0, 1]; 1 keeps every token.
+        top_p: Probability of the raw model's candidates, in (0, 1]; 1 keeps every token.
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
         pro_aug: Also strengthen the prompt on the base branch.
     """
@@ -48,7 +48,7 @@ class Dexperts(Method):
         "log w = log P_base + strength (log P_target - mean_c log P_c) where P_base is top-p"
     )
     alpha: ClassVar[float] = 0.5
-    of_paper: ClassVar[bool] = False
+    in_paper: ClassVar[bool] = False
     when_empty: ClassVar[str] = (
         "strength is so large that the difference overflows; the original's is 2 to 3.2"
     )
@@ -58,10 +58,10 @@ class Dexperts(Method):
     pro_aug: bool = False
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        return (Branch("base"), *contrast(task, attribute, self.prefixes))
+        return (Branch("base"), *contrast_branches(task, attribute, self.prefixes))
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_probs = checked(log_probs, "base", "target", others=1)
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         base = nucleus(log_probs["base"], self.top_p) if self.top_p < 1 else log_probs["base"]
         clean = {name: each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"}
         target = clean.pop("target")

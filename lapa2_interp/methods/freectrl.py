@@ -1,13 +1,12 @@
-"""FreeCtrl: MLP neurons that promote an attribute's keywords, held at a value that follows what the
-    text still lacks (baseline).
+"""FreeCtrl: MLP neurons that promote an attribute's keywords are held at a value that depends on
+    the text so far (baseline).
 
 Once per model and word list:
 
-1. keywords: from each class's list the words that are one token with a space in front and whose
-   embedding is nearer to the word of their class than to those of the others:
-   noise ratio
+1. keywords: from each class's list the words that are one token with a space before it and whose
+   embedding is nearer to the word of their class than to those of the others: noise ratio
    cos(e_y, e_w) 3 / sum_{c != y} cos(e_c, e_w) > `noise`;
-2. control table: with neuron v at 50 while the model reads " ", how likely is each keyword next;
+2. control table: the probability of each keyword after " " with neuron v held at 50;
 3. control centre of the attribute: the union over its keywords of the `neurons` that promote them
    most.
 
@@ -19,24 +18,24 @@ At every token, E being the embeddings of the text's tokens and L their number:
     w        = lam / (1 + exp(-(u - s) L)) if u > s, else 1e-20
 
 4. the whole text is read again with every neuron of the centre set to w at all positions: before
-   the activation function in GPT-2's kind of MLP, so that gelu(w) goes on (`at="pre"`, the released
-   code), or after it (`at="post"`, the paper's coefficient).
-5. the next token, end tokens excluded: of the 25 likeliest, five beams' copies of each, ten are
-   drawn and the likeliest of them is taken, which is one draw with rank probabilities of closed
-   form (`rank_probabilities`).
+   the activation function in GPT-2's kind of MLP, so that its output is gelu(w) (`at="pre"`, the
+   released code), or after it (`at="post"`, the paper's coefficient).
+5. the next token, end tokens excluded: of the 25 likeliest, with five copies of each (one per
+   beam), ten are drawn and the likeliest of them is taken. This is one draw, whose rank
+   probabilities have a closed form (`rank_probabilities`).
 
-Gated MLPs are not in the original; what is done for them is ours. The input of the down-projection
-is set. In lower layers a value of 50 there does not promote a word, but breaks what the upper
-layers compute. Therefore only the upper half of the layers is searched, with fewer neurons per
+Gated MLPs are not in the original; the method for them is ours. The input of the down-projection is
+set. In lower layers a value of 50 there does not promote a word, but destroys the computation of
+the upper layers. Therefore only the upper half of the layers is searched, with fewer neurons per
 keyword (`gated_neurons`) at a larger value (`gated_lam`).
 
-6. with `accept`, a finished text is drawn again until score(E) > u ("score"), and also no word
-   stands in it 7 times and it has at most one line break ("released"); at most `trials` times, and
-   the last text stays. Long texts hardly ever pass the test of words.
+6. with `accept`, a finished text is drawn again until score(E) > u ("score"), and for "released"
+   until also no word occurs in it 7 times and it has at most one line break; at most `trials`
+   times, and the last text stays. Long texts hardly ever pass the test of words.
 
-A value of 1e-20 turns the centre off; it does not leave the neurons as they were. The released
-script re-encodes the text at every step, and makes 5 texts of a prompt in at most 51 trials; here
-tokens stay as they were drawn, and every sample gets a text.
+A value of 1e-20 turns the centre off; the neurons do not keep their own values. The released script
+re-encodes the text at every step, and makes 5 texts of a prompt in at most 51 trials; here tokens
+are not encoded again, and every sample gets a text.
 """
 
 from __future__ import annotations
@@ -56,33 +55,33 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError
 from lapa2_interp.methods.base import (
+    BatchStart,
     Branch,
     Intervention,
     LogProbs,
     Method,
     MethodContext,
     Prepared,
-    Start,
     State,
-    checked,
+    check_branches,
 )
 from lapa2_interp.tasks.task import Task
 from lapa2_interp.tasks.word_lists import read_word_list
 
-OFF = 1e-20
+OFF_VALUE = 1e-20
 NOISE_CLASSES = 4
-"""The factor of the noise ratio counts four classes even where there are two."""
+"""Number of classes in the factor of the noise ratio, also where there are two."""
 MOST_NEURONS = 100
 MOST_REPEATED, MOST_LINES = 7, 2
-"""A text of the released test has each word less often, and fewer line breaks."""
+"""A text that passes the released test has each word less often, and fewer line breaks."""
 
 
 @plain_dataclass(frozen=True)
-class Control:
-    """What is known before the first token.
+class ControlCentre:
+    """The values that are known before the first token.
 
     Attributes:
-        target: The class steered towards.
+        target: The target class.
         keywords: Unit embeddings of each class's keywords.
         embedding: Unit embeddings of all tokens.
         centre: The attribute's neurons, by layer.
@@ -101,17 +100,17 @@ class Control:
 
 
 @plain_dataclass(frozen=True)
-class Monitor:
-    """The text so far, as the monitor sees it.
+class TextMonitor:
+    """The likeness of the text so far to the keywords.
 
     Attributes:
-        control: That of the first sample; all samples differ only in its prompt.
-        nearest: Per class and keyword the largest cos to a token so far.
-        latest: The same for the last token alone.
-        length: Tokens so far.
+        control: The control centre of the first sample; samples differ only in the prompt.
+        nearest: By class and keyword, the largest cos to a token so far.
+        latest: By class and keyword, the cos to the last token.
+        length: Number of tokens so far.
     """
 
-    control: Control
+    control: ControlCentre
     nearest: Mapping[str, Float[Tensor, "sample keyword"]]
     latest: Mapping[str, Float[Tensor, "sample keyword"]]
     length: Int[Tensor, " sample"]
@@ -124,26 +123,25 @@ class FreeCtrl(Method):
     u, lam and neurons are its authors' values for GPT-2 medium.
 
     Args:
-        u: Threshold of a text's score (how much more its tokens are like the target's keywords than
-            like the other classes'; 1 is neutral), above which control is off; in the task files
-            the original's 1.15 for sentiment and 1.07 for topic.
+        u: Threshold of a text's score (the ratio of its similarity to the target's keywords and to
+            the other classes'; 1 is neutral), above which control is off; in the task files the
+            original's 1.15 for sentiment and 1.07 for topic.
         lam: Largest value of a neuron; in the task files .2 for sentiment and .3 for topic.
         neurons: Neurons per keyword, up to 100; 0 is the raw model under the sampler.
         gated_lam: Largest value of a neuron in gated MLPs (Llama's kind, SmolLM2), instead of lam;
             4 in the topic task.
         gated_neurons: Neurons per keyword in gated MLPs, instead of neurons.
-        noise: Smallest noise ratio of a keyword (how much nearer to the word of its class than to
-            those of the others it is).
-        words: A word list (JSON) of your own from `lapa2 word-lists`; by default the package's for
-            the task.
-        at: Where a neuron's value is set: "pre", before its activation function, or "post", after
-            it; in gated MLPs always after.
+        noise: Smallest noise ratio of a keyword (its nearness to the word of its class, relative to
+            those of the others).
+        words: A custom word list (JSON) from `lapa2 words`; by default the package's for the task.
+        at: Set a neuron's value before its activation function ("pre") or after it ("post"); in
+            gated MLPs always after.
         sampler: "official" (one of the 25 likeliest tokens, by its rank; no end token), or
-            "uniform" (as every method here: temperature 1, top-k of the command line).
-        accept: Which finished texts are kept, while others are drawn again: "all", "score" (those
-            with a score above u), or "released" (those in which also no word stands 7 times, with
-            at most one line break).
-        trials: How often a text is drawn at most, unless all are accepted.
+            "uniform" (as in every method here: temperature 1, top-k of the command line).
+        accept: Finished texts that are accepted, while others are drawn again: "all", "score"
+            (those with a score above u), or "released" (of these, those in which no word occurs 7
+            times and which have at most one line break).
+        trials: Largest number of times a text is drawn, unless all are accepted.
     """
 
     name: ClassVar[str] = "freectrl"
@@ -153,7 +151,7 @@ class FreeCtrl(Method):
     )
     alpha: ClassVar[float] = 0.0
     text_names: ClassVar[tuple[str, ...] | None] = ("class",)
-    recomputes: ClassVar[bool] = True
+    rereads_text: ClassVar[bool] = True
     files: ClassVar[tuple[str, ...]] = ("words",)
     u: Annotated[float, Field(allow_inf_nan=False)] = 1.15
     lam: Annotated[float, Field(allow_inf_nan=False)] = 0.2
@@ -173,19 +171,19 @@ class FreeCtrl(Method):
         self._lists(task)
         return (Branch("base"),)
 
-    def prepare(self, kit: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
+    def prepare(self, context: MethodContext, task: Task, attribute: str, prompt: str) -> Prepared:
         key = (self, task.model_dump_json(), attribute)
-        embedding, keywords, centre = kit.once(
-            key, lambda: self._of_attribute(kit, task, attribute)
+        embedding, keywords, centre = context.cached(
+            key, lambda: self._prepare_attribute(context, task, attribute)
         )
-        known = Control(
+        known = ControlCentre(
             target=attribute,
             keywords={c: embedding[list(ids.values())] for c, ids in keywords.items()},
             embedding=embedding,
             centre=centre,
-            lam=self.gated_lam if kit.gated else self.lam,
-            ends=kit.end_ids,
-            prompt=tuple(kit.ids(prompt)),
+            lam=self.gated_lam if context.gated else self.lam,
+            ends=context.end_ids,
+            prompt=tuple(context.ids(prompt)),
         )
         summary = {
             "keywords": {c: list(ids) for c, ids in keywords.items()},
@@ -193,44 +191,44 @@ class FreeCtrl(Method):
         }
         return Prepared(known, summary=summary)
 
-    def _of_attribute(
-        self, kit: MethodContext, task: Task, attribute: str
+    def _prepare_attribute(
+        self, context: MethodContext, task: Task, attribute: str
     ) -> tuple[Tensor, dict, dict]:
         """Unit embeddings, keywords, and the attribute's control centre."""
-        embedding = kit.once(
-            "unit embedding", lambda: torch.nn.functional.normalize(kit.embedding(), dim=1)
+        embedding = context.cached(
+            "unit embedding", lambda: torch.nn.functional.normalize(context.embedding(), dim=1)
         )
-        keywords = self.keywords(kit, task, embedding)
+        keywords = self.keywords(context, task, embedding)
         centre: dict[int, Int[Tensor, " neuron"]] = {}
-        per_keyword = self.gated_neurons if kit.gated else self.neurons
+        per_keyword = self.gated_neurons if context.gated else self.neurons
         if per_keyword:
             # One table serves all attributes of the task.
             tokens = sorted({i for ids in keywords.values() for i in ids.values()})
             rows = [tokens.index(i) for i in keywords[attribute].values()]
-            own = kit.promoters(tokens, MOST_NEURONS, upper=kit.gated)[rows, :per_keyword].reshape(
-                -1, 2
-            )
+            own = context.promoting_neurons(tokens, MOST_NEURONS, upper=context.gated)[
+                rows, :per_keyword
+            ].reshape(-1, 2)
             centre = {
                 layer: own[own[:, 0] == layer, 1].unique() for layer in own[:, 0].unique().tolist()
             }
         return embedding, keywords, centre
 
     def keywords(
-        self, kit: MethodContext, task: Task, embedding: Float[Tensor, "vocab d_model"]
+        self, context: MethodContext, task: Task, embedding: Float[Tensor, "vocab d_model"]
     ) -> dict[str, dict[str, int]]:
         """Every attribute's keywords with their tokens.
 
         Raises:
-            MethodError: There is no word list, or nothing of an attribute's is left.
+            MethodError: There is no word list, or no keyword of an attribute is left.
         """
         lists = self._lists(task)
         names = {c: task.texts(self.name, c).get("class", c) for c in task.attributes}
-        classes = {c: embedding[kit.ids(name)].mean(dim=0) for c, name in names.items()}
+        classes = {c: embedding[context.ids(name)].mean(dim=0) for c, name in names.items()}
         ids_of: dict[str, dict[str, int]] = {}
         for c in task.attributes:
             ids_of[c] = {}
             for word in lists[c]:
-                ids = in_text(kit, word)
+                ids = tokens_in_text(context, word)
                 if len(ids) == 1 and noise_ratio(classes, embedding[ids[0]], c) > self.noise:
                     ids_of[c][word] = ids[0]
             if not ids_of[c]:
@@ -248,12 +246,12 @@ class FreeCtrl(Method):
         if empty:
             raise MethodError(
                 f"freectrl: the word list has no words for {empty[0]!r}; it has"
-                f" {', '.join(lists) or 'none'}; make one with `lapa2 word-lists` and give --set"
+                f" {', '.join(lists) or 'none'}; make one with `lapa2 words` and give --set"
                 " words=FILE"
             )
         return lists
 
-    def begin(self, start: Start) -> Monitor:
+    def begin(self, start: BatchStart) -> TextMonitor:
         controls = [each.known for each in start.prepared]
         first = controls[0]
         tokens = [first.embedding[list(each.prompt)] for each in controls]
@@ -262,7 +260,7 @@ class FreeCtrl(Method):
             for c, k in first.keywords.items()
         }
         latest = {c: torch.stack([t[-1] @ k.T for t in tokens]) for c, k in first.keywords.items()}
-        return Monitor(
+        return TextMonitor(
             first,
             nearest,
             latest,
@@ -273,13 +271,13 @@ class FreeCtrl(Method):
         if not state.control.centre:
             return None
         target = state.control.target
-        s = torch.maximum(score(state.nearest, target), score(state.latest, target))
+        s = torch.maximum(text_score(state.nearest, target), text_score(state.latest, target))
         return Intervention(
-            state.control.centre, weight(s, self.u, state.control.lam, state.length), self.at
+            state.control.centre, neuron_value(s, self.u, state.control.lam, state.length), self.at
         )
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_weights = checked(log_probs, "base")["base"]
+        log_weights = check_branches(log_probs, "base")["base"]
         if state is not None:
             ends = torch.tensor(state.control.ends, dtype=torch.long, device=log_weights.device)
             log_weights = log_weights.index_fill(1, ends, -torch.inf)
@@ -289,16 +287,16 @@ class FreeCtrl(Method):
         p = torch.tensor(rank_probabilities(), dtype=log_weights.dtype, device=log_weights.device)[
             : ids.shape[1]
         ]
-        of_rank = p.log().expand(len(ids), -1)
-        return torch.full_like(log_weights, -torch.inf).scatter(1, ids[:, : len(p)], of_rank)
+        log_p = p.log().expand(len(ids), -1)
+        return torch.full_like(log_weights, -torch.inf).scatter(1, ids[:, : len(p)], log_p)
 
     def accepts(self, prepared: Prepared, text: str, tokens: Sequence[int]) -> bool:
         if self.accept == "all":
             return True
-        known: Control = prepared.known
+        known: ControlCentre = prepared.known
         embedded = known.embedding[[*known.prompt, *tokens]]
         nearest = {c: (embedded @ k.T).max(dim=0).values[None] for c, k in known.keywords.items()}
-        if not float(score(nearest, known.target)) > self.u:
+        if not float(text_score(nearest, known.target)) > self.u:
             return False
         if self.accept == "score":
             return True
@@ -314,11 +312,11 @@ class FreeCtrl(Method):
         return replace(state, nearest=nearest, latest=latest, length=state.length + 1)
 
 
-def in_text(kit: MethodContext, word: str) -> list[int]:
-    """A word's tokens inside a text, with the space in front."""
-    spaced, alone = kit.ids(" " + word), kit.ids(word)
-    # SentencePiece puts a space in front by itself, and a token of its own for one more.
-    return alone if spaced == kit.ids(" ")[:1] + alone else spaced
+def tokens_in_text(context: MethodContext, word: str) -> list[int]:
+    """A word's tokens inside a text, with the space before it."""
+    spaced, alone = context.ids(" " + word), context.ids(word)
+    # SentencePiece adds a space before a text, and encodes one more space as a token.
+    return alone if spaced == context.ids(" ")[:1] + alone else spaced
 
 
 def noise_ratio(
@@ -337,31 +335,32 @@ def noise_ratio(
     return own * (NOISE_CLASSES - 1) / sum(cos.values())
 
 
-def score(
+def text_score(
     nearest: Mapping[str, Float[Tensor, "sample keyword"]], target: str
 ) -> Float[Tensor, " sample"]:
-    """How much more a text is like the target's keywords than like the mean other class's; 1 is
+    """The ratio of a text's similarity to the target's keywords and to the mean other class's; 1 is
     neutral.
 
     Args:
-        nearest: Per class and keyword, the largest cos to a token of the text.
+        nearest: By class and keyword, the largest cos to a token of the text.
     """
     sim = {c: each.mean(dim=1) for c, each in nearest.items()}
     own = sim.pop(target)
     return own * len(sim) / torch.stack(list(sim.values())).sum(dim=0)
 
 
-def weight(
+def neuron_value(
     s: Float[Tensor, " sample"], u: float, lam: float, length: Int[Tensor, " sample"]
 ) -> Float[Tensor, " sample"]:
     """lam / (1 + exp(-(u - s) L)) below the threshold, 1e-20 from it on."""
-    return torch.where(u > s, lam * torch.sigmoid((u - s) * length), OFF)
+    return torch.where(u > s, lam * torch.sigmoid((u - s) * length), OFF_VALUE)
 
 
 def rank_probabilities(beams: int = 5, kept: int = 25, drawn: int = 10) -> list[float]:
-    """P(the token of rank r is taken), r = 1..kept: `beams` copies of the `kept` likeliest tokens,
-    `drawn` of them drawn without replacement as equally likely ones (temperature 100 makes them
-    so), the likeliest drawn taken.
+    """P(the token of rank r is taken), r = 1..kept.
+
+    Of `beams` copies of the `kept` likeliest tokens, `drawn` are drawn without replacement, all
+    equally likely (by temperature 100), and the likeliest of these is taken.
 
     [C(N - beams (r - 1), drawn) - C(N - beams r, drawn)] / C(N, drawn) with N = beams kept.
     """

@@ -10,7 +10,7 @@ With H_c the log-likelihood of all n - 1 tokens so far under class c, the prompt
     log w   = z - max z + 10, divided by `repetition` once for every time x was generated before
 
 The original learns `logit_scale` with its class-conditional model, and decodes greedily (`--top-k
-1`) unless told to sample.
+1`) by default.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from torch import Tensor
 
 from lapa2_interp.methods.base import (
     FLOOR,
+    BatchStart,
     Branch,
     LogLikelihoods,
     LogProbs,
     Method,
-    Start,
     State,
-    checked,
-    contrast,
+    check_branches,
+    contrast_branches,
 )
 from lapa2_interp.tasks.task import Task
 
 
 @plain_dataclass(frozen=True)
-class Scored:
-    """What was read and written so far.
+class GediState:
+    """The likelihoods and tokens so far.
 
     Attributes:
         log_likelihood: H_c by class, [sample].
-        n: Tokens scored, [sample].
-        written: How often each token was generated, or None before the first.
+        n: Number of tokens in it, [sample].
+        written: Number of times each token was generated; None before the first.
     """
 
     log_likelihood: LogLikelihoods
@@ -56,14 +56,14 @@ class Scored:
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Gedi(Method):
-    """GeDi. Without `begin`, the state None says that nothing was read before.
+    """GeDi. The state None, without `begin`, means that there is no text before the first token.
 
     Args:
         omega: Weight of the discriminator, >= 0; the original's 30. 0 is the raw model (with
             filter_p 0 and repetition 1).
         filter_p: Share of the weighted probability that may be dropped, [0, 1].
         target_p: A token that makes the target at least this likely is never dropped, (0, 1].
-        repetition: Divides the shifted logit of what was generated before, > 0; 1 turns it off.
+        repetition: Divisor of the shifted logit of tokens generated before, > 0; 1 turns it off.
         logit_scale: Sharpness of the discriminator, > 0; the original learns it.
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
         pro_aug: Also strengthen the prompt on the base branch.
@@ -75,7 +75,7 @@ class Gedi(Method):
         "log w = log P_base + omega log P(target | text, x), filtered, repetitions divided"
     )
     alpha: ClassVar[float] = 0.5
-    of_paper: ClassVar[bool] = False
+    in_paper: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = True
     when_empty: ClassVar[str] = "omega is so large that the weights overflow; the original's is 30"
     omega: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
@@ -87,16 +87,16 @@ class Gedi(Method):
     pro_aug: bool = False
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        return (Branch("base"), *contrast(task, attribute, self.prefixes))
+        return (Branch("base"), *contrast_branches(task, attribute, self.prefixes))
 
-    def begin(self, start: Start) -> Scored | None:
+    def begin(self, start: BatchStart) -> GediState | None:
         if start.log_likelihood is None:
             return None
         classes = {name: each for name, each in start.log_likelihood.items() if name != "base"}
-        return Scored(classes, start.n_prompt)
+        return GediState(classes, start.n_prompt)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_probs = checked(log_probs, "base", "target", others=1)
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         classes = {
             name: each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"
         }
@@ -107,6 +107,7 @@ class Gedi(Method):
                 c: (state.log_likelihood[c][:, None] + each) / (state.n[:, None] + 1)
                 for c, each in classes.items()
             }
+        # The discriminator, the weighted log-probabilities, the filter, and repetitions.
         g = {c: self.logit_scale * each for c, each in g.items()}
         d = g["target"] - torch.stack(list(g.values())).logsumexp(dim=0)
         z = log_probs["base"].clamp(min=FLOOR) + self.omega * d
@@ -120,17 +121,19 @@ class Gedi(Method):
             z = z / self.repetition**state.written
         return z
 
-    def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> Scored:
-        log_probs = checked(log_probs, "base", "target", others=1)
+    def advance(
+        self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]
+    ) -> GediState:
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         if state is None:
             zero = torch.zeros_like(log_probs["target"][:, 0])
-            state = Scored(
+            state = GediState(
                 {name: zero for name in log_probs if name != "base"}, torch.zeros_like(tokens)
             )
         written = (
             torch.zeros_like(log_probs["base"]) if state.written is None else state.written.clone()
         )
-        return Scored(
+        return GediState(
             {
                 c: before + log_probs[c].clamp(min=FLOOR).gather(1, tokens[:, None])[:, 0]
                 for c, before in state.log_likelihood.items()

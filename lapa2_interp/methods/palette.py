@@ -10,9 +10,9 @@ With p_i = softmax of attribute branch i, sigma the logistic function, signed st
     M1   = 1 + (2 + 1/e) sum_i |s_i|   M2 = (2 + 1/e) sum_i s'
     log w = main / M1 + t comp / M2
 
-s' cancels while it is the same for all attributes. Small constants (1e-10) keep the logarithms
-finite. In float16, in which the released code runs Pythia, those constants are 0 and a certain
-token gets weight 0: `numerics="released"`.
+s' cancels if it is the same for all attributes. Small constants (1e-10) keep the logarithms finite.
+The released code runs Pythia in float16, where those constants are 0 and a certain token gets
+weight 0: `numerics="released"`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError
-from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, checked
+from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, check_branches
 from lapa2_interp.tasks.task import Task
 
-SMALL = 1e-10
+EPSILON = 1e-10
 STRENGTHS = {"main": 1.0, "anti": -1.0}
 """Signed strengths by branch; every other branch is auxiliary."""
 
@@ -38,11 +38,11 @@ STRENGTHS = {"main": 1.0, "anti": -1.0}
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Palette(Method):
     """Palette. Its branches are `main`, optionally `anti` (strength -1), and auxiliaries; their
-    texts stand in the task file.
+    texts are in the task file.
 
     Args:
-        s_aux: Strength of auxiliary attributes; that of `main` is 1. Below 0 moves away, in both
-            terms.
+        s_aux: Strength of auxiliary attributes; that of `main` is 1. Values below 0 move away, in
+            both terms.
         t: Weight of the complementary term.
         s_comp: s', > 0.
         auxiliaries: False keeps `main` (and `anti`) alone: the one text of the paper's table
@@ -76,17 +76,17 @@ class Palette(Method):
         return (Branch("base"), *(Branch(name, text, join=" ") for name, text in kept.items()))
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_probs = checked(log_probs, "base")
+        log_probs = check_branches(log_probs, "base")
         if self.numerics == "released":
             log_probs = {name: each.half() for name, each in log_probs.items()}
         strengths = {name: STRENGTHS.get(name, self.s_aux) for name in log_probs if name != "base"}
-        main = (log_probs["base"].softmax(dim=1) + SMALL).log()
+        main = (log_probs["base"].softmax(dim=1) + EPSILON).log()
         comp = torch.zeros_like(main)
         for name, s in strengths.items():
-            p = log_probs[name].softmax(dim=1).clamp(SMALL, 1 - SMALL)
-            main = main + s * (1 + 1 / (p.sigmoid() + SMALL)) * (p + SMALL).log()
-            c = 1 + 1 / ((1 - p).sigmoid() + SMALL)
-            comp = comp + math.copysign(self.s_comp, s) * c * (1 - p + SMALL).log()
+            p = log_probs[name].softmax(dim=1).clamp(EPSILON, 1 - EPSILON)
+            main = main + s * (1 + 1 / (p.sigmoid() + EPSILON)) * (p + EPSILON).log()
+            c = 1 + 1 / ((1 - p).sigmoid() + EPSILON)
+            comp = comp + math.copysign(self.s_comp, s) * c * (1 - p + EPSILON).log()
         m1 = 1 + (2 + math.exp(-1)) * sum(abs(s) for s in strengths.values())
         m2 = (2 + math.exp(-1)) * self.s_comp * len(strengths) or 1.0
         return (main / m1 + self.t * comp / m2).nan_to_num(nan=0.0, posinf=-FLOOR, neginf=FLOOR)

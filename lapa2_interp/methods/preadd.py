@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError
-from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, checked
+from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, check_branches
 from lapa2_interp.tasks.task import Task
 
 
@@ -54,6 +54,6 @@ class Preadd(Method):
         return (Branch("base"), Branch("prefix", text))
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_probs = checked(log_probs, "base", "prefix")
+        log_probs = check_branches(log_probs, "base", "prefix")
         base, prefix = (log_probs[name].clamp(min=FLOOR) for name in ("base", "prefix"))
         return base + self.lam * (prefix - base)

@@ -1,4 +1,4 @@
-"""One branch, passed on: the raw model, and direct prefix conditioning (paradigm I, section 3.1).
+"""Methods with one branch: the raw model, and direct prefix conditioning (paradigm I, section 3.1).
 
 P(x_t | x_<t, a) = P_theta_a(x_t | x_<t)
 """
@@ -13,7 +13,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError
-from lapa2_interp.methods.base import Branch, LogProbs, Method, State, attribute_prefix, checked
+from lapa2_interp.methods.base import (
+    Branch,
+    LogProbs,
+    Method,
+    State,
+    attribute_prefix,
+    check_branches,
+)
 from lapa2_interp.tasks.task import Task
 
 
@@ -31,12 +38,12 @@ class NoControl(Method):
         return (Branch("base"),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        return checked(log_probs, "base")["base"]
+        return check_branches(log_probs, "base")["base"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class PrefixConditioning(Method):
-    """GPT-2+Prefix: the attribute's prefix in front of the prompt, and nothing else.
+    """GPT-2+Prefix: the attribute's prefix before the prompt, and nothing else.
 
     Args:
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. The paper's tasks
@@ -55,16 +62,16 @@ class PrefixConditioning(Method):
         return (Branch("prefix", attribute_prefix(task, attribute, self.prefixes, self.name)),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        return checked(log_probs, "prefix")["prefix"]
+        return check_branches(log_probs, "prefix")["prefix"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class NegPrompt(Method):
-    """NegPrompt: the same computation with hard prefixes, which the paper runs on large models
+    """NegPrompt: prefix conditioning with hard prefixes, which the paper runs on large models
         against toxicity.
 
     The released code skips the nontoxic attribute and so conditions on the toxic text (attribute
-    "toxic" here); this uses the prefix of the attribute that is asked for.
+    "toxic" here); this uses the prefix of the given attribute.
 
     Args:
         form: "short", the paper's prefix, or "long", the sentence of PREADD's authors, where the
@@ -91,4 +98,4 @@ class NegPrompt(Method):
         return (Branch("prefix", text, join=" "),)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        return checked(log_probs, "prefix")["prefix"]
+        return check_branches(log_probs, "prefix")["prefix"]

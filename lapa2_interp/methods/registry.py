@@ -1,7 +1,5 @@
-"""Decoding methods by name: the registry, methods for a task, and what an augmentation acts on.
-
-One file each; `base` says what a method states and may ask.
-"""
+"""Decoding methods by name, methods with the parameters of a task, and the augmentations of a
+method's branches."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp.bias.augmentation import (
     PAPER_LAWS,
+    AugmentationLike,
     Augmentations,
-    Rules,
     active_augmentations,
     normalize_augmentations,
-    share_steps,
+    steps_overlap,
 )
 from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.arithmetic import Arithmetic
@@ -50,25 +48,25 @@ from lapa2_interp.methods.rsa_control import RsaControl
 from lapa2_interp.tasks.task import MethodSettings, Task, read_task
 
 
-def registry() -> dict[str, type[Method]]:
+def known_methods() -> dict[str, type[Method]]:
     """Method classes by name: the paper's in its order, its baselines, related decoders."""
     paper = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
     known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic)
     return {method.name: method for method in known}
 
 
-def find(name: str, allow_code: bool = False) -> type[Method]:
-    """A method's class: a name of `registry`, or MODULE:CLASS for your own class.
+def find_class(name: str, allow_code: bool = False) -> type[Method]:
+    """A method's class: a name of `known_methods`, or MODULE:CLASS for a custom class.
 
     Args:
-        allow_code: Import MODULE, which runs it. Otherwise it must have been imported: a name may
-            come from a file of somebody else.
+        allow_code: Import MODULE, which runs it. Otherwise it must be imported already: a name may
+            come from another person's file.
 
     Raises:
-        MethodError: Unknown name, no method is there, or it is not imported.
+        MethodError: Unknown name, the class is not a method, or it is not imported.
     """
     if ":" not in name:
-        known = registry()
+        known = known_methods()
         if name not in known:
             raise MethodError(
                 f"{unknown_choice('method', name, known)}; or one of your own as MODULE:CLASS"
@@ -97,12 +95,12 @@ def find(name: str, allow_code: bool = False) -> type[Method]:
     return found
 
 
-def name_of(method: Method) -> str:
-    """The name by which `find` returns a method's class."""
+def method_name(method: Method) -> str:
+    """The name by which `find_class` returns a method's class."""
     kind = type(method)
     return (
         method.name
-        if registry().get(method.name) is kind
+        if known_methods().get(method.name) is kind
         else f"{kind.__module__}:{kind.__qualname__}"
     )
 
@@ -111,17 +109,15 @@ def get(name: str, **parameters: Any) -> Method:
     """A method by name; `lapa2 methods` lists them with their parameters.
 
     Args:
-        name: As in `find`. The module of MODULE:CLASS is imported, since the caller names it; of
-            names in files, `find` asks first.
+        name: As in `find_class`. The module of MODULE:CLASS is imported, since the caller names it;
+            of names in files, `find_class` asks first.
 
     Raises:
         MethodError: Unknown name, a parameter the method does not have, or a value out of range.
     """
-    kind = find(name, allow_code=True)
+    kind = find_class(name, allow_code=True)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    unknown = [
-        each for each in parameters if each not in names
-    ]  # a dataclass of one's own may pass them over
+    unknown = [each for each in parameters if each not in names]  # a custom class may ignore them
     if unknown:
         raise MethodError(f"method {name!r}: {unknown_choice('field', unknown[0], names)}")
     try:
@@ -130,14 +126,13 @@ def get(name: str, **parameters: Any) -> Method:
         raise MethodError(f"method {name!r}: {validation_message(error, fields=names)}") from None
 
 
-def for_task(name: str, task: Task, **parameters: Any) -> Method:
-    """A method with the parameters the task's file gives it, such as Air-Decoding's omega,
-    overridden by the caller's.
+def get_for_task(name: str, task: Task, **parameters: Any) -> Method:
+    """A method with its parameters from the task's file, such as Air-Decoding's omega; the caller's
+    parameters override them.
 
     Raises:
         MethodError: As `get`.
-        TaskError: The task's file has a text for the method that it does not read, and would
-            ignore silently.
+        TaskError: The task's file has a text that the method does not read.
     """
     made = get(name, **(task.parameters(name) | parameters))
     _check_texts(task, name, type(made), f"task {task.name}")
@@ -147,13 +142,14 @@ def for_task(name: str, task: Task, **parameters: Any) -> Method:
 def load_task(name: str | Path) -> Task:
     """A built-in task by name, or a user's by the path of its TOML file.
 
-    What it says of a method MODULE:CLASS is checked by `for_task`: no file's code is imported here.
+    Its settings of a method MODULE:CLASS are checked later, by `get_for_task`: nothing is imported
+    here.
 
     Raises:
         TaskError: Unknown name, unreadable file, or a malformed one (the message names the line or
-            field); an unknown method or text, which would otherwise be ignored silently.
+            field); an unknown method or text.
     """
-    task, known = read_task(name), registry()
+    task, known = read_task(name), known_methods()
     for method in task.methods:
         if method in known:
             _check_texts(task, method, known[method], f"task file {name}")
@@ -163,7 +159,7 @@ def load_task(name: str | Path) -> Task:
 
 
 def _check_texts(task: Task, name: str, kind: type[Method], where: str) -> None:
-    """Raise TaskError where a task has a text for a method that the method does not read."""
+    """Raise TaskError if a task has a text for a method that the method does not read."""
     allowed = kind.text_names
     for attribute, texts in task.methods.get(name, MethodSettings()).texts.items():
         for text in texts:
@@ -172,41 +168,42 @@ def _check_texts(task: Task, name: str, kind: type[Method], where: str) -> None:
                 raise TaskError(f"{where}: {place}: {unknown_choice('text', text, allowed)}")
 
 
-def assign(
-    method: Method, branches: Sequence[Branch], augmentation: Rules
+def assign_augmentations(
+    method: Method, branches: Sequence[Branch], augmentation: AugmentationLike
 ) -> tuple[Augmentations, ...]:
-    """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch where
-    the method has it on.
+    """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch of
+    methods with `pro_aug`.
 
     Beside prefix branches, Pro-Aug takes the paper's laws only (Eq. 9): a knock-out of the prefix,
-    or a share of attention that it shall have, says nothing of the prompt. Explicit slots and
-    positions count the keys of prefix branches, so the base branch gets the profile's span instead.
+    or a target share of attention, has no meaning for the prompt. Explicit slots and positions
+    count the keys of prefix branches, so the base branch gets the profile's span instead.
 
     Raises:
         AugmentationError: There is no branch for the augmentation to act on, or several rules for
             parts of the prefix would all act on the whole prompt.
     """
+    # The augmentations of the base branch.
     rules = active_augmentations(augmentation)
     on_prompt = rules
     if any(branch.prefix is not None for branch in branches):
         copied = [rule for rule in rules if rule.law in PAPER_LAWS]
-        on_prompt = tuple(rule.with_profile_span() for rule in copied)
-        of_parts = [rule for rule in copied if not isinstance(rule.span, str)]
-        if method.pro_aug and any(share_steps(a, b) for a, b in combinations(of_parts, 2)):
+        on_prompt = tuple(rule.with_default_span() for rule in copied)
+        on_parts = [rule for rule in copied if not isinstance(rule.span, str)]
+        if method.pro_aug and any(steps_overlap(a, b) for a, b in combinations(on_parts, 2)):
             raise AugmentationError(
-                f"{len(of_parts)} rules act on parts of the prefix at the same steps, and"
+                f"{len(on_parts)} rules act on parts of the prefix at the same steps, and"
                 f" {method.name}'s Pro-Aug would add all of them on the prompt; give --set"
                 " pro_aug=false, or one rule"
             )
-    of_branches = tuple(
+    by_branch = tuple(
         normalize_augmentations(
             rules if branch.prefix is not None else on_prompt if method.pro_aug else None
         )
         for branch in branches
     )
-    if rules and not any(of_branches):
+    if rules and not any(by_branch):
         raise AugmentationError(
             f"{method.name} has no prefix for an augmentation to act on; generate without one"
             " (alpha 0, augmentation none)"
         )
-    return of_branches
+    return by_branch

@@ -1,10 +1,10 @@
-"""ROSE: suppress what the opposite prefix induces (Reverse Prompt Contrastive Decoding), with
-    prefixes for its chat prompts.
+"""ROSE: subtract the distribution under the opposite prefix (Reverse Prompt Contrastive Decoding),
+    with prefixes for its chat prompts.
 
     log w = log P_target - strength * mean over the competing attributes of log P_c
 
-The original decodes greedily (`--top-k 1`); with several competitors, which it does not have, their
-mean stands for the reverse prompt.
+The original decodes greedily (`--top-k 1`). It has one reverse prompt; with several competitors
+their mean takes its place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp.methods.base import FLOOR, Branch, LogProbs, Method, State, checked, contrast
+from lapa2_interp.methods.base import (
+    FLOOR,
+    Branch,
+    LogProbs,
+    Method,
+    State,
+    check_branches,
+    contrast_branches,
+)
 from lapa2_interp.tasks.task import Task
 
 
@@ -34,7 +42,7 @@ class Rose(Method):
     paper_name: ClassVar[str] = "ROSE"
     equation: ClassVar[str] = "log w = log P_target - strength mean_c log P_c"
     alpha: ClassVar[float] = 0.5
-    of_paper: ClassVar[bool] = False
+    in_paper: ClassVar[bool] = False
     when_empty: ClassVar[str] = (
         "strength is so large that the contrast overflows; the original's is 0.5"
     )
@@ -42,10 +50,10 @@ class Rose(Method):
     prefixes: str = "hard"
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        return contrast(task, attribute, self.prefixes)
+        return contrast_branches(task, attribute, self.prefixes)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_probs = checked(log_probs, "target", others=1)
+        log_probs = check_branches(log_probs, "target", others=1)
         target = log_probs.pop("target")
         reverse = torch.stack(
             [each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"]

@@ -1,5 +1,5 @@
-"""RSA-Control: a speaker who thinks of a listener that guesses the attribute, with
-    prefix-conditioned branches as its classes.
+"""RSA-Control: a speaker that models a listener who guesses the attribute, with prefix-conditioned
+    branches as its classes.
 
 Per class c (the target and its competitors), with the listener's belief prior_c after all tokens so
 far, the prompt's included:
@@ -10,8 +10,8 @@ far, the prompt's included:
     w(x)     = P_base(x) L_target(x)^(rationality + adjustment r)
     prior_c <- L_c(x_t)                                        after sampling x_t; uniform before the first token of the text
 
-r says how much probability the raw model loses against what the listener gains: where control costs
-much, there is less of it.
+r is the raw model's loss of probability relative to the listener's gain: where control costs much,
+there is less of it.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from lapa2_interp.methods.base import (
     FLOOR,
+    BatchStart,
     Branch,
     LogProbs,
     Method,
-    Start,
     State,
-    checked,
-    contrast,
+    check_branches,
+    contrast_branches,
 )
 from lapa2_interp.tasks.task import Task
 
@@ -44,7 +44,7 @@ class RsaControl(Method):
     Args:
         rationality: The original's alpha, >= 0; 0 (with adjustment 0) is the raw model.
         adjustment: The original's beta, >= 0; 0 turns the adjustment off.
-        top: How many of the likeliest tokens the adjustment compares.
+        top: Number of the likeliest tokens that the adjustment compares.
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder.
         pro_aug: Also strengthen the prompt on the base branch.
     """
@@ -55,7 +55,7 @@ class RsaControl(Method):
         "w = P_base L_target^(rationality + adjustment r), L_c = P_c prior_c / sum_j P_j prior_j"
     )
     alpha: ClassVar[float] = 0.5
-    of_paper: ClassVar[bool] = False
+    in_paper: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = True
     when_empty: ClassVar[str] = (
         "rationality is so large that the weights overflow; the original's is 10"
@@ -67,9 +67,9 @@ class RsaControl(Method):
     pro_aug: bool = False
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
-        return (Branch("base"), *contrast(task, attribute, self.prefixes))
+        return (Branch("base"), *contrast_branches(task, attribute, self.prefixes))
 
-    def begin(self, start: Start) -> State:
+    def begin(self, start: BatchStart) -> State:
         if start.log_likelihood is None:
             return None
         classes = {name: each for name, each in start.log_likelihood.items() if name != "base"}
@@ -77,20 +77,20 @@ class RsaControl(Method):
         return {c: each - total for c, each in classes.items()}
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        log_probs = checked(log_probs, "base", "target", others=1)
+        log_probs = check_branches(log_probs, "base", "target", others=1)
         base = log_probs["base"].clamp(min=FLOOR)
         listener = self._listener(log_probs, state)["target"]
         exponent: float | Tensor = self.rationality
         if self.adjustment > 0:
             k = min(self.top, base.shape[1])
-            of_speaker = (base + self.rationality * listener).topk(k, dim=1).indices
-            of_base = base.topk(k, dim=1).indices
+            speaker_top = (base + self.rationality * listener).topk(k, dim=1).indices
+            base_top = base.topk(k, dim=1).indices
 
             def gain(log_p: Tensor) -> Tensor:
                 """log of the mean over the speaker's candidates, minus that over the raw
                 model's."""
-                return log_p.gather(1, of_speaker).logsumexp(dim=1) - log_p.gather(
-                    1, of_base
+                return log_p.gather(1, speaker_top).logsumexp(dim=1) - log_p.gather(
+                    1, base_top
                 ).logsumexp(dim=1)
 
             r = (gain(base) - gain(listener)).exp().clamp(max=1)
@@ -98,7 +98,7 @@ class RsaControl(Method):
         return log_probs["base"] + exponent * listener
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        listener = self._listener(checked(log_probs, "base", "target", others=1), state)
+        listener = self._listener(check_branches(log_probs, "base", "target", others=1), state)
         return {c: each.gather(1, tokens[:, None])[:, 0] for c, each in listener.items()}
 
     def _listener(

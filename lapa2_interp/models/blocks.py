@@ -1,9 +1,9 @@
-"""Blocks that change what a model's passes do, and the proof in every pass that they did.
+"""`with` blocks that change the forward passes of a model, and check in every pass that they did.
 
-A block is open from `with` to its end. Blocks on one model may be nested and closed in any order,
-by an exception or by the garbage collector; all of them belong to one thread, and in it to one task
-of asyncio. What could pass a block by without a word is an error: a copy of the model, a compiled
-one, a call of an inner module, hooks that were taken away.
+Blocks on one model may be nested and closed in any order, by an exception or by the garbage
+collector. All of them belong to one thread, and in it to one asyncio task. A pass in which a block
+could silently not act is an error: that of a copy of the model, of a compiled model or of an inner
+module, or one after hooks were removed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,31 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lapa2_interp._util.errors import DeadHookError, ModelError
-from lapa2_interp.models.card import Model, check_keeps_cache, check_kept, is_bridge, network_of
+from lapa2_interp.models.card import (
+    Model,
+    check_cache_grew,
+    check_no_checkpointing,
+    is_bridge,
+    network_of,
+)
 
-NAME = "lapa2"
-"""Name of our attention function in transformers, and of the argument that its visitors are."""
+ATTENTION_NAME = "lapa2"
+"""Name of our attention function in transformers, and of the argument that carries its hooks."""
 
-OTHER_THREAD = (
+OTHER_THREAD_ERROR = (
     "a block such as augmented(...) is open on this model in another thread or asyncio task, so"
     " that its change would act here, too; open and leave a model's blocks in the one that runs it"
 )
-COPY = (
+COPY_ERROR = (
     "this model is a copy that was made inside a block such as augmented(...), with the block's"
     " hooks in it; make the copy before or after the block"
 )
-OUTSIDE = (
+OUTSIDE_ERROR = (
     "inside a block such as augmented(...) attention was computed outside a pass of the block's"
     " model, where the block does not act: by its forward(), an inner module (model.model) or a"
     " copy; call the model itself"
 )
-REMOVED = (
+REMOVED_CAUSES = (
     "inside the block the hooks were taken away (reset_hooks), the attention function was changed"
     " (set_attn_implementation), or the model's attention does not come by there; leave both alone"
     " inside a block, and see `lapa2 probe`"
@@ -46,13 +52,13 @@ REMOVED = (
 
 
 @dataclass
-class Pass:
-    """What a block knows of the pass that runs.
+class PassState:
+    """The state of a block in the current forward pass.
 
     Attributes:
-        seen: The places, layers or hook points, where the block's change was called.
-        running: Whether a pass has begun.
-        cache: The cache it was given, and the keys that it held.
+        seen: The places (layers or names of hook points) where the block's hooks were called.
+        running: True if a pass has begun.
+        cache: The cache it was given, and the number of keys that it held.
     """
 
     seen: set[Hashable] = field(default_factory=set)
@@ -61,98 +67,104 @@ class Pass:
 
 
 @dataclass
-class _Blocks:
-    """The open blocks of a network: their thread and task, their number, and the attention
-    functions from before the first of those that change it."""
+class _OpenBlocks:
+    """The open blocks of a network.
+
+    Attributes:
+        runner: Their thread and asyncio task.
+        number: Their number.
+        usual: The attention functions before the first block that changed them.
+    """
 
     runner: tuple[int, Any]
     number: int = 0
     usual: dict[str, Any] | None = None
 
 
-_open: WeakKeyDictionary[Any, _Blocks] = WeakKeyDictionary()
-_uncompiled: list[AbstractContextManager] = []
-_changing = RLock()  # a block may be closed by the garbage collector, wherever a thread stands
+_open: WeakKeyDictionary[Any, _OpenBlocks] = WeakKeyDictionary()
+_eager_stances: list[AbstractContextManager] = []
+_lock = RLock()  # the garbage collector may close a block at any point of a thread
 
 
-def by_name(module: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward pass by name, those given by position too."""
+def arguments_by_name(module: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by name, also those given by position."""
     names = inspect.signature(module.forward).parameters if args else ()
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 @contextmanager
-def opened(
+def open_block(
     network: Any,
     begin: Callable[[dict[str, Any]], None],
-    watch: Pass,
+    state: PassState,
     places: Collection[Hashable],
     attention: bool = False,
     starts: Sequence[Any] = (),
     end: Any = None,
 ) -> Iterator[None]:
-    """A block on a network.
+    """Open a block on a network.
 
     Args:
         network: A transformers model, or a HookedTransformer.
         begin: Called before a pass with the arguments by name, to which it may add.
-        watch: What the block's change tells of a pass.
-        places: What a pass must have seen at its end.
-        attention: Attention is computed by our function inside the block.
-        starts: Modules that are called before a pass, the last of them in every whole one; the
-            network if none are given.
-        end: The module whose call ends one; the network by default.
+        state: The state of the current pass, which the block's hooks update.
+        places: The places that `state.seen` must hold at the end of a pass.
+        attention: Compute attention by our function inside the block.
+        starts: Modules whose call begins a pass; the last of them is called in every complete pass.
+            By default the network.
+        end: The module whose call ends a pass; by default the network.
 
     Raises:
         ModelError: The model is compiled, or the block or a pass belongs to another thread or to a
             copy; or a pass has dropped its cache.
-        DeadHookError: A pass has not seen a place.
+        DeadHookError: A pass did not call the block's hooks at a place.
     """
     starts, end = starts or (network,), network if end is None else end
 
     def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if not any(module is each for each in starts):
-            raise ModelError(COPY)
+            raise ModelError(COPY_ERROR)
         _check_thread(network)
-        check_keeps_cache(network)
-        watch.seen.clear()
-        watch.running = module is starts[-1]
-        given = by_name(module, args, kwargs)
-        told = dict(given)
+        check_no_checkpointing(network)
+        state.seen.clear()
+        state.running = module is starts[-1]
+        # Let the block add arguments, and note the cache.
+        given = arguments_by_name(module, args, kwargs)
+        added = dict(given)
         if (cache := given.get("past_key_values")) is not None:
-            watch.cache = cache, int(cache.get_seq_length())  # some count in a tensor
-        begin(told)
-        new = {name: each for name, each in told.items() if given.get(name) is not each}
-        # What is given by position, as None, cannot be given by name as well.
+            state.cache = cache, int(cache.get_seq_length())  # some count in a tensor
+        begin(added)
+        new = {name: each for name, each in added.items() if given.get(name) is not each}
+        # An argument that is given by position, as None, cannot be given by name as well.
         if any(name in given and name not in kwargs for name in new):
-            return (), told
+            return (), added
         return args, kwargs | new
 
     def after(module: Any, args: tuple, output: Any) -> None:
-        running, watch.running = watch.running, False
-        (cache, held), watch.cache = watch.cache, (None, 0)
+        running, state.running = state.running, False
+        (cache, held), state.cache = state.cache, (None, 0)
         if output is None:  # the pass has raised an error
             return
         if running and cache is not None:
-            check_kept(network, bool(cache.get_seq_length() > held))
-        missing = [each for each in places if each not in watch.seen]
+            check_cache_grew(network, bool(cache.get_seq_length() > held))
+        missing = [each for each in places if each not in state.seen]
         if running and missing:
             first = f"layer {missing[0]}" if isinstance(missing[0], int) else missing[0]
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DeadHookError(
-                f"the pass did not come by {first}{more}, where the block acts: {REMOVED}"
+                f"the pass did not come by {first}{more}, where the block acts: {REMOVED_CAUSES}"
             )
 
     with ExitStack() as undo:
-        undo.enter_context(_counted(network, attention))
+        undo.enter_context(_register_block(network, attention))
         for each in starts:
             undo.callback(each.register_forward_pre_hook(before, with_kwargs=True).remove)
         undo.callback(end.register_forward_hook(after, always_call=True).remove)
         yield
 
 
-def check_closed(model: Model) -> None:
-    """Refuse a model in an open block, where what is made is said to be the model's own.
+def check_no_open_block(model: Model) -> None:
+    """Refuse a model with an open block, whose texts would not be those of the model alone.
 
     Raises:
         ModelError: A block is open.
@@ -164,8 +176,8 @@ def check_closed(model: Model) -> None:
         )
 
 
-def _runner() -> tuple[int, Any]:
-    """The thread that runs here, and the task of asyncio; None outside of one."""
+def _thread_and_task() -> tuple[int, Any]:
+    """The current thread, and the current asyncio task; None outside of one."""
     task = None
     with suppress(RuntimeError):  # no loop runs
         task = asyncio.current_task()
@@ -173,26 +185,28 @@ def _runner() -> tuple[int, Any]:
 
 
 def _check_thread(network: Any) -> None:
-    if (blocks := _open.get(network)) is not None and blocks.runner != _runner():
-        raise ModelError(OTHER_THREAD)
+    if (blocks := _open.get(network)) is not None and blocks.runner != _thread_and_task():
+        raise ModelError(OTHER_THREAD_ERROR)
 
 
 @contextmanager
-def _counted(network: Any, attention: bool) -> Iterator[None]:
-    """One more open block of a network."""
+def _register_block(network: Any, attention: bool) -> Iterator[None]:
+    """Count one more open block of a network, until the `with` block ends."""
+    # A compiled pass would not call the hooks.
     compiled = (name for name, each in network.named_modules() if each._compiled_call_impl)
     if (name := next(compiled, None)) is not None:
         raise ModelError(
             f"{name or 'the model'} is compiled, and a compiled pass does not see what a block"
-            " changes; load the model anew and do not compile it"
+            " changes; load the model again and do not compile it"
         )
-    with _changing:
+    with _lock:
         _check_thread(network)
-        blocks = _open.setdefault(network, _Blocks(_runner()))
+        blocks = _open.setdefault(network, _OpenBlocks(_thread_and_task()))
         blocks.number += 1
-        if not _uncompiled:  # a wrapper that torch.compile made of a model runs the model itself
-            _uncompiled.append(torch.compiler.set_stance("force_eager"))
+        if not _eager_stances:  # a model's torch.compile wrapper must run the model itself
+            _eager_stances.append(torch.compiler.set_stance("force_eager"))
     try:
+        # Switch to our attention function; the last block switches back.
         if attention and blocks.usual is None:
             config = network.config
             each_part = {name: getattr(config, name) for name in config.sub_configs}
@@ -201,58 +215,58 @@ def _counted(network: Any, attention: bool) -> Iterator[None]:
                 for name, part in each_part.items()
                 if part is not None
             }
-            network.set_attn_implementation(NAME)
+            network.set_attn_implementation(ATTENTION_NAME)
         yield
     finally:
-        with _changing:
+        with _lock:
             blocks.number -= 1
             last = not blocks.number
             if last:
                 _open.pop(network, None)
             if not _open:
-                _uncompiled.pop().__exit__(None, None, None)
+                _eager_stances.pop().__exit__(None, None, None)
         if last and blocks.usual is not None:
             network.set_attn_implementation(blocks.usual)
 
 
 @contextmanager
-def attached(
+def attach_hooks(
     model: Model,
     hooks: Sequence[tuple[str, Callable]],
     begin: Callable[[dict[str, Any]], Any] = lambda _given: None,
 ) -> Iterator[None]:
-    """Hooks of a TransformerLens model in a block of their own, which may close in any order.
+    """Attach hooks to a TransformerLens model in a block, which may close in any order.
 
     Args:
-        hooks: Names of hook points, and what is called there with tensor and hook.
-        begin: As of `opened`; before a HookedTransformer embeds, with `tokens` alone.
+        hooks: Names of hook points, and the functions that are called there with tensor and hook.
+        begin: As in `open_block`; before a HookedTransformer embeds, with `tokens` alone.
 
     Raises:
-        DeadHookError: There is no such hook point, or a pass has not come by one.
-        ModelError: As `opened`.
+        DeadHookError: There is no such hook point, or a pass has not called one.
+        ModelError: As `open_block`.
     """
-    watch, network, points = Pass(), network_of(model), model.hook_dict
+    state, network, points = PassState(), network_of(model), model.hook_dict
     # A HookedTransformer's `generate` calls its forward(), beside the hooks of the module itself.
     ends = {} if is_bridge(model) else {"starts": (model, model.embed), "end": model.unembed}
 
-    def noted(name: str, function: Callable) -> Callable:
+    def record_call(name: str, function: Callable) -> Callable:
         def call(tensor: torch.Tensor, hook: Any) -> Any:
             _check_thread(network)
-            if not watch.running and is_bridge(model):
-                raise DeadHookError(OUTSIDE)
+            if not state.running and is_bridge(model):
+                raise DeadHookError(OUTSIDE_ERROR)
             found = function(tensor, hook)
-            watch.seen.add(name)
+            state.seen.add(name)
             return found
 
         return call
 
     with ExitStack() as undo:
         names = [name for name, _ in hooks]
-        undo.enter_context(opened(network, begin, watch, names, **ends))
+        undo.enter_context(open_block(network, begin, state, names, **ends))
         for name, function in hooks:
             if (point := points.get(name)) is None:
                 raise DeadHookError(f"the model has no hook point {name}")
-            point.add_hook(noted(name, function))
+            point.add_hook(record_call(name, function))
             undo.callback(_detach, point, point.fwd_hooks[-1])
         yield
 

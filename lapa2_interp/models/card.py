@@ -1,4 +1,4 @@
-"""A loaded model of either TransformerLens class, and the card that says what was loaded."""
+"""Loaded models of every class, what can be read from them, and the card that records them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp._util.errors import LayoutError, ModelError
-from lapa2_interp.bias.keys_seen import FULL, KeysSeen, KeysSeenKind
+from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, LayerTypeName
 from lapa2_interp.bias.layout import text_markers
-from lapa2_interp.bias.texts import tokenizer_of
-from lapa2_interp.models.prepacked import Packing, choose_prepacking, prepacked
+from lapa2_interp.bias.tokens import require_tokenizer
+from lapa2_interp.models.prepacked import Prepacking, choose_prepacking, prepacked
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,7 +29,7 @@ a `TransformersModel`."""
 
 
 class TransformersModel:
-    """A plain transformers model behind the few names by which texts are generated and read.
+    """A plain transformers model with the few names of a TransformerLens model that we use.
 
     It has no hooks: `augmented` reaches its attention through transformers' own interface. So it
     also serves architectures that TransformerLens lacks, or whose hooks are dead.
@@ -39,8 +39,8 @@ class TransformersModel:
         tokenizer, name: The model's.
 
     Raises:
-        ModelError: It is no transformers model.
-        LayoutError: The tokenizer is none.
+        ModelError: The network is not a transformers model.
+        LayoutError: The tokenizer is not a tokenizer.
     """
 
     hook_dict: Mapping[str, Any] = MappingProxyType({})
@@ -51,16 +51,16 @@ class TransformersModel:
                 f"TransformersModel(network, tokenizer, name) takes a transformers model; found"
                 f" {type(network).__name__}; load_model loads one by its name"
             )
-        self.original_model, self.tokenizer = network, tokenizer_of(tokenizer)
+        self.original_model, self.tokenizer = network, require_tokenizer(tokenizer)
         config = network.config.get_text_config()  # of a model that reads images, too
-        n_kv_heads, d_head, _ = max(kv_sizes(config))
+        n_kv_heads, d_head, _ = max(kv_shapes(config))
         self.cfg = SimpleNamespace(
             n_layers=config.num_hidden_layers,
             n_heads=config.num_attention_heads,
             n_key_value_heads=n_kv_heads,
             d_head=d_head,
             d_vocab=config.vocab_size,
-            n_ctx=context_of(config),
+            n_ctx=context_length(config),
             dtype=network.dtype,
             device=network.device,
             model_name=name,
@@ -81,27 +81,28 @@ class TransformersModel:
         return self.original_model.get_input_embeddings().weight
 
 
-UNNAMED = 2048
-"""Context of models that name none, such as Bloom: what transformer-lens takes."""
+DEFAULT_CONTEXT = 2048
+"""Context of models whose configuration names none, such as Bloom; transformer-lens has the same.
+"""
 
 
-def context_of(config: Any) -> int:
-    """Tokens that a transformers model can read: those it has positions for, or was trained on.
+def context_length(config: Any) -> int:
+    """Tokens that a transformers model can read: its positions, or the length of its training.
 
-    Models without a table of positions name no number, or only that of their training.
+    Configurations without a table of positions name no number, or only that of the training.
     """
     for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
         if isinstance(found := getattr(config, name, None), int) and found > 0:
             return found
-    return UNNAMED
+    return DEFAULT_CONTEXT
 
 
 def rotary_limit(config: Any) -> tuple[str, int] | None:
-    """Where the rotary factors of a transformers model depend on the length of a pass: the kind,
-    "longrope" or "dynamic", and the longest pass with the factors of short texts.
+    """The kind of rotary factors that depend on the length of a pass ("longrope" or "dynamic"), and
+    the longest pass with the factors of short texts; None for models without such factors.
 
     longrope (Phi-3.5, Phi-4-mini, PhiMoE) has two sets of factors, and PhiMoE two scales of them;
-    dynamic NTK has others for every length beyond the context.
+    dynamic NTK has different factors for every length beyond the context.
     """
     config = config.get_text_config()
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -112,26 +113,26 @@ def rotary_limit(config: Any) -> tuple[str, int] | None:
         if kind == "longrope" or "long_mscale" in each:
             original = each.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)
-            return "longrope", original or context_of(config)
+            return "longrope", original or context_length(config)
         if "dynamic" in kind:
-            return "dynamic", context_of(config)
+            return "dynamic", context_length(config)
     return None
 
 
 def short_context(config: Any) -> int | None:
-    """Tokens of the longest pass with the rotary factors of short texts; None where there is one
-    set of factors in the whole context."""
+    """Tokens of the longest pass with the rotary factors of short texts; None if the whole context
+    has one set of factors."""
     kind, limit = rotary_limit(config) or ("", 0)
-    return limit if kind == "longrope" and limit < context_of(config) else None
+    return limit if kind == "longrope" and limit < context_length(config) else None
 
 
-def short_context_of(model: Model) -> int | None:
+def model_short_context(model: Model) -> int | None:
     """`short_context` of a loaded model."""
     config = getattr(network_of(model), "config", None)
     return None if config is None else short_context(config)
 
 
-def check_one_side(short: int | None, first: int, last: int, what: str) -> None:
+def check_rotary_side(short: int | None, first: int, last: int, what: str) -> None:
     """Refuse passes on both sides of a switch of rotary factors.
 
     Args:
@@ -139,7 +140,7 @@ def check_one_side(short: int | None, first: int, last: int, what: str) -> None:
         first, last: Tokens of the shortest and the longest pass whose logits count.
 
     Raises:
-        LayoutError: The first has the factors of short texts, and the last others.
+        LayoutError: The first has the factors of short texts, and the last has not.
     """
     if short is not None and first <= short < last:
         raise LayoutError(
@@ -149,9 +150,9 @@ def check_one_side(short: int | None, first: int, last: int, what: str) -> None:
         )
 
 
-def kv_sizes(config: Any) -> list[tuple[int, int, int]]:
-    """KV heads of the layers, and numbers of a key and of a value; one entry where all are alike in
-    the configuration."""
+def kv_shapes(config: Any) -> list[tuple[int, int, int]]:
+    """By layer the number of KV heads and the dimensions of a key and a value; a single entry if
+    the configuration has one for all layers."""
     found = []
     for each in getattr(config, "per_layer_config", None) or [config]:
         heads = each.num_attention_heads
@@ -162,7 +163,7 @@ def kv_sizes(config: Any) -> list[tuple[int, int, int]]:
     return found
 
 
-KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
+LAYER_TYPE_NAMES: Mapping[str, LayerTypeName] = MappingProxyType(
     {
         "full_attention": "full",
         "attention": "full",
@@ -179,15 +180,15 @@ KEYS_SEEN: Mapping[str, KeysSeenKind] = MappingProxyType(
         "mlp": "none",
     }
 )
-"""What the layer types of transformers' configurations mean for attention."""
+"""Kinds of attention by the layer types of transformers' configurations."""
 
 
-OTHER_MASKS = ("keep_window_size", "index_block_size", "local_attn_chunk_length")
-"""Settings of models that choose keys in ways of their own (Doge, MiniMax M3, Reformer)."""
+UNKNOWN_MASKS = ("keep_window_size", "index_block_size", "local_attn_chunk_length")
+"""Settings of models whose masks are not known here (Doge, MiniMax M3, Reformer)."""
 
 
-def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
-    """By layer, which keys its queries see.
+def layer_types(model: Model) -> tuple[LayerType, ...]:
+    """The types of a model's layers, in order: the keys that their queries see.
 
     Raises:
         ModelError: A layer is of a type that is not known here.
@@ -195,19 +196,20 @@ def keys_seen(model: Model) -> tuple[KeysSeen, ...]:
     network: Any = network_of(model)
     if not hasattr(network, "config"):  # a HookedTransformer
         cfg = model.cfg
-        local = KeysSeen("sliding", cfg.window_size) if cfg.use_local_attn else FULL
+        local = LayerType("sliding", cfg.window_size) if cfg.use_local_attn else FULL_ATTENTION
         kinds = cfg.attn_types or ("local" if cfg.use_local_attn else "global",) * cfg.n_layers
-        return tuple(local if kind == "local" else FULL for kind in kinds)
-    return keys_seen_by(network.config)
+        return tuple(local if kind == "local" else FULL_ATTENTION for kind in kinds)
+    return config_layer_types(network.config)
 
 
-def keys_seen_by(config: Any) -> tuple[KeysSeen, ...]:
-    """`keys_seen` of a model with this configuration of transformers."""
+def config_layer_types(config: Any) -> tuple[LayerType, ...]:
+    """`layer_types` of a model with this configuration of transformers."""
     config = config.get_text_config()
-    if unknown := [name for name in OTHER_MASKS if getattr(config, name, None)]:
+    if unknown := [name for name in UNKNOWN_MASKS if getattr(config, name, None)]:
         raise ModelError(
             f"the model hides keys by {unknown[0]}, so which keys its queries see is not known here"
         )
+    # The names of the layers' types in the configuration.
     window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
     kinds = next(
         (
@@ -222,33 +224,34 @@ def keys_seen_by(config: Any) -> tuple[KeysSeen, ...]:
         kinds = ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
     if config.model_type == "minimax" and window:  # its window is that of its "full" layers
         kinds = ["sliding_attention" if kind == "full_attention" else kind for kind in kinds]
+    # The types with their sizes.
     sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None)}
     found = []
     for layer, kind in enumerate(kinds):
-        size = sizes.get(KEYS_SEEN[kind], 0) if kind in KEYS_SEEN else None
+        size = sizes.get(LAYER_TYPE_NAMES[kind], 0) if kind in LAYER_TYPE_NAMES else None
         if size is None:
             raise ModelError(
                 f"layer {layer} is of type {kind!r}, and which keys its queries see is not known"
-                f" here; known types: {', '.join(KEYS_SEEN)}"
+                f" here; known types: {', '.join(LAYER_TYPE_NAMES)}"
             )
-        found.append(KeysSeen(KEYS_SEEN[kind], size))
+        found.append(LayerType(LAYER_TYPE_NAMES[kind], size))
     return tuple(found)
 
 
-def unless_full(seen: tuple[KeysSeen, ...]) -> tuple[KeysSeen, ...]:
-    """Nothing where every layer sees all keys, as cards have it."""
-    return () if set(seen) == {FULL} else seen
+def omit_if_all_full(seen: tuple[LayerType, ...]) -> tuple[LayerType, ...]:
+    """An empty tuple if every layer sees all keys, as cards record it."""
+    return () if set(seen) == {FULL_ATTENTION} else seen
 
 
 def attention_layers(model: Model) -> list[int]:
-    """The layers that have attention: all, but for hybrids with recurrent or convolutional ones."""
-    return [layer for layer, each in enumerate(keys_seen(model)) if each.kind != "none"]
+    """The layers with attention: in hybrids not the recurrent and convolutional ones."""
+    return [layer for layer, each in enumerate(layer_types(model)) if each.kind != "none"]
 
 
-def window_of(model: Model) -> int | None:
-    """The smallest sliding window or chunk of a model's layers; None where every layer sees all
+def smallest_window(model: Model) -> int | None:
+    """The smallest sliding window or chunk of a model's layers; None if every layer sees all
     keys."""
-    return min((each.size for each in keys_seen(model) if each.size), default=None)
+    return min((each.size for each in layer_types(model) if each.size), default=None)
 
 
 def plain_network(model: Model) -> Any | None:
@@ -256,7 +259,7 @@ def plain_network(model: Model) -> Any | None:
     transformers model; None for the others.
 
     Raises:
-        ModelError: It is no model, or one inside a wrapper.
+        ModelError: It is not a model, or is inside a wrapper.
     """
     if "_orig_mod" in getattr(model, "_modules", ()):
         raise ModelError(
@@ -275,8 +278,8 @@ def plain_network(model: Model) -> Any | None:
     return None
 
 
-def check_keeps_cache(network: Any) -> None:
-    """Refuse gradient checkpointing in training mode, which drops caches and reads layers again.
+def check_no_checkpointing(network: Any) -> None:
+    """Refuse gradient checkpointing in training mode: it drops caches and recomputes layers.
 
     Raises:
         ModelError: The network would do so.
@@ -291,20 +294,20 @@ def check_keeps_cache(network: Any) -> None:
         )
 
 
-def check_kept(network: Any, kept: bool) -> None:
+def check_cache_grew(network: Any, grew: bool) -> None:
     """Refuse a pass that has dropped the cache that it was given.
 
     Raises:
-        ModelError: It has not `kept` its keys.
+        ModelError: The cache has not grown by the keys of the pass.
     """
-    if not kept:
+    if not grew:
         raise ModelError(
             f"{type(network).__name__} has dropped the cache of a pass, so that the next would read"
             " another text; a model must keep the keys that it reads in past_key_values"
         )
 
 
-def size_of(model: Model) -> tuple[int, int]:
+def n_layers_and_heads(model: Model) -> tuple[int, int]:
     """Layers, and heads of a layer; also of a bare transformers model."""
     if hasattr(model, "cfg"):
         return model.cfg.n_layers, model.cfg.n_heads
@@ -318,30 +321,30 @@ def kv_heads(model: Model) -> int:
 
 
 def is_bridge(model: Model) -> bool:
-    """Whether a model wraps a transformers model (TransformerBridge, `TransformersModel`), or is a
-    HookedTransformer."""
+    """True for a model that wraps a transformers model (TransformerBridge, `TransformersModel`),
+    False for a HookedTransformer."""
     return hasattr(model, "original_model")
 
 
 def network_of(model: Model) -> nn.Module:
-    """The transformers model inside a model that wraps one; any other model itself."""
+    """The transformers model inside a model that wraps one; any other model unchanged."""
     return model.original_model if is_bridge(model) else model
 
 
 def prepacked_model(model: Model) -> AbstractContextManager[None]:
-    """`prepacked` for a model, as its card says."""
+    """`prepacked` with the layers that the model's card names."""
     return prepacked(network_of(model), model_card(model).packing)
 
 
 class ModelCard(BaseModel):
-    """What was loaded, as recorded in every manifest."""
+    """The record of a loaded model, which every manifest holds."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
     """The name it was loaded by: a built-in name, a hub id or a folder."""
     weights: str
-    """Where the weights come from: a sha256, a hub commit, or the seed of a random model."""
+    """The origin of the weights: a sha256, a hub commit, or the seed of a random model."""
     architecture: str
     """The transformers class."""
     model_class: str
@@ -353,50 +356,51 @@ class ModelCard(BaseModel):
     n_ctx: int
     """Positions the model was built for."""
     short_ctx: int | None = None
-    """As `short_context`."""
+    """`short_context` of the model."""
     start_token: str
     """The token that starts plain text (`bias.layout.text_markers`)."""
     end_tokens: tuple[str, ...]
     """Tokens that end a text under the EOS policies stop and block: the tokenizer's and the
     generation config's."""
-    keys_seen: tuple[KeysSeen, ...] = ()
-    """By layer, which keys its queries see; none are listed where every layer sees all keys."""
-    packing: Packing = "none"
-    """Linear layers that compute with packed weights (`prepacked`), which may decide last bits."""
+    keys_seen: tuple[LayerType, ...] = ()
+    """The layers' types; empty if every layer sees all keys."""
+    packing: Prepacking = "none"
+    """Linear layers that compute with prepacked weights (`prepacked`), which may decide last bits.
+    """
 
 
 def model_card(model: Model) -> ModelCard:
-    """The card of a loaded model; for one made elsewhere, what can be read from it.
+    """The card of a loaded model; for a model that was made elsewhere, a card read from it.
 
-    Weights that were made elsewhere, or changed since they were loaded, are named by a hash of what
-    is in memory.
+    Weights that were made elsewhere, or changed since they were loaded, are identified by a hash of
+    the weights in memory.
 
     Raises:
-        ModelError: It is no loaded model, or has no tokenizer.
+        ModelError: It is not a loaded model, or has no tokenizer.
     """
-    check_loaded(model)
-    card, state = getattr(model, "lapa2_card", None), _state(model)
+    check_has_tokenizer(model)
+    card, state = getattr(model, "lapa2_card", None), _weights_version(model)
     if card is not None and getattr(model, "lapa2_state", None) == state:
         return card
     if card is None:
         spread = any(each.is_meta for each in network_of(model).parameters())
-        weights = "not hashed: in part not in memory" if spread else hash_in_memory(model)
+        weights = "not hashed: in part not in memory" if spread else hash_weights(model)
         card = make_card(model, model.cfg.model_name, weights)
     elif hasattr(model, "lapa2_state"):
         first = next(each for each in network_of(model).parameters() if each.is_floating_point())
-        now = {"weights": hash_in_memory(model), "dtype": str(first.dtype).removeprefix("torch.")}
+        now = {"weights": hash_weights(model), "dtype": str(first.dtype).removeprefix("torch.")}
         card = card.model_copy(update=now)
-    return keep_card(model, card)
+    return attach_card(model, card)
 
 
-def keep_card(model: Model, card: ModelCard) -> ModelCard:
-    """Give a model its card, which holds as long as its weights are what they are now."""
-    model.lapa2_card, model.lapa2_state = card, _state(model)
+def attach_card(model: Model, card: ModelCard) -> ModelCard:
+    """Attach a card to a model; it is valid as long as the weights do not change."""
+    model.lapa2_card, model.lapa2_state = card, _weights_version(model)
     return card
 
 
-def check_loaded(model: Model) -> None:
-    """Refuse what is no model with a tokenizer.
+def check_has_tokenizer(model: Model) -> None:
+    """Refuse anything but a loaded model with a tokenizer.
 
     Raises:
         ModelError: A name, a bare transformers model, or a model without a tokenizer.
@@ -414,14 +418,14 @@ def check_loaded(model: Model) -> None:
         raise ModelError(f"the {type(model).__name__} has no tokenizer; set model.tokenizer")
 
 
-def _state(model: Model) -> int:
-    """A number that changes when a weight is replaced, written to or of another dtype, but not when
-    it is written to through `.data`."""
+def _weights_version(model: Model) -> int:
+    """A number that changes when a weight is replaced, written to or converted, except by a write
+    through `.data`."""
     weights = network_of(model).parameters()
     return hash(tuple((id(p), p.dtype, -1 if p.is_inference() else p._version) for p in weights))
 
 
-def hash_in_memory(model: Model) -> str:
+def hash_weights(model: Model) -> str:
     """sha256 over a model's weights, configuration and vocabulary, as they are now.
 
     Raises:
@@ -430,8 +434,8 @@ def hash_in_memory(model: Model) -> str:
     network: Any = network_of(model)
     config = getattr(network, "config", None)
     facts = model.cfg if config is None else config
-    kept = {name: each for name, each in facts.to_dict().items() if not name.startswith("_")}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+    public = {name: each for name, each in facts.to_dict().items() if not name.startswith("_")}
+    digest = hashlib.sha256(json.dumps(public, sort_keys=True, default=str).encode())
     digest.update(repr(sorted(model.tokenizer.get_vocab().items())).encode())
     for name, tensor in network.state_dict().items():
         if not hasattr(tensor, "is_meta"):
@@ -439,42 +443,42 @@ def hash_in_memory(model: Model) -> str:
         if tensor.is_meta:
             raise ModelError(f"the weight {name} is not in memory; load the whole model")
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        for part in _parts(tensor):
+        for part in _plain_tensors(tensor):
             digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return f"sha256 {digest.hexdigest()} (of the weights in memory, configuration and vocabulary)"
 
 
-def _parts(tensor: Any) -> Iterator[Any]:
-    """The plain tensors that a tensor consists of; a quantised one has several."""
+def _plain_tensors(tensor: Any) -> Iterator[Any]:
+    """The plain tensors inside a tensor; a quantised one has several."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
+        yield from _plain_tensors(getattr(tensor, name))
 
 
-def identity(model: Model) -> str:
-    """What tells a model's weights from all others, for what is kept on disk; random ones depend on
-    the version of torch, too."""
+def weights_id(model: Model) -> str:
+    """An identifier of a model's weights, for files that depend on them. Random weights are hashed,
+    since they also depend on the version of torch."""
     weights = model_card(model).weights
-    return weights if weights.startswith(("sha256", "hub commit")) else hash_in_memory(model)
+    return weights if weights.startswith(("sha256", "hub commit")) else hash_weights(model)
 
 
-def check_weights_read(model: Model, what: str) -> None:
-    """Refuse what reads weights of a model whose weights are quantised.
+def check_not_quantised(model: Model, what: str) -> None:
+    """Refuse a model with quantised weights, where the weights themselves are needed.
 
     Args:
         model: Also a bare transformers model.
-        what: The beginning of the sentence.
+        what: The beginning of the error message.
 
     Raises:
-        ModelError: They are packed, so that their numbers are not those of the layers.
+        ModelError: They are quantised, so that their numbers are not those of the layers.
     """
     network: Any = network_of(model)
-    packed_one = next(
+    quantised = next(
         (name for name, each in network.named_parameters() if not each.is_floating_point()), None
     )
-    if packed_one is not None or getattr(network, "hf_quantizer", None) is not None:
+    if quantised is not None or getattr(network, "hf_quantizer", None) is not None:
         raise ModelError(
             f"{what} the weights themselves, and those of this {type(network).__name__} are"
             " quantised; load the model without quantization_config, from unquantised files"
@@ -487,15 +491,15 @@ def make_card(
     weights: str,
     architecture: str | None = None,
     generation: GenerationConfig | None = None,
-    packing: Packing | None = None,
+    packing: Prepacking | None = None,
 ) -> ModelCard:
     """The card of a model.
 
     Args:
-        name, weights: As the card has them.
-        architecture: The transformers class; by default what the model's configuration says.
-        generation: The model's generation configuration, whose end tokens count, too.
-        packing: By default as `choose_prepacking` has it.
+        name, weights: As in `ModelCard`.
+        architecture: The transformers class; by default that of the model's configuration.
+        generation: The model's generation configuration, whose end tokens are added.
+        packing: By default `choose_prepacking` of the network.
     """
     markers = text_markers(model.tokenizer)
     listed = generation.eos_token_id if generation is not None else None
@@ -515,9 +519,9 @@ def make_card(
         n_layers=model.cfg.n_layers,
         n_heads=model.cfg.n_heads,
         n_ctx=model.cfg.n_ctx,
-        short_ctx=short_context_of(model),
+        short_ctx=model_short_context(model),
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
         end_tokens=tuple(name for name in names if name is not None),
-        keys_seen=unless_full(keys_seen(model)),
+        keys_seen=omit_if_all_full(layer_types(model)),
         packing=choose_prepacking(network_of(model)) if packing is None else packing,
     )

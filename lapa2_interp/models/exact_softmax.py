@@ -1,7 +1,7 @@
-"""A softmax in float64 where the model is in float64.
+"""A float64 softmax for models in float64.
 
-Several architectures compute their softmax in float32 whatever the dtype. That rounding would hide
-what the propositions state exactly.
+Some architectures compute their softmax in float32 under any dtype. The propositions are exact, and
+that rounding would hide it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def make_softmax_exact(model: Model) -> None:
-    """Compute the softmax in float64 in architectures that use float32 whatever the dtype.
+    """Compute the softmax in float64, also in architectures that always use float32.
 
     Their float32 softmax also turns float64's masking value into -inf, and the row of a padding
     query, which sees no key, into NaN. The pattern that arrives at `hook_pattern` is replaced by
@@ -38,7 +38,7 @@ def make_softmax_exact(model: Model) -> None:
             _point: Any, given: tuple[torch.Tensor], scores_point: Any = scores_point
         ) -> torch.Tensor:
             latest = vars(scores_point).pop("latest", None)
-            if latest is None or latest.shape != given[0].shape:  # it did not fire before: dead
+            if latest is None or latest.shape != given[0].shape:  # the scores hook is dead
                 return given[0]
             exact = latest.softmax(dim=-1)
             agree = ((given[0] - exact).abs() < 1e-6) | given[0].isnan()

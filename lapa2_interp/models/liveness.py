@@ -1,4 +1,4 @@
-"""Proof that an augmentation reaches a model: on some architectures the scores hook is there and
+"""A test that an augmentation reaches a model: on some architectures the scores hook exists and
 does nothing.
 
 Two passes over a short sequence, the second with +3 on one key's score in every layer:
@@ -21,35 +21,46 @@ import torch
 from torch import Tensor
 
 from lapa2_interp._util.errors import DeadHookError, ModelError
-from lapa2_interp.models.card import Model, attention_layers, check_loaded, is_bridge, plain_network
-from lapa2_interp.models.interface import Visitor, visited
+from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.card import (
+    Model,
+    attention_layers,
+    check_has_tokenizer,
+    is_bridge,
+    plain_network,
+)
 
-SCORES = "blocks.{}.attn.hook_attn_scores"
-PATTERN = "blocks.{}.attn.hook_pattern"
-EDIT = 3.0
-SAME = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 0.2}
-"""How far logits may lie apart that are computed in another order; those of another attention
-function lie further apart."""
+HOOK_SCORES = "blocks.{}.attn.hook_attn_scores"
+HOOK_PATTERN = "blocks.{}.attn.hook_pattern"
+SCORE_EDIT = 3.0
+LOGIT_TOLERANCE = {
+    torch.float64: 1e-3,
+    torch.float32: 1e-3,
+    torch.bfloat16: 1.0,
+    torch.float16: 0.2,
+}
+"""Largest difference of logits that are computed in another order; other attention functions differ
+by more."""
 
 _IN_BOTH = (
     "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "GPT-2", "GPT-NeoX",
     "OLMo 2", "OLMo 3", "Cohere 2", "DeepSeek-V3", "gpt-oss", "Qwen3-Next", "Qwen3.5", "Granite 4",
 )  # fmt: skip
-LIVE = {
+LIVE_FAMILIES = {
     "TransformerBridge": (*_IN_BOTH, "Bloom", "MPT", "Falcon"),
     "TransformersModel": (*_IN_BOTH, "Gemma 4", "Llama 4"),
 }
-"""Families of models that work, by class: what tests/models/test_families.py loads and compares
-with transformers (docs/models.md)."""
+"""Families of models that work, by class: tests/models/test_families.py loads them and compares
+them with transformers (docs/models.md)."""
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """What the probe found.
+    """The result of the probe.
 
     Attributes:
         logit_shift: Largest change of a logit when the scores are edited.
-        problem: Why an augmentation would do nothing; None on a live model.
+        problem: The reason why an augmentation would do nothing; None on a live model.
     """
 
     logit_shift: float
@@ -62,12 +73,12 @@ class Liveness:
 
 @torch.no_grad()
 def probe(model: Model) -> Liveness:
-    """Edit the scores of every layer once and watch what follows.
+    """Edit the scores of every layer once, and compare patterns and logits.
 
     Raises:
         ModelError: Its logits are NaN without any edit.
     """
-    check_loaded(model)
+    check_has_tokenizer(model)
     layers = attention_layers(model)
     if not layers:
         return Liveness(0.0, "none of its layers has attention")
@@ -77,43 +88,46 @@ def probe(model: Model) -> Liveness:
 
     def edit(tensor: Tensor, hook: Any) -> Tensor:
         tensor = tensor.clone()
-        tensor[..., 1] += EDIT
-        scores[_layer(hook.name)] = tensor[..., -1, :].float()
+        tensor[..., 1] += SCORE_EDIT
+        scores[_layer_of_hook(hook.name)] = tensor[..., -1, :].float()
         return tensor
 
     def read(tensor: Tensor, hook: Any) -> None:
-        patterns[_layer(hook.name)] = tensor[..., -1, :].float()
+        patterns[_layer_of_hook(hook.name)] = tensor[..., -1, :].float()
 
+    # A pass without an edit.
     plain = model(ids).float()
     if plain.isnan().any():
         raise ModelError(
             "the model's logits are NaN (not a number) before anything is changed: weights are NaN,"
             " or numbers exceed its dtype; load sound weights, or another --dtype"
         )
+    # A pass with an edit, through the attention interface of a plain transformers model.
     if (network := plain_network(model)) is not None:
 
         def edit_layer(layer: int, tensor: Tensor, first: int) -> Tensor:
-            return edit(tensor, SimpleNamespace(name=SCORES.format(layer)))
+            return edit(tensor, SimpleNamespace(name=HOOK_SCORES.format(layer)))
 
         def read_layer(layer: int, tensor: Tensor, first: int) -> None:
-            read(tensor, SimpleNamespace(name=PATTERN.format(layer)))
+            read(tensor, SimpleNamespace(name=HOOK_PATTERN.format(layer)))
 
         try:
-            with visited(network, Visitor(edit_layer, read_layer), lambda kwargs: 0):
+            with hook_attention(network, AttentionHooks(edit_layer, read_layer), lambda kwargs: 0):
                 edited = model(ids).float()
-            with visited(network, Visitor(), lambda _: 0):
+            with hook_attention(network, AttentionHooks(), lambda _: 0):
                 again = model(ids).float()
         except DeadHookError as error:
             return Liveness(0.0, str(error))
-        if not torch.allclose(again, plain, atol=SAME[model.cfg.dtype], rtol=0):
+        if not torch.allclose(again, plain, atol=LOGIT_TOLERANCE[model.cfg.dtype], rtol=0):
             return Liveness(
                 0.0,
                 "its attention is not that of transformers' eager function: logits differ by"
                 f" {(again - plain).abs().max():.1g} without any edit",
             )
         return _judge(plain, edited, scores, patterns, layers)
-    hooks = [(SCORES.format(layer), edit) for layer in layers] + [
-        (PATTERN.format(layer), read) for layer in layers
+    # A pass with an edit, through the hooks of a TransformerLens model.
+    hooks = [(HOOK_SCORES.format(layer), edit) for layer in layers] + [
+        (HOOK_PATTERN.format(layer), read) for layer in layers
     ]
     try:
         with warnings.catch_warnings(), model.hooks(fwd_hooks=hooks):
@@ -123,7 +137,7 @@ def probe(model: Model) -> Liveness:
             edited = model(ids).float()
     except (AttributeError, KeyError, ValueError) as error:
         return Liveness(
-            0.0, f"it has no {SCORES.format(layers[0])} ({type(error).__name__}: {error})"
+            0.0, f"it has no {HOOK_SCORES.format(layers[0])} ({type(error).__name__}: {error})"
         )
     return _judge(plain, edited, scores, patterns, layers)
 
@@ -135,14 +149,14 @@ def _judge(
     patterns: dict[int, Tensor],
     layers: Sequence[int],
 ) -> Liveness:
-    """What the two passes show; scores and patterns are those of the edited one, by layer."""
+    """The result of the two passes; scores and patterns are those of the edited one, by layer."""
     shift = (edited - plain).abs().max().item()
 
     def follows(layer: int) -> bool:
         if layer not in scores or layer not in patterns:
             return False
-        # Scores of several units can be told from their softmax at any precision; bfloat16 patterns
-        # carry 3 digits.
+        # The tolerance: bfloat16 patterns have 3 digits, and scores of several units differ by far
+        # more from their softmax.
         wanted, found = (
             scores[layer].softmax(-1),
             patterns[layer] / patterns[layer].sum(-1, keepdim=True),
@@ -162,18 +176,18 @@ def _judge(
     return Liveness(shift, None)
 
 
-def _layer(hook_name: str) -> int:
+def _layer_of_hook(hook_name: str) -> int:
     return int(hook_name.split(".")[1])
 
 
 def _is_distribution(edited: Tensor) -> bool:
     row = edited.clone()
-    row[..., 1] -= EDIT
+    row[..., 1] -= SCORE_EDIT
     return bool((row >= -1e-3).all() and ((row.sum(-1) - 1).abs() < 1e-2).all())
 
 
 def assert_live(model: Model, name: str) -> Liveness:
-    """The probe's finding, or an error.
+    """Probe a model, and refuse one whose attention ignores edits.
 
     Raises:
         DeadHookError: An augmentation would do nothing on this model.
@@ -187,6 +201,7 @@ def assert_live(model: Model, name: str) -> Liveness:
         kind = type(model).__name__
         raise DeadHookError(
             f"{name}: {found.problem}, so an augmentation would do nothing; families that work as"
-            f" {kind}: {', '.join(LIVE.get(kind, LIVE['TransformerBridge']))}{other}"
+            f" {kind}:"
+            f" {', '.join(LIVE_FAMILIES.get(kind, LIVE_FAMILIES['TransformerBridge']))}{other}"
         )
     return found

@@ -1,9 +1,9 @@
-"""Models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny random ones,
-and some whose circuit is known.
+"""Loading of models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny
+random models, and planted models whose circuit is known.
 
-`load_model` returns a TransformerLens model, checked live (an edit of the attention scores moves
-the logits), whose tokenizer starts plain text with the token of `bias.layout.text_markers`;
-`model_card` says what was loaded.
+`load_model` returns a TransformerLens model that was checked live (an edit of the attention scores
+moves the logits). Its tokenizer starts plain text with the token of `bias.layout.text_markers`, and
+`model_card` is its record.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import (
     Model,
     TransformersModel,
-    check_loaded,
-    check_weights_read,
-    context_of,
-    keep_card,
+    attach_card,
+    check_has_tokenizer,
+    check_not_quantised,
+    context_length,
     make_card,
     model_card,
     network_of,
@@ -38,10 +38,15 @@ from lapa2_interp.models.card import (
 from lapa2_interp.models.exact_softmax import make_softmax_exact
 from lapa2_interp.models.liveness import assert_live
 from lapa2_interp.models.machine import default_device, resolve_dtype
-from lapa2_interp.models.planted import NAME as PLANTED
-from lapa2_interp.models.planted import is_planted, planted, planted_network, planted_tokenizer
+from lapa2_interp.models.planted import (
+    PLANTED,
+    answer_key,
+    is_planted,
+    planted_network,
+    planted_tokenizer,
+)
 from lapa2_interp.models.prepacked import choose_prepacking
-from lapa2_interp.models.rotary import watch
+from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.models.smollm2 import (
     SMOLLM2,
     SMOLLM2_SHA256,
@@ -52,12 +57,12 @@ from lapa2_interp.models.smollm2 import (
 from lapa2_interp.models.tiny import TINY, tiny_config, tiny_tokenizer
 from lapa2_interp.models.weights import (
     ADAPTER,
-    adapter_refused,
-    check_ends,
+    adapter_error,
+    check_generation_config,
     check_weights,
+    files_unchanged,
     folder_hash,
     load_network,
-    unchanged,
 )
 
 if TYPE_CHECKING:
@@ -65,14 +70,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-ROUNDING = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
-"""How far log-probabilities of one model may lie apart on average, computed in another order."""
+LOG_PROB_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
+"""Largest mean difference of one model's log-probabilities, computed in another order."""
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-OWN_CODE = (
-    "comes with Python code of its own, which does not run unless you ask for it: read it, then"
+REMOTE_CODE = (
+    "comes with its own Python code, which does not run unless you ask for it: read it, then"
     " give --trust-remote-code (a sweep never runs it)"
 )
 
@@ -102,11 +107,11 @@ def load_model(
             unprocessed); or "TransformersModel": no hooks, faster on small batches, and also for
             architectures that TransformerLens lacks or whose hooks are dead.
         trust_remote_code: Run code that comes with the model.
-        pack: Whether texts are generated and read with packed weights, which is faster on a CPU and
-            takes as much memory again: auto where it fits, on, or off
+        pack: Compute with prepacked weights, which is faster on a CPU and needs the memory of the
+            weights a second time: auto where it fits, on, or off
             (`models.prepacked.choose_prepacking`).
         workers: Processes on this machine that load the model, for pack "auto".
-        seed: Of a planted model; load_model("planted", seed=3) is load_model("planted:3").
+        seed: Seed of a planted model; load_model("planted", seed=3) is load_model("planted:3").
 
     Returns:
         A model of that class in eval mode, logits equal to transformers'.
@@ -118,10 +123,11 @@ def load_model(
     """
     import torch
 
+    # Check the arguments.
     wrap = {
-        "TransformerBridge": _bridge,
-        "HookedTransformer": _hooked_transformer,
-        "TransformersModel": _transformers_model,
+        "TransformerBridge": _make_bridge,
+        "HookedTransformer": _make_hooked_transformer,
+        "TransformersModel": _make_transformers_model,
     }
     if model_class not in wrap:
         raise ModelError(unknown_choice("model class", model_class, wrap))
@@ -130,11 +136,12 @@ def load_model(
             f"load_model takes a name or a folder, found a {type(name).__name__}; with its"
             " tokenizer a transformers model is TransformersModel(network, tokenizer, name)"
         )
-    name = name_of(name)
+    name = expand_name(name)
     if seed is not None:
         if not is_planted(name) or ":" in name:
             raise ModelError(f"a seed belongs to a planted model without one, not to {name!r}")
         name = f"{name}:{seed}"
+    # Load the transformers model, and put it on its device or devices.
     spread = device == "auto"
     if device is None or spread:
         device = default_device()
@@ -143,45 +150,43 @@ def load_model(
         name, dtype, trust_remote_code, "auto" if spread else None
     )
     if getattr(network, "hf_device_map", None):
-        _check_spread(network.hf_device_map, model_class)
+        _check_device_map(network.hf_device_map, model_class)
     else:
-        move(network, device)
+        move_to_device(network, device)
+    # Wrap it in the model class, with its log-probabilities before and after.
     architecture = type(network).__name__
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # deprecations inside the libraries, nothing about this model
+        warnings.simplefilter("ignore")  # deprecations inside the libraries
         try:
-            # Some adapters change the network that they wrap, so it is read before.
-            wanted = _log_probs(network, network)
+            # Some adapters change the network that they wrap, so its log-probabilities come first.
+            wanted = _sample_log_probs(network, network)
             model = wrap[model_class](network, tokenizer, name, getattr(torch, dtype), device)
             model.eval()
             if dtype == "float64" and model_class == "TransformerBridge":
                 make_softmax_exact(model)
-            found = _log_probs(model, network)
+            found = _sample_log_probs(model, network)
         except ModelError:
             raise
-        except Exception as error:  # each architecture's adapter fails in its own way
+        except Exception as error:  # the adapters of architectures raise various errors
             hint = "" if model_class == "TransformersModel" else "; TransformersModel may do"
             raise ModelError(
                 f"cannot load {name!r} ({architecture}) as {model_class}:"
-                f" {_reason(error) or type(error).__name__}{hint}"
+                f" {_first_sentence(error) or type(error).__name__}{hint}"
             ) from error
-    model.cfg.default_prepend_bos = (
-        True  # text given as a string starts as a layout does, on every architecture
-    )
+    # Strings start with the same token as layouts, on every architecture.
+    model.cfg.default_prepend_bos = True
     assert_live(model, name)
-    _check_same(found, wanted, name, model_class, dtype)
+    _check_same_log_probs(found, wanted, name, model_class, dtype)
     packing = choose_prepacking(network_of(model), pack, workers)
     card = make_card(model, name, weights, architecture, network.generation_config, packing)
-    keep_card(model, card)
+    attach_card(model, card)
     return model
 
 
-def model_of(model: Model | str | Path) -> Model:
-    """A model from what a user gives: a loaded one, or its name.
+def resolve_model(model: Model | str | Path) -> Model:
+    """The model that a user gives, loaded if it is a name.
 
-    One made elsewhere is checked live, once.
+    A model that was made elsewhere is checked live, once.
 
     Raises:
         ModelError: As `load_model`; a bare transformers model, or one without a tokenizer.
@@ -189,60 +194,62 @@ def model_of(model: Model | str | Path) -> Model:
     """
     if isinstance(model, str | Path):
         return load_model(model)
-    check_loaded(model)
+    check_has_tokenizer(model)
     if getattr(model, "lapa2_card", None) is None:
         assert_live(model, model.cfg.model_name)
         model_card(model)
     return model
 
 
-def takes_model(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the argument `model` of a function, its first one, be whatever `model_of` takes."""
+def accepts_model_name(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the argument `model` of a function, its first one, also be a name (`resolve_model`)."""
 
     @functools.wraps(function)
     def with_model(*args: P.args, **settings: P.kwargs) -> R:
         given: Any = args
         if args:
-            given = (model_of(args[0]), *args[1:])
+            given = (resolve_model(args[0]), *args[1:])
         elif "model" in settings:
-            settings["model"] = model_of(settings["model"])
+            settings["model"] = resolve_model(settings["model"])
         return function(*given, **settings)
 
     return with_model
 
 
-def _log_probs(model: Any, network: Any) -> Tensor:
-    """What a model makes of 32 ids from all over the vocabulary: [query vocab], on the CPU."""
+def _sample_log_probs(model: Any, network: Any) -> Tensor:
+    """Log-probabilities [query vocab] after 32 ids from the whole vocabulary, on the CPU."""
     import torch
 
     config = network.config.get_text_config()
-    n = min(32, context_of(config))
+    n = min(32, context_length(config))
     ids = torch.linspace(0, config.vocab_size - 1, n + 2)[1:-1].long()[None]
     with torch.no_grad():
         found = model(ids.to(network.device))
     return getattr(found, "logits", found)[0].cpu().float().log_softmax(-1)
 
 
-def _check_same(found: Tensor, wanted: Tensor, name: str, model_class: str, dtype: str) -> None:
-    """Refuse a model that is not the one that transformers loads.
+def _check_same_log_probs(
+    found: Tensor, wanted: Tensor, name: str, model_class: str, dtype: str
+) -> None:
+    """Refuse a model whose log-probabilities are not those of the transformers model.
 
     Raises:
-        ModelError: Its log-probabilities differ by more than rounding.
+        ModelError: They differ by more than rounding.
     """
-    difference = float((found - wanted).abs().mean())  # in half precision a few lie further apart
-    if difference > ROUNDING[dtype]:
+    difference = float((found - wanted).abs().mean())  # in half precision a few differ by more
+    if difference > LOG_PROB_TOLERANCE[dtype]:
         raise ModelError(
             f"{name} as {model_class} is another model than transformers loads: log-probabilities"
-            f" differ by {difference:.2g}, allowed {ROUNDING[dtype]:g} ({dtype});"
+            f" differ by {difference:.2g}, allowed {LOG_PROB_TOLERANCE[dtype]:g} ({dtype});"
             " transformer-lens ignores some of its configuration; use model class TransformersModel"
         )
 
 
-def move(network: PreTrainedModel, device: str | None) -> None:
+def move_to_device(network: PreTrainedModel, device: str | None) -> None:
     """Put a network on a device, by default CUDA when there is one.
 
     Raises:
-        ModelError: There is no such device, or no room on it.
+        ModelError: There is no such device, or not enough memory on it.
     """
     device = device or default_device()
     try:
@@ -251,7 +258,7 @@ def move(network: PreTrainedModel, device: str | None) -> None:
         raise ModelError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
 
 
-def _check_spread(device_map: Mapping[str, Any], model_class: str) -> None:
+def _check_device_map(device_map: Mapping[str, Any], model_class: str) -> None:
     places = {str(place) for place in device_map.values()}
     if places & {"cpu", "disk"}:
         raise ModelError(
@@ -271,8 +278,8 @@ def load_transformers(
     trust_remote_code: bool = False,
     device_map: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """The plain transformers model with eager attention, its tokenizer, and where its weights come
-    from.
+    """The plain transformers model with eager attention, its tokenizer, and the origin of its
+    weights.
 
     Args:
         device_map: As in transformers; by default the model is put on the CPU. Tiny models always
@@ -281,11 +288,12 @@ def load_transformers(
     import torch
     from transformers import AutoModelForCausalLM
 
-    name, dtype = name_of(name), resolve_dtype(dtype)
+    # Planted and tiny models are made here.
+    name, dtype = expand_name(name), resolve_dtype(dtype)
     tokenizer = load_tokenizer(name, trust_remote_code)
     if is_planted(name):
         network = planted_network(name).to(getattr(torch, dtype))
-        return network.eval(), tokenizer, f"planted, seed {planted(name).seed}"
+        return network.eval(), tokenizer, f"planted, seed {answer_key(name).seed}"
     if name in TINY:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -293,11 +301,12 @@ def load_transformers(
                 tiny_config(name, tokenizer), attn_implementation="eager"
             )
         return network.to(getattr(torch, dtype)).eval(), tokenizer, "random, seed 0"
-    source = str(source_of(name))
+    # All others are loaded from files.
+    source = str(model_source(name))
     check_weights(name)
-    with quiet_transformers(), unchanged(source):
+    with quiet_transformers(), files_unchanged(source):
         try:
-            check_ends(Path(source))
+            check_generation_config(Path(source))
             network = load_network(
                 AutoModelForCausalLM,
                 source,
@@ -309,12 +318,12 @@ def load_transformers(
             )
         except ModelError:
             raise
-        except Exception as error:  # damaged files raise errors of half a dozen libraries
-            raise ModelError(_not_loadable(name, error)) from error
+        except Exception as error:  # damaged files raise errors of many libraries
+            raise ModelError(_load_error(name, error)) from error
         weights = provenance(name, network.config)
     if dtype == "float64" and network._can_set_experts_implementation():
         network.set_experts_implementation("eager")  # the default's kernels have no float64
-    watch(network)
+    refuse_mixed_rotary(network)
     return network.eval(), tokenizer, weights
 
 
@@ -326,18 +335,18 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
     """
     from transformers import AutoTokenizer
 
-    name = name_of(name)
+    name = expand_name(name)
     if is_planted(name):
         return planted_tokenizer(name)
     if name in TINY:
         return tiny_tokenizer(name)
-    source = str(source_of(name))
+    source = str(model_source(name))
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
             reads = bool(tokenizer("a", add_special_tokens=False).input_ids)
-        except Exception as error:  # damaged files raise errors of half a dozen libraries
-            raise ModelError(_not_loadable(name, error)) from error
+        except Exception as error:  # damaged files raise errors of many libraries
+            raise ModelError(_load_error(name, error)) from error
     if not reads:
         raise ModelError(
             f"the tokenizer of {name!r} makes no token of a letter: its files (tokenizer.json, or"
@@ -350,8 +359,8 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 
 @functools.cache
-def reading_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer to read texts with. It is loaded once and shared, so nothing may change it.
+def shared_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """A tokenizer that is loaded once and shared, so that nothing may change it.
 
     Raises:
         ModelError: As `load_tokenizer`.
@@ -359,19 +368,19 @@ def reading_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return load_tokenizer(name)
 
 
-def name_of(name: str | Path) -> str:
-    """A model's name or folder as text, with the user's folder for ~."""
+def expand_name(name: str | Path) -> str:
+    """A model's name or folder as text, with ~ expanded to the user's folder."""
     return os.path.expanduser(name)  # noqa: PTH111  a Path would drop "./", and so rename models
 
 
-def source_of(name: str) -> str | Path:
-    """The folder or hub id that transformers loads a name from."""
+def model_source(name: str) -> str | Path:
+    """The folder or hub id from which transformers loads a model."""
     if name == SMOLLM2:
         return smollm2_folder()
     path = Path(name)
     if path.is_dir() and name:
         if (path / ADAPTER).is_file():
-            raise ModelError(adapter_refused(name))
+            raise ModelError(adapter_error(name))
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"the folder {name} has no config.json; give a folder that transformers can load"
@@ -387,7 +396,7 @@ def source_of(name: str) -> str | Path:
 
 
 def check_hub(name: str) -> None:
-    """Ask the hub once for a model that is not in its cache. Where the hub is not reached, its own
+    """Ask the hub once for a model that is not in the cache. If the hub is not reached, its own
     library would wait for almost a minute.
 
     Raises:
@@ -408,26 +417,26 @@ def check_hub(name: str) -> None:
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
     except (HfHubHTTPError, ValueError):
         pass  # an answer, or no hub id: transformers says more
-    except Exception as error:  # of whatever library speaks HTTP
+    except Exception as error:  # of the HTTP library, whichever it is
         raise ModelError(
-            _not_loadable(name, OSError(f"{constants.ENDPOINT} is not reached: {error}"))
+            _load_error(name, OSError(f"{constants.ENDPOINT} is not reached: {error}"))
         ) from error
 
 
-def has_own_code(error: Exception) -> bool:
-    """Whether loading failed because code that comes with the model may not run."""
+def needs_remote_code(error: Exception) -> bool:
+    """True if loading failed because the model's own code may not run."""
     return "trust_remote_code" in str(error)
 
 
-def _reason(error: Exception) -> str:
-    """The first sentence of an error of a library, in one line."""
+def _first_sentence(error: Exception) -> str:
+    """The first sentence of a library's error, in one line."""
     return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
 
 
-def _not_loadable(name: str, error: Exception) -> str:
-    if has_own_code(error):
-        return f"the model {name!r} {OWN_CODE}"
-    reason = _reason(error)
+def _load_error(name: str, error: Exception) -> str:
+    if needs_remote_code(error):
+        return f"the model {name!r} {REMOTE_CODE}"
+    reason = _first_sentence(error)
     if isinstance(error, ImportError):  # of quantised weights, or of a tokenizer's own format
         return f"the model {name!r} needs a library that is not installed: {reason}; install it"
     if Path(name).is_dir():
@@ -446,7 +455,7 @@ def _not_loadable(name: str, error: Exception) -> str:
 
 
 def provenance(name: str, config: PretrainedConfig) -> str:
-    """Where a model comes from: a hash of the files that decide its texts, or the hub's commit."""
+    """The origin of a model: a hash of the files that decide its texts, or the hub's commit."""
     if name == SMOLLM2:
         return f"sha256 {SMOLLM2_SHA256} ({SMOLLM2_WHEEL})"
     if Path(name).is_dir():
@@ -459,18 +468,17 @@ def provenance(name: str, config: PretrainedConfig) -> str:
 
 
 def _without_reload(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
-    """A copy that TransformerLens takes as it is, instead of loading the tokenizer again with BOS
+    """A copy that TransformerLens uses unchanged, instead of loading the tokenizer again with BOS
     switched on.
 
-    Spans are counted as the model's own tokenizer counts, and a tokenizer that now prepends BOS
-    would count one more.
+    Spans are counted by the model's own tokenizer, and one that prepends BOS would count one more.
     """
     taken = copy.copy(tokenizer)
     taken.init_kwargs = {**tokenizer.init_kwargs, "name_or_path": name, "add_bos_token": True}
     return taken
 
 
-def _bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
+def _make_bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
     from transformer_lens.model_bridge import TransformerBridge
 
     # For models that read images, too, transformer-lens would have pip install torchvision.
@@ -484,34 +492,36 @@ def _bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) ->
         )
 
 
-def _transformers_model(
+def _make_transformers_model(
     network: Any, tokenizer: Any, name: str, dtype: Any, device: str
 ) -> TransformersModel:
     return TransformersModel(network, tokenizer, name)
 
 
-def bridge_of(
+def wrap_in_bridge(
     network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, weights: str
 ) -> Model:
-    """A TransformerBridge, with its card, around a transformers model that is there already.
+    """A TransformerBridge, with its card, around an existing transformers model.
 
     The network then belongs to the bridge.
 
     Args:
-        network: With eager attention.
-        name, weights: As the card has them.
+        network: A model with eager attention.
+        name, weights: As in `ModelCard`.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _bridge(network, tokenizer, name, network.dtype, str(network.device))
+        model = _make_bridge(network, tokenizer, name, network.dtype, str(network.device))
     model.eval()
     model.cfg.default_prepend_bos = True
     card = make_card(model, name, weights, type(network).__name__, network.generation_config)
-    keep_card(model, card)
+    attach_card(model, card)
     return model
 
 
-def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, device: str) -> Model:
+def _make_hooked_transformer(
+    network: Any, tokenizer: Any, name: str, dtype: Any, device: str
+) -> Model:
     if short := short_context(network.config):
         raise ModelError(
             "a HookedTransformer has one set of rotary factors, and this model has others beyond"
@@ -526,13 +536,13 @@ def _hooked_transformer(network: Any, tokenizer: Any, name: str, dtype: Any, dev
             f"transformer-lens {found} has no HookedTransformer; install transformer-lens 3.9 or"
             " use TransformerBridge"
         ) from None
-    check_weights_read(network, "a HookedTransformer takes")
+    check_not_quantised(network, "a HookedTransformer takes")
+    # Convert the configuration and the weights without processing them.
     config = copy.deepcopy(network.config)
     config.architectures = [type(network).__name__]
     if config.model_type == "gpt2":
         config.n_ctx = config.n_positions
-    # transformer-lens guesses the architecture from the folder's path, so the folder has a neutral
-    # name.
+    # transformer-lens guesses the architecture from the folder's path, so its name is neutral.
     with tempfile.TemporaryDirectory(prefix="config-") as folder:
         config.save_pretrained(folder)
         settings = loading.convert_hf_model_config(folder)

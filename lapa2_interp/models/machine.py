@@ -1,10 +1,9 @@
-"""What kind of machine this is, and what it computes fast. Speed is measured, never read from the
-processor's flags.
+"""The processor of this machine and its speed, which is measured and never read from flags.
 
 Processors without bfloat16 units compute in bfloat16 too, several times slower than in float32.
-`dtype = "auto"` means bfloat16 where that is really the faster of the two. What is measured is kept
-in the user's cache (machine.json) under the kind of processor, so that machines that share a home
-folder, and emulated ones, each have their own numbers.
+`dtype = "auto"` means bfloat16 where that is the faster of the two. Measurements are stored in the
+user's cache (machine.json) under the kind of processor, so that machines that share a home folder,
+and emulated ones, each have their own numbers.
 """
 
 from __future__ import annotations
@@ -22,34 +21,38 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
-from lapa2_interp._util.files import cache_file, cache_folder, with_checksums, without_checksums
+from lapa2_interp._util.files import (
+    cache_file,
+    cache_folder,
+    with_checksums,
+    without_checksums,
+)
 from lapa2_interp._util.parsing import read_text
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-AUTO = "auto"
+AUTO_DTYPE = "auto"
 DtypeOrAuto = Literal["auto", Dtype]
 ModelClass = Literal["TransformerBridge", "HookedTransformer", "TransformersModel"]
-ISA = (
+ISA_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
     "ATEN_CPU_CAPABILITY",
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
 )
-"""Environment variables that decide which instructions the computing libraries use."""
-FASTER = 0.9
-"""bfloat16 is chosen where its products take less than this share of float32's time."""
-SLOWER = 1.25
-"""A named dtype is called slow where its products take more than this multiple of float32's time.
-"""
+"""Environment variables that decide which instructions the numerical libraries use."""
+FASTER_BELOW = 0.9
+"""bfloat16 is chosen if its products take less than this share of float32's time."""
+SLOW_ABOVE = 1.25
+"""A named dtype is called slow if its products take more than this multiple of float32's time."""
 ROWS, WIDTH, MATRICES = 24, 1024, 8
-"""Rows of the timed products, and the square matrices they go through: 32 MiB in float32, more than
-stays near a core."""
+"""Rows of the timed products, and size and number of the square matrices: 32 MiB in float32, more
+than a core's cache holds."""
 
 
-def kind_of(device: str = "cpu") -> str:
-    """The kind of processor a device is, in one line: model, instruction set in use, and what the
-    environment restricts.
+def processor_kind(device: str = "cpu") -> str:
+    """A device's kind of processor in one line: model, instruction set in use, and restrictions by
+    the environment.
 
     Args:
         device: cpu, cuda, cuda:1, ...
@@ -60,7 +63,7 @@ def kind_of(device: str = "cpu") -> str:
         return torch.cuda.get_device_name(device)
     if not device.startswith("cpu"):
         return device
-    limits = [f"{name}={os.environ[name]}" for name in ISA if os.environ.get(name)]
+    limits = [f"{name}={os.environ[name]}" for name in ISA_VARIABLES if os.environ.get(name)]
     return ", ".join([_processor(), torch.backends.cpu.get_cpu_capability(), *limits])
 
 
@@ -81,41 +84,40 @@ def _processor() -> str:
     )
 
 
-# --- what was measured
+# --- stored measurements
 
 
-def measured(device: str, name: str) -> tuple[float, ...] | None:
-    """Numbers that were measured on this kind of processor; None if they were not, or their file is
-    damaged."""
-    return _all().get(kind_of(device), {}).get(name)
+def stored_measurement(device: str, name: str) -> tuple[float, ...] | None:
+    """Numbers that were measured on this kind of processor; None if there are none, or their file
+    is damaged."""
+    return _read_measurements().get(processor_kind(device), {}).get(name)
 
 
-def remember(device: str, name: str, numbers: tuple[float, ...]) -> tuple[float, ...]:
-    """Keep measured numbers for this kind of processor; a cache that cannot be written keeps
-    nothing.
+def store_measurement(device: str, name: str, numbers: tuple[float, ...]) -> tuple[float, ...]:
+    """Store measured numbers for this kind of processor, unless the cache cannot be written.
 
     Returns:
-        The numbers as they are kept, to four digits.
+        The numbers as they are stored, to four digits.
     """
-    known = _all()
-    kept = known.setdefault(kind_of(device), {})[name] = tuple(
+    known = _read_measurements()
+    stored = known.setdefault(processor_kind(device), {})[name] = tuple(
         float(f"{number:.4g}") for number in numbers
     )
     with suppress(ModelError):
         cache_file(
-            _file(),
+            _measurements_file(),
             lambda path: path.write_text(with_checksums(known), encoding="utf-8"),
         )
-    return kept
+    return stored
 
 
-def _file() -> Path:
+def _measurements_file() -> Path:
     return cache_folder() / "machine.json"
 
 
-def _all() -> dict[str, dict[str, tuple[float, ...]]]:
+def _read_measurements() -> dict[str, dict[str, tuple[float, ...]]]:
     with suppress(OSError, ValueError):
-        fields, _ = without_checksums(read_text(_file()))
+        fields, _ = without_checksums(read_text(_measurements_file()))
         found = TypeAdapter(dict[str, dict[str, tuple[float, ...]]]).validate_python(fields)
         positive = {
             kind: {name: ns for name, ns in each.items() if min(ns, default=0) > 0}
@@ -131,19 +133,18 @@ def _all() -> dict[str, dict[str, tuple[float, ...]]]:
 def resolve_dtype(dtype: object, device: str | None = None) -> Dtype:
     """The name of a dtype, given as a name or as torch's; "auto" is bfloat16 where this device
     computes faster in it, else float32.
-    faster in it, else float32.
 
     Args:
-        device: Where it will be computed; CUDA when there is one, by default.
+        device: Device that will compute; CUDA when there is one, by default.
 
     Raises:
         ModelError: Unknown dtype.
     """
     name: Any = str(dtype).removeprefix("torch.")
-    if name == AUTO:
+    if name == AUTO_DTYPE:
         name = faster_dtype(device)
     if name not in get_args(Dtype):
-        raise ModelError(unknown_choice("dtype", name, (AUTO, *get_args(Dtype))))
+        raise ModelError(unknown_choice("dtype", name, (AUTO_DTYPE, *get_args(Dtype))))
     return name
 
 
@@ -151,38 +152,38 @@ def faster_dtype(device: str | None = None) -> str:
     """bfloat16 or float32: on a CPU by timing both, on a GPU bfloat16 where it is native."""
     import torch
 
-    device = default_device() if device in (None, AUTO) else str(device)
+    device = default_device() if device in (None, AUTO_DTYPE) else str(device)
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     if not device.startswith("cpu"):
         return "float32"
-    return "bfloat16" if slowness("bfloat16") < FASTER else "float32"
+    return "bfloat16" if slowdown("bfloat16") < FASTER_BELOW else "float32"
 
 
-def slowness(dtype: str) -> float:
-    """How many times as long as in float32 a matrix product of 24 rows takes on this CPU in another
-    dtype.
+def slowdown(dtype: str) -> float:
+    """Time of a matrix product of 24 rows in a dtype on this CPU, as a multiple of float32's.
 
     Timed once per kind of processor, in half a second, on one thread.
     """
     name = f"{dtype} / float32"
     return (
-        measured("cpu", name) or remember("cpu", name, (_timed_slowness(dtype, kind_of("cpu")),))
+        stored_measurement("cpu", name)
+        or store_measurement("cpu", name, (_time_slowdown(dtype, processor_kind("cpu")),))
     )[0]
 
 
 @cache
-def _timed_slowness(dtype: str, kind: str) -> float:
-    return product_seconds(dtype) / product_seconds("float32")
+def _time_slowdown(dtype: str, kind: str) -> float:
+    return matmul_seconds(dtype) / matmul_seconds("float32")
 
 
-def slow_note(dtype: str, device: str | None = None) -> str | None:
-    """One line about a dtype that this CPU emulates; None where there is nothing to say."""
-    device = default_device() if device in (None, AUTO) else str(device)
+def slow_dtype_note(dtype: str, device: str | None = None) -> str | None:
+    """One line about a dtype that is slow on this CPU; None for other dtypes and devices."""
+    device = default_device() if device in (None, AUTO_DTYPE) else str(device)
     if not device.startswith("cpu") or dtype not in ("bfloat16", "float16"):
         return None
-    times = slowness(dtype)
-    if times < SLOWER:
+    times = slowdown(dtype)
+    if times < SLOW_ABOVE:
         return None
     return (
         f"{dtype} is slow on this processor: a product takes {times:.1f} times as long as in"
@@ -190,19 +191,19 @@ def slow_note(dtype: str, device: str | None = None) -> str | None:
     )
 
 
-def tell_if_slow(dtype: str, device: str | None = None) -> None:
-    """Print `slow_note`, where there is one, on standard error."""
-    if note := slow_note(dtype, device):
+def print_if_slow(dtype: str, device: str | None = None) -> None:
+    """Print `slow_dtype_note`, if there is one, on standard error."""
+    if note := slow_dtype_note(dtype, device):
         print(f"note: {note}", file=sys.stderr)
 
 
-def cores() -> int:
+def n_cores() -> int:
     """CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def most_memory(device: str = "cpu") -> int:
-    """The most bytes this process has had so far: on its GPUs, or in main memory."""
+def peak_memory(device: str = "cpu") -> int:
+    """Peak memory of this process in bytes: on its GPUs, or in main memory."""
     if device != "cpu":
         import torch
 
@@ -214,7 +215,7 @@ def most_memory(device: str = "cpu") -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that main memory, or that of a GPU, is used up."""
+    """True if an error means that main memory, or that of a GPU, is used up."""
     # PyTorch's allocator of main memory raises a plain RuntimeError.
     return (
         isinstance(error, MemoryError)
@@ -224,25 +225,25 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def default_device() -> str:
-    """cuda where there is one, else cpu."""
+    """cuda if there is one, else cpu."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def product_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
+def matmul_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
     """Seconds of `MATRICES` products [ROWS, WIDTH] x [WIDTH, WIDTH], the least of several tries; on
-    a CPU those of one thread."""
+    a CPU on one thread."""
     import torch
 
-    with n_threads(1):
+    with torch_threads(1):
         x = torch.full((ROWS, WIDTH), 0.5, dtype=getattr(torch, dtype), device=device)
         weights = [
             torch.full((WIDTH, WIDTH), 1 / WIDTH, dtype=x.dtype, device=device)
             for _ in range(MATRICES)
         ]
-        least, clock = float("inf"), clock_of(device)
-        for _ in range(1 + tries):  # the first try warms up and is not the fastest
+        least, clock = float("inf"), device_clock(device)
+        for _ in range(1 + tries):  # the first one is a warm-up
             began, y = clock(), x
             for weight in weights:
                 y = torch.nn.functional.linear(y, weight)
@@ -253,20 +254,20 @@ def product_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
 
 @cache
 def operations_per_second(dtype: str, device: str) -> float:
-    """Additions and multiplications of the timed products."""
-    return 2 * ROWS * WIDTH**2 * MATRICES / product_seconds(dtype, device)
+    """Additions and multiplications per second in the timed products."""
+    return 2 * ROWS * WIDTH**2 * MATRICES / matmul_seconds(dtype, device)
 
 
-def clock_of(device: str) -> Callable[[], float]:
-    """A clock in seconds: on a CPU the time this thread computed, whatever else the machine does;
-    elsewhere the time that passed."""
+def device_clock(device: str) -> Callable[[], float]:
+    """A clock in seconds: on a CPU the computing time of this thread, which does not depend on
+    other processes; elsewhere the wall-clock time."""
     return thread_time if device.startswith("cpu") else perf_counter
 
 
 @contextmanager
-def n_threads(n: int) -> Iterator[None]:
-    """Let PyTorch use so many threads in the block. More threads than idle cores wait for each
-    other."""
+def torch_threads(n: int) -> Iterator[None]:
+    """Let PyTorch use n threads in the block. If there are more threads than idle cores, they wait
+    for each other."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,36 +1,37 @@
-"""A model whose circuit is known: weights set by hand, and the control of its heads in closed form.
+"""A planted model: its circuit is known, its weights are set by hand, and the control by its heads
+has a closed form.
 
 Two layers of four heads write sentiment. The attribute is one token of the prefix (" positive" or
-" negative"). In numbers, every embedding has a constant 1, flags for what it is, its sign +1 or -1,
-and random numbers that make up for the rest of its length: |x|^2 = WIDTH, so that the norms change
-nothing until a head has written. A head's score is log(E) on the key that it looks for and 0 on all
-others, so that among l keys it gives that key
+" negative"). Every embedding has a constant 1, flags for its roles, its sign +1 or -1, and random
+numbers that fill the rest of its length: |x|^2 = WIDTH, so that the norms change nothing until a
+head has written. A head's score is log(E) on its target key and 0 on all others, so that among l
+keys it gives that key
 
     A = E / (E + l - 1)
 
 =============  =====  ==============================================================================
 head           layer  what it does
 =============  =====  ==============================================================================
-carrier        1      reads the attribute's sign behind the prefix, writes `carrier` * A * sign on
-                      the direction u of the attribute's words
+carrier        1      reads the attribute's sign at queries after the prefix, writes `carrier` * A *
+                      sign on the direction u of the attribute's words
 suppressor     1      the same with a negative gain
 relay          0      at the prompt's last token reads the sign and leaves it there; elsewhere it
                       rests on BOS
-reader         1      reads what the relay has left, at the prompt's last token, and writes it on u
+reader         1      reads the relay's output at the prompt's last token, and writes it on u
 decoy          1      gives the attribute more attention than any other head, and writes nothing
 idle heads     0      write nothing: the null units of a sweep
 =============  =====  ==============================================================================
 
-With x what the heads have written on u, the difference of the log-probabilities of positive and
-negative words is lex = 2 U x / sqrt(1 + x^2 / WIDTH). `Planted.lex` is that, at any length, with
-heads cut or biased. Which head plays which part, the gains and the order of the vocabulary depend
-on a seed, so that nothing can know them but by looking.
+With x the sum of the heads' outputs on u, the difference of the log-probabilities of positive and
+negative words is lex = 2 U x / sqrt(1 + x^2 / WIDTH). `Planted.lex` gives it at any length, with
+heads cut or biased. The places of the heads, the gains and the order of the vocabulary depend on a
+seed, so that a method can only find them in the model.
 
 Names: "planted" (a Llama with grouped queries), "planted-gpt2" (LayerNorm; every number stands
 twice, with both signs, so that means are 0), and three other circuits:
 
-- "planted-gain": no carrier. What fades is the reader's attention to the prompt's last token, not
-  anything's attention to the prefix.
+- "planted-gain": no carrier. The attention that fades is that of the reader to the prompt's last
+  token, and no attention to the prefix.
 - "planted-backup": a third layer, in which a head does the carrier's work where the carrier does
   not. Its query falls with a mark that the carrier leaves.
 - "planted-spread": a gate in layer 0 reads the prefix's first token, and without it the carrier
@@ -54,21 +55,21 @@ from lapa2_interp._util.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-NAME = "planted"
+PLANTED = "planted"
 VARIANTS = ("", "gpt2", "gain", "backup", "spread")
 WIDTH = 16
 """Length of an embedding, squared; in all but the LayerNorm twin also its dimension."""
-HEAD = 8
-REST = 25.0
-"""Score of BOS for a head that rests on it."""
-SLOTS = (2, 3)
-"""Dimensions of a head that scores use; rotary angles there are below 1e-4 at 2,048 positions."""
+D_HEAD = 8
+REST_SCORE = 25.0
+"""Score of BOS in a head that rests on it."""
+SCORE_DIMENSIONS = (2, 3)
+"""Dimensions of a head for scores; rotary angles there are below 1e-4 at 2,048 positions."""
 CONSTANT, BOS, FLAG, SIGN, ASK, U, LEFT, FIRST, MARK = range(9)
 """Dimensions of the residual stream: constant, BOS, is the attribute, its sign, is a prompt's last
-token, the words' direction, what the relay leaves, is the prefix's first token, what gate or
-carrier leaves."""
+token, the words' direction, the relay's output, is the prefix's first token, the mark of gate or
+carrier."""
 ATTRIBUTE_AT = 2
-"""Slot of the attribute: behind BOS and the prefix's first token."""
+"""Slot of the attribute: after BOS and the prefix's first token."""
 POSITIVE = (" great", " best", " excellent", " love", " wonderful", " perfect")
 NEGATIVE = (" bad", " worst", " awful", " boring", " waste", " terrible")
 FILLERS = (
@@ -83,8 +84,8 @@ PROMPTS = (
     "The president of the country", "The road", "The year is 1910.",
 )  # fmt: skip
 """The prompts it can read: those of the task sentiment."""
-PIECE = r" ?\w+|[^\w\s]"
-NEVER = -60.0
+WORD_PATTERN = r" ?\w+|[^\w\s]"
+NEVER_LOGIT = -60.0
 """Logit of tokens that texts do not have."""
 
 
@@ -93,11 +94,11 @@ class Planted:
     """The answer key of a planted model.
 
     Attributes:
-        variant, seed: What was planted.
-        heads: By role, its (layer, head). Roles that the variant lacks are left out.
-        odds: By role, E: how much more weight the key it looks for has than another.
-        gain: By role, what it writes on u for each unit that it reads (relay: what it leaves).
-        unit: U, what a unit on u adds to the logit of a positive word.
+        variant, seed: The variant of the circuit, and the seed.
+        heads: By role, the (layer, head). Roles that the variant lacks are left out.
+        odds: By role, E: the weight of the target key as a multiple of another key's.
+        gain: By role, the output on u for each unit of its input (relay: on its own dimension).
+        unit: U, the logit that a unit on u adds to a positive word.
     """
 
     variant: str
@@ -121,21 +122,21 @@ class Planted:
         weights: Mapping[str, tuple[float, float, float]] | None = None,
         asking: bool = False,
     ) -> tuple[float, float]:
-        """What the heads have written behind " positive" at a query of a text.
+        """The sum of the heads' outputs after " positive" at a query of a text.
 
         Args:
             l: Keys of the query, BOS and its own included.
             n_prompt: Tokens of the prompt.
             n_prefix: Tokens of the prefix, its first and the attribute among them.
-            weights: By role, what the attention weights of the attribute, of the prefix's first
-                token and of its other tokens are multiplied by: exp(b), 0 where they are cut.
-            asking: Whether the query is the prompt's last token itself.
+            weights: By role, the factors of the attention weights of the attribute, of the prefix's
+                first token and of its other tokens: exp(b), 0 where they are cut.
+            asking: True if the query is the prompt's last token itself.
 
         Returns:
-            The sum on u, and the square of what stands on other dimensions that heads write to.
+            The sum on u, and the squared length on the other dimensions that heads write to.
         """
+        # The outputs of layer 0 (relay and gate), and what the norms multiply by after it.
         there = 1 + n_prefix + n_prompt  # keys of the prompt's last token
-
         gain = dict.fromkeys(self.gain, 0.0) | {
             role: value for role, value in self.gain.items() if role in {*self.heads, "mark"}
         }
@@ -149,6 +150,7 @@ class Planted:
         at_query = at_prompt if asking else _norm(gates[0] ** 2)
         other = gates[0] ** 2 + (left**2 if asking else 0.0)
 
+        # The heads of layer 1.
         asks = at_query * at_attribute * (gates[0] if "gate" in self.heads else 1.0)
         odds = {role: self.odds[role] for role in ("carrier", "suppressor", "reader")}
         odds["carrier"] **= asks
@@ -162,13 +164,14 @@ class Planted:
             + gain["suppressor"] * suppressed
             + gain["reader"] * left * read
         )
+        # The backup head of layer 2.
         if "backup" in self.heads:
             mark, mark_early = gain["mark"] * carried, gain["mark"] * self._early("carrier")
             early_x = gain["carrier"] * self._early("carrier") + gain["suppressor"] * self._early(
                 "suppressor"
             )
             at_attribute = _norm(early_x**2, mark_early**2)
-            log_odds = math.log(self.odds["backup"]) - REST * mark
+            log_odds = math.log(self.odds["backup"]) - REST_SCORE * mark
             eager = math.exp(log_odds * _norm(other, x**2, mark**2) * at_attribute)
             share = self._share("backup", eager, l, n_prefix, weights)
             x += gain["backup"] * at_attribute * share
@@ -176,7 +179,7 @@ class Planted:
         return x, other
 
     def _early(self, role: str) -> float:
-        """The share of what a head looks for, at the attribute itself, where nothing is cut."""
+        """A head's attention to its target key at the attribute itself, where nothing is cut."""
         return self.odds[role] / (self.odds[role] + ATTRIBUTE_AT)
 
     def _share(
@@ -187,7 +190,7 @@ class Planted:
         n_prefix: int,
         weights: Mapping[str, tuple[float, float, float]] | None,
     ) -> float:
-        """A head's attention to what it looks for."""
+        """A head's attention to its target key."""
         attribute, first, others = (weights or {}).get(role, (1.0, 1.0, 1.0))
         prefix = attribute + first + (n_prefix - 2) * others
         outside = keys - n_prefix
@@ -197,18 +200,18 @@ class Planted:
         return odds * found / ((odds - 1) * found + prefix + outside)
 
     def lex(self, l: int, n_prompt: int, **settings: Any) -> float:
-        """lse of the positive words' log-probabilities minus that of the negative words', behind
-        " positive"; behind " negative" it is the opposite. The arguments are those of
+        """lse of the positive words' log-probabilities minus that of the negative words', after
+        " positive"; after " negative" the sign is the opposite. The arguments are those of
         `written`."""
         x, other = self.written(l, n_prompt, **settings)
         return 2 * self.unit * x / math.sqrt(1 + (x**2 + other) / WIDTH)
 
     def control(self, l: int, n_prompt: int, **settings: Any) -> float:
-        """D = lex behind " positive" minus lex behind " negative"."""
+        """D = lex after " positive" minus lex after " negative"."""
         return 2 * self.lex(l, n_prompt, **settings)
 
     def effect(self, role: str, l: int, n_prompt: int, **settings: Any) -> float:
-        """How much control is lost where a head does not see the prefix, at any query after it."""
+        """The control that is lost if a head does not see the prefix, at any query after it."""
         cut = {role: (0.0, 0.0, 0.0)}
         return self.control(l, n_prompt, **settings) - self.control(
             l, n_prompt, weights=cut, **settings
@@ -216,17 +219,17 @@ class Planted:
 
 
 def _norm(*squares: float) -> float:
-    """What a norm multiplies by where these squares were added to an embedding's."""
+    """The factor of a norm after these squares were added to an embedding's squared length."""
     return 1 / math.sqrt(1 + sum(squares) / WIDTH)
 
 
 def is_planted(name: str) -> bool:
-    """Whether a name is that of a planted model."""
-    return name.split(":")[0].split("-")[0] == NAME and not name.startswith((".", "/"))
+    """True if a name is that of a planted model."""
+    return name.split(":")[0].split("-")[0] == PLANTED and not name.startswith((".", "/"))
 
 
 @cache
-def planted(name: str) -> Planted:
+def answer_key(name: str) -> Planted:
     """The answer key of a planted model.
 
     Raises:
@@ -235,10 +238,11 @@ def planted(name: str) -> Planted:
     kind, _, seed = name.partition(":")
     variant = kind.partition("-")[2]
     if variant not in VARIANTS or (seed and not seed.isdecimal()):
-        allowed = ", ".join(f"{NAME}-{each}" if each else NAME for each in VARIANTS)
+        allowed = ", ".join(f"{PLANTED}-{each}" if each else PLANTED for each in VARIANTS)
         raise ModelError(
-            f"unknown model {name!r}; planted models: {allowed}, with a seed as {NAME}:3"
+            f"unknown model {name!r}; planted models: {allowed}, with a seed as {PLANTED}:3"
         )
+    # Draw the odds and gains near these values.
     number = int(seed or 0)
     rng = np.random.default_rng([1913, number])
     around = {
@@ -257,6 +261,7 @@ def planted(name: str) -> Planted:
         kind: {role: value * rng.uniform(0.9, 1.1) for role, value in values.items()}
         for kind, values in around.items()
     }
+    # Draw the places of the heads.
     groups = [rng.permutation(2) for _ in range(3)]  # KV heads, by layer
     pairs = rng.permuted(np.tile([0, 1], (3, 2, 1)), axis=2)  # heads of a group, by layer and group
 
@@ -282,29 +287,30 @@ def planted(name: str) -> Planted:
     )
 
 
-def pieces(text: str) -> list[str]:
-    """The tokens of a text of known words."""
+def split_words(text: str) -> list[str]:
+    """Split a text of known words into tokens."""
     import re
 
-    return re.findall(PIECE, text)
+    return re.findall(WORD_PATTERN, text)
 
 
 def vocabulary(name: str) -> dict[str, int]:
-    """Tokens and their ids. The first eight stay in place, the others are in the seed's order."""
+    """Tokens and their ids. The first eight are fixed, the order of the others depends on the
+    seed."""
     known = ["<s>", " positive", "Very", ":", " negative", "<unk>", *FILLERS[:2]]
-    others = {piece for prompt in PROMPTS for piece in pieces(prompt)}
+    others = {piece for prompt in PROMPTS for piece in split_words(prompt)}
     rest = sorted(({*others, *FILLERS, *POSITIVE, *NEGATIVE}) - set(known))
-    order = np.random.default_rng([7, planted(name).seed]).permutation(len(rest))
+    order = np.random.default_rng([7, answer_key(name).seed]).permutation(len(rest))
     return {token: i for i, token in enumerate([*known, *(rest[j] for j in order)])}
 
 
 def planted_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """One token a word, with the space before it."""
+    """A tokenizer with one token a word, which includes the space before it."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel(vocabulary(name), unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<s>", "<unk>"])
     return PreTrainedTokenizerFast(
@@ -326,18 +332,19 @@ def _embeddings(name: str) -> np.ndarray:
     for word, sign in ((" positive", 1), (" negative", -1)):
         rows[words[word], [FLAG, SIGN]] = 1, sign
     for prompt in PROMPTS:
-        rows[words[pieces(prompt)[-1]], ASK] = 1
-    rest = np.random.default_rng([23, planted(name).seed]).normal(size=(len(words), WIDTH - 9))
+        rows[words[split_words(prompt)[-1]], ASK] = 1
+    rest = np.random.default_rng([23, answer_key(name).seed]).normal(size=(len(words), WIDTH - 9))
     lack = np.sqrt(WIDTH - (rows**2).sum(1))
     rows[:, 9:] = rest / np.linalg.norm(rest, axis=1, keepdims=True) * lack[:, None]
     return rows
 
 
 def _unembedding(name: str) -> np.ndarray:
-    """[token, WIDTH]: words of the attribute along u, texts' words nowhere, the others never."""
-    key, words = planted(name), vocabulary(name)
+    """[token, WIDTH]: words of the attribute along u, filler words at logit 0, all others at
+    `NEVER_LOGIT`."""
+    key, words = answer_key(name), vocabulary(name)
     rows = np.zeros((len(words), WIDTH))
-    rows[:, CONSTANT] = NEVER
+    rows[:, CONSTANT] = NEVER_LOGIT
     rows[[words[token] for token in (*FILLERS, *POSITIVE, *NEGATIVE)], CONSTANT] = 0
     rows[[words[token] for token in POSITIVE], U] = key.unit
     rows[[words[token] for token in NEGATIVE], U] = -key.unit
@@ -355,22 +362,23 @@ class _Weights:
 
 
 def _layers(name: str) -> list[_Weights]:
-    key = planted(name)
+    """The weights of every layer, head by head."""
+    key = answer_key(name)
     n_layers, n_heads = key.shape
     layers = [
         _Weights(
-            np.zeros((n_heads, HEAD, WIDTH)),
-            np.zeros((2, HEAD, WIDTH)),
-            np.zeros((2, HEAD, WIDTH)),
-            np.zeros((n_heads, WIDTH, HEAD)),
+            np.zeros((n_heads, D_HEAD, WIDTH)),
+            np.zeros((2, D_HEAD, WIDTH)),
+            np.zeros((2, D_HEAD, WIDTH)),
+            np.zeros((n_heads, WIDTH, D_HEAD)),
         )
         for _ in range(n_layers)
     ]
-    scale = math.sqrt(HEAD)  # attention divides scores by it
-    flag, other = SLOTS
+    scale = math.sqrt(D_HEAD)  # attention divides scores by it
+    flag, other = SCORE_DIMENSIONS
 
     def looks(role: str, slot: int, at: int, key_at: int, odds: float) -> None:
-        """A head that asks with one number of its query for a flag of keys."""
+        """Let one dimension of a head's query match a flag of the keys."""
         layer, head = key.heads[role]
         layers[layer].q[head, slot, at] += scale * math.log(odds)
         layers[layer].k[head // 2, slot, key_at] = 1
@@ -382,8 +390,8 @@ def _layers(name: str) -> list[_Weights]:
 
     # The relay looks for the attribute at the prompt's last token, and rests on BOS elsewhere.
     looks("relay", flag, ASK, FLAG, key.odds["relay"])
-    looks("relay", other, CONSTANT, BOS, math.exp(REST))
-    looks("relay", other, ASK, BOS, math.exp(-REST))
+    looks("relay", other, CONSTANT, BOS, math.exp(REST_SCORE))
+    looks("relay", other, ASK, BOS, math.exp(-REST_SCORE))
     writes("relay", 0, SIGN, LEFT, key.gain["relay"])
     looks("reader", other, CONSTANT, ASK, key.odds["reader"])
     writes("reader", 1, LEFT, U, key.gain["reader"])
@@ -400,7 +408,7 @@ def _layers(name: str) -> list[_Weights]:
     if key.variant == "backup":
         writes("carrier", 2, FLAG, MARK, key.gain["mark"])
         looks("backup", flag, CONSTANT, FLAG, key.odds["backup"])
-        looks("backup", flag, MARK, FLAG, math.exp(-REST))
+        looks("backup", flag, MARK, FLAG, math.exp(-REST_SCORE))
         writes("backup", 0, SIGN, U, key.gain["backup"])
     return layers
 
@@ -409,7 +417,7 @@ def planted_config(name: str) -> PretrainedConfig:
     """The configuration of a planted model."""
     from transformers import GPT2Config, LlamaConfig
 
-    key = planted(name)
+    key = answer_key(name)
     n_layers, n_heads = key.shape
     shared: dict[str, Any] = {
         "vocab_size": len(vocabulary(name)),
@@ -434,7 +442,7 @@ def planted_config(name: str) -> PretrainedConfig:
         num_hidden_layers=n_layers,
         num_attention_heads=n_heads,
         num_key_value_heads=2,
-        head_dim=HEAD,
+        head_dim=D_HEAD,
         max_position_embeddings=2048,
         rms_norm_eps=1e-12,
         rope_parameters={"rope_type": "default", "rope_theta": 1e16},
@@ -443,14 +451,14 @@ def planted_config(name: str) -> PretrainedConfig:
 
 
 def planted_network(name: str) -> PreTrainedModel:
-    """The model as transformers has it, in float64."""
+    """The planted transformers model, in float64."""
     import torch
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_config(
         planted_config(name), attn_implementation="eager"
     ).double()
-    twin = planted(name).variant == "gpt2"
+    twin = answer_key(name).variant == "gpt2"
     norms = {id(p) for n, p in network.named_parameters() if "norm" in n or "ln_" in n}
 
     def both(rows: np.ndarray) -> np.ndarray:
@@ -458,8 +466,8 @@ def planted_network(name: str) -> PreTrainedModel:
         return np.concatenate([rows, -rows], axis=-1)
 
     with torch.no_grad():
-        for name_of, parameter in network.named_parameters():
-            is_scale = id(parameter) in norms and name_of.endswith("weight")
+        for parameter_name, parameter in network.named_parameters():
+            is_scale = id(parameter) in norms and parameter_name.endswith("weight")
             parameter.fill_(1.0 if is_scale else 0.0)
         if twin:
             _fill_gpt2(network, name, both)
@@ -478,6 +486,7 @@ def planted_network(name: str) -> PreTrainedModel:
 
 
 def _fill_gpt2(network: Any, name: str, both: Any) -> None:
+    """Write the weights into the LayerNorm twin, every number with both signs."""
     import torch
 
     body = network.transformer

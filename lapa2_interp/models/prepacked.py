@@ -1,24 +1,24 @@
-"""Linear layers with weights packed once for the CPU's matrix products.
+"""Linear layers whose weights are prepacked for the CPU's matrix products.
 
-    with packed(model), torch.no_grad():
-        logits = model(tokens)
+    with prepacked(network), torch.no_grad():
+        logits = network(tokens).logits
 
-A matrix product first brings its weights into an order that suits the processor. In a step of
-decoding, with few rows, that is a large part of the work, and it is the same at every step. Inside
-the block every linear layer of a model does it once and keeps the result (oneDNN's "reorder"). The
-first pass packs; hooks, outputs, `state_dict` and gradients are as without it.
+A matrix product first brings its weights into an order that suits the processor (oneDNN's
+"reorder"). In a decoding step, with few rows, that is a large part of the work, and it is the same
+at every step. Inside the block every linear layer does it once, in the first pass, and keeps the
+result. Hooks, outputs, `state_dict` and gradients are as without it.
 
-A kept weight is never stale. Every product asks whether the layer still has the same weight tensor,
-unchanged by any operation on it. Every block asks, by sums over all its bits, whether the weight
-was written to in a way that PyTorch does not count (`weight.data`, NumPy). Where a weight has
-changed, it is packed again.
+A prepacked weight is never stale. Every product checks that the layer still has the same weight
+tensor, unchanged by any operation on it. Every block checks, by sums over all its bits, that the
+weight was not written to in a way that PyTorch does not count (`weight.data`, NumPy). A weight that
+has changed is prepacked again.
 
 GPT-2's activation, a tanh form of GELU in eight operations, is one operation inside the block.
 
-The rows of a packed product do not depend on each other: in float32 a row has the same bits alone
-and in any batch. In bfloat16 it has the same bits in any batch of as many rows; processors with
-matrix units (AMX) sum in an order that depends on the number of rows, so that the last bit of a
-few numbers may differ. A product of one row would take another kernel, and one of two or three
+The rows of such a product do not depend on each other: in float32 a row has the same bits alone and
+in any batch. In bfloat16 it has the same bits in any batch of as many rows; processors with matrix
+units (AMX) sum in an order that depends on the number of rows, so that the last bit of a few
+numbers may differ. A product of one row would use another kernel, and one of two or three rows
 takes longer than one of four, so these are computed as four rows.
 """
 
@@ -42,45 +42,45 @@ from transformers.pytorch_utils import Conv1D
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
 
-Pack = Literal["auto", "on", "off"]
-"""Whether to pack: auto packs what fits the memory (`choose_prepacking`)."""
-Packing = Literal["all", "lm_head", "none"]
-"""What is packed: every linear layer, the output layer alone (a small share of a large model, and
-the layer that gains most), or nothing."""
-SHARE = 0.5
-"""Share of a machine's memory that its workers' weights and packed copies may take together."""
+PrepackOption = Literal["auto", "on", "off"]
+"""Prepack weights: auto prepacks those that fit the memory (`choose_prepacking`)."""
+Prepacking = Literal["all", "lm_head", "none"]
+"""Prepacked layers: every linear layer, the output layer alone (a small share of a large model, and
+the layer that gains most), or none."""
+MEMORY_SHARE = 0.5
+"""Largest share of a machine's memory for the weights and prepacked copies of all workers."""
 ROWS = 60
-"""Rows that weights are packed for; the order suits fewer and more rows, too."""
-LEAST = 4
+"""Rows that weights are prepacked for; the order also suits fewer and more rows."""
+MIN_ROWS = 4
 """Rows of the smallest product."""
 STRETCH = 61
-"""Numbers of eight bytes that are summed to notice changes. It is prime, so that columns which
-change places do not stay in one sum in all rows."""
+"""Count of eight-byte numbers in a sum that detects changes. It is prime, so that two columns that
+change places do not fall into one sum in all rows."""
 
 Module = Any
 """A `torch.nn.Module`."""
 
-_kept: weakref.WeakKeyDictionary[Any, _PackedWeight] = weakref.WeakKeyDictionary()
+_prepacked_weights: weakref.WeakKeyDictionary[Any, _PrepackedWeight] = weakref.WeakKeyDictionary()
 
 
-def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> Packing:
-    """What of a network is packed.
+def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> Prepacking:
+    """The layers of a network to prepack.
 
-    It depends on the machine, the network and the number of workers, and not on what else uses the
-    memory now: a run that goes on computes as it began.
+    The choice depends on the machine, the network and the number of workers, and not on the memory
+    that is free now, so that a resumed run computes as it began.
 
     Args:
-        pack: auto packs everything if weights and packed copies take at most `SHARE` of the memory,
-            all workers together; else the output layer, if that fits; else nothing.
+        pack: auto prepacks all layers if the weights and prepacked copies of all workers take at
+            most `MEMORY_SHARE` of the memory; else the output layer, if that fits; else none.
         workers: Processes on this machine that hold the network.
 
     Raises:
-        ModelError: Unknown `pack`, or "on" where nothing can be packed.
+        ModelError: Unknown `pack`, or "on" where nothing can be prepacked.
     """
-    if pack not in get_args(Pack):
-        raise ModelError(unknown_choice("pack", pack, get_args(Pack)))
+    if pack not in get_args(PrepackOption):
+        raise ModelError(unknown_choice("pack", pack, get_args(PrepackOption)))
     layers = list(_linear_layers(network))
-    if pack == "off" or not layers or not can_pack(layers[0].weight):
+    if pack == "off" or not layers or not can_prepack(layers[0].weight):
         if pack == "on":
             raise ModelError(
                 "pack 'on' needs linear layers in float32 or bfloat16 on a CPU, and a PyTorch with"
@@ -89,7 +89,9 @@ def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> 
         return "none"
     if pack == "on":
         return "all"
-    budget = SHARE * memory() / workers - sum(each.nbytes for each in network.parameters())
+    budget = MEMORY_SHARE * usable_memory() / workers - sum(
+        each.nbytes for each in network.parameters()
+    )
     head = output_layer(network)
     if sum(layer.weight.nbytes for layer in layers) <= budget:
         return "all"
@@ -97,27 +99,30 @@ def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> 
 
 
 @contextmanager
-def prepacked(network: Module, packing: Packing | None = None) -> Iterator[None]:
-    """Compute the linear layers of a network with packed weights inside the block.
+def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[None]:
+    """Compute the linear layers of a network with prepacked weights inside the block.
 
-    Products that want gradients, that are of another dtype or on another device, and those of
-    layers whose `forward` was replaced, are computed as outside. Blocks may be nested.
+    Products with gradients, of another dtype or on another device, and those of layers whose
+    `forward` was replaced, are computed as usual. Blocks may be nested.
 
     Args:
         network: A transformers model.
         packing: By default `choose_prepacking(network)`.
     """
     packing = choose_prepacking(network) if packing is None else packing
+    # The layers to prepack.
     layers: list[Module] = []
     if packing == "all":
         layers = [layer for layer in _linear_layers(network) if "forward" not in vars(layer)]
     elif packing == "lm_head":
         head = output_layer(network)
         layers = [head] if head is not None and "forward" not in vars(head) else []
+    # Forget prepacked weights that are stale.
     for layer in layers:
-        kept = _kept.get(layer)
-        if kept is not None and not kept.has_bits_of(layer.weight):
-            del _kept[layer]
+        stored = _prepacked_weights.get(layer)
+        if stored is not None and not stored.has_bits_of(layer.weight):
+            del _prepacked_weights[layer]
+    # Replace the forward functions inside the block.
     if packing == "all":
         layers += [
             each
@@ -126,7 +131,7 @@ def prepacked(network: Module, packing: Packing | None = None) -> Iterator[None]
         ]
     try:
         for layer in layers:
-            layer.forward = _gelu if type(layer) is NewGELUActivation else _forward(layer)
+            layer.forward = _gelu if type(layer) is NewGELUActivation else _prepacked_forward(layer)
         yield
     finally:
         for layer in layers:
@@ -134,7 +139,7 @@ def prepacked(network: Module, packing: Packing | None = None) -> Iterator[None]
 
 
 def output_layer(network: Module) -> Module | None:
-    """The linear layer that makes the logits; None where there is none."""
+    """The linear layer that computes the logits; None if there is none."""
     with suppress(AttributeError, NotImplementedError):
         found = network.get_output_embeddings()
         if found is not None:
@@ -142,14 +147,14 @@ def output_layer(network: Module) -> Module | None:
     return None
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether products with this weight can be computed packed here: on a CPU, in float32 or
-    bfloat16, by a PyTorch with oneDNN that has the operations for it."""
-    return weight.device.type == "cpu" and _works(weight.dtype)
+def can_prepack(weight: Tensor) -> bool:
+    """True if this weight can be prepacked here: on a CPU, in float32 or bfloat16, by a PyTorch
+    with oneDNN that has the operations for it."""
+    return weight.device.type == "cpu" and _prepacking_works(weight.dtype)
 
 
 @cache
-def _works(dtype: torch.dtype) -> bool:
+def _prepacking_works(dtype: torch.dtype) -> bool:
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
     weight = torch.ones(16, 16, dtype=dtype)
@@ -160,8 +165,8 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def _linear_layers(network: Module) -> Iterator[Module]:
-    """Each linear layer once; layers and weights of derived classes, such as quantised ones, are
-    left alone."""
+    """Each linear layer once, without layers and weights of derived classes, such as quantised
+    ones."""
     return (
         each
         for each in network.modules()
@@ -179,28 +184,29 @@ def _product(
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class _PackedWeight:
-    """A layer's weight as it was packed, and what tells whether it still is the layer's."""
+class _PrepackedWeight:
+    """The prepacked weight of a layer, with the facts by which a change of the weight is seen."""
 
     def __init__(self, layer: Module) -> None:
         weight = layer.weight
         rows = weight.detach().t() if isinstance(layer, Conv1D) else weight.detach()
-        self.packed = _reorder(rows)  # out in, in the processor's order
+        self.reordered = _reorder(rows)  # out in, in the processor's order
         self.weight, self.state = weakref.ref(weight), (weight.data_ptr(), weight._version)
-        self.sums = _sums(weight)
+        self.sums = _bit_sums(weight)
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether this is the same tensor, which no operation has changed or moved since."""
+        """True if this is the same tensor, and no operation has changed or moved it since."""
         return self.weight() is weight and self.state == (weight.data_ptr(), weight._version)
 
     def has_bits_of(self, weight: Tensor) -> bool:
-        return self.is_of(weight) and torch.equal(self.sums, _sums(weight))
+        """True if the tensor also has the same bits."""
+        return self.is_of(weight) and torch.equal(self.sums, _bit_sums(weight))
 
 
-def _sums(weight: Tensor) -> Int64[Tensor, " stretch"]:
-    """Sums over all bits of a weight, stretch by stretch, as fast as memory is read.
+def _bit_sums(weight: Tensor) -> Int64[Tensor, " stretch"]:
+    """Sums over all bits of a weight, by stretches of `STRETCH` numbers, at memory speed.
 
-    A change goes unseen only if it keeps every sum: numbers that change places inside a stretch.
+    The only changes that keep every sum are numbers that change places inside a stretch.
     """
     rows = weight.detach() if weight.stride(-1) == 1 else weight.detach().t()
     bits = rows.contiguous().view(-1).view(torch.uint8)
@@ -209,13 +215,13 @@ def _sums(weight: Tensor) -> Int64[Tensor, " stretch"]:
     return torch.cat([sums, bits[whole:].long()])
 
 
-def _forward(layer: Module) -> Callable[[Tensor], Tensor]:
-    """The layer's `forward`, with a packed weight where that may be."""
+def _prepacked_forward(layer: Module) -> Callable[[Tensor], Tensor]:
+    """The layer's `forward`, with the prepacked weight where possible."""
     usual = type(layer).forward
-    kept = _kept.get(layer)
+    stored = _prepacked_weights.get(layer)
 
     def forward(x: Tensor) -> Tensor:  # *rows in -> *rows out
-        nonlocal kept
+        nonlocal stored
         weight: Any = layer.weight
         if (
             torch.is_grad_enabled()
@@ -226,15 +232,15 @@ def _forward(layer: Module) -> Callable[[Tensor], Tensor]:
             or weight.is_inference()
         ):
             return usual(layer, x)
-        if kept is None or not kept.is_of(weight):
-            if not can_pack(weight):
+        if stored is None or not stored.is_of(weight):
+            if not can_prepack(weight):
                 return usual(layer, x)
-            kept = _kept[layer] = _PackedWeight(layer)
+            stored = _prepacked_weights[layer] = _PrepackedWeight(layer)
         n_rows = x.numel() // x.shape[-1]
-        if n_rows >= LEAST:
-            return _product(x, kept.packed, layer.bias)
-        few = pad(x.reshape(n_rows, -1), (0, 0, 0, LEAST - n_rows))
-        return _product(few, kept.packed, layer.bias)[:n_rows].view(*x.shape[:-1], -1)
+        if n_rows >= MIN_ROWS:
+            return _product(x, stored.reordered, layer.bias)
+        few = pad(x.reshape(n_rows, -1), (0, 0, 0, MIN_ROWS - n_rows))
+        return _product(few, stored.reordered, layer.bias)[:n_rows].view(*x.shape[:-1], -1)
 
     return forward
 
@@ -246,8 +252,9 @@ def _gelu(x: Tensor) -> Tensor:
     return gelu(x, approximate="tanh")
 
 
-def memory() -> int:
-    """Bytes of memory this process may use: the machine's, or what its control group allows."""
+def usable_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or the limit of its control
+    group."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):

@@ -1,5 +1,5 @@
-"""Does an edit of a model's attention scores reach its logits, and does it equal the plain
-transformers model?"""
+"""A check of a loaded model: edits of its attention scores reach its logits, and these are equal to
+those of the plain transformers model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lapa2_interp.models.card import ModelCard, TransformersModel, attention_lay
 from lapa2_interp.models.liveness import Liveness, assert_live, probe
 from lapa2_interp.models.load import load_model, load_transformers
 
-TEXT = "The length of a text decides how much of its beginning is remembered at its end."
+PROBE_TEXT = "The length of a text decides how much of its beginning is remembered at its end."
 
 
 @dataclass(frozen=True)
-class Probe:
-    """What a probe found.
+class ProbeResult:
+    """The result of `probe_model`.
 
     Attributes:
-        card: What was loaded.
-        liveness: How far an edit of the scores moves the logits.
-        plain: The same of the plain transformers model, through its attention interface.
-        attention_layers: The layers that have attention.
+        card: The model's card.
+        liveness: The effect of an edit of the scores on the logits.
+        plain: The effect on the plain transformers model, through its attention interface.
+        attention_layers: The layers with attention.
         logit_difference: Largest difference from the logits of transformers, over `tokens` tokens.
     """
 
@@ -41,7 +41,7 @@ def probe_model(
     device: str | None = None,
     model_class: str = "TransformerBridge",
     trust_remote_code: bool = False,
-) -> Probe:
+) -> ProbeResult:
     """Load a model as `load_model` does, and probe it.
 
     Raises:
@@ -52,7 +52,7 @@ def probe_model(
     card = model_card(loaded)
     plain, tokenizer, _ = load_transformers(name, dtype, trust_remote_code)
     start = text_markers(tokenizer).start
-    text = [start, *tokenizer(TEXT, add_special_tokens=False).input_ids]
+    text = [start, *tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids]
     ids = torch.tensor([text[: loaded.cfg.n_ctx]])
     with torch.no_grad():
         ours = loaded(ids.to(card.device)).float().cpu()
@@ -60,4 +60,4 @@ def probe_model(
     difference = float((ours - theirs).abs().max())
     bare = probe(TransformersModel(plain, tokenizer, name))
     live, layers = assert_live(loaded, name), attention_layers(loaded)
-    return Probe(card, live, bare, layers, difference, ids.shape[1])
+    return ProbeResult(card, live, bare, layers, difference, ids.shape[1])

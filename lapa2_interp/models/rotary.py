@@ -1,9 +1,9 @@
-"""Passes of one kind of rotary factors.
+"""A check that forward passes do not mix rotary factors.
 
 Some models choose their rotary factors by the largest position of a pass
-(`models.card.rotary_limit`). Keys in a cache are stale once the choice is another, and rows of one
-pass share it. So one check stands in front of every pass, at the network, and at its base model for
-what reads that alone.
+(`models.card.rotary_limit`), for all its rows together. Keys in a cache are stale once the choice
+changes. So every pass is checked before it runs, at the network, and at its base model for callers
+of that alone.
 """
 
 from __future__ import annotations
@@ -15,42 +15,43 @@ import torch
 from torch import Tensor
 
 from lapa2_interp._util.errors import LayoutError
-from lapa2_interp.models.blocks import by_name
+from lapa2_interp.models.blocks import arguments_by_name
 from lapa2_interp.models.card import rotary_limit
 
-LONG = "lapa2_long"
-"""On a cache: whether its keys were computed under the factors of long texts."""
+LONG_ATTRIBUTE = "lapa2_long"
+"""Attribute of a cache: True if its keys were computed with the factors of long texts."""
 
-READ = ("input_ids", "inputs_embeds")
+INPUT_NAMES = ("input_ids", "inputs_embeds")
 
 
-def watch(network: Any) -> None:
-    """From now on, refuse passes of a transformers model in which a row gets other rotary factors
-    than alone, or than the keys that its cache holds, or than the tokens up to a query whose logits
-    are asked for by `logits_to_keep`.
+def refuse_mixed_rotary(network: Any) -> None:
+    """Refuse, from now on, passes of a transformers model that mix rotary factors.
 
-    Such a pass raises LayoutError. Models whose factors do not depend on the length of a pass, and
-    HookedTransformers, are left as they are.
+    In such a pass a row gets other factors than it would alone, or than the keys in its cache have,
+    or than the text up to a query whose logits `logits_to_keep` asks for. It raises LayoutError.
+    Models whose factors do not depend on the length of a pass, and HookedTransformers, are not
+    changed.
     """
     found = rotary_limit(network.config) if hasattr(network, "config") else None
     if found is None:
         return
-    check = partial(_check, kind=found[0], limit=found[1])
+    check = partial(_check_pass, kind=found[0], limit=found[1])
     for part in {network, network.base_model}:
         hooks = part._forward_pre_hooks.values()
-        if not any(getattr(each, "func", None) is _check for each in hooks):
+        if not any(getattr(each, "func", None) is _check_pass for each in hooks):
             part.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def _check(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: int) -> None:
-    given = by_name(part, args, kwargs)
+def _check_pass(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: int) -> None:
+    # The lengths of the pass and of its rows.
+    given = arguments_by_name(part, args, kwargs)
     cache = given.get("past_key_values")
-    read = next((given[name] for name in READ if given.get(name) is not None), None)
+    read = next((given[name] for name in INPUT_NAMES if given.get(name) is not None), None)
     if read is None:
         return  # transformers says what is missing
     n = read.shape[1]
     held = 0 if cache is None else int(cache.get_seq_length())
-    longest, rows = _lengths(given, held, n)
+    longest, rows = _pass_lengths(given, held, n)
     is_long = longest > limit
     if kind == "dynamic":
         if is_long:
@@ -60,6 +61,7 @@ def _check(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: 
                 f" do not follow; read at most {limit} tokens"
             )
         return
+    # longrope: rows, queries and cached keys must have the factors of the pass.
     at = f"{limit} tokens (longrope, original_max_position_embeddings)"
     if other := [row for row in rows if row and (row > limit) != is_long]:
         raise LayoutError(
@@ -77,20 +79,20 @@ def _check(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: 
         )
     if cache is None:
         return
-    # Keys that are not known to be of long texts are of short ones, a soft prefix's too.
-    was_long = getattr(cache, LONG, min(rows) - n > limit) if held else is_long
+    # Keys without the attribute are of short texts, also those of a soft prefix.
+    was_long = getattr(cache, LONG_ATTRIBUTE, min(rows) - n > limit) if held else is_long
     if was_long != is_long:
         raise LayoutError(
             f"the pass reaches {longest} tokens, and the {held} keys in its cache have the rotary"
             f" factors of {'long' if was_long else 'short'} texts, which change beyond {at}: they"
-            " are stale; stay on one side, or read the text anew without a cache"
+            " are stale; stay on one side, or read the text again without a cache"
         )
-    setattr(cache, LONG, is_long)
+    setattr(cache, LONG_ATTRIBUTE, is_long)
 
 
-def _lengths(given: dict[str, Any], held: int, n: int) -> tuple[int, list[int]]:
-    """Tokens up to the largest position of a pass, padding included; and those that each row has
-    read after it."""
+def _pass_lengths(given: dict[str, Any], held: int, n: int) -> tuple[int, list[int]]:
+    """Tokens up to the largest position of a pass, padding included; and the tokens that each row
+    has read after the pass."""
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     live = None
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= held + n:

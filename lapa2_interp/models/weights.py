@@ -1,9 +1,9 @@
-"""Weights from files into a network: every tensor of the network is in the files, and every tensor
-in the files that belongs to the network is in it.
+"""Loading of weights: every tensor of the network is in the files, and every tensor in the files
+that belongs to the network is in it.
 
-transformers fills what the files lack with random numbers and passes over what it has no place for.
-Two loads would then differ, or the model would be another one than its files say. So the files
-decide the weights, and a hash of the files identifies them.
+transformers fills missing tensors with random numbers and ignores tensors without a place. Two
+loads would then differ, or the model would not be that of its files. So the files decide the
+weights, and a hash of the files identifies them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from lapa2_interp._util.errors import ModelError, pluralize
-from lapa2_interp._util.files import sha256_of
-from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.files import (
+    parse_json,
+    sha256_of,
+)
+from lapa2_interp._util.parsing import read_text
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
-DECIDING = (
+DECIDING_PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
     "config.json",
@@ -38,8 +41,8 @@ DECIDING = (
 )
 """Files of a model's folder that decide its texts."""
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Parts of names that torch.compile, DataParallel, FSDP and checkpointing put in."""
-SHOWN = 3
+"""Parts of names that torch.compile, DataParallel, FSDP and checkpointing insert."""
+MAX_NAMES = 3
 
 
 def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
@@ -53,56 +56,58 @@ def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
     Raises:
         ModelError: Tensors are missing or of another shape, and neither ties nor the class's own
             lists explain it; the files hold more of the network than it takes; or an adapter.
-        Exception: As `from_pretrained`: damaged files raise errors of half a dozen libraries.
+        Exception: As `from_pretrained`: damaged files raise errors of many libraries.
     """
     network, found = kind.from_pretrained(
         source, output_loading_info=True, ignore_mismatched_sizes=True, **settings
     )
     if getattr(network, "_hf_peft_config_loaded", False):
-        raise ModelError(adapter_refused(source))
+        raise ModelError(adapter_error(source))
     if other := sorted(found["mismatched_keys"]):
-        shapes = "; ".join(f"{name} {list(a)} for {list(b)}" for name, a, b in other[:SHOWN])
+        shapes = "; ".join(f"{name} {list(a)} for {list(b)}" for name, a, b in other[:MAX_NAMES])
         raise ModelError(
             f"{source} holds {pluralize(len(other), 'tensor')} of another shape than config.json"
-            f" asks for: {shapes}{_more(other)}; config.json belongs to another model, or its"
+            f" asks for: {shapes}{_and_more(other)}; config.json belongs to another model, or its"
             " sizes were changed: put back the file that was saved with these weights"
         )
     if missing := sorted(found["missing_keys"]):
         raise ModelError(
             f"{source} lacks {pluralize(len(missing), 'tensor')} of a {type(network).__name__},"
-            f" which would be random: {_named(missing)}; {_cause(network, missing, found)}"
+            f" which would be random: {_list_names(missing)};"
+            f" {_missing_cause(network, missing, found)}"
         )
-    # Quantised files have scales beside the weights, which their library reads or passes over.
+    # Quantised files have scales beside the weights, which their library reads or ignores.
     quantised = getattr(network, "hf_quantizer", None) is not None
-    if not quantised and (left := sorted(_left_over(network, found["unexpected_keys"]))):
+    if not quantised and (left := sorted(_ignored_tensors(network, found["unexpected_keys"]))):
         raise ModelError(
             f"{source} has {pluralize(len(left), 'tensor')} that a {type(network).__name__} of this"
-            f" config.json would ignore: {_named(left)}; {_leftover_cause(left)}"
+            f" config.json would ignore: {_list_names(left)}; {_leftover_cause(left)}"
         )
     return network
 
 
-def _named(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + _more(names)
+def _list_names(names: list[str]) -> str:
+    return ", ".join(names[:MAX_NAMES]) + _and_more(names)
 
 
-def _more(names: list[Any]) -> str:
-    return f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
+def _and_more(names: list[Any]) -> str:
+    return f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
 
 
-def _cause(network: Any, missing: list[str], found: Mapping[str, Any]) -> str:
-    """Why tensors are likely to be missing, and what to do."""
+def _missing_cause(network: Any, missing: list[str], found: Mapping[str, Any]) -> str:
+    """The likely reason for missing tensors, and what to do."""
+    # An adapter, or names with the prefix of a wrapper.
     unexpected = sorted(found["unexpected_keys"])
     if any("lora_" in name for name in unexpected):
         return _leftover_cause(unexpected)
     wanted, beginnings = set(missing), Counter[str]()
     for name in unexpected:
         parts = name.split(".")
-        kept = [part for part in parts if part not in WRAPPERS]
-        for i in range(len(kept)):
-            if ".".join(kept[i:]) in wanted and len(kept) - i < len(parts):
+        unwrapped = [part for part in parts if part not in WRAPPERS]
+        for i in range(len(unwrapped)):
+            if ".".join(unwrapped[i:]) in wanted and len(unwrapped) - i < len(parts):
                 wrappers = [part for part in parts if part in WRAPPERS]
-                beginnings[".".join([*kept[:i], *wrappers])] += 1
+                beginnings[".".join([*unwrapped[:i], *wrappers])] += 1
                 break
     if beginnings:
         (part, _), *_ = beginnings.most_common(1)
@@ -110,6 +115,7 @@ def _cause(network: Any, missing: list[str], found: Mapping[str, Any]) -> str:
             f"the files name them with {part + '.'!r} in front or between (as {unexpected[0]}):"
             " save the model that is inside (its own save_pretrained), or rename them"
         )
+    # An output layer that is not tied, or a classifier without its head.
     head = network.get_output_embeddings() if hasattr(network, "get_output_embeddings") else None
     modules = dict(network.named_modules())
     if head is not None and all(modules.get(name.rpartition(".")[0]) is head for name in missing):
@@ -138,9 +144,9 @@ def _leftover_cause(left: list[str]) -> str:
     )
 
 
-def _left_over(network: Any, unexpected: Iterable[str]) -> Iterator[str]:
-    """Tensors of layers or modules that the network has: more layers than it counts, or more
-    tensors in a module than it takes. Extra heads, towers and old buffers are none."""
+def _ignored_tensors(network: Any, unexpected: Iterable[str]) -> Iterator[str]:
+    """Tensors in the files that belong to the network, but not in it: more layers than it counts,
+    or more tensors in a module than it takes. Extra heads, towers and old buffers do not count."""
     modules = dict(network.named_modules())
     extra = getattr(network.config.get_text_config(), "num_nextn_predict_layers", None) or 0
     for name in unexpected:
@@ -160,7 +166,7 @@ def _left_over(network: Any, unexpected: Iterable[str]) -> Iterator[str]:
 
 
 def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
-    """Refuse a local folder that lacks weights; a name that is no folder passes.
+    """Refuse a local folder without weights; names that are not folders are not checked.
 
     Args:
         kind: The transformers class that reads them.
@@ -171,12 +177,12 @@ def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
     """
     folder = Path(name)
     if (folder / ADAPTER).is_file():
-        raise ModelError(adapter_refused(name))
+        raise ModelError(adapter_error(name))
     index = folder / f"{WEIGHTS}.index.json"
     if not folder.is_dir() or (folder / WEIGHTS).is_file():
         return
     if index.is_file():
-        gone = [file for file in _in_index(index) if not (folder / file).is_file()]
+        gone = [file for file in _indexed_files(index) if not (folder / file).is_file()]
         if gone:
             more = f" and {len(gone) - 1} more" * (len(gone) > 1)
             raise ModelError(
@@ -199,7 +205,7 @@ def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
     )
 
 
-def _in_index(index: Path) -> list[str]:
+def _indexed_files(index: Path) -> list[str]:
     """The files that an index of weights names."""
     try:
         return sorted(set(map(str, parse_json(read_text(index))["weight_map"].values())))
@@ -209,20 +215,21 @@ def _in_index(index: Path) -> list[str]:
         ) from error
 
 
-def adapter_refused(source: str | Path) -> str:
+def adapter_error(source: str | Path) -> str:
+    """The error message for a folder that holds an adapter."""
     return (
-        f"{source} holds an adapter ({ADAPTER}), whose base lies elsewhere, or which is added only"
+        f"{source} holds an adapter ({ADAPTER}), whose base is elsewhere, or which is added only"
         " where peft is installed; merge it first (peft's merge_and_unload(), then save_pretrained"
         " into a new folder), and give that folder"
     )
 
 
-def check_ends(folder: Path) -> None:
-    """Refuse a damaged generation_config.json, which transformers would pass over: texts would end
-    at other tokens.
+def check_generation_config(folder: Path) -> None:
+    """Refuse a damaged generation_config.json: transformers would ignore it, and texts would end at
+    other tokens.
 
     Raises:
-        ValueError: It is none in JSON.
+        ValueError: It is not valid JSON.
     """
     file = folder / "generation_config.json"
     try:
@@ -233,34 +240,33 @@ def check_ends(folder: Path) -> None:
         raise ValueError(f"{file.name} is not a valid JSON file")
 
 
-def _deciding(folder: Path) -> list[Path]:
-    """The files that decide a model's texts, also where its index or configuration names weights in
-    another place."""
-    found = {file for kind in DECIDING for file in folder.glob(kind)}
+def _deciding_files(folder: Path) -> list[Path]:
+    """The files that decide a model's texts, also weights that its index names elsewhere."""
+    found = {file for kind in DECIDING_PATTERNS for file in folder.glob(kind)}
     index = folder / f"{WEIGHTS}.index.json"
     if index.is_file():
-        found |= {folder / name for name in _in_index(index) if (folder / name).is_file()}
+        found |= {folder / name for name in _indexed_files(index) if (folder / name).is_file()}
     return sorted(found)
 
 
 def folder_hash(folder: Path) -> str:
     """sha256 over the names and contents of the files that decide a model's texts."""
     digest = hashlib.sha256()
-    for file in _deciding(folder):
+    for file in _deciding_files(folder):
         digest.update(f"{file.relative_to(folder)} {sha256_of(file)}\n".encode())
     return digest.hexdigest()
 
 
 @contextmanager
-def unchanged(source: str | Path) -> Iterator[None]:
+def files_unchanged(source: str | Path) -> Iterator[None]:
     """Refuse a folder whose files change inside the block, where they are loaded and hashed.
 
     Raises:
-        ModelError: They do: what was loaded may not be what was hashed.
+        ModelError: A file has changed: the loaded files may not be those that were hashed.
     """
 
     def stamps() -> list[tuple]:
-        files = _deciding(Path(source)) if Path(source).is_dir() else []
+        files = _deciding_files(Path(source)) if Path(source).is_dir() else []
         return [(file, (at := file.stat()).st_size, at.st_mtime_ns, at.st_ino) for file in files]
 
     before = stamps()
@@ -272,10 +278,10 @@ def unchanged(source: str | Path) -> Iterator[None]:
 __all__ = [
     "ADAPTER",
     "WEIGHTS",
-    "adapter_refused",
-    "check_ends",
+    "adapter_error",
+    "check_generation_config",
     "check_weights",
+    "files_unchanged",
     "folder_hash",
     "load_network",
-    "unchanged",
 ]

@@ -350,7 +350,7 @@ def _holm(p: Mapping[tuple[Whose, str], float]) -> dict[tuple[Whose, str], float
 def compare_arms(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> Difference | None:
-    """The difference after - before, paired_change (`scoring.tables.paired`); None without
+    """The difference after - before (`scoring.tables.paired_change`); None without
     pairs."""
     return paired_change(*_scored_rows(scores, before, after, metric))
 

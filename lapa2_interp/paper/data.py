@@ -16,7 +16,7 @@ import pandas as pd
 from lapa2_interp._util.errors import NoGridError, RunError, ScoringError
 from lapa2_interp.attention.tables import branch_name
 from lapa2_interp.generation.loop import join_traces
-from lapa2_interp.models.load import reading_tokenizer
+from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, perplexity_samples
 from lapa2_interp.paper.reported import PAPER_METRICS
 from lapa2_interp.paper.scripts import DEFAULT_SCORERS
@@ -220,7 +220,7 @@ class ItemData:
         found = pd.concat(frames, ignore_index=True)
         if parts == 1:
             return found.assign(part=0)
-        return in_parts(found, parts, reading_tokenizer(str(group["model"].iloc[0])))
+        return in_parts(found, parts, shared_tokenizer(str(group["model"].iloc[0])))
 
     def _perplexity_rows(self, samples: pd.DataFrame) -> pd.DataFrame:
         """The first samples of every prompt, so that each arm has about `perplexity_texts`
@@ -284,4 +284,4 @@ class ItemData:
         asked = next(
             (each.partition("=")[2] for each in self.scorers if each.startswith(f"{scorer}=")), ""
         )
-        return reading_tokenizer(asked) if asked else None
+        return shared_tokenizer(asked) if asked else None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.models.machine import cores, default_device
+from lapa2_interp.models.machine import default_device, n_cores
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.paper.scripts import DEFAULT_SCORERS
@@ -96,5 +96,5 @@ def scoring_seconds(
     device = default_device()
     at = pace(SMOLLM2, "float32", device, operations=operations)
     scripts = SCRIPT_SECONDS * (len(grids) if items is None else items)
-    reading = (read * at.row + seen * KEY_COST * at.key) / (cores() if device == "cpu" else 1)
+    reading = (read * at.row + seen * KEY_COST * at.key) / (n_cores() if device == "cpu" else 1)
     return scripts + reading + adapter_seconds(adapted) + classified * LINEAR_SECONDS

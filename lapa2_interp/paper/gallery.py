@@ -20,7 +20,7 @@ from lapa2_interp._util.files import (
 )
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.version import __version__
-from lapa2_interp.models.machine import cores, kind_of
+from lapa2_interp.models.machine import n_cores, processor_kind
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.run import Run
 
@@ -139,7 +139,7 @@ def gallery_run(run: Run, tables: Path, items: Collection[str]) -> GalleryRun:
     return GalleryRun(
         analysed_at=source_commit(),
         analysed_when=datetime.now(UTC).replace(microsecond=0),
-        analysed_on=f"{kind_of()}, {pluralize(cores(), 'core')}",
+        analysed_on=f"{processor_kind()}, {pluralize(n_cores(), 'core')}",
         analysed_with=library_versions(),
         grids={
             grid: {str(state): int(n) for state, n in states[list(keys)].value_counts().items()}

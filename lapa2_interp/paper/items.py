@@ -18,8 +18,8 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp.attention.tables import layer_types, pooled, step_table
-from lapa2_interp.models.machine import tell_if_slow
+from lapa2_interp.attention.tables import pooled, step_table, traced_layer_types
+from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.paper.claims import ItemClaims
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS
@@ -190,7 +190,7 @@ def prefix_step_table(trace: xr.Dataset, samples: pd.DataFrame) -> pd.DataFrame:
     """Prefix attention of one arm against step, in layers of the first type (`layer_types`); for
     `ItemData.step_curves`."""
     steps = step_table(trace, samples.assign(arm="one"))
-    wanted = (steps["name"] == "prefix") & (steps["layer_type"] == layer_types(trace)[0])
+    wanted = (steps["name"] == "prefix") & (steps["layer_type"] == traced_layer_types(trace)[0])
     return steps[wanted].drop(columns=["arm", "layer_type"])
 
 
@@ -235,7 +235,7 @@ def open_item(
         parser.add_argument(f"--{name}", nargs="+", type=Path, default=(), help=text)
     add_scoring(parser, perplexity, scorers)
     options = parser.parse()
-    tell_if_slow(options.dtype, options.device)
+    print_if_slow(options.dtype, options.device)
     data = ItemData(
         load_run(options.run),
         item,

@@ -14,14 +14,14 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp.bias.theory import slopes
+from lapa2_interp.bias.theory import fit_slopes
 from lapa2_interp.paper.claims import Claim
 from lapa2_interp.stats import FEW, Interval, mean_interval, resampled_means, tails
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 SLOPE_MARGIN = 0.05
-"""Margin on slopes: well below the difference between alphas a quarter apart. A quantity that grows
-as l^0.05 doubles in 10^6 steps."""
+"""Margin on slopes: well below the difference between alphas a quarter apart. A quantity that
+grows as l^0.05 doubles in 10^6 steps."""
 SHARE_MARGIN = 0.02
 """Margin on ratios of attention shares."""
 ROUNDING_MARGINS = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}
@@ -133,7 +133,7 @@ def rate_row(
         return verdict_row(BOUNDED_RATIO, where, unknown, 0)
     rows = []
     for keys, ratio in ratios.items():
-        halves = [slopes(x[..., part], ratio[..., part]) for part in (near, ~near)]
+        halves = [fit_slopes(x[..., part], ratio[..., part]) for part in (near, ~near)]
         change = mean_interval(halves[1] - halves[0], texts)
         row = verdict_row(BOUNDED_RATIO, where, mean_interval(halves[1], texts), 0)
         if row["verdict"] == "against the paper" and (
@@ -152,11 +152,11 @@ def mean_curve_slope(
     mean."""
     x = np.asarray(x).reshape(-1, np.shape(x)[-1]).mean(0)
     n = len(pd.unique(texts))
-    mean = float(slopes(x, np.log(share.mean(0))))
+    mean = float(fit_slopes(x, np.log(share.mean(0))))
     if n < FEW:  # too few to resample: the jackknife leaves out each text in turn
         codes = pd.factorize(texts)[0]
         left = (
-            np.array([float(slopes(x, np.log(share[codes != i].mean(0)))) for i in range(n)])
+            np.array([float(fit_slopes(x, np.log(share[codes != i].mean(0)))) for i in range(n)])
             if n > 1
             else np.array([np.nan])
         )
@@ -168,7 +168,7 @@ def mean_curve_slope(
             else np.nan
         )
         return Interval(mean, mean - half, mean + half, len(texts), n)
-    low, high = np.percentile(slopes(x, np.log(resampled_means(share, texts))), tails(n))
+    low, high = np.percentile(fit_slopes(x, np.log(resampled_means(share, texts))), tails(n))
     return Interval(mean, float(low), float(high), len(texts), n)
 
 

@@ -35,14 +35,14 @@ from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.synthetic import as_dataset, draw_log_odds, lengths_up_to
+from lapa2_interp.bias.synthetic import draw_log_odds, geometric_lengths, log_odds_dataset
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.generation.plan import Plan
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.card import Model, model_card, short_context_of
+from lapa2_interp.models.card import Model, model_card, model_short_context
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.paper import proposition_plots
@@ -240,13 +240,13 @@ def run_proposition_study(study: PropositionStudy) -> PropositionResults:
     long_ids = _cut_long_texts(study, model) if study.text is not None else None
     # 1. Synthetic logits.
     if study.synthetic_length:
-        lengths = lengths_up_to(study.synthetic_length, L_PRE)
+        lengths = geometric_lengths(study.synthetic_length, L_PRE)
         drawn = draw_log_odds(lengths, L_PRE, texts=study.synthetic_texts, seed=study.seed)
         alphas = (0.0, *study.alphas)
         tables["synthetic_shares"] = synthetic_shares(drawn, lengths, L_PRE, alphas)
         tables["synthetic_slopes"] = synthetic_slopes(drawn, lengths, L_PRE, alphas)
         verdicts.append(synthetic_verdicts(drawn, lengths, L_PRE, alphas))
-        traces["synthetic"] = as_dataset(drawn, lengths)
+        traces["synthetic"] = log_odds_dataset(drawn, lengths)
     # 2. Texts that every alpha generates for itself.
     free = _generate_texts(model, study)
     own = stack_alphas({alpha: trace for alpha, (_, trace) in _texts_by_alpha(free).items()})
@@ -409,7 +409,7 @@ def _cut_long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {study.text} as text: {error}") from error
     branch = Layout.of(model.tokenizer, load_task("sentiment").attributes["positive"].prefix, "The")
-    room = (short_context_of(model) or model.cfg.n_ctx) - len(branch) + 1
+    room = (model_short_context(model) or model.cfg.n_ctx) - len(branch) + 1
     length = study.long_length or room
     if length > room:
         raise DataError(

@@ -26,10 +26,15 @@ import pandas as pd
 from jaxtyping import Float, Int
 
 from lapa2_interp._util.errors import TraceError
-from lapa2_interp.attention.tables import local_parts
+from lapa2_interp.attention.tables import local_ratio_terms
 from lapa2_interp.attention.trace import NEAREST
 from lapa2_interp.bias.augmentation import Augmentation
-from lapa2_interp.bias.theory import fit_decay, ratio_bound, shifted_share, slopes
+from lapa2_interp.bias.theory import (
+    fit_decay,
+    fit_slopes,
+    ratio_bound,
+    shifted_share,
+)
 from lapa2_interp.paper.claims import Claim
 from lapa2_interp.paper.proposition_claims import (
     ATTENTION_FALLS,
@@ -157,7 +162,7 @@ class PrefixCurves:
         self, x: Float[np.ndarray, "sample step"], y: Float[np.ndarray, "alpha sample step *head"]
     ) -> Float[np.ndarray, "alpha sample *head"]:
         """Slopes along the steps of every text (and head); NaN where a value is infinite."""
-        return slopes(x.reshape(len(x), *[1] * (y.ndim - 3), x.shape[1]), np.moveaxis(y, 2, -1))
+        return fit_slopes(x.reshape(len(x), *[1] * (y.ndim - 3), x.shape[1]), np.moveaxis(y, 2, -1))
 
     def with_head_axes(
         self, x: Float[np.ndarray, "sample step"]
@@ -331,7 +336,7 @@ def exponent_table(traces: xr.Dataset) -> pd.DataFrame:
         measured = {
             "log-odds": (found.corrected_slope()[i], alpha),
             "rise": (found.rise_slope()[i], alpha),
-            "log A'": (found.exponents()[i], float(slopes(found.log_l, log_share).mean())),
+            "log A'": (found.exponents()[i], float(fit_slopes(found.log_l, log_share).mean())),
         }
         for quantity, (values, predicted) in measured.items():
             one = mean_interval(values, found.texts)
@@ -386,7 +391,7 @@ def prediction_table(
         l = l_kv - (traces["n_bos"].to_numpy()[:, None] if rule.length_rule == "paper" else 0)
         bias = np.stack([rule.bias(l[j], int(each)) for j, each in enumerate(n)])
         bias = np.where((rule.phase == "decode") & (steps == 0), 0.0, bias)
-        of_heads = bias[:, :, None, None] * rule.selects(n_layers, n_heads)
+        of_heads = bias[:, :, None, None] * rule.head_mask(n_layers, n_heads)
         predicted, measured = shifted_share(found.share[base], of_heads), found.share[i]
         with np.errstate(invalid="ignore"):
             error = np.nanmax(np.abs(found.odds[i] - found.odds[base] - of_heads), axis=(0, 1, 3))
@@ -447,7 +452,7 @@ def local_table(traces: xr.Dataset) -> pd.DataFrame:
     base = alphas.index(0.0)
     for without_bos, outside in ((False, "prefix"), (True, "prefix and BOS")):
         for k in NEAREST:
-            near, rest = local_parts(traces, k, without_bos=without_bos)
+            near, rest = local_ratio_terms(traces, k, without_bos=without_bos)
             axes = ("alpha", "sample", "step")
             near, rest = (
                 near.transpose(*axes, "layer", "head"),

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp.methods.registry import registry
+from lapa2_interp.methods.registry import known_methods
 
 PAPER_MODELS = {
     "gpt2-medium": "gpt2-medium",
@@ -63,7 +63,7 @@ def paper_number(table: str, **wanted: Any) -> float:
     found = reported_numbers()
     found = found[found["table"] == table]
     if "method" in wanted:
-        wanted["method"] = registry()[wanted["method"]].paper_name
+        wanted["method"] = known_methods()[wanted["method"]].paper_name
     for column, value in wanted.items():
         found = found[found[column] == value]
     if len(found) > 1:

@@ -8,8 +8,13 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
 
-from lapa2_interp.bias.synthetic import FAMILIES
-from lapa2_interp.bias.theory import augmented_share, prefix_share, shifted_share, slopes
+from lapa2_interp.bias.synthetic import LOGIT_FAMILIES
+from lapa2_interp.bias.theory import (
+    augmented_share,
+    fit_slopes,
+    prefix_share,
+    shifted_share,
+)
 from lapa2_interp.paper.proposition_claims import (
     ALPHAS,
     CLOSED_FORM,
@@ -72,10 +77,10 @@ def synthetic_slopes(
             biased = odds + alpha * x
             share = np.log(shifted_share(1 / (1 + np.exp(-odds)), alpha * x).mean(1))
             measured = {
-                "log-odds": (slopes(x, biased + np.log(r - 1)).mean(1), alpha),
+                "log-odds": (fit_slopes(x, biased + np.log(r - 1)).mean(1), alpha),
                 "log A'": (
-                    slopes(x, share),
-                    float(slopes(x, np.log(augmented_share(lengths, l_pre, alpha)))),
+                    fit_slopes(x, share),
+                    float(fit_slopes(x, np.log(augmented_share(lengths, l_pre, alpha)))),
                 ),
             }
             for quantity, (values, predicted) in measured.items():
@@ -109,7 +114,7 @@ def synthetic_verdicts(
     x, rows = np.log(lengths), []
     for name, odds in drawn.items():
         texts, ratio = np.arange(len(odds)), odds + np.log(lengths / l_pre - 1)
-        family = FAMILIES.get(name)
+        family = LOGIT_FAMILIES.get(name)
         where = f"synthetic: {name}" + (f" ({family.keeps})" if family else "")
         share = 1 / (1 + np.exp(-odds))
         start = share[..., 0].mean(1) / float(prefix_share(float(lengths[0]), l_pre))
@@ -127,7 +132,7 @@ def synthetic_verdicts(
         )
         rows.append(rate_row(where, x[None], {"": ratio.mean(1)}, texts))
         rows.append(
-            verdict_row(TYPICAL_RATIO, where, mean_interval(slopes(x, ratio).mean(1), texts), 0)
+            verdict_row(TYPICAL_RATIO, where, mean_interval(fit_slopes(x, ratio).mean(1), texts), 0)
         )
         for alpha in sorted({alpha for alpha in alphas if alpha > 0}):
             closed_form = augmented_share(lengths[-1:], l_pre, alpha)

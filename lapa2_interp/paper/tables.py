@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import pluralize
-from lapa2_interp.methods.registry import registry
+from lapa2_interp.methods.registry import known_methods
 from lapa2_interp.paper.claims import compare_arms, select_rows
 from lapa2_interp.paper.reported import (
     BETTER_SIGN,
@@ -160,7 +160,7 @@ def _paper_mean(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) 
         return float("nan")
     wording, _ = split_variant(row["variant"])
     named = variants.get(wording) or variants.get(row["arm"], "")
-    usual = row["alpha"] in (0.0, registry()[row["method"]].alpha) and row["profile"] in (
+    usual = row["alpha"] in (0.0, known_methods()[row["method"]].alpha) and row["profile"] in (
         "",
         "paper",
     )

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import PrefixError
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.bias.layout import text_markers
-from lapa2_interp.models.load import load_transformers, move
+from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.soft_prefix import (
@@ -227,7 +227,7 @@ def evaluate_sets(
         raise PrefixError(f"the set was made for {model} with weights {wanted}; found {weights}")
     slots = max(len(prefix) for of_set in sets.values() for prefix in of_set.values())
     check_context(network, tokenizer, task, names, slots, max_tokens)
-    move(network, device)
+    move_to_device(network, device)
     share = -(-limit // len(corpora))
     texts = {
         name: [

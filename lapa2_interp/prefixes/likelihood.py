@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers.cache_utils import DynamicCache
 
 from lapa2_interp._util.errors import LayoutError
-from lapa2_interp.models.card import check_keeps_cache, check_kept, short_context
+from lapa2_interp.models.card import check_cache_grew, check_no_checkpointing, short_context
 
 CHUNK = 256
 """Positions whose logits exist at the same time: [chunk, vocab] stays in the processor's cache."""
@@ -123,7 +123,7 @@ def text_nll(
             are longer than passes with the rotary factors of short texts.
         ModelError: The network drops its cache, and so the soft prefix.
     """
-    check_keeps_cache(network)
+    check_no_checkpointing(network)
     if (most := int(rows.ids.max())) >= (n := network.get_input_embeddings().num_embeddings):
         raise LayoutError(
             f"token {most} has no embedding: the model has {n} tokens, 0 to {n - 1}; its tokenizer"
@@ -157,7 +157,7 @@ def _nll_of_one_pass(
         position_ids=positions.expand(n_rows, -1),
         past_key_values=cache,
     ).last_hidden_state
-    check_kept(network, not slots or cache.get_seq_length() > slots)
+    check_cache_grew(network, not slots or cache.get_seq_length() > slots)
     scored = rows.targets[:, 1:]
     found = _TokenNll.apply(hidden[scored], _output_head(network), rows.ids[:, 1:][scored])
     return torch.zeros_like(scored, dtype=found.dtype).masked_scatter(scored, found)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from lapa2_interp._util.errors import PrefixError
-from lapa2_interp.models.machine import tell_if_slow
+from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.prefixes.evaluation import evaluate_sets
 from lapa2_interp.prefixes.recipes import TrainingRecipe
 from lapa2_interp.prefixes.soft_prefix import cards_in
@@ -54,7 +54,7 @@ def make_set(
     Raises:
         Lapa2Error: As `read_corpus`, `train_set` and `evaluate_sets`.
     """
-    tell_if_slow(recipe.dtype, device)
+    print_if_slow(recipe.dtype, device)
     names = tuple(attributes) or tuple(task.attributes)
     for name in names:
         task.prefix(name)
@@ -129,7 +129,7 @@ def measure_sets(
             f"{', '.join(map(str, folders)) or 'no folder'}: no soft prefixes; `lapa2 prefix train"
             " --out` makes a set"
         )
-    tell_if_slow(dtype, device)
+    print_if_slow(dtype, device)
     corpora = _read_corpora(
         data, list(dict.fromkeys(card.attribute for card in set_cards)), "test", report
     )

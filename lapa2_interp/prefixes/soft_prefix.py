@@ -26,7 +26,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from lapa2_interp._util.errors import PrefixError, validation_message
 from lapa2_interp._util.files import atomic_write, with_checksums, without_checksums, write_text
 from lapa2_interp._util.parsing import read_text
-from lapa2_interp.models.card import Model, keys_seen_by, kv_heads, kv_sizes, model_card, network_of
+from lapa2_interp.models.card import (
+    Model,
+    config_layer_types,
+    kv_heads,
+    kv_shapes,
+    model_card,
+    network_of,
+)
 from lapa2_interp.stats import Interval
 
 if TYPE_CHECKING:
@@ -257,8 +264,8 @@ def kv_shape_of(config: Any, n_slots: int) -> PrefixShape:
     Raises:
         PrefixError: As `kv_shape`.
     """
-    (n_kv_heads, d_head, d_value), *others = sorted(set(kv_sizes(config)))
-    hybrid = any(each.kind == "none" for each in keys_seen_by(config))
+    (n_kv_heads, d_head, d_value), *others = sorted(set(kv_shapes(config)))
+    hybrid = any(each.kind == "none" for each in config_layer_types(config))
     own = "reuse" not in (getattr(config, "kv_sharing_modes", None) or ())
     if others or d_value != d_head or not own or hybrid:
         raise PrefixError(

@@ -42,8 +42,8 @@ from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.layout import text_markers
-from lapa2_interp.models.card import check_one_side, context_of, short_context
-from lapa2_interp.models.load import load_transformers, move
+from lapa2_interp.models.card import check_rotary_side, context_length, short_context
+from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.prefixes.optimization import PrefixTraining, TokenLists, TrainingTexts
 from lapa2_interp.prefixes.parameters import text_keys_and_values
 from lapa2_interp.prefixes.recipes import TrainingRecipe
@@ -106,7 +106,7 @@ def train_set(
         )
     network, tokenizer, weights = load_transformers(model, recipe.dtype, trust_remote_code)
     network.requires_grad_(False)
-    move(network, device)
+    move_to_device(network, device)
     shape = kv_shape_of(network.config, recipe.slots)
     check_context(network, tokenizer, task, attributes, recipe.slots, recipe.max_tokens)
     start = (text_markers(tokenizer).start,)
@@ -242,7 +242,7 @@ def check_context(
         LayoutError: The model's rotary factors change within them.
     """
     hard = [tokenizer(task.prefix(name), add_special_tokens=False).input_ids for name in attributes]
-    longest, n_ctx = max(slots, *map(len, hard)), context_of(network.config)
+    longest, n_ctx = max(slots, *map(len, hard)), context_length(network.config)
     if longest + 1 + max_tokens > n_ctx:
         raise PrefixError(
             f"{longest} slots or tokens of a prefix, BOS and {max_tokens} tokens of a text exceed"
@@ -250,7 +250,7 @@ def check_context(
             " (max_tokens)"
         )
     what = f"{slots} slots, BOS and {max_tokens} tokens of a text (max_tokens)"
-    check_one_side(short_context(network.config), 0, slots + 1 + max_tokens, what)
+    check_rotary_side(short_context(network.config), 0, slots + 1 + max_tokens, what)
 
 
 def tokenise_pieces(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lapa2_interp.attention.tables import branch_name, pooled
-from lapa2_interp.bias.texts import pieces
-from lapa2_interp.models.load import reading_tokenizer
+from lapa2_interp.bias.tokens import token_texts
+from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.run import Run
 from lapa2_interp.runs.store import (
@@ -54,7 +54,7 @@ def texts_to_show(run: Run, room: int) -> tuple[int, dict[str, Any]]:
         )[:n_prompts]
         columns = []
         for arm, cell in arms.items():
-            tokenizer = reading_tokenizer(cell.model)
+            tokenizer = shared_tokenizer(cell.model)
             shown_texts = text_column(run.finished_cell(cell.key), prompts, tokenizer)
             columns.append({"arm": arm, "cell": cell.key} | shown_texts)
         names = dict(zip(("setup", "task", "attribute", "method", "size"), labels, strict=True))
@@ -123,7 +123,10 @@ def text_column(
             continue
         row = samples.loc[rows[0]]
         tokens = [int(token) for token in row["tokens"]]
-        text: dict[str, Any] = {"t": pieces(tokenizer, prompt, tokens), "end": str(row["finish"])}
+        text: dict[str, Any] = {
+            "t": token_texts(tokenizer, prompt, tokens),
+            "end": str(row["finish"]),
+        }
         for name in ("p", "b"):
             mass = masses[name][rows[0]][: len(tokens)] if name in masses else None
             text[name] = (

@@ -26,7 +26,7 @@ from lapa2_interp._util.files import (
 )
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp.attention.recorder import trace_bytes
-from lapa2_interp.attention.tables import layer_types, of_layer_type
+from lapa2_interp.attention.tables import select_layer_type, traced_layer_types
 from lapa2_interp.bias.augmentation import Augmentations
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.contrast_set import ContrastSet
@@ -36,7 +36,7 @@ from lapa2_interp.generation.plan import Plan, plan
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.prepacked import memory
+from lapa2_interp.models.prepacked import usable_memory
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import Run, shown_only
 from lapa2_interp.runs.store import (
@@ -226,7 +226,7 @@ def recompute_attention(
     if steps < 1:
         raise TraceError(f"steps must be at least 1, found {steps}")
     first = next(iter(selected.cells.values()))
-    if first.decoder.recomputes:
+    if first.decoder.rereads_text:
         raise TraceError(
             f"method {first.method} changes the network while it decodes, so its texts cannot be"
             " read again; choose cells of another method"
@@ -349,10 +349,10 @@ def _attention_trace(
     need = COPIES * trace_bytes(
         "full", len(rows), longest, *size, math.prod(size), layouts[0].n_live + longest
     )
-    if need > 0.9 * (there := memory()):
+    if need > 0.9 * (there := usable_memory()):
         raise TraceError(
-            f"{longest} steps of all heads need about {need / 1e9:.0f} GB of memory, and here are"
-            f" {there / 1e9:.0f} GB; show fewer steps"
+            f"{longest} steps of all heads need about {need / 1e9:.0f} GB of memory, and"
+            f" here are {there / 1e9:.0f} GB; show fewer steps"
         )
     trace = teacher_forced(
         model,
@@ -405,9 +405,9 @@ def _largest_difference(
     steps, largest = masses.shape[1], 0.0
     part, of_type = recorded.sel(branch=[branch]), slice(None)
     if "layer_sees" in recomputed.coords:
-        of_type = recomputed["layer_sees"].to_numpy() == layer_types(recomputed)[0]
+        of_type = recomputed["layer_sees"].to_numpy() == traced_layer_types(recomputed)[0]
     for name, mass in zip(MASSES, masses, strict=True):
-        before = of_layer_type(part, name).to_numpy()[0, row, :steps]
+        before = select_layer_type(part, name).to_numpy()[0, row, :steps]
         now = mass[:, of_type] if before.ndim == 3 else mass[:, of_type].mean((1, 2))
         largest = np.maximum(largest, np.abs(before - now).max())  # NaN stays
     return float(largest)

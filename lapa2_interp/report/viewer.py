@@ -29,8 +29,8 @@ from lapa2_interp._util.files import (
 )
 from lapa2_interp._util.page import embedded, template
 from lapa2_interp.bias.augmentation import active_augmentations
-from lapa2_interp.bias.texts import pieces
-from lapa2_interp.methods.registry import find
+from lapa2_interp.bias.tokens import token_texts
+from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models.card import Model
 from lapa2_interp.report.encoding import FLOOR, Bits, encode_arrays, quantisation_error, quantise
 from lapa2_interp.report.viewed_text import (
@@ -170,7 +170,7 @@ def view(
     loaded = run if isinstance(run, Run) else load_run(run)
     selected = select_text(loaded, only or {}, attribute, prompt, sample, arm)
     for cell in selected.cells.values():
-        find(cell.method, allow_code)
+        find_class(cell.method, allow_code)
     text = recompute_attention(
         loaded,
         selected,
@@ -191,7 +191,7 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
     arrays, arms = {}, []
     start = [f"soft {i + 1}" for i in range(layout.soft)]
     for i, each in enumerate(text.arms):
-        keys = pieces(text.tokenizer, "", [*layout.ids, *each.tokens])
+        keys = token_texts(text.tokenizer, "", [*layout.ids, *each.tokens])
         arrays[f"pattern{i}"] = np.concatenate(
             [quantise(step, bits).ravel() for step in each.patterns]
         )

@@ -15,11 +15,11 @@ from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.files import holds_only, result_folder, write_text
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.attention.tables import (
+    augmented_part,
     branch_name,
     fit_table,
     head_table,
     prefix_token_table,
-    steered_part,
     step_table,
 )
 from lapa2_interp.bias.augmentation import Augmentations
@@ -130,7 +130,7 @@ def read_attention(
     samples, trace = begun(all_samples, joined)
     if not len(samples):
         raise TraceError(f"all texts of {run.name} ended before a first token: nothing was traced")
-    steps, part = step_table(trace, samples, branch), steered_part(trace, branch)
+    steps, part = step_table(trace, samples, branch), augmented_part(trace, branch)
     tables = {"steps": steps, "fits": fit_table(steps, part)}
     if part == "prefix":
         tables["prefix_tokens"] = prefix_token_table(trace, samples, branch)

@@ -12,8 +12,8 @@ import pandas as pd
 from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp._util.files import cache_folder, holds_only, result_folder
 from lapa2_interp._util.plots import calibration_curves
-from lapa2_interp.bias.texts import pieces
-from lapa2_interp.models.load import reading_tokenizer
+from lapa2_interp.bias.tokens import token_texts
+from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.scoring.agreement import agreement, calibration
@@ -107,10 +107,10 @@ def _cut(texts: Sequence[str], first: int | None, last: int | None) -> Sequence[
             f"give --first or --last, a number of tokens of at least 1; found --first {first},"
             f" --last {last}"
         )
-    tokenizer = reading_tokenizer(SMOLLM2)
+    tokenizer = shared_tokenizer(SMOLLM2)
     rows = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
     part = slice(0, first) if first is not None else slice(-(last or 1), None)
-    return ["".join(pieces(tokenizer, "", row)[part]) for row in rows]
+    return ["".join(token_texts(tokenizer, "", row)[part]) for row in rows]
 
 
 def _read(

@@ -11,7 +11,7 @@ from lapa2_interp._util.errors import GridError, Lapa2Error, ModelError, PrefixE
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.arrange import arrange
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.methods.base import Soft
+from lapa2_interp.methods.base import SoftPrefixKey
 from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.prefixes.soft_prefix import read_card, set_folder
@@ -52,7 +52,7 @@ def check_cell(cell: Cell) -> None:
     slots = {
         branch.name: _slots(cell.model, cell.task.name, branch.prefix)
         for branch in cell.branches
-        if isinstance(branch.prefix, Soft)
+        if isinstance(branch.prefix, SoftPrefixKey)
     }
     arrange(cell, _tokenizer(cell.model), model_size(cell.model), slots, layout=_layout)
 
@@ -96,7 +96,7 @@ def _layout(tokenizer: Any, text: str | None, prompt: str, soft: int, doubled_bo
     return Layout.of(tokenizer, text, prompt, soft=soft, doubled_bos=doubled_bos)
 
 
-def _slots(model: str, task: str, prefix: Soft) -> int:
+def _slots(model: str, task: str, prefix: SoftPrefixKey) -> int:
     card = read_card(set_folder(model, task, prefix.set) / f"{prefix.attribute}.json")
     size = model_size(model)
     if card.shape.n_layers != size.n_layers:

@@ -21,7 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from lapa2_interp.attention.bias import Bias
+from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.generation import loop
 from lapa2_interp.generation.plan import Plan
@@ -31,8 +31,11 @@ from lapa2_interp.models.card import (
     model_card,
     network_of,
 )
-from lapa2_interp.models.liveness import SCORES
-from lapa2_interp.models.prepacked import can_pack, prepacked
+from lapa2_interp.models.liveness import HOOK_SCORES
+from lapa2_interp.models.prepacked import (
+    can_prepack,
+    prepacked,
+)
 
 ALPHA = 0.5
 PARTS = ("products", "attention", "bias", "trace", "combine", "draw", "rest")
@@ -172,7 +175,7 @@ def with_transformer_lens(subject: Subject, todo: Plan, clock: Clock) -> None:
         branch = i
         return model(ids, past_key_values=cache, logits_to_keep=1)
 
-    hooks = [(SCORES.format(layer), boost) for layer in range(model.cfg.n_layers)]
+    hooks = [(HOOK_SCORES.format(layer), boost) for layer in range(model.cfg.n_layers)]
     with model.hooks(fwd_hooks=hooks):
         _one_after_another(read, prompt_tokens(todo, subject.device), todo.steps[0], clock)
 
@@ -216,7 +219,7 @@ class Products:
             The sum over shapes of the quickest way's least seconds so far.
         """
         self._pass("F.linear", lambda layer, x: layer(x))
-        if all(can_pack(layer.weight) for layer in self.layers):
+        if all(can_prepack(layer.weight) for layer in self.layers):
             self._pass("oneDNN", _onednn)
             with prepacked(self.network, "all"):
                 self._pass("packed", lambda layer, x: layer(x))
@@ -322,7 +325,7 @@ def _watched(model: Model, method: Method, ledger: Ledger) -> Iterator[None]:
         *((block.attn, "attention") for block in model.blocks),
     ]
     functions: tuple[tuple[Any, str, str], ...] = (
-        (Bias, "add", "bias"),
+        (BatchBias, "add", "bias"),
         (Recorder, "observe", "trace"),
         (type(method), "combine", "combine"),
         (type(method), "advance", "combine"),

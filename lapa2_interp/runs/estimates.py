@@ -29,18 +29,18 @@ from lapa2_interp.generation.loop import run_plan
 from lapa2_interp.generation.plan import CACHE_BYTES, MAX_ROWS, Plan, plan
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.card import Model, short_context_of
+from lapa2_interp.models.card import Model, model_short_context
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import (
-    clock_of,
-    cores,
     default_device,
-    measured,
-    n_threads,
+    device_clock,
+    n_cores,
     operations_per_second,
-    remember,
+    store_measurement,
+    stored_measurement,
+    torch_threads,
 )
-from lapa2_interp.models.sizes import ITEM_BYTES, is_here, model_size, weight_bytes
+from lapa2_interp.models.sizes import DTYPE_BYTES, is_available_offline, model_size, weight_bytes
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.models.tiny import TINY
 from lapa2_interp.tasks.segmentation import words_and_signs
@@ -105,11 +105,11 @@ def cost(cell: Cell) -> int:
     """A cell's row-tokens, padding included: every prompt once, and every new token but the last,
     which nothing reads.
 
-    A method that recomputes reads its whole text at every step.
+    A method that `rereads_text` reads the whole text at every step.
     """
     branches, n_prompts = len(cell.branches), len(cell.prompts)
     before, new = _lengths(cell)
-    steps = (new - 1) * before + new * (new - 1) // 2 if cell.decoder.recomputes else new - 1
+    steps = (new - 1) * before + new * (new - 1) // 2 if cell.decoder.rereads_text else new - 1
     return branches * n_prompts * (before + cell.samples * steps)
 
 
@@ -121,7 +121,7 @@ def seconds(cell: Cell, at: Pace) -> tuple[float, float]:
     together = max(1, _row_limit(cell)[0] // branches)
     full, rest = divmod(n_prompts * cell.samples, together)
     large, small = (
-        at.batch(texts * branches, before, new, cell.decoder.recomputes)
+        at.batch(texts * branches, before, new, cell.decoder.rereads_text)
         for texts in (together, rest)
     )
     prompts = branches * n_prompts * before * at.row
@@ -134,7 +134,7 @@ def plan_seconds(todo: Plan, at: Pace) -> float:
     longest = [max(row[i].n_live for row in todo.layouts) for i in range(len(todo.prompts))]
     for group in todo.groups:
         before, new = max(longest[i] for i, _ in group), max(todo.steps[i] for i, _ in group)
-        found += at.batch(branches * len(group), before, new, todo.method.recomputes)
+        found += at.batch(branches * len(group), before, new, todo.method.rereads_text)
         found += branches * len({i for i, _ in group}) * before * at.row
     return found
 
@@ -244,10 +244,10 @@ def memory(cell: Cell, device: str = "cpu") -> int:
 def _row_limit(cell: Cell) -> tuple[int, int]:
     """The most rows of a batch, as `plan` has them, and the bytes of a row's keys, values and kept
     logits."""
-    size, item = model_size(cell.model), ITEM_BYTES[cell.dtype]
+    size, item = model_size(cell.model), DTYPE_BYTES[cell.dtype]
     before, new = _lengths(cell)
     logits = before if cell.decoder.reads_prompt else 0
-    if cell.decoder.recomputes and cell.model_class == "HookedTransformer":
+    if cell.decoder.rereads_text and cell.model_class == "HookedTransformer":
         logits = before + new
     row = (2 * size.n_layers * size.kv_width * (before + new) + logits * size.vocab) * item
     return cell.max_rows or max(1, min(MAX_ROWS, CACHE_BYTES // row)), row
@@ -307,7 +307,7 @@ def adapter_seconds(tokens: int | float, device: str | None = None) -> float:
     kind = (device or default_device()).partition(":")[0]
     operations = 2 * ADAPTER * tokens * model_size(SMOLLM2).parameters
     at = pace(SMOLLM2, "float32", kind, operations=operations)
-    return ADAPTER * tokens * at.row / (cores() if kind == "cpu" else 1)
+    return ADAPTER * tokens * at.row / (n_cores() if kind == "cpu" else 1)
 
 
 def pace(
@@ -347,12 +347,12 @@ def pace(
         if network is None
         else sum(each.numel() for each in network.parameters())
     )
-    found = measured(device, name)
+    found = stored_measurement(device, name)
     if found is None and operations > LONG * BATCHED * operations_per_second(dtype, device):
         small = parameters * getattr(torch, dtype).itemsize < machine_memory() / 3
-        if small and (loaded is not None or is_here(model)):
+        if small and (loaded is not None or is_available_offline(model)):
             with suppress(MemoryError, torch.OutOfMemoryError):
-                found = remember(
+                found = store_measurement(
                     device, name, _timed(model, dtype, device, model_class, threads, loaded)
                 )
     if found is not None and len(found) == len(ROWS) + 1:
@@ -373,8 +373,8 @@ def _timed(
 
     print(f"timing {model} in {dtype}, once on this kind of machine", file=sys.stderr)
     found = loaded or load_model(model, dtype, device, model_class)
-    clock = clock_of(device) if threads == 1 else perf_counter
-    with n_threads(threads):
+    clock = device_clock(device) if threads == 1 else perf_counter
+    with torch_threads(threads):
         steps = (
             *(_step(found, rows, KEYS, clock) for rows in ROWS),
             _step(found, ROWS[1], MORE_KEYS, clock),
@@ -390,7 +390,7 @@ def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> f
     several."""
     times: list[float] = []
     ids = model.tokenizer(" word" * keys, add_special_tokens=False).input_ids
-    room = short_context_of(model) or model.cfg.n_ctx
+    room = model_short_context(model) or model.cfg.n_ctx
     prompt = model.tokenizer.decode(ids[: min(keys, room // 2)])
     task = load_task("sentiment").model_copy(update={"length_counts_prompt": False})
     cell = cell_of(
@@ -412,7 +412,7 @@ def machine_workers() -> int:
     """Workers that this machine has room for: one per GPU, or per CPU core."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else cores()
+    return torch.cuda.device_count() if torch.cuda.is_available() else n_cores()
 
 
 def machine_memory() -> int:

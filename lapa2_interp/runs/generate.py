@@ -24,7 +24,7 @@ from lapa2_interp.generation.loop import EmptyGenerationError, join_traces, run_
 from lapa2_interp.generation.plan import Plan, plan
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
-    AugmentationLike,
+    AugmentationSetting,
     CellSettings,
     Count,
     EosPolicy,
@@ -35,9 +35,13 @@ from lapa2_interp.generation.settings import (
     settings_checked,
 )
 from lapa2_interp.methods.base import Method, MethodContext
-from lapa2_interp.models.blocks import check_closed
+from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import Model, model_card
-from lapa2_interp.models.load import load_model, model_of, takes_model
+from lapa2_interp.models.load import (
+    accepts_model_name,
+    load_model,
+    resolve_model,
+)
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
 from lapa2_interp.runs.estimates import (
     LONG,
@@ -70,7 +74,7 @@ def generate(
     task: str | Path | Task | list[str | Path | Task] = "sentiment",
     prefix: str | list[str] = "task",
     alpha: float | list[float | None] | None = None,
-    augmentation: AugmentationLike | list[AugmentationLike] = None,
+    augmentation: AugmentationSetting | list[AugmentationSetting] = None,
     label: str = "",
     length: Count | list[Count] = 128,
     samples: Count | list[Count] = 1,
@@ -152,7 +156,7 @@ def generate(
     given = locals()
     fields = python_values({name: given[name] for name in CellSettings.model_fields})
     if not isinstance(model, str | Path):
-        model = fields["model"] = model_of(model)
+        model = fields["model"] = resolve_model(model)
     for name in ("model", "dtype", "model_class"):
         if isinstance(fields[name], list):
             raise Lapa2Error(
@@ -181,7 +185,7 @@ class UnfinishedTextsError(EmptyDistributionError):
         self.run = run
 
 
-@takes_model
+@accepts_model_name
 def make_cells(
     model: Model,
     cells: Sequence[Cell],
@@ -205,7 +209,7 @@ def make_cells(
         Lapa2Error: As `plan`.
         ModelError: A block such as `augmented` is open on the model.
     """
-    check_closed(model)
+    check_no_open_block(model)
     kit = kit or ModelContext(model)
     plans = {cell.key: plan(model, cell, kit) for cell in cells}
     if announce is not None:
@@ -256,7 +260,7 @@ def announcement(model: Model, plans: Sequence[Plan]) -> str:
         f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"
     )
-    if plans[0].method.recomputes:
+    if plans[0].method.rereads_text:
         cached, read = (sum(each.tokens_read(anew) for each in plans) for anew in (False, True))
         line += (
             f"; every step reads its text anew: {read} tokens through the model, where a cache"
@@ -276,7 +280,7 @@ def announcement(model: Model, plans: Sequence[Plan]) -> str:
 
 
 def _time(model: Model, plans: Sequence[Plan]) -> str:
-    at = _pace(model, sum(each.tokens_read(each.method.recomputes) for each in plans))
+    at = _pace(model, sum(each.tokens_read(each.method.rereads_text) for each in plans))
     told = sum(plan_seconds(each, at) for each in plans)
     return f"; about {format_duration(told)} ({at.basis})" if told > LONG else ""
 

@@ -23,7 +23,10 @@ from lapa2_interp.generation.settings import (
     size_of_product,
     unknown_setting,
 )
-from lapa2_interp.models.machine import AUTO, faster_dtype
+from lapa2_interp.models.machine import (
+    AUTO_DTYPE,
+    faster_dtype,
+)
 
 EXAMPLE = """description = "does a descriptive prefix hold longer?"
 model = "smollm2-135m"           # keys up here hold for every block
@@ -124,8 +127,10 @@ def load_grid(
     needs: list[str] = []
     cells: dict[str, Cell] = {}
     fields_of_blocks = [raw | block | dict(changes or {}) for block in blocks]
-    dtypes = [dtype for fields in fields_of_blocks for dtype in _as_list(fields.get("dtype", AUTO))]
-    named = frozenset(str(dtype) for dtype in dtypes if dtype != AUTO)
+    dtypes = [
+        dtype for fields in fields_of_blocks for dtype in _as_list(fields.get("dtype", AUTO_DTYPE))
+    ]
+    named = frozenset(str(dtype) for dtype in dtypes if dtype != AUTO_DTYPE)
 
     def meaning(model: str) -> str:
         return (auto or _fastest)(title, model, named)
@@ -164,8 +169,8 @@ def _with_dtype(fields: Mapping[str, Any], auto: Callable[[str], str]) -> Iterat
     """A block for each of its models, with dtype "auto" replaced."""
     for model in _as_list(fields.get("model", CellSettings.model_fields["model"].default)):
         dtypes = [
-            auto(str(model)) if dtype == AUTO else dtype
-            for dtype in _as_list(fields.get("dtype", AUTO))
+            auto(str(model)) if dtype == AUTO_DTYPE else dtype
+            for dtype in _as_list(fields.get("dtype", AUTO_DTYPE))
         ]
         yield {**fields, "model": model, "dtype": list(dict.fromkeys(dtypes))}
 

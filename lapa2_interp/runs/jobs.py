@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.models.prepacked import Packing
+from lapa2_interp.models.prepacked import Prepacking
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +34,7 @@ class Job:
 
     cell: Cell
     group: int | None = None
-    packing: Packing | None = None
+    packing: Prepacking | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pandas as pd
 
 from lapa2_interp._util.errors import GridError, RunError, pluralize, unknown_choice
 from lapa2_interp._util.progress import format_duration, stop_on_sigterm
-from lapa2_interp.models.machine import tell_if_slow
+from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.estimates import check_reason, estimate, format_bytes
 from lapa2_interp.runs.jobs import Engine
@@ -85,7 +85,7 @@ def launch(
     for used in dict.fromkeys(
         cell.dtype for grid in grids for cell in grid.cells if engine == "local"
     ):
-        tell_if_slow(used, device)
+        print_if_slow(used, device)
     cells = {cell.key: cell for grid in grids for cell in grid.cells}
     for column, value in (only or {}).items():
         table = pd.DataFrame([cell.columns for cell in cells.values()], index=list(cells))

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp.models.machine import AUTO, cores, default_device
+from lapa2_interp.models.machine import AUTO_DTYPE, default_device, n_cores
 from lapa2_interp.runs.jobs import (
     ATTEMPTS,
     Engine,
@@ -240,10 +240,10 @@ def local_engine(
     import torch
 
     if workers is None:
-        named = torch.device(default_device() if device in (None, AUTO) else str(device))
-        one = device == AUTO or named.index is not None  # a model over all GPUs, or on one
+        named = torch.device(default_device() if device in (None, AUTO_DTYPE) else str(device))
+        one = device == AUTO_DTYPE or named.index is not None  # a model over all GPUs, or on one
         on_gpus = 1 if one else torch.cuda.device_count()
-        workers = on_gpus if named.type == "cuda" else max(1, cores() // threads)
+        workers = on_gpus if named.type == "cuda" else max(1, n_cores() // threads)
     if workers < 1:
         raise RunError(f"--workers must be at least 1, found {workers}")
     if workers == 1:

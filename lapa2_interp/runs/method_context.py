@@ -30,14 +30,17 @@ from lapa2_interp._util.files import (
 )
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.progress import hidden_bar
-from lapa2_interp.attention.neurons import is_gated, promoters
-from lapa2_interp.bias.texts import continuation, decode
+from lapa2_interp.attention.neurons import (
+    is_gated,
+    promoting_neurons,
+)
+from lapa2_interp.bias.tokens import decode_continuation, decode_tokens
 from lapa2_interp.generation.loop import run_plan
 from lapa2_interp.generation.plan import plan
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import Method
-from lapa2_interp.models.card import Model, check_weights_read, identity, model_card
-from lapa2_interp.models.machine import kind_of
+from lapa2_interp.models.card import Model, check_not_quantised, model_card, weights_id
+from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
@@ -62,7 +65,7 @@ class ModelContext:
         self.gated = is_gated(model)
         self._made: dict[Hashable, Any] = {}
 
-    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+    def cached(self, name: Hashable, make: Callable[[], T]) -> T:
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
@@ -71,10 +74,10 @@ class ModelContext:
         return list(self.model.tokenizer(text, add_special_tokens=False).input_ids)
 
     def text(self, ids: Sequence[int]) -> str:
-        return decode(self.model.tokenizer, ids)
+        return decode_tokens(self.model.tokenizer, ids)
 
     def embedding(self) -> Float[Tensor, "vocab d_model"]:
-        check_weights_read(self.model, "the embedding is read from")
+        check_not_quantised(self.model, "the embedding is read from")
         return self.model.W_E.detach().float()
 
     def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
@@ -117,17 +120,17 @@ class ModelContext:
         made = run_plan(self.model, todo, progress=hidden_bar())
         ends = set(self.end_ids)
         return [
-            continuation(self.model.tokenizer, prompt, [i for i in tokens if i not in ends])
+            decode_continuation(self.model.tokenizer, prompt, [i for i in tokens if i not in ends])
             for tokens in made.samples["tokens"]
         ]
 
-    def shares(
+    def attribute_probabilities(
         self, scorer: str, task: Task, attribute: str, prompt: str, texts: Sequence[str]
     ) -> list[float | None]:
         name, _, model = scorer.partition("=")
         options = ScorerOptions(task=task, device=self.card.device)
         key = ("scorer", scorer, task.model_dump_json())
-        reader = self.once(key, lambda: make_scorer(name, model, options))
+        reader = self.cached(key, lambda: make_scorer(name, model, options))
         table = run_scorer(reader, [TextItem(text, prompt, attribute) for text in texts])
         if attribute in table:
             column = table[attribute]
@@ -144,7 +147,7 @@ class ModelContext:
             for value, skipped in zip(column, table["skipped"], strict=True)
         ]
 
-    def promoters(
+    def promoting_neurons(
         self, tokens: Sequence[int], k: int, upper: bool = False
     ) -> Int[Tensor, "token k two"]:
         reading, first = self.ids(" "), self.model.cfg.n_layers // 2 if upper else 0
@@ -152,17 +155,17 @@ class ModelContext:
 
         def make() -> Int[Tensor, "token k two"]:
             with one_process_at_a_time(file):  # of all workers of a sweep, one computes the table
-                return promoters(self.model, reading, tokens, k, first, file)[1]
+                return promoting_neurons(self.model, reading, tokens, k, first, file)[1]
 
-        return self.once(file, make)
+        return self.cached(file, make)
 
     def _file(self, kind: str, suffix: str, *asked: Any) -> Path:
         """The file in the cache for what was asked of this model."""
         facts = [
-            identity(self.model),
+            weights_id(self.model),
             self.card.model_class,
             self.card.dtype,
-            kind_of(self.card.device),
+            processor_kind(self.card.device),
             *asked,
         ]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]

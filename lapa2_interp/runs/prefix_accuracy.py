@@ -11,9 +11,9 @@ import pandas as pd
 
 from lapa2_interp._util.errors import PrefixError
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.methods.registry import for_task, load_task
+from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.machine import tell_if_slow
+from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.prefixes.soft_prefix import (
     GeneratedAccuracy,
     SoftPrefix,
@@ -62,7 +62,7 @@ def prefix_accuracy(
         raise PrefixError("name the folder of a set; `lapa2 prefix train --out` makes one")
     if not alpha > 0:
         raise PrefixError(f"alpha must be above 0, found {alpha:g}: 0 is the baseline beside it")
-    tell_if_slow(dtype, device)
+    print_if_slow(dtype, device)
     found = {folder: cards_in(folder) for folder in folders}
     for folder, there in found.items():
         if not there:
@@ -83,7 +83,7 @@ def prefix_accuracy(
             model = load_model(first.model, dtype, device, trust_remote_code=trust_remote_code)
             loaded = first.model
         its_task = load_task(task or first.task)
-        method = for_task("prefix", its_task, prefixes=str(folder.resolve()))
+        method = get_for_task("prefix", its_task, prefixes=str(folder.resolve()))
         cells = [
             cell_of(
                 model,

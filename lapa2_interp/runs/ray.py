@@ -31,7 +31,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError, unknown_choice
-from lapa2_interp.models.machine import ISA, cores, slow_note
+from lapa2_interp.models.machine import ISA_VARIABLES, n_cores, slow_dtype_note
 from lapa2_interp.runs.jobs import (
     ATTEMPTS,
     Failed,
@@ -45,7 +45,7 @@ from lapa2_interp.runs.jobs import (
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.worker import Worker
 
-SETTINGS = ("HF_HUB_OFFLINE", "LAPA2_CACHE", "OMP_NUM_THREADS", *ISA)
+SETTINGS = ("HF_HUB_OFFLINE", "LAPA2_CACHE", "OMP_NUM_THREADS", *ISA_VARIABLES)
 """Environment variables the workers get from the coordinator: how they load models, and how they
 compute."""
 PACKAGE = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ class RemoteWorker(Worker):
     def __init__(
         self, device: str, threads: int, pack: str, folder: str, commit: str | None
     ) -> None:
-        super().__init__(device, threads, pack, workers=max(1, cores() // threads))
+        super().__init__(device, threads, pack, workers=max(1, n_cores() // threads))
         self.commit = commit
         with suppress(OSError):
             os.chdir(folder)
@@ -83,7 +83,12 @@ class RemoteWorker(Worker):
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        return node, socket.gethostname(), library_versions(), slow_note("bfloat16", self.device)
+        return (
+            node,
+            socket.gethostname(),
+            library_versions(),
+            slow_dtype_note("bfloat16", self.device),
+        )
 
     def do(self, job: Job, told: Callable[[float], object] = lambda share: None) -> Outcome:
         outcome = super().do(job, told)
@@ -390,7 +395,7 @@ def _join(address: str | None) -> Any:
         _reach(address)
         settings["address"] = address
     else:
-        settings |= {"address": "local", "num_cpus": cores(), "include_dashboard": False}
+        settings |= {"address": "local", "num_cpus": n_cores(), "include_dashboard": False}
     try:
         ray.init(**settings)
     except Exception as error:

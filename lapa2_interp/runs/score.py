@@ -15,8 +15,8 @@ from lapa2_interp._util.errors import ScoringError, pluralize
 from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
 from lapa2_interp._util.progress import format_duration
 from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
-from lapa2_interp.models.load import reading_tokenizer
-from lapa2_interp.models.machine import tell_if_slow
+from lapa2_interp.models.load import shared_tokenizer
+from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.runs.estimates import LONG, adapter_seconds
 from lapa2_interp.runs.run import load_run, shown_only
 from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
@@ -113,7 +113,7 @@ def score(
             "--max-cost is in US dollars and needs the judge's prices: give --judge-prices IN OUT"
             " too, per million tokens"
         )
-    tell_if_slow(dtype, device)
+    print_if_slow(dtype, device)
     if gaps := _gaps(source):
         notify(gaps)
     found = [
@@ -134,7 +134,7 @@ def score(
             samples = at_lengths(samples, manifest, reached)
         if parts > 1:
             samples = in_parts(
-                samples, parts, reading_tokenizer(manifest.model.name) if manifest else None
+                samples, parts, shared_tokenizer(manifest.model.name) if manifest else None
             )
         options = ScorerOptions(
             task=_task(task, own),
@@ -256,7 +256,7 @@ def _score(
                 if not left:
                     continue
                 together = pd.concat([sets[n][0] for n in left], ignore_index=True)
-                cells.append(distinct_cells(together, reading_tokenizer(model) if model else None))
+                cells.append(distinct_cells(together, shared_tokenizer(model) if model else None))
                 continue
             found = []
             for n in places:

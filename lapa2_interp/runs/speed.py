@@ -57,16 +57,21 @@ from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import (
     Model,
     TransformersModel,
-    keep_card,
+    attach_card,
     make_card,
 )
-from lapa2_interp.models.load import bridge_of, load_tokenizer, load_transformers, move
+from lapa2_interp.models.load import (
+    load_tokenizer,
+    load_transformers,
+    move_to_device,
+    wrap_in_bridge,
+)
 from lapa2_interp.models.machine import (
     default_device,
     faster_dtype,
-    kind_of,
-    n_threads,
+    processor_kind,
     resolve_dtype,
+    torch_threads,
 )
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.runs.contenders import (
@@ -246,7 +251,7 @@ def bench(
     samples, contexts = (list(dict.fromkeys(each)) for each in (samples, contexts))
     timed: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
-    with n_threads(threads or torch.get_num_threads()), torch.no_grad():
+    with torch_threads(threads or torch.get_num_threads()), torch.no_grad():
         machine = _machine(device)
         announce(machine)
         for shape in shapes:
@@ -307,7 +312,7 @@ def _machine(device: str) -> str:
     threads = torch.get_num_threads()
     return "; ".join(
         [
-            kind_of(device),
+            processor_kind(device),
             f"{threads} thread{'s' * (threads != 1)}",
             f"{', '.join(versions)}, lapa2_interp {__version__}",
         ]
@@ -331,11 +336,11 @@ def _load(shape: str, dtype: str, device: str) -> Subject:
     else:
         name = shape
         network, tokenizer, weights = load_transformers(shape, dtype)
-        move(network, device)
+        move_to_device(network, device)
     plain = copy_sharing_weights(network)  # before the bridge takes the network apart
     direct: Model = TransformersModel(copy_sharing_weights(network), tokenizer, name)
-    keep_card(direct, make_card(direct, name, weights))
-    return Subject(bridge_of(network, tokenizer, name, weights), plain, direct)
+    attach_card(direct, make_card(direct, name, weights))
+    return Subject(wrap_in_bridge(network, tokenizer, name, weights), plain, direct)
 
 
 def _plan(model: Model, setting: Setting, length: int | None = None) -> Plan:

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
-from lapa2_interp.bias.texts import continuation, pieces
+from lapa2_interp.bias.tokens import decode_continuation, token_texts
 from lapa2_interp.generation.cell import BUILT_IN_TASKS
-from lapa2_interp.models.load import reading_tokenizer
+from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.run import Run, as_list, each_once, is_any_of, load_run
 from lapa2_interp.runs.store import LISTING
@@ -133,7 +133,7 @@ def at_lengths(
         raise ScoringError(
             f"the run's texts have {manifest.cell.length} tokens; {long[0]} is longer"
         )
-    tokenizer = reading_tokenizer(manifest.model.name)
+    tokenizer = shared_tokenizer(manifest.model.name)
     frames = []
     for length in sorted(set(lengths)):
         texts = []
@@ -144,7 +144,7 @@ def at_lengths(
                 else 0
             )
             kept = [int(token) for token in tokens[: max(0, length - counted)]]
-            text = continuation(tokenizer, prompt, kept)
+            text = decode_continuation(tokenizer, prompt, kept)
             texts.append(prompt + text if manifest.cell.task.length_counts_prompt else text)
         frames.append(samples.assign(text=texts, length=length))
     return pd.concat(frames, ignore_index=True)
@@ -167,7 +167,7 @@ def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.D
             units: Sequence[Any] = word_spans(text)
             if tokenizer is not None:
                 ids = tokenizer(text, add_special_tokens=False).input_ids
-                units = pieces(tokenizer, "", ids)
+                units = token_texts(tokenizer, "", ids)
             edges = np.linspace(0, len(units), n_parts + 1).round().astype(int).tolist()
             low, high = edges[part : part + 2]
             texts.append(

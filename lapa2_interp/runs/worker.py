@@ -13,11 +13,16 @@ from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import EmptyGenerationError, run_plan
 from lapa2_interp.generation.plan import Plan, plan
 from lapa2_interp.generation.resolve import digests
-from lapa2_interp.methods.registry import find
+from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.machine import default_device, is_out_of_memory, kind_of, most_memory
-from lapa2_interp.models.prepacked import Packing
+from lapa2_interp.models.machine import (
+    default_device,
+    is_out_of_memory,
+    peak_memory,
+    processor_kind,
+)
+from lapa2_interp.models.prepacked import Prepacking
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
 from lapa2_interp.runs.jobs import Failed, Job, Opened, Outcome, Part
 from lapa2_interp.runs.manifest import facts_of
@@ -96,7 +101,9 @@ class Worker:
         """The cell's plan; plans of one model share what their methods have prepared."""
         model, kit = self._model_and_kit(cell)
         if cell.key not in self._plans:
-            find(cell.method, allow_code=True)  # as who sweeps allows, or nobody would ask for it
+            find_class(
+                cell.method, allow_code=True
+            )  # as who sweeps allows, or nobody would ask for it
             made = plan(model, cell, kit)
             while len(self._plans) >= PLANS:
                 del self._plans[next(iter(self._plans))]
@@ -112,11 +119,11 @@ class Worker:
         return Opened(
             tuple(map(len, todo.groups)),
             facts,
-            {"lapa2_interp": __version__, "processor": kind_of(facts["model"].device)},
+            {"lapa2_interp": __version__, "processor": processor_kind(facts["model"].device)},
             perf_counter() - began,
         )
 
-    def _pack(self, packing: Packing) -> None:
+    def _pack(self, packing: Prepacking) -> None:
         """Compute with this packing from now on."""
         assert self._model is not None
         model = self._model[1]
@@ -142,7 +149,7 @@ class Worker:
             tuple(problems),
             seconds,
             model_card(model).weights,
-            most_memory("cpu" if self.on_cpu else self.device),
+            peak_memory("cpu" if self.on_cpu else self.device),
         )
 
 

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.files import atomic_write, with_checksums, write_text
 from lapa2_interp.bias.layout import text_markers
-from lapa2_interp.models.card import check_weights_read, short_context
-from lapa2_interp.models.load import load_transformers, move
+from lapa2_interp.models.card import check_not_quantised, short_context
+from lapa2_interp.models.load import load_transformers, move_to_device
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.scoring.task_scorer import (
@@ -184,9 +184,9 @@ def load_adapter_network(
 ) -> tuple[AdapterNetwork, PreTrainedTokenizerBase, str]:
     """A network with an empty head, its tokenizer, and the source of the base's weights."""
     whole, tokenizer, weights = load_transformers(base)
-    check_weights_read(whole, "adapters are added to")
+    check_not_quantised(whole, "adapters are added to")
     network = AdapterNetwork(whole, layers, labels).requires_grad_(False)
-    move(network, device)
+    move_to_device(network, device)
     return network.eval(), tokenizer, weights
 
 

@@ -14,19 +14,19 @@ import torch
 from lapa2_interp._util.errors import ModelError, ScoringError, unknown_choice
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.layout import text_markers
-from lapa2_interp.models.card import context_of, short_context
+from lapa2_interp.models.card import context_length, short_context
 from lapa2_interp.models.load import (
-    OWN_CODE,
+    REMOTE_CODE,
     check_hub,
-    has_own_code,
     load_transformers,
-    move,
+    move_to_device,
+    needs_remote_code,
     provenance,
 )
 from lapa2_interp.models.prepacked import prepacked
-from lapa2_interp.models.rotary import watch
+from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
-from lapa2_interp.models.weights import check_weights, load_network, unchanged
+from lapa2_interp.models.weights import check_weights, files_unchanged, load_network
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.scoring.adapter import TOKENS_AT_ONCE, batch_by_tokens, group_by_beginning
 from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, unreadable_reason
@@ -78,9 +78,9 @@ class Perplexity(Scorer):
         trust_remote_code: bool = False,
     ) -> None:
         self.network, self.tokenizer, weights = load_transformers(model, dtype, trust_remote_code)
-        move(self.network, device)
+        move_to_device(self.network, device)
         self.min_words, self.doubled_bos = min_words, doubled_bos
-        n_ctx = context_of(self.network.config)
+        n_ctx = context_length(self.network.config)
         self.max_tokens = min(n_ctx - 2, max_tokens or MAX_TOKENS)
         own = " self" if generator == weights else ""
         bos = ", BOS twice" if doubled_bos else ""
@@ -172,7 +172,7 @@ class Classifier(Scorer):
     ) -> None:
         self.name = name
         self.network, self.tokenizer, weights = _load_classifier(model, trust_remote_code)
-        move(self.network, device)
+        move_to_device(self.network, device)
         own = [str(self.network.config.id2label[i]) for i in range(self.network.config.num_labels)]
         if wrong := [label for label in labels or {} if label not in own]:
             raise ScoringError(f"{model}: {unknown_choice('label', wrong[0], own)}")
@@ -209,7 +209,7 @@ class Classifier(Scorer):
         if not texts:
             return [SkippedText(unreadable_reason(item.text)) for item in items]
         config = self.network.config
-        limit = min(512, context_of(config) - 2, short_context(config) or 512)
+        limit = min(512, context_length(config) - 2, short_context(config) or 512)
         batch = self.tokenizer(
             texts,
             truncation=True,
@@ -252,7 +252,7 @@ def _load_classifier(
     try:
         if not Path(model).is_dir():
             check_hub(model)
-        with quiet_transformers(), unchanged(model):
+        with quiet_transformers(), files_unchanged(model):
             network = load_network(
                 AutoModelForSequenceClassification,
                 model,
@@ -265,8 +265,8 @@ def _load_classifier(
     except ModelError as error:
         raise ScoringError(f"cannot load the classifier: {error}") from error
     except Exception as error:  # many libraries raise here
-        if has_own_code(error):
-            raise ScoringError(f"the classifier {model!r} {OWN_CODE}") from error
+        if needs_remote_code(error):
+            raise ScoringError(f"the classifier {model!r} {REMOTE_CODE}") from error
         reason = (
             " ".join(str(error).split()).split(". ")[0].split(" Check your")[0][:200].rstrip(".")
         )
@@ -277,5 +277,5 @@ def _load_classifier(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         network.config.pad_token_id = tokenizer.pad_token_id
-    watch(network)
+    refuse_mixed_rotary(network)
     return network.eval(), tokenizer, weights

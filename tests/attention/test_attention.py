@@ -11,7 +11,6 @@ from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented
 from lapa2_interp._util.errors import AugmentationError, DeadHookError, LayoutError
-from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.theory import shifted_share
 from lapa2_interp.models import probe
@@ -67,7 +66,7 @@ def test_cached_heads_are_the_repeated_tensor_whatever_is_done_with_them(dtype, 
 def test_no_step_copies_the_keys_of_shared_heads(name, monkeypatch):
     from transformers.models.llama import modeling_llama
 
-    from lapa2_interp.attention.cache import open_rows
+    from lapa2_interp.attention.cache import new_rows
     from lapa2_interp.attention.cached_heads import CachedHeads
 
     model = load(name)
@@ -81,11 +80,11 @@ def test_no_step_copies_the_keys_of_shared_heads(name, monkeypatch):
         modeling_llama, "repeat_kv", lambda kv, n: repeated.append(real(kv, n)) or repeated[-1]
     )
     rows = left_pad([branch(model)])
-    state = open_rows(model)
+    state = new_rows(model)
     with torch.no_grad(), augmented(model, Augmentation(alpha=0.7), rows):
         state.prompt_pass(rows)
         state.expand(torch.zeros(3, dtype=torch.long), capacity=len(rows[0]) + 2)
-        state.read(torch.full((3, 1), 70))
+        state.read_tokens(torch.full((3, 1), 70))
     assert all(isinstance(each, CachedHeads) for each in repeated)  # and no copy
     assert len(repeated) == (
         4 * model.cfg.n_layers if name == "tiny-llama" else 0
@@ -96,10 +95,10 @@ def bridge_of(config, name):
     """A bridge around a random model of another architecture, with the byte tokenizer."""
     from transformers import AutoModelForCausalLM
 
-    from lapa2_interp.models.load import _bridge, load_tokenizer
+    from lapa2_interp.models.load import _make_bridge, load_tokenizer
 
     network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    return _bridge(network, load_tokenizer("tiny-gpt2"), name, torch.float32, "cpu")
+    return _make_bridge(network, load_tokenizer("tiny-gpt2"), name, torch.float32, "cpu")
 
 
 def patterns_of(model, ids, *contexts):
@@ -107,7 +106,7 @@ def patterns_of(model, ids, *contexts):
 
     found = {}
     reads = [
-        (PATTERN.format(i), lambda p, hook, i=i: found.__setitem__(i, p.clone()))
+        (HOOK_PATTERN.format(i), lambda p, hook, i=i: found.__setitem__(i, p.clone()))
         for i in range(model.cfg.n_layers)
     ]
     with torch.no_grad(), ExitStack() as stack:
@@ -185,12 +184,12 @@ def test_layers_and_heads_touch_exactly_what_was_selected(tiny, layers, heads):
     model = load(tiny, "float64")
     found = branch(model)
     augmentation = Augmentation(alpha=1, layers=layers, heads=heads)
-    selected = augmentation.selects(model.cfg.n_layers, model.cfg.n_heads)
+    selected = augmentation.head_mask(model.cfg.n_layers, model.cfg.n_heads)
     before, after = {}, {}
 
     def keep(store):
         return [
-            (SCORES.format(i), lambda s, hook, i=i: store.__setitem__(i, s[0].clone()))
+            (HOOK_SCORES.format(i), lambda s, hook, i=i: store.__setitem__(i, s[0].clone()))
             for i in range(model.cfg.n_layers)
         ]
 
@@ -260,7 +259,7 @@ def test_the_users_own_hooks_survive(model_class):
     model = load("tiny-gpt2", "float32", model_class)
     found = branch(model)
     seen = []
-    model.add_hook(PATTERN.format(0), lambda p, hook: seen.append(1))
+    model.add_hook(HOOK_PATTERN.format(0), lambda p, hook: seen.append(1))
     try:
         with augmented(model, Augmentation(alpha=1), found):
             model(ids_of(found))
@@ -282,7 +281,7 @@ def test_run_with_cache_and_run_with_hooks_see_the_augmented_model(tiny, model_c
     assert (logits[0, len(found) - 1 :] - expected).abs().max() < 1e-10
     assert torch.equal(logits, again)
     for i in range(model.cfg.n_layers):
-        assert (cache[PATTERN.format(i)][0] - patterns[i]).abs().max() < 1e-10
+        assert (cache[HOOK_PATTERN.format(i)][0] - patterns[i]).abs().max() < 1e-10
 
 
 def test_gradients_flow_through_the_bias(tiny):
@@ -331,7 +330,7 @@ def test_the_users_edits_inside_the_block_count(tiny, model_class, dtype):
     def on_pattern(pattern, hook):
         return pattern.roll(1, dims=-1)
 
-    for name, edit in ((SCORES.format(1), on_scores), (PATTERN.format(2), on_pattern)):
+    for name, edit in ((HOOK_SCORES.format(1), on_scores), (HOOK_PATTERN.format(2), on_pattern)):
         with torch.no_grad():
             plain = model.run_with_hooks(ids, fwd_hooks=[(name, edit)])
             with augmented(model, Augmentation(alpha=0), found):
@@ -389,7 +388,7 @@ def test_soft_slots_in_a_cache(tiny):
         for layer in range(cfg.n_layers):
             cache.update(*prefix[layer], layer)
         reads = [
-            (PATTERN.format(i), lambda p, hook, i=i: patterns.__setitem__(i, p[0, :, -1]))
+            (HOOK_PATTERN.format(i), lambda p, hook, i=i: patterns.__setitem__(i, p[0, :, -1]))
             for i in range(cfg.n_layers)
         ]
         with (

@@ -83,22 +83,22 @@ def test_a_value_cannot_be_changed():
     ],
 )
 def test_layer_rules(layers, expected):
-    selected = Augmentation(alpha=1, layers=layers).selects(5, 2)
+    selected = Augmentation(alpha=1, layers=layers).head_mask(5, 2)
     assert np.flatnonzero(selected.all(axis=1)).tolist() == expected
     assert selected.sum() == 2 * len(expected)
 
 
 def test_the_papers_halves():
     assert np.flatnonzero(
-        Augmentation(alpha=1, layers="bottom").selects(24, 16).all(1)
+        Augmentation(alpha=1, layers="bottom").head_mask(24, 16).all(1)
     ).tolist() == list(range(12))
     assert np.flatnonzero(
-        Augmentation(alpha=1, layers="top").selects(32, 32).all(1)
+        Augmentation(alpha=1, layers="top").head_mask(32, 32).all(1)
     ).tolist() == list(range(16, 32))
 
 
 def test_layers_and_heads_intersect():
-    selected = Augmentation(alpha=1, layers="even", heads=((0, 1), (1, 1), (2, 0))).selects(4, 2)
+    selected = Augmentation(alpha=1, layers="even", heads=((0, 1), (1, 1), (2, 0))).head_mask(4, 2)
     assert np.argwhere(selected).tolist() == [[0, 1], [2, 0]]
 
 
@@ -141,14 +141,14 @@ def test_bad_fields_are_named(fields, message):
 
 def test_layers_and_heads_the_model_lacks():
     with pytest.raises(AugmentationError, match="layer 7 does not exist; the model has layers 0-3"):
-        Augmentation(alpha=1, layers=(7,)).selects(4, 4)
+        Augmentation(alpha=1, layers=(7,)).head_mask(4, 4)
     with pytest.raises(AugmentationError, match=r"head \(1, 9\) does not exist.*heads 0-3"):
-        Augmentation(alpha=1, heads=((1, 9),)).selects(4, 4)
+        Augmentation(alpha=1, heads=((1, 9),)).head_mask(4, 4)
 
 
 def test_layers_and_heads_that_select_nothing():
     with pytest.raises(AugmentationError, match="have nothing in common in a model of 4 layers"):
-        Augmentation(alpha=1, layers=(0,), heads=((3, 1),)).selects(4, 4)
+        Augmentation(alpha=1, layers=(0,), heads=((3, 1),)).head_mask(4, 4)
 
 
 def test_malformed_json():
@@ -187,10 +187,10 @@ def test_a_bias_beyond_all_use_is_refused(fields):
         with pytest.raises(
             AugmentationError, match=r"makes a bias of .*; allowed: -10000 to 10000"
         ):
-            rule.within(rule.bias(lengths, 4))
+            rule.check_bias(rule.bias(lengths, 4))
     if fields.get("law") == "scale":
         with pytest.raises(AugmentationError, match="makes a bias of -1e"):
-            rule.within(-rule.bias(lengths, 4))
+            rule.check_bias(-rule.bias(lengths, 4))
     assert np.abs(Augmentation(alpha=300, **fields).bias(lengths, 4)).max() < 1e4
     assert np.isneginf(Augmentation(alpha=1, law="cut").bias(lengths, 4)).all()
 

@@ -5,7 +5,10 @@ import torch
 
 from lapa2_interp import Augmentation, Cell, Layout, augmented, generate, load_run, teacher_forced
 from lapa2_interp._util.errors import AugmentationError, GridError
-from lapa2_interp.bias.recipes import read_recipes, recipe
+from lapa2_interp.bias.recipes import (
+    parse_recipes,
+    recipe,
+)
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_model
 from lapa2_interp.runs.generate import make_cells
@@ -46,14 +49,14 @@ def arms(found):
         (recipe("selective", tokens=(0, 2), heads=((3, 1),)), "selective:tokens=0/2,heads=3.1"),
         (recipe("lapa2", steps=(0, 16)), "lapa2:steps=0:16"),
         (
-            read_recipes("lapa2:tokens=1 +instaboost:M=5.0,layers=top"),
+            parse_recipes("lapa2:tokens=1 +instaboost:M=5.0,layers=top"),
             "lapa2:tokens=1 + instaboost:M=5,layers=top",
         ),
     ],
 )
 def test_a_recipe_has_its_name(given, label):
     assert given.label == label
-    assert read_recipes(label) == given
+    assert parse_recipes(label) == given
     assert cell_of("tiny-gpt2", augmentation=given, **ASKED).arm == label
     assert cell_of("tiny-gpt2", augmentation=label, **ASKED).arm == label
 

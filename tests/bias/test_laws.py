@@ -11,12 +11,12 @@ from conftest import MODEL_CLASSES, generate, load
 
 from lapa2_interp import Augmentation, Layout, augmented
 from lapa2_interp._util.errors import AugmentationError, LayoutError
-from lapa2_interp.attention.cache import open_rows
-from lapa2_interp.attention.hooked import SCORES
-from lapa2_interp.bias.augmentation import CAP
+from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.bias.augmentation import BIAS_CAP
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.theory import shifted_share
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.models.liveness import HOOK_SCORES
 
 GENERATED = [70, 81, 92, 103, 114]
 SPANS = ("prefix", "prefix+bos", ((0, 2), (4, 5)), ("prefix", (1, 3)))
@@ -82,7 +82,7 @@ def reweighted(pattern, keys, rule):
 def expected_logits(model, layout, tokens, rules, only_last=False):
     """Logits of one full pass in which every chosen attention row is reweighted, rule by rule."""
     ids = torch.tensor([[*layout.ids, *tokens]])
-    selected = {rule: rule.selects(model.cfg.n_layers, model.cfg.n_heads) for rule in rules}
+    selected = {rule: rule.head_mask(model.cfg.n_layers, model.cfg.n_heads) for rule in rules}
 
     def edit(scores, hook, layer):
         pattern = scores.softmax(-1)[0]
@@ -96,7 +96,7 @@ def expected_logits(model, layout, tokens, rules, only_last=False):
                         pattern[head, query] = reweighted(pattern[head, query], keys, rule)
         return pattern.log()[None]
 
-    hooks = [(SCORES.format(i), lambda s, hook, i=i: edit(s, hook, i)) for i in range(4)]
+    hooks = [(HOOK_SCORES.format(i), lambda s, hook, i=i: edit(s, hook, i)) for i in range(4)]
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
         return model(ids)[0, len(layout) - 1 :]
 
@@ -150,12 +150,12 @@ def test_without_hooks_the_same(tiny, law):
 def decoded(model, rows, rules, recompute=False):
     """Logits of every step of cached decoding over the given tokens."""
     direct = any(rule.phase == "query" for rule in rules)
-    state = open_rows(model, recompute=recompute, direct=direct)
+    state = new_rows(model, recompute=recompute, direct=direct)
     with torch.no_grad(), augmented(model, [(*rules,)] * len(rows), rows):
         logits = [state.prompt_pass(rows)[:, -1]]
         state.expand(torch.arange(len(rows)), capacity=len(rows[0]) + len(GENERATED))
         for token in GENERATED:
-            logits.append(state.read(torch.full((len(rows), 1), token))[:, -1])
+            logits.append(state.read_tokens(torch.full((len(rows), 1), token))[:, -1])
     return torch.stack(logits, dim=1)
 
 
@@ -200,11 +200,11 @@ def test_rows_of_different_laws_in_one_batch(tiny, model_class, law):
         Augmentation(alpha=0.5),
     ]
     rows = left_pad(layouts)
-    state = open_rows(model)
+    state = new_rows(model)
     with torch.no_grad(), augmented(model, rules, rows):
         state.prompt_pass(rows)
         state.expand(torch.arange(3), capacity=len(rows[0]) + 5)
-        together = state.read(torch.tensor([GENERATED] * 3), keep=5)
+        together = state.read_tokens(torch.tensor([GENERATED] * 3), keep=5)
     for i, (layout, rule) in enumerate(zip(layouts, rules, strict=True)):
         alone = found_logits(model, layout, GENERATED, [rule])
         assert (together[i] - alone[1:]).abs().max() < 1e-9
@@ -359,7 +359,7 @@ def test_shift_in_numbers_and_in_tensors(law):
     extreme = rule.shift(np.array([-np.inf, np.inf, np.nan]), 100, 5)
     assert not np.isnan(extreme).any()
     if rule.reads_scores:
-        assert np.abs(extreme).max() <= CAP
+        assert np.abs(extreme).max() <= BIAS_CAP
         with pytest.raises(AugmentationError, match="depends on the attention on the span"):
             rule.bias(np.array([10]), 5)
 

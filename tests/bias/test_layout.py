@@ -12,9 +12,10 @@ from oracle import oracle_bias
 
 from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import LayoutError
-from lapa2_interp.bias.layout import Layout, explain, left_pad, text_markers
+from lapa2_interp.bias.layout import Layout, left_pad, text_markers
+from lapa2_interp.bias.layout_table import explain_layout
 from lapa2_interp.bias.recipes import recipe
-from lapa2_interp.bias.texts import pieces
+from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.models.load import load_tokenizer
@@ -146,7 +147,7 @@ def test_what_takes_a_tokenizer_takes_its_models_or_says_so():
     asked = ("Very", " lake")
     assert Layout.of(model, *asked) == Layout.of(model.tokenizer, *asked)
     assert text_markers(model) == text_markers(model.tokenizer)
-    assert pieces(model, "a", [5]) == pieces(model.tokenizer, "a", [5])
+    assert token_texts(model, "a", [5]) == token_texts(model.tokenizer, "a", [5])
     for given, message in (
         ("tiny-llama", r"found a str; give load_tokenizer\('tiny-llama'\)"),
         (model.original_model, "found a LlamaForCausalLM; give model.tokenizer"),
@@ -156,7 +157,7 @@ def test_what_takes_a_tokenizer_takes_its_models_or_says_so():
             lambda given=given: Layout.of(given, *asked),
             lambda given=given: Layout.of_chat(given, []),
             lambda given=given: text_markers(given),
-            lambda given=given: pieces(given, "", [1]),
+            lambda given=given: token_texts(given, "", [1]),
         ):
             with pytest.raises(LayoutError, match=f"a tokenizer is needed here, {message}"):
                 call()
@@ -500,7 +501,7 @@ def test_what_a_chat_does_not_have_is_named():
         with pytest.raises(LayoutError, match=problem):
             Layout.of_chat(chat_tokenizer(template), CHAT)
     bare = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(LayoutError, match="nothing stands behind .*add_generation_prompt=True"):
+    with pytest.raises(LayoutError, match="no text follows .*add_generation_prompt=True"):
         Layout.of_chat(chat_tokenizer(bare), CHAT, span="turn:3")
     assert Layout.of_chat(chat_tokenizer(bare), CHAT).n_bos == 0
     with pytest.raises(LayoutError, match="no chat template"):
@@ -512,7 +513,7 @@ def test_a_chat_is_explained_and_traced_whole():
     tokenizer = chat_tokenizer(TEMPLATES["trims"], "tiny-llama")
     found = Layout.of_chat(tokenizer, CHAT, span="phrase:arr\u00e9")
     rule = Augmentation(alpha=0.5, phase="every_query")
-    facts = explain(found, rule, 3)
+    facts = explain_layout(found, rule, 3)
     assert sum(key["boosted"] for key in facts["tokens"]) == found.l_pre
     assert [step["step"] for step in facts["steps"]][-3:] == [0, 1, 2]
     (made,) = continue_chats(model, [found], rule, length=5, samples=3, trace="full")

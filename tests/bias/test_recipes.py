@@ -12,15 +12,15 @@ from conftest import MODEL_CLASSES, cell_of, load
 
 from lapa2_interp import Augmentation, Cell, Layout, augmented
 from lapa2_interp._util.errors import AugmentationError, LayoutError
-from lapa2_interp.attention.bias import Bias
-from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.attention.batch_bias import BatchBias
+from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.bias.augmentation import normalize_augmentations
 from lapa2_interp.bias.layout import left_pad
-from lapa2_interp.bias.recipes import RECIPES, name_of, read_recipes, recipe
+from lapa2_interp.bias.recipes import RECIPES, parse_recipes, recipe, recipe_name
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.registry import assign, for_task, load_task
+from lapa2_interp.methods.registry import assign_augmentations, get_for_task, load_task
 
 GENERATED = [70, 81, 92, 103, 114]
 N_BOS, PREFIX, INPUT = 1, range(1, 7), range(13)
@@ -175,7 +175,7 @@ def test_a_recipe_is_its_papers_formula(text, model_class):
         wanted = FORMULAS[text](scores, layout.counted)
     else:
         wanted = FORMULAS[text](scores)
-    found = pattern_of(model, layout, read_recipes(text), scores)
+    found = pattern_of(model, layout, parse_recipes(text), scores)
     assert (found - wanted).abs().max() < 1e-12
     assert (found - scores.softmax(-1)).abs().max() > 1e-2
 
@@ -197,10 +197,10 @@ def test_spotlight_as_released_takes_one_share_a_pass():
         augmented(model, [rules] * 2, rows),
         model.hooks(fwd_hooks=hooks[1:]),
     ):
-        state = open_rows(model)
+        state = new_rows(model)
         state.prompt_pass(rows)
         state.expand(torch.arange(2), capacity=len(rows[0]) + 2)
-        state.read(torch.tensor([[70], [81]]))
+        state.read_tokens(torch.tensor([[70], [81]]))
     for scores, pattern in zip(seen[::2], seen[1::2], strict=True):
         n_queries = scores.shape[2]
         for row, layout in enumerate(rows):
@@ -216,7 +216,7 @@ def test_spotlight_as_released_takes_one_share_a_pass():
 
 @pytest.mark.parametrize("text", [*FORMULAS, "lapa2:steps=0:2 + instaboost:steps=2:9"])
 def test_recipes_as_text_survive_json_cells_and_manifests(text):
-    rules = read_recipes(text)
+    rules = parse_recipes(text)
     assert tuple(Augmentation.from_json(rule.to_json()) for rule in rules) == rules
     made = cell_of(load("tiny-llama"), "prefix", "sentiment", "positive", ["ab"], rules, length=4)
     again = Cell.model_validate_json(made.model_dump_json())
@@ -247,7 +247,7 @@ def test_several_spans_with_a_bias_each():
     model = load("tiny-llama", "float64")
     layout = Layout.of(model.tokenizer, "Very positive sports:", "The lake")
     one, other = range(4, 9), range(13, 19)  # characters here
-    rules = read_recipes(
+    rules = parse_recipes(
         f"instaboost:M=2,tokens={'/'.join(map(str, one))}"
         f" + instaboost:M=5,tokens={'/'.join(map(str, other))}"
     )
@@ -268,7 +268,7 @@ def test_controls_switched_at_a_step_act_in_their_steps_only(model_class):
         return teacher_forced(model, layout, [GENERATED], [rules])["prefix"].values[0, 0, :, 0]
 
     both = masses(
-        read_recipes(
+        parse_recipes(
             "set-point:tau=0.6,floor=false,steps=0:2 + set-point:tau=0.3,floor=false,steps=2:4"
         )
     )
@@ -276,9 +276,9 @@ def test_controls_switched_at_a_step_act_in_their_steps_only(model_class):
     assert np.abs(both[:2] - 0.6).max() < 1e-6
     assert np.abs(both[2:4] - 0.3).max() < 1e-6
     assert np.abs(both[4] - plain[4]).max() < 1e-6  # of the first layer, which sees no edit before
-    first = masses(read_recipes("lapa2:alpha=3,steps=0:2,phase=decode"))
-    second = masses(read_recipes("instaboost:steps=2:4"))
-    switched = masses(read_recipes("lapa2:alpha=3,steps=0:2,phase=decode + instaboost:steps=2:4"))
+    first = masses(parse_recipes("lapa2:alpha=3,steps=0:2,phase=decode"))
+    second = masses(parse_recipes("instaboost:steps=2:4"))
+    switched = masses(parse_recipes("lapa2:alpha=3,steps=0:2,phase=decode + instaboost:steps=2:4"))
     assert np.abs(switched[:2] - first[:2]).max() < 1e-6
     assert np.abs(switched[2:] - second[2:]).max() < 1e-6
     assert np.abs(first[1] - plain[1]).max() > 1e-3
@@ -298,38 +298,46 @@ def test_controls_switched_at_a_step_act_in_their_steps_only(model_class):
 )
 def test_pro_aug_takes_the_laws_of_the_paper(asked, on_prompt):
     """The raw model has no prefix tokens: those of the prefix become the whole prompt."""
-    rules = read_recipes(asked)
-    method = for_task("air-decoding", load_task("sentiment"))
+    rules = parse_recipes(asked)
+    method = get_for_task("air-decoding", load_task("sentiment"))
     branches = method.branches(load_task("sentiment"), "positive")
     by_name = dict(
-        zip([each.name for each in branches], assign(method, branches, rules), strict=True)
+        zip(
+            [each.name for each in branches],
+            assign_augmentations(method, branches, rules),
+            strict=True,
+        )
     )
     assert by_name["target"] == normalize_augmentations(rules)
     assert by_name["base"] == on_prompt
 
 
 def test_a_prompt_is_not_strengthened_once_for_every_token():
-    branches = for_task("air-decoding", load_task("sentiment")).branches(
+    branches = get_for_task("air-decoding", load_task("sentiment")).branches(
         load_task("sentiment"), "positive"
     )
-    two = read_recipes("lapa2:tokens=1,alpha=1 + lapa2:tokens=2,alpha=0.5")
+    two = parse_recipes("lapa2:tokens=1,alpha=1 + lapa2:tokens=2,alpha=0.5")
     with pytest.raises(AugmentationError, match="pro_aug=false"):
-        assign(methods.get("air-decoding"), branches, two)
-    assert assign(methods.get("air-decoding", pro_aug=False), branches, two)[:2] == (None, two)
-    apart = read_recipes("lapa2:tokens=1,steps=0:4 + lapa2:tokens=2,steps=4:9")
-    assert len(assign(methods.get("air-decoding"), branches, apart)[0]) == 2
+        assign_augmentations(methods.get("air-decoding"), branches, two)
+    assert assign_augmentations(methods.get("air-decoding", pro_aug=False), branches, two)[:2] == (
+        None,
+        two,
+    )
+    apart = parse_recipes("lapa2:tokens=1,steps=0:4 + lapa2:tokens=2,steps=4:9")
+    assert len(assign_augmentations(methods.get("air-decoding"), branches, apart)[0]) == 2
 
 
 def test_names_of_augmentations():
     for name, chosen in RECIPES.items():
         given = {"tokens": (1,), "heads": ((0, 1),)}
         rules = recipe(name, **{key: given[key] for key in chosen.needs})
-        assert name_of(rules) == name
+        assert recipe_name(rules) == name
         assert (
-            name_of(recipe(name, **{key: given[key] for key in chosen.needs}, steps=(0, 4))) == name
+            recipe_name(recipe(name, **{key: given[key] for key in chosen.needs}, steps=(0, 4)))
+            == name
         )
-    assert name_of((Augmentation(alpha=0.123),)) is None
-    assert name_of(read_recipes("lapa2 + instaboost")) is None
+    assert recipe_name((Augmentation(alpha=0.123),)) is None
+    assert recipe_name(parse_recipes("lapa2 + instaboost")) is None
 
 
 def test_every_recipe_says_where_it_is_from():
@@ -340,7 +348,7 @@ def test_every_recipe_says_where_it_is_from():
 
 
 def test_white_space_in_a_recipe_says_nothing():
-    assert read_recipes(" instaboost : M = 5, steps = 0:16 ") == read_recipes(
+    assert parse_recipes(" instaboost : M = 5, steps = 0:16 ") == parse_recipes(
         "instaboost:M=5,steps=0:16"
     )
 
@@ -367,7 +375,7 @@ REFUSED = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_cannot_be_is_refused_by_name(text):
     with pytest.raises(AugmentationError, match=REFUSED[text]):
-        read_recipes(text)
+        parse_recipes(text)
 
 
 @pytest.mark.parametrize(("name", "parameter"), [("instaboost", "M"), ("split-softmax", "k")])
@@ -416,7 +424,7 @@ def test_laws_that_read_the_scores_may_share_a_row_where_they_do_not_meet():
     model = load("tiny-llama", "float64")
     layout, scores = branch(model), random_scores(model)
     both = "split-softmax:heads=0.1 + spotlight-per-head:heads=0.3"
-    found = pattern_of(model, layout, read_recipes(both), scores)
+    found = pattern_of(model, layout, parse_recipes(both), scores)
     for head, formula in enumerate(
         [torch.softmax, split_softmax, torch.softmax, spotlight_per_head]
     ):
@@ -424,7 +432,7 @@ def test_laws_that_read_the_scores_may_share_a_row_where_they_do_not_meet():
         assert (found[head] - wanted[head]).abs().max() < 1e-12
     with (
         pytest.raises(AugmentationError, match="other steps or heads"),
-        augmented(model, [read_recipes("split-softmax + spotlight-per-head")], layout),
+        augmented(model, [parse_recipes("split-softmax + spotlight-per-head")], layout),
     ):
         pytest.fail("entered")
 
@@ -435,7 +443,7 @@ def test_beyond_two_thousand_tokens(text):
     layout = branch(load("tiny-llama"))
     n = 2101
     scores = torch.randn(1, 4, 1, n, generator=torch.Generator().manual_seed(0)).double()
-    bias = Bias([read_recipes(text)], [layout], (2, 4))
+    bias = BatchBias([parse_recipes(text)], [layout], (2, 4))
     found = bias.add(1, scores, first=n - 1).softmax(-1)[0, :, 0]
     before = scores.softmax(-1)[0, :, 0]
     share, after = before[:, [*PREFIX]].sum(-1), found[:, [*PREFIX]].sum(-1)

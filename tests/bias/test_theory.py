@@ -6,13 +6,13 @@ import pytest
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.theory import (
     augmented_share,
-    exponent,
     fit_decay,
+    fit_slopes,
+    local_exponent,
     log_odds,
     prefix_share,
     ratio_bound,
     shifted_share,
-    slopes,
 )
 
 
@@ -96,11 +96,11 @@ def test_the_exponent_is_the_derivative(alpha, l_pre):
     for l in (l_pre * 1.5, 64.0, 1e4, 1e7):
         h = 1e-5
         both = np.log(augmented_share(np.array([l * (1 - h), l * (1 + h)]), l_pre, alpha))
-        assert exponent(l, l_pre, alpha) == pytest.approx(
+        assert local_exponent(l, l_pre, alpha) == pytest.approx(
             (both[1] - both[0]) / np.log((1 + h) / (1 - h)), abs=1e-5
         )
-    assert exponent(float(l_pre), l_pre, alpha) == -1
-    assert exponent(1e30, l_pre, alpha) == pytest.approx(min(alpha - 1, 0), abs=1e-3)
+    assert local_exponent(float(l_pre), l_pre, alpha) == -1
+    assert local_exponent(1e30, l_pre, alpha) == pytest.approx(min(alpha - 1, 0), abs=1e-3)
 
 
 def test_closed_forms_are_stable_far_out():
@@ -156,12 +156,12 @@ def test_other_laws_under_uniform_logits(law):
 def test_slopes_by_hand():
     x = np.array([0.0, 1, 2, 3])
     y = np.stack([2 * x + 1, -x, [0, 1, np.inf, 3]])
-    assert slopes(x, y) == pytest.approx([2, -1, np.nan], nan_ok=True)
-    assert slopes(np.stack([x, 2 * x, x]), y) == pytest.approx([2, -0.5, np.nan], nan_ok=True)
+    assert fit_slopes(x, y) == pytest.approx([2, -1, np.nan], nan_ok=True)
+    assert fit_slopes(np.stack([x, 2 * x, x]), y) == pytest.approx([2, -0.5, np.nan], nan_ok=True)
     with pytest.raises(ValueError, match="at least 3 steps, found 2"):
-        slopes(x[:2], y[:, :2])
+        fit_slopes(x[:2], y[:, :2])
     with pytest.raises(ValueError, match="different lengths, found 4 times 1"):
-        slopes(np.ones(4), y)
+        fit_slopes(np.ones(4), y)
 
 
 def test_log_odds():

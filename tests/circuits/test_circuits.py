@@ -27,7 +27,7 @@ from lapa2_interp.circuits.result_store import ResultStore
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
 from lapa2_interp.circuits.units import Unit, all_heads, load_heads, save_heads
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, planted
+from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE
 from lapa2_interp.tasks.task import Task
 
 PAIR = {"plus": "ab cd:", "minus": "xy zw:"}

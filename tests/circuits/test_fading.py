@@ -1,4 +1,4 @@
-"""Why control fades, on planted models: closed forms, a twin that does not fade by mass, and
+"""Why control fades, on answer_key models: closed forms, a twin that does not fade by mass, and
 passes that must change nothing."""
 
 import math
@@ -22,14 +22,14 @@ from lapa2_interp.circuits.fading import (
     measure_fading,
 )
 from lapa2_interp.circuits.metrics import METRICS
-from lapa2_interp.models.planted import planted
+from lapa2_interp.models.planted import answer_key
 from tests.conftest import load
 
 TOKENS = 4
 
 
 def found_of(name="planted", filler=(8, 64, 200), **settings):
-    key = planted(name)
+    key = answer_key(name)
     heads = {role: (key.heads[role],) for role in ("carrier", "decoy") if role in key.heads}
     return measure_fading(
         load(name), "sentiment", filler=filler, tokens=TOKENS, heads=heads, **settings
@@ -54,7 +54,7 @@ def mean_control(key, example, filler, weight=None):
 
 def test_near_far_and_held_are_the_closed_forms(planted_fading):
     """The carrier's attention is E / (E + l - 1), so its log-odds fall as -log(l - n)."""
-    key, found, n = planted("planted"), planted_fading, 3
+    key, found, n = answer_key("planted"), planted_fading, 3
     for i, example in enumerate(found.contrast_set.examples):
         assert found.near[i] == pytest.approx(mean_control(key, example, NEAR), abs=2e-3)
         for filler in (8, 64, 200):

@@ -1,4 +1,4 @@
-"""Gradients of the control score: against finite differences, exact knock-outs and the planted
+"""Gradients of the control score: against finite differences, exact knock-outs and the answer_key
 closed form."""
 
 import math
@@ -12,7 +12,6 @@ from test_circuits import contrast_set, examples_of, planted_contrast_set, words
 
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp._util.errors import CircuitError, ModelError
-from lapa2_interp.attention.hooked import PATTERN, SCORES
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits import gradients as module
 from lapa2_interp.circuits import prefilter
@@ -24,7 +23,7 @@ from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import lex
 from lapa2_interp.circuits.prefilter import PrefilterRecall, prefilter_recall, prefiltered_knock_out
 from lapa2_interp.circuits.units import Unit, all_heads
-from lapa2_interp.models.planted import planted
+from lapa2_interp.models.planted import answer_key
 
 TWO = ("lex", "js")
 AT_THE_END = {"last": lambda found: lex(found)[:, -1:]}
@@ -159,7 +158,11 @@ def by_hand(model, example):
             state[hook.name] = tensor
             return tensor
 
-        points = [form.format(i) for i in range(model.cfg.n_layers) for form in (SCORES, PATTERN)]
+        points = [
+            form.format(i)
+            for i in range(model.cfg.n_layers)
+            for form in (HOOK_SCORES, HOOK_PATTERN)
+        ]
         with model.hooks(fwd_hooks=[(point, keep) for point in points]):
             ids = torch.tensor([[*layout.ids, *example.text[:-1]]])
             logits.append(model(ids)[0, len(layout) - 1 :].log_softmax(-1))
@@ -169,11 +172,11 @@ def by_hand(model, example):
         sign * (each[:, plus].logsumexp(1) - each[:, minus].logsumexp(1)).mean()
         for sign, each in zip((1, -1), logits, strict=True)
     )
-    patterns = [state[PATTERN.format(i)] for state in kept for i in range(model.cfg.n_layers)]
+    patterns = [state[HOOK_PATTERN.format(i)] for state in kept for i in range(model.cfg.n_layers)]
     gradients = iter(torch.autograd.grad(d, patterns))
     return [
         [
-            (state[SCORES.format(i)][0], state[PATTERN.format(i)][0], next(gradients)[0])
+            (state[HOOK_SCORES.format(i)][0], state[HOOK_PATTERN.format(i)][0], next(gradients)[0])
             for i in range(model.cfg.n_layers)
         ]
         for state in kept
@@ -293,7 +296,7 @@ def test_equal_prefixes_have_no_gradient_of_js_and_no_nan(tiny):
     assert np.abs(found.cut_hats).max() < 1e-6
 
 
-# --- the planted answer
+# --- the answer_key answer
 
 
 def nudge(key, role, asked, b):
@@ -321,7 +324,7 @@ def nudge(key, role, asked, b):
     ],
 )
 def test_planted_slopes_and_integrals_are_the_closed_form(name, n):
-    model, key = load(name), planted(name)
+    model, key = load(name), answer_key(name)
     asked = planted_contrast_set(model, name, n, prompts=("The lake", "Once upon a time"))
     found = attribution(model, asked, metric="lex")
     slopes = found.slopes.sum(3)
@@ -345,7 +348,7 @@ def test_planted_slopes_and_integrals_are_the_closed_form(name, n):
 
 def test_five_nodes_are_enough_in_the_planted_model_where_they_are_well_placed(monkeypatch):
     """Even steps of alpha, which are the nodes for a share of 0, miss more than a tenth of the relay."""
-    model, key = load("planted"), planted("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(model, "planted", 24)
     heads = tuple(key.heads.values())
     exact = knock_out(
@@ -364,7 +367,7 @@ def test_five_nodes_are_enough_in_the_planted_model_where_they_are_well_placed(m
 def test_the_cut_hat_of_heads_that_write_on_u_is_the_closed_form():
     """What they write falls from gain * A to 0 along the tangent of D in x."""
     name, n = "planted", 64
-    model, key = load(name), planted(name)
+    model, key = load(name), answer_key(name)
     asked = planted_contrast_set(model, name, n + 1, prompts=("The lake",))
     found = attribution(model, asked, metric=AT_THE_END).cut_hats[0]
     l = len(asked.examples[0].layouts[0]) + n
@@ -380,7 +383,7 @@ def test_the_planted_order_is_found_and_the_relay_underestimated(name):
     """At the ninth step. Later the relay's cut_hat has the wrong sign: where the carrier writes
     less, all that the relay leaves is needed, and a little less of it would help. So the order is
     good for a prefilter and no more."""
-    model, key = load(name), planted(name)
+    model, key = load(name), answer_key(name)
     asked = planted_contrast_set(model, name, 9)
     found = attribution(model, asked, metric=AT_THE_END)
     exact = knock_out(model, asked, metric=AT_THE_END, other_metrics=())
@@ -435,7 +438,7 @@ def test_recall_is_its_definition():
 
 
 def test_a_prefilter_that_is_wrong_is_seen_by_recall():
-    model, key = load("planted"), planted("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(model, "planted", 64)
     found = attribution(model, asked, metric="lex")
     exact = knock_out(model, asked, metric="lex", other_metrics=())
@@ -497,7 +500,7 @@ def test_the_draw_depends_on_the_seed_alone(monkeypatch):
 
 def test_a_table_a_map_a_drawing():
     model = load("planted")
-    key = planted("planted")
+    key = answer_key("planted")
     found = attribution(
         model, "sentiment", metric="lex", prompts=["The lake", "The book", "The city"], tokens=4
     )

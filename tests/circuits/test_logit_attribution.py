@@ -1,4 +1,4 @@
-"""Direct logit attribution: everything sums, and the planted heads write what they should."""
+"""Direct logit attribution: everything sums, and the answer_key heads write what they should."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,11 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.logit_attribution import OTHERS, PARTS, head_logit_attribution
-from lapa2_interp.models.planted import NEGATIVE, POSITIVE, planted
+from lapa2_interp.models.planted import (
+    NEGATIVE,
+    POSITIVE,
+    answer_key,
+)
 
 
 def gap(found):
@@ -77,7 +81,7 @@ def test_a_head_is_its_output_through_the_frozen_norm(tiny):
 
 @pytest.mark.parametrize("name", ["planted", "planted-gpt2:2"])
 def test_planted_heads_write_what_the_key_says(name):
-    model, key = load(name), planted(name)
+    model, key = load(name), answer_key(name)
     asked = planted_contrast_set(model, name, 24)
     found = head_logit_attribution(model, asked)
     assert gap(found) < 1e-4

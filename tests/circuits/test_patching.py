@@ -1,4 +1,4 @@
-"""Activation patching: what must be complete, what must be nothing, the planted answer, and another
+"""Activation patching: what must be complete, what must be nothing, the answer_key answer, and another
 implementation."""
 
 from dataclasses import replace
@@ -17,7 +17,13 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample, attribute_words
 from lapa2_interp.circuits.patch_nodes import HOOKS, NODES, PREFIX_NODES
 from lapa2_interp.circuits.patching import patch
-from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, WIDTH, planted
+from lapa2_interp.models.planted import (
+    FILLERS,
+    NEGATIVE,
+    POSITIVE,
+    WIDTH,
+    answer_key,
+)
 
 PAIR = {"plus": "ab cd:", "minus": "xy zw:"}
 SENTIMENT = {"positive": "Very positive:", "negative": "Very negative:"}
@@ -217,7 +223,7 @@ def test_a_plain_transformers_model_the_same(tiny, node):
     assert np.abs(one.effects["denoise"] - other.effects["denoise"]).max() < 1e-5
 
 
-# --- the planted answer
+# --- the answer_key answer
 
 
 def flipped(key, role, example, step):
@@ -247,7 +253,7 @@ def expected_flips(key, role, asked):
 @pytest.mark.parametrize("name", ["planted", "planted:4", "planted-gpt2:2"])
 def test_planted_cells_are_the_closed_form(name):
     """Keys are the same behind both prefixes; values carry the sign."""
-    model, key = load(name), planted(name)
+    model, key = load(name), answer_key(name)
     asked = planted_contrast_set(model)
     cells, edges = patch(model, asked), patch(model, asked, "prefix_to_head", parts=("k", "v"))
     for found, column in ((cells, 2), (edges, 1)):
@@ -275,7 +281,7 @@ def test_planted_cells_are_the_closed_form(name):
 def test_edges_of_a_linear_reader_add_up():
     """Measured by what is written on the words' direction, which heads add to, the edges' shares
     sum to 1."""
-    model, key = load("planted"), planted("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(model)
     plus, minus = map(list, asked.words)
 
@@ -303,7 +309,7 @@ def test_edges_of_a_group_are_its_cell():
 def test_what_suffices_is_not_what_is_needed():
     """Against a prefix that says nothing: alone the carrier does nearly everything, and without it
     the relay still does much."""
-    model, key = load("planted"), planted("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(
         model, prefixes={"positive": "Very positive:", "none": "Very the:"}
     )
@@ -490,7 +496,7 @@ def test_batches_and_order_change_nothing(node):
 
 
 def test_sets_are_patched_together():
-    model, key = load("planted"), planted("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(model)
     both = [key.heads["carrier"], key.heads["relay"]]
     found = patch(model, asked, "z", together={"both": both, "carrier": both[:1]})
@@ -570,7 +576,7 @@ def test_slots_are_parts_of_the_text():
 
 
 def test_a_task_by_name():
-    model, key = load("planted"), planted("planted")
+    model, key = load("planted"), answer_key("planted")
     found = patch(
         model, "sentiment", prompts=["The lake", "The book"], tokens=4, samples=2, parts=("v",)
     )

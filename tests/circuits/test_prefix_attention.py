@@ -12,7 +12,7 @@ from lapa2_interp.circuits.prefix_attention import (
     prefix_attention_by_head,
 )
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.models.planted import planted
+from lapa2_interp.models.planted import answer_key
 from tests.conftest import load
 
 ARMS = {
@@ -67,7 +67,7 @@ def test_mass_rises_with_alpha_and_is_hit(arm, contrast_set):
 
 def test_equal_mass_is_unequal_alpha():
     """One head of many needs a larger alpha for what all heads do with little."""
-    model, heads = load("planted"), (planted("planted").heads["carrier"],)
+    model, heads = load("planted"), (answer_key("planted").heads["carrier"],)
     contrast_set = ContrastSet.of(model, "sentiment", prompts=["The lake", "The road"], tokens=6)
     few = Augmentation(alpha=1, heads=heads)
     wanted = mean_prefix_attention(model, contrast_set, few)

@@ -13,8 +13,8 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.metrics import METRICS, Predictions
 from lapa2_interp.circuits.pro_aug import prompt_slope
 from lapa2_interp.circuits.selection import Selection, select
-from lapa2_interp.methods.base import Branch, Prepared, Start
-from lapa2_interp.methods.registry import for_task, get, load_task
+from lapa2_interp.methods.base import BatchStart, Branch, Prepared
+from lapa2_interp.methods.registry import get, get_for_task, load_task
 from tests.conftest import load
 
 PROMPTS = load_task("sentiment").prompts.texts[:8]
@@ -42,7 +42,7 @@ def control_of(method, branches, outputs, text, n_prompt):
     for of_attribute in branches:
         rows = {branch.name: outputs[branch.prefix] for branch in of_attribute}
         told = {name: likely for name, (_, likely) in rows.items()}
-        state = method.begin(Start((Prepared(),), told, torch.tensor([n_prompt])))
+        state = method.begin(BatchStart((Prepared(),), told, torch.tensor([n_prompt])))
         weights = []
         for t, token in enumerate(text):
             log_probs = {name: each[:, t].clone() for name, (each, _) in rows.items()}
@@ -64,7 +64,7 @@ def test_the_slope_is_a_finite_difference_of_the_control(method):
         "arithmetic": {"formula": "base + 2 * (target - opponents)"},
         "gedi": {"filter_p": 0.0},  # a token that the filter lets in would be a jump
     }
-    chosen = for_task(method, load_task("sentiment"), **settings.get(method, {}))
+    chosen = get_for_task(method, load_task("sentiment"), **settings.get(method, {}))
     heads, text, h = ((0, 1), (1, 0)), ids(model, " tree and"), 0.03
     found = prompt_slope(
         model,

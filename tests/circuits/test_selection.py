@@ -15,7 +15,7 @@ from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.selection import Selection, choose_units, select, sufficient_tokens
 from lapa2_interp.cli.app import main
-from lapa2_interp.models.planted import planted
+from lapa2_interp.models.planted import answer_key
 from tests.conftest import load
 
 ATTRIBUTE = 1
@@ -37,7 +37,7 @@ def chosen(contrast_set):
 def test_the_planted_circuit_is_chosen(chosen):
     """By what is lost: carrier and relay. The reader sees the prompt, decoy and idle heads write
     nothing, the suppressor works against the prefix."""
-    key = planted("planted").heads
+    key = answer_key("planted").heads
     assert chosen.heads == (key["carrier"], key["relay"])
     assert key["suppressor"] in chosen.suppressors
     assert not {key["decoy"], *chosen.heads} & set(chosen.suppressors)
@@ -71,7 +71,7 @@ def test_other_scores(score, contrast_set):
 
 
 def test_an_augmentation_of_a_selection(chosen, tmp_path):
-    key = planted("planted").heads
+    key = answer_key("planted").heads
     law = chosen.augmentation(0.25, law="log")
     assert (law.alpha, law.heads, law.span) == (0.25, chosen.heads, ("prefix", (ATTRIBUTE,)))
     with pytest.raises(AugmentationError, match=r"gives the heads itself; found heads=\("):
@@ -128,7 +128,7 @@ def test_random_labels_select_next_to_nothing(contrast_set):
     found = knock_out(load("planted"), contrast_set, metric="lex", other_metrics=())
     effects = contrast_set.by_prompt(found.effects)
     rng, carrier = np.random.default_rng(0), 0
-    at = found.units.index(next(u for u in found.units if u.heads == (planted("planted").heads["carrier"],)))  # fmt: skip
+    at = found.units.index(next(u for u in found.units if u.heads == (answer_key("planted").heads["carrier"],)))  # fmt: skip
     for _ in range(200):
         signs = rng.choice([-1.0, 1.0], (len(effects), 1))
         carrier += at in choose_units(signs * effects, 8)[0]
@@ -213,7 +213,7 @@ def test_damaged_files(chosen, tmp_path):
 
 def test_the_commands(tmp_path, capsys):
     """The card that one command writes is read by the other; the page says what it found."""
-    key, card, out = planted("planted").heads, tmp_path / "card.json", tmp_path / "fading"
+    key, card, out = answer_key("planted").heads, tmp_path / "card.json", tmp_path / "fading"
     line = "select planted --metric lex --by slope --heads 1 --positions auto --tokens 8 --out"
     assert main([*line.split(), str(card)]) == 0
     layer, head = key["carrier"]

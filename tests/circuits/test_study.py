@@ -16,7 +16,7 @@ from lapa2_interp.circuits.study import run_study
 from lapa2_interp.circuits.units import load_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.planted import planted
+from lapa2_interp.models.planted import answer_key
 from lapa2_interp.tasks.task import Attribute
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_command_finds_the_planted_circuit(folder):
-    key = planted("planted")
+    key = answer_key("planted")
     assert load_heads(folder / "heads.json") == (key.heads["carrier"], key.heads["relay"])
     circuit = json.loads((folder / "circuit.json").read_text())
     lost = {edge["to"]: edge["lost"] for edge in circuit["edges"] if edge["from"] == "prefix"}
@@ -58,7 +58,7 @@ def test_the_command_finds_the_planted_circuit(folder):
 
 def test_the_page_answers_in_words(folder, capsys):
     page = (folder / "report.html").read_text("utf-8")
-    key = planted("planted")
+    key = answer_key("planted")
     first, second = (".".join(map(str, key.heads[role])) for role in ("carrier", "relay"))
     assert (
         f"2 heads of 8 carry control (family-wise p &lt; .05), the largest first: {first}, {second}."
@@ -142,7 +142,7 @@ def test_a_study_of_another_precision_says_so(folder):
 
 
 def test_few_prompts_make_no_claim(tmp_path, capsys):
-    key = planted("planted")
+    key = answer_key("planted")
     names = {role: f"{layer}.{head}" for role, (layer, head) in key.heads.items()}
     arguments = ["circuits", "planted", "--out", str(tmp_path / "few"), "--tokens", "4"]
     assert main([*arguments, "--prompt", "The lake"]) == 0

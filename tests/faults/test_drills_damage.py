@@ -264,7 +264,7 @@ def test_a_trained_scorer(tmp_path, kind, ending, record_property):
 
 def test_the_converted_model(tmp_path, record_property):
     """A damaged file of the cached SmolLM2 is seen; here small files stand for it."""
-    from lapa2_interp.models.smollm2 import _damage, _write_seal
+    from lapa2_interp.models.smollm2 import _find_damage, _write_seal
 
     count, rng = Count(), random.Random(4)
     for name in ("model.safetensors", "config.json"):
@@ -274,12 +274,12 @@ def test_the_converted_model(tmp_path, record_property):
         whole = (tmp_path / name).read_bytes()
         for done, data in ways(whole, rng):
             (tmp_path / name).write_bytes(data)
-            seen = _damage(tmp_path) is not None
+            seen = _find_damage(tmp_path) is not None
             assert seen or name == "seal.json", (name, done)
             count.anew += seen
             count.same += not seen
             (tmp_path / name).write_bytes(whole)
-    assert _damage(tmp_path) is None
+    assert _find_damage(tmp_path) is None
     count.record(record_property, "the converted SmolLM2")
 
 

@@ -34,7 +34,7 @@ from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.methods.registry import for_task, load_task
+from lapa2_interp.methods.registry import load_task
 from lapa2_interp.report import view
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
@@ -307,7 +307,7 @@ def test_a_task_file_imports_no_code_that_it_names(tmp_path, code):
     file.write_text(f'{TASK}\n[methods."{code}:Own"]\nparameters = {{}}\n')
     assert load_task(str(file)).attributes
     assert not (tmp_path / "ran").exists()
-    assert for_task(f"{code}:Own", load_task(str(file))).alpha == 0.5, "named in the call"
+    assert get_for_task(f"{code}:Own", load_task(str(file))).alpha == 0.5, "named in the call"
     assert (tmp_path / "ran").exists()
 
 
@@ -321,7 +321,7 @@ def test_a_text_for_a_method_of_ones_own_is_checked_when_it_is_used(tmp_path, co
     )
     task = load_task(str(file))
     with pytest.raises(TaskError, match="did you mean 'prefix'"):
-        for_task(f"{code}:Own", task)
+        get_for_task(f"{code}:Own", task)
 
 
 def test_a_grid_imports_code_only_where_it_is_allowed(tmp_path, code, capsys, monkeypatch):

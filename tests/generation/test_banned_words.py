@@ -9,7 +9,7 @@ from conftest import cell_of, generate, load, soft_set
 
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.generation import loop
-from lapa2_interp.generation.banned_words import BannedWords, token_texts
+from lapa2_interp.generation.banned_words import BannedWords, vocabulary_texts
 from lapa2_interp.generation.cell import CELL
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import load_task
@@ -60,7 +60,7 @@ BEFORE = ["The lake", "It is posit", "It is POSITIV", "unposit", "ver", "Positiv
 def test_a_token_is_barred_where_the_text_would_say_a_word_with_it(name):
     """By reading every text again that a token of a real tokenizer could make."""
     tokenizer = load_tokenizer(name)
-    texts = token_texts(tokenizer)
+    texts = vocabulary_texts(tokenizer)
     log_weights = torch.zeros(len(BEFORE), len(texts) + 3)
     kept = BannedWords(tokenizer, WORDS, BEFORE).refuse(log_weights) == 0
     word = re.compile(r"\b(very|positive)\b", re.IGNORECASE)
@@ -96,7 +96,7 @@ def test_the_draw_is_that_of_the_other_tokens_with_the_same_numbers():
     log_weights = torch.randn(2000, len(tokenizer), generator=rng)[:1].repeat(2000, 1)
     banned = BannedWords(tokenizer, ("e",), [" "] * 2000)
     ids = banned.tokens("")
-    assert sorted(token_texts(tokenizer)[i] for i in ids.tolist()) == ["E", "e"]
+    assert sorted(vocabulary_texts(tokenizer)[i] for i in ids.tolist()) == ["E", "e"]
     numbers = torch.from_numpy(uniforms(1, "x", 0, 2000))
     drawn = draw(banned.refuse(log_weights), numbers, top_k=len(tokenizer))
     assert not torch.isin(drawn, ids).any()

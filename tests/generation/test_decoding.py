@@ -18,15 +18,16 @@ from lapa2_interp._util.errors import (
     ModelError,
     TaskError,
 )
-from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.bias.layout import Layout, left_pad, text_markers
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.base import Branch, Soft
-from lapa2_interp.methods.registry import assign
+from lapa2_interp.methods.base import (
+    Branch,
+)
 from lapa2_interp.models.load import load_model, load_transformers
-from lapa2_interp.prefixes.soft_prefix import load_prefix
+from lapa2_interp.prefixes.soft_prefix import SoftPrefixName, load_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")
@@ -61,13 +62,13 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, phase, pro
     )
     augmentation = Augmentation(alpha=0.7, profile=profile, phase=phase, law=law)
     augmentations = [augmentation, augmentation, augmentation, None]
-    state = open_rows(model)
+    state = new_rows(model)
     with torch.no_grad():
         with augmented(model, augmentations, rows):
             logits = [state.prompt_pass(rows)[:, -1]]
         state.expand(torch.arange(4), capacity=len(rows[0]) + len(GENERATED))
         with augmented(model, augmentations, rows):
-            logits += [state.read(torch.full((4, 1), token))[:, -1] for token in GENERATED]
+            logits += [state.read_tokens(torch.full((4, 1), token))[:, -1] for token in GENERATED]
     found = torch.stack(logits, dim=1)
     for row, each in enumerate(rows):
         expected, _ = oracle_logits(model, each, GENERATED, augmentations[row])
@@ -82,11 +83,11 @@ def test_every_query_can_be_augmented_in_the_prompt_pass_too(tiny, model_class):
         [Layout.of(model.tokenizer, "ab cd:", "efg hi"), Layout.of(model.tokenizer, "a:", "b")]
     )
     augmentation = Augmentation(alpha=0.7, phase="all_queries")
-    state = open_rows(model)
+    state = new_rows(model)
     with torch.no_grad(), augmented(model, augmentation, rows):
         logits = [state.prompt_pass(rows)[:, -1]]
         state.expand(torch.arange(2), capacity=len(rows[0]) + len(GENERATED))
-        logits += [state.read(torch.full((2, 1), token))[:, -1] for token in GENERATED]
+        logits += [state.read_tokens(torch.full((2, 1), token))[:, -1] for token in GENERATED]
     for row, each in enumerate(rows):
         expected, _ = oracle_logits(model, each, GENERATED, augmentation)
         assert (torch.stack(logits, dim=1)[row] - expected).abs().max() < 1e-7
@@ -373,10 +374,12 @@ def test_every_methods_texts_follow_from_separate_branches(
     by step."""
     model, task = load("tiny-gpt2", "float64"), load_task(task)
     method, augmentation = (
-        methods.for_task(name, task, **parameters),
+        methods.get_for_task(name, task, **parameters),
         Augmentation(alpha=0.8, profile=profile),
     )
-    if any(isinstance(branch.prefix, Soft) for branch in method.branches(task, attribute)):
+    if any(
+        isinstance(branch.prefix, SoftPrefixName) for branch in method.branches(task, attribute)
+    ):
         method = dataclasses.replace(method, prefixes=soft_set(tmp_path, model, task))
     prompts = ["The lake", "In summary, a"]
     found = made(
@@ -385,10 +388,12 @@ def test_every_methods_texts_follow_from_separate_branches(
     branches = method.branches(task, attribute)
     for sample in found.samples.itertuples():
         log_probs, state = {}, None
-        for branch, assigned in zip(branches, assign(method, branches, augmentation), strict=True):
+        for branch, assigned in zip(
+            branches, assign_augmentations(method, branches, augmentation), strict=True
+        ):
             soft = (
                 load_prefix(tmp_path, branch.prefix.attribute)
-                if isinstance(branch.prefix, Soft)
+                if isinstance(branch.prefix, SoftPrefixName)
                 else None
             )
             text, slots = (branch.prefix, 0) if soft is None else (None, len(soft))

@@ -11,14 +11,14 @@ from test_methods import TOKENS, as_logs, distributions, normalised, run, unit
 
 from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import MethodError
-from lapa2_interp.attention.cache import open_rows, prompt_log_likelihood
+from lapa2_interp.attention.cache import new_rows, prompt_log_likelihood
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.generation import loop
 from lapa2_interp.generation.plan import plan
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.base import Start, nucleus
+from lapa2_interp.methods.base import BatchStart, nucleus
 from lapa2_interp.models.card import model_card
 from lapa2_interp.runs.method_context import ModelContext
 
@@ -120,7 +120,7 @@ def test_gedi_over_three_steps(classes, parameters, with_prompt):
     start = {"base": torch.zeros(2)} | {
         c: torch.tensor(each, dtype=torch.float64) for c, each in before.items()
     }
-    state = method.begin(Start([], start if with_prompt else None, torch.tensor([4, 2])))
+    state = method.begin(BatchStart([], start if with_prompt else None, torch.tensor([4, 2])))
     tokens, dropped = [3, 3, 1], set()
     for t, p in enumerate(steps):
         log_probs = as_logs(p)
@@ -189,7 +189,9 @@ def test_rsa_control_over_three_steps(classes, rationality, adjustment):
     likelihood = {
         c: torch.tensor([-1.0 - i, -4.0 + i], dtype=torch.float64) for i, c in enumerate(classes)
     }
-    state = method.begin(Start([], {"base": torch.zeros(2)} | likelihood, torch.tensor([4, 2])))
+    state = method.begin(
+        BatchStart([], {"base": torch.zeros(2)} | likelihood, torch.tensor([4, 2]))
+    )
     seen = []
     for sample in range(2):
         weights = {c: math.exp(each[sample]) for c, each in likelihood.items()}
@@ -458,15 +460,17 @@ def test_the_prompts_log_likelihood(tiny, model_class):
     with torch.no_grad():
         keep = 1 + max(each.l_pro for each in rows)
         found = prompt_log_likelihood(
-            open_rows(model).prompt_pass(left_pad(rows), given, keep), rows
+            new_rows(model).prompt_pass(left_pad(rows), given, keep), rows
         )
         for row, (each, soft) in enumerate(zip(rows, given, strict=True)):
-            state = open_rows(model)
+            state = new_rows(model)
             first = len(each.ids) - each.l_pro
             shorter = layout_of(each, first)
             logits = [state.prompt_pass([shorter], [soft])[:, -1]]
             state.expand(torch.tensor([0]), capacity=len(each))
-            logits += [state.read(torch.tensor([[token]]))[:, -1] for token in each.ids[first:-1]]
+            logits += [
+                state.read_tokens(torch.tensor([[token]]))[:, -1] for token in each.ids[first:-1]
+            ]
             expected = sum(
                 float(z.log_softmax(1)[0, token])
                 for z, token in zip(logits, each.ids[first:], strict=True)
@@ -514,7 +518,7 @@ def test_methods_that_read_the_prompt_are_given_it(name, monkeypatch):
         with torch.no_grad():
             alone = [
                 prompt_log_likelihood(
-                    open_rows(model).prompt_pass([row], None, row.l_pro + 1), [row]
+                    new_rows(model).prompt_pass([row], None, row.l_pro + 1), [row]
                 )[0]
                 for row in rows
             ]
@@ -542,7 +546,7 @@ CELLS = [("sentiment", "negative"), ("topic", "sports"), ("detox", "nontoxic")]
 )
 def test_every_decoder_generates_with_and_without_lapa2(name, task, attribute, model, length):
     task = load_task(task)
-    model, method = load(model), methods.for_task(name, task)
+    model, method = load(model), methods.get_for_task(name, task)
     texts = {}
     for alpha in (0.0, method.alpha):
         settings = {"augmentation": Augmentation(alpha=alpha), "length": length, "trace": "pooled"}

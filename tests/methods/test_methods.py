@@ -9,14 +9,13 @@ import torch
 from conftest import generate, load, real_once, soft_set
 
 from lapa2_interp import Augmentation
-from lapa2_interp._util.errors import MethodError, TaskError
+from lapa2_interp._util.errors import MethodError
 from lapa2_interp.generation.loop import EmptyGenerationError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.sampling import draw
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import FLOOR
-from lapa2_interp.methods.registry import assign
 from lapa2_interp.models import model_card
 from lapa2_interp.tasks.task import MethodSettings
 
@@ -379,122 +378,6 @@ def test_stacked_samples_equal_single_ones():
             assert np.array_equal(np.array(run(method, alone))[:, 0], together[:, sample])
 
 
-def test_the_papers_parameters():
-    alphas = {name: method.alpha for name, method in methods.registry().items() if method.of_paper}
-    assert alphas == {
-        "none": 0.0, "prefix": 0.5, "con-prefix": 0.5, "air-decoding": 0.5, "negprompt": 1.0, "preadd": 2.0, "palette": 2.0,
-        "freectrl": 0.0, "datg": 0.0,
-    }  # fmt: skip
-    omegas = {
-        name: methods.for_task("air-decoding", load_task(name)).omega
-        for name in ("sentiment", "topic", "detox")
-    }
-    assert omegas == {"sentiment": 140, "topic": 60, "detox": 120}
-    assert methods.for_task("preadd", load_task("detox")).lam == -1
-    assert methods.for_task("preadd", load_task("detox"), lam="-2").lam == -2
-
-
-def test_pro_aug_defaults():
-    on = {
-        (name, task): methods.for_task(name, load_task(task)).pro_aug
-        for name in ("air-decoding", "preadd", "palette", "con-prefix")
-        for task in ("sentiment", "topic", "detox")
-    }
-    assert {key for key, value in on.items() if value} == {
-        ("air-decoding", "sentiment"),
-        ("air-decoding", "topic"),
-    }
-
-
-def test_pre_aug_and_pro_aug_reach_their_branches():
-    augmentation, task = Augmentation(alpha=0.5), load_task("sentiment")
-    for pro_aug in (True, False):
-        method = methods.get("air-decoding", pro_aug=pro_aug)
-        branches = method.branches(task, "positive")
-        assert [branch.name for branch in branches] == ["base", "target", "negative"]
-        expected = (augmentation if pro_aug else None, augmentation, augmentation)
-        assert assign(method, branches, augmentation) == expected
-    explicit = Augmentation(alpha=0.5, span=((1, 3),))
-    on_base = assign(methods.get("air-decoding"), branches, explicit)[0]
-    assert on_base == augmentation, "slots of a prefix branch mean nothing on the raw model"
-    assert assign(
-        methods.get("none"), methods.get("none").branches(task, "positive"), explicit
-    ) == (explicit,)
-    assert assign(method, branches, None) == (None, None, None)
-
-
-def test_texts_of_the_paper():
-    detox = load_task("detox")
-    base, prefix = methods.for_task("preadd", detox).branches(detox, "nontoxic")
-    assert (base.prefix, prefix.join) == (None, "")
-    assert prefix.prefix.startswith("The following text perpetuates negative stereotypes")
-    assert prefix.prefix.endswith("profane language.\n\n")
-    branches = methods.get("palette").branches(detox, "nontoxic")
-    assert [branch.name for branch in branches] == ["base", "main", "positive", "fluency"]
-    assert {branch.join for branch in branches[1:]} == {" "}
-    one = methods.get("palette", auxiliaries=False).branches(detox, "nontoxic")
-    assert [branch.name for branch in one] == ["base", "main"]
-    (short,) = methods.get("negprompt").branches(detox, "nontoxic")
-    (long,) = methods.get("negprompt", form="long").branches(detox, "nontoxic")
-    assert (short.prefix, short.join) == (
-        "Very nontoxic:",
-        "",
-    ), "the released loop would condition on the toxic text"
-    assert long.prefix.startswith("The following text does not perpetuate")
-    assert (long.prefix[-2:], long.join) == ("\n\n", " ")
-    with pytest.raises(MethodError, match="task 'detox' has no long negprompt text for 'toxic'"):
-        methods.get("negprompt", form="long").branches(detox, "toxic")
-    sentiment = load_task("sentiment")
-    assert [branch.name for branch in methods.get("palette").branches(sentiment, "negative")] == [
-        "base",
-        "main",
-        "anti",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "message"),
-    [
-        ("prefx", {}, "unknown method 'prefx'; allowed: none, prefix, .*did you mean 'prefix'"),
-        ("none", {"omega": 3}, "method 'none': unknown field 'omega'; allowed: pro_aug"),
-        ("prefix", {"omega": 3}, "method 'prefix': unknown field 'omega'; allowed: prefixes"),
-        ("air-decoding", {"omga": 3}, "unknown field 'omga'; allowed: .*did you mean 'omega'"),
-        (
-            "air-decoding",
-            {"omega": -1},
-            "omega: input should be greater than or equal to 0, found -1",
-        ),
-        ("air-decoding", {"omega": float("inf")}, "omega: input should be a finite number"),
-        (
-            "air-decoding",
-            {"numerics": "half"},
-            "numerics: input should be 'log' or 'released', found 'half'",
-        ),
-        ("preadd", {"lam": float("nan")}, "lam: input should be a finite number"),
-        (
-            "con-prefix",
-            {"form": "hard"},
-            "form: input should be 'soft' or 'hard-contrast', found 'hard'",
-        ),
-    ],
-)
-def test_bad_parameters(name, parameters, message):
-    with pytest.raises(MethodError, match=message):
-        methods.get(name, **parameters)
-
-
-def test_unknown_parameters_of_a_method_of_ones_own(tmp_path, monkeypatch):
-    (tmp_path / "own_methods.py").write_text(
-        "from dataclasses import dataclass\nfrom lapa2_interp.methods.prefix import"
-        " PrefixConditioning\n@dataclass(frozen=True)\nclass Own(PrefixConditioning):\n    share:"
-        " float = 0.5\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert methods.get("own_methods:Own", share=1).share == 1
-    with pytest.raises(MethodError, match="unknown field 'shar'; allowed: .*share"):
-        methods.get("own_methods:Own", shar=1)
-
-
 @pytest.mark.parametrize(
     ("name", "log_probs", "message"),
     [
@@ -540,26 +423,6 @@ def test_half_precision_input_is_widened(name):
     )
 
 
-def test_methods_refuse_tasks_they_cannot_serve(tmp_path):
-    topic, detox = load_task("topic"), load_task("detox")
-    with pytest.raises(MethodError, match="task 'topic' has no palette text for 'world'"):
-        methods.get("palette").branches(topic, "world")
-    with pytest.raises(
-        MethodError, match=r"lam=-1 moves away from its prefix, and 'Very toxic:' is 'toxic' itself"
-    ):
-        methods.get("preadd").branches(detox, "toxic")
-    for name in ("air-decoding", "con-prefix", "preadd", "palette", "prefix"):
-        with pytest.raises(TaskError, match="unknown attribute 'joyful'"):
-            methods.get(name).branches(topic, "joyful")
-    (tmp_path / "mood.toml").write_text(
-        '[attributes.calm]\nprefix = "Very calm:"\n[prompts]\ntexts = ["The sea"]\n'
-    )
-    with pytest.raises(
-        TaskError, match="has one attribute, 'calm'; a method with classes needs a second"
-    ):
-        methods.get("air-decoding").branches(load_task(str(tmp_path / "mood.toml")), "calm")
-
-
 SENTIMENT_AND_TOPIC = [
     (name, *cell)
     for name in ("prefix", "con-prefix", "air-decoding")
@@ -576,11 +439,11 @@ def test_every_method_and_task_of_the_paper_generates_with_and_without_lapa2(
     name, task, attribute, model, length, tmp_path
 ):
     task, model = load_task(task), load(model)
-    method = methods.for_task(name, task)
+    method = methods.get_for_task(name, task)
     if (
         model_card(model).name == "tiny-llama" and getattr(method, "prefixes", "hard") != "hard"
     ):  # none ship for it
-        method = methods.for_task(name, task, prefixes=soft_set(tmp_path, model, task))
+        method = methods.get_for_task(name, task, prefixes=soft_set(tmp_path, model, task))
     texts = {}
     for alpha in (0.0, method.alpha):
         settings = {"augmentation": Augmentation(alpha=alpha), "length": length, "trace": "pooled"}

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented, generate
 from lapa2_interp._util.errors import DeadHookError, ModelError
-from lapa2_interp.attention.cache import open_rows
-from lapa2_interp.attention.hooked import on_scores
+from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import TransformersModel, network_of
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
@@ -264,7 +264,7 @@ def test_what_passes_the_block_by_is_an_error():
             with pytest.raises(DeadHookError, match="outside a pass of the block's model"):
                 call()
     with (
-        on_scores(bare, lambda layer, scores: scores + 1),
+        edit_scores(bare, lambda layer, scores: scores + 1),
         pytest.raises(DeadHookError, match="outside a pass"),
     ):
         bare.forward(layout.tensor)
@@ -326,8 +326,8 @@ def test_a_model_that_drops_its_cache_is_refused():
     keys, values = (each[None].double() for each in (prefix.keys, prefix.values))
     asks = {
         "augmented": lambda: read_in_block(bare, layout),
-        "rows": lambda: open_rows(model).prompt_pass([layout]),
-        "recomputed": lambda: open_rows(model, recompute=True).prompt_pass([layout]),
+        "rows": lambda: new_rows(model).prompt_pass([layout]),
+        "recomputed": lambda: new_rows(model, recompute=True).prompt_pass([layout]),
         "forced": lambda: teacher_forced(model, layout, text),
         "likelihood": lambda: text_nll(bare, rows, keys, values),
     }
@@ -371,8 +371,8 @@ def read_in_block(model, layout):
 def state_then_training(model, layout):
     """Rows that were opened in eval mode."""
     model.original_model.eval()
-    rows = open_rows(model)
+    rows = new_rows(model)
     rows.prompt_pass([layout])
     rows.expand(torch.tensor([0]), capacity=40)
     model.original_model.train()
-    rows.read(torch.tensor([[40]]))
+    rows.read_tokens(torch.tensor([[40]]))

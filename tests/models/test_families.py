@@ -18,14 +18,14 @@ from lapa2_interp._util.errors import (
     PrefixError,
     TraceError,
 )
-from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.models.card import keys_seen
-from lapa2_interp.models.liveness import LIVE
+from lapa2_interp.models.card import layer_types
+from lapa2_interp.models.liveness import LIVE_FAMILIES
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.prefixes.soft_prefix import kv_shape
 
@@ -69,19 +69,19 @@ def layouts_of(model):
 @torch.no_grad()
 def decoded(model, layouts, rule, steps=STEPS):
     """Tokens and logits of greedy decoding: [row step], [row step vocab]."""
-    rows, padded, found = open_rows(model), left_pad(layouts), []
+    rows, padded, found = new_rows(model), left_pad(layouts), []
     with augmented(model, rule, padded):
         found.append(rows.prompt_pass(padded)[:, -1])
         rows.expand(torch.arange(len(padded)), capacity=len(padded[0]) + steps - 1)
         for _ in range(steps - 1):
-            found.append(rows.read(found[-1].argmax(1)[:, None])[:, -1])
+            found.append(rows.read_tokens(found[-1].argmax(1)[:, None])[:, -1])
     logits = torch.stack(found, dim=1)
     return logits.argmax(2), logits
 
 
 def test_the_list_in_the_error_and_the_documents_are_this_table():
     """Run `PYTHONPATH=. python tests/families.py` where the document differs."""
-    for kind, names in LIVE.items():
+    for kind, names in LIVE_FAMILIES.items():
         of_text_alone = [name for name, other in WORKING if other == kind and "images" not in name]
         assert sorted(names) == sorted(of_text_alone)
     assert table() in (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
@@ -98,7 +98,7 @@ def test_what_does_not_work_is_refused_in_one_line(load, name, kind):
 def test_alpha_0_is_transformers_generate(load, network, name, kind):
     """Also which keys the queries of its layers see."""
     model = load(name, kind)
-    assert tuple(map(str, keys_seen(model))) == FAMILIES[name].sees
+    assert tuple(map(str, layer_types(model))) == FAMILIES[name].sees
     for layout in layouts_of(model):
         tokens, logits = decoded(model, [layout], Augmentation(alpha=0))
         made = network(name).generate(
@@ -206,11 +206,13 @@ def test_a_recorder_must_know_which_keys_layers_see(load, name):
     model = load(name, PLAIN)
     layout, size = layouts_of(model)[0], (model.cfg.n_layers, model.cfg.n_heads)
     with (
-        pytest.raises(TraceError, match=r"layers full: 0-2, and .*seen=keys_seen\(model\)"),
+        pytest.raises(
+            TraceError, match=r"layers full: 0-2, and .*layer_types=layer_types\(model\)"
+        ),
         augmented(model, RULE, layout, Recorder(*size)),
     ):
         pass
-    with augmented(model, RULE, layout, Recorder(*size, seen=list(keys_seen(model)))):
+    with augmented(model, RULE, layout, Recorder(*size, layer_types=list(layer_types(model)))):
         pass
 
 

@@ -13,12 +13,12 @@ from lapa2_interp.generation.cell import CELL
 from lapa2_interp.models import machine, model_card
 from lapa2_interp.models.machine import (
     faster_dtype,
-    kind_of,
-    measured,
-    remember,
+    processor_kind,
     resolve_dtype,
-    slow_note,
-    slowness,
+    slow_dtype_note,
+    slowdown,
+    store_measurement,
+    stored_measurement,
 )
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.run import load_run
@@ -46,7 +46,7 @@ def own_cache(monkeypatch, tmp_path):
 
 def set_speed(dtype="bfloat16", times=1.0):
     """Products in a dtype take so many times as long as in float32."""
-    remember("cpu", f"{dtype} / float32", (times,))
+    store_measurement("cpu", f"{dtype} / float32", (times,))
 
 
 @pytest.fixture
@@ -60,53 +60,56 @@ def grid(tmp_path):
 
 
 def test_a_kind_names_the_processor_and_what_restricts_it(monkeypatch):
-    for name in machine.ISA:
+    for name in machine.ISA_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    plain = kind_of("cpu")
+    plain = processor_kind("cpu")
     assert torch.backends.cpu.get_cpu_capability() in plain
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert kind_of("cpu") == f"{plain}, ONEDNN_MAX_CPU_ISA=AVX2"
+    assert processor_kind("cpu") == f"{plain}, ONEDNN_MAX_CPU_ISA=AVX2"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a card, {device}")
-    assert kind_of("cuda:1") == "a card, cuda:1"
+    assert processor_kind("cuda:1") == "a card, cuda:1"
 
 
 def test_numbers_are_kept_for_their_kind_of_machine(monkeypatch, own_cache):
     monkeypatch.delenv("MKL_CBWR", raising=False)
-    remember("cpu", "x", (1.23456789, 2.0))
-    remember("cpu", "y", (3.0,))
-    assert (measured("cpu", "x"), measured("cpu", "y")) == ((1.235, 2.0), (3.0,))
+    store_measurement("cpu", "x", (1.23456789, 2.0))
+    store_measurement("cpu", "y", (3.0,))
+    assert (stored_measurement("cpu", "x"), stored_measurement("cpu", "y")) == (
+        (1.235, 2.0),
+        (3.0,),
+    )
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    assert measured("cpu", "x") is None
-    remember("cpu", "x", (9.0,))
+    assert stored_measurement("cpu", "x") is None
+    store_measurement("cpu", "x", (9.0,))
     monkeypatch.delenv("MKL_CBWR")
-    assert measured("cpu", "x") == (1.235, 2.0)
+    assert stored_measurement("cpu", "x") == (1.235, 2.0)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"kind": 3}', '{"kind": {"x": ["a"]}}'])
 def test_a_damaged_file_of_numbers_is_as_none(own_cache, text):
-    remember("cpu", "x", (1.0,))
+    store_measurement("cpu", "x", (1.0,))
     (own_cache / "machine.json").write_text(text)
-    assert measured("cpu", "x") is None
-    remember("cpu", "x", (2.0,))
-    assert measured("cpu", "x") == (2.0,)
+    assert stored_measurement("cpu", "x") is None
+    store_measurement("cpu", "x", (2.0,))
+    assert stored_measurement("cpu", "x") == (2.0,)
 
 
 def test_numbers_that_cannot_be_are_not_taken(own_cache):
-    remember("cpu", "x", (1.0,))
+    store_measurement("cpu", "x", (1.0,))
     (own_cache / "machine.json").write_text(
-        json.dumps({kind_of("cpu"): {"x": [0.0, 1.0], "y": [-1.0], "z": [], "w": [1]}})
+        json.dumps({processor_kind("cpu"): {"x": [0.0, 1.0], "y": [-1.0], "z": [], "w": [1]}})
     )
-    assert [measured("cpu", name) for name in "xyzw"] == [None, None, None, (1.0,)]
+    assert [stored_measurement("cpu", name) for name in "xyzw"] == [None, None, None, (1.0,)]
 
 
 def test_slowness_is_timed_once_and_is_that_of_the_products(monkeypatch):
     taken = {"float32": 2.0, "bfloat16": 5.0}
-    monkeypatch.setattr(machine, "product_seconds", taken.__getitem__)
-    machine._timed_slowness.cache_clear()
-    assert slowness("bfloat16") == 2.5
-    machine._timed_slowness.cache_clear()
+    monkeypatch.setattr(machine, "matmul_seconds", taken.__getitem__)
+    machine._time_slowdown.cache_clear()
+    assert slowdown("bfloat16") == 2.5
+    machine._time_slowdown.cache_clear()
     taken.clear()
-    assert slowness("bfloat16") == 2.5
+    assert slowdown("bfloat16") == 2.5
 
 
 def test_products_are_really_timed_on_one_thread(monkeypatch):
@@ -118,7 +121,7 @@ def test_products_are_really_timed_on_one_thread(monkeypatch):
     )
     torch.set_num_threads(2)
     try:
-        assert 1e-5 < machine.product_seconds("float32", tries=1) < 10
+        assert 1e-5 < machine.matmul_seconds("float32", tries=1) < 10
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -129,11 +132,11 @@ def test_a_cache_that_keeps_nothing_does_not_time_again(monkeypatch, tmp_path):
     """Points of one grid would else be of different dtypes where the two are about as fast."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "file"))
-    machine._timed_slowness.cache_clear()
+    machine._time_slowdown.cache_clear()
     taken = iter([5.0, 2.0])
-    monkeypatch.setattr(machine, "product_seconds", lambda dtype: next(taken))
-    assert slowness("bfloat16") == slowness("bfloat16") == 2.5
-    machine._timed_slowness.cache_clear()
+    monkeypatch.setattr(machine, "matmul_seconds", lambda dtype: next(taken))
+    assert slowdown("bfloat16") == slowdown("bfloat16") == 2.5
+    machine._time_slowdown.cache_clear()
 
 
 # --- precision
@@ -177,13 +180,13 @@ def test_a_named_dtype_that_is_slow_here_is_said_in_one_line():
     set_speed("bfloat16", 5.86)
     set_speed("float16", 1.1)
     assert (
-        slow_note("bfloat16", "cpu")
+        slow_dtype_note("bfloat16", "cpu")
         == "bfloat16 is slow on this processor: a product takes 5.9 times as long as in float32"
     )
     assert (
-        slow_note("float16", "cpu")
-        is slow_note("float32", "cpu")
-        is slow_note("bfloat16", "cuda")
+        slow_dtype_note("float16", "cpu")
+        is slow_dtype_note("float32", "cpu")
+        is slow_dtype_note("bfloat16", "cuda")
         is None
     )
 

@@ -19,7 +19,6 @@ from lapa2_interp.circuits.control import control_score
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models import load as models
 from lapa2_interp.models import load_tokenizer, model_card, probe, smollm2
-from lapa2_interp.models.card import UNNAMED, context_of
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.scoring.transformer import _load_classifier
@@ -55,7 +54,9 @@ def test_the_card_says_what_was_loaded():
 
 
 def test_a_card_can_be_read_off_a_model_made_elsewhere():
-    model = models._bridge(*load_transformers("tiny-gpt2")[:2], "gpt2-like", torch.float32, "cpu")
+    model = models._make_bridge(
+        *load_transformers("tiny-gpt2")[:2], "gpt2-like", torch.float32, "cpu"
+    )
     assert model_card(model).name == "gpt2-like"
     assert model_card(model).architecture == "GPT2LMHeadModel"
 
@@ -426,17 +427,17 @@ def test_a_device_that_is_not_there():
     network = load_transformers("tiny-gpt2")[0]
     for device in ("gpu", "cpu:x"):
         with pytest.raises(ModelError, match=f"cannot use device '{device}'") as caught:
-            models.move(network, device)
+            models.move_to_device(network, device)
         assert "\n" not in str(caught.value)
 
 
 def test_the_context_of_models_that_name_none():
     from transformers import BloomConfig, GPT2Config, LlamaConfig, MptConfig
 
-    found = [context_of(kind()) for kind in (GPT2Config, LlamaConfig, MptConfig, BloomConfig)]
+    found = [context_length(kind()) for kind in (GPT2Config, LlamaConfig, MptConfig, BloomConfig)]
     assert found == [1024, 2048, 2048, 2048]
-    assert context_of(MptConfig(max_seq_len=512)) == 512
-    assert context_of(GPT2Config(n_positions=-1)) == UNNAMED
+    assert context_length(MptConfig(max_seq_len=512)) == 512
+    assert context_length(GPT2Config(n_positions=-1)) == DEFAULT_CONTEXT
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

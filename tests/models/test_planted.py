@@ -9,7 +9,6 @@ from conftest import MODEL_CLASSES, generate
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import ModelError
-from lapa2_interp.attention.hooked import PATTERN
 from lapa2_interp.models import model_card
 from lapa2_interp.models.planted import (
     FILLERS,
@@ -17,7 +16,7 @@ from lapa2_interp.models.planted import (
     POSITIVE,
     PROMPTS,
     VARIANTS,
-    planted,
+    answer_key,
     vocabulary,
 )
 from lapa2_interp.models.sizes import model_size
@@ -61,7 +60,7 @@ def cut(*heads, phase="all_queries"):
 @pytest.mark.parametrize("prompt", ["The lake", "The president of the country"])
 def test_control_is_the_closed_form_at_every_length(name, seed, prompt):
     name = f"{name}:{seed}"
-    model, key, text = load_model(name), planted(name), a_text(name, max(LENGTHS))
+    model, key, text = load_model(name), answer_key(name), a_text(name, max(LENGTHS))
     for sign, layout in zip((1, -1), layouts(model, prompt), strict=True):
         found = lex(model, name, layout, text)
         for t in (0, 1, *LENGTHS):
@@ -73,7 +72,7 @@ def test_control_is_the_closed_form_at_every_length(name, seed, prompt):
 @pytest.mark.parametrize("seed", [0, 7])
 def test_effects_of_cut_heads_are_the_closed_form(name, seed):
     name = f"{name}:{seed}"
-    model, key, text = load_model(name), planted(name), a_text(name, max(LENGTHS))
+    model, key, text = load_model(name), answer_key(name), a_text(name, max(LENGTHS))
     pair = layouts(model)
 
     def control(rules=()):
@@ -93,7 +92,7 @@ def test_effects_of_cut_heads_are_the_closed_form(name, seed):
 def test_in_float64_it_is_exact():
     """With LayerNorm: a Llama's norm is computed in float32 whatever the dtype."""
     name = "planted-gpt2"
-    model, key = load_model(name, "float64"), planted(name)
+    model, key = load_model(name, "float64"), answer_key(name)
     layout = layouts(model)[0]
     found = lex(model, name, layout, a_text(name, 300))
     expected = [key.lex(len(layout) + t, layout.l_pro) for t in range(1, 301)]
@@ -103,7 +102,7 @@ def test_in_float64_it_is_exact():
 @pytest.mark.parametrize("model_class", CLASSES)
 def test_biases_act_as_the_key_says(model_class):
     """Other laws, a bias on the attribute alone, and the exact law of the mass."""
-    model, key = load_model("planted", model_class=model_class), planted("planted")
+    model, key = load_model("planted", model_class=model_class), answer_key("planted")
     layout, text = layouts(model)[0], a_text("planted", 64)
     l = len(layout) + 64
     b = 0.5 * np.log(l - 1) - 0.5 * np.log(3)
@@ -121,7 +120,7 @@ def test_biases_act_as_the_key_says(model_class):
 def test_selective_steering_beats_steering_everything():
     """True by construction; a bench that cannot show it here is broken."""
     name = "planted"
-    model, key, text = load_model(name), planted(name), a_text(name, 200)
+    model, key, text = load_model(name), answer_key(name), a_text(name, 200)
     pair = layouts(model)
 
     def control(**fields):
@@ -137,10 +136,10 @@ def test_selective_steering_beats_steering_everything():
 def test_the_decoy_has_the_largest_mass_and_no_effect():
     """So an instrument that ranks heads by attention is wrong here."""
     name = "planted"
-    model, key = load_model(name), planted(name)
+    model, key = load_model(name), answer_key(name)
     layout, patterns = layouts(model)[0], {}
     hooks = [
-        (PATTERN.format(i), lambda p, hook, i=i: patterns.__setitem__(i, p[0].clone()))
+        (HOOK_PATTERN.format(i), lambda p, hook, i=i: patterns.__setitem__(i, p[0].clone()))
         for i in range(2)
     ]
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
@@ -162,7 +161,7 @@ def test_the_decoy_has_the_largest_mass_and_no_effect():
 
 def test_the_variants_are_what_they_are_for():
     gain, backup, spread, plain = (
-        planted(f"planted{each}") for each in ("-gain", "-backup", "-spread", "")
+        answer_key(f"planted{each}") for each in ("-gain", "-backup", "-spread", "")
     )
     # Fades by gain: holding the relay's mass at its early value changes nothing later.
     assert gain.control(200, 2) < 0.5 * gain.control(15, 2)
@@ -189,16 +188,16 @@ def key_share(key, l):
 
 
 def test_heads_and_vocabulary_depend_on_the_seed():
-    places = {role: Counter() for role in planted("planted").heads}
+    places = {role: Counter() for role in answer_key("planted").heads}
     for seed in range(60):
-        key = planted(f"planted:{seed}")
+        key = answer_key(f"planted:{seed}")
         for role, head in key.heads.items():
             places[role][head] += 1
         assert key.heads["carrier"][1] // 2 == key.heads["decoy"][1] // 2  # one KV head
     assert all(len(seen) == 4 for seen in places.values())
     assert vocabulary("planted:1") != vocabulary("planted:2")
-    assert planted("planted:1").gain != planted("planted:2").gain
-    assert planted("planted") == planted("planted:0")
+    assert answer_key("planted:1").gain != answer_key("planted:2").gain
+    assert answer_key("planted") == answer_key("planted:0")
 
 
 def test_its_words_are_known():

@@ -19,7 +19,7 @@ from transformers import (
 
 from lapa2_interp import Augmentation, Layout, augmented, teacher_forced
 from lapa2_interp._util.errors import GridError, LayoutError, ModelError, ScoringError
-from lapa2_interp.attention.cache import open_rows, soft_inputs
+from lapa2_interp.attention.cache import new_rows, soft_inputs
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.contrast_set import ContrastSet
@@ -27,11 +27,10 @@ from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.loop import run_plan
 from lapa2_interp.generation.plan import plan
-from lapa2_interp.methods.registry import find
 from lapa2_interp.models import model_card
 from lapa2_interp.models.card import network_of, short_context
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.rotary import watch
+from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.models.tiny import tiny_tokenizer
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
@@ -138,11 +137,11 @@ def test_decoding_is_a_fresh_pass_at_every_step(model, first):
 @torch.no_grad()
 def test_logits_behind_a_cache_are_those_of_a_whole_pass(model, first):
     layout, text = layout_of(model, prompt_of(model, first)), [50, 60, 70, 80]
-    rows = open_rows(model)
+    rows = new_rows(model)
     with augmented(model, RULE, layout):
         found = [rows.prompt_pass([layout])[0, -1]]
         rows.expand(torch.tensor([0]), capacity=first + 4)
-        found += [rows.read(torch.tensor([[token]]))[0, -1] for token in text]
+        found += [rows.read_tokens(torch.tensor([[token]]))[0, -1] for token in text]
         for step, logits in enumerate(found):
             whole = model(torch.tensor([[*layout.ids, *text[:step]]]))[0, -1]
             torch.testing.assert_close(logits, whole, atol=1e-6, rtol=0)
@@ -217,7 +216,7 @@ def test_a_method_that_reads_the_prompt_needs_it_on_one_side(model):
 
 def test_drafts_that_cross_are_refused(model):
     with pytest.raises(LayoutError, match="drafts of 30 tokens: .* draft fewer"):
-        ModelContext(model)._draft(find("none")(), "abc", 1, 30, 0)
+        ModelContext(model)._draft(find_class("none")(), "abc", 1, 30, 0)
 
 
 def test_teacher_forcing_is_decoding_on_each_side(model):
@@ -320,7 +319,7 @@ def test_soft_prefixes_are_of_short_texts(model):
     with pytest.raises(
         LayoutError, match="the 5 keys in its cache have the rotary factors of short"
     ):
-        open_rows(model).prompt_pass([far], [soft])
+        new_rows(model).prompt_pass([far], [soft])
     with pytest.raises(LayoutError, match="max_tokens"):
         check_context(network_of(model), model.tokenizer, TASK, ["good"], 5, 20)
 
@@ -453,7 +452,7 @@ def test_one_check_stands_at_a_network(models):
     network = network_of(models[PLAIN])
     parts = network, network.base_model
     before = [len(each._forward_pre_hooks) for each in parts]
-    watch(network)
+    refuse_mixed_rotary(network)
     assert [len(each._forward_pre_hooks) for each in parts] == before
 
 

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lapa2_interp import Augmentation
 from lapa2_interp.attention.cached_heads import CachedHeads
-from lapa2_interp.attention.neurons import promoters
+from lapa2_interp.attention.neurons import promoting_neurons
 from lapa2_interp.generation.loop import run_plan
-from lapa2_interp.methods.registry import for_task, load_task
+from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models import load as models
 from lapa2_interp.models.card import model_card
 
@@ -197,7 +197,7 @@ def test_two_devices_make_the_texts_and_traces_of_one(
     )  # a toy cannot be one, and they sum in another order
     task, made = load_task("sentiment"), []
     own = {"prefixes": soft_set(tmp_path, load(tiny), task)} if method == "soft" else {}
-    chosen = for_task("prefix" if method == "soft" else method, task, **own)
+    chosen = get_for_task("prefix" if method == "soft" else method, task, **own)
     assert (str(two.cfg.device), two.cfg.n_devices, str(load(tiny).cfg.device)) == (
         "toy:0",
         2,
@@ -224,6 +224,9 @@ def test_two_devices_make_the_texts_and_traces_of_one(
 
 
 def test_neurons_are_found_on_two_devices(two, tiny):
-    one, both = promoters(load(tiny), [3], [5, 6], 2), promoters(two, [3], [5, 6], 2)
+    one, both = (
+        promoting_neurons(load(tiny), [3], [5, 6], 2),
+        promoting_neurons(two, [3], [5, 6], 2),
+    )
     assert torch.equal(one[0], both[0])
     assert torch.equal(one[1], both[1])

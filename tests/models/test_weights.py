@@ -14,7 +14,7 @@ from lapa2_interp import Augmentation, Layout, augmented, circuits, load_model
 from lapa2_interp._util.errors import CircuitError, ModelError, ScoringError
 from lapa2_interp.generation.resolve import cell_of as make_cell
 from lapa2_interp.models import model_card, weights
-from lapa2_interp.models.card import TransformersModel, hash_in_memory
+from lapa2_interp.models.card import TransformersModel
 from lapa2_interp.models.load import check_hub, load_transformers, provenance
 from lapa2_interp.models.prepacked import choose_prepacking, prepacked
 from lapa2_interp.runs.method_context import ModelContext
@@ -194,7 +194,7 @@ def test_models_made_elsewhere_are_told_apart():
             network.lm_head.weight.mul_(scale)
         found.append(model_card(TransformersModel(network, tokenizer, "mine")).weights)
     assert found[0] == found[1] != found[2]
-    assert hash_in_memory(load("tiny-llama")).startswith("sha256 ")
+    assert hash_weights(load("tiny-llama")).startswith("sha256 ")
 
 
 # --- quantised weights
@@ -234,7 +234,6 @@ def test_quantised_weights_generate_and_take_the_bias(quantised):
 
 
 def test_what_reads_weights_refuses_quantised_ones(quantised, monkeypatch):
-    from lapa2_interp.models.load import bridge_of
 
     network, tokenizer = quantised
     model = TransformersModel(network, tokenizer, "mine")

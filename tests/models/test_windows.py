@@ -12,22 +12,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lapa2_interp import Augmentation, Layout, augmented, generate, load_model, teacher_forced
 from lapa2_interp._util.errors import AugmentationError, LayoutError, ModelError, TraceError
-from lapa2_interp.attention.cache import open_rows, padded_ids
-from lapa2_interp.attention.hooked import on_scores
+from lapa2_interp.attention.cache import new_rows, padded_ids
+from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.attention.tables import fit_table, layer_types, pooled, step_table
-from lapa2_interp.bias.keys_seen import FULL, KeysSeen, layers_in_words
+from lapa2_interp.attention.tables import fit_table, pooled, step_table, traced_layer_types
+from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, describe_layers
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.plan import plan
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.card import keys_seen, keys_seen_by, model_card
+from lapa2_interp.models.card import model_card
 from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.paper.propositions import stack_alphas
 from lapa2_interp.runs.attention import read_attention
 
 WINDOW = 12
-SLIDING = KeysSeen("sliding", WINDOW)
+SLIDING = LayerType("sliding", WINDOW)
 SIZE = {
     "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "initializer_range": 0.2, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
@@ -44,9 +44,9 @@ MODELS = {
     },
 }  # fmt: skip
 KINDS = {
-    "gemma3_text": (SLIDING, FULL, SLIDING),
+    "gemma3_text": (SLIDING, FULL_ATTENTION, SLIDING),
     "mistral": (SLIDING, SLIDING),
-    "llama4_text": (KeysSeen("chunked", WINDOW), FULL),
+    "llama4_text": (LayerType("chunked", WINDOW), FULL_ATTENTION),
 }
 CASES = [
     (kind, model_class) for kind in MODELS for model_class in ("TransformerBridge", "TransformersModel")
@@ -82,9 +82,9 @@ def masked_scores(model, rules, layouts, ids, mask):
 
     with (
         torch.no_grad(),
-        on_scores(model, keep(before)),
+        edit_scores(model, keep(before)),
         augmented(model, rules, layouts),
-        on_scores(model, keep(after)),
+        edit_scores(model, keep(after)),
     ):
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         model(ids, attention_mask=mask, position_ids=positions)
@@ -155,11 +155,11 @@ def test_cached_decoding_is_the_whole_pass(load, kind, model_class):
     model, rule = load(kind, model_class), Augmentation(alpha=0.9)
     layouts = left_pad([Layout.of(model.tokenizer, PREFIX, text) for text in (PROMPT, SHORT)])
     tokens = torch.arange(24)[None].repeat(2, 1) + 70
-    rows = open_rows(model)
+    rows = new_rows(model)
     with torch.no_grad(), augmented(model, rule, layouts):
         rows.prompt_pass(layouts)
         rows.expand(torch.arange(2), capacity=len(layouts[0]) + 24)
-        found = torch.cat([rows.read(each) for each in tokens.split(1, dim=1)], 1)
+        found = torch.cat([rows.read_tokens(each) for each in tokens.split(1, dim=1)], 1)
     for row in range(2):
         alone = Layout.of(model.tokenizer, PREFIX, (PROMPT, SHORT)[row])
         whole = torch.cat([alone.tensor, tokens[:1]], 1)
@@ -175,21 +175,23 @@ def test_traces_keep_windows_apart(load, kind, model_class):
     whole = teacher_forced(model, branch, text, Augmentation(alpha=0.4))
     mean = teacher_forced(model, branch, text, Augmentation(alpha=0.4), trace="pooled")
     assert whole["layer_sees"].to_numpy().tolist() == [str(each) for each in kinds]
-    names = list(dict.fromkeys(map(str, sorted(kinds, key=lambda each: each != FULL))))
-    assert layer_types(whole) == layer_types(mean) == names
+    names = list(dict.fromkeys(map(str, sorted(kinds, key=lambda each: each != FULL_ATTENTION))))
+    assert traced_layer_types(whole) == traced_layer_types(mean) == names
     for layer, each in enumerate(kinds):
         sight = whole["in_sight"][0, 0, :, layer].to_numpy()
         share = whole["prefix"][0, 0, :, layer].to_numpy()
         assert ((share > 0).all(1) == (sight > 0)).all()
         assert ((share == 0).all(1) == (sight == 0)).all()
-        assert (sight.min() == 0) == (each != FULL)
+        assert (sight.min() == 0) == (each != FULL_ATTENTION)
     for name in ("prefix", "bos", "prompt", "nearest_4"):
-        for layer_type in layer_types(mean):
+        for layer_type in traced_layer_types(mean):
             of_type = [layer for layer, each in enumerate(kinds) if str(each) == layer_type]
             wanted = whole[name].to_numpy()[:, :, :, of_type].mean((3, 4))
             assert np.abs(mean[name].sel(layer_type=layer_type) - wanted).max() < 1e-6
             assert np.abs(pooled(whole, name, layer_type) - wanted).max() < 1e-6
-        assert np.abs(pooled(mean, name) - pooled(mean, name, layer_types(mean)[0])).max() == 0
+        assert (
+            np.abs(pooled(mean, name) - pooled(mean, name, traced_layer_types(mean)[0])).max() == 0
+        )
 
 
 def test_the_trace_is_the_attention_of_transformers(load):
@@ -310,42 +312,42 @@ def test_commands_name_the_windows(load, capsys):
 
 def test_layers_without_attention_are_not_chosen():
     """`layers` counts as the model does; where none of the chosen has attention, that is an error."""
-    from lapa2_interp.attention.bias import Bias
+    from lapa2_interp.attention.batch_bias import BatchBias
 
     layout = Layout.of(load_tokenizer("tiny-gpt2"), PREFIX, PROMPT)
-    seen = [KeysSeen("none"), FULL, KeysSeen("none"), FULL]
-    bias = Bias([(Augmentation(alpha=1),)], [layout], (4, 2), seen)
+    seen = [LayerType("none"), FULL_ATTENTION, LayerType("none"), FULL_ATTENTION]
+    bias = BatchBias([(Augmentation(alpha=1),)], [layout], (4, 2), seen)
     assert bias.layers == [1, 3]
     for choice in ({"layers": (0, 1)}, {"layers": "even"}, {"heads": ((2, 1),)}):
         with pytest.raises(
             AugmentationError, match=r"has no attention.*layers with attention: 1, 3"
         ):
-            Bias([(Augmentation(alpha=1, **choice),)], [layout], (4, 2), seen)
+            BatchBias([(Augmentation(alpha=1, **choice),)], [layout], (4, 2), seen)
     with pytest.raises(TraceError, match="layer 0 has no attention; layers with attention: 1, 3"):
         Recorder(4, 2, "full", [(0, 1)], seen)
 
 
 def test_types_of_layers_are_read_from_configurations():
     def of(kind, **fields):
-        return keys_seen_by(AutoConfig.for_model(kind, **fields))
+        return config_layer_types(AutoConfig.for_model(kind, **fields))
 
-    assert set(of("llama")) == {FULL}
+    assert set(of("llama")) == {FULL_ATTENTION}
     assert of("gpt_neo", num_layers=2, attention_types=[[["global", "local"], 1]]) == (
-        FULL,
-        KeysSeen("sliding", 256),
+        FULL_ATTENTION,
+        LayerType("sliding", 256),
     )
-    assert set(of("qwen2", sliding_window=64)) == {FULL}  # its windows are off
+    assert set(of("qwen2", sliding_window=64)) == {FULL_ATTENTION}  # its windows are off
     assert of("qwen2", num_hidden_layers=3, sliding_window=64, use_sliding_window=True, max_window_layers=2) == (
-        FULL, FULL, KeysSeen("sliding", 64),
+        FULL_ATTENTION, FULL_ATTENTION, LayerType("sliding", 64),
     )  # fmt: skip
-    assert of("mistral", num_hidden_layers=1) == (KeysSeen("sliding", 4096),)
-    assert layers_in_words(of("qwen3_next", num_hidden_layers=8)) == "full: 3 7; none: 0-2 4-6"
+    assert of("mistral", num_hidden_layers=1) == (LayerType("sliding", 4096),)
+    assert describe_layers(of("qwen3_next", num_hidden_layers=8)) == "full: 3 7; none: 0-2 4-6"
     with pytest.raises(
         ModelError, match="layer 0 is of type 'indexed_attention'.*known types: full_attention"
     ):
         config = AutoConfig.for_model("llama", num_hidden_layers=1)
         config.layer_types = ["indexed_attention"]
-        keys_seen_by(config)
+        config_layer_types(config)
 
 
 def test_every_model_with_a_window_hides_what_its_configuration_says():
@@ -353,7 +355,7 @@ def test_every_model_with_a_window_hides_what_its_configuration_says():
     size = {"num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
     config = AutoConfig.for_model("minimax", **SIZE | size, sliding_window=WINDOW)
     network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    seen = keys_seen_by(network.config)
+    seen = config_layer_types(network.config)
     attends = [layer for layer, each in enumerate(seen) if each.kind != "none"]
     found = network(torch.arange(40)[None], output_attentions=True, use_cache=False).attentions
     assert len(attends) == 1
@@ -404,7 +406,7 @@ def test_all_classes_make_one_trace(load, model_class):
     traces = []
     for each in (model_class, "TransformersModel"):
         model = load("mistral", each)
-        assert keys_seen(model) == KINDS["mistral"]
+        assert layer_types(model) == KINDS["mistral"]
         branch = Layout.of(model.tokenizer, PREFIX, PROMPT)
         traces.append(teacher_forced(model, branch, [list(range(70, 95))], Augmentation(alpha=0.4)))
     assert (np.abs(traces[0] - traces[1]).max().to_array() < 1e-6).all()

@@ -9,7 +9,13 @@ from conftest import load
 from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.synthetic import FAMILIES, as_dataset, draw_log_odds, lengths_up_to, log_sums
+from lapa2_interp.bias.synthetic import (
+    LOGIT_FAMILIES,
+    draw_log_odds,
+    geometric_lengths,
+    log_odds_dataset,
+    log_sums,
+)
 from lapa2_interp.bias.theory import augmented_share, shifted_share
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper.claims import Claim
@@ -64,10 +70,10 @@ def test_verdicts_are_never_forced():
 # --- synthetic
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", LOGIT_FAMILIES)
 def test_sums_equal_those_of_the_whole_row_of_logits(name, monkeypatch):
     """Every family's two sums, against the logits written out key by key."""
-    family, lengths, l_pre = FAMILIES[name], np.array([12, 20, 40]), 4
+    family, lengths, l_pre = LOGIT_FAMILIES[name], np.array([12, 20, 40]), 4
     rows = {}
 
     def keep(rng, n):
@@ -101,7 +107,7 @@ def test_sums_equal_those_of_the_whole_row_of_logits(name, monkeypatch):
 
 
 def test_the_correlated_prefix_goes_on_where_the_text_begins():
-    family, lengths = FAMILIES["correlated"], np.array([10, 20, 40])
+    family, lengths = LOGIT_FAMILIES["correlated"], np.array([10, 20, 40])
     found = []
     for seed in range(400):
         z = family.draw(np.random.default_rng(seed), 37)[0]
@@ -114,21 +120,21 @@ def test_the_correlated_prefix_goes_on_where_the_text_begins():
 
 @pytest.fixture(scope="module")
 def synthetic():
-    lengths = lengths_up_to(100_000, 3)
+    lengths = geometric_lengths(100_000, 3)
     return draw_log_odds(lengths, 3, texts=20), lengths
 
 
 def of(table, family):
-    return table[table["where"] == f"synthetic: {family} ({FAMILIES[family].keeps})"].set_index(
-        "claim"
-    )
+    return table[
+        table["where"] == f"synthetic: {family} ({LOGIT_FAMILIES[family].keeps})"
+    ].set_index("claim")
 
 
 def test_true_propositions_are_not_rejected(synthetic):
     """O(1/l) wherever the ratio is bounded, the sink included; the mean wherever keys are
     exchangeable; all if all are equal."""
     table = synthetic_verdicts(*synthetic, 3)
-    for name, family in FAMILIES.items():
+    for name, family in LOGIT_FAMILIES.items():
         rows = of(table, name)["verdict"]
         if family.bounded:
             assert rows[RATE] != "against the paper", name
@@ -145,9 +151,13 @@ def test_true_propositions_are_not_rejected(synthetic):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_rare_draws_refute_nothing(seed):
     """Means carried by draws too rare to be seen at l = 10^6 are inconclusive, not refuted."""
-    lengths = lengths_up_to(10**6, 3)
+    lengths = geometric_lengths(10**6, 3)
     drawn = draw_log_odds(
-        lengths, 3, {n: FAMILIES[n] for n in ("infinite mean", "wide normal")}, texts=10, seed=seed
+        lengths,
+        3,
+        {n: LOGIT_FAMILIES[n] for n in ("infinite mean", "wide normal")},
+        texts=10,
+        seed=seed,
     )
     table = synthetic_verdicts(drawn, lengths, 3, ())
     for name in drawn:
@@ -184,8 +194,10 @@ def test_violations_are_reported(synthetic):
 
 
 def test_a_sink_at_short_lengths_is_inconclusive():
-    lengths = lengths_up_to(1000, 3)
-    drawn = draw_log_odds(lengths, 3, {name: FAMILIES[name] for name in ("sink", "growing prefix")})
+    lengths = geometric_lengths(1000, 3)
+    drawn = draw_log_odds(
+        lengths, 3, {name: LOGIT_FAMILIES[name] for name in ("sink", "growing prefix")}
+    )
     table = synthetic_verdicts(drawn, lengths, 3, (0.0,))
     assert of(table, "sink").loc[RATE, "verdict"] == "inconclusive"
     assert of(table, "growing prefix").loc[RATE, "verdict"] == "against the paper"
@@ -198,7 +210,7 @@ def test_the_law_on_whole_rows_of_logits(alpha):
     rng, l_pre = np.random.default_rng(1), 3
     for l in (10, 100, 1000):
         for family in ("normal", "infinite mean", "wide normal"):
-            z = FAMILIES[family].draw(rng, l)
+            z = LOGIT_FAMILIES[family].draw(rng, l)
             odds = np.log(np.exp(z[:l_pre]).sum() / np.exp(z[l_pre:]).sum())
             z[:l_pre] += alpha * np.log(l / l_pre)
             weights = np.exp(z - z.max())
@@ -212,7 +224,7 @@ def test_identical_is_not_exchangeable():
     """AR(1) logits have one distribution at every position, yet the mean attention on the first
     three of 64 is not 3/64."""
     drawn = draw_log_odds(
-        np.array([64, 65, 66]), 3, {"correlated": FAMILIES["correlated"]}, texts=1500
+        np.array([64, 65, 66]), 3, {"correlated": LOGIT_FAMILIES["correlated"]}, texts=1500
     )["correlated"]
     ratio = (1 / (1 + np.exp(-drawn[..., 0]))).mean(1) * 64 / 3
     assert ratio.mean() - 3 * ratio.std() / np.sqrt(len(ratio)) > 1
@@ -237,24 +249,24 @@ def test_synthetic_tables(synthetic):
         - slope.loc[("normal", 0.0, "log-odds"), "mean"]
     )
     assert steep == pytest.approx(0.5)
-    stored = as_dataset(few, lengths)
+    stored = log_odds_dataset(few, lengths)
     assert stored["log_odds"].sel(family="normal").shape == (20, 256, len(lengths))
 
 
 def test_shards_draw_the_same():
-    lengths = lengths_up_to(200, 3)
+    lengths = geometric_lengths(200, 3)
     both = draw_log_odds(lengths, 3, texts=3)
     fewer = draw_log_odds(lengths, 3, texts=2)
-    assert all((both[name][:2] == fewer[name]).all() for name in FAMILIES)
+    assert all((both[name][:2] == fewer[name]).all() for name in LOGIT_FAMILIES)
 
 
 def test_bad_synthetic_input():
     with pytest.raises(TraceError, match="lengths from 64 to 10 are too few to fit a slope"):
-        lengths_up_to(10, 3)
+        geometric_lengths(10, 3)
     with pytest.raises(TraceError, match="the prefix must have 1 to 63 keys .* found 0"):
-        draw_log_odds(lengths_up_to(200, 3), 0)
+        draw_log_odds(geometric_lengths(200, 3), 0)
     with pytest.raises(TraceError, match="at least one text, found 0"):
-        draw_log_odds(lengths_up_to(200, 3), 3, texts=0)
+        draw_log_odds(geometric_lengths(200, 3), 3, texts=0)
 
 
 # --- traces with known exponents

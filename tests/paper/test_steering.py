@@ -14,7 +14,11 @@ from conftest import load
 
 from lapa2_interp._util.errors import DataError, GridError, RunError
 from lapa2_interp.bias.augmentation import Augmentation
-from lapa2_interp.bias.recipes import families, read_recipes, recipe, strength_of
+from lapa2_interp.bias.recipes import (
+    name_families,
+    recipe,
+    strength,
+)
 from lapa2_interp.methods import load_task
 from lapa2_interp.paper.equal_perplexity import add_caveats, distinguishing_columns
 from lapa2_interp.paper.steering_prompts import choose_prompts, read_neutral
@@ -92,8 +96,8 @@ def test_the_grid_has_2300_texts_an_arm_and_task(tmp_path, monkeypatch):
     assert len(grid.needs) == 1
     texts = {}
     for cell in grid.cells:
-        name = families([cell.rules])[cell.rules]
-        key = (cell.task.name, cell.ban_prefix_words, name, strength_of(cell.rules))
+        name = name_families([cell.rules])[cell.rules]
+        key = (cell.task.name, cell.ban_prefix_words, name, strength(cell.rules))
         texts[key] = texts.get(key, 0) + cell.n_texts
         assert (cell.length, cell.trace) == (64, "pooled")
     barred_sentiment = {n for key, n in texts.items() if key[:2] == ("sentiment", True)}
@@ -113,20 +117,20 @@ def test_families_are_read_from_augmentations():
              "head-selective:heads=1.0,alpha=2", "head-selective:heads=2.0,alpha=1",
              "head-selective:heads=1.0", "instaboost:M=7", "pasta:alpha=0.2", "lapa2-released",
              "spotlight:tau=0.3"]  # fmt: skip
-    arms = [read_recipes(text) for text in texts]
-    found = families([(), *arms])
+    arms = [parse_recipes(text) for text in texts]
+    found = name_families([(), *arms])
     assert list(found.values()) == [
         "baseline", "lapa2", "lapa2", "token-selective", "set-point", "head-selective",
         "head-selective #2", "head-selective", "instaboost", "pasta", "lapa2-released", "spotlight",
     ]  # fmt: skip
-    strengths = [strength_of(arm) for arm in arms[:5]]
+    strengths = [strength(arm) for arm in arms[:5]]
     assert strengths == [0.25, 3, 2, 0.4, 2]
-    assert strength_of(arms[7]) == pytest.approx(np.log(7))
-    assert strength_of(()) == 0
+    assert strength(arms[7]) == pytest.approx(np.log(7))
+    assert strength(()) == 0
     own = (Augmentation(alpha=0.3, law="sqrt", span="bos"),)
-    assert families([own])[own] == Augmentation(alpha=1, law="sqrt", span="bos").label
+    assert name_families([own])[own] == Augmentation(alpha=1, law="sqrt", span="bos").label
     half = (Augmentation(alpha=0.5, law="target", tau=0.2, floor=True),)
-    assert families([recipe("set-point"), half])[half] != "set-point"
+    assert name_families([recipe("set-point"), half])[half] != "set-point"
 
 
 def test_tables_are_those_of_the_texts(run):

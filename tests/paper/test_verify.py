@@ -7,13 +7,13 @@ import pandas as pd
 import pytest
 import xarray as xr
 from conftest import load
-from lapa2_interp.paper.study import PropositionStudy
 
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.paper.proposition_study import PropositionStudy
 from lapa2_interp.runs.run import load_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}

@@ -12,12 +12,12 @@ from oracle import oracle_logits
 from lapa2_interp import Augmentation, augmented
 from lapa2_interp._util.errors import LayoutError, PrefixError
 from lapa2_interp._util.files import with_checksums, without_checksums
-from lapa2_interp.attention.cache import open_rows, soft_inputs
+from lapa2_interp.attention.cache import new_rows, soft_inputs
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models.card import is_bridge, model_card
-from lapa2_interp.models.load import bridge_of, load_tokenizer
+from lapa2_interp.models.load import load_tokenizer, wrap_in_bridge
 from lapa2_interp.prefixes.soft_prefix import find_prefix, load_prefix, save_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
@@ -46,7 +46,7 @@ def windowed(window=12):
     )  # fmt: skip
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    return bridge_of(network, load_tokenizer("tiny-gpt2"), "tiny-mistral", "w")
+    return wrap_in_bridge(network, load_tokenizer("tiny-gpt2"), "tiny-mistral", "w")
 
 
 # --- in the network
@@ -75,7 +75,7 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, shifted, p
     )
     augmentation = Augmentation(alpha=0.7, profile=profile, phase=phase)
     augmentations = [augmentation] * 4 + [None]
-    state = open_rows(model)
+    state = new_rows(model)
     if not (shifted or is_bridge(model)):
         with pytest.raises(
             PrefixError, match="needs positions that start at 0.*use TransformerBridge"
@@ -87,7 +87,7 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, shifted, p
             logits = [state.prompt_pass(rows, prefixes)[:, -1]]
         state.expand(torch.arange(5), capacity=len(rows[0]) + len(GENERATED))
         with augmented(model, augmentations, rows):
-            logits += [state.read(torch.full((5, 1), token))[:, -1] for token in GENERATED]
+            logits += [state.read_tokens(torch.full((5, 1), token))[:, -1] for token in GENERATED]
     found = torch.stack(logits, dim=1)
     for row, (each, prefix) in enumerate(zip(rows, prefixes, strict=True)):
         expected, _ = oracle_logits(model, each, GENERATED, augmentations[row], prefix=prefix)
@@ -249,7 +249,7 @@ def test_a_prefix_of_another_model_or_shape_is_refused(tmp_path):
     with pytest.raises(PrefixError, match="values of 'positive' hold values that are not finite"):
         dataclasses.replace(prefix, values=prefix.values / 0)
     with pytest.raises(LayoutError, match="a layout has 0 soft slots, its prefix 5"):
-        open_rows(gpt2).prompt_pass([Layout.of(gpt2.tokenizer, None, "The lake")], [prefix])
+        new_rows(gpt2).prompt_pass([Layout.of(gpt2.tokenizer, None, "The lake")], [prefix])
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_shipped_prefixes_steer(tmp_path):
     for attribute in ("sports", "business"):
         for alpha in (0.0, 0.5):
             found = generate(
-                model, methods.for_task("prefix", task), task, attribute, ["In summary"], length=16, samples=2, trace="pooled",
+                model, methods.get_for_task("prefix", task), task, attribute, ["In summary"], length=16, samples=2, trace="pooled",
                 augmentation=Augmentation(alpha=alpha),
             )  # fmt: skip
             texts[attribute, alpha] = found.samples["text"].tolist()

@@ -16,7 +16,7 @@ from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import without_checksums
 from lapa2_interp._util.page import embedded
 from lapa2_interp.attention.tables import branch_name, pooled
-from lapa2_interp.bias.texts import pieces
+from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.paper import report
 from lapa2_interp.models.load import load_tokenizer
@@ -418,11 +418,11 @@ def test_only_arms_of_one_size_are_side_by_side(run, tmp_path):
 def test_characters_of_several_tokens_stay_whole(gpt2_tokenizer):
     text = " né 中文字 😀👩‍👧\n\n\tend"
     tokens = gpt2_tokenizer(text)["input_ids"]
-    found = pieces(gpt2_tokenizer, "The lake", tokens)
+    found = token_texts(gpt2_tokenizer, "The lake", tokens)
     assert "".join(found) == text
     assert len(found) == len(tokens) > len([piece for piece in found if piece])
     assert not any("\ufffd" in piece for piece in found)
-    cut = pieces(gpt2_tokenizer, "The lake", gpt2_tokenizer(" 😀")["input_ids"][:-1])
+    cut = token_texts(gpt2_tokenizer, "The lake", gpt2_tokenizer(" 😀")["input_ids"][:-1])
     assert "".join(cut) == " \ufffd"
 
 

@@ -16,7 +16,6 @@ import pandas as pd
 import pytest
 from browsers import FLAGS, browser_page, chromium
 from conftest import load, run_of, soft_set
-from lapa2_interp.report.packing import FLOOR
 
 from lapa2_interp._util.errors import CircuitError, RunError, TraceError
 from lapa2_interp._util.page import embedded
@@ -25,6 +24,7 @@ from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
 from lapa2_interp.report import view
+from lapa2_interp.report.encoding import FLOOR
 from lapa2_interp.report.viewer import MODULE
 from lapa2_interp.runs.store import FinishedCell
 
@@ -308,7 +308,7 @@ def test_what_cannot_be_shown_is_refused(run, tmp_path, monkeypatch):
         view(run, model=model, circuits=tmp_path)
     with pytest.raises(TraceError, match="was made with weights"):
         view(run, model=load("tiny-llama"))
-    monkeypatch.setattr("lapa2_interp.methods.prefix.PrefixConditioning.recomputes", True)
+    monkeypatch.setattr("lapa2_interp.methods.prefix.PrefixConditioning.rereads_text", True)
     with pytest.raises(TraceError, match="changes the network while it decodes"):
         view(run, model=model)
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lapa2_interp._util.errors import Lapa2Error
-from lapa2_interp.attention.bias import Bias
+from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation import loop
@@ -158,7 +158,7 @@ def test_the_parts_of_a_step_are_its_whole(found):
     assert parts["part"].tolist() == list(PARTS) * 2
     assert np.allclose(parts.groupby("samples")["share"].sum(), 1)
     assert (parts["share"] > 0).all()
-    assert Bias.add.__name__ == "add"
+    assert BatchBias.add.__name__ == "add"
     assert (Recorder.observe.__name__, AirDecoding.combine.__name__) == ("observe", "combine")
     assert loop.draw.__name__ == "draw"
 

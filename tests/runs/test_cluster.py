@@ -15,9 +15,9 @@ from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import GridError, ModelError, RunError
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import run_plan
-from lapa2_interp.methods.registry import for_task, load_task
+from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models import load as models
-from lapa2_interp.models.machine import remember
+from lapa2_interp.models.machine import store_measurement
 from lapa2_interp.runs import ray as clusters
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.jobs import Failed, Job, Opened
@@ -150,7 +150,7 @@ def test_a_machine_that_emulates_bfloat16_is_named_and_makes_it(
     machines, grid, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))  # the workers' too
-    remember("cpu", "bfloat16 / float32", (3.0,))
+    store_measurement("cpu", "bfloat16 / float32", (3.0,))
     half = [
         Cell.model_validate(cell.model_dump() | {"dtype": "bfloat16"}) for cell in grid.cells[:1]
     ]
@@ -418,11 +418,11 @@ def test_a_model_in_several_places_makes_the_same_texts_and_traces(place, tmp_pa
     task = load_task("sentiment")
     made = []
     for model in (
-        models._bridge(network, tokenizer, "tiny-llama", torch.float32, "cpu").eval(),
+        models._make_bridge(network, tokenizer, "tiny-llama", torch.float32, "cpu").eval(),
         load("tiny-llama"),
     ):
         model.cfg.default_prepend_bos = True
-        method, rule = for_task("preadd", task), Augmentation(alpha=1.0)
+        method, rule = get_for_task("preadd", task), Augmentation(alpha=1.0)
         todo = plan(model, method, task, "positive", ("The lake", "Once"), rule, 16, 2)
         made.append(run_plan(model, todo))
     assert made[0].samples.equals(made[1].samples)

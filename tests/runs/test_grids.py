@@ -17,14 +17,12 @@ from conftest import load, soft_set
 from lapa2_interp._util.errors import GridError, ModelError
 from lapa2_interp._util.progress import format_duration
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.recipes import RECIPES, name_of, read_recipes
+from lapa2_interp.bias.recipes import RECIPES, parse_recipes, recipe_name
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL, Cell
 from lapa2_interp.generation.plan import plan
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.methods import load_task
-from lapa2_interp.methods.base import Soft
-from lapa2_interp.models.machine import measured, remember
 from lapa2_interp.models.smollm2 import smollm2_folder
 from lapa2_interp.paper import estimates as paper_estimates
 from lapa2_interp.paper.estimates import KEY_COST, LINEAR_SECONDS, SCRIPT_SECONDS, scoring_seconds
@@ -145,7 +143,7 @@ def test_the_frontier_has_all_recipes_with_300_texts_an_arm():
     assert set(arms(grid).values()) == {300}
     for task in ("sentiment", "topic"):
         rules = {cell.rules for cell in grid.cells if cell.task.name == task}
-        assert {name_of(each) for each in rules if each} == set(RECIPES)
+        assert {recipe_name(each) for each in rules if each} == set(RECIPES)
         assert len(rules) == len(RECIPES) + 2  # the baseline; PASTA in chosen heads
 
 
@@ -156,7 +154,7 @@ def test_a_grid_takes_recipes_together(text, grid):
     assert {(each.law, each.alpha) for each in rules} == {
         (each.law, each.alpha)
         for name in ("lapa2", "instaboost:M=5")
-        for each in read_recipes(name)
+        for each in parse_recipes(name)
     }
 
 
@@ -729,9 +727,9 @@ def tokens_read(cell):
     [("prefix", False), ("air-decoding", False), ("preadd", False), ("prefix", True)],
 )
 def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, anew):
-    from lapa2_interp.methods.registry import registry
+    from lapa2_interp.methods.registry import known_methods
 
-    monkeypatch.setattr(registry()[method], "recomputes", anew)
+    monkeypatch.setattr(known_methods()[method], "rereads_text", anew)
     text = (
         TINY.replace("length = 24", "length = 64")
         .replace("samples = 1", "samples = 3")
@@ -759,12 +757,12 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
             for branch, prompt in itertools.product(
                 method.branches(cell.task, cell.attribute), cell.task.prompts.texts
             ):
-                text = None if isinstance(branch.prefix, Soft) else branch.prefix
+                text = None if isinstance(branch.prefix, SoftPrefixName) else branch.prefix
                 found = Layout.of(tokenizer, text, branch.join + prompt)
                 new = cell.length - found.l_pro * cell.task.length_counts_prompt
                 each = (
                     (new - 1) * len(found.ids) + new * (new - 1) // 2
-                    if method.recomputes
+                    if method.rereads_text
                     else new - 1
                 )
                 total += len(found.ids) + cell.samples * each
@@ -852,7 +850,7 @@ def test_the_guide_has_the_cost_of_every_paper_grid():
 
 
 def test_estimates_add_up(grid, own_cache):
-    remember(
+    store_measurement(
         "cpu", "tiny-gpt2 float32 packed steps", (0.06, 0.24, 0.72, 0.24)
     )  # a hundredth of a second a row
     cells = grid(TINY + "seed = [1, 2]").cells
@@ -904,7 +902,7 @@ def test_a_model_that_is_here_is_timed_once(grid, own_cache, monkeypatch, capsys
     assert capsys.readouterr().err == "timing tiny-llama in float32, once on this kind of machine\n"
     assert first.rows == ROWS
     assert all(0 < step < 5 for step in first.seconds)
-    assert len(measured("cpu", "tiny-llama float32 packed steps")) == 4
+    assert len(stored_measurement("cpu", "tiny-llama float32 packed steps")) == 4
     monkeypatch.setattr(estimates, "load_model", lambda *_: pytest.fail("it was timed before"))
     assert pace("tiny-llama", "float32", "cpu") == first
     assert capsys.readouterr().err == ""
@@ -914,7 +912,7 @@ def test_a_model_that_is_here_is_timed_once(grid, own_cache, monkeypatch, capsys
 
 
 def test_more_keys_cost_more(own_cache):
-    remember(
+    store_measurement(
         "cpu",
         "tiny-gpt2 float32 packed steps",
         (0.06, 0.24, 0.72, 0.24 + 24 * (MORE_KEYS - KEYS) * 1e-5),
@@ -948,7 +946,7 @@ def test_what_is_short_large_or_out_of_memory_is_not_timed(own_cache, monkeypatc
 
 def test_classes_and_threads_have_paces_of_their_own(own_cache):
     for name, step in (("", 0.1), (" HookedTransformer", 0.2), (" 4 threads", 0.3)):
-        remember(
+        store_measurement(
             "cpu", f"tiny-gpt2 float32 packed steps{name}", (step, 2 * step, 3 * step, 2 * step)
         )
     assert pace("tiny-gpt2", "float32", "cpu").seconds[0] == 0.1
@@ -957,7 +955,7 @@ def test_classes_and_threads_have_paces_of_their_own(own_cache):
 
 
 def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
-    remember(
+    store_measurement(
         "cpu", "smollm2-135m float32 packed steps", (0.1, 0.2, 0.68, 0.2)
     )  # a hundredth of a second a token
     cores = len(os.sched_getaffinity(0))
@@ -988,7 +986,9 @@ def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
 
 def test_texts_that_are_read_for_their_attention_take_their_keys(grid, own_cache):
     a_key = 0.003
-    remember("cpu", "smollm2-135m float32 packed steps", (0.1, 0.2, 0.68, 0.2 + 24 * 280 * a_key))
+    store_measurement(
+        "cpu", "smollm2-135m float32 packed steps", (0.1, 0.2, 0.68, 0.2 + 24 * 280 * a_key)
+    )
     deep, cores = grid(TINY.replace("24", "40"), name="deep"), len(os.sched_getaffinity(0))
     assert scoring_seconds([deep]) == pytest.approx(
         SCRIPT_SECONDS + 2 * 2 * 2 * 40 * (0.01 + 40 / 2 * KEY_COST * a_key) / cores
@@ -1012,8 +1012,8 @@ def test_a_gpu_reads_perplexity_as_one(grid, monkeypatch):
 def test_numbers_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "file"))
-    remember("cpu", "tiny-gpt2 float32 packed steps", (1.0, 1.0, 1.0, 1.0))
-    assert measured("cpu", "tiny-gpt2 float32 packed steps") is None
+    store_measurement("cpu", "tiny-gpt2 float32 packed steps", (1.0, 1.0, 1.0, 1.0))
+    assert stored_measurement("cpu", "tiny-gpt2 float32 packed steps") is None
 
 
 def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_path, capsys):
@@ -1057,7 +1057,7 @@ def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(
     cache_with_smollm2, tmp_path, capsys, monkeypatch
 ):
     for dtype in ("float32", "bfloat16"):
-        remember("cpu", f"smollm2-135m {dtype} packed steps", (0.06, 0.24, 0.72, 0.3))
+        store_measurement("cpu", f"smollm2-135m {dtype} packed steps", (0.06, 0.24, 0.72, 0.3))
     monkeypatch.setattr(estimates, "_timed", lambda *_: pytest.fail("a pace that is known"))
     assert lapa2("grids") == 0
     out = capsys.readouterr().out

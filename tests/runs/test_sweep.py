@@ -41,7 +41,7 @@ from lapa2_interp._util.files import (
     write_text,
 )
 from lapa2_interp.cli.app import main
-from lapa2_interp.models.machine import kind_of
+from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.runs import launch as launching
 from lapa2_interp.runs import local
 from lapa2_interp.runs import store as reading
@@ -683,7 +683,7 @@ def test_a_worker_shares_between_plans_what_a_method_has_prepared(undisturbed, m
     made = []
 
     def prepare(self, kit, task, attribute, prompt):
-        kit.once("table", lambda: made.append(prompt))
+        kit.cached("table", lambda: made.append(prompt))
         return Prepared()
 
     monkeypatch.setattr(PrefixConditioning, "prepare", prepare)
@@ -1121,7 +1121,7 @@ def test_groups_that_were_made_otherwise_are_made_again(undisturbed, files, tmp_
         (replace(opened, facts=opened.facts | {"versions": {"torch": "1.0"}}), "and is 1.0"),
         (
             replace(opened, maker=opened.maker | {"processor": "another"}),
-            f"processor was {kind_of()} and is another",
+            f"processor was {processor_kind()} and is another",
         ),
         (replace(opened, maker=opened.maker | {"lapa2_interp": "9.9"}), "and is 9.9"),
     ):

@@ -1,10 +1,9 @@
 """Attention scores and patterns of a plain transformers model, through its attention interface.
 
 transformers lets a model compute attention by any registered function. Ours is that of its "eager"
-models, with two places in the middle where a visitor may edit the scores and read the pattern: what
-TransformerLens calls hook_attn_scores and hook_pattern. The visitors of a pass travel with it as an
-argument, so that nothing is shared between models.
-"""
+models, with two hook points: TransformerLens calls them hook_attn_scores, where the scores may be
+edited, and hook_pattern, where the pattern is read. The hooks of a pass travel with it as an
+argument, so that nothing is shared between models."""
 
 from __future__ import annotations
 
@@ -20,50 +19,51 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from lapa2_interp._util.errors import DeadHookError
-from lapa2_interp.models.blocks import NAME, OUTSIDE, Pass, opened
+from lapa2_interp.models.blocks import ATTENTION_NAME, OUTSIDE_ERROR, PassState, open_block
 
 
 @dataclass
-class Visitor:
-    """What is done to the attention of every layer of a pass.
+class AttentionHooks:
+    """Functions that are called in the attention of every layer of a pass.
 
     Attributes:
-        edit: Takes layer, scores [row head query key] (masked, before softmax) and the slot of the
-            first query; returns the scores.
-        read: Takes layer, pattern [row head query key] and the slot of the first query.
-        out: Takes layer, the heads' outputs [row query head d_head] and the slot of the first
-            query; returns the outputs.
+        edit_scores: Takes layer, scores [row head query key] (masked, before softmax) and the slot
+            of the first query; returns the scores.
+        read_pattern: Takes layer, pattern [row head query key] and the slot of the first query.
+        edit_output: Takes layer, the heads' outputs [row query head d_head] and the slot of the
+            first query; returns the outputs.
         first: The slot of the pass's first query.
-        watch: What is known of that pass.
+        state: The state of that pass.
     """
 
-    edit: Callable[[int, Tensor, int], Tensor] | None = None
-    read: Callable[[int, Tensor, int], None] | None = None
-    out: Callable[[int, Tensor, int], Tensor] | None = None
+    edit_scores: Callable[[int, Tensor, int], Tensor] | None = None
+    read_pattern: Callable[[int, Tensor, int], None] | None = None
+    edit_output: Callable[[int, Tensor, int], Tensor] | None = None
     first: int = 0
-    watch: Pass = field(default_factory=Pass)
+    state: PassState = field(default_factory=PassState)
 
 
 @contextmanager
-def visited(
+def hook_attention(
     network: Any,
-    visitor: Visitor,
+    hooks: AttentionHooks,
     begin: Callable[[dict[str, Any]], int],
     layers: Collection[int] = (),
 ) -> Iterator[None]:
-    """Let a visitor see every pass of a transformers model inside the block.
+    """Call hooks in the attention of every pass of a transformers model inside the block.
 
-    Blocks may be nested and closed in any order: each visitor sees what those before it have left.
+    Blocks may be nested and closed in any order: each block's hooks get what those before them have
+    left.
 
     Args:
         begin: Called before a pass with its arguments by name, to which it may add; returns the
             slot of its first query.
-        layers: Those that every pass must show to the visitor.
+        layers: Layers in which every pass must call the hooks.
 
     Raises:
-        DeadHookError: The architecture does not use the attention interface, or a pass has not
-            shown a layer.
-        ModelError: As `blocks.opened`.
+        DeadHookError: The architecture does not use the attention interface, or a pass has
+            not called the hooks of a layer.
+        ModelError: As `blocks.open_block`.
     """
     if not network._can_set_attn_implementation():
         raise DeadHookError(
@@ -73,19 +73,19 @@ def visited(
         )
 
     def before(given: dict[str, Any]) -> None:
-        visitor.first = begin(given)
-        given[NAME] = (*given.get(NAME, ()), visitor)
-        given.update(_of_every_query(network, given))
+        hooks.first = begin(given)
+        given[ATTENTION_NAME] = (*given.get(ATTENTION_NAME, ()), hooks)
+        given.update(_arguments_for_all_queries(network, given))
 
-    with opened(network, before, visitor.watch, layers, attention=True):
+    with open_block(network, before, hooks.state, layers, attention=True):
         yield
 
 
-def _of_every_query(network: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with which every layer of a pass has every query.
+def _arguments_for_all_queries(network: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that keep every query in every layer of a pass.
 
-    Where layers share keys (Gemma 4), those behind the last keys leave out the queries whose logits
-    are not asked for, if these are given as a number, and not if they are given as indices.
+    Where layers share keys (Gemma 4), the layers after the last own keys leave out the queries
+    whose logits are not asked for. They do so if these are given as a number, and not as indices.
     """
     keep = kwargs.get("logits_to_keep")
     if (
@@ -108,10 +108,10 @@ def attend(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Float[Tensor, " head"] | None = None,
-    lapa2: tuple[Visitor, ...] = (),
+    lapa2: tuple[AttentionHooks, ...] = (),
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with visitors between scores and softmax.
+    """Attention with hooks between scores and softmax, and after the softmax.
 
     Args:
         s_aux: Scores of a learned sink, which takes a share beside the keys (gpt-oss).
@@ -124,7 +124,7 @@ def attend(
             block's model is running.
     """
     if not lapa2 and hasattr(module, "layer_idx"):
-        raise DeadHookError(OUTSIDE)
+        raise DeadHookError(OUTSIDE_ERROR)
     unknown = [name for name in ("position_bias", "sinks") if others.get(name) is not None]
     if unknown or (dropout and module.training):
         raise DeadHookError(
@@ -135,41 +135,41 @@ def attend(
     repeats = query.shape[1] // key.shape[1]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     # row head query key
-    scores = torch.matmul(query, _repeated(key, repeats).transpose(2, 3)) * scale
+    scores = torch.matmul(query, _repeat_heads(key, repeats).transpose(2, 3)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if attention_mask is not None:
         scores = scores + attention_mask[..., : scores.shape[3]]
-    for visitor in lapa2:
-        if visitor.edit is not None:
-            scores = visitor.edit(module.layer_idx, scores, visitor.first)
+    for hooks in lapa2:
+        if hooks.edit_scores is not None:
+            scores = hooks.edit_scores(module.layer_idx, scores, hooks.first)
     if s_aux is not None:
         sinks = s_aux[None, :, None, None].expand(len(scores), -1, scores.shape[2], -1)
         scores = torch.cat([scores, sinks], dim=3)
     pattern = scores.softmax(dim=3, dtype=torch.promote_types(scores.dtype, torch.float32))
     pattern = pattern if s_aux is None else pattern[..., :-1]
-    for visitor in lapa2:
-        if visitor.read is not None:
-            visitor.read(module.layer_idx, pattern, visitor.first)
-        visitor.watch.seen.add(module.layer_idx)
+    for hooks in lapa2:
+        if hooks.read_pattern is not None:
+            hooks.read_pattern(module.layer_idx, pattern, hooks.first)
+        hooks.state.seen.add(module.layer_idx)
     pattern = pattern.to(query.dtype)
     # row head query d_head -> row query head d_head
-    out = torch.matmul(pattern, _repeated(value, repeats)).transpose(1, 2).contiguous()
-    for visitor in lapa2:
-        if visitor.out is not None:
-            out = visitor.out(module.layer_idx, out, visitor.first)
+    out = torch.matmul(pattern, _repeat_heads(value, repeats)).transpose(1, 2).contiguous()
+    for hooks in lapa2:
+        if hooks.edit_output is not None:
+            out = hooks.edit_output(module.layer_idx, out, hooks.first)
     return out, pattern
 
 
-def _repeated(heads: Tensor, repeats: int) -> Tensor:
-    """Shared heads once per query head: row kv_head key d_head -> row head key d_head."""
+def _repeat_heads(heads: Tensor, repeats: int) -> Tensor:
+    """Repeat shared heads, once per query head: row kv_head key d_head -> row head key d_head."""
     if repeats == 1:
         return heads
     rows, n_shared, n_keys, d_head = heads.shape
-    # One operation after the other, as `CachedHeads` knows them.
+    # `CachedHeads` recognises these two operations.
     spread = heads[:, :, None, :, :].expand(rows, n_shared, repeats, n_keys, d_head)
     return spread.reshape(rows, n_shared * repeats, n_keys, d_head)
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, eager_mask)
+AttentionInterface.register(ATTENTION_NAME, attend)
+AttentionMaskInterface.register(ATTENTION_NAME, eager_mask)

@@ -1,4 +1,4 @@
-"""Where a text stands in a chat as its template writes it."""
+"""Chats rendered by their template, and the place of a text in them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-HOLE = "\ue000"
-"""Stands for a message's text, to see where a chat template puts it: a character of private use."""
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields of a message that templates write as its reasoning; transformers gives each the same
-text."""
-GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
-"""A mark of transformers' own in templates; it writes nothing."""
-OURS = ("messages", "add_generation_prompt")
+PLACEHOLDER = "\ue000"
+"""A private-use character that replaces a message's text, to see where a chat template puts it."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message that templates render as its reasoning; all have the same text."""
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+"""A tag that transformers adds to the template language; it renders nothing."""
+RESERVED_ARGUMENTS = ("messages", "add_generation_prompt")
 
 
-class Part(NamedTuple):
-    """A text of a chat: the number of its message, and the fields that have it."""
+class MessageText(NamedTuple):
+    """A text of a chat: the index of its message, and the fields that hold it."""
 
     message: int
     fields: tuple[str, ...]
@@ -35,15 +34,15 @@ class Part(NamedTuple):
         )
 
 
-class Written(NamedTuple):
-    """A chat as its template writes it.
+class RenderedChat(NamedTuple):
+    """A chat rendered by its template.
 
     Attributes:
         text: The whole chat.
         ids: Its tokens.
-        start, stop: Where the span's text stands in it.
+        start, stop: Character offsets of the span's text in it.
         span: The span's text.
-        whole: It is all of a message's text, or of its reasoning.
+        whole: True if the span is all of a message's text, or of its reasoning.
     """
 
     text: str
@@ -54,24 +53,24 @@ class Written(NamedTuple):
     whole: bool
 
 
-def write_chat(
+def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     span: str,
     add_generation_prompt: bool,
     arguments: Mapping[str, Any],
-) -> Written:
-    """Write a chat and find a span in it; see `Layout.of_chat`, also for the errors."""
-    if not messages or not all(map(_readable, messages)):
-        wrong = next((each for each in messages if not _readable(each)), None)
+) -> RenderedChat:
+    """Render a chat and find a span in it; see `Layout.of_chat`, also for the errors."""
+    if not messages or not all(map(_is_message, messages)):
+        wrong = next((each for each in messages if not _is_message(each)), None)
         raise LayoutError(
             'a chat is a list of messages {"role": ..., "content": ...}, both of them text (join'
             f" the texts of parts); found {str(wrong or messages)[:200]}"
         )
     chat = [dict(message) for message in messages]
-    part, phrase = _marked(chat, span)
+    part, phrase = _find_span(chat, span)
 
-    def written(texts: Sequence[Message], tokenize: bool) -> Any:
+    def render(texts: Sequence[Message], tokenize: bool) -> Any:
         try:
             return tokenizer.apply_chat_template(
                 texts,
@@ -80,15 +79,15 @@ def write_chat(
                 return_dict=False,
                 **arguments,
             )
-        except Exception as error:  # templates are others' code, which raises what it likes
+        except Exception as error:  # templates are foreign code, which may raise any error
             reason = " ".join(str(error).split())[:200]
             raise LayoutError(f"the chat template refuses these messages: {reason}") from None
 
-    _check(tokenizer, arguments)
-    text = written(chat, False)
-    # Where the part stands: the template with another text in its place.
-    chat[part.message] |= dict.fromkeys(part.fields, HOLE)
-    around = written(chat, False).split(HOLE)
+    _check_arguments(tokenizer, arguments)
+    text = render(chat, False)
+    # Find the part: render the chat once more with a placeholder in its place.
+    chat[part.message] |= dict.fromkeys(part.fields, PLACEHOLDER)
+    around = render(chat, False).split(PLACEHOLDER)
     first = len(around[0]) + text[len(around[0]) :].find(part.text)
     if (
         len(around) != 2
@@ -98,15 +97,15 @@ def write_chat(
     ):
         raise LayoutError(
             f"the chat template does not write {part} once and unchanged, so its tokens cannot be"
-            " told"
+            " found"
         )
     start = first + part.text.index(phrase)
-    ids = tuple(written([dict(message) for message in messages], True))
-    return Written(text, ids, start, start + len(phrase), phrase, phrase == part.text)
+    ids = tuple(render([dict(message) for message in messages], True))
+    return RenderedChat(text, ids, start, start + len(phrase), phrase, phrase == part.text)
 
 
-def _readable(message: Any) -> bool:
-    """A message has a role, and a text or what stands for one, such as calls of tools."""
+def _is_message(message: Any) -> bool:
+    """True if it has a role, and a text or something in place of it, such as tool calls."""
     if not isinstance(message, Mapping):
         return False
     content = message.get("content")
@@ -114,8 +113,8 @@ def _readable(message: Any) -> bool:
     return isinstance(message.get("role"), str) and (isinstance(content, str) or other)
 
 
-def _check(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
-    """Templates ignore arguments that they do not know: a misspelt one would act on nothing."""
+def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that the template does not read, such as misspelt ones: it ignores them."""
     if not arguments:
         return
     from jinja2 import Environment, TemplateError, meta
@@ -123,10 +122,12 @@ def _check(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> 
     try:
         template = tokenizer.get_chat_template(tools=arguments.get("tools"))
         environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-        read = meta.find_undeclared_variables(environment.parse(GENERATION.sub("", template)))
+        read = meta.find_undeclared_variables(environment.parse(GENERATION_TAG.sub("", template)))
     except (TemplateError, ValueError) as error:
         raise LayoutError(f"the chat template cannot be read: {error}") from None
-    known = sorted({*read} - {*OURS, "raise_exception", "strftime_now", "namespace", "range"})
+    known = sorted(
+        {*read} - {*RESERVED_ARGUMENTS, "raise_exception", "strftime_now", "namespace", "range"}
+    )
     for name in arguments:
         if name not in known:
             raise LayoutError(
@@ -136,17 +137,20 @@ def _check(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> 
             )
 
 
-def _marked(chat: Sequence[Message], span: str) -> tuple[Part, str]:
-    """The part of a chat that a span of `Layout.of_chat` names, and its text there."""
+def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
+    """The message text that contains a span of `Layout.of_chat`, and the span's own text."""
+    # The texts of the chat: contents, reasonings, and the messages that are turns.
     roles = ", ".join(each["role"] for each in chat)
     contents = [
-        Part(i, ("content",), (each.get("content") or "").strip()) for i, each in enumerate(chat)
+        MessageText(i, ("content",), (each.get("content") or "").strip())
+        for i, each in enumerate(chat)
     ]
-    thoughts = []
+    reasonings = []
     for i, each in enumerate(chat):
-        fields = tuple(name for name in REASONING if isinstance(each.get(name), str))
-        thoughts.append(Part(i, fields, each[fields[0]].strip() if fields else ""))
+        fields = tuple(name for name in REASONING_FIELDS if isinstance(each.get(name), str))
+        reasonings.append(MessageText(i, fields, each[fields[0]].strip() if fields else ""))
     turns = [i for i, each in enumerate(chat) if each["role"] != "system"]
+    # The text that the span names.
     kind, mark, rest = span.partition(":")
     if span == "system":
         if chat[0]["role"] != "system":
@@ -161,16 +165,16 @@ def _marked(chat: Sequence[Message], span: str) -> tuple[Part, str]:
                 f"there is no turn {rest}; the chat has turns 1 to {len(turns)} beside its system"
                 f" message (roles: {roles})"
             )
-        found = (contents if kind == "turn" else thoughts)[turns[int(rest) - 1]]
+        found = (contents if kind == "turn" else reasonings)[turns[int(rest) - 1]]
         phrase = found.text
         if kind == "reasoning" and not phrase:
             raise LayoutError(
-                f"turn {rest} has no reasoning; give its message a text {REASONING[0]!r}"
+                f"turn {rest} has no reasoning; give its message a text {REASONING_FIELDS[0]!r}"
             )
     elif kind == "phrase" and mark:
         places = [
             part
-            for part in (*contents, *thoughts)
+            for part in (*contents, *reasonings)
             for at in range(len(part.text))
             if part.text.startswith(rest, at)
         ]

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 import lapa2_interp
 from lapa2_interp import Augmentation, Layout, load_model, load_run
 from lapa2_interp._util.errors import ModelError
-from lapa2_interp.attention.cache import open_rows
+from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.cli.app import main
@@ -20,8 +20,8 @@ from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.card import model_card, network_of
 from lapa2_interp.models.prepacked import (
-    _kept,
-    can_pack,
+    _prepacked_weights,
+    can_prepack,
     choose_prepacking,
     output_layer,
     prepacked,
@@ -30,7 +30,9 @@ from lapa2_interp.runs.jobs import Job
 from lapa2_interp.runs.worker import Worker
 
 DTYPES = [
-    dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(torch.ones(16, 16, dtype=dtype))
+    dtype
+    for dtype in (torch.float32, torch.bfloat16)
+    if can_prepack(torch.ones(16, 16, dtype=dtype))
 ]
 SHAPES = [(48, 32), (33, 40), (192, 576), (576, 1536), (1000, 64), (2304, 768), (7, 128)]
 NUMBERS = (*range(1, 40), 64, 100, 299)
@@ -120,12 +122,12 @@ def test_a_text_has_the_same_bits_alone_and_in_any_batch(model):
     def logits(rows):
         n = len(rows)
         with prepacked(network_of(model), "all"):
-            state = open_rows(model)
+            state = new_rows(model)
             with augmented(model, Augmentation(alpha=0.5), layout):
                 found = [state.prompt_pass([layout])[[0] * n]]
                 state.expand(torch.zeros(n, dtype=torch.long), len(layout) + 3)
             with augmented(model, Augmentation(alpha=0.5), [layout] * n):
-                found += [state.read(tokens[rows, t : t + 1]) for t in range(3)]
+                found += [state.read_tokens(tokens[rows, t : t + 1]) for t in range(3)]
         return torch.cat(found, dim=1)
 
     together = logits(list(range(24)))
@@ -138,8 +140,8 @@ def test_other_padding_moves_logits_by_rounding_only():
     short = Layout.of(model.tokenizer, "Very positive:", "The lake")
     long = Layout.of(model.tokenizer, "Very positive:", "The lake in the summer of that year")
     with torch.no_grad(), prepacked(network_of(model), "all"):
-        alone = open_rows(model).prompt_pass([short])[0]
-        padded = open_rows(model).prompt_pass(left_pad([short, long]))[0]
+        alone = new_rows(model).prompt_pass([short])[0]
+        padded = new_rows(model).prompt_pass(left_pad([short, long]))[0]
     torch.testing.assert_close(alone, padded, atol=1e-5, rtol=0)
 
 
@@ -157,11 +159,11 @@ def test_logits_and_traces_are_those_without_packing(name, monkeypatch):
     logits = {}
     for each in CHOICES:
         with prepacked(network_of(model), each), torch.no_grad():
-            state = open_rows(model)
+            state = new_rows(model)
             state.prompt_pass([layout])
             state.expand(torch.zeros(2, dtype=torch.long), len(layout) + 14)
             steps = torch.tensor([list(text) for text in texts]).split(1, dim=1)
-            logits[each] = torch.cat([state.read(step) for step in steps], dim=1)
+            logits[each] = torch.cat([state.read_tokens(step) for step in steps], dim=1)
     torch.testing.assert_close(logits["all"], logits["none"], atol=LOGITS[name], rtol=0)
     read = [
         teacher_forced(with_packing(model, each, monkeypatch), layout, texts) for each in CHOICES
@@ -284,7 +286,7 @@ def test_what_is_packed_depends_on_memory_and_workers(monkeypatch):
     head = output_layer(network).weight.nbytes
 
     def choice(memory, **asked):
-        monkeypatch.setattr("lapa2_interp.models.prepacked.memory", lambda: memory)
+        monkeypatch.setattr("lapa2_interp.models.prepacked.usable_memory", lambda: memory)
         return choose_prepacking(network, **asked)
 
     assert choice(10 * weights) == "all"
@@ -319,7 +321,7 @@ def test_only_the_output_layer():
 
 def test_without_the_operations_nothing_is_packed(monkeypatch):
     """A PyTorch without oneDNN, or one whose private operations have gone."""
-    monkeypatch.setattr("lapa2_interp.models.prepacked._works", lambda dtype: False)
+    monkeypatch.setattr("lapa2_interp.models.prepacked._prepacking_works", lambda dtype: False)
     layer, x = layer_of(96, 64, torch.float32), torch.randn(6, 64)
     assert choose_prepacking(net_of(layer)) == "none"
     with torch.no_grad(), prepacked(net_of(layer), "all"):
@@ -339,9 +341,9 @@ def test_a_worker_computes_as_the_cell_was_opened():
     made = without.do(Job(cell, 0, "none"))
     network = network_of(usual.model(cell))
     assert usual.do(Job(cell, 0, "none")).trace.equals(made.trace)
-    assert not any(layer in _kept for layer in network.modules())
+    assert not any(layer in _prepacked_weights for layer in network.modules())
     usual.do(Job(cell, 0, "all"))
-    assert any(layer in _kept for layer in network.modules())
+    assert any(layer in _prepacked_weights for layer in network.modules())
     usual.do(Job(cell, 0, "none"))
     assert usual.do(Job(cell)).facts["model"].packing == "all", "what this machine decides"
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from lapa2_interp.bias.texts import continuation, pieces
+from lapa2_interp.bias.tokens import decode_continuation, token_texts
 from lapa2_interp.models.load import load_tokenizer
 
 PROMPTS = ("I", "I 🙂", "né", "中文", "", " ", "a\n\n")
@@ -76,8 +76,8 @@ def test_bytes_that_are_no_character_leave_their_neighbours_alone(name, given_, 
     tokenizer = TOKENIZERS[name]
     tokens = bytes_of(tokenizer, given_)
     for prompt in ("I", "I 🙂"):
-        assert continuation(tokenizer, prompt, tokens) == "".join(read)
-        assert pieces(tokenizer, prompt, tokens) == read
+        assert decode_continuation(tokenizer, prompt, tokens) == "".join(read)
+        assert token_texts(tokenizer, prompt, tokens) == read
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -90,6 +90,6 @@ def test_pieces_joined_are_the_continuation(name, data):
     tail = st.integers(0x80, 0xBF).map(lambda each: bytes_of(tokenizer, [each])[0])
     tokens = data.draw(st.lists(st.one_of(token, byte, tail), max_size=20))
     prompt = data.draw(st.sampled_from(PROMPTS))
-    found = pieces(tokenizer, prompt, tokens)
+    found = token_texts(tokenizer, prompt, tokens)
     assert len(found) == len(tokens)
-    assert "".join(found) == continuation(tokenizer, prompt, tokens)
+    assert "".join(found) == decode_continuation(tokenizer, prompt, tokens)

@@ -1,14 +1,14 @@
 """The bias of a batch of rows on the attention scores of a forward pass.
 
 Every row has any number of augmentations. Those whose bias is a function of the length are added
-first. A law that reads the scores then sees, in each head and at each query, the log-odds of
+first. A law that reads the scores then computes, in each head and at each query, the log-odds of
 attention on its span:
 
     logit(A) = lse(scores on the span) - lse(all other scores)
 
-and adds `Augmentation.shift(logit(A), l, n)`; a pooled law is given one A for all heads and live
-queries of the pass. Several targets of a row that act at one query of one head are solved together,
-so that each span gets its share: with the sums over the spans that are steered,
+and adds `Augmentation.shift(logit(A), l, n)`; a pooled law uses one A for all heads and live
+queries of the pass. If several targets of a row act at one query of one head, they are solved
+together, so that each span gets its share: with the sums over their spans,
 
     b_i = alpha_i * (log(tau_i) - log(1 - sum_j tau_j) - (lse_i - lse(keys in none of them)))
 """
@@ -27,23 +27,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lapa2_interp._util.errors import AugmentationError, LayoutError
-from lapa2_interp.bias.augmentation import CAP, Augmentation, share_steps
-from lapa2_interp.bias.keys_seen import FULL, NONE, KeysSeen, kinds_of
+from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation, steps_overlap
+from lapa2_interp.bias.layer_types import FULL_ATTENTION, NO_ATTENTION, LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 
-Capped = Callable[[int, Tensor, int], None]
-"""Told of a layer, which biases were cut at +-CAP [row head query], and the first query's slot."""
+CapCallback = Callable[[int, Tensor, int], None]
+"""Called with a layer, the mask of biases that were cut at +-BIAS_CAP [row head query], and the
+slot of the first query."""
 
 
-def _selected(
+def _selected_heads(
     rule: Augmentation, size: tuple[int, int], attends: Bool[np.ndarray, " layer"]
 ) -> Bool[np.ndarray, "layer head"]:
-    """The heads that an augmentation reaches in a model some of whose layers have no attention.
+    """The heads that an augmentation reaches in a model with layers without attention.
 
     Raises:
         AugmentationError: Such a layer is named, or none of the chosen layers has attention.
     """
-    chosen = rule.selects(*size)
+    chosen = rule.head_mask(*size)
     lost = np.flatnonzero(chosen.any(1) & ~attends)
     named = not isinstance(rule.layers, str) or rule.heads != "all"
     if len(lost) and (named or not chosen[attends].any()):
@@ -55,7 +56,7 @@ def _selected(
 
 
 class _Term:
-    """At most one augmentation a row: static masks of keys and heads."""
+    """At most one augmentation for each row, with static masks of keys and heads."""
 
     def __init__(
         self,
@@ -64,55 +65,63 @@ class _Term:
         size: tuple[int, int],
         attends: Bool[np.ndarray, " layer"],
     ) -> None:
+        # The keys and heads of each row.
         self.rules, self.layouts = list(rules), list(layouts)
         keys = np.zeros((len(layouts), max(len(each) for each in layouts)), bool)  # row key
         heads = np.zeros((size[0], len(layouts), size[1]), bool)  # layer row head
-        chosen = {rule: _selected(rule, size, attends) for rule in set(rules) if rule is not None}
+        chosen = {
+            rule: _selected_heads(rule, size, attends) for rule in set(rules) if rule is not None
+        }
         for row, (rule, each) in enumerate(zip(rules, layouts, strict=True)):
             if rule is not None:
                 for span in each.spans(rule.span):
                     keys[row, span.start : span.stop] = True
                 heads[:, row] = chosen[rule]  # layer head
+        # The last key, the layers, and the rows of each law that reads the scores.
         self.stop = int(np.flatnonzero(keys.any(0)).max(initial=-1)) + 1
         self.keys, self.heads = keys[:, : self.stop], heads
         self.layers = [layer for layer in range(size[0]) if heads[layer].any()]
         self.every_head = bool(heads[self.layers].all())
-        self.rows_of = {
+        self.rows_by_rule = {
             rule: [row for row, other in enumerate(rules) if other == rule]
             for rule in set(rules)
             if rule is not None and rule.reads_scores
         }
 
-    def of_queries(self, slots: np.ndarray, seen: KeysSeen) -> Float[np.ndarray, "row query"]:
-        """b of every row and query in layers of one kind; where a law that reads the scores acts,
-        NaN."""
+    def query_biases(
+        self, slots: np.ndarray, layer_type: LayerType
+    ) -> Float[np.ndarray, "row query"]:
+        """b of every row and query in layers of one type; NaN where a law that reads the scores
+        acts."""
         nothing = np.zeros(len(slots))
-        of: dict[tuple[int, int], np.ndarray] = {}  # samples of one prompt share its layout
+        found: dict[tuple[int, int], np.ndarray] = {}  # samples of one prompt share its layout
         for rule, each in zip(self.rules, self.layouts, strict=True):
-            if (id(rule), id(each)) in of:
+            if (id(rule), id(each)) in found:
                 continue
             b = nothing
             if rule is not None:
                 b = (
-                    np.where(each.acts(rule, slots, seen), np.nan, 0.0)
+                    np.where(each.acts(rule, slots, layer_type), np.nan, 0.0)
                     if rule.reads_scores
-                    else rule.within(each.bias(rule, slots, seen))  # a law of a user's own, too
+                    # `check_bias` also checks a user's custom law.
+                    else rule.check_bias(each.bias(rule, slots, layer_type))
                 )
                 if rule.phase == "query":
                     b = np.where(slots == slots[-1], b, 0.0)
-            of[id(rule), id(each)] = b
+            found[id(rule), id(each)] = b
         return np.stack(
-            [of[id(rule), id(each)] for rule, each in zip(self.rules, self.layouts, strict=True)]
+            [found[id(rule), id(each)] for rule, each in zip(self.rules, self.layouts, strict=True)]
         )
 
 
 @dataclass
-class _TermOfPass:
+class _PassTerm:
     """A term in one forward pass, on the device of the scores.
 
     Attributes:
-        b: The bias of each row and query; of a law that reads the scores, where it acts.
-        keys, heads: Which are meant.
+        b: The bias of each row and query; of a law that reads the scores, a mask of the queries at
+            which it acts.
+        keys, heads: Masks of its keys and heads.
     """
 
     term: _Term
@@ -120,8 +129,8 @@ class _TermOfPass:
     keys: Bool[Tensor, "row key"]
     heads: Bool[Tensor, "layer row head"]
 
-    def on(self, device: torch.device) -> _TermOfPass:
-        """The same on another device: a model may span several."""
+    def to_device(self, device: torch.device) -> _PassTerm:
+        """A copy on another device: a model may span several."""
         if self.b.device == device:
             return self
         return replace(
@@ -129,17 +138,17 @@ class _TermOfPass:
         )
 
 
-class Bias:
+class BatchBias:
     """The bias of a batch of rows: static masks and, per forward pass, one number per row and
     query.
 
     Args:
         rules: The augmentations of each row.
-        layouts: One a row.
+        layouts: One for each row.
         size: Layers and heads of the model.
-        seen: By layer, which keys its queries see; all keys by default.
-        may_repeat: A pass may have several copies of each row behind each other.
-        capped: Told of the biases that were cut at +-CAP.
+        layer_types: By layer; "full" for all by default.
+        may_repeat: Allow passes with several copies of each row, one after another.
+        capped: Called with the biases that were cut at +-BIAS_CAP.
 
     Raises:
         AugmentationError: Layers or heads the model does not have, or augmentations that read the
@@ -152,57 +161,59 @@ class Bias:
         rules: Sequence[tuple[Augmentation, ...]],
         layouts: Sequence[Layout],
         size: tuple[int, int],
-        seen: Sequence[KeysSeen] | None = None,
+        layer_types: Sequence[LayerType] | None = None,
         may_repeat: bool = False,
-        capped: Capped | None = None,
+        capped: CapCallback | None = None,
     ) -> None:
         self.layouts, self.may_repeat, self.capped = list(layouts), may_repeat, capped
-        self.size, self.seen = size, tuple(seen or [FULL] * size[0])
-        attends = np.array([each != NONE for each in self.seen])
+        self.size, self.layer_types = size, tuple(layer_types or [FULL_ATTENTION] * size[0])
+        attends = np.array([each != NO_ATTENTION for each in self.layer_types])
         self.n_rows = len(self.layouts)
-        fixed = [[rule for rule in row if not rule.reads_scores] for row in rules]
-        reading = [[rule for rule in row if rule.reads_scores] for row in rules]
-        self.fixed, self.reading = (
+        length_rules = [[rule for rule in row if not rule.reads_scores] for row in rules]
+        score_rules = [[rule for rule in row if rule.reads_scores] for row in rules]
+        self.length_terms, self.score_terms = (
             [
                 _Term([row[i] if i < len(row) else None for row in kind], layouts, size, attends)
                 for i in range(max(map(len, kind)))
             ]
-            for kind in (fixed, reading)
+            for kind in (length_rules, score_rules)
         )
-        terms = [*self.fixed, *self.reading]
+        terms = [*self.length_terms, *self.score_terms]
         self.layers = sorted({layer for term in terms for layer in term.layers})
-        self.reading_layers = {layer for term in self.reading for layer in term.layers}
+        self.score_law_layers = {layer for term in self.score_terms for layer in term.layers}
         self.last_key = max((term.stop for term in terms), default=0)
-        self.of_last_query = [
+        self.last_query_rules = [
             (rule, each)
             for row, each in zip(rules, layouts, strict=True)
             for rule in row
             if rule.phase == "query"
         ]
-        self.of_pass: tuple[range, int] = (range(0), 0)
-        self.terms: dict[KeysSeen, list[_TermOfPass]] = {}
-        self.several = [self._meet(row) for row in reading]
-        self._check_joint(reading)
-        self._check_blocked(fixed)
+        self.current_pass: tuple[range, int] = (range(0), 0)
+        self.terms: dict[LayerType, list[_PassTerm]] = {}
+        self.has_joint_targets = [self._can_meet(row) for row in score_rules]
+        self._check_joint(score_rules)
+        self._check_blocked(length_rules)
 
-    def _meet(self, several: Sequence[Augmentation]) -> bool:
-        """Whether any two of a row's augmentations can act at one query of one head."""
+    def _can_meet(self, rules: Sequence[Augmentation]) -> bool:
+        """True if any two of a row's augmentations can act at one query of one head."""
         return any(
-            share_steps(one, other) and (one.selects(*self.size) & other.selects(*self.size)).any()
-            for one, other in combinations(several, 2)
+            steps_overlap(one, other)
+            and (one.head_mask(*self.size) & other.head_mask(*self.size)).any()
+            for one, other in combinations(rules, 2)
         )
 
-    def _check_joint(self, reading: Sequence[Sequence[Augmentation]]) -> None:
-        for row, several in enumerate(reading):
-            if not self.several[row]:
+    def _check_joint(self, score_rules: Sequence[Sequence[Augmentation]]) -> None:
+        """Refuse rows whose laws that read the scores cannot be solved together."""
+        for row, together in enumerate(score_rules):
+            if not self.has_joint_targets[row]:
                 continue
-            if other := next((rule for rule in several if rule.law != "target"), None):
+            if other := next((rule for rule in together if rule.law != "target"), None):
                 raise AugmentationError(
-                    f"a row has {len(several)} augmentations that read the scores, one of law"
+                    f"a row has {len(together)} augmentations that read the scores, one of law"
                     f" {other.law!r}; only those of law 'target' can be solved together. Give them"
                     " other steps or heads, where they do not meet"
                 )
-            spans = [span for rule in several for span in self.layouts[row].spans(rule.span)]
+            spans = [span for rule in together for span in self.layouts[row].spans(rule.span)]
             covered = [slot for span in spans for slot in range(*span)]
             if len(set(covered)) < len(covered):
                 raise LayoutError(
@@ -210,7 +221,7 @@ class Bias:
                 )
             total = sum(
                 rule.tau * term.heads[:, row]  # layer head
-                for rule, term in zip(several, self.reading, strict=False)
+                for rule, term in zip(together, self.score_terms, strict=False)
             )
             if np.max(total) >= 1:
                 raise AugmentationError(
@@ -218,18 +229,21 @@ class Bias:
                     " something to other keys, so give taus with a sum below 1"
                 )
 
-    def _check_blocked(self, fixed: Sequence[Sequence[Augmentation]]) -> None:
+    def _check_blocked(self, length_rules: Sequence[Sequence[Augmentation]]) -> None:
+        """Refuse rows in which every key of a query is blocked by knock-outs."""
         checked = set()
-        for row, (several, each) in enumerate(zip(fixed, self.layouts, strict=True)):
-            cuts = [rule for rule in several if rule.law == "cut" and rule.alpha == 1]
+        for row, (given, each) in enumerate(zip(length_rules, self.layouts, strict=True)):
+            cuts = [rule for rule in given if rule.law == "cut" and rule.alpha == 1]
             if not cuts or (*cuts, id(each)) in checked:
                 continue
             checked.add((*cuts, id(each)))
-            chosen = np.stack([rule.selects(*self.size) for rule in cuts])  # cut layer head
-            for seen in kinds_of(self.seen):
-                here = chosen[:, [kind == seen for kind in self.seen]].reshape(len(cuts), -1)
-                # by column: which cuts meet in some head
-                self._check_queries(row, each, cuts, np.unique(here, axis=1).T, seen)
+            chosen = np.stack([rule.head_mask(*self.size) for rule in cuts])  # cut layer head
+            for layer_type in distinct_types(self.layer_types):
+                here = chosen[:, [each == layer_type for each in self.layer_types]].reshape(
+                    len(cuts), -1
+                )
+                # Each column of `here` is a set of cuts that act in one head.
+                self._check_queries(row, each, cuts, np.unique(here, axis=1).T, layer_type)
 
     def _check_queries(
         self,
@@ -237,16 +251,17 @@ class Bias:
         layout: Layout,
         cuts: Sequence[Augmentation],
         together: Bool[np.ndarray, "set cut"],
-        seen: KeysSeen,
+        layer_type: LayerType,
     ) -> None:
+        """Refuse a query at which the cuts that act together leave no live key."""
         live = np.ones(len(layout), bool)
         live[layout.soft : layout.soft + layout.pad] = False
         for query in range(layout.bos.start, layout.prompt.stop):
             slot = np.array([query])
-            acts = np.array([layout.acts(rule, slot, seen)[0] for rule in cuts])
+            acts = np.array([layout.acts(rule, slot, layer_type)[0] for rule in cuts])
             for here in np.unique(together & acts, axis=0):
                 left = live[: query + 1].copy()
-                left[: seen.first(slot, layout.pad)[0]] = False
+                left[: layer_type.first_seen(slot, layout.pad)[0]] = False
                 for rule in np.array(cuts, dtype=object)[here]:
                     for span in layout.spans(rule.span):
                         left[span.start : span.stop] = False
@@ -258,22 +273,23 @@ class Bias:
                 )
 
     def acts_on_last(self, slot: int) -> bool:
-        """Whether a rule of phase "query" acts on a query in this slot, the last of its pass."""
-        return any(each.acts(rule, np.array([slot]))[0] for rule, each in self.of_last_query)
+        """True if an augmentation of phase "query" acts on a query in this slot, the last of its
+        pass."""
+        return any(each.acts(rule, np.array([slot]))[0] for rule, each in self.last_query_rules)
 
-    def _terms(self, seen: KeysSeen, scores: Tensor) -> list[_TermOfPass]:
-        """The numbers of this pass in layers of one kind. Terms that add nothing are left out."""
-        if seen not in self.terms:
-            queries, copies = self.of_pass
+    def _terms(self, layer_type: LayerType, scores: Tensor) -> list[_PassTerm]:
+        """The terms of this pass in layers of one type, without those that add nothing."""
+        if layer_type not in self.terms:
+            queries, copies = self.current_pass
             wide = torch.promote_types(scores.dtype, torch.float32)
-            self.terms[seen] = []
-            for term in [*self.fixed, *self.reading]:
-                b = term.of_queries(np.array(queries), seen)
+            self.terms[layer_type] = []
+            for term in [*self.length_terms, *self.score_terms]:
+                b = term.query_biases(np.array(queries), layer_type)
                 if b.any():
-                    reads = term in self.reading
-                    # Several sequences or beams of a prompt lie behind each other in `generate`.
-                    self.terms[seen].append(
-                        _TermOfPass(
+                    reads = term in self.score_terms
+                    # In `generate`, copies of a row (sequences or beams) follow each other.
+                    self.terms[layer_type].append(
+                        _PassTerm(
                             term,
                             torch.from_numpy(np.isnan(b) if reads else b)
                             .to(scores.device, torch.bool if reads else wide)
@@ -286,15 +302,15 @@ class Bias:
                             .repeat_interleave(copies, 1),
                         )
                     )
-        return self.terms[seen]
+        return self.terms[layer_type]
 
     def add(
         self, layer: int, scores: Float[Tensor, "row head query key"], first: int
     ) -> Float[Tensor, "row head query key"]:
-        """The scores with the bias on the spans' keys, as a new tensor in at least float32. A pass
-        may read the beginning of the layouts; keys that are not there yet get nothing.
+        """The scores with the bias on the spans' keys, as a new tensor in at least float32.
 
-        Where these queries get no bias, the given tensor is returned.
+        A pass may read only the beginning of the layouts; later keys get nothing. If these queries
+        get no bias, the given tensor is returned.
 
         Args:
             first: The slot of the first query.
@@ -309,89 +325,94 @@ class Bias:
                 f"the forward pass has {n_rows} rows, but {self.n_rows} layouts were given; give"
                 " one each"
             )
+        # The terms that act in this layer and pass.
         queries = range(first, first + n_queries)
-        if self.of_pass != (queries, copies):
-            self.of_pass, self.terms = (queries, copies), {}
+        if self.current_pass != (queries, copies):
+            self.current_pass, self.terms = (queries, copies), {}
         here = [
-            each.on(scores.device)
-            for each in self._terms(self.seen[layer], scores)
+            each.to_device(scores.device)
+            for each in self._terms(self.layer_types[layer], scores)
             if layer in each.term.layers
         ]
         if not here:
             return scores
+        # Add the biases that depend on the length, then those that depend on the scores.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
-        reading = [each for each in here if each.b.dtype == torch.bool]
+        score_terms = [each for each in here if each.b.dtype == torch.bool]
         for each in here:
             if each.b.dtype != torch.bool:
                 _add(scores, each, layer, rearrange(each.b, "row query -> row 1 query 1"))
-        if reading:
-            b = self._read(scores, reading, layer)
+        if score_terms:
+            b = self._score_biases(scores, score_terms, layer)
             if self.capped is not None:
-                self.capped(layer, (b.abs() >= CAP).any(0), first)
-            for each, of_term in zip(reading, b, strict=True):
-                _add(scores, each, layer, rearrange(of_term, "row head query -> row head query 1"))
+                self.capped(layer, (b.abs() >= BIAS_CAP).any(0), first)
+            for each, b_term in zip(score_terms, b, strict=True):
+                _add(scores, each, layer, rearrange(b_term, "row head query -> row head query 1"))
         return scores
 
-    def _read(
+    def _score_biases(
         self,
         scores: Float[Tensor, "row head query key"],
-        terms: Sequence[_TermOfPass],
+        terms: Sequence[_PassTerm],
         layer: int,
     ) -> Float[Tensor, "term row head query"]:
         """The biases of the laws that read the scores."""
         acting = torch.stack(
             [each.b[:, None] & each.heads[layer][:, :, None] for each in terms]
         )  # term row head query
-        # the logarithm of the sum over each span, and over all keys outside them
+        # log of the sum over each span, and over all keys outside the spans
         sums = torch.stack([_log_sum(scores, each.keys) for each in terms])  # term row head query
         rest = _log_sum(scores, _union([each.keys for each in terms]), outside=True)
         b = torch.zeros_like(sums)
         for i, each in enumerate(terms):
             others = rest if len(terms) == 1 else _log_sum(scores, each.keys, outside=True)
             log_odds = sums[i] - others  # row head query
-            for rule, rows in each.term.rows_of.items():
-                where = self._copied(rows, len(scores))
-                odds = self._pooled(log_odds[where], where) if rule.pooled else log_odds[where]
-                # l does not matter here: where the profile compares it with n, `acts` has done so.
+            for rule, rows in each.term.rows_by_rule.items():
+                where = self._pass_rows(rows, len(scores))
+                odds = (
+                    self._pool_log_odds(log_odds[where], where) if rule.pooled else log_odds[where]
+                )
+                # l does not matter: `acts` has already compared it with n where the profile does.
                 b[i, where] = rule.shift(odds, 1, 0)
-        joint = [row for row, several in enumerate(self.several) if several]
+        # Solve the targets of a row that can act together.
+        joint = [row for row, is_joint in enumerate(self.has_joint_targets) if is_joint]
         if joint and len(terms) > 1:
-            where = self._copied(joint, len(scores))
+            where = self._pass_rows(joint, len(scores))
             rules = [
                 [each.term.rules[row] for row in joint for _ in range(len(scores) // self.n_rows)]
                 for each in terms
             ]
-            b[:, where] = _joint(rules, sums[:, where], rest[where], acting[:, where])
+            b[:, where] = _solve_targets(rules, sums[:, where], rest[where], acting[:, where])
         return torch.where(acting, b, 0.0)
 
-    def _pooled(
+    def _pool_log_odds(
         self, log_odds: Float[Tensor, "row head query"], where: Sequence[int]
     ) -> Float[Tensor, "row head query"]:
-        """The logit of the mean share of all heads and live queries, for each of the rows."""
-        copies = self.of_pass[1]
+        """The logit of the mean share of all heads and live queries, for each row."""
+        copies = self.current_pass[1]
         pads = [self.layouts[row // copies].soft + self.layouts[row // copies].pad for row in where]
-        slots = torch.tensor([*self.of_pass[0]], device=log_odds.device)  # query
+        slots = torch.tensor([*self.current_pass[0]], device=log_odds.device)  # query
         live = slots >= torch.tensor(pads, device=log_odds.device)[:, None]  # row query
         shares = log_odds.sigmoid().mean(1)  # row query
         mean = (shares * live).sum(1) / live.sum(1).clamp(min=1)
         return mean.logit()[:, None, None].expand_as(log_odds)
 
-    def _copied(self, rows: Sequence[int], n_rows: int) -> list[int]:
-        """Where these rows stand in a pass of `n_rows`."""
+    def _pass_rows(self, rows: Sequence[int], n_rows: int) -> list[int]:
+        """The indices of these rows' copies in a pass of `n_rows`."""
         copies = n_rows // self.n_rows
         return [row * copies + i for row in rows for i in range(copies)]
 
 
 def _add(
     scores: Float[Tensor, "row head query key"],
-    of_pass: _TermOfPass,
+    term: _PassTerm,
     layer: int,
     b: Float[Tensor, "row #head query 1"],
 ) -> None:
     """Add a bias to the keys of a term, in place."""
-    keys = rearrange(of_pass.keys[:, : scores.shape[3]], "row key -> row 1 1 key")
-    if not of_pass.term.every_head:
-        keys = keys & rearrange(of_pass.heads[layer], "row head -> row head 1 1")
+    keys = rearrange(term.keys[:, : scores.shape[3]], "row key -> row 1 1 key")
+    if not term.term.every_head:
+        keys = keys & rearrange(term.heads[layer], "row head -> row head 1 1")
     scores[..., : keys.shape[3]] += torch.where(keys, b, 0.0)
 
 
@@ -408,21 +429,21 @@ def _log_sum(
     return scores.masked_fill(~keys[:, None, None], -torch.inf).logsumexp(3)
 
 
-def _joint(
+def _solve_targets(
     rules: Sequence[Sequence[Augmentation | None]],
     sums: Float[Tensor, "term row head query"],
     rest: Float[Tensor, "row head query"],
     acting: Bool[Tensor, "term row head query"],
 ) -> Float[Tensor, "term row head query"]:
-    """The biases of several targets of a row that give every span its share.
+    """The biases of a row's targets that together give every span its share.
 
-    A target with a floor is left alone where its span has enough beside the others; then its keys
-    count among the rest.
+    A target with a floor is not applied where its span already has enough beside the others; then
+    its keys count among the rest.
 
     Args:
-        rules: By term and row.
-        sums, rest: Logarithms of sums over each span, and over the keys in none.
-        acting: Where each is to act.
+        rules: The augmentations, by term and row.
+        sums, rest: log of the sum over each span, and over the keys outside all spans.
+        acting: Mask of the places at which each is to act.
     """
 
     def numbers(read: Callable[[Augmentation], float]) -> Float[Tensor, "term row 1 1"]:
@@ -437,4 +458,4 @@ def _joint(
         base = torch.stack([rest, *torch.where(active, -torch.inf, sums)]).logsumexp(0)
         b = tau.log() - left.log() - (sums - base)
         active = active | (acting & (b > 0))
-    return torch.where(active, alpha * b, 0.0).nan_to_num(0.0).clamp(-CAP, CAP)
+    return torch.where(active, alpha * b, 0.0).nan_to_num(0.0).clamp(-BIAS_CAP, BIAS_CAP)

@@ -1,0 +1,126 @@
+"""Texts of tokens: the continuation that generated tokens make after a prompt, and each token's
+part of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import groupby, pairwise, takewhile
+from typing import TYPE_CHECKING, Any
+
+from lapa2_interp._util.errors import LayoutError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+MAX_LETTERS = 2**22
+"""Largest number of letters of a text. A tokenizer takes a hundred times their memory, and where
+memory ends we could not report an error."""
+
+
+def check_text_length(name: str, text: str) -> None:
+    """Refuse a text that is too long for any model, before it is tokenised.
+
+    Raises:
+        LayoutError: It has more than LONGEST letters.
+    """
+    if len(text) > MAX_LETTERS:
+        raise LayoutError(
+            f"the {name} {text[:20]!r}... has {len(text)} letters, and {MAX_LETTERS} are allowed;"
+            " give a shorter text, or a file with one on each line"
+        )
+
+
+def require_tokenizer(given: Any) -> Any:
+    """A tokenizer, or that of a model or processor that has one.
+
+    Raises:
+        LayoutError: It is neither.
+    """
+    found = getattr(given, "tokenizer", given)
+    if not hasattr(found, "convert_tokens_to_ids"):
+        near = f"load_tokenizer({given!r})" if isinstance(given, str) else "model.tokenizer"
+        raise LayoutError(
+            f"a tokenizer is needed here, found a {type(given).__name__}; give {near}"
+        )
+    return found
+
+
+def _decode_ids(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+@functools.lru_cache(maxsize=16)
+def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+    """The byte of every byte token such as "<0xF0>", by id. Empty for vocabularies without such
+    tokens, and for those in which all tokens are bytes, as GPT-2's."""
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+    known = len({*ids} - {None, tokenizer.unk_token_id}) == 256
+    read = known and _decode_ids(tokenizer, [ids[ord("A")]]) == "A"
+    return dict(zip(ids, range(256), strict=True)) if read else {}
+
+
+def decode_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of token ids, special tokens included.
+
+    Bytes that are no character become U+FFFD: one for each incomplete character and for each byte
+    that cannot begin a character, as in Python.
+    """
+    if byte_of := _byte_tokens(tokenizer):
+        # The decoder would also replace the neighbours of an invalid byte, so it gets none.
+        token_of, mended = {byte: token for token, byte in byte_of.items()}, []
+        for are_bytes, run in groupby(ids, byte_of.__contains__):
+            found = list(run)
+            if are_bytes:
+                text = bytes(byte_of[each] for each in found).decode("utf-8", "replace")
+                found = [token_of[byte] for byte in text.encode()]
+            mended += found
+        ids = mended
+    return _decode_ids(tokenizer, ids)
+
+
+def decode_continuation(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]
+) -> str:
+    """The text of generated tokens after a prompt.
+
+    They are decoded together with the prompt: some tokenizers drop the leading space of tokens that
+    are decoded alone.
+    """
+    before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return decode_tokens(tokenizer, [*before, *tokens])[len(decode_tokens(tokenizer, before)) :]
+
+
+def token_texts(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]
+) -> list[str]:
+    """The text that each token adds; joined, they are the `decode_continuation` of the tokens.
+
+    A character whose bytes are spread over several tokens belongs to the last of them; the others
+    add "".
+
+    Args:
+        prompt: The text before the tokens.
+        tokens: New tokens only.
+
+    Returns:
+        One text for each token.
+    """
+    tokenizer = require_tokenizer(tokenizer)
+    whole = decode_continuation(tokenizer, prompt, tokens)
+    # Decode a few tokens at a time. Windows begin at a border between characters, so that this
+    # gives the same text as decoding all tokens.
+    window = list(tokenizer(prompt, add_special_tokens=False)["input_ids"][-4:])
+    known, head, border, found = len(window), len(decode_tokens(tokenizer, window)), 0, [0]
+    for token in tokens:
+        window.append(token)
+        text = decode_tokens(tokenizer, window)[head:]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, whole[border:], strict=False))
+        sure = len(list(same))
+        found.append(max(found[-1], border + sure))
+        if text and sure == len(text) and not text.endswith(REPLACEMENT_CHARACTER):
+            window, known, border = window[known:], len(window) - known, border + sure
+            head = len(decode_tokens(tokenizer, window))
+    found[-1] = len(whole)
+    return [whole[start:stop] for start, stop in pairwise(found)]

@@ -1,0 +1,463 @@
+"""FreeCtrl: its formulas by hand and by loops, and what it refuses."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import MODEL_CLASSES, generate, load, plan
+from context_stub import ContextStub
+from oracle import oracle_logits
+
+from lapa2_interp import (
+    Augmentation,
+    load_model,
+)
+from lapa2_interp._util.errors import (
+    AugmentationError,
+    DataError,
+    MethodError,
+)
+from lapa2_interp.attention.neurons import (
+    promoting_neurons,
+)
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.generation.sampling import draw, uniforms
+from lapa2_interp.methods import registry as methods
+from lapa2_interp.methods.base import BatchStart, Intervention, Prepared
+from lapa2_interp.methods.freectrl import (
+    OFF_VALUE,
+    ControlCentre,
+    neuron_value,
+    noise_ratio,
+    rank_probabilities,
+    text_score,
+)
+from lapa2_interp.methods.prefix import NoControl
+from lapa2_interp.methods.registry import load_task
+from lapa2_interp.runs.method_context import ModelContext
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A separate cache for every test that prepares anything; SmolLM2 is loaded by others."""
+    monkeypatch.setattr("lapa2_interp.runs.method_context.cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def worded(tmp_path_factory, gpt2_tokenizer):
+    """A folder with a random GPT-2 that has GPT-2's own tokens, so that words are tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("worded")
+    torch.manual_seed(3)
+    config = GPT2Config(vocab_size=50257, n_positions=128, n_embd=32, n_layer=3, n_head=4)
+    network = GPT2LMHeadModel(config)
+    for parameter in network.parameters():  # larger than initialised, so that neurons matter
+        parameter.data = parameter.data * 4 if parameter.ndim > 1 else parameter.data
+    network.save_pretrained(folder)
+    gpt2_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", params=MODEL_CLASSES)
+def words_model(request, worded):
+    return load_model(str(worded), dtype="float64", device="cpu", model_class=request.param)
+
+
+WORDS = {"positive": ["great", "love", "happy"], "negative": ["bad", "awful"]}
+
+
+@pytest.fixture
+def word_file(tmp_path):
+    file = tmp_path / "words.json"
+    file.write_text(json.dumps({"words": WORDS}))
+    return str(file)
+
+
+def test_rank_probabilities():
+    """Against drawing 10 of 125 candidates, and the values the method description gives."""
+    p = rank_probabilities()
+    assert p[:4] == pytest.approx([0.346, 0.234, 0.156, 0.102], abs=5e-4)
+    assert sum(p) == pytest.approx(1)
+    rng = np.random.default_rng(0)
+    ranks = np.repeat(np.arange(25), 5)
+    best = np.array([ranks[rng.permutation(125)[:10]].min() for _ in range(40_000)])
+    seen = np.bincount(best, minlength=25) / len(best)
+    assert np.abs(seen - p).max() < 4 * math.sqrt(0.25 / len(best))
+
+
+def test_score_and_weight_by_hand():
+    """Two keywords against one; the score of a text is that of its nearest tokens, and 1 is
+    neutral."""
+    near = {"positive": torch.tensor([[0.8, 0.4]]), "negative": torch.tensor([[0.5]])}
+    assert text_score(near, "positive").tolist() == pytest.approx([0.6 / 0.5])
+    assert text_score(near, "negative").tolist() == pytest.approx([0.5 / 0.6])
+    four = {c: torch.tensor([[sim]]) for c, sim in (("a", 0.6), ("b", 0.2), ("c", 0.3), ("d", 0.4))}
+    assert text_score(four, "a").tolist() == pytest.approx([0.6 * 3 / 0.9])
+    w = neuron_value(torch.tensor([1.05, 1.15, 1.3]), 1.15, 0.2, torch.tensor([10, 10, 10]))
+    assert w.tolist() == pytest.approx([0.2 / (1 + math.exp(-1)), OFF_VALUE, OFF_VALUE])
+
+
+def test_noise_ratio_by_hand():
+    """The factor counts four classes; in two a word passes from a third of the other's cosine on."""
+    classes = {"y": torch.tensor([1.0, 0.0]), "n": torch.tensor([0.0, 1.0])}
+    assert noise_ratio(classes, torch.tensor([3.0, 4.0]), "y") == pytest.approx(0.6 * 3 / 0.8)
+    assert noise_ratio(
+        classes | {"m": torch.tensor([0.6, 0.8])}, torch.tensor([1.0, 0.0]), "y"
+    ) == pytest.approx(3 / 0.6)
+
+
+def freectrl(word_file, **parameters):
+    return methods.get("freectrl", words=word_file, noise=-1e9, neurons=4, **parameters)
+
+
+def test_freectrl_against_its_definition(words_model, word_file):
+    """Every token of two samples: the weight from the text so far, all of it read anew, the rank
+    drawn; recomputed by loops."""
+    model, task = words_model, load_task("sentiment")
+    method = freectrl(word_file, u=1.3, lam=2.0)
+    prompts, length = ["The lake", "The last time I saw"], 14
+    made = generate(
+        model, method, task, "positive", prompts, length=length, samples=2, seed=5, trace="full"
+    )
+    kit = ModelContext(model)
+    ids = {c: [kit.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
+    unit = torch.nn.functional.normalize(model.W_E.detach().float(), dim=1)
+    tokens = sorted({i for each in ids.values() for i in each})
+    table = promoting_neurons(model, kit.ids(" "), tokens, 4)[1]
+    centre = {}
+    for token in ids["positive"]:
+        for layer, neuron in table[tokens.index(token)].tolist():
+            centre.setdefault(layer, set()).add(neuron)
+    weights = []
+    for sample in made.samples.itertuples():
+        text, uniform = kit.ids(sample.prompt), uniforms(5, sample.prompt, sample.sample, 20)
+        branch = Layout.of(model.tokenizer, None, sample.prompt)
+        for t, token in enumerate(sample.tokens):
+            cos = {c: unit[each] @ unit[text].T for c, each in ids.items()}  # keyword, token
+            scores = []
+            for part in (slice(None), slice(-1, None)):
+                sim = {c: float(each[:, part].max(dim=1).values.mean()) for c, each in cos.items()}
+                scores.append(sim["positive"] / sim["negative"])
+            s = max(scores)
+            w = 2.0 / (1 + math.exp(-(1.3 - s) * len(text))) if s < 1.3 else 1e-20
+            weights.append(w)
+            chosen = {layer: torch.tensor(sorted(each)) for layer, each in centre.items()}
+            whole = torch.tensor([[*branch.ids, *sample.tokens[:t]]])
+            with torch.no_grad():
+                logits = _logits(
+                    model, whole, Intervention(chosen, torch.tensor([w], dtype=torch.float64))
+                )[:, -1]
+            logits[:, model.tokenizer.eos_token_id] = -torch.inf
+            order = logits[0].sort(descending=True, stable=True).indices[:25]
+            log_weights = torch.full_like(logits, -torch.inf)
+            log_weights[0, order] = torch.tensor(rank_probabilities(), dtype=torch.float64).log()
+            assert int(draw(log_weights, torch.tensor([uniform[t]]), top_k=200)[0]) == token
+            text.append(token)
+    assert min(weights) == OFF_VALUE
+    assert max(weights) > 0.5, "both sides of the threshold were met"
+    parts = (
+        made.trace[["prefix", "bos", "prompt", "generated"]]
+        .to_array()
+        .sum("variable", skipna=False)
+    )
+    assert np.nanmax(np.abs(parts.to_numpy() - 1)) < 1e-5
+    assert made.trace["prompt"].shape[2] == length - 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Again(NoControl):
+    rereads_text = True
+
+
+def test_reading_anew_changes_nothing_by_itself(tiny, model_class):
+    """A method that asks for it and intervenes nowhere: texts, trace and whole rows are those of
+    cached decoding."""
+
+    model, task = load(tiny, "float64", model_class), load_task("sentiment")
+    settings = {
+        "length": 26,
+        "samples": 2,
+        "patterns": [(1, 2)],
+        "augmentation": Augmentation(alpha=0.8),
+    }
+    cached, anew = (
+        generate(model, method, task, "positive", ["The sea", "Once upon"], **settings)
+        for method in (NoControl(), Again())
+    )
+    assert cached.samples.equals(anew.samples)
+    for name in set(cached.trace.data_vars) - {"prefix_tokens"}:
+        a, b = cached.trace[name].to_numpy(), anew.trace[name].to_numpy()
+        assert np.nanmax(np.abs(a - b)) < 1e-6, name
+        assert np.array_equal(np.isnan(a), np.isnan(b))
+    branch = Layout.of(model.tokenizer, None, "Once upon")
+    sample = anew.samples.iloc[3]
+    _, patterns = oracle_logits(model, branch, sample.tokens[:-1], settings["augmentation"])
+    last = patterns[1][2, -1]
+    found = (
+        anew.trace["pattern"].isel(branch=0, sample=3, pair=0, step=sample.n_tokens - 1).to_numpy()
+    )
+    assert np.abs(found[: len(last)] - last.numpy()).max() < 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Picky(NoControl):
+    """Keeps texts whose last token is even."""
+
+    trials = 3
+
+    def accepts(self, prepared, text, tokens):
+        return tokens[-1] % 2 == 0
+
+
+def test_refused_texts_are_drawn_again_with_other_numbers(monkeypatch):
+    """Texts and traces are those of the first trial that is accepted, else of the last; each trial
+    has random numbers of its own."""
+    model, task = load("tiny-gpt2", "float64"), load_task("sentiment")
+    settings = {"length": 12, "samples": 5, "trace": "full"}
+    prompts = ["The sea", "Once upon"]
+    made = generate(model, Picky(), task, "positive", prompts, **settings)
+    trials = []
+    for trial in range(3):
+        monkeypatch.setattr(
+            "lapa2_interp.generation.plan.uniforms",
+            lambda *key, trial=trial: uniforms(*key[:4], trial),
+        )
+        trials.append(generate(model, NoControl(), task, "positive", prompts, **settings))
+    chosen = []
+    for row in range(10):
+        tokens = [each.samples["tokens"][row] for each in trials]
+        assert tokens[0] != tokens[1] != tokens[2]
+        chosen.append(next((i for i in (0, 1) if tokens[i][-1] % 2 == 0), 2))
+        assert made.samples["tokens"][row] == tokens[chosen[-1]]
+        for name in ("bos", "generated"):
+            kept, own = (each.trace[name].isel(sample=row) for each in (made, trials[chosen[-1]]))
+            assert np.nanmax(np.abs(kept.to_numpy() - own.to_numpy())) < 1e-9
+    assert set(chosen) == {0, 1, 2}
+    assert made.samples[["prompt", "sample"]].equals(trials[0].samples[["prompt", "sample"]])
+    assert made.trace["prompt_text"].values.tolist() == made.samples["prompt"].tolist()
+
+
+def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file):
+    task, prompts = load_task("sentiment"), ["The lake", "The horse and the"]
+    every = freectrl(word_file, u=1.0)
+    settings = {"length": 12, "samples": 3, "trace": "none"}
+    kit = ModelContext(words_model)
+    ids = {c: [kit.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
+    unit = torch.nn.functional.normalize(words_model.W_E.detach().float(), dim=1)
+
+    def passes(row):
+        text = kit.ids(row.prompt) + row.tokens
+        sim = {
+            c: float((unit[each] @ unit[text].T).max(dim=1).values.mean())
+            for c, each in ids.items()
+        }
+        return sim["positive"] / sim["negative"] > 1.0
+
+    first = generate(words_model, every, task, "positive", prompts, **settings).samples
+    chosen = generate(
+        words_model,
+        dataclasses.replace(every, accept="score", trials=40),
+        task,
+        "positive",
+        prompts,
+        **settings,
+    ).samples
+    before, after = ([passes(row) for row in table.itertuples()] for table in (first, chosen))
+    assert not all(before)
+    assert all(after)
+    for i, passed in enumerate(before):
+        assert (chosen["tokens"][i] == first["tokens"][i]) == passed
+    known = every.prepare(kit, task, "positive", "The lake")
+    released = dataclasses.replace(every, accept="released", u=-9.0)
+    tokens = kit.ids(" a b")
+    for text, said in (
+        ("the lake " * 6, True),
+        ("the lake " * 7, False),
+        ("a\nb", True),
+        ("a\nb\nc", False),
+        ("\n ", True),
+    ):
+        assert released.accepts(known, text, tokens) == said
+        assert dataclasses.replace(released, accept="score").accepts(known, text, tokens)
+        assert not dataclasses.replace(released, u=9.0).accepts(known, text, tokens)
+        assert every.accepts(known, text, tokens)
+
+
+def test_an_empty_centre_is_the_raw_model(words_model, word_file):
+    task = load_task("sentiment")
+    method = methods.get("freectrl", words=word_file, noise=-1e9, neurons=0, sampler="uniform")
+    settings = {"length": 12, "samples": 2, "eos": "block", "trace": "none"}
+    prompts = ["The lake", "The horse and the"]
+    mine = generate(words_model, method, task, "negative", prompts, **settings)
+    raw = generate(words_model, methods.get("none"), task, "negative", prompts, **settings)
+    assert mine.samples["tokens"].tolist() == raw.samples["tokens"].tolist()
+
+
+def test_freectrl_refuses(words_model, word_file, tmp_path):
+    task = load_task("sentiment")
+
+    def generate_one(method, **more):
+        return generate(words_model, method, task, "positive", ["The lake"], length=8, **more)
+
+    with pytest.raises(
+        MethodError,
+        match=r"none of 3 words for 'positive' is one token and nearer .* lower noise=",
+    ):
+        generate_one(methods.get("freectrl", words=word_file, noise=1e9))
+    with pytest.raises(
+        AugmentationError, match="freectrl has no prefix for an augmentation to act on"
+    ):
+        generate_one(freectrl(word_file), augmentation=Augmentation(alpha=0.5))
+    for text, message in (
+        (
+            {"words": {"positive": ["a"], "negative": []}},
+            "the word list has no words for 'negative'; it has positive, negative; make",
+        ),
+        ({"words": {"joy": ["a"]}}, "no words for 'positive'; it has joy"),
+    ):
+        (tmp_path / "w.json").write_text(json.dumps(text))
+        with pytest.raises(MethodError, match=message):
+            methods.get("freectrl", words=str(tmp_path / "w.json")).branches(task, "positive")
+    for content, message in (
+        ("{", "is not a word list"),
+        ('{"word": {}}', "there is no such field"),
+    ):
+        (tmp_path / "w.json").write_text(content)
+        with pytest.raises(DataError, match=message):
+            methods.get("freectrl", words=str(tmp_path / "w.json")).branches(task, "positive")
+    with pytest.raises(
+        DataError,
+        match=r"cannot read nowhere.json; `lapa2 words --task sentiment --data CORPUS --out FILE`",
+    ):
+        methods.get("freectrl", words="nowhere.json").branches(task, "positive")
+    with pytest.raises(DataError, match="the package has no words for task 'detox'"):
+        methods.get("freectrl").branches(load_task("detox"), "nontoxic")
+
+
+def test_freectrls_keywords(words_model, tmp_path):
+    """One token with a space in front, and nearer to its class; class words come from the task's
+    file."""
+    file = tmp_path / "w.json"
+    file.write_text(
+        json.dumps({"words": {"positive": ["great", "unputdownable", "love"], "negative": ["bad"]}})
+    )
+    kit, task = ModelContext(words_model), load_task("sentiment")
+    unit = torch.nn.functional.normalize(kit.embedding(), dim=1)
+    every = methods.get("freectrl", words=str(file), noise=-1e9).keywords(kit, task, unit)
+    assert list(every["positive"]) == ["great", "love"]
+    assert every["positive"]["great"] == kit.ids(" great")[0]
+    names = {c: unit[kit.ids(c)].mean(dim=0) for c in task.attributes}
+    ratios = {
+        word: noise_ratio(names, unit[i], "positive") for word, i in every["positive"].items()
+    }
+    between = (max(ratios.values()) + min(ratios.values())) / 2
+    own_bad = noise_ratio(names, unit[kit.ids(" bad")[0]], "negative")
+    kept = methods.get("freectrl", words=str(file), noise=min(between, own_bad - 1)).keywords(
+        kit, task, unit
+    )
+    assert set(kept["positive"]) == {
+        word for word, ratio in ratios.items() if ratio > min(between, own_bad - 1)
+    }
+    assert {c: load_task("topic").texts("freectrl", c).get("class", c) for c in load_task("topic").attributes} == {
+        "world": "politics", "sports": "sports", "business": "business", "science": "technology",
+    }  # fmt: skip
+    gpt2 = {
+        "positive": 24561,
+        "negative": 31591,
+        "politics": 34127,
+        "sports": 32945,
+        "business": 22680,
+        "technology": 45503,
+    }
+    assert {name: kit.ids(name) for name in gpt2} == {name: [i] for name, i in gpt2.items()}
+
+
+def test_gated_mlps_have_settings_of_their_own(monkeypatch):
+    class Gated(ContextStub):
+        gated = True
+
+        def ids(self, text):
+            return [sum(map(ord, text)) % 40]
+
+        def embedding(self):
+            return torch.eye(40)
+
+        def promoting_neurons(self, tokens, k, upper=False):
+            assert upper
+            return torch.arange(len(tokens) * k * 2).reshape(len(tokens), k, 2)
+
+    method = methods.get("freectrl", noise=-1e9, gated_neurons=2, gated_lam=7.0)
+    monkeypatch.setattr(
+        type(method),
+        "keywords",
+        lambda self, kit, task, unit: {"positive": {"good": 3, "fine": 9}, "negative": {"bad": 5}},
+    )
+    known = method.prepare(Gated([], []), load_task("sentiment"), "positive", "The lake").known
+    assert known.lam == 7
+    assert sum(len(each) for each in known.centre.values()) == 4
+
+
+def test_freectrl_says_what_reading_anew_costs(words_model, word_file):
+    from lapa2_interp.runs.generate import announcement
+
+    todo = plan(
+        words_model,
+        freectrl(word_file),
+        load_task("sentiment"),
+        "positive",
+        ["The lake"],
+        None,
+        12,
+        3,
+        trace="none",
+    )
+    # BOS and 2 prompt tokens, 10 new ones: 3 + 4 + ... + 12 = 75 tokens a text; a cache would read
+    # 12.
+    assert (
+        "every step reads its text anew: 225 tokens through the model, where a cache would need 36"
+        in announcement(words_model, [todo])
+    )
+
+
+def test_monitor_grows_with_the_text():
+    """Only the new token's cosines are computed; the state equals one begun from the whole text."""
+    torch.manual_seed(0)
+    unit = torch.nn.functional.normalize(torch.randn(30, 8, dtype=torch.float64), dim=1)
+    keywords = {"positive": unit[[3, 4]], "negative": unit[[5]]}
+    control = ControlCentre("positive", keywords, unit, {0: torch.tensor([1])}, 0.2, (0,), (7, 8))
+    longer = ControlCentre(
+        "positive", keywords, unit, {0: torch.tensor([1])}, 0.2, (0,), (7, 8, 9, 3)
+    )
+    method, lengths = methods.get("freectrl"), torch.tensor([2])
+    state = method.begin(BatchStart([Prepared(control)], None, lengths))
+    for token in (9, 3):
+        state = method.advance(state, {}, torch.tensor([token]))
+    whole = method.begin(BatchStart([Prepared(longer)], None, lengths))
+    assert state.length.tolist() == whole.length.tolist() == [4]
+    for c in keywords:
+        assert torch.allclose(state.nearest[c], whole.nearest[c], rtol=0, atol=1e-14)
+        assert torch.allclose(state.latest[c], whole.latest[c], rtol=0, atol=1e-14)
+    assert float(method.intervene(state).value) == pytest.approx(
+        float(method.intervene(whole).value)
+    )
+
+
+def test_keywords_of_sentencepiece_tokenizers():
+    """There a space of one's own is a token of its own, and a word has one in front anyway."""
+    from lapa2_interp.methods.freectrl import tokens_in_text
+
+    class Piece(ContextStub):
+        def ids(self, text):
+            return [1] * (len(text) - len(text.lstrip())) + [7] if text.strip() else [1]
+
+    class Bytes(ContextStub):
+        def ids(self, text):
+            return [{"great": 4, " great": 5, " ": 1}[text]]
+
+    assert tokens_in_text(Piece([], []), "great") == [7]
+    assert tokens_in_text(Bytes([], []), "great") == [5]
