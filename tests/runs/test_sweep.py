@@ -1351,7 +1351,7 @@ def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
 
     for name in (
         "models.load.load_model",
-        "models.interface.load_transformers",
+        "models.load.load_transformers",
         "models.load.load_tokenizer",
         "generation.loop.run_plan",
         "generation.plan.plan",
