@@ -176,7 +176,12 @@ def validation_message(
     problem = main_error(error)
     place = ".".join(str(part) for part in problem["loc"])
     at = f"{place}: " if place else ""
-    if problem["type"] in UNKNOWN_FIELD:
+    field = str(problem["loc"][0]) if problem["loc"] else ""
+    if forms and field in forms and len(problem["loc"]) > 1:
+        # The error is about a part of the value: report the whole of it.
+        mine = [each for each in error.errors() if each["loc"][:1] == problem["loc"][:1]]
+        problem = min(mine, key=lambda each: len(each["loc"]))
+    elif problem["type"] in UNKNOWN_FIELD:
         return (
             unknown_choice("field", place, fields)
             if fields
@@ -184,7 +189,6 @@ def validation_message(
         )
     if problem["type"] == "value_error":  # a sentence of our own
         return str(problem["msg"]).removeprefix("Value error, ")
-    field = str(problem["loc"][0]) if problem["loc"] else ""
     if forms and field in forms and problem["type"] != "missing":
         return f"{field}: takes {forms[field]}; found {problem['input']!r}"
     message = f"{problem['msg'][:1].lower()}{problem['msg'][1:]}".replace("valid tuple", "list")

@@ -252,8 +252,14 @@ def test_probe_and_lists(capsys):
         (GENERATE.replace("tiny-gpt2", "nope") + " --out OUT", "cannot load model 'nope'"),
         (f"{GENERATE} --method nope --out OUT", "unknown method 'nope'"),
         ("methods ros", "unknown method 'ros'; allowed: .*did you mean 'rose'"),
-        (f"{GENERATE} --max-rows 0 --out OUT", "max_rows must be at least 1, found 0"),
-        (f"{GENERATE} --method datg --top-k 0 --out OUT", "top_k must be at least 1, found 0"),
+        (
+            f"{GENERATE} --max-rows 0 --out OUT",
+            "max_rows: input should be greater than or equal to 1, found 0",
+        ),
+        (
+            f"{GENERATE} --method datg --top-k 0 --out OUT",
+            "top_k: input should be greater than or equal to 1, found 0",
+        ),
         (f"{GENERATE} --task nope --out OUT", "unknown task 'nope'"),
         (GENERATE.replace("positive", "nope") + " --out OUT", "unknown attribute 'nope'"),
         (f"{GENERATE} --alpha -1 --out OUT", "alpha of law 'log' should be .*, found -1"),
@@ -280,7 +286,10 @@ def test_probe_and_lists(capsys):
             "--steps must be 1 to 1000000, found 999999999999",
         ),
         (GENERATE.replace("20", "9999") + " --out OUT", "context of 256"),
-        (f"{GENERATE} --prompts nowhere.txt --out OUT", "cannot read prompts"),
+        (
+            f"{GENERATE} --prompts nowhere.txt --out OUT",
+            "prompts: takes .*; there is no file 'nowhere.txt'",
+        ),
         (f"{GENERATE} --dtype float23 --out OUT", "float23"),
         (f"{GENERATE} --model-class HookedTransformerr --out OUT", "HookedTransformerr"),
         (f"{GENERATE} --nonsense 3 --out OUT", "nonsense"),
@@ -371,7 +380,7 @@ def test_help_teaches(command, capsys):
             "[default: smollm2-135m]",
             "--alpha",
             "[choices: keep, stop, block] [default: keep]",
-            "--out results/lake",
+            '--prompt "The lake" --alpha 0.5 --samples 4 --out run',
         ):
             assert expected in printed
 
@@ -379,7 +388,8 @@ def test_help_teaches(command, capsys):
 @pytest.mark.alone
 def test_help_and_import_are_quick_and_load_no_torch():
     code = (
-        "import sys, lapa2_interp.cli as cli; cli.main(['--help']); print({'torch', 'transformers'}"
+        "import sys; from lapa2_interp.cli.app import main; main(['--help'])\n"
+        "print({'torch', 'transformers'}"
         " & set(sys.modules))"
     )
     done = subprocess.run(

@@ -295,8 +295,8 @@ def test_a_grid_that_a_run_has_in_two_dtypes_asks_for_one(grid, tmp_path, capsys
     assert swept(grid, out) == 2
     assert (
         capsys.readouterr().err
-        == f"lapa2: {out} has cells of g and tiny-gpt2 in bfloat16 and float32; say with which to"
-        " go on: --dtype bfloat16 or --dtype float32\n"
+        == f"lapa2: grid {grid}, block 1: {out} has cells of g and tiny-gpt2 in bfloat16 and float32;"
+        " say with which to go on: --dtype bfloat16 or --dtype float32\n"
     )
     assert len(load_run(out).plan) == 4, "nothing was changed"
     assert swept(grid, out, "--dtype", "float32") == 0

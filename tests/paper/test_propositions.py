@@ -444,7 +444,7 @@ def test_prediction_follows_the_augmentations_fields():
     text = np.random.default_rng(0).integers(40, 200, (2, 30)).tolist()
     rules = {
         0.5: Augmentation(alpha=0.5, layers=(0,), heads=((0, 1),), phase="decode"),
-        1.0: Augmentation(alpha=1.0, layers=(0,), length="kv"),
+        1.0: Augmentation(alpha=1.0, layers=(0,), length_rule="kv"),
     }
     forced = {
         alpha: teacher_forced(model, branch, text, rule)

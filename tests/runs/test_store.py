@@ -503,11 +503,11 @@ def test_a_copy_of_an_unfinished_run_says_what_is_missing(run, tmp_path):
 
 
 def test_a_run_of_an_unknown_method_is_named(run, tmp_path):
-    run.save(tmp_path / "run")
-    file = tmp_path / "run" / "plan" / f"{next(iter(run.plan))}.json"
-    file.write_text(file.read_text("utf-8").replace('"prefix"', '"prefx"', 1), "utf-8")
-    with pytest.raises(RunError, match="prefx"):
-        load_run(tmp_path / "run")
+    cell = next(iter(run.plan.values())).model_copy(update={"method": "prefx"})
+    cell = CELL.validate_python(cell.model_dump())
+    Run(None, Listing(grids={"own": (cell.key,)}), {cell.key: cell}).save(tmp_path / "run")
+    with pytest.raises(Lapa2Error, match="unknown method 'prefx'"):
+        load_run(tmp_path / "run").cells  # noqa: B018
 
 
 @pytest.mark.parametrize("text", ["{", '{"kind": "sweep", "format": 2}'])

@@ -1007,20 +1007,21 @@ def copy(undisturbed, tmp_path):
     ("change", "message"),
     [
         (
-            {"format": 2},
+            {"format": 1},
             (
-                "run of format 2 .*this is .*format 1; read it with that version, or sweep into a"
+                "run of format 1 .*this is .*format 2; read it with that version, or sweep into a"
                 " new folder"
             ),
         ),
-        ({"kind": "tables"}, "is not a run: its run.json is something else's"),
+        ({"grids": None}, "is not a run: its run.json is something else's"),
         ({"grids": 3}, "is damaged or of another version: grids: .*found 3"),
         ({"nonsense": 3}, "is damaged or of another version: nonsense"),
     ],
 )
 def test_a_run_of_another_version_is_not_read(copy, files, change, message):
     raw, _ = without_checksums((copy / "run.json").read_text())
-    (copy / "run.json").write_text(with_checksums(raw | change))
+    changed = {name: each for name, each in (raw | change).items() if each is not None}
+    (copy / "run.json").write_text(with_checksums(changed))
     before = contents(copy)
     for act in (load_run, lambda run: sweep(run, grids_of(files), Replaying({}))):
         with pytest.raises(RunError, match=message):
@@ -1349,9 +1350,9 @@ def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
         raise AssertionError("a reader loads no model")
 
     for name in (
-        "models.load_model",
-        "models.load_transformers",
-        "models.load_tokenizer",
+        "models.load.load_model",
+        "models.load.load_transformers",
+        "models.load.load_tokenizer",
         "generation.loop.run_plan",
         "generation.plan.plan",
     ):
@@ -1408,7 +1409,7 @@ def test_missing_and_damaged_cells_are_named(undisturbed, files, tmp_path, capsy
     assert run.cells["state"].tolist() == ["finished", "partly", "missing", "missing"]
     key = run.cells["key"][2]
     assert set(run.samples()["cell"]) == {run.cells["key"][0]}
-    for read in (run.cell, run.trace, lambda missing: run.samples([missing])):
+    for read in (run.finished_cell, run.trace, lambda missing: run.samples([missing])):
         with pytest.raises(
             RunError, match=f"cell {key} .* is not finished; `lapa2 sweep` with its grid makes it"
         ):
@@ -1448,7 +1449,7 @@ def test_a_changed_bit_is_seen_and_a_cell_that_is_removed_is_made_again(
     manifest = run / "cells" / three / MANIFEST
     manifest.write_text(manifest.read_text().replace('"seconds": ', '"seconds": 1'))
     flip(run / "plan" / f"{four}.json", 30)
-    assert read_manifest(run / "cells" / four).cell == four
+    assert read_manifest(run / "cells" / four).cell.key == four
     for read in (read_cell, lambda place: read_file(place, SAMPLES)):
         with pytest.raises(DamagedError, match="samples.parquet is damaged: its sha256"):
             read(run / "cells" / one)
