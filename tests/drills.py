@@ -17,6 +17,7 @@ from conftest import start, warm
 
 from lapa2_interp._util.files import TEMPORARY_PREFIX
 from lapa2_interp.cli.app import main
+from lapa2_interp.prefixes.optimization import PrefixTraining
 
 FULL = os.environ.get("DRILLS") == "full"
 GRID = """

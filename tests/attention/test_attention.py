@@ -14,7 +14,7 @@ from lapa2_interp._util.errors import AugmentationError, DeadHookError, LayoutEr
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.theory import shifted_share
 from lapa2_interp.models import probe
-from lapa2_interp.models.liveness import assert_live
+from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES, assert_live
 
 GENERATED = [70, 81, 92, 103, 114]
 

@@ -23,6 +23,7 @@ from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import lex
 from lapa2_interp.circuits.prefilter import PrefilterRecall, prefilter_recall, prefiltered_knock_out
 from lapa2_interp.circuits.units import Unit, all_heads
+from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.planted import answer_key
 
 TWO = ("lex", "js")

@@ -34,7 +34,7 @@ from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.methods.registry import load_task
+from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.report import view
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid

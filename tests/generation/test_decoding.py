@@ -26,6 +26,7 @@ from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import (
     Branch,
 )
+from lapa2_interp.methods.registry import assign_augmentations
 from lapa2_interp.models.load import load_model, load_transformers
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName, load_prefix
 

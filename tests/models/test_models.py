@@ -19,6 +19,7 @@ from lapa2_interp.circuits.control import control_score
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models import load as models
 from lapa2_interp.models import load_tokenizer, model_card, probe, smollm2
+from lapa2_interp.models.card import DEFAULT_CONTEXT, context_length
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.scoring.transformer import _load_classifier

@@ -10,6 +10,7 @@ from conftest import MODEL_CLASSES, generate
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import ModelError
 from lapa2_interp.models import model_card
+from lapa2_interp.models.liveness import HOOK_PATTERN
 from lapa2_interp.models.planted import (
     FILLERS,
     NEGATIVE,

@@ -27,6 +27,7 @@ from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.loop import run_plan
 from lapa2_interp.generation.plan import plan
+from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models import model_card
 from lapa2_interp.models.card import network_of, short_context
 from lapa2_interp.models.load import load_model

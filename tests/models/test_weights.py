@@ -14,7 +14,7 @@ from lapa2_interp import Augmentation, Layout, augmented, circuits, load_model
 from lapa2_interp._util.errors import CircuitError, ModelError, ScoringError
 from lapa2_interp.generation.resolve import cell_of as make_cell
 from lapa2_interp.models import model_card, weights
-from lapa2_interp.models.card import TransformersModel
+from lapa2_interp.models.card import TransformersModel, hash_weights
 from lapa2_interp.models.load import check_hub, load_transformers, provenance
 from lapa2_interp.models.prepacked import choose_prepacking, prepacked
 from lapa2_interp.runs.method_context import ModelContext

@@ -21,7 +21,7 @@ from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.plan import plan
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.card import model_card
+from lapa2_interp.models.card import config_layer_types, layer_types, model_card
 from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.paper.propositions import stack_alphas
 from lapa2_interp.runs.attention import read_attention

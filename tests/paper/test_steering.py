@@ -16,6 +16,7 @@ from lapa2_interp._util.errors import DataError, GridError, RunError
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.recipes import (
     name_families,
+    parse_recipes,
     recipe,
     strength,
 )

@@ -13,7 +13,12 @@ from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.paper.proposition_study import PropositionStudy
+from lapa2_interp.paper.proposition_study import (
+    PropositionStudy,
+    draw_figures,
+    format_verdicts,
+    run_proposition_study,
+)
 from lapa2_interp.runs.run import load_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}

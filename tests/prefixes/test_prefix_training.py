@@ -13,6 +13,7 @@ from scipy.stats import t
 from torch.nn.functional import cross_entropy
 
 from lapa2_interp._util.errors import DataError, PrefixError
+from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.load import load_tokenizer, load_transformers
 from lapa2_interp.prefixes.evaluation import nll_interval

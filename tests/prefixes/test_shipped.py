@@ -14,7 +14,13 @@ from lapa2_interp._util.errors import PrefixError
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models import model_card
-from lapa2_interp.prefixes.soft_prefix import find_prefix, load_prefix, set_folder
+from lapa2_interp.prefixes.soft_prefix import (
+    SHIPPED_SETS,
+    cards_in,
+    find_prefix,
+    load_prefix,
+    set_folder,
+)
 
 
 def test_what_ships():

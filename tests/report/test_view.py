@@ -24,7 +24,14 @@ from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
 from lapa2_interp.report import view
-from lapa2_interp.report.encoding import FLOOR
+from lapa2_interp.report.encoding import (
+    FLOOR,
+    dequantise,
+    encode_arrays,
+    quantisation_error,
+    quantise,
+)
+from lapa2_interp.report.viewed_text import load_head_values
 from lapa2_interp.report.viewer import MODULE
 from lapa2_interp.runs.store import FinishedCell
 

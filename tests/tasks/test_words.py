@@ -8,7 +8,7 @@ import pytest
 from lapa2_interp._util.errors import DataError
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
-from lapa2_interp.tasks.word_lists import PRIOR, STOPWORDS, derive_words, z_score
+from lapa2_interp.tasks.word_lists import PRIOR, STOPWORDS, derive_words, read_word_list, z_score
 
 TEXTS = {
     "positive": ["A great film, GREAT fun", "great acting and the fun of it"],
