@@ -27,6 +27,7 @@ import numpy as np
 
 from lapa2_interp import load_model
 from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.examples import RAW
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
@@ -83,7 +84,7 @@ found.interval("js", None)
 # clean measure.
 
 # %%
-behind = {
+by_source = {
     source: control_score(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
     for source in contrast_set.attributes
 }
@@ -127,7 +128,7 @@ other.interval("another token", None)
 assert np.abs(known.values["lex"][0] - closed).max() < 1e-4
 assert found.values["js"].max() <= np.log(2) + 1e-6
 assert (found.values["js"] > -1e-6).all()
-assert behind["positive"].values["llr"].mean() > behind["negative"].values["llr"].mean()
+assert by_source["positive"].values["llr"].mean() > by_source["negative"].values["llr"].mean()
 swapped = ContrastSet(
     tuple(example.swapped() for example in contrast_set.examples), contrast_set.words
 )

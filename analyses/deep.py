@@ -91,8 +91,8 @@ def read(model, layout, text, edges, bar):
 model = load_model(name, dtype=item.data.dtype, device=item.data.device)
 texts = [
     (key, Layout.of(model.tokenizer, cell.task.prefix(cell.attribute), made.prompt), made)
-    for key, cell in zip(finished["key"], map(bench.run.plan.get, finished["key"]), strict=True)
-    for made in bench.run.finished_cell(key).samples.itertuples()
+    for key, cell in zip(finished["key"], map(item.run.plan.get, finished["key"]), strict=True)
+    for made in item.run.finished_cell(key).samples.itertuples()
 ]
 edges = windows(max(layout.n_live + len(made.tokens) - 1 for _, layout, made in texts))
 rows = []

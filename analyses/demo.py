@@ -26,6 +26,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from lapa2_interp._util.errors import Lapa2Error
+from lapa2_interp.models.machine import n_cores
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ import pandas as pd
 
 from lapa2_interp.paper.items import claim_for_arm, open_item
 from lapa2_interp.paper.ratings import stored_ratings
+from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.scoring.tables import interval_in_range
 from lapa2_interp.stats import mean_interval
 

@@ -33,7 +33,7 @@ from lapa2_interp._util import plots
 from lapa2_interp.attention import head_table, pooled
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
-from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("One prefix, one prompt, every head.")
 parser.add_argument(

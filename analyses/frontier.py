@@ -22,7 +22,7 @@
 # %%
 import sys
 
-from lapa2_interp.bias.recipes import RECIPES
+from lapa2_interp.bias.recipes import RECIPES, recipe_name
 from lapa2_interp.paper.items import open_item, prefix_step_table
 from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.paper.tables import format_step_curves

@@ -24,6 +24,11 @@ from lapa2_interp import Cell, load_model
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import make_examples
+from lapa2_interp.circuits.prefix_attention import (
+    alpha_at_prefix_attention,
+    mean_prefix_attention,
+    prefix_attention_by_head,
+)
 from lapa2_interp.methods import load_task
 
 MODEL, TASK, N, SEEDS = "smollm2-135m", "sentiment", 24, (1, 2, 3, 4, 5)

@@ -25,6 +25,7 @@ import sys
 import numpy as np
 import pandas as pd
 
+from lapa2_interp.attention.tables import local_ratio_terms
 from lapa2_interp.attention.trace import NEAREST
 from lapa2_interp.paper.items import claim_for_arm, open_item
 from lapa2_interp.paper.scripts import print_error
@@ -45,7 +46,7 @@ cells = cells[cells["method"] == cells["task"].map({"detox": "preadd"}).fillna("
 
 def local_ratio(trace, k, *, without_bos=False):
     """The local ratio of the first branch, [sample step]: means over heads, then the ratio."""
-    parts = local_parts(trace.isel(branch=0), k, without_bos=without_bos)
+    parts = local_ratio_terms(trace.isel(branch=0), k, without_bos=without_bos)
     heads = [axis for axis in ("layer", "head") if axis in parts[0].dims]
     near, rest = (part.mean(heads, skipna=False) for part in parts)
     return (near / rest).to_numpy()

@@ -33,10 +33,12 @@ from lapa2_interp import Augmentation, load_model, teacher_forced
 from lapa2_interp._util.plots import COLOURS, plain_axes
 from lapa2_interp.bias.recipes import recipe, strength
 from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.selection import select
 from lapa2_interp.methods import load_task
+from lapa2_interp.models.planted import answer_key
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
     SteeringCurves,

@@ -35,6 +35,7 @@ import pandas as pd
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.files import atomic_write, write_text
 from lapa2_interp._util.table_formats import as_markdown
+from lapa2_interp.bias.recipes import name_families, strength
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
     MIN_REACHED,
@@ -65,10 +66,10 @@ cells = item.cells
 # The family and the strength of an arm are read from its augmentations.
 
 # %%
-banned = [bench.run.plan[key].ban_prefix_words for key in cells["key"]]
+banned = [item.run.plan[key].ban_prefix_words for key in cells["key"]]
 cells["words"] = np.where(banned, "prefix words banned", ALL_WORDS)
-rules = {key: bench.run.plan[key].rules for key in cells["key"]}
-for _, part in cells.groupby([*SETTING], sort=False):
+rules = {key: item.run.plan[key].rules for key in cells["key"]}
+for _, part in cells.groupby([*SETTING_COLUMNS], sort=False):
     names = name_families(rules[key] for key in part["key"])
     cells.loc[part.index, "family"] = [names[rules[key]] for key in part["key"]]
 cells["strength"] = [strength(rules[key]) for key in cells["key"]]

@@ -30,7 +30,7 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.planted import POSITIVE
+from lapa2_interp.models.planted import POSITIVE, answer_key
 from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Direct effects of heads, by part of the text, and the words they promote.")

@@ -35,7 +35,10 @@ from lapa2_interp.circuits.joint_knockout import joint_curve
 from lapa2_interp.circuits.knockout import (
     knock_out,
 )
+from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
+from lapa2_interp.circuits.units import make_units
 from lapa2_interp.methods import load_task
+from lapa2_interp.models.planted import answer_key
 from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Knock-outs from layers down to tokens, and why attention misleads.")

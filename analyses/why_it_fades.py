@@ -26,6 +26,7 @@ from lapa2_interp import load_model
 from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.selection import select
 from lapa2_interp.methods import load_task
+from lapa2_interp.models.planted import answer_key
 from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
 parser = ScriptOptions("Why control fades: does it come back when the attention does?")

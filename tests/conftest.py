@@ -307,6 +307,14 @@ def hooks_left(model):
     return points, list(network._forward_pre_hooks)
 
 
+def logits_with_neurons(model, ids, intervention):
+    """Logits under an intervention on neurons."""
+    from lapa2_interp.attention.neurons import set_neurons
+
+    with set_neurons(model, intervention):
+        return model(ids)
+
+
 def unpack(name, folder):
     """An archive of tests/data, in a folder. Python 3.11.0 to 3.11.3 know no filters."""
     with tarfile.open(Path(__file__).parent / "data" / f"{name}.tar.xz") as stored:

@@ -16,6 +16,8 @@ import pandas as pd
 from lapa2_interp._util import plots
 from lapa2_interp._util.files import cache_file
 from lapa2_interp._util.version import __version__
+from lapa2_interp.bias.synthetic import geometric_lengths
+from lapa2_interp.models.machine import n_cores, processor_kind
 from lapa2_interp.runs.run import Run, load_run
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
         return pd.concat([found, score_table(samples, perplexity, cache)], ignore_index=True)
 
 
-def _keep(file: Path, table: pd.DataFrame) -> None:
+def _store(file: Path, table: pd.DataFrame) -> None:
     kept = table.drop(columns=["tokens"], errors="ignore")
     cache_file(file, lambda path: kept.to_parquet(path, index=False))
 

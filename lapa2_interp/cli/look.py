@@ -15,9 +15,7 @@ from lapa2_interp._util.errors import (
     PrefixError,
     unknown_choice,
 )
-from lapa2_interp.bias.layer_types import describe_layers
 from lapa2_interp.cli.options import AsJson, AugmentationOptions
-from lapa2_interp.methods.registry import assign_augmentations, get_for_task
 from lapa2_interp.models.machine import Dtype, ModelClass, print_if_slow
 
 MOST_STEPS = 1_000_000
@@ -179,6 +177,7 @@ def probe(
             hooks, through transformers' attention interface.
         trust_remote_code: Run code that comes with the model.
     """
+    from lapa2_interp.bias.layer_types import describe_layers
     from lapa2_interp.models.probing import probe_model
 
     print_if_slow(dtype, device)
@@ -268,7 +267,12 @@ def list_methods(*names: str) -> None:
     from docstring_parser import parse
 
     from lapa2_interp.bias.augmentation import Augmentation
-    from lapa2_interp.methods.registry import known_methods, load_task
+    from lapa2_interp.methods.registry import (
+        assign_augmentations,
+        get_for_task,
+        known_methods,
+        load_task,
+    )
     from lapa2_interp.tasks.task import built_in_tasks
 
     unknown = [name for name in names if name not in known_methods()]

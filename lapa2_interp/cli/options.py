@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 from cyclopts import Group, Parameter
 
 from lapa2_interp._util.errors import AugmentationError, Lapa2Error, MethodError, ScoringError
-from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.generation.settings import CellSettings, read_value
 from lapa2_interp.models.machine import DtypeOrAuto
 
@@ -183,6 +182,7 @@ class AugmentationOptions:
     def build(self, default_alpha: float) -> tuple[Augmentation, ...]:
         """The augmentations, none at alpha 0."""
         from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
+        from lapa2_interp.bias.recipes import parse_recipes
 
         if (recipes := self.recipes()) is not None:
             named = parse_recipes(recipes)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import load
+from conftest import load, logits_with_neurons
 
 from lapa2_interp._util.errors import (
     DeadHookError,
@@ -57,18 +57,13 @@ def test_after_the_activation_function_the_value_itself_goes_on(model_class):
     assert gelu == pytest.approx(0.1159, abs=5e-5)
     with torch.no_grad():
         pre, post, same = (
-            _logits(
+            logits_with_neurons(
                 model, ids, Intervention(chosen, torch.tensor([value], dtype=torch.float64), at)
             )
             for value, at in ((0.2, "pre"), (0.2, "post"), (gelu, "post"))
         )
     assert (pre - post).abs().max() > 1e-6
     assert (pre - same).abs().max() < 1e-12
-
-
-def _logits(model, ids, intervention):
-    with set_neurons(model, intervention):
-        return model(ids)
 
 
 def test_the_control_table_is_one_pass_per_neuron(tiny, model_class, tmp_path, monkeypatch):
@@ -94,7 +89,9 @@ def test_the_control_table_is_one_pass_per_neuron(tiny, model_class, tmp_path, m
             table.append(model(rows)[:, -1].log_softmax(1)[:, tokens])
         chosen = Intervention({layer: every[layer : layer + 1]}, torch.tensor([50.0]).double())
         with torch.no_grad():
-            one = _logits(model, torch.tensor([reading]), chosen)[0, -1].log_softmax(0)[tokens]
+            one = logits_with_neurons(model, torch.tensor([reading]), chosen)[0, -1].log_softmax(0)[
+                tokens
+            ]
         assert (table[-1][layer] - one).abs().max() < 1e-9
     table = torch.cat(table)
     for row in range(3):

@@ -27,7 +27,7 @@ from lapa2_interp.circuits.result_store import ResultStore
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
 from lapa2_interp.circuits.units import Unit, all_heads, load_heads, save_heads
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE
+from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, answer_key
 from lapa2_interp.tasks.task import Task
 
 PAIR = {"plus": "ab cd:", "minus": "xy zw:"}
@@ -462,7 +462,7 @@ def expected_effects(key, contrast_set, role):
     "name", ["planted", "planted-gpt2:3", "planted-spread:1", "planted-backup"]
 )
 def test_planted_effects_are_the_closed_form(name, n):
-    model, key = load_planted(name), planted(name)
+    model, key = load_planted(name), answer_key(name)
     asked = planted_contrast_set(model, name, n, prompts=("The lake", "Once upon a time"))
     table = knock_out(model, asked, metric="lex", other_metrics=())
     places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
@@ -476,7 +476,7 @@ def test_planted_effects_are_the_closed_form(name, n):
 @pytest.mark.parametrize("replacement", ALL)
 def test_the_planted_order_is_found_whatever_the_replacement(replacement):
     """And never by attention mass: the decoy has most of it."""
-    model, key = load_planted(), planted("planted")
+    model, key = load_answer_key(), planted("planted")
     asked = planted_contrast_set(model, "planted", 24)
     table = knock_out(model, asked, replacement=replacement, metric="lex", other_metrics=["js"])
     best = table.best(8)

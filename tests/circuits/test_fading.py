@@ -1,4 +1,4 @@
-"""Why control fades, on answer_key models: closed forms, a twin that does not fade by mass, and
+"""Why control fades, on planted models: closed forms, a twin that does not fade by mass, and
 passes that must change nothing."""
 
 import math

@@ -1,4 +1,4 @@
-"""Gradients of the control score: against finite differences, exact knock-outs and the answer_key
+"""Gradients of the control score: against finite differences, exact knock-outs and the planted
 closed form."""
 
 import math

@@ -49,7 +49,7 @@ def test_the_planted_circuit_is_chosen(chosen):
 
 @pytest.mark.parametrize("score", ["slope", "dla", "mass", "random"])
 def test_other_scores(score, contrast_set):
-    key = planted("planted").heads
+    key = answer_key("planted").heads
     found = select(load("planted"), contrast_set, score=score, heads=2, metric="lex")
     assert len(found.heads) <= 2
     if score in ("slope", "dla"):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import MODEL_CLASSES, generate, load, plan
+from conftest import MODEL_CLASSES, generate, load, logits_with_neurons, plan
 from context_stub import ContextStub
 from oracle import oracle_logits
 
@@ -149,7 +149,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
             chosen = {layer: torch.tensor(sorted(each)) for layer, each in centre.items()}
             whole = torch.tensor([[*branch.ids, *sample.tokens[:t]]])
             with torch.no_grad():
-                logits = _logits(
+                logits = logits_with_neurons(
                     model, whole, Intervention(chosen, torch.tensor([w], dtype=torch.float64))
                 )[:, -1]
             logits[:, model.tokenizer.eos_token_id] = -torch.inf

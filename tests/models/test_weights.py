@@ -15,7 +15,7 @@ from lapa2_interp._util.errors import CircuitError, ModelError, ScoringError
 from lapa2_interp.generation.resolve import cell_of as make_cell
 from lapa2_interp.models import model_card, weights
 from lapa2_interp.models.card import TransformersModel, hash_weights
-from lapa2_interp.models.load import check_hub, load_transformers, provenance
+from lapa2_interp.models.load import check_hub, load_transformers, provenance, wrap_in_bridge
 from lapa2_interp.models.prepacked import choose_prepacking, prepacked
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.scoring import adapter
@@ -244,7 +244,7 @@ def test_what_reads_weights_refuses_quantised_ones(quantised, monkeypatch):
     monkeypatch.setattr(adapter, "load_transformers", lambda base: (network, tokenizer, ""))
     with pytest.raises(ModelError, match="adapters are added to the weights themselves"):
         adapter.load_adapter_network("mine", 1, 2)
-    bridge = bridge_of(network, tokenizer, "mine", "w")
+    bridge = wrap_in_bridge(network, tokenizer, "mine", "w")
     contrast_set = circuits.ContrastSet.of(bridge, "sentiment", prompts=["The lake"], tokens=2)
     for call in (lambda: circuits.head_logit_attribution(bridge, contrast_set, along="text"),
                  lambda: circuits.attribution(bridge, contrast_set)):  # fmt: skip
