@@ -477,7 +477,7 @@ def test_arguments_of_the_wrong_kind_are_named_without_runtime_types():
     """In a process of its own: under the tests' run-time types the package's own checks would never
     be reached."""
     program = """
-from lapa2_interp import Augmentation, Cell, Lapa2Error, Layout, augmented, generate, load_model
+from lapa2_interp import Augmentation, Lapa2Error, Layout, augmented, generate, load_model
 
 model = load_model("tiny-gpt2")
 found = Layout.of(model.tokenizer, "ab:", "cd")
@@ -485,15 +485,14 @@ calls = [
     lambda: augmented(model, 0.5, [found]).__enter__(),
     lambda: augmented(model, [0.5], found).__enter__(),
     lambda: augmented(model, found, Augmentation(alpha=1)).__enter__(),
-    lambda: generate(model, attribute="positive", prompts="The lake"),
+    lambda: generate(model, attribute="positive", prompts=[]),
     lambda: generate(model, method=3, attribute="positive"),
     lambda: generate(model, method="prefixx", attribute="positive"),
     lambda: generate(model, attribute="positive", augmentation=0.5),
     lambda: generate(model, attribute="positive", alpha=1.0, augmentation=Augmentation(alpha=1)),
     lambda: generate(model, attribute="positive", trace="ful"),
     lambda: generate(model, attribute="positive", eos="Stop"),
-    lambda: generate(model, cell_of(model, attribute="positive"), seed=3),
-    lambda: generate(model, cell_of("tiny-llama", attribute="positive", dtype="float32")),
+    lambda: generate(model, attribute=3),
 ]
 for call in calls:
     try:
@@ -510,15 +509,14 @@ for call in calls:
     )
     expected = [
         *["was given"] * 3,
-        "prompts must be a list of at least one text, found 'The lake'",
-        "method must be a name, or come from methods.get or for_task, found 3",
+        "prompts is an empty list; give at least one text",
+        "method must be a name, or come from methods.get or get_for_task, found 3",
         "unknown method 'prefixx'; allowed: none, prefix",
         "recipes as one text such as 'lapa2 + instaboost:M=5', or None; found 0.5",
         "give alpha 1, or an augmentation that has its own, not both",
-        "unknown trace 'ful'; allowed: none, pooled, full; did you mean 'full'?",
-        "unknown eos policy 'Stop'; allowed: keep, stop, block",
-        "give a cell, or settings, not both; found seed beside a cell",
-        "the cell's model is 'tiny-llama', and the model's 'tiny-gpt2'",
+        "trace: input should be 'none', 'pooled' or 'full', found 'ful'",
+        "eos: input should be 'keep', 'stop' or 'block', found 'Stop'",
+        "attribute: input should be a valid string, found 3",
     ]
     lines = done.stdout.splitlines()
     assert len(lines) == len(expected), done.stdout

@@ -476,7 +476,7 @@ def test_planted_effects_are_the_closed_form(name, n):
 @pytest.mark.parametrize("replacement", ALL)
 def test_the_planted_order_is_found_whatever_the_replacement(replacement):
     """And never by attention mass: the decoy has most of it."""
-    model, key = load_answer_key(), planted("planted")
+    model, key = load_planted(), answer_key("planted")
     asked = planted_contrast_set(model, "planted", 24)
     table = knock_out(model, asked, replacement=replacement, metric="lex", other_metrics=["js"])
     best = table.best(8)
@@ -491,7 +491,7 @@ def test_the_planted_order_is_found_whatever_the_replacement(replacement):
 
 def test_phases_are_part_of_the_key():
     """The relay acts at the prompt's last token: a sweep over generated tokens would not see it."""
-    model, key = load_planted(), planted("planted")
+    model, key = load_planted(), answer_key("planted")
     asked = planted_contrast_set(model, "planted", 12)
     lost = {
         phase: knock_out(
@@ -516,7 +516,7 @@ def test_phases_are_part_of_the_key():
 
 
 def test_layers_cells_positions_and_sets():
-    model, key = load_planted(), planted("planted")
+    model, key = load_planted(), answer_key("planted")
     asked = planted_contrast_set(model, "planted", 12)
     tables = {
         over: knock_out(model, asked, over=over, metric="lex", other_metrics=())
@@ -539,7 +539,7 @@ def test_layers_cells_positions_and_sets():
 
 
 def test_self_repair_hides_a_head_that_a_joint_cut_shows():
-    model, key = load_planted("planted-backup"), planted("planted-backup")
+    model, key = load_planted("planted-backup"), answer_key("planted-backup")
     asked = planted_contrast_set(model, "planted-backup", 24)
     carrier, backup = key.heads["carrier"], key.heads["backup"]
     sets = {"carrier": [carrier], "backup": [backup], "both": [carrier, backup]}
@@ -550,7 +550,7 @@ def test_self_repair_hides_a_head_that_a_joint_cut_shows():
 
 
 def test_joint_curves_of_the_planted_model():
-    model, key = load_planted(), planted("planted")
+    model, key = load_planted(), answer_key("planted")
     asked = planted_contrast_set(
         model, "planted", 12, prompts=("The lake", "The book", "The city", "The road")
     )
@@ -569,7 +569,7 @@ def test_joint_curves_of_the_planted_model():
 
 def test_a_joint_curve_asks_what_the_table_asked():
     """Sizes that a table of few heads does not have are left out; the rest is the table's."""
-    model, pairs = load_planted(), planted("planted").heads
+    model, pairs = load_planted(), answer_key("planted").heads
     asked = planted_contrast_set(model, "planted", 6, prompts=("The lake", "The book"))
     units = [
         Unit({"layer": i, "head": j}, ((i, j),)) for i, j in (pairs["carrier"], pairs["relay"])
