@@ -182,7 +182,7 @@ class BatchBias:
         self.layers = sorted({layer for term in terms for layer in term.layers})
         self.score_law_layers = {layer for term in self.score_terms for layer in term.layers}
         self.last_key = max((term.stop for term in terms), default=0)
-        self.last_query_rules = [
+        self.query_phase_rules = [
             (rule, each)
             for row, each in zip(rules, layouts, strict=True)
             for rule in row
@@ -272,10 +272,10 @@ class BatchBias:
                     " leave one, such as its own or BOS"
                 )
 
-    def acts_on_last(self, slot: int) -> bool:
+    def query_phase_acts_on(self, slot: int) -> bool:
         """True if an augmentation of phase "query" acts on a query in this slot, the last of its
         pass."""
-        return any(each.acts(rule, np.array([slot]))[0] for rule, each in self.last_query_rules)
+        return any(each.acts(rule, np.array([slot]))[0] for rule, each in self.query_phase_rules)
 
     def _terms(self, layer_type: LayerType, scores: Tensor) -> list[_PassTerm]:
         """The terms of this pass in layers of one type, without those that add nothing."""

@@ -194,7 +194,7 @@ def augmented(
                 " new_rows(..., direct=True), a pass over the whole text, or phase 'last_query'"
             )
         last = first + scores.shape[2] - 1
-        augmented_slot = last if bias.acts_on_last(last) else math.inf
+        augmented_slot = last if bias.query_phase_acts_on(last) else math.inf
         return bias.add(layer, scores, first) if layer in bias.layers else scores
 
     def look(layer: int, pattern: Tensor, first: int) -> None:

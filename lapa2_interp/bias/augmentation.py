@@ -144,12 +144,19 @@ class Augmentation(BaseModel):
             being its first.
         length_rule: The keys that l counts at a query: "paper" those in its softmax without BOS,
             "kv" all of them.
-        phase: The queries that are augmented: "decode" the generated tokens, "last_query" those and
-            the last prompt token (t = T of Algorithm 1), "all_queries" every query after the span,
-            each with its own l (for a span inside the prefix, every query after the prefix),
-            "every_query" all queries, also those inside and before the span. "query" is only the
-            query that predicts the next token: the cached keys and values are those of a model
-            without the augmentation.
+        phase: The queries that are augmented, each with its own l:
+
+            | phase | span and before | prompt after it | last prompt token | generated |
+            |---|---|---|---|---|
+            | "decode" | no | no | no | yes |
+            | "last_query" (t >= T of Algorithm 1) | no | no | yes | yes |
+            | "all_queries" | no | yes | yes | yes |
+            | "every_query" | yes | yes | yes | yes |
+            | "query" | no | no | while it predicts | while it predicts |
+
+            Under "query" a token is augmented only in the pass that predicts the next one, so the
+            cached keys and values are those of a model without the augmentation. Of a span inside
+            the prefix, "all_queries" begins after the prefix.
         steps: `(a, b)`: only the queries that predict the generated tokens a, ..., b - 1; 0 is the
             first.
         layers: "all", "bottom" (first half), "top" (second half), "even", "odd" or explicit layer

@@ -1,6 +1,6 @@
 """The control score: how far the branches' predictions are apart, step by step.
 
-found = control(model, "sentiment")
+found = control_score(model, "sentiment")
 found.interval("js")          # by step, with 95 % intervals over prompts
 found.plot()
 """

@@ -8,10 +8,10 @@ are four replacements:
 - `resample`: keys and values are those of the opposite prefix, or the mean of several opposites;
 - `mean`: keys and values are the mean over the attributes' prefixes.
 
-`cut` is an augmentation. For the other three a row has a copy, whose cache holds the replaced keys
-and values. In every layer both rows take the edited heads' output from the copy. So they have one
-residual stream and differ in the edit alone, for any computation between keys and scores.
-"""
+`cut` is an augmentation. The other three use a second row, the copy, and only the copy's cache
+holds the replaced keys and values. In each layer the output of the edited heads is taken from the
+copy and written into both rows, so that all else is equal in both. This works however a model
+computes scores from keys."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     effect = D - D without the unit          per step; > 0 where the unit carries control
 
-A unit is a layer, a head, a (layer, KV head) cell, a position of the prefix, a head's view of one
-position, or any set of heads. What it sees instead is one of four replacements (`edits`). Under
-`resample` and `mean` one branch is changed at a time and the two effects are averaged: with both
-changed, a lone carrier would count twice.
+A unit is a layer, a head, a KV head of a layer, a position of the prefix, a head's view of one
+position, or any set of heads. It sees one of four replacements instead of the prefix (`edits`).
+`resample` and `mean` change the target's branch and the others one after the other, and average the
+two effects: with both changed at once, a unit that alone carries the control would count twice.
 
     table = knock_out(model, "sentiment")
     table.frame()                             # effect, interval, share, family-wise p, rank

@@ -1,7 +1,8 @@
 """Study of a model and a task, from the control score to the words that heads promote, as one
 folder and one page.
 
-Every step writes its results into the folder, from which the same call continues:
+Texts and knock-outs are stored in the folder as they finish, and the same call continues from
+them; the rest is computed again:
 
     question.json      the texts
     control.csv        the control score of every text and step
@@ -330,9 +331,9 @@ def _best_and_random_heads(heads: KnockOut, best: int) -> list[Unit]:
 def _head_token_units(heads: KnockOut, n_positions: int) -> list[Unit]:
     """Units of the best heads' view of each token of the prefix."""
     return [
-        Unit({"layer": layer, "head": head, "position": slot}, ((layer, head),), (slot,))
+        Unit({"layer": layer, "head": head, "position": p}, ((layer, head),), (p,))
         for layer, head in heads.best(EDGES)
-        for slot in range(n_positions)
+        for p in range(n_positions)
     ]
 
 

@@ -87,12 +87,12 @@ def make_units(
                 for j in range(n_heads // group)
             ]
         case "position":
-            return [Unit({"position": slot}, every, (slot,)) for slot in range(contrast_set.l_pre)]
+            return [Unit({"position": p}, every, (p,)) for p in range(contrast_set.l_pre)]
         case "head x position":
             return [
-                Unit({"layer": i, "head": j, "position": slot}, ((i, j),), (slot,))
+                Unit({"layer": i, "head": j, "position": p}, ((i, j),), (p,))
                 for i, j in every
-                for slot in range(contrast_set.l_pre)
+                for p in range(contrast_set.l_pre)
             ]
     kinds = ("layer", "head", "kv", "position", "head x position")
     raise CircuitError(f"{unknown_choice('kind of unit', over, kinds)}, or sets of heads by name")

@@ -47,7 +47,7 @@ def circuits(
         samples: Texts of each prompt.
         best: How many of the best heads are tested again with the other replacements and phases. As
             many random heads are added.
-        seed: Of the texts.
+        seed: Seed of the texts.
         dtype: Precision of weights and computation.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         model_class: TransformersModel works without hooks, and does not tell what heads write.
@@ -120,7 +120,7 @@ def select(
         metric: By which control is measured: js, lex, llr or kl.
         tokens: Tokens of each text that are scored.
         samples: Texts of each prompt.
-        seed: Of the texts and of random heads.
+        seed: Seed of the texts and of random heads.
         file: Where finished knock-outs are kept (by cut): the same command goes on from there.
         pro_aug: A method such as air-decoding: also decide whether its raw branch strengthens the
             prompt. `lapa2 generate --selection FILE --method METHOD` does as decided.
@@ -221,7 +221,7 @@ def fading(
         alpha: Of LaPA2's bias, for comparison.
         metric: js, lex, llr or kl; by default lex where the task has words.
         samples: Texts of each prompt.
-        seed: Of the texts and random heads.
+        seed: Seed of the texts and random heads.
         file: Where the numbers of finished texts are kept: the same command goes on from there.
         dtype: Precision of weights and computation.
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.

@@ -87,8 +87,8 @@ class BannedWords:
             self._known[before] = torch.tensor([*self.inside, *found], dtype=torch.long)
         return self._known[before]
 
-    def refuse(self, log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
-        """The weights of the next token without those that would say a word: log-weight -inf."""
+    def mask(self, log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
+        """Tokens that would complete a banned word get the log-weight -inf."""
         tokens = [self.tokens(before) for before in self.ends]
         sample = torch.arange(len(tokens)).repeat_interleave(torch.tensor(list(map(len, tokens))))
         where = (sample.to(log_weights.device), torch.cat(tokens).to(log_weights.device))

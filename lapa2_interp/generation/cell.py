@@ -74,7 +74,7 @@ class Cell(BaseModel):
     model_class: ModelClass
     """TransformerBridge, HookedTransformer or TransformersModel."""
     method: str
-    """The decoding method, as `methods.find` takes it."""
+    """The decoding method, as `methods.registry.find_class` takes it."""
     parameters: dict[str, float | bool | str]
     """The method's parameters, defaults included."""
     task: Task
@@ -93,9 +93,9 @@ class Cell(BaseModel):
     top_k: Count
     """How many tokens of largest controlled weight are kept."""
     eos: EosPolicy
-    """`EosPolicy`."""
+    """An end token is kept, ends the text, or is never drawn (`EosPolicy`)."""
     trace: TraceKind
-    """`TraceKind`."""
+    """Recorded attention: "full" (layers and heads), "pooled" (their mean) or "none"."""
     max_rows: Count | None
     """Rows of a batch, which decides which samples share one; None for the default rule."""
     doubled_bos: bool
@@ -157,7 +157,7 @@ class Cell(BaseModel):
 
         Raises:
             MethodError: It is MODULE:CLASS, and nobody has imported it: a cell may be read from a
-                file (`methods.find`).
+                file (`methods.registry.find_class`).
         """
         find_class(self.method)
         return get_method(self.method, **self.parameters)
@@ -199,7 +199,7 @@ class Cell(BaseModel):
 
     @property
     def usual_arm(self) -> str:
-        """The arm at the method's own alpha; "" of a method of one's own that is not loaded."""
+        """The arm at the method's own alpha; "" of a custom method that is not loaded."""
         try:
             return Augmentation(alpha=self.decoder.alpha).label
         except MethodError:
@@ -207,13 +207,13 @@ class Cell(BaseModel):
 
     @property
     def variant(self) -> str:
-        """What differs from the task's usual parameters and wording and from the usual way to
-        generate, in words; usually empty.
+        """Differences from the task's default parameters and prefixes, and from the default
+        settings, in words; usually empty.
 
-        Of a method of one's own these are all its parameters: reading a run imports no module that
-        the run names. Of a task of one's own this is the wording of its hard prefixes, too, and a
-        hash of the method's own texts: another file may have the task's name. Wordings of several
-        forms have " / " between them.
+        For a custom method all parameters are listed, since its module may not be imported to learn
+        the defaults. For a custom task its prefixes and a hash of the method's texts are listed,
+        since another file may have the task's name. Prefixes of several forms have " / " between
+        them.
         """
         built_in = self.task.name in BUILT_IN_TASKS
         usual = load_task(self.task.name) if built_in else self.task

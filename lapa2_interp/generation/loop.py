@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a call of `generate` made.
+    """The texts of a plan, made by `run_plan`.
 
     Attributes:
         samples: One row per sample: prompt, attribute, sample, text (as it is scored),
@@ -131,7 +131,7 @@ def run_plan(
     try:
         with prepacked_model(model):
             for group in plan.groups if groups is None else groups:
-                table, trace = _made(model, plan, group, bar)
+                table, trace = _decode_group(model, plan, group, bar)
                 tables.append(table)
                 problems += [
                     f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
@@ -155,7 +155,7 @@ def run_plan(
     return made
 
 
-def _made(
+def _decode_group(
     model: Model, plan: Plan, group: Sequence[tuple[int, int]], bar: tqdm
 ) -> tuple[pd.DataFrame, xr.Dataset | None]:
     """The texts of a group and their trace; those that the method does not accept are drawn
@@ -219,6 +219,7 @@ def _decode(
     rows = new_rows(model, recompute=method.rereads_text, direct=direct)
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)
+    # For the prompt pass the method has one state a prompt; below it begins again, for samples.
     state: Any = method.begin(BatchStart(batch.prepared, None, n_prompt))
     keep = 1 + max(each.l_pro for each in batch.layouts) if method.reads_prompt else 1
     with (
@@ -238,11 +239,11 @@ def _decode(
             model.tokenizer, words, [plan.prompts[prompt] for prompt, _ in batch.pairs]
         )
 
-    def refuse(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
-        """Without the tokens that are never drawn: log-weight -inf."""
+    def mask_forbidden(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
+        """Tokens that are never drawn get the log-weight -inf."""
         if plan.cell.eos == "block":
             log_weights = log_weights.index_fill(1, ends.to(log_weights.device), -torch.inf)
-        return log_weights if banned is None else banned.refuse(log_weights)
+        return log_weights if banned is None else banned.mask(log_weights)
 
     uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
     if recorder is not None:
@@ -252,8 +253,8 @@ def _decode(
     ):
         for step in range(max(batch.steps)):
             log_probs = _of_branches(logits, branches)  # by branch: sample vocab
-            known = without_refused(log_probs, refuse)
-            log_weights = refuse(method.combine(known, state))  # sample vocab
+            known = mask_main_branch(log_probs, mask_forbidden)
+            log_weights = mask_forbidden(method.combine(known, state))  # sample vocab
             drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
             # An ended sample's row runs on with the others; what it reads does not matter.
             tokens = drawn.clamp(min=0)
@@ -275,13 +276,15 @@ def _decode(
                 logits = rows.read_tokens(tokens.repeat(len(branches))[:, None])[:, -1]
 
 
-def without_refused(log_probs: LogProbs, refuse: Callable[[Tensor], Tensor]) -> LogProbs:
-    """The raw branch, or the only one, without what is refused: a method that keeps the likeliest
-    tokens must not fill up with tokens that are never drawn."""
+def mask_main_branch(log_probs: LogProbs, mask: Callable[[Tensor], Tensor]) -> LogProbs:
+    """All branches; in the base branch (or the only one) tokens that are never drawn have -inf.
+
+    A method that keeps the likeliest tokens must not fill up with them.
+    """
     kept = next(iter(log_probs)) if len(log_probs) == 1 else "base"
     if kept not in log_probs:
         return log_probs
-    return {**log_probs, kept: refuse(log_probs[kept])}
+    return {**log_probs, kept: mask(log_probs[kept])}
 
 
 def _check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -> None:

@@ -214,7 +214,7 @@ def plan(model: Model, cell: Cell, kit: MethodContext | None = None) -> Plan:
     if type(method).prepare is not Method.prepare:
         if kit is None:
             raise MethodError(
-                f"{method.name} prepares for its prompts; give plan or generate a kit"
+                f"{method.name} prepares for its prompts; give plan or make_cells a kit"
                 " (lapa2_interp.runs.method_context)"
             )
         prepared = _prepare(method, kit, cell)

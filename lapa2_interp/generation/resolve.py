@@ -331,12 +331,12 @@ def _rules(settings: CellSettings, method: Method) -> tuple[AugmentationLike, st
                 )
             given = str(fields["recipe"])
         else:
-            given = _with_profile(fields, method)
+            given = _with_method_alpha(fields, method)
     if isinstance(given, str):
         if given == "none":
             return None, ""
         if given in ("paper", "released"):
-            given = _with_profile({"profile": given}, method)
+            given = _with_method_alpha({"profile": given}, method)
         elif re.split("[+:]", given)[0].strip() not in RECIPES:
             allowed = ("none", "paper", "released", *RECIPES)
             raise AugmentationError(
@@ -354,7 +354,7 @@ def _rules(settings: CellSettings, method: Method) -> tuple[AugmentationLike, st
     return rules, label
 
 
-def _with_profile(fields: dict[str, Any], method: Method) -> Augmentation:
+def _with_method_alpha(fields: dict[str, Any], method: Method) -> Augmentation:
     """An augmentation from its fields, at the method's alpha where they name none."""
     fields = {"alpha": method.alpha} | fields
     return Augmentation(**{name: _tuples(value) for name, value in fields.items()})

@@ -1,7 +1,7 @@
 """Settings of a cell: everything that a user may give, under the names that Python, a grid file and
 the command line share.
 
-`CellSettings` is the one declaration of names, types, defaults, bounds and help. `cell.resolve`
+`CellSettings` is the one declaration of names, types, defaults, bounds and help. `resolve.cells_of`
 turns it into cells. This module loads no torch: the command line's help reads it.
 """
 

@@ -234,7 +234,11 @@ class Method(ABC):
         return Prepared()
 
     def begin(self, start: BatchStart) -> State:
-        """The first step's state."""
+        """The state of the first step.
+
+        It is called twice: for each prompt before the prompt is read (without likelihoods), and
+        then for each sample.
+        """
         return None
 
     def intervene(self, state: State) -> Intervention | None:

@@ -49,7 +49,7 @@ class ItemData:
         run: The loaded run folder.
         item: The item's name.
         grids: Names of its grids, without their folder (quick/, paper/).
-        scorers: The scorers, from `scoring.chosen_scorers`.
+        scorers: The scorers, from `scoring.scorer.expand_scorers`.
         perplexity_texts: Texts of an arm whose perplexity is measured, approximately.
         device: Device of scorers that run a model.
         dtype: Precision of the perplexity model: float32, whatever precision generated the texts.
@@ -79,7 +79,8 @@ class ItemData:
             )
             raise NoGridError(
                 f"{self.run.name} has no grid {wanted}, which {self.item} is made of; it has:"
-                f" {have}. `lapa2 sweep quick/{self.grids[0]} --out {self.run.name}` adds it"
+                f" {have}. Read one of these (--grids NAME), or add it: `lapa2 sweep"
+                f" quick/{self.grids[0]} --out {self.run.name}`"
             )
         planned = {
             key: self.run.plan[key] for name in names for key in self.run.listing.grids[name]

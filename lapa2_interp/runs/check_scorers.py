@@ -47,7 +47,7 @@ def check_scorers(
 
     Args:
         file: A .jsonl, .csv or .parquet file.
-        scorers: linear, adapter, or names of `scoring.NAMES`, each plain or as NAME=MODEL.
+        scorers: linear, adapter, or names of `scoring.scorer.SCORERS`, each plain or as NAME=MODEL.
         column: The column of texts.
         label, score, rtp: Exactly one: the column of labels; the column of graded scores in [0, 1];
             rows of RealToxicityPrompts, whose test rows are read.

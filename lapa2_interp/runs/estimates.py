@@ -205,7 +205,7 @@ def estimate(
     )
 
 
-def check_reason(each: Estimate, yes: bool = False) -> None:
+def check_affordable(each: Estimate, yes: bool = False) -> None:
     """Refuse what would take a year, or more memory than there is.
 
     Args:

@@ -48,7 +48,7 @@ from lapa2_interp.runs.estimates import (
     TEXT_BYTES,
     Estimate,
     Pace,
-    check_reason,
+    check_affordable,
     cost,
     pace,
     plan_seconds,
@@ -153,7 +153,7 @@ def generate(
         EmptyDistributionError: Texts ended because no token was left to draw; its attribute `run`
             holds them.
     """
-    given = locals()
+    given = locals()  # the parameters have the names of the settings' fields
     fields = python_values({name: given[name] for name in CellSettings.model_fields})
     if not isinstance(model, str | Path):
         model = fields["model"] = resolve_model(model)
@@ -166,7 +166,7 @@ def generate(
     if isinstance(model, str | Path):
         first = cells[0]
         model = load_model(model, first.dtype, device, first.model_class, trust_remote_code, pack)
-    check_reason(_estimate(model, cells), yes)
+    check_affordable(_estimate(model, cells), yes)
     run = make_cells(model, cells, announce=announce)
     for key in run.plan:
         if problems := run.manifest(key).problems:

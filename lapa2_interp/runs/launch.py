@@ -17,7 +17,7 @@ from lapa2_interp._util.errors import GridError, RunError, pluralize, unknown_ch
 from lapa2_interp._util.progress import format_duration, stop_on_sigterm
 from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
-from lapa2_interp.runs.estimates import check_reason, estimate, format_bytes
+from lapa2_interp.runs.estimates import check_affordable, estimate, format_bytes
 from lapa2_interp.runs.jobs import Engine
 from lapa2_interp.runs.local import local_engine
 from lapa2_interp.runs.ray import Cluster
@@ -110,7 +110,7 @@ def launch(
                 f" {format_bytes(each.needs + each.packed)} of memory a worker ({each.basis})"
             )
             # A cluster's machines may have other memory than this one.
-            check_reason(replace(each, needs=0) if engine == "ray" else each, yes)
+            check_affordable(replace(each, needs=0) if engine == "ray" else each, yes)
         with stop_on_sigterm():
             return sweep(out, grids, runner, notify, list(cells))
     except (KeyboardInterrupt, SystemExit):

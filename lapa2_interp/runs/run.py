@@ -499,7 +499,8 @@ OWN = (
 
 
 def is_finished_run(folder: Path) -> bool:
-    """Whether a folder is a run that a command may replace when it is told to (`files.new_folder`).
+    """Whether a folder is a run that a command may replace when it is told to
+    (`_util.files.result_folder`).
 
     Raises:
         RunError: It is a run that a sweep has not finished, or is filling; or it holds something

@@ -83,7 +83,7 @@ def score(
 
     Args:
         source: A run, or a .jsonl, .csv or .parquet file with a column of texts.
-        scorers: As `scoring.chosen_scorers` takes them.
+        scorers: As `scoring.scorer.expand_scorers` takes them.
         out: Also write into this new folder: scores.parquet, table.csv, differences.csv, and both
             tables for reading as table.md and table.tex.
         labels: Names for a classifier's labels.

@@ -89,7 +89,7 @@ def load_grids(
 
     Args:
         folder: The run, or where it will be.
-        names, changes, allow_code, yes: As `grids.load_grid`.
+        names, changes, allow_code, yes: As `runs.grid.load_grid`.
         dtype: What dtype "auto" means; by default that of the grid's cells of a model in the run,
             else that of the run's cells of the model, else what this machine computes faster.
         device: Where cells will be computed.

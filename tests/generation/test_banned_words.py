@@ -62,7 +62,7 @@ def test_a_token_is_barred_where_the_text_would_say_a_word_with_it(name):
     tokenizer = load_tokenizer(name)
     texts = vocabulary_texts(tokenizer)
     log_weights = torch.zeros(len(BEFORE), len(texts) + 3)
-    kept = BannedWords(tokenizer, WORDS, BEFORE).refuse(log_weights) == 0
+    kept = BannedWords(tokenizer, WORDS, BEFORE).mask(log_weights) == 0
     word = re.compile(r"\b(very|positive)\b", re.IGNORECASE)
     # One search in all texts, a text in a line.
     whole = [before + text.replace("\n", " ") for before in BEFORE for text in texts]
@@ -84,7 +84,7 @@ def test_a_word_of_several_tokens_is_barred_at_its_last():
     rows = [tokenizer(f" {word}", add_special_tokens=False).input_ids for word in words]
     assert [len(row) > 2 for row in rows] == [True, False]
     for step, token in enumerate(rows[0]):
-        weights = banned.refuse(torch.zeros(2, len(tokenizer)))
+        weights = banned.mask(torch.zeros(2, len(tokenizer)))
         assert torch.isneginf(weights[0, token]) == (step == len(rows[0]) - 1)
         assert torch.isneginf(weights[1, rows[1][0]])
         banned.advance([token, tokenizer(" lake", add_special_tokens=False).input_ids[0]])
@@ -98,7 +98,7 @@ def test_the_draw_is_that_of_the_other_tokens_with_the_same_numbers():
     ids = banned.tokens("")
     assert sorted(vocabulary_texts(tokenizer)[i] for i in ids.tolist()) == ["E", "e"]
     numbers = torch.from_numpy(uniforms(1, "x", 0, 2000))
-    drawn = draw(banned.refuse(log_weights), numbers, top_k=len(tokenizer))
+    drawn = draw(banned.mask(log_weights), numbers, top_k=len(tokenizer))
     assert not torch.isin(drawn, ids).any()
     left = torch.ones(len(tokenizer), dtype=torch.bool)
     left[ids] = False
@@ -130,7 +130,7 @@ def test_a_truncated_branch_is_not_filled_up_with_what_is_refused():
     method = methods.get("datg", form="P")
     assert [branch.name for branch in method.branches(LETTERS, "a")] == ["target"]
     p = torch.tensor([[0.95, 0.02, 0.01, 0.01, 0.006, 0.004]]).log()
-    refused = loop.without_refused(
+    refused = loop.mask_main_branch(
         {"target": p}, lambda each: each.index_fill(1, torch.tensor(0), -torch.inf)
     )
     weights = method.combine(refused, None).softmax(1)[0]
@@ -188,7 +188,7 @@ def test_the_echo_scorer_finds_no_word_in_texts_of_smollm2(monkeypatch):
         drawn = []
         for step in range(20):
             uniform = torch.from_numpy(numbers[:, step])
-            drawn.append(draw(banned.refuse(weights.repeat(9, 1)), uniform, top_k=200))
+            drawn.append(draw(banned.mask(weights.repeat(9, 1)), uniform, top_k=200))
             banned.advance(drawn[-1].tolist())
         made = tokenizer.batch_decode(torch.stack(drawn, 1))
         scores = echo.score([TextItem(f"The lake{text}", attribute="positive") for text in made])

@@ -25,10 +25,11 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import (
     Branch,
+    SoftPrefixKey,
+    load_prefix,
 )
 from lapa2_interp.methods.registry import assign_augmentations
 from lapa2_interp.models.load import load_model, load_transformers
-from lapa2_interp.prefixes.soft_prefix import SoftPrefixName, load_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")
@@ -378,9 +379,7 @@ def test_every_methods_texts_follow_from_separate_branches(
         methods.get_for_task(name, task, **parameters),
         Augmentation(alpha=0.8, profile=profile),
     )
-    if any(
-        isinstance(branch.prefix, SoftPrefixName) for branch in method.branches(task, attribute)
-    ):
+    if any(isinstance(branch.prefix, SoftPrefixKey) for branch in method.branches(task, attribute)):
         method = dataclasses.replace(method, prefixes=soft_set(tmp_path, model, task))
     prompts = ["The lake", "In summary, a"]
     found = made(
@@ -394,7 +393,7 @@ def test_every_methods_texts_follow_from_separate_branches(
         ):
             soft = (
                 load_prefix(tmp_path, branch.prefix.attribute)
-                if isinstance(branch.prefix, SoftPrefixName)
+                if isinstance(branch.prefix, SoftPrefixKey)
                 else None
             )
             text, slots = (branch.prefix, 0) if soft is None else (None, len(soft))

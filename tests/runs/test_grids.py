@@ -23,11 +23,11 @@ from lapa2_interp.generation.cell import CELL, Cell
 from lapa2_interp.generation.plan import plan
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.methods import load_task
+from lapa2_interp.methods.base import SoftPrefixKey
 from lapa2_interp.models.machine import store_measurement, stored_measurement
 from lapa2_interp.models.smollm2 import smollm2_folder
 from lapa2_interp.paper import estimates as paper_estimates
 from lapa2_interp.paper.estimates import KEY_COST, LINEAR_SECONDS, SCRIPT_SECONDS, scoring_seconds
-from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
 from lapa2_interp.runs import estimates
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.estimates import (
@@ -759,7 +759,7 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
             for branch, prompt in itertools.product(
                 method.branches(cell.task, cell.attribute), cell.task.prompts.texts
             ):
-                text = None if isinstance(branch.prefix, SoftPrefixName) else branch.prefix
+                text = None if isinstance(branch.prefix, SoftPrefixKey) else branch.prefix
                 found = Layout.of(tokenizer, text, branch.join + prompt)
                 new = cell.length - found.l_pro * cell.task.length_counts_prompt
                 each = (
