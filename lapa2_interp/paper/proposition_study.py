@@ -377,7 +377,7 @@ def _without_traces(run: Run) -> Run:
         copy, finished = cell.model_copy(update={"trace": "none"}), run.finished_cell(key)
         # A copy keeps cached properties of the original, such as its key: validate it again.
         copy = Cell.model_validate(copy.model_dump())
-        manifest = finished.manifest.model_copy(update={"trace": "none", "cell": copy.key})
+        manifest = finished.manifest.model_copy(update={"cell": copy})
         plan[copy.key], held[copy.key] = copy, FinishedCell(manifest, finished.samples, None)
     return Run(None, Listing(grids={KIND: tuple(plan)}), plan, held)
 

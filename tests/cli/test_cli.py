@@ -238,7 +238,7 @@ def test_probe_and_lists(capsys):
         "--set omega: Control strength",
         "[attributes.calm]",
         "alpha       0.5 (ours; --alpha overrides)",
-        "--set boost: What form",
+        "--set boost: The number that form",
         "the package has no words for task 'detox'",
     ):
         assert expected in printed

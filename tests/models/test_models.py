@@ -18,9 +18,10 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models import load as models
-from lapa2_interp.models import load_tokenizer, model_card, probe, smollm2
+from lapa2_interp.models import load_tokenizer, model_card, smollm2
 from lapa2_interp.models.card import DEFAULT_CONTEXT, context_length
 from lapa2_interp.models.load import load_transformers
+from lapa2_interp.models.probing import probe_model
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.scoring.transformer import _load_classifier
 
@@ -123,7 +124,7 @@ def test_a_context_shorter_than_the_probes_text_is_probed(tmp_path):
     config = type(network.config)(**network.config.to_dict() | {"n_positions": 8})
     for each in (type(network)(config), tokenizer):
         each.save_pretrained(tmp_path)
-    found = probe.probe_model(str(tmp_path), device="cpu")
+    found = probe_model(str(tmp_path), device="cpu")
     assert found.logit_difference < 1e-4
 
 

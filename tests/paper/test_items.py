@@ -52,6 +52,7 @@ from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.paper.tables import ARM_COLUMNS
 from lapa2_interp.runs import store as read
 from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.runs.store import write_listing
 from lapa2_interp.scoring import transformer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
 from lapa2_interp.scoring.scorer import ScoreCache, SkippedText, TextItem, expand_scorers
@@ -473,11 +474,11 @@ def mine(run, tmp_path):
 
     def ask(item, **wanted):
         copy = shutil.copytree(run, tmp_path / "mine", dirs_exist_ok=True)
-        cells = load_run(copy).cells
+        opened = load_run(copy)
+        cells = opened.cells
         cells = cells[np.all([cells[name].isin(each) for name, each in wanted.items()], axis=0)]
-        listing = json.loads((copy / "run.json").read_text("utf-8"))
-        listing["grids"]["mine"] = list(cells["key"])
-        (copy / "run.json").write_text(json.dumps(listing), "utf-8")
+        grids = opened.listing.grids | {"mine": tuple(cells["key"])}
+        write_listing(copy, opened.listing.model_copy(update={"grids": grids}))
         script("analyses", item, copy, "--grids", "mine")
         return table(copy / "tables" / f"{item}.claims.csv")
 
@@ -514,7 +515,9 @@ def test_a_run_with_nothing_finished_makes_an_empty_table(item, run, tmp_path):
 
 
 def test_an_item_whose_grid_is_not_there_says_what_to_do(run):
-    with pytest.raises(RunError, match=r"no grid 'related'.*lapa2 sweep quick/related --out"):
+    with pytest.raises(
+        RunError, match=r"no grid 'related'.*--grids NAME.*lapa2 sweep quick/related --out"
+    ):
         script("analyses", "related", run)
 
 

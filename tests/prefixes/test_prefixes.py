@@ -219,7 +219,7 @@ def test_cards_name_the_run(tmp_path):
     run = run_of(
         model, method, SENTIMENT, ["negative"], ["The lake"], length=20, samples=1, seed=1
     ).finished_cell()
-    branches = run.manifest.branches["negative"]
+    branches = run.manifest.branches
     assert branches["base"] is None
     assert branches["target"] == load_prefix(tmp_path, "negative").card.name
     assert branches["positive"].sha256 == load_prefix(tmp_path, "positive").card.sha256

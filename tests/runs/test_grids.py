@@ -1003,7 +1003,7 @@ def test_a_gpu_reads_perplexity_as_one(grid, monkeypatch):
     for device in ("cpu", "cuda"):
         for name, value in (
             ("default_device", device),
-            ("cores", 8),
+            ("n_cores", 8),
             ("pace", Pace((0, 100), (0.0, 1.0), 0.0, "")),
         ):
             monkeypatch.setattr(paper_estimates, name, lambda *_, value=value, **__: value)

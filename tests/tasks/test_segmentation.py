@@ -150,7 +150,7 @@ def test_what_barring_cannot_read_is_refused():
         with pytest.raises(TaskError, match=f"'{word}' cannot be banned.*ban_prefix_words"):
             BannedWords(tokenizer, (word,), ["a"])
     banned = BannedWords(tokenizer, ("very",), ["很", "e\u0301"])
-    refused = banned.refuse(torch.zeros(2, len(tokenizer))) < 0
+    refused = banned.mask(torch.zeros(2, len(tokenizer))) < 0
     assert refused[:, tokenizer.convert_tokens_to_ids("very")].tolist() == [True, False]
 
 
@@ -162,7 +162,9 @@ def test_a_mark_in_a_token_of_its_own_is_barred():
         patch.setattr(
             "lapa2_interp.generation.banned_words.vocabulary_texts", lambda _: tuple(made)
         )
-        patch.setattr("lapa2_interp.generation.banned_words.REPLACEMENT", "no check of bytes")
+        patch.setattr(
+            "lapa2_interp.generation.banned_words.REPLACEMENT_CHARACTER", "no check of bytes"
+        )
         before = [
             "cafe",
             "caf",
@@ -174,7 +176,7 @@ def test_a_mark_in_a_token_of_its_own_is_barred():
         ]
         banned = BannedWords(tokenizer, ("caf\u00e9", "r\u00e9sum\u00e9"), before)
         for _ in range(2):
-            refused = banned.refuse(torch.zeros(len(before), len(tokenizer))) < 0
+            refused = banned.mask(torch.zeros(len(before), len(tokenizer))) < 0
             found = [{made[i] for i in row.nonzero()[:, 0].tolist()} for row in refused]
             whole = {"\u00e9", "e\u0301"}
             assert found == [{"\u0301"}, whole, set(), whole, set(), {"\u0301"}, whole]
