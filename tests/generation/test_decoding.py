@@ -23,13 +23,10 @@ from lapa2_interp.bias.layout import Layout, left_pad, text_markers
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.base import (
-    Branch,
-    SoftPrefixKey,
-    load_prefix,
-)
+from lapa2_interp.methods.base import Branch, SoftPrefixKey
 from lapa2_interp.methods.registry import assign_augmentations
 from lapa2_interp.models.load import load_model, load_transformers
+from lapa2_interp.prefixes.soft_prefix import load_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")

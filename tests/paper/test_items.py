@@ -516,7 +516,7 @@ def test_a_run_with_nothing_finished_makes_an_empty_table(item, run, tmp_path):
 
 def test_an_item_whose_grid_is_not_there_says_what_to_do(run):
     with pytest.raises(
-        RunError, match=r"no grid 'related'.*--grids NAME.*lapa2 sweep quick/related --out"
+        RunError, match=r"no grid 'related'.*Read one of these.*lapa2 sweep quick/related --out"
     ):
         script("analyses", "related", run)
 
