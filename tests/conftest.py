@@ -33,7 +33,7 @@ whole = jaxtyping.jaxtyped
 
 
 def unless_inner(function=None, **settings):
-    """As jaxtyped, but without what functions make while they run: it would be compiled anew each
+    """As jaxtyped, but without what functions make while they run: it would be compiled again each
     time."""
     if function is None:
         return functools.partial(unless_inner, **settings)

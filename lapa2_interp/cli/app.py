@@ -99,10 +99,10 @@ def setting_problem(words: Sequence[str], error: CycloptsError) -> str | None:
 
 
 def goes_on(words: Sequence[str]) -> bool:
-    """Whether a command that is stopped keeps what it has finished."""
+    """True if a command that is stopped keeps what it has finished."""
 
     def option(name: str) -> str | None:
-        """What an option is given; None without it."""
+        """Value of an option; None without it."""
         for word, after in zip(words, [*words[1:], ""], strict=True):
             if word == name or word.startswith(f"{name}="):
                 return after if word == name else word.partition("=")[2]
@@ -163,7 +163,7 @@ def _run(words: list[str]) -> int:
             file=sys.stderr,
         )
     except (KeyboardInterrupt, Terminated) as stop:  # what was half-made is gone already
-        after = "goes on" if goes_on(words) else "begins anew; nothing half-made is left"
+        after = "goes on" if goes_on(words) else "begins again; nothing half-made is left"
         print(f"lapa2: interrupted; the same command {after}", file=sys.stderr)
         return 130 if isinstance(stop, KeyboardInterrupt) else 143
     else:

@@ -136,7 +136,7 @@ class AugmentationOptions:
     slots such as 1:4 or 0:2,5:6 (0 is BOS), or tokens of the prefix such as prefix:1 or prefix:0,2
     (0 is its first)."""
     length_rule: Literal["paper", "kv"] | None = None
-    """What l counts: keys without BOS (paper), or all keys (kv)."""
+    """The keys that l counts: those without BOS (paper), or all keys (kv)."""
     phase: Literal["decode", "last_query", "all_queries", "every_query", "query"] | None = None
     """Augmented queries: generated tokens; those and the last prompt token; every query after the
     span; every query; or only the query that predicts, so that what later tokens read stays as it

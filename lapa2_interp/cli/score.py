@@ -149,7 +149,7 @@ def list_scorers() -> None:
 
 
 def _show_held_out(card: ScorerCard, lengths: Sequence[str] = ()) -> None:
-    """What a scorer reaches, by length, or at some lengths alone."""
+    """Agreement of a scorer, by length, or at some lengths alone."""
     for row in card.held_out:
         if not lengths or row.length in lengths:
             interval = "" if row.low is None else f" [{row.low:.3f}, {row.high:.3f}]"

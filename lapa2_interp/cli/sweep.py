@@ -319,5 +319,5 @@ def runs(
     if (table["state"] == "damaged").any():
         print(
             "\n`lapa2 sweep` with the same grids, or `lapa2 generate` with --force, makes damaged"
-            " cells anew"
+            " cells again"
         )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Size(Protocol):
-    """What must be known of a model: a `ModelCard`, or `models.sizes.ModelSize`."""
+    """Facts of a model that an arrangement needs: a `ModelCard`, or `models.sizes.ModelSize`."""
 
     @property
     def n_layers(self) -> int: ...

@@ -81,7 +81,7 @@ class Cell(BaseModel):
     """The part of the task that decides texts: attributes, this method's texts, the cell's
     prompts."""
     attribute: str
-    """What the texts are steered towards."""
+    """Attribute that the texts are steered towards."""
     augmentation: Augmentations
     """The bias on attention scores, or several that act together; None for the base method."""
     length: Count
@@ -91,7 +91,7 @@ class Cell(BaseModel):
     seed: int
     """Seed of the random streams: there is one stream per seed, prompt and sample."""
     top_k: Count
-    """How many tokens of largest controlled weight are kept."""
+    """Number of tokens of largest controlled weight that are kept."""
     eos: EosPolicy
     """An end token is kept, ends the text, or is never drawn (`EosPolicy`)."""
     trace: TraceKind
@@ -108,7 +108,7 @@ class Cell(BaseModel):
     files: dict[str, str] = {}
     """sha256 of the files that are read: soft prefixes by branch, word lists by parameter."""
     label: str = ""
-    """What its arm is called; by default after the augmentations. It decides no text, so it is not
+    """Name of its arm; by default after the augmentations. It decides no text, so it is not
     part of the key."""
 
     @model_validator(mode="after")

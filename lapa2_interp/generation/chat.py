@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatTexts:
-    """What one chat was continued with.
+    """Continuations of one chat.
 
     Attributes:
         tokens: By sample, the drawn tokens, an end token included.
@@ -164,7 +164,7 @@ def continue_chats(
 
 
 def _text(model: Model, layout: Layout, tokens: Sequence[int]) -> str:
-    """What tokens read behind a chat, without those that only mark."""
+    """Text of tokens after a chat, without the tokens that only mark."""
     before, marks = list(layout.ids), {*model.tokenizer.all_special_ids}
     whole = decode_tokens(
         model.tokenizer, [*before, *(each for each in tokens if each not in marks)]

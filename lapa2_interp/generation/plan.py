@@ -123,7 +123,7 @@ class Plan:
 
     @property
     def prefix_names(self) -> dict[str, str | SoftPrefixName | None]:
-        """What stands in front of the prompt, by branch: a text, a soft prefix, or nothing."""
+        """Prefix of the prompt, by branch: a text, a soft prefix, or nothing."""
         found: dict[str, str | SoftPrefixName | None] = {}
         for branch, prefix in zip(self.cell.branches, self.prefixes, strict=True):
             found[branch.name] = prefix.card.name if prefix is not None else branch.prefix  # type: ignore[assignment]
@@ -135,7 +135,7 @@ class Plan:
 
     @property
     def summaries(self) -> dict[str, dict[str, Any]]:
-        """What the method worked out, by prompt; under "all prompts" if it is the same for all;
+        """Preparation of the method, by prompt; under "all prompts" if it is the same for all;
         empty if nothing."""
         found = [dict(each.summary) for each in self.prepared]
         if all(each == found[0] for each in found):

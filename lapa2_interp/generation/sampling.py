@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 NOTHING = -1
-"""What is drawn where no token has positive weight."""
+"""Token of a step at which no token has positive weight."""
 
 
 def uniforms(

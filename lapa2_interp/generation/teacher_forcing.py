@@ -196,7 +196,7 @@ def _width(layouts: Sequence[Layout], rows: Sequence[Sequence[int]]) -> int:
 
 
 class _Batch(NamedTuple):
-    """What belongs to the rows of one batch."""
+    """Layouts, texts and augmentations of the rows of one batch."""
 
     layouts: list[Layout]
     rows: list[list[int]]

@@ -167,7 +167,7 @@ class PrefixCurves:
     def with_head_axes(
         self, x: Float[np.ndarray, "sample step"]
     ) -> Float[np.ndarray, "sample step *one"]:
-        """The same values with axes for heads if the curves have them."""
+        """A view of the values with axes for heads if the curves have them."""
         return x.reshape(*x.shape, *[1] * (self.share.ndim - 3))
 
     def growth(self) -> Float[np.ndarray, "alpha sample *head"]:

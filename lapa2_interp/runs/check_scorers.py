@@ -1,4 +1,4 @@
-"""How far scorers agree with the labels or graded scores of a file, by length of text."""
+"""Agreement of scorers with the labels or graded scores of a file, by length of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a grid takes on this machine, and how much it writes, before anything runs.
+"""Time that a grid takes on this machine, and the space it needs, before anything runs.
 
 Decoding is a number of steps, each of which reads one token in every row of a batch. A step costs
 the reading of all weights, something for every row, and a little for every key a row has (`Pace`).
@@ -80,7 +80,7 @@ LOGITS = 6
 
 @dataclass(frozen=True)
 class Estimate:
-    """What cells will take.
+    """Time, disk and memory that cells will take.
 
     Attributes:
         cells, texts, row_tokens: Counts.
@@ -114,7 +114,7 @@ def cost(cell: Cell) -> int:
 
 
 def seconds(cell: Cell, at: Pace) -> tuple[float, float]:
-    """What one worker takes for a cell: its prompts, and the steps of every batch of rows; and for
+    """Work of one worker for a cell: its prompts, and the steps of every batch of rows; and for
     the longest of these batches, which workers cannot share."""
     branches, n_prompts = len(cell.branches), len(cell.prompts)
     before, new = _lengths(cell)
@@ -129,7 +129,7 @@ def seconds(cell: Cell, at: Pace) -> tuple[float, float]:
 
 
 def plan_seconds(todo: Plan, at: Pace) -> float:
-    """What one worker takes for a plan."""
+    """Work of one worker for a plan."""
     branches, found = len(todo.branches), 0.0
     longest = [max(row[i].n_live for row in todo.layouts) for i in range(len(todo.prompts))]
     for group in todo.groups:
@@ -162,7 +162,7 @@ def _tokens(text: str, model: str) -> int:
 def estimate(
     cells: Sequence[Cell], workers: int, device: str | None = None, threads: int = 1
 ) -> Estimate:
-    """What these cells take with so many workers; what methods prepare, such as drafts, is not
+    """Estimate of these cells with so many workers; preparation by methods, such as drafts, is not
     counted.
 
     Raises:
@@ -284,14 +284,14 @@ class Pace:
         """Seconds that one row more costs a large step, and one token more a prompt."""
         return (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
 
-    def batch(self, rows: int, before: int, new: int, anew: bool) -> float:
+    def batch(self, rows: int, before: int, new: int, reread: bool) -> float:
         """Seconds of a batch's steps.
 
         Args:
             before, new: Tokens read before the first step, and steps.
-            anew: Whether every step reads the whole text.
+            reread: Every step reads the whole text.
         """
-        again = rows * (before + new / 2) * self.row if anew else 0.0
+        again = rows * (before + new / 2) * self.row if reread else 0.0
         return (new - 1) * (self.step(rows, before + new / 2) + again) if rows else 0.0
 
 

@@ -252,7 +252,7 @@ def make_cells(
 
 
 def announcement(model: Model, plans: Sequence[Plan]) -> str:
-    """What these plans will make, in one line: texts, branches, tokens, the size of the trace, and
+    """One line about plans: texts, branches, tokens, the size of the trace, and
     the time if it is long."""
     trace, patterns = plans[0].cell.trace, len(plans[0].cell.patterns)
     texts = sum(len(group) for each in plans for group in each.groups)
@@ -261,9 +261,9 @@ def announcement(model: Model, plans: Sequence[Plan]) -> str:
         f" {', '.join(plans[0].branches)}"
     )
     if plans[0].method.rereads_text:
-        cached, read = (sum(each.tokens_read(anew) for each in plans) for anew in (False, True))
+        cached, read = (sum(each.tokens_read(reread) for each in plans) for reread in (False, True))
         line += (
-            f"; every step reads its text anew: {read} tokens through the model, where a cache"
+            f"; every step reads its text again: {read} tokens through the model, where a cache"
             f" would need {cached}"
         )
     line += _time(model, plans)

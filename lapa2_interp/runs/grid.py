@@ -75,8 +75,8 @@ MOST_POINTS = 20_000
 """Points of a block's product that are resolved without a word of the user's: each is one cell or
 several, and a cell is a folder of files."""
 AutoDtype = Callable[[str, str, frozenset[str]], str]
-"""What dtype "auto" means, given the names of a grid and of a model, and the dtypes that blocks of
-the grid name."""
+"""The meaning of dtype "auto", given the names of a grid and of a model, and the dtypes that blocks
+of the grid name."""
 
 
 def load_grid(

@@ -1,4 +1,4 @@
-"""What sweeps and workers exchange: a job, its outcome, and the engine that carries both.
+"""Messages between sweeps and workers: a job, its outcome, and the engine that carries both.
 
 A job is a cell to open, or one group of its rows (`plan.Plan.groups`) to generate. A group is never
 split: which samples share a batch is part of the cell, so any number of workers on any number of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 ATTEMPTS = 3
-"""How often a job is tried if its workers die."""
+"""Number of times a job is tried if its workers die."""
 
 
 @dataclass(frozen=True)

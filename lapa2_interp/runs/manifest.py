@@ -23,7 +23,7 @@ from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
 
 MANIFEST = "manifest.json"
 SET_BACK = "remove the folder of the cell, and the command that made the run makes it again"
-"""What to do about a damaged file of a cell."""
+"""Remedy for a damaged file of a cell."""
 OF_THE_DAY = ("created", "seconds", "commit")
 """Fields of a manifest that differ between equal cells."""
 

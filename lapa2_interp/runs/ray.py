@@ -229,7 +229,7 @@ class Cluster:
         self._ray.shutdown()
 
     def _answers(self) -> bool:
-        """Whether the head of the cluster takes a connection."""
+        """True if the head of the cluster takes a connection."""
         host, _, port = self._head.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()

@@ -459,7 +459,7 @@ def each_once(cells: Mapping[str, Cell]) -> list[str]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """What a column may have: one value, or one of several (a list, an array, a column)."""
+    """Values that a column may have: one value, or one of several (a list, an array, a column)."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
 
 
@@ -495,11 +495,11 @@ OWN = (
     LISTING, "plan", "cells", "parts", "failed", ".lock", f"{TEMPORARY_PREFIX}*", "view.html",
     "report.html", "scores",
 )  # fmt: skip
-"""What is in the folder of a run."""
+"""Names in the folder of a run."""
 
 
 def is_finished_run(folder: Path) -> bool:
-    """Whether a folder is a run that a command may replace when it is told to
+    """True if a folder is a run that a command may replace when it is told to
     (`_util.files.result_folder`).
 
     Raises:
@@ -525,7 +525,7 @@ def is_finished_run(folder: Path) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run, also one of another format or with a damaged run.json."""
+    """True if a folder is a run, also one of another format or with a damaged run.json."""
     if (folder / LISTING).is_file():
         if (folder / "plan").is_dir() and (folder / "cells").is_dir():
             return True
@@ -558,7 +558,7 @@ def load_run(folder: str | Path) -> Run:
             raise DamagedError(
                 f"{error}; the run is of lapa2_interp {listing.lapa2_interp}, this is"
                 f" {__version__}; `lapa2 sweep` with the cell's grid"
-                f" ({', '.join(listing.with_cell(key))}) writes it anew"
+                f" ({', '.join(listing.with_cell(key))}) writes it again"
             ) from error
     for _, cell in same_label(plan.values()):
         told = f"{cell.label or cell.arm} ({cell.plain_arm})"

@@ -298,7 +298,7 @@ def _task_name(options: ScorerOptions) -> str:
 
 
 def _work(sets: Sequence[tuple[pd.DataFrame, ScorerOptions]], model: str) -> str:
-    """How many texts are scored, and about how long an adapter takes for them."""
+    """Number of texts that are scored, and an adapter's approximate time for them."""
     texts = pluralize(sum(len(samples) for samples, _ in sets), "text")
     if model != "adapter":
         return texts
@@ -324,7 +324,7 @@ def _gaps(source: Path) -> str:
 def read_answers(
     key: Path, files: Sequence[Path], out: Path | None = None
 ) -> dict[str, pd.DataFrame]:
-    """What human raters said of the texts of `lapa2 scorers sheets`: tables answers, table and
+    """Ratings by people of the texts of `lapa2 scorers sheets`: tables answers, table and
     agreement.
 
     Args:

@@ -1,4 +1,4 @@
-"""How fast texts are made here, beside peers, in one run on one machine (`lapa2 bench`).
+"""Speed of generation beside peers, in one run on one machine (`lapa2 bench`).
 
     found = bench(["gpt2-small"], samples=[1, 20])
     print(found.markdown)
@@ -110,14 +110,14 @@ CONFIGS: Mapping[str, tuple[type, dict[str, Any]]] = {
 SAMPLES = {True: (3, 24), False: (1, 4, 20)}
 """Default numbers of samples of a method of one branch, and of several."""
 TEXT, MORE = "The lake was calm and the sky was clear", " and the lake was calm"
-"""What a prompt begins with, and what is repeated behind it."""
+"""Beginning of a prompt, and the text that is repeated after it."""
 WARM = 3
 """Tokens of the text that is not timed."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the contenders of one comparison share.
+    """Settings that the contenders of one comparison share.
 
     Attributes:
         context: Tokens of the prompt; a branch's prefix and BOS come on top.
@@ -137,7 +137,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class SpeedStudy:
-    """What was measured.
+    """Measured speeds.
 
     Attributes:
         machine: Processor, threads and versions, in one line.

@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 
 SAMPLES, TRACE, LISTING = "samples.parquet", "trace.nc", "run.json"
 COLUMNS = ("prompt", "attribute", "sample", "text", "tokens", "n_tokens", "finish", "arm")
-"""What the samples of a cell have, at least."""
+"""Columns that the samples of a cell have, at least."""
 FORMAT = 2
 """Version of the form of run folders: raised when texts under a key become others, or files are
 read in another way.
 
 A run of another format is neither read nor filled."""
-WRITES_ANEW = "remove it, and `lapa2 sweep` with the run's grids writes it anew"
-"""What to do about a damaged run.json."""
+WRITES_AGAIN = "remove it, and `lapa2 sweep` with the run's grids writes it again"
+"""Remedy for a damaged run.json."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _plan(folder: Path, key: str) -> Path:
 
 
 def lost_listing(folder: Path) -> bool:
-    """Whether a folder has plans of cells, and no run.json."""
+    """True if a folder has plans of cells, and no run.json."""
     return not (folder / LISTING).exists() and any(
         (folder / "plan").glob(f"{'[0-9a-f]' * 16}.json")
     )
@@ -231,7 +231,7 @@ def write_listing(folder: Path, listing: Listing) -> None:
 
 
 def is_whole(folder: Path, cell: Cell) -> bool:
-    """Whether a folder holds a finished cell whose files can be opened."""
+    """True if a folder holds a finished cell whose files can be opened."""
     files = [
         folder / name for name in (MANIFEST, SAMPLES, TRACE)[: 2 if cell.trace == "none" else 3]
     ]
@@ -246,7 +246,7 @@ def is_whole(folder: Path, cell: Cell) -> bool:
 
 @lru_cache(maxsize=8192)
 def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int], ...]) -> bool:
-    """Whether a cell's files can be opened: a table or trace that was cut short cannot.
+    """True if a cell's files can be opened: a table or trace that was cut short cannot.
 
     Files are opened again when they have changed (`stamps`).
     """
@@ -295,13 +295,13 @@ def read_listing(folder: Path) -> Listing:
         if lost_listing(folder):
             raise DamagedError(
                 f"{folder} has plans of cells and no {LISTING}; `lapa2 sweep` with its grids"
-                " writes it anew"
+                " writes it again"
             )
         raise RunError(f"{folder} is not a run: it has no {LISTING}; {made_by}")
     try:
         raw, _ = without_checksums(read_text(file))
     except ValueError as error:
-        raise DamagedError(f"{file} is damaged: {error}; {WRITES_ANEW}") from error
+        raise DamagedError(f"{file} is damaged: {error}; {WRITES_AGAIN}") from error
     try:
         if "grids" not in raw:
             raise DamagedError(
@@ -317,5 +317,5 @@ def read_listing(folder: Path) -> Listing:
     except ValidationError as error:
         raise DamagedError(
             f"{file} is damaged or of another version: {validation_message(error)}; if it is"
-            f" damaged, {WRITES_ANEW}"
+            f" damaged, {WRITES_AGAIN}"
         ) from error

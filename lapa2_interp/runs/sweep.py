@@ -171,7 +171,7 @@ def add_grids(
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep did: cells that were there before, made now, and that failed.
+    """Result of a sweep: cells that were there before, made now, and that failed.
 
     Attributes:
         seconds: It took.
@@ -232,7 +232,7 @@ def sweep(
 
 
 def _ours(path: Path) -> bool:
-    """Whether a path was left by a process that was killed before it wrote run.json."""
+    """True if a path was left by a process that was killed before it wrote run.json."""
     return path.name in (".lock", "plan") or path.name.startswith(TEMPORARY_PREFIX)
 
 
@@ -352,7 +352,7 @@ class _Sweep:
         return []
 
     def _share(self, key: str, group: int) -> int:
-        """What a group advances the bar by, which its cell has no longer ahead."""
+        """Row-tokens of a group, which its cell has no longer ahead."""
         share = self._size(key, group)
         self.ahead[key] -= share
         return share
@@ -378,18 +378,18 @@ class _Sweep:
             if there := len(list(folder.glob("[0-9]*"))):
                 self.notify(
                     f"{cell.description} ({cell.key}): {pluralize(there, 'finished group')} of"
-                    f" rows made anew; {_changes(folder / OPENED, note)}"
+                    f" rows made again; {_changes(folder / OPENED, note)}"
                 )
             remove_folder(folder)
         write_text(folder / OPENED, note)
         return set()
 
     def _sound(self, cell: Cell, folder: Path) -> bool:
-        """Whether a finished group is what was written; a damaged one is removed, and said."""
+        """True if a finished group is as it was written; a damaged one is removed and reported."""
         try:
             read_part(folder)
         except DamagedError as error:
-            self.notify(f"{cell.description} ({cell.key}): a group of rows made anew; {error}")
+            self.notify(f"{cell.description} ({cell.key}): a group of rows made again; {error}")
             remove_folder(folder)
             return False
         return True
@@ -464,7 +464,7 @@ def read_part(folder: Path) -> Part:
         if not is_damage(error):
             raise
         raise DamagedError(
-            f"{folder} is damaged: {error}; the same command makes it anew"
+            f"{folder} is damaged: {error}; the same command makes it again"
         ) from error
 
 
@@ -477,7 +477,7 @@ def _text(file: Path) -> str | None:
 
 
 def _changes(file: Path, note: str) -> str:
-    """What differs between the note of an earlier call and that of this one."""
+    """Differences between the note of an earlier call and that of this one."""
     try:
         before = _flat(parse_json(read_text(file)))
     except (OSError, ValueError):

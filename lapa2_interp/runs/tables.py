@@ -10,7 +10,7 @@ from lapa2_interp._util import plots
 from lapa2_interp._util.errors import TraceError
 
 ALIKE = ("model", "task", "method", "variant", "max_length", "dtype")
-"""What arms that are shown side by side have in common."""
+"""Columns in which arms that are shown side by side are equal."""
 SHOWN = 20
 """Rows of a run that a notebook shows."""
 

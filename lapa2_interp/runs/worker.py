@@ -172,5 +172,5 @@ def check_files(cell: Cell, todo: Plan) -> None:
             raise RunError(
                 f"the file behind {name!r} has sha256 {found[:16]} here, and had"
                 f" {cell.files[name][:16]} when the grid was resolved; the same command resolves it"
-                " anew, and gives what it makes keys of its own"
+                " again, and gives what it makes keys of its own"
             )

@@ -117,7 +117,7 @@ def test_no_progress_is_silent(clock, capsys):
 
 
 def test_the_two_forms_from_outside():
-    """On a terminal one line that is drawn anew; in a pipe whole lines."""
+    """On a terminal one line that is drawn again; in a pipe whole lines."""
     command = [sys.executable, "-c", CODE]
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))

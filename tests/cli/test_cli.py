@@ -447,7 +447,7 @@ def test_a_stopped_command_says_whether_it_goes_on(line, goes_on, monkeypatch, c
 
     monkeypatch.setattr("lapa2_interp.cli.app.app", stopped)
     assert lapa2(line) == 130
-    told = "goes on" if goes_on else "begins anew; nothing half-made is left"
+    told = "goes on" if goes_on else "begins again; nothing half-made is left"
     assert capsys.readouterr().err == f"lapa2: interrupted; the same command {told}\n"
 
 

@@ -80,7 +80,7 @@ def on_terminal(monkeypatch):
         told = out.getvalue(), err.getvalue()
         assert found == code, told[1][-500:]
         assert not ACTS.findall(told[0])
-        assert not ACTS.findall(told[1].replace("\r", ""))  # progress bars begin a line anew
+        assert not ACTS.findall(told[1].replace("\r", ""))  # progress bars begin a line again
         assert "Traceback" not in told[1]
         return told
 

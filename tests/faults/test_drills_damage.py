@@ -81,13 +81,13 @@ class Count:
     """What became of damage: refused with a line, or read as the same values."""
 
     def __init__(self):
-        self.refused, self.same, self.anew = 0, 0, 0
+        self.refused, self.same, self.again = 0, 0, 0
 
     def record(self, record_property, kind):
         record_property("file", kind)
-        for name, n in (("refused", self.refused), ("made anew", self.anew), ("same", self.same)):
+        for name, n in (("refused", self.refused), ("made again", self.again), ("same", self.same)):
             record_property(name, n)
-        assert self.refused + self.anew
+        assert self.refused + self.again
 
 
 def drill(file, read, record_property, also=(), kind=None, names=True, count=None):
@@ -276,7 +276,7 @@ def test_the_converted_model(tmp_path, record_property):
             (tmp_path / name).write_bytes(data)
             seen = _find_damage(tmp_path) is not None
             assert seen or name == "seal.json", (name, done)
-            count.anew += seen
+            count.again += seen
             count.same += not seen
             (tmp_path / name).write_bytes(whole)
     assert _find_damage(tmp_path) is None
@@ -304,10 +304,10 @@ def test_the_folder_of_a_model(tmp_path, record_property):
                 count.refused += 1
             else:
                 assert model_card(found).weights != wanted, (file.name, done)
-                count.anew += 1
+                count.again += 1
         file.write_bytes(whole)
     assert model_card(load_model(str(tmp_path))).weights == wanted
-    count.record(record_property, "a model's folder (made anew: another model)")
+    count.record(record_property, "a model's folder (made again: another model)")
 
 
 def test_scores(tmp_path, record_property, capsys):
@@ -329,7 +329,7 @@ def test_scores(tmp_path, record_property, capsys):
         assert found.items() <= wanted.items(), done
         whole_again = found == wanted
         count.same += whole_again
-        count.anew += not whole_again
+        count.again += not whole_again
     count.record(record_property, "scores.sqlite")
 
 
@@ -342,7 +342,7 @@ def test_a_selection(tmp_path, record_property):
 
 
 def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
-    """A damaged line is made anew; a damaged first line is refused."""
+    """A damaged line is made again; a damaged first line is refused."""
     from lapa2_interp.circuits.result_store import ResultStore
 
     file, count = tmp_path / "units.jsonl", Count()
@@ -364,7 +364,7 @@ def test_the_store_of_a_circuit(tmp_path, record_property, capsys):
         for name, values in store.results.items():
             assert np.array_equal(values["js"], wanted[name]["js"]), done
         lost = len(store.results) < len(wanted)
-        count.anew += lost
+        count.again += lost
         count.same += not lost
     count.record(record_property, "units.jsonl")
 
@@ -427,5 +427,5 @@ def test_what_people_write(tmp_path, home, name, record_property):
             count.refused += 1
         else:
             count.same += found == wanted
-            count.anew += found != wanted
-    count.record(record_property, f"{name} (made anew: another cell)")
+            count.again += found != wanted
+    count.record(record_property, f"{name} (made again: another cell)")

@@ -223,7 +223,7 @@ def test_a_run_folder_that_vanishes_stops_the_sweep_and_goes_on_where_it_is(home
 def test_a_folder_that_is_moved_midway_ends_a_command_well_or_in_a_line(
     command, home, undisturbed, tmp_path, record_property
 ):
-    """The folder that holds --out. A command that ends well has made it anew, with its whole result.
+    """The folder that holds --out. A command that ends well has made it again, with its whole result.
     Once the folder is back, the same command goes on in it."""
     wanted, rng, refused = undisturbed(command), random.Random(command), 0
     for number in range(LOSSES):

@@ -116,7 +116,7 @@ def freectrl(word_file, **parameters):
 
 
 def test_freectrl_against_its_definition(words_model, word_file):
-    """Every token of two samples: the weight from the text so far, all of it read anew, the rank
+    """Every token of two samples: the weight from the text so far, all of it read again, the rank
     drawn; recomputed by loops."""
     model, task = words_model, load_task("sentiment")
     method = freectrl(word_file, u=1.3, lam=2.0)
@@ -185,21 +185,21 @@ def test_reading_anew_changes_nothing_by_itself(tiny, model_class):
         "patterns": [(1, 2)],
         "augmentation": Augmentation(alpha=0.8),
     }
-    cached, anew = (
+    cached, again = (
         generate(model, method, task, "positive", ["The sea", "Once upon"], **settings)
         for method in (NoControl(), Again())
     )
-    assert cached.samples.equals(anew.samples)
+    assert cached.samples.equals(again.samples)
     for name in set(cached.trace.data_vars) - {"prefix_tokens"}:
-        a, b = cached.trace[name].to_numpy(), anew.trace[name].to_numpy()
+        a, b = cached.trace[name].to_numpy(), again.trace[name].to_numpy()
         assert np.nanmax(np.abs(a - b)) < 1e-6, name
         assert np.array_equal(np.isnan(a), np.isnan(b))
     branch = Layout.of(model.tokenizer, None, "Once upon")
-    sample = anew.samples.iloc[3]
+    sample = again.samples.iloc[3]
     _, patterns = oracle_logits(model, branch, sample.tokens[:-1], settings["augmentation"])
     last = patterns[1][2, -1]
     found = (
-        anew.trace["pattern"].isel(branch=0, sample=3, pair=0, step=sample.n_tokens - 1).to_numpy()
+        again.trace["pattern"].isel(branch=0, sample=3, pair=0, step=sample.n_tokens - 1).to_numpy()
     )
     assert np.abs(found[: len(last)] - last.numpy()).max() < 1e-6
 
@@ -419,7 +419,7 @@ def test_freectrl_says_what_reading_anew_costs(words_model, word_file):
     # BOS and 2 prompt tokens, 10 new ones: 3 + 4 + ... + 12 = 75 tokens a text; a cache would read
     # 12.
     assert (
-        "every step reads its text anew: 225 tokens through the model, where a cache would need 36"
+        "every step reads its text again: 225 tokens through the model, where a cache would need 36"
         in announcement(words_model, [todo])
     )
 

@@ -65,7 +65,7 @@ def test_drafts_are_the_bare_models_and_kept(cache):
     file.write_text(with_checksums({"texts": ["kept"]}))
     assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == ["kept"]
     file.write_text(file.read_text().replace("kept", "left"))
-    assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == texts, "damaged, and made anew"
+    assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == texts, "damaged, and made again"
     assert len(kit.drafts(Drafting(), "The sea", 3, 6, seed=5)) == 3, (
         "another seed is another question"
     )

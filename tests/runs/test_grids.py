@@ -725,13 +725,13 @@ def tokens_read(cell):
 
 
 @pytest.mark.parametrize(
-    ("method", "anew"),
+    ("method", "again"),
     [("prefix", False), ("air-decoding", False), ("preadd", False), ("prefix", True)],
 )
-def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, anew):
+def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, again):
     from lapa2_interp.methods.registry import known_methods
 
-    monkeypatch.setattr(known_methods()[method], "rereads_text", anew)
+    monkeypatch.setattr(known_methods()[method], "rereads_text", again)
     text = (
         TINY.replace("length = 24", "length = 64")
         .replace("samples = 1", "samples = 3")
@@ -745,7 +745,7 @@ def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, a
     (cell,) = grid(text.replace('"sentiment"', task)).cells
     read = tokens_read(cell)
     assert cost(cell) == pytest.approx(read, rel=0.15)
-    assert read > (1000 if anew else 100)
+    assert read > (1000 if again else 100)
 
 
 def test_the_cost_without_a_tokenizer_is_near_that_with_one():
@@ -811,10 +811,10 @@ def test_a_step_costs_its_rows_and_their_keys():
     )
     assert at.step(10, KEYS + 50) == pytest.approx(1 + 10 * 50 * 0.01)
     assert at.step(10, 1) == 1, "fewer keys are no cheaper"
-    assert at.batch(10, KEYS, 21, anew=False) == pytest.approx(20 * (1 + 10 * 10.5 * 0.01))
-    again = at.batch(10, KEYS, 21, anew=True) - at.batch(10, KEYS, 21, anew=False)
+    assert at.batch(10, KEYS, 21, again=False) == pytest.approx(20 * (1 + 10 * 10.5 * 0.01))
+    again = at.batch(10, KEYS, 21, again=True) - at.batch(10, KEYS, 21, again=False)
     assert again == pytest.approx(20 * 10 * (KEYS + 10.5) * 0.1)
-    assert at.batch(0, KEYS, 21, anew=False) == 0
+    assert at.batch(0, KEYS, 21, again=False) == 0
 
 
 def test_memory_is_weights_keys_values_and_logits(grid):

@@ -1131,7 +1131,7 @@ def test_groups_that_were_made_otherwise_are_made_again(undisturbed, files, tmp_
         sweep(place, grids_of(files), engine, notes.append)
         assert (key, 0) in engine.done
         assert len(notes) == 1
-        assert f"({key}): 1 finished group of rows made anew" in notes[0]
+        assert f"({key}): 1 finished group of rows made again" in notes[0]
         assert told in notes[0]
         shutil.rmtree(place)
     engine = Replaying(made)
@@ -1165,7 +1165,8 @@ def test_a_cell_that_lost_a_file_or_some_of_it_is_made_again(
     printed = capsys.readouterr().out
     assert "one: 2 damaged\ntwo: 1 finished, 2 damaged" in printed
     assert (
-        "with the same grids, or `lapa2 generate` with --force, makes damaged cells anew" in printed
+        "with the same grids, or `lapa2 generate` with --force, makes damaged cells again"
+        in printed
     )
     done = sweep(run, grids_of(traced_files), Replaying(traced[1]), pytest.fail)
     assert (done.before, done.made) == (1, 3)
@@ -1187,7 +1188,7 @@ def test_a_plan_that_is_away_is_written_anew(undisturbed, files, copy):
     with pytest.raises(
         RunError,
         match=(
-            f"{key}.json is missing; .*`lapa2 sweep` with the cell's grid .one, two. writes it anew"
+            f"{key}.json is missing; .*`lapa2 sweep` with the cell's grid .one, two. writes it again"
         ),
     ):
         load_run(copy)
@@ -1524,7 +1525,7 @@ def test_a_damaged_group_is_made_again_and_a_damaged_failure_is_said(undisturbed
     sweep(tmp_path / "run", grids_of(files), engine, notes.append)
     assert (folder.name, 0) in engine.done
     (note,) = notes
-    assert "a group of rows made anew; " in note
+    assert "a group of rows made again; " in note
     assert "0 is damaged: samples.parquet has another sha256" in note
     assert_equal_runs(tmp_path / "run", whole)
     half_done(tmp_path / "other", files, made, 2)
@@ -1727,7 +1728,7 @@ def test_a_note_of_groups_that_is_no_text_is_made_anew(undisturbed, files, tmp_p
     note.write_bytes(b"\xff\xfe")
     said = []
     sweep(run, grids_of(files), InProcess("cpu"), said.append)
-    assert any("made anew" in line for line in said)
+    assert any("made again" in line for line in said)
     assert_equal_runs(run, whole)
 
 
