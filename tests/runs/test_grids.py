@@ -811,10 +811,10 @@ def test_a_step_costs_its_rows_and_their_keys():
     )
     assert at.step(10, KEYS + 50) == pytest.approx(1 + 10 * 50 * 0.01)
     assert at.step(10, 1) == 1, "fewer keys are no cheaper"
-    assert at.batch(10, KEYS, 21, again=False) == pytest.approx(20 * (1 + 10 * 10.5 * 0.01))
-    again = at.batch(10, KEYS, 21, again=True) - at.batch(10, KEYS, 21, again=False)
+    assert at.batch(10, KEYS, 21, reread=False) == pytest.approx(20 * (1 + 10 * 10.5 * 0.01))
+    again = at.batch(10, KEYS, 21, reread=True) - at.batch(10, KEYS, 21, reread=False)
     assert again == pytest.approx(20 * 10 * (KEYS + 10.5) * 0.1)
-    assert at.batch(0, KEYS, 21, again=False) == 0
+    assert at.batch(0, KEYS, 21, reread=False) == 0
 
 
 def test_memory_is_weights_keys_values_and_logits(grid):
