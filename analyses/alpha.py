@@ -25,7 +25,7 @@ from lapa2_interp.paper.scripts import print_error
 sys.excepthook = print_error
 item = open_item("alpha", "The strength of the bias")
 cells = item.cells
-scores = item.scores(cells)
+scores = item.data.scores(cells)
 table = item.table(
     scores, cells, {"baseline": "none", "alpha 0.5 paper": "log", "alpha 2 paper": "log"}
 )
@@ -33,7 +33,7 @@ table["alpha"] = table["arm"].map(cells.drop_duplicates("arm").set_index("arm")[
 
 # %%
 BEST = {"prefix": 0.5, "air-decoding": 0.5, "preadd": 2.0}
-for where, words, group in item.groups(cells):
+for where, words, group in item.data.groups(cells):
     metric, better = ("tox", "less") if where["task"] == "detox" else ("acc", "more")
     arms = group.drop_duplicates("alpha")[["alpha", "arm"]].to_numpy()
     sides = {alpha: where | {"arm": arm} for alpha, arm in arms}

@@ -40,12 +40,12 @@ cells = cells[cells["attribute"] == cells["task"].map(TARGETS)]
 
 # %%
 rows = []
-for where, _, group in item.groups(cells):
+for where, _, group in item.data.groups(cells):
     task = where["task"]
     if set(group["arm"]) == {"baseline"} or "baseline" not in set(group["arm"]):
         continue
     length = min(LENGTH, int(group["max_length"].min()))
-    texts = item.texts(group, (length,)).query("length == @length")
+    texts = item.data.texts(group, (length,)).query("length == @length")
     metric = "toxicity" if task == "detox" else "accuracy"
     found = item.data.scorer_numbers(group, texts, metric)
     value = found["toxicity" if task == "detox" else TARGETS[task]]

@@ -42,13 +42,13 @@ rows = cells.assign(
     variant=[drop_parameter(each, "pro_aug") for each in cells["variant"]],
     arm=cells["component"].replace("none", "baseline"),
 )
-scores = item.scores(cells)
+scores = item.data.scores(cells)
 for name in ("variant", "arm"):
     scores[name] = scores["cell"].map(rows.set_index("key")[name])
 table = item.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
 
 # %%
-for where, words, _ in item.groups(rows):
+for where, words, _ in item.data.groups(rows):
     metric = "tox" if where["task"] == "detox" else "acc"
     at = {"table": "components", "task": where["task"], "method": where["method"], "metric": metric}
     for one, two in (("none", "pre"), ("pre", "pre+pro")):

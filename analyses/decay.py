@@ -28,8 +28,8 @@ item = open_item("decay", "Accuracy of the base methods against length", "sent_t
 cells = item.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
 cells = item.require_cells(cells, "a method without LaPA2, FreeCtrl aside,")
-lengths = item.lengths(cells)
-scores = item.scores(cells, lengths, metrics=("accuracy",))
+lengths = item.data.lengths(cells)
+scores = item.data.scores(cells, lengths, metrics=("accuracy",))
 table = item.table(scores, cells)
 table = table[~table["metric"].str.startswith("dist")]
 
@@ -37,7 +37,7 @@ table = table[~table["metric"].str.startswith("dist")]
 # The same texts at two lengths, so the comparison is paired.
 
 # %%
-for where, words, group in item.groups(cells):
+for where, words, group in item.data.groups(cells):
     longest = int(group["max_length"].max())
     first = min(*lengths, longest)
     sides = [where | {"length": length} for length in (first, longest)]

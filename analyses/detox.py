@@ -27,12 +27,12 @@ sys.excepthook = print_error
 item = open_item("detox", "Detoxification: base methods, LaPA2 and DATG")
 cells = item.cells
 longest = int(cells["max_length"].max())
-lengths = item.lengths(cells) if longest > 128 else (longest // 2, longest)
-scores = item.scores(cells, lengths)
+lengths = item.data.lengths(cells) if longest > 128 else (longest // 2, longest)
+scores = item.data.scores(cells, lengths)
 table = item.table(scores, cells)
 
 # %%
-for where, words, group in item.groups(cells[cells["alpha"] > 0]):
+for where, words, group in item.data.groups(cells[cells["alpha"] > 0]):
     own = int(group["max_length"].max())
     sides = [where | {"arm": arm, "length": own} for arm in ("baseline", group["arm"].iloc[0])]
     theirs = PAPER_MODELS.get(where["model"], "llama-2-7b")

@@ -44,15 +44,15 @@ def curve(trace, samples):
     return steps[wanted].drop(columns=["arm", "layer_type"])
 
 
-table = item.step_curves(cells, curve)
+table = item.data.step_curves(cells, curve)
 
 # %% [markdown]
 # ## The fits, on every step, and is the last step below the first?
 
 # %%
-words = {tuple(where.values()): text for where, text, _ in item.groups(cells)}
+words = {tuple(where.values()): text for where, text, _ in item.data.groups(cells)}
 fits = []
-for arm, trace, samples in item.arm_traces(cells):
+for arm, trace, samples in item.data.arm_traces(cells):
     prefix = pooled(trace, "prefix")[0]
     prefix = prefix[:, ~np.isnan(prefix).any(axis=0)]
     mean, last = prefix.mean(axis=0), prefix.shape[1] - 1

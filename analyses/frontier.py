@@ -46,7 +46,7 @@ def shown(key):
 
 
 names = dict(zip(cells["arm"], map(shown, cells["key"]), strict=True))
-scores = item.scores(cells)
+scores = item.data.scores(cells)
 scores["arm"], cells["arm"] = scores["arm"].map(names), cells["arm"].map(names)
 table = item.table(scores, cells)
 
@@ -57,7 +57,7 @@ table = item.table(scores, cells)
 
 # %%
 
-steps = item.step_curves(cells, prefix_step_table)
+steps = item.data.step_curves(cells, prefix_step_table)
 note = (
     "Every recipe at its own defaults. Heads and tokens were chosen by knock-outs on the same"
     " prompts, so what they add is no held-out result."

@@ -35,14 +35,14 @@ cells = item.cells
 cells = item.require_cells(cells[cells["method"] == "air-decoding"], "air-decoding")
 longest = int(cells["max_length"].max())
 lengths = (longest // 2, longest)
-halves = item.scores(cells, lengths, parts=2, metrics=("accuracy",))
-full = item.scores(cells, lengths, metrics=("accuracy",))
+halves = item.data.scores(cells, lengths, parts=2, metrics=("accuracy",))
+full = item.data.scores(cells, lengths, metrics=("accuracy",))
 scores = pd.concat([halves, full], ignore_index=True)
 table = item.table(scores, cells, {"": "full"})
 table = table[~table["metric"].str.startswith("dist")]
 
 # %%
-for where, words, group in item.groups(cells[cells["alpha"] == 0]):
+for where, words, group in item.data.groups(cells[cells["alpha"] == 0]):
     own = int(group["max_length"].max())
     for length in [*(each for each in lengths if each < own), own]:
         one, two = (where | {"arm": "baseline", "length": length, "part": part} for part in (1, 2))

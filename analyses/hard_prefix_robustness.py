@@ -30,7 +30,7 @@ from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_me
 sys.excepthook = print_error
 item = open_item("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")
 cells = item.cells
-scores = item.scores(cells)
+scores = item.data.scores(cells)
 THEIRS = {
     "": "Very positive:",
     "prefix {Attribute}:": "Positive:",
@@ -46,7 +46,7 @@ for each in (cells, scores):  # a wording is no variant here: one is compared wi
 # %%
 WORDINGS = ("prefix A {attribute} text:", "")
 gains, reported = {}, {}
-for where, words, group in item.groups(cells, "wording"):
+for where, words, group in item.data.groups(cells, "wording"):
     wording = where["wording"]
     arms = list(dict.fromkeys(group["arm"]))
     others = [arm for arm in arms if arm != "baseline"]

@@ -34,7 +34,7 @@ cells = item.cells
 known = named_sets()
 scopes = {key: scope(item.run.plan[key], known) for key in cells["key"]}
 arms = dict(zip(cells["arm"], map(scopes.get, cells["key"]), strict=True))
-scores = item.scores(cells)
+scores = item.data.scores(cells)
 scores["arm"], cells["arm"] = scores["arm"].map(arms), cells["arm"].map(arms)
 table, shown = item.table_with_attention(cells, scores, {"prefix": "attention on prefix"})
 

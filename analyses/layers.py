@@ -26,7 +26,7 @@ from lapa2_interp.paper.scripts import print_error
 sys.excepthook = print_error
 item = open_item("layers", "The layers that are augmented")
 cells = item.cells
-scores = item.scores(cells)
+scores = item.data.scores(cells)
 THEIRS = {
     "all": "all",
     "bottom": "bottom half",
@@ -41,7 +41,7 @@ names = {
 table = item.table(scores, cells, names)
 
 # %%
-for where, words, group in item.groups(cells):
+for where, words, group in item.data.groups(cells):
     metric = "tox" if where["task"] == "detox" else "acc"
     arms = dict(zip(group["layers"], group["arm"], strict=True))
     at = {"table": "layers", "task": where["task"], "method": where["method"], "metric": metric}

@@ -70,12 +70,12 @@ def ratios(trace, samples):
     return pd.concat(frames, ignore_index=True)
 
 
-table = item.step_curves(cells, ratios)
+table = item.data.step_curves(cells, ratios)
 
 # %%
-words = {tuple(where.values()): text for where, text, _ in item.groups(cells)}
+words = {tuple(where.values()): text for where, text, _ in item.data.groups(cells)}
 values = {}
-for arm, trace, samples in item.arm_traces(cells):
+for arm, trace, samples in item.data.arm_traces(cells):
     for k in NEAREST:
         found = np.nanmean(local_ratio(trace, k), axis=1)
         place = words[arm["model"], arm["task"], arm["method"], arm["variant"]]

@@ -36,7 +36,7 @@ cells = item.cells
 rules = {key: item.run.plan[key].rules for key in cells["key"]}
 named = name_families(rules.values())
 names = {arm: named[rules[key]] for arm, key in cells[["arm", "key"]].to_numpy()}
-scores = item.scores(cells, parts=PARTS, metrics=METRICS)
+scores = item.data.scores(cells, parts=PARTS, metrics=METRICS)
 scores["arm"], cells["arm"] = scores["arm"].map(names), cells["arm"].map(names)
 table = item.table(scores, cells)
 table = table[~table["metric"].str.startswith("dist")]
@@ -45,7 +45,7 @@ table = table[~table["metric"].str.startswith("dist")]
 # Attention on the prefix, the mean over layers and heads, against step.
 
 # %%
-steps = item.step_curves(cells, prefix_step_table)
+steps = item.data.step_curves(cells, prefix_step_table)
 steps = steps[steps["step"] % 16 == 0]
 
 # %% [markdown]

@@ -28,7 +28,7 @@ item = open_item(
     "placement", "The paper's placement of the bias and that of its released code", "profile"
 )
 cells = item.cells
-scores = item.scores(cells)
+scores = item.data.scores(cells)
 table, shown = item.table_with_attention(
     cells, scores, {"prefix": "attention on prefix", "bos": "on BOS"}
 )
@@ -37,7 +37,7 @@ table, shown = item.table_with_attention(
 # Ours: does the place matter?
 
 # %%
-for where, words, group in item.groups(cells[cells["state"] == "finished"]):
+for where, words, group in item.data.groups(cells[cells["state"] == "finished"]):
     metric = "tox" if where["task"] == "detox" else "acc"
     arms = dict.fromkeys(group["arm"])
     for paper in (each for each in arms if each.endswith(" paper")):

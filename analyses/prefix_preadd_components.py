@@ -40,14 +40,14 @@ names = [
 rows = cells.assign(
     variant=[drop_parameter(each, "pro_aug") for each in cells["variant"]], arm=names
 )
-scores = item.scores(cells)
+scores = item.data.scores(cells)
 for name in ("variant", "arm"):
     scores[name] = scores["cell"].map(rows.set_index("key")[name])
 table = item.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})
 
 # %%
 STEPS = {"prefix": ("none", "pre"), "preadd": ("none", "pre", "pre+pro")}
-for where, words, _ in item.groups(rows):
+for where, words, _ in item.data.groups(rows):
     metric = "tox" if where["task"] == "detox" else "acc"
     at = {"table": "components", "task": where["task"], "method": where["method"], "metric": metric}
     for one, two in pairwise(STEPS[where["method"]]):

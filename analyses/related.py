@@ -26,4 +26,4 @@ from lapa2_interp.paper.scripts import print_error
 sys.excepthook = print_error
 item = open_item("related", "LaPA2 on decoders the paper does not run")
 cells = item.cells
-item.write(item.table(item.scores(cells), cells))
+item.write(item.table(item.data.scores(cells), cells))

@@ -26,14 +26,14 @@ from lapa2_interp.paper.scripts import print_error
 sys.excepthook = print_error
 item = open_item("scaling", "The law of the bias: log, linear, sqrt, constant")
 cells = item.cells
-scores = item.scores(cells)
+scores = item.data.scores(cells)
 names = {"baseline": "none"} | {
     arm: law for arm, law in cells.drop_duplicates("arm").set_index("arm")["law"].items() if law
 }
 table = item.table(scores, cells, names)
 
 # %%
-for where, words, group in item.groups(cells):
+for where, words, group in item.data.groups(cells):
     control = "tox" if where["task"] == "detox" else "acc"
     arms = {law or "none": arm for law, arm in zip(group["law"], group["arm"], strict=True)}
     sides = {law: where | {"arm": arm} for law, arm in arms.items()}

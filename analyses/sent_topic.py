@@ -29,15 +29,15 @@ item = open_item(
     "sent_topic", "Sentiment and topic control: base methods, LaPA2 and FreeCtrl at several lengths"
 )
 cells = item.cells
-lengths = item.lengths(cells)
-scores = item.scores(cells, lengths)
+lengths = item.data.lengths(cells)
+scores = item.data.scores(cells, lengths)
 table = item.table(scores, cells)
 
 # %% [markdown]
 # ## What the paper says of it, at the longest length of each task
 
 # %%
-for where, words, group in item.groups(cells[cells["alpha"] > 0]):
+for where, words, group in item.data.groups(cells[cells["alpha"] > 0]):
     longest = int(group["max_length"].max())
     sides = [where | {"arm": arm, "length": longest} for arm in ("baseline", group["arm"].iloc[0])]
     at = {"table": "sent_topic", "task": where["task"], "method": where["method"], "length": 512}

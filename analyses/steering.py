@@ -75,7 +75,7 @@ for _, part in cells.groupby([*SETTING_COLUMNS], sort=False):
 cells["strength"] = [strength(rules[key]) for key in cells["key"]]
 arms = cells["family"] + [f" {each:g}" if each else "" for each in cells["strength"]]
 known = cells.assign(arm=arms).set_index("key")[["arm", "family", "strength", "words"]]
-scores = item.scores(cells)
+scores = item.data.scores(cells)
 if not len(scores):
     raise RunError(f"{item.run.name} has no finished cell of {item.item}; `lapa2 runs` says why")
 scores["arm"], cells["arm"] = scores["cell"].map(known["arm"]), arms

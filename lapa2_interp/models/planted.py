@@ -19,7 +19,7 @@ relay          0      at the prompt's last token reads the sign and leaves it th
                       rests on BOS
 reader         1      reads the relay's output at the prompt's last token, and writes it on u
 decoy          1      gives the attribute more attention than any other head, and writes nothing
-idle heads     0      write nothing: the null units of a sweep
+idle heads     0      write nothing: their true effect is 0
 =============  =====  ==============================================================================
 
 With x the sum of the heads' outputs on u, the difference of the log-probabilities of positive and

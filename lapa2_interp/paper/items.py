@@ -55,12 +55,6 @@ class ItemTables(ItemClaims):
         self.files = files or {}
         self.data, self.title, self.out = data, title, out
         self.run: Run = data.run
-        self.groups, self.lengths, self.scores = data.groups, data.lengths, data.scores
-        self.texts, self.arm_traces, self.step_curves = (
-            data.texts,
-            data.arm_traces,
-            data.step_curves,
-        )
 
     @property
     def cells(self) -> pd.DataFrame:
@@ -97,11 +91,11 @@ class ItemTables(ItemClaims):
         attention is left at the last step.
         """
 
-        table = self.step_curves(cells, prefix_step_table)
+        table = self.data.step_curves(cells, prefix_step_table)
         # Prefix attention [sample step] of each arm, at the steps that all its texts have.
         curves: dict[str, dict[str, tuple[np.ndarray, pd.Series]]] = {}
-        labels = {tuple(where.values()): label for where, label, _ in self.groups(cells)}
-        for arm, trace, samples in self.arm_traces(cells):
+        labels = {tuple(where.values()): label for where, label, _ in self.data.groups(cells)}
+        for arm, trace, samples in self.data.arm_traces(cells):
             prefix = pooled(trace, "prefix")[0]
             prefix = prefix[:, : int((~np.isnan(prefix).any(axis=0)).sum())]
             setting = labels[arm["model"], arm["task"], arm["method"], arm["variant"]]
@@ -153,7 +147,7 @@ class ItemTables(ItemClaims):
         of_run = self.cells[self.cells["key"].isin(arms.index)]
         named = dict(zip(of_run["arm"], of_run["key"].map(arms), strict=True))
         rows = []
-        for arm, trace, samples in self.arm_traces(of_run):
+        for arm, trace, samples in self.data.arm_traces(of_run):
             for name in columns:
                 means = np.nanmean(pooled(trace, name)[0], axis=1)
                 found = mean_interval(means, samples["prompt"].to_numpy())

@@ -67,7 +67,7 @@ TEXT_BYTES = 5
 """Bytes of a token in samples.parquet: its id and its letters, compressed."""
 CELL_BYTES = 40_000
 """Bytes of a cell's three files before the first text."""
-REASON = 365 * 86400.0
+MOST_SECONDS = 365 * 86400.0
 """Seconds; longer work is not begun without a word of the user's. So is more memory
 than there is."""
 LIBRARIES = 700_000_000
@@ -216,7 +216,7 @@ def check_affordable(each: Estimate, yes: bool = False) -> None:
     """
     most = machine_memory()
     for found, allowed, shown in (
-        (each.seconds, REASON, f"{each.seconds / REASON:.3g} years of work"),
+        (each.seconds, MOST_SECONDS, f"{each.seconds / MOST_SECONDS:.3g} years of work"),
         (each.needs, most, f"{format_bytes(each.needs)} of memory, of {format_bytes(most)}"),
     ):
         if found > allowed and not yes:

@@ -4,6 +4,10 @@ run = generate("smollm2-135m", "The lake", attribute="positive", alpha=0.5)
 run.samples()           # one row per text
 run.trace()             # the recorded attention
 run.save("results/lake")
+
+The way of a call: `generate` -> `resolve.cells_of` (settings to cells) -> `make_cells` ->
+`plan.plan` (layouts, batches) -> `loop.run_plan` -> `attention.hooked.augmented`, whose hooks on
+the scores call `batch_bias.BatchBias.add`.
 """
 
 from __future__ import annotations
