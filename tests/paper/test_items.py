@@ -1048,6 +1048,7 @@ def test_attention_is_compared_at_the_steps_that_both_arms_have():
         ],
         add_difference=lambda *given: added.append(given),
     )
+    fake.data = fake
     ItemTables.attention_table(fake, pd.DataFrame())
     assert [given[3].mean for given in added] == [0, 0, 0, 0]
     steps = [given[0].split("step ")[1] for given in added[1::2]]
@@ -1167,6 +1168,7 @@ def test_attention_stands_beside_the_arm_of_its_variant(monkeypatch):
                 yield arm, mass, pd.DataFrame({"prompt": list("pq")})
 
     fake = Fake()
+    fake.data = fake
     fake.cells = cells
     monkeypatch.setattr(
         "lapa2_interp.paper.items.pooled", lambda mass, name: np.full((1, 2, 3), mass)
