@@ -166,7 +166,9 @@ def test_plans_prepare_each_prompt_once():
             kit=kit,
         )
     assert CALLS == ["a b"]
-    with pytest.raises(MethodError, match="prepares for its prompts; give plan or make_cells a kit"):
+    with pytest.raises(
+        MethodError, match="prepares for its prompts; give plan or make_cells a kit"
+    ):
         decoding_plan(model, todo.cell)
     assert [each.known for each in todo.prepared] == ["a b", "a b"]
     assert todo.summaries == {}
