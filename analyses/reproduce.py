@@ -48,28 +48,13 @@ from lapa2_interp.paper.gallery import gallery_run, read_gallery
 from lapa2_interp.paper.output import merge_item
 from lapa2_interp.paper.power import required_prompts
 from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, print_error, whole_number
+from lapa2_interp.report.item_sections import ITEM_ORDER
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
 from lapa2_interp.runs.run import load_run
 
 HERE = Path(__file__).resolve().parent
 ITEMS = (
-    "sent_topic",
-    "half",
-    "detox",
-    "prefix_types",
-    "scaling",
-    "layers",
-    "components",
-    "prefix_preadd_components",
-    "hard_prefix_robustness",
-    "decay",
-    "dilution",
-    "alpha",
-    "augmentation",
-    "augmentation_large",
-    "local_attn",
-    "eval",
-    "cases",
+    *ITEM_ORDER,
     "placement",
     "heads",
     "related",
