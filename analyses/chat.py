@@ -102,7 +102,7 @@ for arm, found in made.items():
 # what the text costs: its negative log-likelihood under the model that is not steered.
 
 # %%
-CUT = Augmentation(alpha=1, law="cut", phase="all_queries")
+CUT = Augmentation(alpha=1, law="cut", phase="after_span")
 
 
 def predictions(layout, tokens, rules):

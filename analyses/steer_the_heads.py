@@ -195,13 +195,13 @@ plt.show()
 # itself would charge for control, too.)
 #
 # A prefix is read here before anything acts, so the laws that were published for every query begin
-# after it (`phase="all_queries"`). The released Spotlight computes one bias for a whole pass; a
+# after it (`phase="after_span"`). The released Spotlight computes one bias for a whole pass; a
 # given text is one pass, and generation is many. The variant with a bias for each head and query
 # is the same in both.
 
 # %%
 heads = chosen.heads
-after_prefix = {"phase": "all_queries"}
+after_prefix = {"phase": "after_span"}
 ways = {
     "lapa2": [recipe("lapa2", alpha=a) for a in (0.5, 1.0)],
     "chosen tokens": [recipe("token-selective", tokens=tokens, alpha=a) for a in (0.4, 0.8)],

@@ -37,7 +37,7 @@ def oracle_bias(
     first_query = {
         "decode": prompt_end,
         "last_query": prompt_end - 1,
-        "all_queries": max(target if l_pre and keys <= set(target) else keys) + 1,
+        "after_span": max(target if l_pre and keys <= set(target) else keys) + 1,
     }[phase]
     bias = [[0.0] * total for _ in range(total)]
     for query in range(first_query, total):

@@ -63,7 +63,7 @@ def rules(draw):
         alpha=draw(ALPHA),
         law=law,
         l0=draw(st.integers(1, 4000)) if law == "constant" else None,
-        phase=draw(st.sampled_from(["decode", "last_query", "all_queries"])),
+        phase=draw(st.sampled_from(["decode", "last_query", "after_span"])),
         profile=draw(st.sampled_from(["paper", "released"])),
     )
 

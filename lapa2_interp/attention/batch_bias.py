@@ -106,7 +106,7 @@ class _Term:
                     # `check_bias` also checks a user's custom law.
                     else rule.check_bias(each.bias(rule, slots, layer_type))
                 )
-                if rule.phase == "query":
+                if rule.phase == "predicting_only":
                     b = np.where(slots == slots[-1], b, 0.0)
             found[id(rule), id(each)] = b
         return np.stack(
@@ -186,7 +186,7 @@ class BatchBias:
             (rule, each)
             for row, each in zip(rules, layouts, strict=True)
             for rule in row
-            if rule.phase == "query"
+            if rule.phase == "predicting_only"
         ]
         self.current_pass: tuple[range, int] = (range(0), 0)
         self.terms: dict[LayerType, list[_PassTerm]] = {}
@@ -273,8 +273,8 @@ class BatchBias:
                 )
 
     def query_phase_acts_on(self, slot: int) -> bool:
-        """True if an augmentation of phase "query" acts on a query in this slot, the last of its
-        pass."""
+        """True if an augmentation of phase "predicting_only" acts on a query in this slot, the last
+        of its pass."""
         return any(each.acts(rule, np.array([slot]))[0] for rule, each in self.query_phase_rules)
 
     def _terms(self, layer_type: LayerType, scores: Tensor) -> list[_PassTerm]:

@@ -72,9 +72,9 @@ def new_rows(model: Model, recompute: bool = False, direct: bool = False) -> Row
 
     Args:
         recompute: Read the whole text at every step.
-        direct: Needed by augmentations of phase "query": read one token at a time, and read it
-            again when it is no longer the last, so that the cache holds unaugmented keys and
-            values.
+        direct: Needed by augmentations of phase "predicting_only": read one token at a time, and
+            read it again when it is no longer the last, so that the cache holds unaugmented keys
+            and values.
     """
     if recompute:
         return RecomputedRows(model)
@@ -413,7 +413,7 @@ class BridgeRows:
                 layer.used -= n
             elif not getattr(layer, "is_croppable", False):  # not in the first transformers 5
                 raise LayoutError(
-                    "phase 'query' reads tokens twice, and the recurrent layers of"
+                    "phase 'predicting_only' reads tokens twice, and the recurrent layers of"
                     f" {type(network_of(self.model)).__name__} cannot forget one; use phase"
                     " 'last_query'"
                 )
@@ -522,9 +522,8 @@ class RecomputedRows:
 class RereadRows:
     """Rows that read their last token again together with the next one.
 
-    The query that predicts a token is then the last of its pass, where phase "query" acts, and a
-    token's cached keys and values come from a pass in which it was not the last.
-    """
+    The query that predicts a token is then the last of its pass, where phase "predicting_only"
+    acts, and a token's cached keys and values come from a pass in which it was not the last."""
 
     def __init__(self, rows: BridgeRows | HookedRows) -> None:
         self.rows = rows

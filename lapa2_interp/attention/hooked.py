@@ -132,8 +132,8 @@ def augmented(
         LayoutError: A span lies outside the sequence; the numbers of augmentations, layouts and
             rows of the forward pass differ; it reads other tokens or masks other slots than the
             layouts have; it mixes rotary factors (`rotary.refuse_mixed_rotary`); a cache has
-            dropped keys; or, under phase "query", a cache holds keys that were computed under the
-            augmentation.
+            dropped keys; or, under phase "predicting_only", a cache holds keys that were computed
+            under the augmentation.
     """
     # Check the arguments.
     plain = plain_network(model)
@@ -190,8 +190,9 @@ def augmented(
             )
         if first > augmented_slot:
             raise LayoutError(
-                "under phase 'query' a cache must not keep keys of the query that predicts; use"
-                " new_rows(..., direct=True), a pass over the whole text, or phase 'last_query'"
+                "under phase 'predicting_only' a cache must not keep keys of the query that"
+                " predicts; use new_rows(..., direct=True), a pass over the whole text, or phase"
+                " 'last_query'"
             )
         last = first + scores.shape[2] - 1
         augmented_slot = last if bias.query_phase_acts_on(last) else math.inf

@@ -67,7 +67,7 @@ Law = Literal["log", "linear", "sqrt", "constant", "scale", "cut", "target", "ra
 PAPER_LAWS = ("log", "linear", "sqrt", "constant")
 Profile = Literal["paper", "released"]
 LengthRule = Literal["paper", "kv"]
-Phase = Literal["decode", "last_query", "all_queries", "every_query", "query"]
+Phase = Literal["decode", "last_query", "after_span", "everywhere", "predicting_only"]
 Slots = Annotated[tuple[tuple[int, int], ...], Field(min_length=1)]
 Positions = tuple[
     Literal["prefix"], Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
@@ -150,13 +150,13 @@ class Augmentation(BaseModel):
             |---|---|---|---|---|
             | "decode" | no | no | no | yes |
             | "last_query" (t >= T of Algorithm 1) | no | no | yes | yes |
-            | "all_queries" | no | yes | yes | yes |
-            | "every_query" | yes | yes | yes | yes |
-            | "query" | no | no | while it predicts | while it predicts |
+            | "after_span" | no | yes | yes | yes |
+            | "everywhere" | yes | yes | yes | yes |
+            | "predicting_only" | no | no | while it predicts | while it predicts |
 
-            Under "query" a token is augmented only in the pass that predicts the next one, so the
-            cached keys and values are those of a model without the augmentation. Of a span inside
-            the prefix, "all_queries" begins after the prefix.
+            Under "predicting_only" a token is augmented only in the pass that predicts the next
+            one, so the cached keys and values are those of a model without the augmentation. Of a
+            span inside the prefix, "after_span" begins after the prefix.
         steps: `(a, b)`: only the queries that predict the generated tokens a, ..., b - 1; 0 is the
             first.
         layers: "all", "bottom" (first half), "top" (second half), "even", "odd" or explicit layer

@@ -454,9 +454,9 @@ class Layout:
         first = {
             "decode": last_prompt + 1,
             "last_query": last_prompt,
-            "query": last_prompt,
-            "every_query": 0,
-            "all_queries": self.prefix.stop if inside else max(span.stop for span in spans),
+            "predicting_only": last_prompt,
+            "everywhere": 0,
+            "after_span": self.prefix.stop if inside else max(span.stop for span in spans),
         }[augmentation.phase]
         start, stop = augmentation.steps or (-math.inf, math.inf)
         step = queries - last_prompt

@@ -28,7 +28,7 @@ def explain_layout(
     """The content of `lapa2 layout` as plain values: every key with its part, the spans, and l and
     bias of every step in layers of one type.
 
-    Step 0 is the last prompt query. Under the phases all_queries and every_query the augmented
+    Step 0 is the last prompt query. Under the phases after_span and everywhere the augmented
     queries before it count down from -1. A bias that depends on the scores is None, a bias of
     -infinity is `BLOCKED`.
     """
@@ -45,7 +45,7 @@ def explain_layout(
     }
     last = len(layout) - 1
     first = last
-    if augmentation is not None and augmentation.phase in ("all_queries", "every_query"):
+    if augmentation is not None and augmentation.phase in ("after_span", "everywhere"):
         early = np.arange(layout.bos.start, last)
         first = min([*early[layout.acts(augmentation, early, layer_type)].tolist(), last])
     queries = np.arange(first, last + steps)

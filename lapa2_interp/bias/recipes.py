@@ -104,28 +104,28 @@ def _released(alpha: float | int = 2.0) -> RecipeResult:
 
 
 def _instaboost(M: float | int = 3.0) -> RecipeResult:
-    return Augmentation(alpha=_log_of_positive(M, "M"), law="scale", phase="every_query")
+    return Augmentation(alpha=_log_of_positive(M, "M"), law="scale", phase="everywhere")
 
 
 def _pasta(alpha: float | int = 0.01) -> RecipeResult:
     less = Augmentation(
-        alpha=_log_of_positive(alpha, "alpha"), law="scale", span="input", phase="every_query"
+        alpha=_log_of_positive(alpha, "alpha"), law="scale", span="input", phase="everywhere"
     )
     return (less, less.model_copy(update={"alpha": -less.alpha, "span": "prefix"}))
 
 
 def _spotlight(tau: float | int = 0.2) -> RecipeResult:
-    return Augmentation(alpha=1, law="ratio", tau=tau, pooled=True, phase="every_query")
+    return Augmentation(alpha=1, law="ratio", tau=tau, pooled=True, phase="everywhere")
 
 
 def _spotlight_per_head(tau: float | int = 0.2) -> RecipeResult:
-    return Augmentation(alpha=1, law="ratio", tau=tau, phase="every_query")
+    return Augmentation(alpha=1, law="ratio", tau=tau, phase="everywhere")
 
 
 def _split_softmax(k: float | int = 0.75) -> RecipeResult:
     if _check_positive(k, "k") > 1:
         raise AugmentationError(f"k of split-softmax should be above 0 and at most 1, found {k:g}")
-    return Augmentation(alpha=1 / k - 1, law="power", phase="all_queries")
+    return Augmentation(alpha=1 / k - 1, law="power", phase="after_span")
 
 
 def _set_point(tau: float | int = 0.2, floor: bool = True) -> RecipeResult:

@@ -55,9 +55,9 @@ class Edit:
         heads: (layer, head) pairs.
         replacement: "cut", "zero", "resample" or "mean"; or "null", which changes the last bit of
             every output and nothing else.
-        phase: The edited queries: "all_queries" all after the prefix (also the prompt's),
-            "last_query" the prompt's last and the text's, "decode" the text's, "query" the
-            predicting one alone.
+        phase: The edited queries: "after_span" all after the prefix (also the prompt's),
+            "last_query" the prompt's last and the text's, "decode" the text's, "predicting_only"
+            the predicting one alone.
         positions: Positions within the prefix, 0 its first token; None for all of it.
         branches: The edited branches: "target", "others" (all at once), or None for all.
         parts: The parts that `resample` and `mean` replace: "k", "v", or both.
@@ -65,7 +65,7 @@ class Edit:
 
     heads: Heads
     replacement: str = "cut"
-    phase: Phase = "all_queries"
+    phase: Phase = "after_span"
     positions: tuple[int, ...] | None = None
     branches: Branches | None = None
     parts: tuple[str, ...] = ("k", "v")
@@ -152,7 +152,7 @@ def _forward_rows(
         for rule in (*always, edit.rule) if edit else always:
             _check_rule(rule, layout)
     phases = {rule.phase for rule in always} | {edit.phase for _, edit, _ in rows if edit}
-    by_step = "query" in phases
+    by_step = "predicting_only" in phases
     all_layouts = [*layouts, *(layouts[i] for i in copied)]  # copies stand at the end
     prefixes = [example.prefixes[branch] for example, _, branch in rows]
     # The prefix has a forward pass of its own.
@@ -202,11 +202,11 @@ def _check_rule(rule: Augmentation, layout: Layout) -> None:
     """Refuse an augmentation inside the prefix, or a pooled one: the prefix has its own forward
     pass, and prompt and text have one."""
     inside = 0 if layout.soft else layout.prefix.stop
-    if rule.phase == "every_query" or layout.acts(rule, np.arange(inside)).any():
+    if rule.phase == "everywhere" or layout.acts(rule, np.arange(inside)).any():
         raise CircuitError(
             f"circuits read a prefix by itself before anything acts, and {rule.label} acts on"
             f" queries inside it (phase {rule.phase!r}, span {rule.span!r}); use phase"
-            " 'last_query' or 'decode', or phase 'all_queries' with span 'prefix'"
+            " 'last_query' or 'decode', or phase 'after_span' with span 'prefix'"
         )
     if rule.pooled:
         raise CircuitError(
@@ -240,14 +240,14 @@ def check_one_pass(
         need: The sentence's end before "such a pass" in the message.
 
     Raises:
-        CircuitError: Phase "query", under which every step has its own forward pass; or as
-            `edited_logits`.
+        CircuitError: Phase "predicting_only", under which every step has its own forward pass; or
+            as `edited_logits`.
     """
     for rule in active_augmentations(resolve_recipes(augmentation)):
-        if rule.phase == "query":
+        if rule.phase == "predicting_only":
             raise CircuitError(
                 f"under phase {rule.phase!r} prefix and text are not read in one pass, and {need}"
-                " such a pass; use phase 'last_query', 'decode' or 'all_queries'"
+                " such a pass; use phase 'last_query', 'decode' or 'after_span'"
             )
         for layout in {layout for example in examples for layout in example.layouts}:
             _check_rule(rule, layout)
@@ -335,7 +335,7 @@ class _EditedHeads:
         acts = np.stack(
             [
                 each.acts(edit.rule, slots) & (slots == slots[-1])
-                if edit.phase == "query"
+                if edit.phase == "predicting_only"
                 else each.acts(edit.rule, slots)
                 for edit, each in self.edits
             ]

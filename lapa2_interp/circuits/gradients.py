@@ -79,7 +79,7 @@ class Attribution:
         metric: The name of the metric.
         control: The control itself, by example.
         slopes: dD/db for every position of the prefix; NaN after the end of a shorter prefix.
-        cut_hats: The estimated effect of a knock-out ("cut", "all_queries").
+        cut_hats: The estimated effect of a knock-out ("cut", "after_span").
     """
 
     contrast_set: ContrastSet
@@ -186,7 +186,7 @@ def attribution(
 
     Raises:
         CircuitError: As `control_score`; the model has no hooks, or is in half precision; the
-            augmentation has phase "query"; or the metric has no gradient.
+            augmentation has phase "predicting_only"; or the metric has no gradient.
     """
     check_gradients(model)
     name, function = one_metric(metric)
@@ -238,7 +238,7 @@ def integrated_gradients(
     """Compute the knock-out of single heads as an integral of slopes, from 0 to a full cut.
 
     With enough nodes it equals the mean over steps of `knock_out(replacement="cut",
-    phase="all_queries")`. Each head is cut alone. With y from 0 to 1, and A = `SHARE`,
+    phase="after_span")`. Each head is cut alone. With y from 0 to 1, and A = `SHARE`,
 
         exp(b) = y (1 - A) / (1 - A y),     db = dy / (y (1 - A y))
 

@@ -217,7 +217,7 @@ def knock_out(
     over: str | Mapping[str, Any] = "head",
     units: Sequence[Unit] | None = None,
     replacement: str = "cut",
-    phase: Phase = "all_queries",
+    phase: Phase = "after_span",
     metric: str | Metric | Mapping[str, Metric] = "js",
     other_metrics: Sequence[str] | None = None,
     augmentation: AugmentationLike = None,
@@ -233,8 +233,8 @@ def knock_out(
         over: "layer", "head", "kv", "position", "head x position", or sets of heads by name.
         units: Chosen units, instead of all of a kind.
         replacement: "cut", "zero", "resample" or "mean" (`edits`).
-        phase: "all_queries" (whatever reaches the text, also through the prompt), "last_query",
-            "decode", or "query" (the predicting query alone).
+        phase: "after_span" (whatever reaches the text, also through the prompt), "last_query",
+            "decode", or "predicting_only" (the predicting query alone).
         metric: A name of `METRICS`, a function of `Predictions`, or {name: function}.
         other_metrics: Further metrics, from the same passes; by default lex where there are words.
         augmentation: One or more augmentations that act in every branch besides.

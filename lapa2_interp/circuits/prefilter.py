@@ -159,7 +159,7 @@ def prefiltered_knock_out(
     seed: int = 0,
     metric: str | Metric | Mapping[str, Metric] = "js",
     replacement: str = "cut",
-    phase: Phase = "all_queries",
+    phase: Phase = "after_span",
     other_metrics: Sequence[str] | None = None,
     augmentation: AugmentationLike = None,
     file: str | Path | None = None,
@@ -179,7 +179,7 @@ def prefiltered_knock_out(
         random: Heads drawn from the others.
         seed: Seed of the draw.
         metric, replacement, phase, other_metrics, augmentation, file, batch_size, progress: As
-            `knock_out`. cut_hat is always that of "cut" and "all_queries".
+            `knock_out`. cut_hat is always that of "cut" and "after_span".
 
     Raises:
         CircuitError: As `attribution` and `knock_out`; or n is below 1.

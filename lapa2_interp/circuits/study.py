@@ -155,14 +155,14 @@ def run_study(
     chosen = _best_and_random_heads(heads, best)
     variants = {}
     others: tuple[tuple[str, Phase], ...] = (
-        ("zero", "all_queries"),
-        ("resample", "all_queries"),
-        ("mean", "all_queries"),
+        ("zero", "after_span"),
+        ("resample", "after_span"),
+        ("mean", "after_span"),
         ("cut", "last_query"),
-        ("cut", "query"),
+        ("cut", "predicting_only"),
     )
     for replacement, phase in others:
-        name = replacement if phase == "all_queries" else f"{replacement}, {phase}"
+        name = replacement if phase == "after_span" else f"{replacement}, {phase}"
         report(f"{pluralize(len(chosen), 'head')} again: {name}")
         variants[name] = knock_out(
             model,

@@ -137,7 +137,9 @@ class AugmentationOptions:
     (0 is its first)."""
     length_rule: Literal["paper", "kv"] | None = None
     """The keys that l counts: those without BOS (paper), or all keys (kv)."""
-    phase: Literal["decode", "last_query", "all_queries", "every_query", "query"] | None = None
+    phase: Literal["decode", "last_query", "after_span", "everywhere", "predicting_only"] | None = (
+        None
+    )
     """Augmented queries: generated tokens; those and the last prompt token; every query after the
     span; every query; or only the query that predicts, so that what later tokens read stays as it
     was."""

@@ -108,7 +108,7 @@ def continue_chats(
     recorder = Recorder(
         model.cfg.n_layers, model.cfg.n_heads, trace, layer_types=layer_types(model)
     )
-    rows = new_rows(model, direct=any(rule.phase == "query" for rule in rules))
+    rows = new_rows(model, direct=any(rule.phase == "predicting_only" for rule in rules))
     padded = left_pad(layouts)
     of_rows = [layout for layout in padded for _ in range(samples)]
     uniform = torch.from_numpy(

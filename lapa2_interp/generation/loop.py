@@ -214,7 +214,9 @@ def _decode(
     method, branches = plan.method, plan.branches
     n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
     direct = any(
-        rule.phase == "query" for each in plan.augmentations for rule in active_augmentations(each)
+        rule.phase == "predicting_only"
+        for each in plan.augmentations
+        for rule in active_augmentations(each)
     )
     rows = new_rows(model, recompute=method.rereads_text, direct=direct)
     if recorder is not None:

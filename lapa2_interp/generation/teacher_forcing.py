@@ -223,7 +223,9 @@ def _read(
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, layer_types(model))
     recorder.begin(padded)
-    direct = any(rule.phase == "query" for row in batch.rules for rule in active_augmentations(row))
+    direct = any(
+        rule.phase == "predicting_only" for row in batch.rules for rule in active_augmentations(row)
+    )
     state = new_rows(model, direct=direct)
     with augmented(model, batch.rules, padded, recorder):
         state.prompt_pass(padded, batch.prefixes)

@@ -152,7 +152,7 @@ def test_exact_law_in_the_first_augmented_layer(tiny, model_class, layers):
     [
         Augmentation(alpha=0.5),
         Augmentation(alpha=2, profile="released"),
-        Augmentation(alpha=1, phase="all_queries", law="sqrt"),
+        Augmentation(alpha=1, phase="after_span", law="sqrt"),
         Augmentation(alpha=1, span=((0, 1), (4, 6)), law="constant", l0=128),
     ],
 )

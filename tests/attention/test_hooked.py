@@ -54,7 +54,7 @@ def test_generated_texts_and_traces(tiny, augmentation):
 
 
 def test_the_cache_of_a_hooked_transformer_is_read(tiny):
-    """Texts longer than a chunk behind prompts of two lengths; and under phase query its keys are
+    """Texts longer than a chunk behind prompts of two lengths; and under phase predicting_only its keys are
     not kept."""
     bridge, hooked = (load(tiny, "float32", kind) for kind in MODEL_CLASSES)
     layouts = [Layout.of(hooked.tokenizer, "Good:", prompt) for prompt in ("The lake", "A")]
@@ -62,7 +62,10 @@ def test_the_cache_of_a_hooked_transformer_is_read(tiny):
     found, wanted = (teacher_forced(each, *asked, chunk=15) for each in (hooked, bridge))
     np.testing.assert_allclose(found["prefix"], wanted["prefix"], atol=1e-4)
     cache = TransformerLensKeyValueCache.init_cache(hooked.cfg, "cpu", 1)
-    with torch.no_grad(), augmented(hooked, Augmentation(alpha=1, phase="query"), layouts[0]):
+    with (
+        torch.no_grad(),
+        augmented(hooked, Augmentation(alpha=1, phase="predicting_only"), layouts[0]),
+    ):
         hooked(layouts[0].tensor, past_kv_cache=cache)
-        with pytest.raises(LayoutError, match="phase 'query' a cache must not keep"):
+        with pytest.raises(LayoutError, match="phase 'predicting_only' a cache must not keep"):
             hooked(torch.tensor([[40]]), past_kv_cache=cache)

@@ -17,7 +17,7 @@ from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.models.card import network_of
 
 PLAIN, BARE = "TransformersModel", "network"
-RULE = Augmentation(alpha=1.5, phase="all_queries")
+RULE = Augmentation(alpha=1.5, phase="after_span")
 TAIL = torch.tensor([[40, 41, 42], [50, 51, 52]])
 every_class = pytest.mark.parametrize("kind", [*MODEL_CLASSES, PLAIN, BARE])
 
@@ -207,7 +207,7 @@ def test_generate_on_other_ids_is_refused():
     "rule",
     [
         RULE,
-        Augmentation(alpha=0.8, law="target", tau=0.3, phase="all_queries"),
+        Augmentation(alpha=0.8, law="target", tau=0.3, phase="after_span"),
         (
             Augmentation(alpha=1.0, law="target", tau=0.3),
             Augmentation(alpha=1.0, law="target", tau=0.2, span="bos"),

@@ -53,7 +53,7 @@ def test_profiles_fill_only_what_is_not_given():
         {
             "alpha": 1 / 3,
             "span": "prefix+bos",
-            "phase": "all_queries",
+            "phase": "after_span",
             "length_rule": "kv",
             "layers": "top",
         },

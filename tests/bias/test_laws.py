@@ -55,9 +55,11 @@ def first_query(layout, rule, phase):
     after = max(span_keys(layout, rule)) + 1
     inside = min(span_keys(layout, rule)) >= layout.n_bos and after <= prompt_end - layout.l_pro
     after = layout.n_bos + layout.l_pre if inside else after
-    return {"decode": prompt_end, "last_query": prompt_end - 1, "query": prompt_end - 1}.get(
-        phase, after
-    )
+    return {
+        "decode": prompt_end,
+        "last_query": prompt_end - 1,
+        "predicting_only": prompt_end - 1,
+    }.get(phase, after)
 
 
 def reweighted(pattern, keys, rule):
@@ -124,11 +126,11 @@ def test_a_pass_equals_the_reweighted_pattern(tiny, model_class, law, span):
     "where",
     [
         {"phase": "decode"},
-        {"phase": "all_queries"},
+        {"phase": "after_span"},
         {"steps": (1, 3)},
-        {"phase": "all_queries", "span": ("prefix", (0,))},
+        {"phase": "after_span", "span": ("prefix", (0,))},
         {"heads": ((0, 1), (2, 3))},
-        {"layers": (1,), "phase": "all_queries"},
+        {"layers": (1,), "phase": "after_span"},
     ],
     ids=str,
 )
@@ -150,7 +152,7 @@ def test_without_hooks_the_same(tiny, law):
 
 def decoded(model, rows, rules, recompute=False):
     """Logits of every step of cached decoding over the given tokens."""
-    direct = any(rule.phase == "query" for rule in rules)
+    direct = any(rule.phase == "predicting_only" for rule in rules)
     state = new_rows(model, recompute=recompute, direct=direct)
     with torch.no_grad(), augmented(model, [(*rules,)] * len(rows), rows):
         logits = [state.prompt_pass(rows)[:, -1]]
@@ -161,7 +163,7 @@ def decoded(model, rows, rules, recompute=False):
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("phase", ["last_query", "query"])
+@pytest.mark.parametrize("phase", ["last_query", "predicting_only"])
 def test_cached_decoding_equals_recomputation_and_the_oracle(tiny, model_class, law, phase):
     model = load(tiny, "float64", model_class)
     rule = Augmentation(**LAWS[law], phase=phase)
@@ -170,7 +172,9 @@ def test_cached_decoding_equals_recomputation_and_the_oracle(tiny, model_class, 
     assert (found - decoded(model, rows, [rule], recompute=True)).abs().max() < 1e-9
     layout = branch(model)
     steps = range(len(GENERATED) + 1)
-    if phase == "query":  # each step by itself: one query of a text that is otherwise clean
+    if (
+        phase == "predicting_only"
+    ):  # each step by itself: one query of a text that is otherwise clean
         expected = torch.stack(
             [expected_logits(model, layout, GENERATED[:t], [rule], True)[-1] for t in steps]
         )
@@ -184,7 +188,7 @@ def test_phase_query_differs_from_last_query_and_is_equal_at_the_first_step(tiny
     rows = [branch(model)]
     one, other = (
         decoded(model, rows, [Augmentation(alpha=1, law="cut", phase=phase)])
-        for phase in ("query", "last_query")
+        for phase in ("predicting_only", "last_query")
     )
     assert (one[:, 0] - other[:, 0]).abs().max() < 1e-12
     assert (one[:, 1:] - other[:, 1:]).abs().amax((0, 2)).min() > 1e-4
@@ -399,7 +403,7 @@ def test_methods_generate_the_same_with_and_without_hooks(law, method):
             trace="full",
         )
         for model_class in (*MODEL_CLASSES, "TransformersModel")
-        for phase in ("last_query", "query")
+        for phase in ("last_query", "predicting_only")
     ]
     for one, other in zip(made, made[2:], strict=False):
         assert one.samples.tokens.tolist() == other.samples.tokens.tolist()
@@ -458,8 +462,8 @@ def test_a_cache_that_keeps_the_augmented_query_is_refused(tiny):
     plain = load(tiny, "float32", "TransformersModel").original_model
     layout = branch(load(tiny))
     with (
-        pytest.raises(LayoutError, match="phase 'query' a cache must not keep"),
-        augmented(plain, Augmentation(alpha=1, law="cut", phase="query"), layout),
+        pytest.raises(LayoutError, match="phase 'predicting_only' a cache must not keep"),
+        augmented(plain, Augmentation(alpha=1, law="cut", phase="predicting_only"), layout),
     ):
         plain.generate(
             layout.tensor, attention_mask=torch.ones_like(layout.tensor), max_new_tokens=3

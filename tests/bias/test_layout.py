@@ -211,7 +211,7 @@ def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile):
         "llama base": lambda: Layout.of(llama, None, "cdefg"),
     }[branch]()
     total = len(found) + 6
-    phases, laws = ("decode", "last_query", "all_queries"), ("log", "linear", "sqrt", "constant")
+    phases, laws = ("decode", "last_query", "after_span"), ("log", "linear", "sqrt", "constant")
     spans = ("prefix", "prefix+bos", "bos", "released", ((0, 1), (3, 5)))
     for phase, law, span, pad in product(phases, laws, spans, (0, 5)):
         case = (phase, law, span, pad)
@@ -512,7 +512,7 @@ def test_a_chat_is_explained_and_traced_whole():
     model = load("tiny-llama", "float64")
     tokenizer = chat_tokenizer(TEMPLATES["trims"], "tiny-llama")
     found = Layout.of_chat(tokenizer, CHAT, span="phrase:arr\u00e9")
-    rule = Augmentation(alpha=0.5, phase="every_query")
+    rule = Augmentation(alpha=0.5, phase="everywhere")
     facts = explain_layout(found, rule, 3)
     assert sum(key["boosted"] for key in facts["tokens"]) == found.l_pre
     assert [step["step"] for step in facts["steps"]][-3:] == [0, 1, 2]

@@ -391,7 +391,7 @@ def test_pooled_belongs_to_ratio():
 
 def test_every_query_with_nothing_left_is_refused():
     model = load("tiny-llama")
-    cut = Augmentation(alpha=1, law="cut", span="bos", phase="every_query")
+    cut = Augmentation(alpha=1, law="cut", span="bos", phase="everywhere")
     with (
         pytest.raises(LayoutError, match="slot 0 sees no key that is not blocked"),
         augmented(model, cut, branch(model)),

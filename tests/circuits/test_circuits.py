@@ -102,7 +102,7 @@ def test_all_keys_and_values_of_the_other_prefix_make_its_logits(name):
         assert (edited[1] - plain[1]).abs().max() < 1e-12 * max(1, plain.abs().max())
 
 
-def by_hand(model, example, heads, replacement, phase="all_queries"):
+def by_hand(model, example, heads, replacement, phase="after_span"):
     """One branch, in one pass of tiny-gpt2 with keys, queries and values in hand: no rotary angles,
     no grouped heads."""
     own, other = (torch.tensor([[*each.ids, *example.text[:-1]]]) for each in example.layouts[:2])
@@ -122,7 +122,7 @@ def by_hand(model, example, heads, replacement, phase="all_queries"):
         ours = state[name][0, span]
         return theirs if replacement == "resample" else (theirs + ours) / 2
 
-    first = {"all_queries": span.stop, "last_query": len(example.layouts[0]) - 1}[phase]
+    first = {"after_span": span.stop, "last_query": len(example.layouts[0]) - 1}[phase]
 
     def remember(tensor, hook):
         state[hook.name] = tensor.clone()
@@ -151,7 +151,7 @@ def by_hand(model, example, heads, replacement, phase="all_queries"):
 
 @pytest.mark.parametrize("replacement", ["zero", "resample", "mean"])
 @pytest.mark.parametrize("heads", [((1, 2),), ((0, 0), (0, 3), (2, 1), (3, 3))])
-@pytest.mark.parametrize("phase", ["all_queries", "last_query"])
+@pytest.mark.parametrize("phase", ["after_span", "last_query"])
 def test_replacements_are_what_they_say(replacement, heads, phase):
     model = load("tiny-gpt2", "float64")
     for example in examples_of(model):
@@ -161,7 +161,7 @@ def test_replacements_are_what_they_say(replacement, heads, phase):
 
 
 @pytest.mark.parametrize("replacement", ALL)
-@pytest.mark.parametrize("phase", ["all_queries", "last_query", "decode", "query"])
+@pytest.mark.parametrize("phase", ["after_span", "last_query", "decode", "predicting_only"])
 def test_with_and_without_hooks_the_same(tiny, replacement, phase):
     model, plain = load(tiny, "float64"), load(tiny, "float64", "TransformersModel")
     edit = Edit(((0, 1), (2, 2), (2, 3)), replacement, phase, positions=(1, 3))
@@ -173,11 +173,11 @@ def test_with_and_without_hooks_the_same(tiny, replacement, phase):
 
 @pytest.mark.parametrize("replacement", ALL)
 def test_phase_query_is_each_step_by_itself(tiny, replacement):
-    """A step under phase query is the last step of that shorter text, whose other queries are
+    """A step under phase predicting_only is the last step of that shorter text, whose other queries are
     clean."""
     model = load(tiny, "float64")
     example = examples_of(model)[0]
-    edit = Edit(((1, 0), (2, 3)), replacement, "query")
+    edit = Edit(((1, 0), (2, 3)), replacement, "predicting_only")
     whole = logits_of(model, [example], edit)[:, 0]
     for t in range(example.n_steps):
         short = ContrastExample(
@@ -202,17 +202,17 @@ def test_under_phase_query_a_span_may_end_with_the_prompt(replacement, model_cla
     model = load("tiny-llama", "float64", model_class)
     example = examples_of(model)[0]
     heads = ((1, 0), (2, 3))
-    early = Augmentation(alpha=0.7, phase="all_queries")
-    for phase in ("query", "last_query"):
+    early = Augmentation(alpha=0.7, phase="after_span")
+    for phase in ("predicting_only", "last_query"):
         rule = (Augmentation(alpha=0.5, span="input", phase=phase), early)
         whole, last = (
             logits_of(model, [example], Edit(heads, replacement, each), augmentation=rule)[:, 0]
-            for each in ("query", "last_query")
+            for each in ("predicting_only", "last_query")
         )
         assert (last[:, 0] - whole[:, 0]).abs().max() < 1e-10
-        lone = logits_of(model, [example], Edit(heads, replacement, "query"), augmentation=rule[0])[
-            :, 0
-        ]
+        lone = logits_of(
+            model, [example], Edit(heads, replacement, "predicting_only"), augmentation=rule[0]
+        )[:, 0]
         assert (lone[:, 0] - whole[:, 0]).abs().max() > 1e-6
 
 
@@ -502,17 +502,17 @@ def test_phases_are_part_of_the_key():
             metric="lex",
             other_metrics=(),
         ).effects.mean()
-        for phase in ("all_queries", "last_query", "decode", "query")
+        for phase in ("after_span", "last_query", "decode", "predicting_only")
     }
-    assert lost["all_queries"] == pytest.approx(lost["last_query"])
-    assert lost["all_queries"] > 0.5
+    assert lost["after_span"] == pytest.approx(lost["last_query"])
+    assert lost["after_span"] > 0.5
     assert abs(lost["decode"]) < 1e-6
     # At the step that the relay's own query predicts, what it leaves is read at once.
     one = knock_out(
         model, planted_contrast_set(model, "planted", 1), over={"relay": [key.heads["relay"]]},
-        phase="query", metric="lex", other_metrics=(),
+        phase="predicting_only", metric="lex", other_metrics=(),
     )  # fmt: skip
-    assert lost["query"] * 12 == pytest.approx(one.effects.mean(), rel=0.2)
+    assert lost["predicting_only"] * 12 == pytest.approx(one.effects.mean(), rel=0.2)
 
 
 def test_layers_cells_positions_and_sets():
@@ -1107,15 +1107,13 @@ def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():
     model = load("tiny-gpt2")  # its released span ends inside the prefix
     asked = contrast_set(model)
     for span in ("bos", "released", ((0, 2),)):
-        rule = Augmentation(alpha=0.5, span=span, phase="all_queries")
+        rule = Augmentation(alpha=0.5, span=span, phase="after_span")
         for instrument in (control_score, attribution, head_logit_attribution):
-            with pytest.raises(
-                CircuitError, match="acts on queries inside it .phase 'all_queries'"
-            ):
+            with pytest.raises(CircuitError, match="acts on queries inside it .phase 'after_span'"):
                 instrument(model, asked, augmentation=rule)
         control_score(model, asked, augmentation=Augmentation(alpha=0.5, span=span))
     control_score(
-        model, asked, augmentation=Augmentation(alpha=1, span="prefix+bos", phase="all_queries")
+        model, asked, augmentation=Augmentation(alpha=1, span="prefix+bos", phase="after_span")
     )
     pooled = Augmentation(alpha=1, law="ratio", tau=0.3, pooled=True)
     for instrument in (control_score, attribution, head_logit_attribution):
@@ -1128,8 +1126,8 @@ def test_phases_and_positions_are_refused_whatever_the_replacement(replacement):
     model = load("tiny-llama")
     asked = contrast_set(model)
     heads = {"one": [(0, 0)]}
-    with pytest.raises(CircuitError, match="acts on queries inside it .phase 'every_query'"):
-        knock_out(model, asked, over=heads, replacement=replacement, phase="every_query")
+    with pytest.raises(CircuitError, match="acts on queries inside it .phase 'everywhere'"):
+        knock_out(model, asked, over=heads, replacement=replacement, phase="everywhere")
     n = asked.l_pre
     unit = Unit({"name": "far"}, ((0, 0),), (n,))
     with pytest.raises(LayoutError, match=f"position {n} lies outside the prefix.*up to {n - 1}"):

@@ -33,7 +33,7 @@ AT_THE_END = {"last": lambda found: lex(found)[:, -1:]}
 
 def biased(heads, b, span="prefix"):
     """A number added to the scores of a prefix, as a user would write it."""
-    shared = {"heads": heads, "phase": "all_queries", "span": span}
+    shared = {"heads": heads, "phase": "after_span", "span": span}
     if b > 0:
         return Augmentation(alpha=b, law="scale", **shared)
     return Augmentation(alpha=1 - math.exp(b), law="cut", **shared)
@@ -123,7 +123,7 @@ def test_an_augmentation_of_the_user_is_part_of_the_pass():
     "rule",
     [
         Augmentation(alpha=1.0),
-        Augmentation(alpha=1, law="target", tau=0.4, phase="all_queries"),
+        Augmentation(alpha=1, law="target", tau=0.4, phase="after_span"),
         Augmentation(alpha=0.5, law="cut", span=("prefix", (0,)), phase="decode"),
     ],
     ids=["log", "target", "cut"],
@@ -622,8 +622,8 @@ def test_what_has_no_gradient_is_refused():
             call(object(), examples)
         with pytest.raises(CircuitError, match='bfloat16 .*float32, float64.*dtype="float32"'):
             call(load("tiny-gpt2", "bfloat16"), examples)
-        with pytest.raises(CircuitError, match="phase 'query'.*last_query"):
-            call(model, examples, augmentation=Augmentation(alpha=1, phase="query"))
+        with pytest.raises(CircuitError, match="phase 'predicting_only'.*last_query"):
+            call(model, examples, augmentation=Augmentation(alpha=1, phase="predicting_only"))
         with pytest.raises(CircuitError, match="unknown metric 'jz'; allowed: llr, js"):
             call(model, examples, metric="jz")
         with pytest.raises(CircuitError, match="one metric at a time; found 2 metrics: a, b"):

@@ -174,8 +174,11 @@ def test_what_cannot_be_attributed_is_refused():
 @pytest.mark.parametrize(
     ("phase", "message"),
     [
-        ("query", "under phase 'query' prefix and text are not read in one pass"),
-        ("every_query", "acts on queries inside it .phase 'every_query'"),
+        (
+            "predicting_only",
+            "under phase 'predicting_only' prefix and text are not read in one pass",
+        ),
+        ("everywhere", "acts on queries inside it .phase 'everywhere'"),
     ],
 )
 def test_phases_of_several_passes_are_refused(phase, message):

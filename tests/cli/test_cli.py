@@ -57,9 +57,7 @@ def test_the_methods_alpha_is_the_default_and_zero_is_the_baseline(tmp_path):
 
 
 def test_augmentation_flags_reach_the_manifest(tmp_path):
-    flags = (
-        "--alpha 2 --profile released --law constant --l0 128 --span 0:2,4:6 --phase all_queries"
-    )
+    flags = "--alpha 2 --profile released --law constant --l0 128 --span 0:2,4:6 --phase after_span"
     flags += " --layers 0,2 --heads 0.1,2.3"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "run") == 0
     (found,) = load_run(tmp_path / "run").manifest().cell.rules
@@ -68,7 +66,7 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
         "constant",
         128,
         "kv",
-        "all_queries",
+        "after_span",
     )
     flags = "--law target --tau 0.3 --floor --span prefix:0,2 --only-steps 2:9 --length-rule kv"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "other") == 0
@@ -185,7 +183,7 @@ def test_layout_prints_spans_lengths_and_biases(capsys):
     }
     assert (
         lapa2(
-            "layout --prefix 'Very positive:' --prompt 'The lake is' --phase all_queries --steps 2"
+            "layout --prefix 'Very positive:' --prompt 'The lake is' --phase after_span --steps 2"
             " --json"
         )
         == 0

@@ -81,7 +81,7 @@ def test_every_query_can_be_augmented_in_the_prompt_pass_too(tiny, model_class):
     rows = left_pad(
         [Layout.of(model.tokenizer, "ab cd:", "efg hi"), Layout.of(model.tokenizer, "a:", "b")]
     )
-    augmentation = Augmentation(alpha=0.7, phase="all_queries")
+    augmentation = Augmentation(alpha=0.7, phase="after_span")
     state = new_rows(model)
     with torch.no_grad(), augmented(model, augmentation, rows):
         logits = [state.prompt_pass(rows)[:, -1]]

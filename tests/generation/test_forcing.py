@@ -21,7 +21,7 @@ AUGMENTATIONS = [
     Augmentation(alpha=0.5),
     Augmentation(alpha=1.0, phase="decode", layers="top"),
     Augmentation(alpha=1.0, profile="released"),
-    Augmentation(alpha=0.7, phase="all_queries", heads=((0, 1), (2, 3))),
+    Augmentation(alpha=0.7, phase="after_span", heads=((0, 1), (2, 3))),
 ]
 
 

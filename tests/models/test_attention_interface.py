@@ -32,7 +32,7 @@ RULES = [
     Augmentation(alpha=0.5),
     Augmentation(alpha=1.5, profile="released"),
     Augmentation(alpha=0.5, law="linear"),
-    Augmentation(alpha=0.5, law="sqrt", phase="all_queries"),
+    Augmentation(alpha=0.5, law="sqrt", phase="after_span"),
     Augmentation(alpha=0.5, law="constant", l0=128, phase="decode"),
     Augmentation(alpha=0.7, layers="even", length_rule="kv"),
     Augmentation(alpha=0.7, heads=((0, 1), (2, 3), (2, 0))),
@@ -104,7 +104,7 @@ def test_the_bias_is_that_of_a_float_mask(network, name):
     """A third way to add it, which neither hooks nor our attention function are part of."""
     net, tokenizer = network(name), load("tiny-gpt2").tokenizer
     layout = Layout.of(tokenizer, "Very positive:", "The lake")
-    rule = Augmentation(alpha=0.8, phase="all_queries")
+    rule = Augmentation(alpha=0.8, phase="after_span")
     n, prefix = len(layout), layout.prefix
     bias = torch.zeros(1, 1, n, n, dtype=torch.float64)
     bias[..., prefix[0] : prefix[1]] = torch.from_numpy(layout.bias(rule, np.arange(n)))[:, None]

@@ -178,7 +178,9 @@ def test_what_cannot_act_in_a_hybrid_is_told_why(load):
         model = load("Granite 4", kind)
         layout = layouts_of(model)[0]
         with pytest.raises(LayoutError, match="recurrent layers of .* cannot forget.*last_query"):
-            teacher_forced(model, layout, [[40, 41]], Augmentation(alpha=1.0, phase="query"))
+            teacher_forced(
+                model, layout, [[40, 41]], Augmentation(alpha=1.0, phase="predicting_only")
+            )
         with pytest.raises(CircuitError, match="attention in every layer, and this one has it in"):
             ContrastSet.of(model, "sentiment")
 

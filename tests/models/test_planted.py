@@ -52,7 +52,7 @@ def lex(model, name, layout, text, rules=()):
     return (plus - minus)[len(layout) - 1 :]
 
 
-def cut(*heads, phase="all_queries"):
+def cut(*heads, phase="after_span"):
     return Augmentation(alpha=1, law="cut", phase=phase, heads=heads)
 
 

@@ -148,7 +148,7 @@ def test_logits_behind_a_cache_are_those_of_a_whole_pass(model, first):
             torch.testing.assert_close(logits, whole, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("phase", ["query", "all_queries"])
+@pytest.mark.parametrize("phase", ["predicting_only", "after_span"])
 @pytest.mark.parametrize("first", [10, LIMIT + 1])
 def test_every_phase_stays_on_its_side(model, phase, first):
     rule, prompt = Augmentation(alpha=1.0, phase=phase), prompt_of(model, first)

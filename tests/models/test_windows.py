@@ -97,8 +97,8 @@ def masked_scores(model, rules, layouts, ids, mask):
         Augmentation(alpha=0.7),
         Augmentation(alpha=0.7, length_rule="kv"),
         Augmentation(alpha=0.1, law="linear"),
-        Augmentation(alpha=0.5, span="prefix+bos", phase="every_query"),
-        Augmentation(alpha=0.5, span=("prefix", (1, 2, 7)), phase="all_queries"),
+        Augmentation(alpha=0.5, span="prefix+bos", phase="everywhere"),
+        Augmentation(alpha=0.5, span=("prefix", (1, 2, 7)), phase="after_span"),
         Augmentation(alpha=1.5, law="scale", span="input"),
     ],
     ids=lambda rule: rule.label,
@@ -125,7 +125,7 @@ def test_the_law_counts_what_a_query_sees(load, kind, model_class, rule):
                 keys = keys | {each.bos.start}
             elif rule.span == "input":
                 keys = set(range(each.bos.start, each.prompt.stop))
-            first = {"every_query": each.bos.start, "all_queries": each.prefix.stop}.get(
+            first = {"everywhere": each.bos.start, "after_span": each.prefix.stop}.get(
                 rule.phase, len(each) - 1
             )
             for query in range(each.bos.start, ids.shape[1]):
@@ -380,7 +380,7 @@ def test_a_mask_that_its_configuration_does_not_tell_is_refused(load, model_clas
         teacher_forced(model, branch, [[70] * 13], rule)
     with pytest.raises(ModelError, match="in slot 64 sees keys from slot 53 on, not from 0"):
         teacher_forced(model, branch, [[70] * 90], rule, chunk=1)
-    knocked = Augmentation(alpha=1, law="cut", span="bos", phase="every_query")
+    knocked = Augmentation(alpha=1, law="cut", span="bos", phase="everywhere")
     with pytest.raises(LayoutError, match="sees no key"):
         teacher_forced(model, branch, [[70] * 4], knocked)
     with augmented(model, Augmentation(alpha=1, law="cut", span="bos"), branch):
