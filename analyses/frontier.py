@@ -35,7 +35,7 @@ cells = item.cells
 # %%
 def shown(key):
     """An arm by its recipe."""
-    rules = item.run.plan[key].rules
+    rules = item.run.plan[key].active_augmentations
     if not rules:
         return "baseline"
     name = recipe_name(rules)

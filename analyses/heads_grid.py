@@ -89,9 +89,9 @@ def named_sets(file: Path = SETS) -> dict[frozenset, str]:
 
 def scope(cell: Cell, names: Mapping[frozenset, str]) -> str:
     """The name of an arm, from the heads or layers that it augments."""
-    if not cell.rules:
+    if not cell.active_augmentations:
         return "baseline"
-    (rule,) = cell.rules
+    (rule,) = cell.active_augmentations
     if rule.heads != "all":
         return names.get(frozenset(rule.heads), f"{len(rule.heads)} heads ({rule.label})")
     return "all heads" if rule.layers == "all" else f"{rule.layers} layers"

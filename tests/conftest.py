@@ -179,34 +179,44 @@ def cell_of(model, method, task, attribute, prompts=None, augmentation=None, **s
     return make_cell(model, alpha=alpha, **given, **settings)
 
 
-def generate(model, *cell, kit=None, **settings):
+def generate(model, *cell, context=None, **settings):
     """Texts and trace of a cell, from the decode loop itself."""
-    from lapa2_interp.generation.loop import run_plan
-    from lapa2_interp.generation.plan import plan
+    from lapa2_interp.generation.loop import decode_batches
+    from lapa2_interp.generation.plan import plan_batches
     from lapa2_interp.runs.method_context import ModelContext
 
-    made = plan(model, cell_of(model, *cell, **settings), kit or ModelContext(model))
-    return run_plan(model, made)
+    made = plan_batches(model, cell_of(model, *cell, **settings), context or ModelContext(model))
+    return decode_batches(model, made)
 
 
 def decode(model, cell):
     """Texts and trace of a cell that prepares nothing."""
-    from lapa2_interp.generation.loop import run_plan
-    from lapa2_interp.generation.plan import plan
+    from lapa2_interp.generation.loop import decode_batches
+    from lapa2_interp.generation.plan import plan_batches
 
-    return run_plan(model, plan(model, cell))
+    return decode_batches(model, plan_batches(model, cell))
 
 
 def plan(
-    model, method, task, attribute, prompts, augmentation, length, samples, *, kit=None, **settings
+    model,
+    method,
+    task,
+    attribute,
+    prompts,
+    augmentation,
+    length,
+    samples,
+    *,
+    context=None,
+    **settings,
 ):
     """The plan of a cell."""
-    from lapa2_interp.generation.plan import plan
+    from lapa2_interp.generation.plan import plan_batches
     from lapa2_interp.runs.method_context import ModelContext
 
     settings |= {"length": length, "samples": samples}
     cell = cell_of(model, method, task, attribute, prompts, augmentation, **settings)
-    return plan(model, cell, kit or ModelContext(model))
+    return plan_batches(model, cell, context or ModelContext(model))
 
 
 def run_of(model, method, task, attributes, prompts, augmentations=(None,), **settings):

@@ -26,7 +26,7 @@ FILES = (
     "j2",
     "png",
 )
-OTHERS = ("layout.tensor", "run.cells", "run.save", "plan.Plan.groups")
+OTHERS = ("layout.tensor", "run.cells", "run.save", "plan.BatchPlan.batches")
 """Attributes of values."""
 MODULES = {
     ".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py")

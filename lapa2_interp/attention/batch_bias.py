@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -37,16 +38,16 @@ slot of the first query."""
 
 
 def _selected_heads(
-    rule: Augmentation, size: tuple[int, int], attends: Bool[np.ndarray, " layer"]
+    augmentation: Augmentation, size: tuple[int, int], attends: Bool[np.ndarray, " layer"]
 ) -> Bool[np.ndarray, "layer head"]:
     """The heads that an augmentation reaches in a model with layers without attention.
 
     Raises:
         AugmentationError: Such a layer is named, or none of the chosen layers has attention.
     """
-    chosen = rule.head_mask(*size)
+    chosen = augmentation.head_mask(*size)
     lost = np.flatnonzero(chosen.any(1) & ~attends)
-    named = not isinstance(rule.layers, str) or rule.heads != "all"
+    named = not isinstance(augmentation.layers, str) or augmentation.heads != "all"
     if len(lost) and (named or not chosen[attends].any()):
         raise AugmentationError(
             f"layer {lost[0]} has no attention, so nothing can be augmented there; layers with"
@@ -60,57 +61,79 @@ class _Term:
 
     def __init__(
         self,
-        rules: Sequence[Augmentation | None],
+        augmentations: Sequence[Augmentation | None],
         layouts: Sequence[Layout],
         size: tuple[int, int],
         attends: Bool[np.ndarray, " layer"],
     ) -> None:
         # The keys and heads of each row.
-        self.rules, self.layouts = list(rules), list(layouts)
+        self.augmentations, self.layouts = list(augmentations), list(layouts)
         keys = np.zeros((len(layouts), max(len(each) for each in layouts)), bool)  # row key
         heads = np.zeros((size[0], len(layouts), size[1]), bool)  # layer row head
         chosen = {
-            rule: _selected_heads(rule, size, attends) for rule in set(rules) if rule is not None
+            augmentation: _selected_heads(augmentation, size, attends)
+            for augmentation in set(augmentations)
+            if augmentation is not None
         }
-        for row, (rule, each) in enumerate(zip(rules, layouts, strict=True)):
-            if rule is not None:
-                for span in each.spans(rule.span):
+        for row, (augmentation, each) in enumerate(zip(augmentations, layouts, strict=True)):
+            if augmentation is not None:
+                for span in each.spans(augmentation.span):
                     keys[row, span.start : span.stop] = True
-                heads[:, row] = chosen[rule]  # layer head
+                heads[:, row] = chosen[augmentation]  # layer head
         # The last key, the layers, and the rows of each law that reads the scores.
         self.stop = int(np.flatnonzero(keys.any(0)).max(initial=-1)) + 1
         self.keys, self.heads = keys[:, : self.stop], heads
         self.layers = [layer for layer in range(size[0]) if heads[layer].any()]
         self.every_head = bool(heads[self.layers].all())
         self.rows_by_rule = {
-            rule: [row for row, other in enumerate(rules) if other == rule]
-            for rule in set(rules)
-            if rule is not None and rule.reads_scores
+            augmentation: [row for row, other in enumerate(augmentations) if other == augmentation]
+            for augmentation in set(augmentations)
+            if augmentation is not None and augmentation.reads_scores
         }
 
-    def query_biases(
-        self, slots: np.ndarray, layer_type: LayerType
+    def length_biases(
+        self, slots: Int[np.ndarray, " query"], layer_type: LayerType
     ) -> Float[np.ndarray, "row query"]:
-        """b of every row and query in layers of one type; NaN where a law that reads the scores
-        acts."""
-        nothing = np.zeros(len(slots))
-        found: dict[tuple[int, int], np.ndarray] = {}  # samples of one prompt share its layout
-        for rule, each in zip(self.rules, self.layouts, strict=True):
-            if (id(rule), id(each)) in found:
+        """b of every row and query in layers of one type, for laws that depend on the length."""
+        return self._by_row(
+            slots,
+            # `check_bias` also checks a user's custom law.
+            lambda augmentation, layout: augmentation.check_bias(
+                layout.bias(augmentation, slots, layer_type)
+            ),
+            np.zeros(len(slots)),
+        )
+
+    def acting_queries(
+        self, slots: Int[np.ndarray, " query"], layer_type: LayerType
+    ) -> Bool[np.ndarray, "row query"]:
+        """The queries at which laws that read the scores act, in layers of one type."""
+        return self._by_row(
+            slots,
+            lambda augmentation, layout: layout.acts(augmentation, slots, layer_type),
+            np.zeros(len(slots), bool),
+        )
+
+    def _by_row(
+        self,
+        slots: Int[np.ndarray, " query"],
+        read: Callable[[Augmentation, Layout], np.ndarray],
+        nothing: np.ndarray,
+    ) -> np.ndarray:
+        """A value of every row and query, read once for samples that share a prompt's layout."""
+        values: dict[tuple[int, int], np.ndarray] = {}
+        for augmentation, layout in zip(self.augmentations, self.layouts, strict=True):
+            if (id(augmentation), id(layout)) in values:
                 continue
-            b = nothing
-            if rule is not None:
-                b = (
-                    np.where(each.acts(rule, slots, layer_type), np.nan, 0.0)
-                    if rule.reads_scores
-                    # `check_bias` also checks a user's custom law.
-                    else rule.check_bias(each.bias(rule, slots, layer_type))
-                )
-                if rule.phase == "predicting_only":
-                    b = np.where(slots == slots[-1], b, 0.0)
-            found[id(rule), id(each)] = b
+            value = nothing if augmentation is None else read(augmentation, layout)
+            if augmentation is not None and augmentation.phase == "predicting_only":
+                value = np.where(slots == slots[-1], value, nothing)
+            values[id(augmentation), id(layout)] = value
         return np.stack(
-            [found[id(rule), id(each)] for rule, each in zip(self.rules, self.layouts, strict=True)]
+            [
+                values[id(augmentation), id(layout)]
+                for augmentation, layout in zip(self.augmentations, self.layouts, strict=True)
+            ]
         )
 
 
@@ -119,23 +142,37 @@ class _PassTerm:
     """A term in one forward pass, on the device of the scores.
 
     Attributes:
-        b: The bias of each row and query; of a law that reads the scores, a mask of the queries at
-            which it acts.
         keys, heads: Masks of its keys and heads.
     """
 
     term: _Term
-    b: Float[Tensor, "row query"] | Bool[Tensor, "row query"]
     keys: Bool[Tensor, "row key"]
     heads: Bool[Tensor, "layer row head"]
 
     def to_device(self, device: torch.device) -> _PassTerm:
         """A copy on another device: a model may span several."""
-        if self.b.device == device:
+        if self.keys.device == device:
             return self
-        return replace(
-            self, b=self.b.to(device), keys=self.keys.to(device), heads=self.heads.to(device)
-        )
+        tensors: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
+
+
+@dataclass
+class _LengthPassTerm(_PassTerm):
+    """Its bias depends on the length: `b` holds that of each row and query."""
+
+    b: Float[Tensor, "row query"]
+
+
+@dataclass
+class _ScorePassTerm(_PassTerm):
+    """Its bias depends on the scores: `acts` is the mask of the queries at which it acts."""
+
+    acts: Bool[Tensor, "row query"]
 
 
 class BatchBias:
@@ -143,7 +180,7 @@ class BatchBias:
     query.
 
     Args:
-        rules: The augmentations of each row.
+        augmentations: The augmentations of each row.
         layouts: One for each row.
         size: Layers and heads of the model.
         layer_types: By layer; "full" for all by default.
@@ -158,7 +195,7 @@ class BatchBias:
 
     def __init__(
         self,
-        rules: Sequence[tuple[Augmentation, ...]],
+        augmentations: Sequence[tuple[Augmentation, ...]],
         layouts: Sequence[Layout],
         size: tuple[int, int],
         layer_types: Sequence[LayerType] | None = None,
@@ -169,8 +206,14 @@ class BatchBias:
         self.size, self.layer_types = size, tuple(layer_types or [FULL_ATTENTION] * size[0])
         attends = np.array([each != NO_ATTENTION for each in self.layer_types])
         self.n_rows = len(self.layouts)
-        length_rules = [[rule for rule in row if not rule.reads_scores] for row in rules]
-        score_rules = [[rule for rule in row if rule.reads_scores] for row in rules]
+        length_rules = [
+            [augmentation for augmentation in row if not augmentation.reads_scores]
+            for row in augmentations
+        ]
+        score_rules = [
+            [augmentation for augmentation in row if augmentation.reads_scores]
+            for row in augmentations
+        ]
         self.length_terms, self.score_terms = (
             [
                 _Term([row[i] if i < len(row) else None for row in kind], layouts, size, attends)
@@ -183,10 +226,10 @@ class BatchBias:
         self.score_law_layers = {layer for term in self.score_terms for layer in term.layers}
         self.last_key = max((term.stop for term in terms), default=0)
         self.query_phase_rules = [
-            (rule, each)
-            for row, each in zip(rules, layouts, strict=True)
-            for rule in row
-            if rule.phase == "predicting_only"
+            (augmentation, each)
+            for row, each in zip(augmentations, layouts, strict=True)
+            for augmentation in row
+            if augmentation.phase == "predicting_only"
         ]
         self.current_pass: tuple[range, int] = (range(0), 0)
         self.terms: dict[LayerType, list[_PassTerm]] = {}
@@ -194,12 +237,12 @@ class BatchBias:
         self._check_joint(score_rules)
         self._check_blocked(length_rules)
 
-    def _can_meet(self, rules: Sequence[Augmentation]) -> bool:
+    def _can_meet(self, augmentations: Sequence[Augmentation]) -> bool:
         """True if any two of a row's augmentations can act at one query of one head."""
         return any(
             steps_overlap(one, other)
             and (one.head_mask(*self.size) & other.head_mask(*self.size)).any()
-            for one, other in combinations(rules, 2)
+            for one, other in combinations(augmentations, 2)
         )
 
     def _check_joint(self, score_rules: Sequence[Sequence[Augmentation]]) -> None:
@@ -207,21 +250,27 @@ class BatchBias:
         for row, together in enumerate(score_rules):
             if not self.has_joint_targets[row]:
                 continue
-            if other := next((rule for rule in together if rule.law != "target"), None):
+            if other := next(
+                (augmentation for augmentation in together if augmentation.law != "target"), None
+            ):
                 raise AugmentationError(
                     f"a row has {len(together)} augmentations that read the scores, one of law"
                     f" {other.law!r}; only those of law 'target' can be solved together. Give them"
                     " other steps or heads, where they do not meet"
                 )
-            spans = [span for rule in together for span in self.layouts[row].spans(rule.span)]
+            spans = [
+                span
+                for augmentation in together
+                for span in self.layouts[row].spans(augmentation.span)
+            ]
             covered = [slot for span in spans for slot in range(*span)]
             if len(set(covered)) < len(covered):
                 raise LayoutError(
                     "the spans of several targets of a row overlap; make them disjoint"
                 )
             total = sum(
-                rule.tau * term.heads[:, row]  # layer head
-                for rule, term in zip(together, self.score_terms, strict=False)
+                augmentation.tau * term.heads[:, row]  # layer head
+                for augmentation, term in zip(together, self.score_terms, strict=False)
             )
             if np.max(total) >= 1:
                 raise AugmentationError(
@@ -233,17 +282,23 @@ class BatchBias:
         """Refuse rows in which every key of a query is blocked by knock-outs."""
         checked = set()
         for row, (given, each) in enumerate(zip(length_rules, self.layouts, strict=True)):
-            cuts = [rule for rule in given if rule.law == "cut" and rule.alpha == 1]
+            cuts = [
+                augmentation
+                for augmentation in given
+                if augmentation.law == "cut" and augmentation.alpha == 1
+            ]
             if not cuts or (*cuts, id(each)) in checked:
                 continue
             checked.add((*cuts, id(each)))
-            chosen = np.stack([rule.head_mask(*self.size) for rule in cuts])  # cut layer head
+            chosen = np.stack(
+                [augmentation.head_mask(*self.size) for augmentation in cuts]
+            )  # cut layer head
             for layer_type in distinct_types(self.layer_types):
-                here = chosen[:, [each == layer_type for each in self.layer_types]].reshape(
+                acting = chosen[:, [each == layer_type for each in self.layer_types]].reshape(
                     len(cuts), -1
                 )
-                # Each column of `here` is a set of cuts that act in one head.
-                self._check_queries(row, each, cuts, np.unique(here, axis=1).T, layer_type)
+                # Each column of `acting` is a set of cuts that act in one head.
+                self._check_queries(row, each, cuts, np.unique(acting, axis=1).T, layer_type)
 
     def _check_queries(
         self,
@@ -258,14 +313,16 @@ class BatchBias:
         live[layout.soft : layout.soft + layout.pad] = False
         for query in range(layout.bos.start, layout.prompt.stop):
             slot = np.array([query])
-            acts = np.array([layout.acts(rule, slot, layer_type)[0] for rule in cuts])
-            for here in np.unique(together & acts, axis=0):
+            acts = np.array(
+                [layout.acts(augmentation, slot, layer_type)[0] for augmentation in cuts]
+            )
+            for acting in np.unique(together & acts, axis=0):
                 left = live[: query + 1].copy()
                 left[: layer_type.first_seen(slot, layout.pad)[0]] = False
-                for rule in np.array(cuts, dtype=object)[here]:
-                    for span in layout.spans(rule.span):
+                for augmentation in np.array(cuts, dtype=object)[acting]:
+                    for span in layout.spans(augmentation.span):
                         left[span.start : span.stop] = False
-                if left.any() or not here.any():
+                if left.any() or not acting.any():
                     continue
                 raise LayoutError(
                     f"row {row}: the query in slot {query} sees no key that is not blocked;"
@@ -275,33 +332,35 @@ class BatchBias:
     def query_phase_acts_on(self, slot: int) -> bool:
         """True if an augmentation of phase "predicting_only" acts on a query in this slot, the last
         of its pass."""
-        return any(each.acts(rule, np.array([slot]))[0] for rule, each in self.query_phase_rules)
+        return any(
+            each.acts(augmentation, np.array([slot]))[0]
+            for augmentation, each in self.query_phase_rules
+        )
 
     def _terms(self, layer_type: LayerType, scores: Tensor) -> list[_PassTerm]:
         """The terms of this pass in layers of one type, without those that add nothing."""
         if layer_type not in self.terms:
             queries, copies = self.current_pass
+            slots, device = np.array(queries), scores.device
             wide = torch.promote_types(scores.dtype, torch.float32)
-            self.terms[layer_type] = []
-            for term in [*self.length_terms, *self.score_terms]:
-                b = term.query_biases(np.array(queries), layer_type)
+
+            def copy_rows(values: np.ndarray, axis: int = 0) -> Tensor:
+                """In `generate`, copies of a row (sequences or beams) follow each other."""
+                return torch.from_numpy(values).to(device).repeat_interleave(copies, axis)
+
+            terms: list[_PassTerm] = []
+            for term in self.length_terms:
+                b = term.length_biases(slots, layer_type)
                 if b.any():
-                    reads = term in self.score_terms
-                    # In `generate`, copies of a row (sequences or beams) follow each other.
-                    self.terms[layer_type].append(
-                        _PassTerm(
-                            term,
-                            torch.from_numpy(np.isnan(b) if reads else b)
-                            .to(scores.device, torch.bool if reads else wide)
-                            .repeat_interleave(copies, 0),
-                            torch.from_numpy(term.keys)
-                            .to(scores.device)
-                            .repeat_interleave(copies, 0),
-                            torch.from_numpy(term.heads)
-                            .to(scores.device)
-                            .repeat_interleave(copies, 1),
-                        )
-                    )
+                    keys, heads = copy_rows(term.keys), copy_rows(term.heads, 1)
+                    b_rows = torch.from_numpy(b).to(device, wide).repeat_interleave(copies, 0)
+                    terms.append(_LengthPassTerm(term, keys, heads, b_rows))
+            for term in self.score_terms:
+                acts = term.acting_queries(slots, layer_type)
+                if acts.any():
+                    keys, heads = copy_rows(term.keys), copy_rows(term.heads, 1)
+                    terms.append(_ScorePassTerm(term, keys, heads, copy_rows(acts)))
+            self.terms[layer_type] = terms
         return self.terms[layer_type]
 
     def add(
@@ -329,19 +388,19 @@ class BatchBias:
         queries = range(first, first + n_queries)
         if self.current_pass != (queries, copies):
             self.current_pass, self.terms = (queries, copies), {}
-        here = [
+        terms = [
             each.to_device(scores.device)
             for each in self._terms(self.layer_types[layer], scores)
             if layer in each.term.layers
         ]
-        if not here:
+        if not terms:
             return scores
         # Add the biases that depend on the length, then those that depend on the scores.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
-        score_terms = [each for each in here if each.b.dtype == torch.bool]
-        for each in here:
-            if each.b.dtype != torch.bool:
+        for each in terms:
+            if isinstance(each, _LengthPassTerm):
                 _add(scores, each, layer, rearrange(each.b, "row query -> row 1 query 1"))
+        score_terms = [each for each in terms if isinstance(each, _ScorePassTerm)]
         if score_terms:
             b = self._score_biases(scores, score_terms, layer)
             if self.capped is not None:
@@ -353,12 +412,12 @@ class BatchBias:
     def _score_biases(
         self,
         scores: Float[Tensor, "row head query key"],
-        terms: Sequence[_PassTerm],
+        terms: Sequence[_ScorePassTerm],
         layer: int,
     ) -> Float[Tensor, "term row head query"]:
         """The biases of the laws that read the scores."""
         acting = torch.stack(
-            [each.b[:, None] & each.heads[layer][:, :, None] for each in terms]
+            [each.acts[:, None] & each.heads[layer][:, :, None] for each in terms]
         )  # term row head query
         # log of the sum over each span, and over all keys outside the spans
         sums = torch.stack([_log_sum(scores, each.keys) for each in terms])  # term row head query
@@ -367,22 +426,30 @@ class BatchBias:
         for i, each in enumerate(terms):
             others = rest if len(terms) == 1 else _log_sum(scores, each.keys, outside=True)
             log_odds = sums[i] - others  # row head query
-            for rule, rows in each.term.rows_by_rule.items():
+            for augmentation, rows in each.term.rows_by_rule.items():
                 where = self._pass_rows(rows, len(scores))
                 odds = (
-                    self._pool_log_odds(log_odds[where], where) if rule.pooled else log_odds[where]
+                    self._pool_log_odds(log_odds[where], where)
+                    if augmentation.pooled
+                    else log_odds[where]
                 )
                 # l does not matter: `acts` has already compared it with n where the profile does.
-                b[i, where] = rule.shift(odds, 1, 0)
+                b[i, where] = augmentation.shift(odds, 1, 0)
         # Solve the targets of a row that can act together.
         joint = [row for row, is_joint in enumerate(self.has_joint_targets) if is_joint]
         if joint and len(terms) > 1:
             where = self._pass_rows(joint, len(scores))
-            rules = [
-                [each.term.rules[row] for row in joint for _ in range(len(scores) // self.n_rows)]
+            augmentations = [
+                [
+                    each.term.augmentations[row]
+                    for row in joint
+                    for _ in range(len(scores) // self.n_rows)
+                ]
                 for each in terms
             ]
-            b[:, where] = _solve_targets(rules, sums[:, where], rest[where], acting[:, where])
+            b[:, where] = _solve_targets(
+                augmentations, sums[:, where], rest[where], acting[:, where]
+            )
         return torch.where(acting, b, 0.0)
 
     def _pool_log_odds(
@@ -430,7 +497,7 @@ def _log_sum(
 
 
 def _solve_targets(
-    rules: Sequence[Sequence[Augmentation | None]],
+    augmentations: Sequence[Sequence[Augmentation | None]],
     sums: Float[Tensor, "term row head query"],
     rest: Float[Tensor, "row head query"],
     acting: Bool[Tensor, "term row head query"],
@@ -441,19 +508,22 @@ def _solve_targets(
     its keys count among the rest.
 
     Args:
-        rules: The augmentations, by term and row.
+        augmentations: The augmentations, by term and row.
         sums, rest: log of the sum over each span, and over the keys outside all spans.
         acting: Mask of the places at which each is to act.
     """
 
     def numbers(read: Callable[[Augmentation], float]) -> Float[Tensor, "term row 1 1"]:
-        table = [[0.5 if rule is None else read(rule) for rule in row] for row in rules]
+        table = [
+            [0.5 if augmentation is None else read(augmentation) for augmentation in row]
+            for row in augmentations
+        ]
         return torch.tensor(table, dtype=sums.dtype, device=sums.device)[:, :, None, None]
 
-    tau = numbers(lambda rule: rule.tau or 0.0)
-    alpha = numbers(lambda rule: rule.alpha)
-    active = acting & (numbers(lambda rule: rule.floor) == 0)
-    for _ in range(len(rules) + 1):
+    tau = numbers(lambda augmentation: augmentation.tau or 0.0)
+    alpha = numbers(lambda augmentation: augmentation.alpha)
+    active = acting & (numbers(lambda augmentation: augmentation.floor) == 0)
+    for _ in range(len(augmentations) + 1):
         left = 1 - torch.where(active, tau, 0.0).sum(0)  # row head query
         base = torch.stack([rest, *torch.where(active, -torch.inf, sums)]).logsumexp(0)
         b = tau.log() - left.log() - (sums - base)

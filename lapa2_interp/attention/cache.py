@@ -67,19 +67,19 @@ class Rows(Protocol):
         """
 
 
-def new_rows(model: Model, recompute: bool = False, direct: bool = False) -> Rows:
+def new_rows(model: Model, recompute: bool = False, reread_last: bool = False) -> Rows:
     """A new decode state for a model of either class.
 
     Args:
         recompute: Read the whole text at every step.
-        direct: Needed by augmentations of phase "predicting_only": read one token at a time, and
-            read it again when it is no longer the last, so that the cache holds unaugmented keys
-            and values.
+        reread_last: Needed by augmentations of phase "predicting_only": read one token at a time,
+            and read it again when it is no longer the last, so that the cache holds unaugmented
+            keys and values.
     """
     if recompute:
         return RecomputedRows(model)
     rows = BridgeRows(model) if is_bridge(model) else HookedRows(model)
-    return RereadRows(rows) if direct else rows
+    return RereadRows(rows) if reread_last else rows
 
 
 def prompt_log_likelihood(
@@ -87,12 +87,12 @@ def prompt_log_likelihood(
 ) -> Float[Tensor, " row"]:
     """log P of each row's prompt, from logits that begin at or before the token before it."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    found = []
+    log_likelihoods = []
     for row, each in zip(wide, layouts, strict=True):
         tokens = torch.tensor(each.ids[-each.l_pro :], device=row.device)
         log_probs = row[-each.l_pro - 1 : -1].log_softmax(dim=1)
-        found.append(log_probs.gather(1, tokens[:, None]).sum())
-    return torch.stack(found)
+        log_likelihoods.append(log_probs.gather(1, tokens[:, None]).sum())
+    return torch.stack(log_likelihoods)
 
 
 def padded_ids(
@@ -141,10 +141,10 @@ def check_tokens(model: Model, ids: Sequence[int]) -> None:
     """
     n = model.cfg.d_vocab
     if ids and not (min(ids) >= 0 and max(ids) < n):
-        found = next(each for each in ids if not 0 <= each < n)
+        unknown = next(each for each in ids if not 0 <= each < n)
         raise LayoutError(
-            f"token {found} has no embedding: the model has {n} tokens, 0 to {n - 1}; its tokenizer"
-            " must be the one it was trained with"
+            f"token {unknown} has no embedding: the model has {n} tokens, 0 to {n - 1}; its"
+            " tokenizer must be the one it was trained with"
         )
 
 
@@ -546,9 +546,9 @@ class RereadRows:
     def read_tokens(
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
-        found = []
+        logits = []
         for token in tokens.split(1, dim=1):
-            found.append(self.rows.read_tokens(torch.cat([self.last, token], dim=1)))
+            logits.append(self.rows.read_tokens(torch.cat([self.last, token], dim=1)))
             self.rows.crop(1)
             self.last = token
-        return torch.cat(found[-keep:], dim=1)
+        return torch.cat(logits[-keep:], dim=1)

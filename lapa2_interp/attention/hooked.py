@@ -143,9 +143,9 @@ def augmented(
         resolve_recipes(row)
         for row in broadcast_to_rows(resolve_recipes(augmentation), len(layouts))
     ]
-    flat = [rule for row in given for rule in (row if isinstance(row, Sequence) else (row,))]
+    flat = [each for row in given for each in (row if isinstance(row, Sequence) else (row,))]
     for each, kind in (
-        *((rule, Augmentation) for rule in flat if rule is not None),
+        *((each, Augmentation) for each in flat if each is not None),
         *((l, Layout) for l in layouts),
     ):
         if not isinstance(each, kind):
@@ -191,8 +191,8 @@ def augmented(
         if first > augmented_slot:
             raise LayoutError(
                 "under phase 'predicting_only' a cache must not keep keys of the query that"
-                " predicts; use new_rows(..., direct=True), a pass over the whole text, or phase"
-                " 'last_query'"
+                " predicts; use new_rows(..., reread_last=True), a pass over the whole text, or"
+                " phase 'last_query'"
             )
         last = first + scores.shape[2] - 1
         augmented_slot = last if bias.query_phase_acts_on(last) else math.inf

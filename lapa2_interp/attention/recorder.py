@@ -281,7 +281,7 @@ class Recorder:
         if by_kind:
             coords["layer_type"] = [str(each) for each in self.kinds]
         if self.kind == "full" and (by_kind or len(self.attending) < len(self.layer_types)):
-            coords["layer_sees"] = ("layer", [str(each) for each in self.layer_types])
+            coords["type_of_layer"] = ("layer", [str(each) for each in self.layer_types])
         if self.rows:
             coords["key"] = np.arange(data["pattern"][1].shape[-1])
             for i, name in enumerate(("pair_layer", "pair_head")):

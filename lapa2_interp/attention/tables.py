@@ -36,8 +36,8 @@ def select_layer_type(trace: xr.Dataset, name: str, layer_type: str | None = Non
         layer_type = traced_layer_types(trace)[0]
     if "layer_type" in found.dims:
         return found.sel(layer_type=layer_type, drop=True)
-    if "layer" in found.dims and "layer_sees" in trace.coords:
-        return found.isel(layer=trace["layer_sees"].to_numpy() == layer_type)
+    if "layer" in found.dims and "type_of_layer" in trace.coords:
+        return found.isel(layer=trace["type_of_layer"].to_numpy() == layer_type)
     return found
 
 

@@ -7,7 +7,7 @@ Axes
     layer, head   absent when the trace is pooled (their mean)
     layer_type    "full", "sliding 512", ...: of models whose layers do not all see all keys. Pooled
                   sums are means over the layers of a type, and a full trace names the type of each
-                  layer in `layer_sees`; a layer without attention ("none") has NaN
+                  layer in `type_of_layer`; a layer without attention ("none") has NaN
     prefix_token  position within the prefix
 
 Per branch, sample, step, layer and head, the attention summed over (docs/methods.md, "Record

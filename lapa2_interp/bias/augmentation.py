@@ -118,8 +118,8 @@ class Augmentation(BaseModel):
 
     Example:
         >>> from lapa2_interp import Augmentation
-        >>> rule = Augmentation(alpha=0.5)
-        >>> round(float(rule.bias(l=100, n=4)), 3)  # 0.5 * ln(100 / 4)
+        >>> augmentation = Augmentation(alpha=0.5)
+        >>> round(float(augmentation.bias(l=100, n=4)), 3)  # 0.5 * ln(100 / 4)
         1.609
 
     Args:
@@ -467,10 +467,14 @@ def broadcast_to_rows(
     return [given] * n_rows if every else list(given)  # type: ignore[arg-type, list-item]
 
 
-def active_augmentations(rules: AugmentationLike) -> tuple[Augmentation, ...]:
+def active_augmentations(augmentations: AugmentationLike) -> tuple[Augmentation, ...]:
     """The augmentations of a row that add something."""
-    given = rules if isinstance(rules, Sequence) else (rules,)
-    return tuple(rule for rule in given if rule is not None and rule.is_active)
+    given = augmentations if isinstance(augmentations, Sequence) else (augmentations,)
+    return tuple(
+        augmentation
+        for augmentation in given
+        if augmentation is not None and augmentation.is_active
+    )
 
 
 def steps_overlap(one: Augmentation, other: Augmentation) -> bool:
@@ -480,9 +484,9 @@ def steps_overlap(one: Augmentation, other: Augmentation) -> bool:
     return max(one.steps[0], other.steps[0]) < min(one.steps[1], other.steps[1])
 
 
-def normalize_augmentations(rules: AugmentationLike) -> Augmentations:
+def normalize_augmentations(augmentations: AugmentationLike) -> Augmentations:
     """The active augmentations of a row as one value: None, the only one, or a tuple."""
-    found = active_augmentations(rules)
+    found = active_augmentations(augmentations)
     return found if len(found) > 1 else found[0] if found else None
 
 

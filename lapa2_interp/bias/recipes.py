@@ -51,9 +51,9 @@ class LabeledAugmentations(tuple[Augmentation, ...]):
     label: str
 
     @classmethod
-    def of(cls, rules: Iterable[Augmentation], label: str) -> LabeledAugmentations:
+    def of(cls, augmentations: Iterable[Augmentation], label: str) -> LabeledAugmentations:
         """Augmentations with their label."""
-        found = cls(rules)
+        found = cls(augmentations)
         found.label = label
         return found
 
@@ -227,8 +227,8 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
 
     Example:
         >>> from lapa2_interp import recipe
-        >>> (rule,) = recipe("instaboost", M=5)
-        >>> rule.law, round(rule.alpha, 3)  # scores of the instruction + ln 5
+        >>> (augmentation,) = recipe("instaboost", M=5)
+        >>> augmentation.law, round(augmentation.alpha, 3)  # scores of the instruction + ln 5
         ('scale', 1.609)
 
     Args:
@@ -261,25 +261,27 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
     made = chosen.make(
         **{key: value for key, value in parameters.items() if key not in SHARED_PARAMETERS}
     )
-    rules = made if isinstance(made, tuple) else (made,)
+    augmentations = made if isinstance(made, tuple) else (made,)
     where = {
         key: value
         for key, value in parameters.items()
         if key in SHARED_PARAMETERS and key != "tokens"
     }
-    if "tokens" in parameters and all(rule.span != "prefix" for rule in rules):
+    if "tokens" in parameters and all(
+        augmentation.span != "prefix" for augmentation in augmentations
+    ):
         raise AugmentationError(f"recipe {name} has a fixed span, so it takes no tokens")
     found = (
         Augmentation(
-            **dict(rule)
+            **dict(augmentation)
             | where
             | (
                 {"span": ("prefix", parameters["tokens"])}
-                if "tokens" in parameters and rule.span == "prefix"
+                if "tokens" in parameters and augmentation.span == "prefix"
                 else {}
             )
         )
-        for rule in rules
+        for augmentation in augmentations
     )
     given = ",".join(
         f"{key}={_format_value(key, value)}"
@@ -336,7 +338,8 @@ def parse_recipes(text: str) -> LabeledAugmentations:
                 ) from None
         found.append(recipe(name, **given))
     return LabeledAugmentations.of(
-        (rule for each in found for rule in each), " + ".join(e.label for e in found)
+        (augmentation for each in found for augmentation in each),
+        " + ".join(e.label for e in found),
     )
 
 
@@ -369,20 +372,28 @@ def _parse_pair(text: str, mark: str) -> tuple[int, int]:
     return int(one), int(other)
 
 
-def strength(rules: tuple[Augmentation, ...]) -> float:
+def strength(augmentations: tuple[Augmentation, ...]) -> float:
     """The strength of augmentations: tau where a law aims at a share, else |alpha|; of several the
     largest; 0 without any."""
-    return max((abs(rule.alpha) if rule.tau is None else rule.tau for rule in rules), default=0.0)
+    return max(
+        (
+            abs(augmentation.alpha) if augmentation.tau is None else augmentation.tau
+            for augmentation in augmentations
+        ),
+        default=0.0,
+    )
 
 
-def at_unit_strength(rules: tuple[Augmentation, ...]) -> tuple[Augmentation, ...]:
+def at_unit_strength(augmentations: tuple[Augmentation, ...]) -> tuple[Augmentation, ...]:
     """Copies with tau 0.5, or alpha 1 (-1 where it is negative): those of two arms are equal if the
     arms differ by strength alone."""
     return tuple(
-        rule.model_copy(
-            update={"alpha": math.copysign(1, rule.alpha)} if rule.tau is None else {"tau": 0.5}
+        augmentation.model_copy(
+            update={"alpha": math.copysign(1, augmentation.alpha)}
+            if augmentation.tau is None
+            else {"tau": 0.5}
         )
-        for rule in rules
+        for augmentation in augmentations
     )
 
 
@@ -394,33 +405,41 @@ def name_families(arms: Iterable[tuple[Augmentation, ...]]) -> dict[tuple[Augmen
     """
     names: dict[tuple[Augmentation, ...], str] = {(): "baseline"}
     found = {}
-    for rules in arms:
-        unit = at_unit_strength(rules)
+    for augmentations in arms:
+        unit = at_unit_strength(augmentations)
         if unit not in names:
-            name = recipe_name(rules, any_strength=True) or " + ".join(rule.label for rule in unit)
+            name = recipe_name(augmentations, any_strength=True) or " + ".join(
+                augmentation.label for augmentation in unit
+            )
             same = sum(other.partition(" #")[0] == name for other in names.values())
             names[unit] = f"{name} #{same + 1}" if same else name
-        found[rules] = names[unit]
+        found[augmentations] = names[unit]
     return found
 
 
-def recipe_name(rules: tuple[Augmentation, ...], any_strength: bool = False) -> str | None:
+def recipe_name(augmentations: tuple[Augmentation, ...], any_strength: bool = False) -> str | None:
     """The recipe that gives these augmentations with its own parameters at their defaults; None if
     there is none. Its tokens, layers, heads and steps may be any (with `any_strength`, its strength
     too)."""
     alike = at_unit_strength if any_strength else tuple
-    given = tuple(rule.positions for rule in rules if rule.positions is not None)
-    narrow = ("tokens",) * bool(given) + ("heads",) * any(rule.heads != "all" for rule in rules)
+    given = tuple(
+        augmentation.positions
+        for augmentation in augmentations
+        if augmentation.positions is not None
+    )
+    narrow = ("tokens",) * bool(given) + ("heads",) * any(
+        augmentation.heads != "all" for augmentation in augmentations
+    )
     for name, chosen in RECIPES.items():
         parameters: dict[str, Any] = {
-            key: getattr(rules[0], key) for key in ("layers", "heads", "steps")
+            key: getattr(augmentations[0], key) for key in ("layers", "heads", "steps")
         }
         if given:
             parameters["tokens"] = given[0]
         if (chosen.needs or chosen.make is _lapa2) and chosen.needs != narrow:
             continue  # the four that are LaPA2 itself differ by what is chosen
         try:
-            if alike(recipe(name, **parameters)) == alike(rules):
+            if alike(recipe(name, **parameters)) == alike(augmentations):
                 return name
         except AugmentationError:
             continue

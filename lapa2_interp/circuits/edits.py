@@ -83,7 +83,7 @@ class Edit:
         return self.branches is None or (self.branches == "target") == (branch == 0)
 
     @property
-    def rule(self) -> Augmentation:
+    def augmentation(self) -> Augmentation:
         """The edit as an augmentation that cuts the prefix; of other replacements, its scope."""
         return Augmentation(
             alpha=1,
@@ -146,10 +146,11 @@ def _forward_rows(
     copied = [i for i, edit in enumerate(edits) if edit and edit.replacement != "cut"]
     always = tuple(active_augmentations(resolve_recipes(augmentation)))
     rules = [
-        (*always, edit.rule) if edit and edit.replacement == "cut" else always for edit in edits
+        (*always, edit.augmentation) if edit and edit.replacement == "cut" else always
+        for edit in edits
     ]
     for layout, edit in zip(layouts, edits, strict=True):
-        for rule in (*always, edit.rule) if edit else always:
+        for rule in (*always, edit.augmentation) if edit else always:
             _check_rule(rule, layout)
     phases = {rule.phase for rule in always} | {edit.phase for _, edit, _ in rows if edit}
     by_step = "predicting_only" in phases
@@ -334,9 +335,9 @@ class _EditedHeads:
         slots = np.arange(first, first + z.shape[1])
         acts = np.stack(
             [
-                each.acts(edit.rule, slots) & (slots == slots[-1])
+                each.acts(edit.augmentation, slots) & (slots == slots[-1])
                 if edit.phase == "predicting_only"
-                else each.acts(edit.rule, slots)
+                else each.acts(edit.augmentation, slots)
                 for edit, each in self.edits
             ]
         )  # copy query

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens
-from lapa2_interp.generation.loop import run_plan
-from lapa2_interp.generation.plan import plan
+from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model
@@ -280,7 +280,7 @@ def write_texts(
         eos="block",
         trace="none",
     )
-    made = run_plan(model, plan(model, cell)).samples
+    made = decode_batches(model, plan_batches(model, cell)).samples
     found: dict[str, list[list[int]]] = {prompt: [] for prompt in prompts}
     for prompt, ids in zip(made["prompt"], made["tokens"], strict=True):
         found[prompt].append(list(ids[:tokens]))

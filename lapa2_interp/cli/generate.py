@@ -20,7 +20,7 @@ from lapa2_interp.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from lapa2_interp.generation.plan import Plan
+    from lapa2_interp.generation.plan import BatchPlan
     from lapa2_interp.models.card import Model
     from lapa2_interp.runs.attention import Attention
 
@@ -69,7 +69,7 @@ def generate(
     rules = augmentation.recipes() or augmentation.build(find_class(method, True).alpha)
     fields["augmentation"] = rules or "none"
 
-    def announce(loaded: Model, plans: Sequence[Plan]) -> None:
+    def announce(loaded: Model, plans: Sequence[BatchPlan]) -> None:
         augmentation.check(loaded)
         for note in dict.fromkeys(note for each in plans for note in each.merged):
             print(f"note: {note}", file=sys.stderr)

@@ -85,7 +85,7 @@ def arrange(
             the model's context, or crosses a switch of its rotary factors.
         AugmentationError: Layers or heads the model does not have.
     """
-    method, branches = cell.decoder, cell.branches
+    method, branches = cell.decoding_method, cell.branches
     open_texts = prepared is None and type(method).prepare is not Method.prepare
     known = [Prepared()] * len(cell.prompts) if prepared is None else prepared
     augmentations = assign_augmentations(method, branches, cell.augmentation)
@@ -102,10 +102,10 @@ def arrange(
     rows = []
     for branch, augmentation in zip(branches, augmentations, strict=True):
         reached: list[tuple[Augmentation, list[LayerType]]] = []
-        for rule in active_augmentations(augmentation):
-            layers = np.flatnonzero(rule.head_mask(size.n_layers, size.n_heads).any(1))
+        for active in active_augmentations(augmentation):
+            layers = np.flatnonzero(active.head_mask(size.n_layers, size.n_heads).any(1))
             reached.append(
-                (rule, distinct_types([size.keys_seen[i] for i in layers if size.keys_seen]))
+                (active, distinct_types([size.keys_seen[i] for i in layers if size.keys_seen]))
             )
         of_branch = []
         for prompt, own, new in zip(cell.prompts, known, steps, strict=True):
@@ -120,10 +120,10 @@ def arrange(
                     f" ones exceed the context of {size.n_ctx} of {cell.model}; shorten the prompt"
                     " or the length"
                 )
-            for rule, kinds in () if open_texts else reached:
-                each.spans(rule.span)
+            for active, kinds in () if open_texts else reached:
+                each.spans(active.span)
                 for kind in kinds:  # refused beyond a window
-                    each.acts(rule, np.array([len(each) + new - 2]), kind)
+                    each.acts(active, np.array([len(each) + new - 2]), kind)
             of_branch.append(each)
         rows.append(tuple(of_branch))
     for prompt, new, of_prompt in zip(cell.prompts, steps, zip(*rows, strict=True), strict=True):

@@ -115,11 +115,11 @@ class Cell(BaseModel):
     def _refuse(self) -> Cell:
         """Refuse what can be refused without tokenizer and model; `generation.arrange` refuses the
         rest."""
-        for rule in self.rules:
-            if type(rule) is not Augmentation:
+        for augmentation in self.active_augmentations:
+            if type(augmentation) is not Augmentation:
                 raise AugmentationError(
-                    f"a cell's key cannot tell {type(rule).__name__} from Augmentation, whose JSON"
-                    " it has; use it with augmented(...) or teacher_forced(...)"
+                    f"a cell's key cannot tell {type(augmentation).__name__} from Augmentation,"
+                    " whose JSON it has; use it with augmented(...) or teacher_forced(...)"
                 )
         if self.patterns and self.trace == "none":
             raise TraceError(
@@ -137,7 +137,7 @@ class Cell(BaseModel):
             raise AugmentationError(
                 f"the label of an arm is one line of at most 200 letters, found {label!r}"
             )
-        if label and (not self.rules or label == "baseline"):
+        if label and (not self.active_augmentations or label == "baseline"):
             raise AugmentationError(
                 f"label {label!r}: 'baseline' is the arm without an augmentation, and no other"
                 " arm; give another label, or none"
@@ -152,7 +152,7 @@ class Cell(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
-    def decoder(self) -> Method:
+    def decoding_method(self) -> Method:
         """The method with its parameters.
 
         Raises:
@@ -170,7 +170,7 @@ class Cell(BaseModel):
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
         """The method's model calls."""
-        return self.decoder.branches(self.task, self.attribute)
+        return self.decoding_method.branches(self.task, self.attribute)
 
     @property
     def banned_words(self) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ class Cell(BaseModel):
         return self.samples * len(self.prompts)
 
     @property
-    def rules(self) -> tuple[Augmentation, ...]:
+    def active_augmentations(self) -> tuple[Augmentation, ...]:
         """The augmentations, none for the base method."""
         return active_augmentations(self.augmentation)
 
@@ -195,13 +195,16 @@ class Cell(BaseModel):
     @property
     def plain_arm(self) -> str:
         """The arm without the cell's own label."""
-        return " + ".join(rule.label for rule in self.rules) or "baseline"
+        return (
+            " + ".join(augmentation.label for augmentation in self.active_augmentations)
+            or "baseline"
+        )
 
     @property
     def usual_arm(self) -> str:
         """The arm at the method's own alpha; "" of a custom method that is not loaded."""
         try:
-            return Augmentation(alpha=self.decoder.alpha).label
+            return Augmentation(alpha=self.decoding_method.alpha).label
         except MethodError:
             return ""
 
@@ -261,8 +264,8 @@ class Cell(BaseModel):
     def columns(self) -> dict[str, Any]:
         """The cell's settings as the columns of a tidy table; of several augmentations alpha is
         NaN where they differ."""
-        rules = self.rules
-        alphas = {rule.alpha for rule in rules}
+        augmentations = self.active_augmentations
+        alphas = {augmentation.alpha for augmentation in augmentations}
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -271,10 +274,10 @@ class Cell(BaseModel):
             "method": self.method,
             "variant": self.variant,
             "arm": self.arm,
-            "alpha": (alphas.pop() if len(alphas) == 1 else math.nan) if rules else 0.0,
-            "law": _words(rule.law for rule in rules),
-            "layers": _words(str(rule.layers) for rule in rules),
-            "profile": _words(rule.profile for rule in rules),
+            "alpha": (alphas.pop() if len(alphas) == 1 else math.nan) if augmentations else 0.0,
+            "law": _words(augmentation.law for augmentation in augmentations),
+            "layers": _words(str(augmentation.layers) for augmentation in augmentations),
+            "profile": _words(augmentation.profile for augmentation in augmentations),
             "max_length": self.length,
             "samples": self.samples,
             "seed": self.seed,
@@ -299,7 +302,7 @@ def same_label(cells: Iterable[Cell]) -> list[tuple[Cell, Cell]]:
     found = []
     for cell in cells:
         first = seen.setdefault((cell.method, cell.arm), cell)
-        if first.rules != cell.rules:
+        if first.active_augmentations != cell.active_augmentations:
             found.append((first, cell))
     return found
 

@@ -103,12 +103,14 @@ def continue_chats(
     shortest = min(len(each.ids) for each in layouts)
     what = "chats that are read together, with their continuations"
     check_rotary_side(model_short_context(model), shortest, longest + length - 1, what)
-    rules = active_augmentations(resolve_recipes(augmentation))
+    augmentations = active_augmentations(resolve_recipes(augmentation))
     ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
     recorder = Recorder(
         model.cfg.n_layers, model.cfg.n_heads, trace, layer_types=layer_types(model)
     )
-    rows = new_rows(model, direct=any(rule.phase == "predicting_only" for rule in rules))
+    rows = new_rows(
+        model, reread_last=any(each.phase == "predicting_only" for each in augmentations)
+    )
     padded = left_pad(layouts)
     of_rows = [layout for layout in padded for _ in range(samples)]
     uniform = torch.from_numpy(
@@ -124,12 +126,12 @@ def continue_chats(
     recorder.begin(padded, expansion)
     drawn: list[torch.Tensor] = []
     with prepacked_model(model), progress_bar(length * len(of_rows), "chat") as bar:
-        with augmented(model, [rules] * len(padded), padded, recorder):
+        with augmented(model, [augmentations] * len(padded), padded, recorder):
             logits = rows.prompt_pass(padded)[expansion, -1]  # row vocab
         rows.expand(expansion.to(logits.device), capacity=len(padded[0]) + length - 1)
         recorder.begin(of_rows)
         running = torch.ones(len(of_rows), dtype=torch.bool)
-        with augmented(model, [rules] * len(of_rows), of_rows, recorder):
+        with augmented(model, [augmentations] * len(of_rows), of_rows, recorder):
             for step in range(length):
                 weights = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
                 if eos == "block":

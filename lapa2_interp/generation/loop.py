@@ -1,7 +1,7 @@
 """The one decode loop. Axes: row = branch x sample, stacked; sample = one continuation of one
 prompt.
 
-For a group of samples:
+For a batch of samples:
 
 1. every branch reads every prompt once (rows: branch x prompt, left-padded);
 2. each prompt's keys, values and logits are expanded to its samples (rows: branch x sample);
@@ -34,7 +34,7 @@ from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import decode_continuation
 from lapa2_interp.generation.banned_words import BannedWords
-from lapa2_interp.generation.plan import Batch, Plan
+from lapa2_interp.generation.plan import Batch, BatchPlan
 from lapa2_interp.generation.sampling import NOTHING, draw
 from lapa2_interp.methods.base import BatchStart, LogProbs
 from lapa2_interp.models.card import (
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generation:
-    """The texts of a plan, made by `run_plan`.
+    """The texts of a plan, made by `decode_batches`.
 
     Attributes:
         samples: One row per sample: prompt, attribute, sample, text (as it is scored),
@@ -77,7 +77,7 @@ class EmptyGenerationError(EmptyDistributionError):
 
 @dataclass
 class Ending:
-    """When and how the samples of a group end; `n_tokens` starts as the steps they were planned to
+    """When and how the samples of a batch end; `n_tokens` starts as the steps they were planned to
     have."""
 
     n_tokens: list[int]
@@ -102,18 +102,17 @@ class Ending:
 
 @accepts_model_name
 @torch.no_grad()
-def run_plan(
+def decode_batches(
     model: Model,
-    plan: Plan,
-    groups: Sequence[Sequence[tuple[int, int]]] | None = None,
+    plan: BatchPlan,
+    batches: Sequence[Sequence[tuple[int, int]]] | None = None,
     progress: tqdm | None = None,
 ) -> Generation:
-    """Carry out a plan.
+    """Decode the batches of a plan.
 
     Args:
-        groups: Some of the plan's groups; all by default.
-        progress: A bar to advance, shared by several plans; by default one of its own, shown after
-            2 s.
+        batches: Some of the plan's batches; all by default.
+        progress: A bar to advance, shared by several plans; by default a new one, shown after 2 s.
 
     Raises:
         TraceError: Patterns are asked of heads that the model does not have.
@@ -130,8 +129,8 @@ def run_plan(
     tables, traces, problems = [], [], []
     try:
         with prepacked_model(model):
-            for group in plan.groups if groups is None else groups:
-                table, trace = _decode_group(model, plan, group, bar)
+            for pairs in plan.batches if batches is None else batches:
+                table, trace = _decode_batch(model, plan, pairs, bar)
                 tables.append(table)
                 problems += [
                     f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
@@ -144,48 +143,48 @@ def run_plan(
         if own is not None:
             own.close()
     table = pd.concat(tables, ignore_index=True)
-    made = Generation(table, join_traces(traces, table) if traces else None)
+    generation = Generation(table, join_traces(traces, table) if traces else None)
     if problems:
         raise EmptyGenerationError(
             f"no token has positive weight for {problems[0]}"
             + (f" and {len(problems) - 1} more" if len(problems) > 1 else "")
             + f" ({plan.method.name}: {plan.method.when_empty}); the texts up to there are kept",
-            made,
+            generation,
         )
-    return made
+    return generation
 
 
-def _decode_group(
-    model: Model, plan: Plan, group: Sequence[tuple[int, int]], bar: tqdm
+def _decode_batch(
+    model: Model, plan: BatchPlan, pairs: Sequence[tuple[int, int]], bar: tqdm
 ) -> tuple[pd.DataFrame, xr.Dataset | None]:
-    """The texts of a group and their trace; those that the method does not accept are drawn
+    """The texts of a batch and their trace; those that the method does not accept are drawn
     again."""
     size, kind = (model.cfg.n_layers, model.cfg.n_heads), plan.cell.trace
-    places = list(range(len(group)))
+    places = list(range(len(pairs)))
     order, tables, traces = [], [], []
     for trial in range(plan.method.trials):
-        batch = plan.batch([group[place] for place in places], trial)
+        batch = plan.assemble_batch([pairs[place] for place in places], trial)
         ending = Ending.at(batch.steps)
         recorder = None
         if kind != "none":
             recorder = Recorder(*size, kind, plan.cell.patterns, layer_types(model))
         progress = bar if trial == 0 else hidden_bar()
-        drawn = _decode(model, plan, batch, ending, recorder, progress)
+        drawn = _decode_steps(model, plan, batch, ending, recorder, progress)
         tokens = torch.stack(list(drawn), dim=1)  # sample step
         table = _table(model, plan, batch, tokens, ending)
         stays = np.ones(len(places), dtype=bool)
         if trial + 1 < plan.method.trials:
             texts = table["prompt"] + table["continuation"]
             stays[:] = [
-                plan.method.accepts(batch.prepared[own], text, made)
-                for own, text, made in zip(batch.owner, texts, table["tokens"], strict=True)
+                plan.method.accepts(batch.prepared[own], text, tokens)
+                for own, text, tokens in zip(batch.owner, texts, table["tokens"], strict=True)
             ]
         order += [place for place, stay in zip(places, stays, strict=True) if stay]
         places = [place for place, stay in zip(places, stays, strict=True) if not stay]
         tables.append(table[stays])
         if recorder is not None:
-            found = recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
-            traces.append(found if stays.all() else found.isel(sample=stays))
+            recorded = recorder.dataset(batch.sample_layouts, plan.branches, ending.n_tokens)
+            traces.append(recorded if stays.all() else recorded.isel(sample=stays))
         if not places:
             break
     if len(tables) == 1:
@@ -195,9 +194,9 @@ def _decode_group(
     return pd.concat(tables).iloc[back], trace
 
 
-def _decode(
+def _decode_steps(
     model: Model,
-    plan: Plan,
+    plan: BatchPlan,
     batch: Batch,
     ending: Ending,
     recorder: Recorder | None,
@@ -213,12 +212,12 @@ def _decode(
     expansion = torch.tensor(batch.expansion)  # by branch x sample: a row of branch x prompt
     method, branches = plan.method, plan.branches
     n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
-    direct = any(
-        rule.phase == "predicting_only"
-        for each in plan.augmentations
-        for rule in active_augmentations(each)
+    reread_last = any(
+        augmentation.phase == "predicting_only"
+        for of_branch in plan.augmentations
+        for augmentation in active_augmentations(of_branch)
     )
-    rows = new_rows(model, recompute=method.rereads_text, direct=direct)
+    rows = new_rows(model, recompute=method.rereads_text, reread_last=reread_last)
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)
     # For the prompt pass the method has one state a prompt; below it begins again, for samples.
@@ -255,22 +254,22 @@ def _decode(
     ):
         for step in range(max(batch.steps)):
             log_probs = _of_branches(logits, branches)  # by branch: sample vocab
-            known = mask_main_branch(log_probs, mask_forbidden)
-            log_weights = mask_forbidden(method.combine(known, state))  # sample vocab
+            masked_log_probs = mask_main_branch(log_probs, mask_forbidden)
+            log_weights = mask_forbidden(method.combine(masked_log_probs, state))  # sample vocab
             drawn = draw(log_weights, uniform[:, step], top_k=plan.cell.top_k)  # sample
             # An ended sample's row runs on with the others; what it reads does not matter.
             tokens = drawn.clamp(min=0)
             state = method.advance(state, log_probs, tokens)
-            here = drawn.cpu()  # the step's one wait for the device
+            cpu_tokens = drawn.cpu()  # the step's one wait for the device
             if banned is not None:
-                banned.advance(here.clamp(min=0).tolist())
-            if (nothing := here == NOTHING).any():
+                banned.advance(cpu_tokens.clamp(min=0).tolist())
+            if (nothing := cpu_tokens == NOTHING).any():
                 _check_numbers(model, logits, step)
             ending.stop(nothing, step, "empty")
-            yield here.clamp(min=0)
+            yield cpu_tokens.clamp(min=0)
             bar.update(ending.running(step))
             if plan.cell.eos == "stop":
-                ending.stop(torch.isin(here, ends), step + 1, "end")
+                ending.stop(torch.isin(cpu_tokens, ends), step + 1, "end")
             if not ending.running(step + 1):
                 return
             with set_neurons(model, method.intervene(state), len(branches)):
@@ -338,13 +337,13 @@ def _of_branches(
 
 
 def _table(
-    model: Model, plan: Plan, batch: Batch, tokens: Int[Tensor, "sample step"], ending: Ending
+    model: Model, plan: BatchPlan, batch: Batch, tokens: Int[Tensor, "sample step"], ending: Ending
 ) -> pd.DataFrame:
     rows = []
     for i, (prompt, sample) in enumerate(batch.pairs):
-        made = tokens[i, : ending.n_tokens[i]].tolist()
+        new_ids = tokens[i, : ending.n_tokens[i]].tolist()
         text = plan.prompts[prompt]
-        new = decode_continuation(model.tokenizer, text, made)
+        new = decode_continuation(model.tokenizer, text, new_ids)
         rows.append(
             {
                 "prompt": text,
@@ -352,7 +351,7 @@ def _table(
                 "sample": sample,
                 "text": text + new if plan.cell.task.length_counts_prompt else new,
                 "continuation": new,
-                "tokens": made,
+                "tokens": new_ids,
                 "n_tokens": ending.n_tokens[i],
                 "finish": ending.finish[i],
             }

@@ -72,7 +72,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """A cell ready to be generated: every branch's layout per prompt, and who shares a batch.
 
     Attributes:
@@ -82,7 +82,7 @@ class Plan:
         augmentations: By branch.
         steps: New tokens per prompt.
         prepared: What the method worked out about each prompt.
-        groups: Batches of (prompt number, sample number).
+        batches: The (prompt number, sample number) pairs of each batch.
     """
 
     cell: Cell
@@ -92,30 +92,30 @@ class Plan:
     augmentations: tuple[Augmentations, ...]
     steps: tuple[int, ...]
     prepared: tuple[Prepared, ...] = field(repr=False)
-    groups: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
+    batches: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
 
     @property
     def method(self) -> Method:
         """The method with its parameters."""
-        return self.cell.decoder
+        return self.cell.decoding_method
 
     @property
     def prompts(self) -> tuple[str, ...]:
         """The prompts that are continued."""
         return self.cell.prompts
 
-    def batch(self, group: Sequence[tuple[int, int]], trial: int = 0) -> Batch:
-        """The batch that decodes one group, for the first time or again."""
-        used = sorted({prompt for prompt, _ in group})
-        steps = tuple(self.steps[prompt] for prompt, _ in group)
-        uniform = np.zeros((len(group), max(steps)))
-        for row, (prompt, sample), n in zip(uniform, group, steps, strict=True):
+    def assemble_batch(self, pairs: Sequence[tuple[int, int]], trial: int = 0) -> Batch:
+        """The batch that decodes these samples, for the first time or again."""
+        used = sorted({prompt for prompt, _ in pairs})
+        steps = tuple(self.steps[prompt] for prompt, _ in pairs)
+        uniform = np.zeros((len(pairs), max(steps)))
+        for row, (prompt, sample), n in zip(uniform, pairs, steps, strict=True):
             row[:n] = uniforms(self.cell.seed, self.prompts[prompt], sample, n, trial)
         return Batch(
-            pairs=tuple(group),
+            pairs=tuple(pairs),
             layouts=tuple(left_pad([row[prompt] for row in self.layouts for prompt in used])),
             prefixes=tuple(prefix for prefix in self.prefixes for _ in used),
-            owner=tuple(used.index(prompt) for prompt, _ in group),
+            owner=tuple(used.index(prompt) for prompt, _ in pairs),
             steps=steps,
             uniform=uniform,
             prepared=tuple(self.prepared[prompt] for prompt in used),
@@ -124,68 +124,68 @@ class Plan:
     @property
     def prefix_names(self) -> dict[str, str | SoftPrefixName | None]:
         """Prefix of the prompt, by branch: a text, a soft prefix, or nothing."""
-        found: dict[str, str | SoftPrefixName | None] = {}
+        by_branch: dict[str, str | SoftPrefixName | None] = {}
         for branch, prefix in zip(self.cell.branches, self.prefixes, strict=True):
-            found[branch.name] = prefix.card.name if prefix is not None else branch.prefix  # type: ignore[assignment]
-        return found
+            by_branch[branch.name] = prefix.card.name if prefix is not None else branch.prefix  # type: ignore[assignment]
+        return by_branch
 
     @property
     def new_tokens(self) -> int:
-        return sum(self.steps[prompt] for group in self.groups for prompt, _ in group)
+        return sum(self.steps[prompt] for batch in self.batches for prompt, _ in batch)
 
     @property
     def summaries(self) -> dict[str, dict[str, Any]]:
         """Preparation of the method, by prompt; under "all prompts" if it is the same for all;
         empty if nothing."""
-        found = [dict(each.summary) for each in self.prepared]
-        if all(each == found[0] for each in found):
-            return {"all prompts": found[0]} if found[0] else {}
-        return dict(zip(self.prompts, found, strict=True))
+        summaries = [dict(each.summary) for each in self.prepared]
+        first = summaries[0]
+        if all(each == first for each in summaries):
+            return {"all prompts": first} if first else {}
+        return dict(zip(self.prompts, summaries, strict=True))
 
     def tokens_read(self, recompute: bool) -> int:
         """Tokens that go through the model, each once, or (`recompute`) the whole text at every
         step."""
         total = 0
         for row in self.layouts:
-            for group in self.groups:
-                for prompt, _ in group:
+            for batch in self.batches:
+                for prompt, _ in batch:
                     first, new = row[prompt].n_live, self.steps[prompt]
                     total += new * first + new * (new - 1) // 2 if recompute else first + new - 1
         return total
 
     @property
     def rows(self) -> int:
-        return len(self.branches) * sum(len(group) for group in self.groups)
+        return len(self.branches) * sum(len(batch) for batch in self.batches)
 
     @property
     def merged(self) -> list[str]:
         """Tokens that cross the seam between a prefix and a prompt, in words."""
-        found = [
+        return [
             f"in branch {name!r} of {prompt!r} the token {each.merged!r} crosses the seam and"
             " counts as prefix"
             for name, row in zip(self.branches, self.layouts, strict=True)
             for prompt, each in zip(self.prompts, row, strict=True)
             if each.merged is not None
         ]
-        return found
 
 
 @accepts_model_name
-def plan(model: Model, cell: Cell, kit: MethodContext | None = None) -> Plan:
+def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None) -> BatchPlan:
     """Resolve a cell before its first token: checks first, then what the method has to prepare.
 
     Args:
         model: The cell's, from `load_model`.
-        kit: What `Method.prepare` is given (`runs.method_context.ModelContext`); plans that share
-            one share what it has made. Methods that prepare nothing need none.
+        context: What `Method.prepare` is given (`runs.method_context.ModelContext`); plans that
+            share one share what it has made. Methods that prepare nothing need none.
 
     Raises:
         ModelError: The model is not the cell's.
-        MethodError: The method cannot prepare for a prompt, or needs a kit.
+        MethodError: The method cannot prepare for a prompt, or needs a context.
         LayoutError, AugmentationError: As `arrange`.
         PrefixError: A soft prefix the method names is not there, or belongs to another model.
     """
-    card, method = model_card(model), cell.decoder
+    card, method = model_card(model), cell.decoding_method
     for name, given in (
         ("model", card.name),
         ("dtype", card.dtype),
@@ -212,19 +212,19 @@ def plan(model: Model, cell: Cell, kit: MethodContext | None = None) -> Plan:
     arrangement = arrange(cell, model.tokenizer, card, slots)
     prepared = (Prepared(),) * len(cell.prompts)
     if type(method).prepare is not Method.prepare:
-        if kit is None:
+        if context is None:
             raise MethodError(
-                f"{method.name} prepares for its prompts; give plan or make_cells a kit"
+                f"{method.name} prepares for its prompts; give plan_batches or make_cells a context"
                 " (lapa2_interp.runs.method_context)"
             )
-        prepared = _prepare(method, kit, cell)
+        prepared = _prepare(method, context, cell)
         arrangement = arrange(cell, model.tokenizer, card, slots, prepared)
     rows = cell.max_rows or _default_rows(model, method, arrangement)
     pairs = [
         (prompt, sample) for prompt in range(len(cell.prompts)) for sample in range(cell.samples)
     ]
     size = max(1, rows // len(names))
-    return Plan(
+    return BatchPlan(
         cell=cell,
         branches=names,
         layouts=arrangement.layouts,
@@ -232,7 +232,7 @@ def plan(model: Model, cell: Cell, kit: MethodContext | None = None) -> Plan:
         augmentations=arrangement.augmentations,
         steps=arrangement.steps,
         prepared=prepared,
-        groups=_groups(
+        batches=_split_into_batches(
             pairs,
             size,
             arrangement.longest,
@@ -244,13 +244,13 @@ def plan(model: Model, cell: Cell, kit: MethodContext | None = None) -> Plan:
     )
 
 
-def _prepare(method: Method, kit: MethodContext, cell: Cell) -> tuple[Prepared, ...]:
+def _prepare(method: Method, context: MethodContext, cell: Cell) -> tuple[Prepared, ...]:
     prepared = []
     with progress_bar(
         len(cell.prompts), f"preparing {method.name} {cell.attribute}", "prompt"
     ) as bar:
         for prompt in cell.prompts:
-            prepared.append(method.prepare(kit, cell.task, cell.attribute, prompt))
+            prepared.append(method.prepare(context, cell.task, cell.attribute, prompt))
             bar.update()
     return tuple(prepared)
 
@@ -268,7 +268,7 @@ def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int
     return max(1, min(MAX_ROWS, CACHE_BYTES // row_bytes))
 
 
-def _groups(
+def _split_into_batches(
     pairs: Sequence[tuple[int, int]],
     size: int,
     longest: Sequence[int],
@@ -285,18 +285,18 @@ def _groups(
             an ended sample's row runs on.
         alike: Prompts of one batch have the same length (`cache.check_window`).
     """
-    groups: list[list[tuple[int, int]]] = []
+    batches: list[list[tuple[int, int]]] = []
     width = most = 0
     for pair in pairs:
         width, most = max(width, longest[pair[0]]), max(most, steps[pair[0]])
-        last = longest[groups[-1][0][0]] if groups else 0
+        last = longest[batches[-1][0][0]] if batches else 0
         other = alike and last != longest[pair[0]]
         room = n_ctx
         if short is not None:
             other |= (last > short) != (longest[pair[0]] > short)
             room = n_ctx if longest[pair[0]] > short else short + 1  # the last token is not read
-        if not groups or len(groups[-1]) == size or width + most > room or other:
-            groups.append([])
+        if not batches or len(batches[-1]) == size or width + most > room or other:
+            batches.append([])
             width, most = longest[pair[0]], steps[pair[0]]
-        groups[-1].append(pair)
-    return tuple(map(tuple, groups))
+        batches[-1].append(pair)
+    return tuple(map(tuple, batches))

@@ -92,10 +92,10 @@ def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
     cells: dict[str, Cell] = {}
     for point in product({name: value for name, value in fields.items() if name != "label"}):
         for cell in resolve(CellSettings.of(point), **options):
-            if label and cell.rules and not cell.label:
+            if label and cell.active_augmentations and not cell.label:
                 cell = Cell.model_validate(cell.model_dump() | {"label": label})
             cells.setdefault(cell.key, cell)
-    if label and not any(cell.rules for cell in cells.values()):
+    if label and not any(cell.active_augmentations for cell in cells.values()):
         raise AugmentationError(
             f"label {label!r} is for an augmentation, and there is none; 'baseline' is the arm"
             " without one"
@@ -143,7 +143,7 @@ def resolve(
     """
     task = _task(settings, needs)
     method = _method(settings, task, allow_code)
-    rules, label = _rules(settings, method)
+    augmentations, label = _rules(settings, method)
     model = settings.model
     if isinstance(model, str | Path):
         facts = {
@@ -168,7 +168,7 @@ def resolve(
                 f" task {task.name!r} another name"
             )
         _check_prefix(settings, task, method, attribute)
-        assign_augmentations(method, branches, rules)
+        assign_augmentations(method, branches, augmentations)
         texts = task.methods.get(method.name, MethodSettings()).texts
         try:
             cells.append(
@@ -185,7 +185,7 @@ def resolve(
                         methods={method.name: MethodSettings(texts=texts)} if texts else {},
                     ),
                     attribute=attribute,
-                    augmentation=normalize_augmentations(rules),
+                    augmentation=normalize_augmentations(augmentations),
                     patterns=_patterns(settings.patterns),
                     files=_files(facts["model"], task.name, branches, method, needs),
                     label=label,
@@ -342,16 +342,20 @@ def _rules(settings: CellSettings, method: Method) -> tuple[AugmentationLike, st
             raise AugmentationError(
                 f"{unknown_choice('augmentation', given, allowed)}; or a table of fields"
             )
-    rules: AugmentationLike = resolve_recipes(given)
-    for each in rules if isinstance(rules, Sequence) else (rules,):
+    augmentations: AugmentationLike = resolve_recipes(given)
+    for each in augmentations if isinstance(augmentations, Sequence) else (augmentations,):
         if each is not None and not isinstance(each, Augmentation):
             raise AugmentationError(
                 "augmentation must be an Augmentation, several of them, recipes as one text such as"
-                f" 'lapa2 + instaboost:M=5', or None; found {rules!r}"
+                f" 'lapa2 + instaboost:M=5', or None; found {augmentations!r}"
             )
-    if not label and isinstance(rules, LabeledAugmentations) and active_augmentations(rules):
-        label = rules.label
-    return rules, label
+    if (
+        not label
+        and isinstance(augmentations, LabeledAugmentations)
+        and active_augmentations(augmentations)
+    ):
+        label = augmentations.label
+    return augmentations, label
 
 
 def _with_method_alpha(fields: dict[str, Any], method: Method) -> Augmentation:

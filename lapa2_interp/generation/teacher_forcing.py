@@ -66,7 +66,7 @@ def teacher_forced(
     chunk: int | None = None,
     progress: tqdm | None = None,
 ) -> xr.Dataset:
-    """The trace of texts that are given, row by row, behind their prefixes and prompts.
+    """The trace of texts that are given, row by row, after their prefixes and prompts.
 
     Example:
         >>> from lapa2_interp import Augmentation, Layout, load_model, teacher_forced
@@ -120,14 +120,14 @@ def teacher_forced(
         raise LayoutError(
             f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all"
         )
-    rules = [
+    augmentations = [
         resolve_recipes(row) for row in broadcast_to_rows(resolve_recipes(augmentation), len(rows))
     ]
     soft = [None] * len(rows) if prefixes is None else list(prefixes)
-    if not len(rules) == len(soft) == len(rows):
+    if not len(augmentations) == len(soft) == len(rows):
         raise LayoutError(
-            f"{len(rules)} augmentations and {len(soft)} prefixes for {len(rows)} texts; give one a"
-            " text"
+            f"{len(augmentations)} augmentations and {len(soft)} prefixes for {len(rows)} texts;"
+            " give one a text"
         )
     if chunk is not None and chunk < 1:
         raise TraceError(f"chunk must be at least 1, found {chunk}")
@@ -143,12 +143,12 @@ def teacher_forced(
         first = 0 if each.soft else len(each.ids)
         check_rotary_side(short, first, each.n_live + len(row) - 1, f"text {number}")
     parts = []
-    for group in _groups(given, rows, model.cfg.n_ctx, short):
+    for chosen in _split_texts(given, rows, model.cfg.n_ctx, short):
         batch = _Batch(
-            [given[i] for i in group],
-            [rows[i] for i in group],
-            [rules[i] for i in group],
-            [soft[i] for i in group],
+            [given[i] for i in chosen],
+            [rows[i] for i in chosen],
+            [augmentations[i] for i in chosen],
+            [soft[i] for i in chosen],
         )
         with prepacked_model(model):
             parts.append(_read(model, batch, trace, branch, patterns, chunk, progress))
@@ -162,7 +162,7 @@ def teacher_forced(
     return whole.assign_coords(sample=np.arange(len(rows)))
 
 
-def _groups(
+def _split_texts(
     layouts: Sequence[Layout],
     rows: Sequence[Sequence[int]],
     n_ctx: int,
@@ -174,16 +174,16 @@ def _groups(
     def room(i: int) -> int:
         return n_ctx if short is None or len(layouts[i].ids) > short else short
 
-    groups: list[list[int]] = []
+    batches: list[list[int]] = []
     for i in range(len(rows)):
-        group = [*groups[-1], i] if groups else [i]
-        width = _width([layouts[j] for j in group], [rows[j] for j in group])
-        alike = room(group[0]) == room(i)
-        if groups and alike and width <= room(i) and len(group) * width <= KEYS_AT_ONCE:
-            groups[-1] = group
+        chosen = [*batches[-1], i] if batches else [i]
+        width = _width([layouts[j] for j in chosen], [rows[j] for j in chosen])
+        alike = room(chosen[0]) == room(i)
+        if batches and alike and width <= room(i) and len(chosen) * width <= KEYS_AT_ONCE:
+            batches[-1] = chosen
         else:
-            groups.append([i])
-    return groups
+            batches.append([i])
+    return batches
 
 
 def _width(layouts: Sequence[Layout], rows: Sequence[Sequence[int]]) -> int:
@@ -200,7 +200,7 @@ class _Batch(NamedTuple):
 
     layouts: list[Layout]
     rows: list[list[int]]
-    rules: list[AugmentationLike]
+    augmentations: list[AugmentationLike]
     prefixes: list[SoftPrefix | None]
 
 
@@ -215,7 +215,11 @@ def _read(
 ) -> xr.Dataset:
     padded, steps = left_pad(batch.layouts), [len(row) for row in batch.rows]
     width = _width(batch.layouts, batch.rows)
-    if any(rule.pooled for row in batch.rules for rule in active_augmentations(row)):
+    if any(
+        augmentation.pooled
+        for row in batch.augmentations
+        for augmentation in active_augmentations(row)
+    ):
         chunk = 1  # a pooled law reads all queries of a pass; in decoding there is one
     chunk = chunk or max(1, SCORES_AT_ONCE // (len(padded) * model.cfg.n_heads * width))
     # Rows that end earlier are filled up with their last token, which no earlier query can see.
@@ -223,11 +227,13 @@ def _read(
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, layer_types(model))
     recorder.begin(padded)
-    direct = any(
-        rule.phase == "predicting_only" for row in batch.rules for rule in active_augmentations(row)
+    reread_last = any(
+        augmentation.phase == "predicting_only"
+        for row in batch.augmentations
+        for augmentation in active_augmentations(row)
     )
-    state = new_rows(model, direct=direct)
-    with augmented(model, batch.rules, padded, recorder):
+    state = new_rows(model, reread_last=reread_last)
+    with augmented(model, batch.augmentations, padded, recorder):
         state.prompt_pass(padded, batch.prefixes)
         state.expand(torch.arange(len(padded), device=tokens.device), capacity=width)
         for part in tokens.split(chunk, dim=1) if tokens.shape[1] else ():

@@ -38,7 +38,7 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.synthetic import draw_log_odds, geometric_lengths, log_odds_dataset
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import join_traces
-from lapa2_interp.generation.plan import Plan
+from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods.registry import load_task
@@ -315,7 +315,7 @@ def _generate_texts(model: Model, study: PropositionStudy) -> Run:
     )
 
 
-def _announce_work(model: Model, study: PropositionStudy, plans: Sequence[Plan]) -> None:
+def _announce_work(model: Model, study: PropositionStudy, plans: Sequence[BatchPlan]) -> None:
     print(announcement(model, plans), file=sys.stderr)
     baseline = sum(each.new_tokens for each in plans) // (1 + len(study.free))
     seconds = reading_seconds(model, len(study.alphas) * baseline)

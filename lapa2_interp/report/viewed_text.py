@@ -32,7 +32,7 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import Plan, plan
+from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
@@ -226,7 +226,7 @@ def recompute_attention(
     if steps < 1:
         raise TraceError(f"steps must be at least 1, found {steps}")
     first = next(iter(selected.cells.values()))
-    if first.decoder.rereads_text:
+    if first.decoding_method.rereads_text:
         raise TraceError(
             f"method {first.method} changes the network while it decodes, so its texts cannot be"
             " read again; choose cells of another method"
@@ -314,7 +314,7 @@ def recompute_attention(
     )
 
 
-def _plan_prompt(model: Model, run: Run, cell: Cell, prompt: str) -> Plan:
+def _plan_prompt(model: Model, run: Run, cell: Cell, prompt: str) -> BatchPlan:
     """The plan of a cell's one prompt.
 
     Raises:
@@ -327,13 +327,13 @@ def _plan_prompt(model: Model, run: Run, cell: Cell, prompt: str) -> Plan:
         )
     prompts = cell.task.prompts.model_copy(update={"texts": (prompt,)})
     task = cell.task.model_copy(update={"prompts": prompts})
-    planned = plan(model, cell.model_copy(update={"task": task}), ModelContext(model))
+    planned = plan_batches(model, cell.model_copy(update={"task": task}), ModelContext(model))
     check_files(cell, planned)
     return planned
 
 
 def _attention_trace(
-    model: Model, plans: Sequence[Plan], number: int, rows: Sequence[Sequence[int]]
+    model: Model, plans: Sequence[BatchPlan], number: int, rows: Sequence[Sequence[int]]
 ) -> xr.Dataset:
     """The trace of a teacher-forced pass over a text for each plan, with the patterns of all heads.
 
@@ -384,7 +384,7 @@ def _selected_tokens(made: FinishedCell, selected: SelectedText) -> tuple[list[i
     return tokens, str(table["finish"].iloc[rows[0]]), int(rows[0])
 
 
-def _branch_number(todo: Plan, name: str | None) -> int:
+def _branch_number(todo: BatchPlan, name: str | None) -> int:
     if name is None:
         with_prefix = [i for i, row in enumerate(todo.layouts) if row[0].l_pre]
         return with_prefix[0] if with_prefix else 0
@@ -404,8 +404,8 @@ def _largest_difference(
     trace, of the mean over the layers of the first type."""
     steps, largest = masses.shape[1], 0.0
     part, of_type = recorded.sel(branch=[branch]), slice(None)
-    if "layer_sees" in recomputed.coords:
-        of_type = recomputed["layer_sees"].to_numpy() == traced_layer_types(recomputed)[0]
+    if "type_of_layer" in recomputed.coords:
+        of_type = recomputed["type_of_layer"].to_numpy() == traced_layer_types(recomputed)[0]
     for name, mass in zip(MASSES, masses, strict=True):
         before = select_layer_type(part, name).to_numpy()[0, row, :steps]
         now = mass[:, of_type] if before.ndim == 3 else mass[:, of_type].mean((1, 2))
@@ -414,7 +414,7 @@ def _largest_difference(
 
 
 def _step_control(
-    model: Model, cell: Cell, prompt: str, tokens: list[int], planned: Plan, number: int
+    model: Model, cell: Cell, prompt: str, tokens: list[int], planned: BatchPlan, number: int
 ) -> tuple[dict[str, list[float]], str]:
     """Control of a text at every step by metric, with the arm's augmentation in every branch; or
     the reason why it cannot be computed."""

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from lapa2_interp.attention.batch_bias import BatchBias
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.generation import loop
-from lapa2_interp.generation.plan import Plan
+from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import (
     Model,
@@ -96,7 +96,7 @@ def time_run(run: Callable[[Clock], None], device: torch.device, steps: int) -> 
     return Timing(clock.first - began, (ended - clock.first) / steps)
 
 
-def prompt_tokens(todo: Plan, device: torch.device) -> list[Int[Tensor, "sample _"]]:
+def prompt_tokens(todo: BatchPlan, device: torch.device) -> list[Int[Tensor, "sample _"]]:
     """By branch, the ids that every sample of the one prompt reads first."""
     return [
         torch.tensor([layouts[0].ids] * todo.cell.samples, device=device)
@@ -128,7 +128,7 @@ def _one_after_another(
             read(i, tokens[:, step : step + 1], cache)
 
 
-def with_transformers(subject: Subject, todo: Plan, implementation: str, clock: Clock) -> None:
+def with_transformers(subject: Subject, todo: BatchPlan, implementation: str, clock: Clock) -> None:
     network, prompts = subject.plain, prompt_tokens(todo, subject.device)
     network.set_attn_implementation(implementation)
     if len(prompts) > 1:
@@ -162,7 +162,7 @@ class _Notice(LogitsProcessor):
         return scores
 
 
-def with_transformer_lens(subject: Subject, todo: Plan, clock: Clock) -> None:
+def with_transformer_lens(subject: Subject, todo: BatchPlan, clock: Clock) -> None:
     model, spans = subject.model, [layouts[0].prefix for layouts in todo.layouts]
     branch = 0
 
@@ -180,9 +180,9 @@ def with_transformer_lens(subject: Subject, todo: Plan, clock: Clock) -> None:
         _one_after_another(read, prompt_tokens(todo, subject.device), todo.steps[0], clock)
 
 
-def with_our_loop(model: Model, todo: Plan, packing: str, clock: Clock) -> None:
+def with_our_loop(model: Model, todo: BatchPlan, packing: str, clock: Clock) -> None:
     model.lapa2_card = model_card(model).model_copy(update={"packing": packing})
-    loop.run_plan(model, todo, progress=clock)
+    loop.decode_batches(model, todo, progress=clock)
 
 
 class Products:
@@ -306,7 +306,7 @@ class _StartingClock(Clock):
             self.ledger.since = self.first
 
 
-def time_parts(subject: Subject, todo: Plan) -> dict[str, float]:
+def time_parts(subject: Subject, todo: BatchPlan) -> dict[str, float]:
     """Seconds of one step of `prepacked`, by part: clocks stand around linear layers, attention
     modules, `Bias.add`, `Recorder.observe`, the method and `draw`."""
     clock = _StartingClock(subject.device)

@@ -25,8 +25,8 @@ from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.progress import CountingBar
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import run_plan
-from lapa2_interp.generation.plan import CACHE_BYTES, MAX_ROWS, Plan, plan
+from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.plan import CACHE_BYTES, MAX_ROWS, BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model, model_short_context
@@ -109,7 +109,9 @@ def cost(cell: Cell) -> int:
     """
     branches, n_prompts = len(cell.branches), len(cell.prompts)
     before, new = _lengths(cell)
-    steps = (new - 1) * before + new * (new - 1) // 2 if cell.decoder.rereads_text else new - 1
+    steps = (
+        (new - 1) * before + new * (new - 1) // 2 if cell.decoding_method.rereads_text else new - 1
+    )
     return branches * n_prompts * (before + cell.samples * steps)
 
 
@@ -121,18 +123,18 @@ def seconds(cell: Cell, at: Pace) -> tuple[float, float]:
     together = max(1, _row_limit(cell)[0] // branches)
     full, rest = divmod(n_prompts * cell.samples, together)
     large, small = (
-        at.batch(texts * branches, before, new, cell.decoder.rereads_text)
+        at.batch(texts * branches, before, new, cell.decoding_method.rereads_text)
         for texts in (together, rest)
     )
     prompts = branches * n_prompts * before * at.row
     return prompts + full * large + small, large if full else small
 
 
-def plan_seconds(todo: Plan, at: Pace) -> float:
+def plan_seconds(todo: BatchPlan, at: Pace) -> float:
     """Work of one worker for a plan."""
     branches, found = len(todo.branches), 0.0
     longest = [max(row[i].n_live for row in todo.layouts) for i in range(len(todo.prompts))]
-    for group in todo.groups:
+    for group in todo.batches:
         before, new = max(longest[i] for i, _ in group), max(todo.steps[i] for i, _ in group)
         found += at.batch(branches * len(group), before, new, todo.method.rereads_text)
         found += branches * len({i for i, _ in group}) * before * at.row
@@ -246,8 +248,8 @@ def _row_limit(cell: Cell) -> tuple[int, int]:
     logits."""
     size, item = model_size(cell.model), DTYPE_BYTES[cell.dtype]
     before, new = _lengths(cell)
-    logits = before if cell.decoder.reads_prompt else 0
-    if cell.decoder.rereads_text and cell.model_class == "HookedTransformer":
+    logits = before if cell.decoding_method.reads_prompt else 0
+    if cell.decoding_method.rereads_text and cell.model_class == "HookedTransformer":
         logits = before + new
     row = (2 * size.n_layers * size.kv_width * (before + new) + logits * size.vocab) * item
     return cell.max_rows or max(1, min(MAX_ROWS, CACHE_BYTES // row)), row
@@ -404,7 +406,9 @@ def _step(model: Model, rows: int, keys: int, seconds: Callable[[], float]) -> f
         max_rows=rows,
         trace="pooled",
     )
-    run_plan(model, plan(model, cell), progress=CountingBar(lambda _: times.append(seconds())))
+    decode_batches(
+        model, plan_batches(model, cell), progress=CountingBar(lambda _: times.append(seconds()))
+    )
     return min(after - before for before, after in pairwise(times))
 
 

@@ -6,9 +6,8 @@ run.trace()             # the recorded attention
 run.save("results/lake")
 
 The way of a call: `generate` -> `resolve.cells_of` (settings to cells) -> `make_cells` ->
-`plan.plan` (layouts, batches) -> `loop.run_plan` -> `attention.hooked.augmented`, whose hooks on
-the scores call `batch_bias.BatchBias.add`.
-"""
+`plan.plan_batches` (layouts, batches) -> `loop.decode_batches` -> `attention.hooked.augmented`,
+whose hooks on the scores call `batch_bias.BatchBias.add`."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import EmptyGenerationError, join_traces, run_plan
-from lapa2_interp.generation.plan import Plan, plan
+from lapa2_interp.generation.loop import EmptyGenerationError, decode_batches, join_traces
+from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
     AugmentationSetting,
@@ -95,7 +94,7 @@ def generate(
     device: str | None = None,
     trust_remote_code: bool = False,
     pack: str = "auto",
-    announce: Callable[[Model, Sequence[Plan]], None] | None = None,
+    announce: Callable[[Model, Sequence[BatchPlan]], None] | None = None,
     yes: bool = False,
 ) -> Run:
     """Continue prompts with a controlled model, and record where the attention goes.
@@ -195,8 +194,8 @@ def make_cells(
     cells: Sequence[Cell],
     *,
     name: str = GRID,
-    kit: MethodContext | None = None,
-    announce: Callable[[Model, Sequence[Plan]], None] | None = None,
+    context: MethodContext | None = None,
+    announce: Callable[[Model, Sequence[BatchPlan]], None] | None = None,
 ) -> Run:
     """Make cells of one model, in this process and in memory; `sweep` makes many, in a folder.
 
@@ -206,7 +205,7 @@ def make_cells(
     Args:
         model: The cells' model. Everything is resolved and checked before the first token.
         name: What the run calls the grid of these cells.
-        kit: What methods prepare with; one of the model by default.
+        context: What methods prepare with; one of the model by default.
         announce: Called with the model and the plans before the first token.
 
     Raises:
@@ -214,8 +213,8 @@ def make_cells(
         ModelError: A block such as `augmented` is open on the model.
     """
     check_no_open_block(model)
-    kit = kit or ModelContext(model)
-    plans = {cell.key: plan(model, cell, kit) for cell in cells}
+    context = context or ModelContext(model)
+    plans = {cell.key: plan_batches(model, cell, context) for cell in cells}
     if announce is not None:
         announce(model, list(plans.values()))
     threads = torch.get_num_threads() if model_card(model).device.startswith("cpu") else None
@@ -225,14 +224,14 @@ def make_cells(
         for key, todo in plans.items():
             began, problems = perf_counter(), []
             try:
-                made = run_plan(model, todo, progress=bar)
+                made = decode_batches(model, todo, progress=bar)
             except EmptyGenerationError as error:
                 made = error.generation
                 problems.append(str(error))
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                rows = max(map(len, todo.groups)) * len(todo.branches)
+                rows = max(map(len, todo.batches)) * len(todo.branches)
                 raise ModelError(
                     f"the memory of {model_card(model).device} does not hold {rows} rows at once;"
                     " give fewer texts a batch: --max-rows N, below this number"
@@ -255,11 +254,11 @@ def make_cells(
     )
 
 
-def announcement(model: Model, plans: Sequence[Plan]) -> str:
+def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
     """One line about plans: texts, branches, tokens, the size of the trace, and
     the time if it is long."""
     trace, patterns = plans[0].cell.trace, len(plans[0].cell.patterns)
-    texts = sum(len(group) for each in plans for group in each.groups)
+    texts = sum(len(group) for each in plans for group in each.batches)
     line = (
         f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"
@@ -283,7 +282,7 @@ def announcement(model: Model, plans: Sequence[Plan]) -> str:
     return f"{line}; the trace takes {size / 1e6:.1f} MB"
 
 
-def _time(model: Model, plans: Sequence[Plan]) -> str:
+def _time(model: Model, plans: Sequence[BatchPlan]) -> str:
     at = _pace(model, sum(each.tokens_read(each.method.rereads_text) for each in plans))
     told = sum(plan_seconds(each, at) for each in plans)
     return f"; about {format_duration(told)} ({at.basis})" if told > LONG else ""

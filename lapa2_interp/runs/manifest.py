@@ -17,7 +17,7 @@ from lapa2_interp._util.files import sha256_of, with_checksums, without_checksum
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import Plan
+from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
 
@@ -88,7 +88,7 @@ class Manifest(BaseModel):
         )
 
 
-def facts_of(model: Model, plan: Plan, threads: int | None) -> dict[str, Any]:
+def facts_of(model: Model, plan: BatchPlan, threads: int | None) -> dict[str, Any]:
     """Fields of a manifest that are known only to the process that makes the cell.
 
     Args:

@@ -35,8 +35,8 @@ from lapa2_interp.attention.neurons import (
     promoting_neurons,
 )
 from lapa2_interp.bias.tokens import decode_continuation, decode_tokens
-from lapa2_interp.generation.loop import run_plan
-from lapa2_interp.generation.plan import plan
+from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import Model, check_not_quantised, model_card, weights_id
@@ -112,12 +112,12 @@ class ModelContext:
             trace="none",
         )
         try:  # a draft is an ordinary generation, whose own plan has nothing to prepare
-            todo = plan(self.model, cell)
+            todo = plan_batches(self.model, cell)
         except LayoutError as error:
             raise LayoutError(
                 f"drafts of {new_tokens} tokens: {error}; or draft fewer (--set draft_tokens=...)"
             ) from None
-        made = run_plan(self.model, todo, progress=hidden_bar())
+        made = decode_batches(self.model, todo, progress=hidden_bar())
         ends = set(self.end_ids)
         return [
             decode_continuation(self.model.tokenizer, prompt, [i for i in tokens if i not in ends])

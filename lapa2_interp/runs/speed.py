@@ -51,7 +51,7 @@ from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.trace import TraceKind
-from lapa2_interp.generation.plan import Plan, plan
+from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import (
@@ -343,7 +343,7 @@ def _load(shape: str, dtype: str, device: str) -> Subject:
     return Subject(wrap_in_bridge(network, tokenizer, name, weights), plain, direct)
 
 
-def _plan(model: Model, setting: Setting, length: int | None = None) -> Plan:
+def _plan(model: Model, setting: Setting, length: int | None = None) -> BatchPlan:
     """All rows of a setting in one batch, behind one prompt."""
     task = load_task("sentiment")
     text = TEXT + MORE * setting.context
@@ -360,14 +360,14 @@ def _plan(model: Model, setting: Setting, length: int | None = None) -> Plan:
         trace=setting.trace,
         max_rows=3 * setting.samples,
     )
-    return plan(model, cell)
+    return plan_batches(model, cell)
 
 
 def _compare(
-    subject: Subject, setting: Setting, todo: Plan, names: Sequence[str], repeats: int
+    subject: Subject, setting: Setting, todo: BatchPlan, names: Sequence[str], repeats: int
 ) -> list[dict[str, Any]]:
     """Time the contenders of one setting in turns; one row of the table each."""
-    runs: dict[str, Callable[[Plan, Clock], None]] = {
+    runs: dict[str, Callable[[BatchPlan, Clock], None]] = {
         EAGER: lambda it, clock: with_transformers(subject, it, "eager", clock),
         SDPA: lambda it, clock: with_transformers(subject, it, "sdpa", clock),
         "transformer-lens": lambda it, clock: with_transformer_lens(subject, it, clock),

@@ -10,8 +10,8 @@ from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.progress import CountingBar, caused_by_stop
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import EmptyGenerationError, run_plan
-from lapa2_interp.generation.plan import Plan, plan
+from lapa2_interp.generation.loop import EmptyGenerationError, decode_batches
+from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import digests
 from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models.card import Model, model_card
@@ -59,7 +59,7 @@ class Worker:
             torch.set_num_threads(threads)
         self.threads = threads
         self._model: tuple[tuple[str, ...], Model, ModelContext] | None = None
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, BatchPlan] = {}
 
     def do(self, job: Job, told: Callable[[float], object] = lambda share: None) -> Outcome:
         """Do a job and return its outcome; every error becomes one.
@@ -78,9 +78,9 @@ class Worker:
 
     def model(self, cell: Cell) -> Model:
         """The cell's model; the one before it is let go first."""
-        return self._model_and_kit(cell)[0]
+        return self._model_and_context(cell)[0]
 
-    def _model_and_kit(self, cell: Cell) -> tuple[Model, ModelContext]:
+    def _model_and_context(self, cell: Cell) -> tuple[Model, ModelContext]:
         wanted = (cell.model, cell.dtype, cell.model_class)
         if self._model is None or self._model[0] != wanted:
             self._model = None
@@ -97,14 +97,14 @@ class Worker:
             self._packing = model_card(loaded).packing
         return self._model[1:]
 
-    def plan(self, cell: Cell) -> Plan:
+    def plan(self, cell: Cell) -> BatchPlan:
         """The cell's plan; plans of one model share what their methods have prepared."""
-        model, kit = self._model_and_kit(cell)
+        model, context = self._model_and_context(cell)
         if cell.key not in self._plans:
             find_class(
                 cell.method, allow_code=True
             )  # as who sweeps allows, or nobody would ask for it
-            made = plan(model, cell, kit)
+            made = plan_batches(model, cell, context)
             while len(self._plans) >= PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[cell.key] = made
@@ -117,7 +117,7 @@ class Worker:
         check_files(cell, todo)
         facts = facts_of(self.model(cell), todo, self.threads if self.on_cpu else None)
         return Opened(
-            tuple(map(len, todo.groups)),
+            tuple(map(len, todo.batches)),
             facts,
             {"lapa2_interp": __version__, "processor": processor_kind(facts["model"].device)},
             perf_counter() - began,
@@ -135,10 +135,12 @@ class Worker:
         self._pack(job.packing or self._packing)
         check_files(job.cell, todo)
         began, problems = perf_counter(), []
-        group = todo.groups[job.group]
+        group = todo.batches[job.group]
         tokens = sum(todo.steps[prompt] for prompt, _ in group)
         try:
-            made = run_plan(model, todo, [group], progress=CountingBar(lambda n: told(n / tokens)))
+            made = decode_batches(
+                model, todo, [group], progress=CountingBar(lambda n: told(n / tokens))
+            )
         except EmptyGenerationError as error:
             made = error.generation
             problems.append(str(error))
@@ -153,7 +155,7 @@ class Worker:
         )
 
 
-def check_files(cell: Cell, todo: Plan) -> None:
+def check_files(cell: Cell, todo: BatchPlan) -> None:
     """Refuse a file that differs from the one the grid was resolved with: its texts would be other
     ones.
 
@@ -166,7 +168,7 @@ def check_files(cell: Cell, todo: Plan) -> None:
         for branch, name in todo.prefix_names.items()
         if isinstance(name, SoftPrefixName)
     }
-    here |= digests(cell.decoder)
+    here |= digests(cell.decoding_method)
     for name, found in here.items():
         if found != cell.files.get(name, found):
             raise RunError(

@@ -98,7 +98,7 @@ def test_recipes_by_name_do_what_their_augmentations_do():
     made = generate(model, augmentation=text, **ASKED)
     assert made.cells["arm"].tolist() == [text]
     assert made.samples()["arm"].tolist() == [text]
-    assert made.manifest().cell.rules == tuple(rules)
+    assert made.manifest().cell.active_augmentations == tuple(rules)
     assert made.trace()["arm"].to_numpy().tolist() == [text]
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
     logits = []

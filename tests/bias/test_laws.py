@@ -152,8 +152,8 @@ def test_without_hooks_the_same(tiny, law):
 
 def decoded(model, rows, rules, recompute=False):
     """Logits of every step of cached decoding over the given tokens."""
-    direct = any(rule.phase == "predicting_only" for rule in rules)
-    state = new_rows(model, recompute=recompute, direct=direct)
+    reread_last = any(rule.phase == "predicting_only" for rule in rules)
+    state = new_rows(model, recompute=recompute, reread_last=reread_last)
     with torch.no_grad(), augmented(model, [(*rules,)] * len(rows), rows):
         logits = [state.prompt_pass(rows)[:, -1]]
         state.expand(torch.arange(len(rows)), capacity=len(rows[0]) + len(GENERATED))

@@ -220,7 +220,7 @@ def test_recipes_as_text_survive_json_cells_and_manifests(text):
     assert tuple(Augmentation.from_json(rule.to_json()) for rule in rules) == rules
     made = cell_of(load("tiny-llama"), "prefix", "sentiment", "positive", ["ab"], rules, length=4)
     again = Cell.model_validate_json(made.model_dump_json())
-    assert (again.rules, again.key, again.arm) == (rules, made.key, made.arm)
+    assert (again.active_augmentations, again.key, again.arm) == (rules, made.key, made.arm)
 
 
 def test_one_augmentation_has_the_key_it_had_alone():

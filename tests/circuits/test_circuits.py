@@ -781,7 +781,7 @@ def test_texts_behind_a_prefix_are_behind_the_one_that_is_asked_about(monkeypatc
     seen = []
     real = examples.plan
     monkeypatch.setattr(
-        examples, "plan", lambda model, cell: (seen.append(cell), real(model, cell))[1]
+        examples, "plan_batches", lambda model, cell: (seen.append(cell), real(model, cell))[1]
     )
     model = load("tiny-llama")
     examples.write_texts(model, load_task("topic"), "world", ["The lake"], tokens=2)

@@ -29,7 +29,7 @@ def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
     assert lapa2(line, "--out", out) == 0
     run = load_run(out).finished_cell()
     assert run.manifest.cell.arm == "alpha 0.5 paper"
-    assert [rule.alpha for rule in run.manifest.cell.rules] == [0.5]
+    assert [rule.alpha for rule in run.manifest.cell.active_augmentations] == [0.5]
     assert run.samples["prompt"].tolist() == ["The lake"] * 4 + ["The sea"] * 4
     assert run.manifest.cell.patterns == ((0, 1),)
     printed = capsys.readouterr()
@@ -60,7 +60,7 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
     flags = "--alpha 2 --profile released --law constant --l0 128 --span 0:2,4:6 --phase after_span"
     flags += " --layers 0,2 --heads 0.1,2.3"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "run") == 0
-    (found,) = load_run(tmp_path / "run").manifest().cell.rules
+    (found,) = load_run(tmp_path / "run").manifest().cell.active_augmentations
     assert (found.span, found.layers, found.heads) == (((0, 2), (4, 6)), (0, 2), ((0, 1), (2, 3)))
     assert (found.law, found.l0, found.length_rule, found.phase) == (
         "constant",
@@ -70,12 +70,12 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
     )
     flags = "--law target --tau 0.3 --floor --span prefix:0,2 --only-steps 2:9 --length-rule kv"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "other") == 0
-    (found,) = load_run(tmp_path / "other").manifest().cell.rules
+    (found,) = load_run(tmp_path / "other").manifest().cell.active_augmentations
     assert (found.tau, found.floor, found.span) == (0.3, True, ("prefix", (0, 2)))
     assert (found.steps, found.length_rule, found.pooled) == ((2, 9), "kv", False)
     flags = "--law ratio --tau 0.3 --pooled"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "pooled") == 0
-    (found,) = load_run(tmp_path / "pooled").manifest().cell.rules
+    (found,) = load_run(tmp_path / "pooled").manifest().cell.active_augmentations
     assert (found.law, found.tau, found.pooled) == ("ratio", 0.3, True)
 
 
@@ -416,7 +416,7 @@ def test_an_interrupt_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "run_plan", interrupted)
+    monkeypatch.setattr(runner, "decode_batches", interrupted)
     assert lapa2(GENERATE, "--out", tmp_path / "run") == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

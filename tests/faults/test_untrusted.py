@@ -345,7 +345,7 @@ def test_what_the_user_has_imported_may_be_named_in_a_file(tmp_path, code):
     grid = tmp_path / "grid.toml"
     grid.write_text(f'{GRID}method = "{code}:Own"\n')
     (cell,) = load_grid(str(grid)).cells
-    assert cell.decoder.alpha == 0.5
+    assert cell.decoding_method.alpha == 0.5
 
 
 def test_consent_reaches_the_workers(tmp_path, code):
@@ -371,7 +371,7 @@ def test_reading_a_run_imports_no_code_that_it_names(tmp_path, code, capsys):
     for words in (["runs"], ["trace"], ["report"], scored):
         assert main([words[0], folder, *words[1:]]) == 0, capsys.readouterr().err
     cell = CELL.validate_json(text)
-    for act in (lambda: view(folder), lambda: cell.decoder, lambda: cell.branches, lambda: make_cells("tiny-gpt2", [cell])):  # fmt: skip
+    for act in (lambda: view(folder), lambda: cell.decoding_method, lambda: cell.branches, lambda: make_cells("tiny-gpt2", [cell])):  # fmt: skip
         with pytest.raises(MethodError, match=f"{code}:Own' is code that is not loaded"):
             act()
     assert main(["view", folder]) == 2

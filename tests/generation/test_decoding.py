@@ -240,10 +240,10 @@ def test_prompts_of_a_batch_end_at_their_own_lengths():
 def test_rows_of_a_batch_are_bounded_by_their_cache():
     model = load("smollm2-135m")
     short = plan(model, PREFIX, SENTIMENT, "positive", ["The lake"], None, 128, 300)
-    assert {len(group) for group in short.groups} == {120, 60}
+    assert {len(group) for group in short.batches} == {120, 60}
     long = plan(model, PREFIX, SENTIMENT, "positive", ["The lake"], None, 8000, 300)
     bytes_of_a_row = 2 * 30 * 3 * 64 * 4 * 8003
-    assert max(len(group) for group in long.groups) == (2 << 30) // bytes_of_a_row
+    assert max(len(group) for group in long.batches) == (2 << 30) // bytes_of_a_row
 
 
 def test_prompts_share_a_batch_only_where_the_context_holds_both():
@@ -252,7 +252,7 @@ def test_prompts_share_a_batch_only_where_the_context_holds_both():
     model = load("tiny-gpt2")
     prompts = ["a" * 110, "a" * 190, "b" * 109]
     todo = plan(model, PREFIX, SENTIMENT, "positive", prompts, None, 200, 1)
-    assert [[prompt for prompt, _ in group] for group in todo.groups] == [[0], [1], [2]]
+    assert [[prompt for prompt, _ in group] for group in todo.batches] == [[0], [1], [2]]
     found = made(model, prompts, length=200)
     assert found.samples["n_tokens"].tolist() == [90, 10, 91]
 

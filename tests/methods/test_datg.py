@@ -168,26 +168,26 @@ def test_datg_prepares_once_from_its_drafts():
 
 
 def test_scores_of_drafts_are_shares_of_the_attribute():
-    kit, task = ModelContext(load("tiny-gpt2")), load_task("detox")
+    context, task = ModelContext(load("tiny-gpt2")), load_task("detox")
     texts = ["I love this wonderful day.", "You stupid idiot, shut up!", "  "]
     nontoxic, toxic = (
-        kit.attribute_probabilities("accuracy", task, each, "", texts)
+        context.attribute_probabilities("accuracy", task, each, "", texts)
         for each in ("nontoxic", "toxic")
     )
     assert nontoxic[2] is toxic[2] is None
     assert [a + b for a, b in zip(nontoxic[:2], toxic[:2], strict=True)] == pytest.approx([1, 1])
     assert nontoxic[0] > 0.5 > nontoxic[1]
-    assert kit.attribute_probabilities(
+    assert context.attribute_probabilities(
         "toxicity", task, "nontoxic", "", texts[:2]
     ) == pytest.approx(nontoxic[:2])
     with pytest.raises(
         ScoringError, match="unknown scorer 'judgement'; allowed: accuracy, .*did you mean 'judge'"
     ):
-        kit.attribute_probabilities("judgement", task, "toxic", "", texts)
+        context.attribute_probabilities("judgement", task, "toxic", "", texts)
     with pytest.raises(
         ScoringError, match=r"the scorer toxicity tells toxicity, not 'positive'; give another"
     ):
-        kit.attribute_probabilities("toxicity", load_task("sentiment"), "positive", "", texts)
+        context.attribute_probabilities("toxicity", load_task("sentiment"), "positive", "", texts)
 
 
 @pytest.mark.parametrize("form", [pytest.param("L", marks=pytest.mark.slow), "P"])

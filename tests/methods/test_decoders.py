@@ -14,7 +14,7 @@ from lapa2_interp._util.errors import MethodError
 from lapa2_interp.attention.cache import new_rows, prompt_log_likelihood
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.generation import loop
-from lapa2_interp.generation.plan import plan
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
@@ -607,8 +607,8 @@ def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_c
         made[:, other] = 2.0
         return real(made, branches)
 
-    todo = plan(model, cell, kit=ModelContext(model))
+    todo = plan_batches(model, cell, context=ModelContext(model))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "_of_branches", nearly_ended)
-        made = loop.run_plan(model, todo)
+        made = loop.decode_batches(model, todo)
     assert all(set(tokens) == {other} for tokens in made.samples["tokens"])

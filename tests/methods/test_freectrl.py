@@ -124,18 +124,18 @@ def test_freectrl_against_its_definition(words_model, word_file):
     made = generate(
         model, method, task, "positive", prompts, length=length, samples=2, seed=5, trace="full"
     )
-    kit = ModelContext(model)
-    ids = {c: [kit.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
+    context = ModelContext(model)
+    ids = {c: [context.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
     unit = torch.nn.functional.normalize(model.W_E.detach().float(), dim=1)
     tokens = sorted({i for each in ids.values() for i in each})
-    table = promoting_neurons(model, kit.ids(" "), tokens, 4)[1]
+    table = promoting_neurons(model, context.ids(" "), tokens, 4)[1]
     centre = {}
     for token in ids["positive"]:
         for layer, neuron in table[tokens.index(token)].tolist():
             centre.setdefault(layer, set()).add(neuron)
     weights = []
     for sample in made.samples.itertuples():
-        text, uniform = kit.ids(sample.prompt), uniforms(5, sample.prompt, sample.sample, 20)
+        text, uniform = context.ids(sample.prompt), uniforms(5, sample.prompt, sample.sample, 20)
         branch = Layout.of(model.tokenizer, None, sample.prompt)
         for t, token in enumerate(sample.tokens):
             cos = {c: unit[each] @ unit[text].T for c, each in ids.items()}  # keyword, token
@@ -246,12 +246,12 @@ def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file)
     task, prompts = load_task("sentiment"), ["The lake", "The horse and the"]
     every = freectrl(word_file, u=1.0)
     settings = {"length": 12, "samples": 3, "trace": "none"}
-    kit = ModelContext(words_model)
-    ids = {c: [kit.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
+    context = ModelContext(words_model)
+    ids = {c: [context.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
     unit = torch.nn.functional.normalize(words_model.W_E.detach().float(), dim=1)
 
     def passes(row):
-        text = kit.ids(row.prompt) + row.tokens
+        text = context.ids(row.prompt) + row.tokens
         sim = {
             c: float((unit[each] @ unit[text].T).max(dim=1).values.mean())
             for c, each in ids.items()
@@ -272,9 +272,9 @@ def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file)
     assert all(after)
     for i, passed in enumerate(before):
         assert (chosen["tokens"][i] == first["tokens"][i]) == passed
-    known = every.prepare(kit, task, "positive", "The lake")
+    known = every.prepare(context, task, "positive", "The lake")
     released = dataclasses.replace(every, accept="released", u=-9.0)
-    tokens = kit.ids(" a b")
+    tokens = context.ids(" a b")
     for text, said in (
         ("the lake " * 6, True),
         ("the lake " * 7, False),
@@ -346,19 +346,19 @@ def test_freectrls_keywords(words_model, tmp_path):
     file.write_text(
         json.dumps({"words": {"positive": ["great", "unputdownable", "love"], "negative": ["bad"]}})
     )
-    kit, task = ModelContext(words_model), load_task("sentiment")
-    unit = torch.nn.functional.normalize(kit.embedding(), dim=1)
-    every = methods.get("freectrl", words=str(file), noise=-1e9).keywords(kit, task, unit)
+    context, task = ModelContext(words_model), load_task("sentiment")
+    unit = torch.nn.functional.normalize(context.embedding(), dim=1)
+    every = methods.get("freectrl", words=str(file), noise=-1e9).keywords(context, task, unit)
     assert list(every["positive"]) == ["great", "love"]
-    assert every["positive"]["great"] == kit.ids(" great")[0]
-    names = {c: unit[kit.ids(c)].mean(dim=0) for c in task.attributes}
+    assert every["positive"]["great"] == context.ids(" great")[0]
+    names = {c: unit[context.ids(c)].mean(dim=0) for c in task.attributes}
     ratios = {
         word: noise_ratio(names, unit[i], "positive") for word, i in every["positive"].items()
     }
     between = (max(ratios.values()) + min(ratios.values())) / 2
-    own_bad = noise_ratio(names, unit[kit.ids(" bad")[0]], "negative")
+    own_bad = noise_ratio(names, unit[context.ids(" bad")[0]], "negative")
     kept = methods.get("freectrl", words=str(file), noise=min(between, own_bad - 1)).keywords(
-        kit, task, unit
+        context, task, unit
     )
     assert set(kept["positive"]) == {
         word for word, ratio in ratios.items() if ratio > min(between, own_bad - 1)
@@ -374,7 +374,7 @@ def test_freectrls_keywords(words_model, tmp_path):
         "business": 22680,
         "technology": 45503,
     }
-    assert {name: kit.ids(name) for name in gpt2} == {name: [i] for name, i in gpt2.items()}
+    assert {name: context.ids(name) for name in gpt2} == {name: [i] for name, i in gpt2.items()}
 
 
 def test_gated_mlps_have_settings_of_their_own(monkeypatch):
@@ -395,7 +395,10 @@ def test_gated_mlps_have_settings_of_their_own(monkeypatch):
     monkeypatch.setattr(
         type(method),
         "keywords",
-        lambda self, kit, task, unit: {"positive": {"good": 3, "fine": 9}, "negative": {"bad": 5}},
+        lambda self, context, task, unit: {
+            "positive": {"good": 3, "fine": 9},
+            "negative": {"bad": 5},
+        },
     )
     known = method.prepare(Gated([], []), load_task("sentiment"), "positive", "The lake").known
     assert known.lam == 7

@@ -19,7 +19,7 @@ from lapa2_interp._util.files import (
 )
 from lapa2_interp.attention import neurons
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.generation.plan import plan as decoding_plan
+from lapa2_interp.generation.plan import plan_batches as decoding_plan
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods.base import Prepared
 from lapa2_interp.methods.datg import (
@@ -44,10 +44,10 @@ def test_drafts_are_the_bare_models_and_kept(cache):
     from lapa2_interp.methods.datg import Drafting
 
     model = load("tiny-llama", "float64")
-    kit = ModelContext(model)
-    texts = kit.drafts(Drafting(), "The sea", 3, 6, seed=4)
+    context = ModelContext(model)
+    texts = context.drafts(Drafting(), "The sea", 3, 6, seed=4)
     branch = Layout.of(model.tokenizer, None, "The sea")
-    ends = set(kit.end_ids)
+    ends = set(context.end_ids)
     for number, text in enumerate(texts):
         tokens, uniform = [], uniforms(DRAFT_SEEDS + 4, "The sea", number, 6)
         while len(tokens) < 6 and not (tokens and tokens[-1] in ends):
@@ -60,26 +60,26 @@ def test_drafts_are_the_bare_models_and_kept(cache):
                 )
             )
         plain = [token for token in tokens if token not in ends]
-        assert text == model.tokenizer.decode([*kit.ids("The sea"), *plain])[len("The sea") :]
+        assert text == model.tokenizer.decode([*context.ids("The sea"), *plain])[len("The sea") :]
     (file,) = (cache / "drafts").iterdir()
     file.write_text(with_checksums({"texts": ["kept"]}))
-    assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == ["kept"]
+    assert context.drafts(Drafting(), "The sea", 3, 6, seed=4) == ["kept"]
     file.write_text(file.read_text().replace("kept", "left"))
-    assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == texts, "damaged, and made again"
-    assert len(kit.drafts(Drafting(), "The sea", 3, 6, seed=5)) == 3, (
+    assert context.drafts(Drafting(), "The sea", 3, 6, seed=4) == texts, "damaged, and made again"
+    assert len(context.drafts(Drafting(), "The sea", 3, 6, seed=5)) == 3, (
         "another seed is another question"
     )
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        assert kit.drafts(Drafting(), "The sea", 3, 6, seed=4) == texts
+        assert context.drafts(Drafting(), "The sea", 3, 6, seed=4) == texts
     finally:
         torch.set_num_threads(threads)
     assert len(list((cache / "drafts").iterdir())) == 3, "threads may decide a draw"
 
 
 def test_workers_share_one_table_and_one_set_of_drafts(cache, monkeypatch):
-    """Two kits ask at once: one makes, and the other finds it made."""
+    """Two contexts ask at once: one makes, and the other finds it made."""
     from lapa2_interp.methods.datg import Drafting
 
     calls, real = [], neurons._log_probs_by_neuron
@@ -98,13 +98,15 @@ def test_workers_share_one_table_and_one_set_of_drafts(cache, monkeypatch):
     monkeypatch.setattr(neurons, "_log_probs_by_neuron", slowly)
     monkeypatch.setattr(ModelContext, "_draft", drafted)
     model = load("tiny-gpt2")
-    kits = [ModelContext(model), ModelContext(copy.deepcopy(model))]
+    contexts = [ModelContext(model), ModelContext(copy.deepcopy(model))]
     with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(lambda kit: kit.promoting_neurons([5, 9], 3), kits)
+        one, two = pool.map(lambda context: context.promoting_neurons([5, 9], 3), contexts)
         assert torch.equal(one, two)
         assert calls == list(range(model.cfg.n_layers))
         del calls[:]
-        one, two = pool.map(lambda kit: kit.drafts(Drafting(), "The sea", 2, 4, seed=1), kits)
+        one, two = pool.map(
+            lambda context: context.drafts(Drafting(), "The sea", 2, 4, seed=1), contexts
+        )
     assert one == two
     assert calls == ["drafts"]
 
@@ -145,14 +147,14 @@ CALLS = []
 
 @dataclasses.dataclass(frozen=True)
 class Counting(NoControl):
-    def prepare(self, kit, task, attribute, prompt):
-        return Prepared(kit.cached("shared", lambda: CALLS.append(prompt) or prompt))
+    def prepare(self, context, task, attribute, prompt):
+        return Prepared(context.cached("shared", lambda: CALLS.append(prompt) or prompt))
 
 
 def test_plans_prepare_each_prompt_once():
-    """Arms and attributes share the kit, so that what prompts share is made once."""
+    """Arms and attributes share the context, so that what prompts share is made once."""
     model = load("tiny-gpt2")
-    kit = ModelContext(model)
+    context = ModelContext(model)
     for _ in range(2):
         todo = plan(
             model,
@@ -163,11 +165,11 @@ def test_plans_prepare_each_prompt_once():
             None,
             20,
             1,
-            kit=kit,
+            context=context,
         )
     assert CALLS == ["a b"]
     with pytest.raises(
-        MethodError, match="prepares for its prompts; give plan or make_cells a kit"
+        MethodError, match="prepares for its prompts; give plan_batches or make_cells a context"
     ):
         decoding_plan(model, todo.cell)
     assert [each.known for each in todo.prepared] == ["a b", "a b"]
@@ -193,10 +195,10 @@ def test_the_cache_tells_models_apart(cache):
 def test_a_damaged_cache_is_made_again(cache):
     from lapa2_interp.methods.datg import Drafting
 
-    kit = ModelContext(load("tiny-gpt2"))
+    context = ModelContext(load("tiny-gpt2"))
     table, drafts = (
-        kit.promoting_neurons([5, 9], 3),
-        kit.drafts(Drafting(), "The sea", 2, 4, seed=1),
+        context.promoting_neurons([5, 9], 3),
+        context.drafts(Drafting(), "The sea", 2, 4, seed=1),
     )
     for folder in ("neurons", "drafts"):
         (file,) = (cache / folder).iterdir()

@@ -25,8 +25,8 @@ from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.generation.chat import continue_chats
-from lapa2_interp.generation.loop import run_plan
-from lapa2_interp.generation.plan import plan
+from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models import model_card
 from lapa2_interp.models.card import network_of, short_context
@@ -160,9 +160,9 @@ def test_every_phase_stays_on_its_side(model, phase, first):
 def test_a_text_that_crosses_is_refused_before_a_token(model, new):
     """The last token is not read, so that 2 new ones behind 23 stay on the near side."""
     prompt = prompt_of(model, 23)
-    assert len(plan(model, cell(model, [prompt], length=2)).groups) == 1
+    assert len(plan_batches(model, cell(model, [prompt], length=2)).batches) == 1
     with pytest.raises(LayoutError, match=rf"passes of 23 to {22 + new} tokens, and beyond 24"):
-        plan(model, cell(model, [prompt], length=new))
+        plan_batches(model, cell(model, [prompt], length=new))
     grid = Grid(name="g", description="d", cells=(cell(model, [prompt], length=new),))
     with pytest.raises(GridError, match="beyond 24"):
         check_grids([grid])
@@ -175,14 +175,14 @@ def test_the_limit_is_on_the_card_and_known_without_weights(model, folder):
 
 def test_a_batch_lies_on_one_side_and_equals_its_rows_alone(model):
     prompts = [SHORT, LONG, "abcdefg", LONG + "more"]
-    todo = plan(model, cell(model, prompts))
-    assert [[prompt for prompt, _ in group] for group in todo.groups] == [[0], [1], [2], [3]]
-    near = plan(model, cell(model, [prompts[0], prompts[2]]))
-    far = plan(model, cell(model, [prompts[1], prompts[3]]))
-    assert len(near.groups) == len(far.groups) == 1
-    made = dict(zip(prompts, tokens_of(run_plan(model, todo)), strict=True))
+    todo = plan_batches(model, cell(model, prompts))
+    assert [[prompt for prompt, _ in group] for group in todo.batches] == [[0], [1], [2], [3]]
+    near = plan_batches(model, cell(model, [prompts[0], prompts[2]]))
+    far = plan_batches(model, cell(model, [prompts[1], prompts[3]]))
+    assert len(near.batches) == len(far.batches) == 1
+    made = dict(zip(prompts, tokens_of(decode_batches(model, todo)), strict=True))
     for part, (one, other) in ((near, prompts[::2]), (far, prompts[1::2])):
-        assert tokens_of(run_plan(model, part)) == [made[one], made[other]]
+        assert tokens_of(decode_batches(model, part)) == [made[one], made[other]]
         for prompt in (one, other):
             assert tokens_of(decode(model, cell(model, [prompt]))) == [made[prompt]]
 
@@ -192,27 +192,29 @@ def test_an_ended_row_does_not_run_past_the_switch(model):
     task = TASK.model_copy(update={"length_counts_prompt": True})
     prompts = ["a" * 17, "abc"]
     asked = ("prefix", task, "good", prompts, RULE)
-    todo = plan(model, cell_of(model, *asked, length=18, top_k=1))
-    assert [len(group) for group in todo.groups] == [1, 1]
+    todo = plan_batches(model, cell_of(model, *asked, length=18, top_k=1))
+    assert [len(group) for group in todo.batches] == [1, 1]
     alone = [
         tokens_of(decode(model, cell_of(model, *asked[:3], [prompt], RULE, length=18, top_k=1)))
         for prompt in prompts
     ]
-    assert tokens_of(run_plan(model, todo)) == [each for (each,) in alone]
+    assert tokens_of(decode_batches(model, todo)) == [each for (each,) in alone]
 
 
 def test_branches_of_a_sample_lie_on_one_side(model):
     prompt = prompt_of(model, LIMIT + 1)  # without its prefix it is on the near side
     with pytest.raises(LayoutError, match="under preadd: passes of 20 to"):
-        plan(model, cell(model, [prompt], None, "preadd", length=3, parameters={"lam": 2.0}))
+        plan_batches(
+            model, cell(model, [prompt], None, "preadd", length=3, parameters={"lam": 2.0})
+        )
 
 
 def test_a_method_that_reads_the_prompt_needs_it_on_one_side(model):
-    plan(model, cell(model, [SHORT], None, "gedi"))
+    plan_batches(model, cell(model, [SHORT], None, "gedi"))
     with pytest.raises(
         LayoutError, match="gedi, which reads the probability of the prompt: passes"
     ):
-        plan(model, cell(model, [LONG], None, "gedi"))
+        plan_batches(model, cell(model, [LONG], None, "gedi"))
 
 
 def test_drafts_that_cross_are_refused(model):
@@ -466,7 +468,7 @@ def test_phimoe_scales_its_factors_by_the_length(tmp_path):
         (tokens,) = tokens_of(decode(model, cell(model, [prompt])))
         assert tokens == fresh(model, layout_of(model, prompt), tokens)
     with pytest.raises(LayoutError, match="beyond 24"):
-        plan(model, cell(model, [prompt_of(model, 20)]))
+        plan_batches(model, cell(model, [prompt_of(model, 20)]))
 
 
 def test_a_hooked_transformer_is_refused(folder):

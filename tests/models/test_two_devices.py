@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lapa2_interp import Augmentation
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.attention.neurons import promoting_neurons
-from lapa2_interp.generation.loop import run_plan
+from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models import load as models
 from lapa2_interp.models.card import model_card
@@ -218,7 +218,7 @@ def test_two_devices_make_the_texts_and_traces_of_one(
             2,
             patterns=((0, 1), (3, 2)),
         )
-        made.append(run_plan(model, todo))
+        made.append(decode_batches(model, todo))
     assert made[0].samples.equals(made[1].samples)
     assert made[0].trace.equals(made[1].trace)
 

@@ -19,7 +19,7 @@ from lapa2_interp.attention.tables import fit_table, pooled, step_table, traced_
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, describe_layers
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.plan import plan
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.card import config_layer_types, layer_types, model_card
 from lapa2_interp.models.load import load_tokenizer
@@ -174,7 +174,7 @@ def test_traces_keep_windows_apart(load, kind, model_class):
     branch, text = Layout.of(model.tokenizer, PREFIX, PROMPT), [list(range(70, 95))]
     whole = teacher_forced(model, branch, text, Augmentation(alpha=0.4))
     mean = teacher_forced(model, branch, text, Augmentation(alpha=0.4), trace="pooled")
-    assert whole["layer_sees"].to_numpy().tolist() == [str(each) for each in kinds]
+    assert whole["type_of_layer"].to_numpy().tolist() == [str(each) for each in kinds]
     names = list(dict.fromkeys(map(str, sorted(kinds, key=lambda each: each != FULL_ATTENTION))))
     assert traced_layer_types(whole) == traced_layer_types(mean) == names
     for layer, each in enumerate(kinds):
@@ -242,9 +242,9 @@ def test_the_released_code_is_refused_beyond_a_window(load):
         cell = cell_of(model, "prefix", task, "positive", ["The lake"], rule, length=30)
         if refused:
             with pytest.raises(LayoutError, match=message):  # before any token
-                plan(model, cell)
+                plan_batches(model, cell)
         else:
-            plan(model, cell)
+            plan_batches(model, cell)
 
 
 def test_curves_of_a_run_are_by_type_of_layer(load, capsys, tmp_path):

@@ -296,7 +296,7 @@ def test_every_arm_of_the_head_scopes_has_a_distinct_name():
     best = json.loads((made["CIRCUIT"] / "heads.json").read_text("utf-8"))
     assert by_knockout == {tuple(head) for head in best[: made["N"]]}
     (some,) = (cell for cell in cells.values() if scope(cell, known) == made["CHOSEN"])
-    assert scope(some, {}) == f"24 heads ({some.rules[0].label})"
+    assert scope(some, {}) == f"24 heads ({some.active_augmentations[0].label})"
     assert made["named_sets"](ROOT / "no.json") == {}
 
 

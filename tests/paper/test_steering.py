@@ -97,8 +97,8 @@ def test_the_grid_has_2300_texts_an_arm_and_task(tmp_path, monkeypatch):
     assert len(grid.needs) == 1
     texts = {}
     for cell in grid.cells:
-        name = name_families([cell.rules])[cell.rules]
-        key = (cell.task.name, cell.ban_prefix_words, name, strength(cell.rules))
+        name = name_families([cell.active_augmentations])[cell.active_augmentations]
+        key = (cell.task.name, cell.ban_prefix_words, name, strength(cell.active_augmentations))
         texts[key] = texts.get(key, 0) + cell.n_texts
         assert (cell.length, cell.trace) == (64, "pooled")
     barred_sentiment = {n for key, n in texts.items() if key[:2] == ("sentiment", True)}

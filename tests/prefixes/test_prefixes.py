@@ -354,7 +354,7 @@ def test_prompts_of_one_length_share_a_batch_under_a_sliding_window(tmp_path):
         plan(model, method, SENTIMENT, "positive", prompts, None, trace="none", **settings, **more)
         for more in ({}, {"max_rows": 1})
     )
-    assert [len(group) for group in together.groups] == [4, 2]
+    assert [len(group) for group in together.batches] == [4, 2]
     texts = [
         generate(
             model, method, SENTIMENT, "positive", prompts, **settings, **more
@@ -362,4 +362,4 @@ def test_prompts_of_one_length_share_a_batch_under_a_sliding_window(tmp_path):
         for more in ({}, {"max_rows": 1})
     ]  # fmt: skip
     assert texts[0] == texts[1]
-    assert len(alone.groups) == 6
+    assert len(alone.batches) == 6

@@ -66,7 +66,7 @@ def test_contenders_share_weights_and_prompts_have_the_tokens_asked_for(method):
     todo = _plan(subject.model, setting)
     assert todo.steps == (4,)
     assert {layout.l_pro for (layout,) in todo.layouts} == {9}
-    assert len(todo.groups) == 1
+    assert len(todo.batches) == 1
     for ids in prompt_tokens(todo, torch.device("cpu")):
         assert torch.allclose(subject.plain(ids).logits, subject.model(ids), atol=1e-4)
     assert (

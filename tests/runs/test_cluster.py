@@ -14,7 +14,7 @@ from conftest import HAS_HOOKED, load, plan
 from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import GridError, ModelError, RunError
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import run_plan
+from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models import load as models
 from lapa2_interp.models.machine import store_measurement
@@ -424,7 +424,7 @@ def test_a_model_in_several_places_makes_the_same_texts_and_traces(place, tmp_pa
         model.cfg.default_prepend_bos = True
         method, rule = get_for_task("preadd", task), Augmentation(alpha=1.0)
         todo = plan(model, method, task, "positive", ("The lake", "Once"), rule, 16, 2)
-        made.append(run_plan(model, todo))
+        made.append(decode_batches(model, todo))
     assert made[0].samples.equals(made[1].samples)
     assert made[0].trace.equals(made[1].trace)
 

@@ -20,7 +20,7 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import RECIPES, parse_recipes, recipe_name
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL, Cell
-from lapa2_interp.generation.plan import plan
+from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods.base import SoftPrefixKey
@@ -120,7 +120,7 @@ def test_built_in_grids_have_the_cells_their_files_state(name):
     assert grid.name == name
     assert len(grid.cells) == len({cell.key for cell in grid.cells}) == product(name)
     assert grid.description == toml(name)["description"]
-    assert all(cell.description and cell.decoder for cell in grid.cells)
+    assert all(cell.description and cell.decoding_method for cell in grid.cells)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -144,7 +144,7 @@ def test_the_frontier_has_all_recipes_with_300_texts_an_arm():
     grid = load_grid("quick/frontier")
     assert set(arms(grid).values()) == {300}
     for task in ("sentiment", "topic"):
-        rules = {cell.rules for cell in grid.cells if cell.task.name == task}
+        rules = {cell.active_augmentations for cell in grid.cells if cell.task.name == task}
         assert {recipe_name(each) for each in rules if each} == set(RECIPES)
         assert len(rules) == len(RECIPES) + 2  # the baseline; PASTA in chosen heads
 
@@ -152,7 +152,7 @@ def test_the_frontier_has_all_recipes_with_300_texts_an_arm():
 @pytest.mark.parametrize("text", ["lapa2 + instaboost:M=5", "instaboost:M=5+lapa2"])
 def test_a_grid_takes_recipes_together(text, grid):
     found = grid(TINY.replace("length = 24", f'length = 24\naugmentation = "{text}"'))
-    (rules,) = {cell.rules for cell in found.cells}
+    (rules,) = {cell.active_augmentations for cell in found.cells}
     assert {(each.law, each.alpha) for each in rules} == {
         (each.law, each.alpha)
         for name in ("lapa2", "instaboost:M=5")
@@ -279,7 +279,10 @@ def test_a_cell_comes_back_from_json_with_its_key(name):
         again = CELL.validate_json(cell.model_dump_json())
         assert again == cell
         assert again.key == CELL.validate_python(cell.model_dump()).key == cell.key
-        assert (again.decoder, again.description) == (cell.decoder, cell.description)
+        assert (again.decoding_method, again.description) == (
+            cell.decoding_method,
+            cell.description,
+        )
 
 
 CHANGES = {
@@ -718,7 +721,7 @@ def tokens_read(cell):
     hook = embedding.register_forward_hook(
         lambda _module, given, _found: read.append(given[0].numel())
     )
-    for group in range(len(todo.groups)):
+    for group in range(len(todo.batches)):
         assert isinstance(worker.do(Job(cell, group)), Part)
     hook.remove()
     return sum(read)
@@ -754,7 +757,7 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
     tokenizer, guessed, counted = load_tokenizer("smollm2-135m"), 0, 0
     for name in QUICK:
         for cell in load_grid(name, {"prompts": 4}).cells:
-            method = cell.decoder
+            method = cell.decoding_method
             total = 0
             for branch, prompt in itertools.product(
                 method.branches(cell.task, cell.attribute), cell.task.prompts.texts
@@ -878,7 +881,11 @@ def test_estimates_add_up(grid, own_cache):
     narrow = CELL.validate_python(raw | {"samples": 60, "max_rows": 20})
     assert cost(wide) == cost(narrow), "the same tokens"
     at = Pace(ROWS, (1.06, 1.24, 1.72), 0.0, "")  # and a second a pass
-    rows = 60 * len(wide.task.prompts.texts) * len(wide.decoder.branches(wide.task, wide.attribute))
+    rows = (
+        60
+        * len(wide.task.prompts.texts)
+        * len(wide.decoding_method.branches(wide.task, wide.attribute))
+    )
     new = wide.length - min(len(prompt.encode()) for prompt in wide.task.prompts.texts)
     passes = math.ceil(rows / 20) - math.ceil(rows / 120)
     assert seconds(narrow, at)[0] - seconds(wide, at)[0] == pytest.approx(passes * (new - 1)), (
@@ -894,9 +901,9 @@ def test_a_plan_takes_what_its_cell_takes(grid, monkeypatch):
         cell = grid(
             TINY.replace("samples = 1", "samples = 5").replace("24", "200") + changes
         ).cells[0]
-        todo = plan(load("tiny-gpt2"), cell)
+        todo = plan_batches(load("tiny-gpt2"), cell)
         assert plan_seconds(todo, at) == pytest.approx(seconds(cell, at)[0], rel=0.1)
-    assert 1 < len(todo.groups) < 10, "fewer rows, as their cache would be too large"
+    assert 1 < len(todo.batches) < 10, "fewer rows, as their cache would be too large"
 
 
 def test_a_model_that_is_here_is_timed_once(grid, own_cache, monkeypatch, capsys):

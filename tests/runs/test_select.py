@@ -36,7 +36,7 @@ def test_a_selection_is_a_run_of_its_own(run, tmp_path):
     assert list(part.plan) == list(run.plan)[:2]
     assert part.cells["method"].tolist() == ["prefix"] * 2
     assert part.listing.grids == {"mine": tuple(part.plan)}
-    assert part.select(alpha=0.5).manifest().cell.rules == (Augmentation(alpha=0.5),)
+    assert part.select(alpha=0.5).manifest().cell.active_augmentations == (Augmentation(alpha=0.5),)
     again = load_run(run.save(tmp_path / "all").folder).select(alpha=["0", 0.5], method="prefix")
     assert again.samples()["text"].equals(part.samples()["text"])
     saved = load_run(again.save(tmp_path / "part").folder)

@@ -88,7 +88,7 @@ def test_a_run_holds_every_arm_and_attribute(run):
         assert run.trace(key).sizes["sample"] == 4
         assert run.manifest(key).new_tokens == run.finished_cell(key).samples["n_tokens"].sum()
     cell = run.manifest(list(run.plan)[2]).cell
-    assert (cell.arm, cell.rules) == (ONE_HEAD.label, (ONE_HEAD,))
+    assert (cell.arm, cell.active_augmentations) == (ONE_HEAD.label, (ONE_HEAD,))
     with pytest.raises(RunError, match="has 4 cells; give the key of one"):
         run.finished_cell()
     with pytest.raises(RunError, match="in memory only; run.save"):
@@ -249,7 +249,7 @@ def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
     def full(*_, **__):
         raise error
 
-    monkeypatch.setattr("lapa2_interp.runs.generate.run_plan", full)
+    monkeypatch.setattr("lapa2_interp.runs.generate.decode_batches", full)
     with pytest.raises(ModelError, match="does not hold 4 rows at once; .*max_rows=N"):
         generate(load("tiny-gpt2"), attribute="positive", prompts=["a", "b"], samples=2)
 
@@ -552,4 +552,4 @@ def test_reading_a_run_imports_no_module_that_it_names(run, tmp_path, monkeypatc
     with pytest.raises(
         MethodError, match="'evil:Method' is code that is not loaded; .* import evil"
     ):
-        cell.decoder  # noqa: B018
+        cell.decoding_method  # noqa: B018

@@ -682,8 +682,8 @@ def test_a_worker_shares_between_plans_what_a_method_has_prepared(undisturbed, m
 
     made = []
 
-    def prepare(self, kit, task, attribute, prompt):
-        kit.cached("table", lambda: made.append(prompt))
+    def prepare(self, context, task, attribute, prompt):
+        context.cached("table", lambda: made.append(prompt))
         return Prepared()
 
     monkeypatch.setattr(PrefixConditioning, "prepare", prepare)
@@ -846,7 +846,7 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
 ):
     from lapa2_interp.runs import worker as decoding
 
-    real, made = decoding.run_plan, []
+    real, made = decoding.decode_batches, []
 
     def failing(model, todo, groups, **settings):
         made.append(groups)
@@ -857,7 +857,7 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
             raise ValueError("out of luck")
         return real(model, todo, groups, **settings)
 
-    monkeypatch.setattr(decoding, "run_plan", failing)
+    monkeypatch.setattr(decoding, "decode_batches", failing)
     (tmp_path / "two.toml").write_text(TWO)
     line = f"sweep {tmp_path / 'two.toml'} --out {tmp_path / 'run'} --workers 1 --device cpu"
     assert lapa2(line) == 2
@@ -880,7 +880,9 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
     assert printed.count("baseline") == 0
     before = stamps(tmp_path / "run")
 
-    monkeypatch.setattr(decoding, "run_plan", lambda *a, **k: made.append(None) or real(*a, **k))
+    monkeypatch.setattr(
+        decoding, "decode_batches", lambda *a, **k: made.append(None) or real(*a, **k)
+    )
     made.clear()
     assert lapa2(line) == 0
     assert "1 cell made" in capsys.readouterr().out
@@ -1323,7 +1325,7 @@ def test_samples_and_traces_are_those_of_generate(traced):
     samples = run.samples()
     for cell in run.plan.values():
         alone = generate(
-            load("tiny-gpt2"), cell.decoder, cell.task, "positive", cell.task.prompts.texts, augmentation=cell.augmentation,
+            load("tiny-gpt2"), cell.decoding_method, cell.task, "positive", cell.task.prompts.texts, augmentation=cell.augmentation,
             length=22, samples=cell.samples, seed=1, trace="pooled", max_rows=4,
         )  # fmt: skip
         ours = samples[samples["cell"] == cell.key]
@@ -1354,8 +1356,8 @@ def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
         "models.load.load_model",
         "models.load.load_transformers",
         "models.load.load_tokenizer",
-        "generation.loop.run_plan",
-        "generation.plan.plan",
+        "generation.loop.decode_batches",
+        "generation.plan.plan_batches",
     ):
         monkeypatch.setattr(f"lapa2_interp.{name}", never)
     run = load_run(traced[0])
@@ -1627,7 +1629,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
         "float64",
     )
     alone = generate(
-        load("tiny-gpt2", "float64", model_class), cell.decoder, cell.task, "positive", cell.task.prompts.texts, length=22,
+        load("tiny-gpt2", "float64", model_class), cell.decoding_method, cell.task, "positive", cell.task.prompts.texts, length=22,
         seed=3, top_k=5, eos="stop", trace="none",
     )  # fmt: skip
     assert found.samples["text"].tolist() == alone.samples["text"].tolist()
