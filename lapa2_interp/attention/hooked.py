@@ -244,7 +244,7 @@ class _PassCheck:
             torch.tensor([[number(each)] for each in layouts])
             for number in (lambda each: each.soft, lambda each: each.pad, len)
         )
-        self.pads, self.known = pad, slot < stop
+        self.pads, self.in_layout = pad, slot < stop
         self.live = (slot < soft) | (slot >= soft + pad)  # layout slot
         self.first, self.is_ours = 0, False
         self.unread: Tensor | None = None
@@ -298,11 +298,11 @@ class _PassCheck:
         if not self.check_ids or wanted is None:
             return
         self.is_ours = True
-        found = ids[:, : wanted.shape[1]].cpu()
-        if (wrong := ((wanted >= 0) & (found != wanted)).nonzero()).numel():
+        read_ids = ids[:, : wanted.shape[1]].cpu()
+        if (wrong := ((wanted >= 0) & (read_ids != wanted)).nonzero()).numel():
             row, query = wrong[0].tolist()
             raise LayoutError(
-                f"row {row} reads {self._shown(found[row, query])} in slot {self.first + query},"
+                f"row {row} reads {self._shown(read_ids[row, query])} in slot {self.first + query},"
                 f" where its layout has {self._shown(wanted[row, query])}; feed the layout's own"
                 " ids (layout.tensor), or give check_ids=False to augment other tokens"
             )
@@ -327,17 +327,19 @@ class _PassCheck:
             torch.tensor([each.first_in_sight(last, seen) for each in self.layouts]), len(scores)
         )
         last_scores = scores[:, 0, -1, : last + 1]  # row key
-        found = ((last_scores > MASKED_BELOW) | last_scores.isneginf()).int().argmax(1).cpu()
+        first_visible = (
+            ((last_scores > MASKED_BELOW) | last_scores.isneginf()).int().argmax(1).cpu()
+        )
         if (
             wanted is not None
-            and (wrong := ((wanted <= last) & (found != wanted)).nonzero()).numel()
+            and (wrong := ((wanted <= last) & (first_visible != wanted)).nonzero()).numel()
         ):
             row = int(wrong[0])
             raise ModelError(
                 f"layer {layer} is of type {seen} by the model's configuration, and its query in"
-                f" slot {last} sees keys from slot {found[row]} on, not from {wanted[row]}; if no"
-                " hook of yours hides keys there, this model's masks are not known here and it"
-                " cannot be augmented in texts of this length"
+                f" slot {last} sees keys from slot {first_visible[row]} on, not from"
+                f" {wanted[row]}; if no hook of yours hides keys there, this model's masks are not"
+                " known here and it cannot be augmented in texts of this length"
             )
 
     def _shown(self, token: Tensor) -> str:
@@ -362,17 +364,17 @@ class _PassCheck:
                     " the rows' mask"
                 )
         elif isinstance(mask, Tensor) and mask.ndim == 2:
-            live, known = (
+            live, in_layout = (
                 self._repeat_rows(table[:, start : start + mask.shape[1]], len(mask))
-                for table in (self.live, self.known)
+                for table in (self.live, self.in_layout)
             )
-            if live is None or known is None:
+            if live is None or in_layout is None:
                 return
-            found = (mask[:, : live.shape[1]] != 0).cpu()
-            if (wrong := (known & (found != live)).nonzero()).numel():
+            given_live = (mask[:, : live.shape[1]] != 0).cpu()
+            if (wrong := (in_layout & (given_live != live)).nonzero()).numel():
                 row, slot = wrong[0].tolist()
                 raise LayoutError(
-                    f"row {row} masks {int((~found[row]).sum())} slots where its layout has"
+                    f"row {row} masks {int((~given_live[row]).sum())} slots where its layout has"
                     f" {int((~live[row]).sum())} of padding (slot {start + slot} differs); give one"
                     " layout a row, in the rows' order, padded with left_pad"
                 )

@@ -185,17 +185,17 @@ def _load_table(file: Path) -> tuple[Tensor, Tensor, int] | None:
 
 def _count_neurons(model: Model, layer: int) -> int:
     """The number of neurons of a layer, counted in a pass: not every configuration states it."""
-    found = []
+    widths = []
     with model.hooks(
         fwd_hooks=[
             (
                 neuron_hook_name(model, layer),
-                lambda activation, hook: found.append(activation.shape[-1]),
+                lambda activation, hook: widths.append(activation.shape[-1]),
             )
         ]
     ):
         model(torch.zeros((1, 1), dtype=torch.long, device=model.cfg.device))
-    return found[0]
+    return widths[0]
 
 
 def _log_probs_by_neuron(

@@ -164,8 +164,8 @@ class Recorder:
         parts = [sums[:, :, each] for each in self._layers_of_kinds()] if self.kinds[1:] else [sums]
         means = torch.stack([each.mean((2, 3)) for each in parts], 2)
         # row query layer head sum, or row query kind sum
-        found = sums if self.kind == "full" else means
-        self.steps += self._split_by_step(found[..., : len(SUMS)])
+        values = sums if self.kind == "full" else means
+        self.steps += self._split_by_step(values[..., : len(SUMS)])
         self.tokens += self._split_by_step(means[..., len(SUMS) :])
         if self.patterns:
             # row query pair key -> by query: sample pair key
@@ -183,10 +183,10 @@ class Recorder:
         return [[i for i, each in enumerate(kinds) if each == kind] for kind in self.kinds]
 
     def _split_by_step(
-        self, found: Float[Tensor, "row query *rest"]
+        self, values: Float[Tensor, "row query *rest"]
     ) -> list[Float[Tensor, "sample *rest"]]:
         """By step, the values of the samples; here `sample` is branch x sample, stacked."""
-        return list((found if self.index is None else found[self.index]).cpu().unbind(1))
+        return list((values if self.index is None else values[self.index]).cpu().unbind(1))
 
     def dataset(
         self, layouts: Sequence[Layout], branches: Sequence[str], n_steps: Sequence[int]

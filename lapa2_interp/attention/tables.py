@@ -31,14 +31,14 @@ def select_layer_type(trace: xr.Dataset, name: str, layer_type: str | None = Non
 
     A mean over layers with and without windows would follow no law.
     """
-    found = trace[name]
+    values = trace[name]
     if layer_type is None:
         layer_type = traced_layer_types(trace)[0]
-    if "layer_type" in found.dims:
-        return found.sel(layer_type=layer_type, drop=True)
-    if "layer" in found.dims and "type_of_layer" in trace.coords:
-        return found.isel(layer=trace["type_of_layer"].to_numpy() == layer_type)
-    return found
+    if "layer_type" in values.dims:
+        return values.sel(layer_type=layer_type, drop=True)
+    if "layer" in values.dims and "type_of_layer" in trace.coords:
+        return values.isel(layer=trace["type_of_layer"].to_numpy() == layer_type)
+    return values
 
 
 def pooled(
@@ -46,9 +46,9 @@ def pooled(
 ) -> Float[np.ndarray, "branch sample step"]:
     """One of the sums, averaged over heads and the layers of a type (`select_layer_type`) where the
     trace has them; NaN after a sample's last step."""
-    found = select_layer_type(trace, name, layer_type)
-    return found.mean(
-        [axis for axis in ("layer", "head") if axis in found.dims], skipna=False
+    values = select_layer_type(trace, name, layer_type)
+    return values.mean(
+        [axis for axis in ("layer", "head") if axis in values.dims], skipna=False
     ).to_numpy()
 
 
@@ -224,14 +224,17 @@ def _split_by_arm(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, p
     samples = samples.reset_index(drop=True)
     for column, coordinate in (("prompt", "prompt_text"), ("attribute",) * 2, ("arm",) * 2):
         if column in samples and coordinate in trace.coords:
-            here = samples[column].astype(str).to_numpy()
-            there = np.broadcast_to(trace[coordinate].to_numpy().astype(str), len(samples))
+            sample_values = samples[column].astype(str).to_numpy()
+            trace_values = np.broadcast_to(trace[coordinate].to_numpy().astype(str), len(samples))
             # Other values are not an error: arms may have been renamed.
-            if set(here) == set(there) and (other := here != there).any():
+            if (
+                set(sample_values) == set(trace_values)
+                and (other := sample_values != trace_values).any()
+            ):
                 at = int(other.argmax())
                 raise TraceError(
-                    f"samples and trace are in another order: {column} {here[at]!r} and"
-                    f" {there[at]!r} at {at}; give samples.iloc[numbers] beside"
+                    f"samples and trace are in another order: {column} {sample_values[at]!r} and"
+                    f" {trace_values[at]!r} at {at}; give samples.iloc[numbers] beside"
                     " trace.isel(sample=numbers)"
                 )
     if "arm" not in samples:

@@ -486,8 +486,8 @@ def steps_overlap(one: Augmentation, other: Augmentation) -> bool:
 
 def normalize_augmentations(augmentations: AugmentationLike) -> Augmentations:
     """The active augmentations of a row as one value: None, the only one, or a tuple."""
-    found = active_augmentations(augmentations)
-    return found if len(found) > 1 else found[0] if found else None
+    active = active_augmentations(augmentations)
+    return active if len(active) > 1 else active[0] if active else None
 
 
 def shorten_value(value: Any, mark: str = ",") -> str:

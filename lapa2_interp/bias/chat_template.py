@@ -125,14 +125,14 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str,
         read = meta.find_undeclared_variables(environment.parse(GENERATION_TAG.sub("", template)))
     except (TemplateError, ValueError) as error:
         raise LayoutError(f"the chat template cannot be read: {error}") from None
-    known = sorted(
+    allowed = sorted(
         {*read} - {*RESERVED_ARGUMENTS, "raise_exception", "strftime_now", "namespace", "range"}
     )
     for name in arguments:
-        if name not in known:
+        if name not in allowed:
             raise LayoutError(
                 unknown_choice(
-                    "argument of the chat template", name, known or ["none, it reads no argument"]
+                    "argument of the chat template", name, allowed or ["none, it reads no argument"]
                 )
             )
 
@@ -158,15 +158,15 @@ def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
                 f"the chat has no system message in front (its roles: {roles}); give it one, or"
                 " mark a turn or a phrase"
             )
-        found, phrase = contents[0], contents[0].text
+        marked, phrase = contents[0], contents[0].text
     elif kind in ("turn", "reasoning") and rest.isdecimal():
         if not 1 <= int(rest) <= len(turns):
             raise LayoutError(
                 f"there is no turn {rest}; the chat has turns 1 to {len(turns)} beside its system"
                 f" message (roles: {roles})"
             )
-        found = (contents if kind == "turn" else reasonings)[turns[int(rest) - 1]]
-        phrase = found.text
+        marked = (contents if kind == "turn" else reasonings)[turns[int(rest) - 1]]
+        phrase = marked.text
         if kind == "reasoning" and not phrase:
             raise LayoutError(
                 f"turn {rest} has no reasoning; give its message a text {REASONING_FIELDS[0]!r}"
@@ -183,7 +183,7 @@ def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
                 f"the phrase {rest!r} occurs {len(places) if rest.strip() else 0} times in the"
                 " chat's messages; mark one that occurs once"
             )
-        found, phrase = places[0], rest
+        marked, phrase = places[0], rest
     else:
         raise LayoutError(
             f"span {span!r} of a chat should be system, turn:NUMBER, reasoning:NUMBER or"
@@ -191,6 +191,6 @@ def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
         )
     if not phrase:
         raise LayoutError(
-            f"message {found.message + 1} of the chat is empty, so it cannot be the span"
+            f"message {marked.message + 1} of the chat is empty, so it cannot be the span"
         )
-    return found, phrase
+    return marked, phrase

@@ -50,14 +50,14 @@ def distinct_types(layer_types: Sequence[LayerType]) -> list[LayerType]:
 
 def describe_layers(layer_types: Sequence[LayerType]) -> str:
     """The layers of each type in words: "full: 5 11; sliding 512: 0-4 6-10"."""
-    found = []
+    lines = []
     for layer_type in dict.fromkeys([*distinct_types(layer_types), *layer_types]):
         layers = [layer for layer, each in enumerate(layer_types) if each == layer_type]
         starts = [layer for layer in layers if layer - 1 not in layers]
         stops = [layer for layer in layers if layer + 1 not in layers]
         runs = [f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, stops, strict=True)]
-        found.append(f"{layer_type}: {' '.join(runs)}")
-    return "; ".join(found)
+        lines.append(f"{layer_type}: {' '.join(runs)}")
+    return "; ".join(lines)
 
 
 FULL_ATTENTION, NO_ATTENTION = LayerType("full"), LayerType("none")

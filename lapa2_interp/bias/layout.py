@@ -82,13 +82,13 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
     """
     tokenizer = require_tokenizer(tokenizer)
 
-    def known(token: str | None) -> int | None:
+    def token_id(token: str | None) -> int | None:
         """A token's id. For a token that they lack, tokenizers give the unknown token's."""
         found = None if token is None else tokenizer.convert_tokens_to_ids(token)
         unknown = found == tokenizer.unk_token_id and token != tokenizer.unk_token
         return None if unknown or not isinstance(found, int) else found
 
-    plain, bos, eos = map(known, (PLAIN_TEXT_START, tokenizer.bos_token, tokenizer.eos_token))
+    plain, bos, eos = map(token_id, (PLAIN_TEXT_START, tokenizer.bos_token, tokenizer.eos_token))
     start = bos if bos is not None else eos
     if plain is not None and tokenizer.bos_token in (*CHAT_MARKERS, None):
         start = plain
@@ -396,14 +396,14 @@ class Layout:
                     else "; a branch without a prefix has no positions, so give another span"
                 )
             )
-        found: list[Span] = []
+        spans: list[Span] = []
         for position in sorted(positions):
             slot = self.prefix.start + position
-            if found and found[-1].stop == slot:
-                found[-1] = Span(found[-1].start, slot + 1)
+            if spans and spans[-1].stop == slot:
+                spans[-1] = Span(spans[-1].start, slot + 1)
             else:
-                found.append(Span(slot, slot + 1))
-        return tuple(found)
+                spans.append(Span(slot, slot + 1))
+        return tuple(spans)
 
     def n(self, rule: SpanRule) -> int:
         """The n of b(l): the controlled length, the tokenizer's count under "released", the span's
@@ -521,10 +521,10 @@ class Layout:
     ) -> Int[np.ndarray, " query"]:
         """Number of tokens of the prefix (of the prompt on the raw model) that later queries see in
         layers of this type."""
-        found = self.controlled.size - _n_hidden(
+        n_seen = self.controlled.size - _n_hidden(
             (self.controlled,), layer_type.first_seen(queries, self.pad)
         )
-        return found if layer_type.kind != "none" else np.zeros_like(found)
+        return n_seen if layer_type.kind != "none" else np.zeros_like(n_seen)
 
     def padded(self, width: int) -> Layout:
         """A copy, left-padded to `width` slots."""

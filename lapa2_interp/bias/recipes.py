@@ -53,9 +53,9 @@ class LabeledAugmentations(tuple[Augmentation, ...]):
     @classmethod
     def of(cls, augmentations: Iterable[Augmentation], label: str) -> LabeledAugmentations:
         """Augmentations with their label."""
-        found = cls(augmentations)
-        found.label = label
-        return found
+        labeled = cls(augmentations)
+        labeled.label = label
+        return labeled
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Recipe:
     @property
     def parameters(self) -> dict[str, Any]:
         """Its own parameters with their defaults."""
-        found = inspect.signature(self.make).parameters.values()
-        return {each.name: each.default for each in found}
+        parameters = inspect.signature(self.make).parameters.values()
+        return {each.name: each.default for each in parameters}
 
 
 def _lapa2(alpha: float | int = 0.5) -> RecipeResult:
@@ -258,10 +258,10 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
             f"recipe {name} needs {' and '.join(missing)}, such as"
             f" {name}:{','.join(PARAMETER_EXAMPLES[each] for each in chosen.needs)}"
         )
-    made = chosen.make(
+    steering = chosen.make(
         **{key: value for key, value in parameters.items() if key not in SHARED_PARAMETERS}
     )
-    augmentations = made if isinstance(made, tuple) else (made,)
+    augmentations = steering if isinstance(steering, tuple) else (steering,)
     where = {
         key: value
         for key, value in parameters.items()
@@ -271,7 +271,7 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
         augmentation.span != "prefix" for augmentation in augmentations
     ):
         raise AugmentationError(f"recipe {name} has a fixed span, so it takes no tokens")
-    found = (
+    narrowed = (
         Augmentation(
             **dict(augmentation)
             | where
@@ -288,7 +288,7 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
         for key, value in parameters.items()
         if value is not None
     )
-    return LabeledAugmentations.of(found, f"{name}:{given}" if given else name)
+    return LabeledAugmentations.of(narrowed, f"{name}:{given}" if given else name)
 
 
 def _format_value(key: str, value: Any) -> str:
@@ -316,7 +316,7 @@ def parse_recipes(text: str) -> LabeledAugmentations:
     Raises:
         AugmentationError: As `recipe`, or a value that cannot be read.
     """
-    found: list[LabeledAugmentations] = []
+    recipes: list[LabeledAugmentations] = []
     for part in text.split("+"):
         name, _, rest = part.partition(":")
         name, given = name.strip(), {}
@@ -336,10 +336,10 @@ def parse_recipes(text: str) -> LabeledAugmentations:
                     f"{key}={value} of recipe {name!r} cannot be read; give"
                     f" {VALUE_FORMS.get(key, 'a number')}"
                 ) from None
-        found.append(recipe(name, **given))
+        recipes.append(recipe(name, **given))
     return LabeledAugmentations.of(
-        (augmentation for each in found for augmentation in each),
-        " + ".join(e.label for e in found),
+        (augmentation for each in recipes for augmentation in each),
+        " + ".join(e.label for e in recipes),
     )
 
 

@@ -87,7 +87,7 @@ def arrange(
     """
     method, branches = cell.decoding_method, cell.branches
     open_texts = prepared is None and type(method).prepare is not Method.prepare
-    known = [Prepared()] * len(cell.prompts) if prepared is None else prepared
+    preparations = [Prepared()] * len(cell.prompts) if prepared is None else prepared
     augmentations = assign_augmentations(method, branches, cell.augmentation)
     steps, counts = [], []
     for prompt in cell.prompts:
@@ -108,7 +108,7 @@ def arrange(
                 (active, distinct_types([size.keys_seen[i] for i in layers if size.keys_seen]))
             )
         of_branch = []
-        for prompt, own, new in zip(cell.prompts, known, steps, strict=True):
+        for prompt, own, new in zip(cell.prompts, preparations, steps, strict=True):
             text = _text(branch, own, open_texts)
             slots = soft_slots.get(branch.name, 0)
             each = layout(
@@ -138,8 +138,8 @@ def arrange(
     return Arrangement(augmentations, tuple(rows), tuple(steps), tuple(counts))
 
 
-def _text(branch: Branch, known: Prepared, is_open: bool) -> str | None:
+def _text(branch: Branch, prepared: Prepared, is_open: bool) -> str | None:
     """The text in front of a prompt: the branch's, or what was prepared for this prompt."""
-    if branch.name in known.prefixes:
-        branch = replace(branch, prefix=known.prefixes[branch.name])
+    if branch.name in prepared.prefixes:
+        branch = replace(branch, prefix=prepared.prefixes[branch.name])
     return branch.prefix if isinstance(branch.prefix, str) and not is_open else None

@@ -83,8 +83,8 @@ class BannedWords:
         if before not in self._known:
             forms = [(word, form) for word in self.words for form in _forms(before)]
             rests = {word[len(form) :] for word, form in forms if word.startswith(form)}
-            found = [token for rest in rests for token in self.beginning.get(rest, ())]
-            self._known[before] = torch.tensor([*self.inside, *found], dtype=torch.long)
+            beginning_tokens = [token for rest in rests for token in self.beginning.get(rest, ())]
+            self._known[before] = torch.tensor([*self.inside, *beginning_tokens], dtype=torch.long)
         return self._known[before]
 
     def mask(self, log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:

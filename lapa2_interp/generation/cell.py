@@ -292,19 +292,19 @@ def _with_slot(prefix: str, attribute: str) -> str:
     return prefix
 
 
-def _words(found: Iterable[str]) -> str:
-    return " + ".join(dict.fromkeys(found))
+def _words(words: Iterable[str]) -> str:
+    return " + ".join(dict.fromkeys(words))
 
 
 def same_label(cells: Iterable[Cell]) -> list[tuple[Cell, Cell]]:
     """Pairs of cells of one method whose arms have one name and other augmentations."""
     seen: dict[tuple[str, str], Cell] = {}
-    found = []
+    pairs = []
     for cell in cells:
         first = seen.setdefault((cell.method, cell.arm), cell)
         if first.active_augmentations != cell.active_augmentations:
-            found.append((first, cell))
-    return found
+            pairs.append((first, cell))
+    return pairs
 
 
 CELL = TypeAdapter(Cell)

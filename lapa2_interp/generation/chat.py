@@ -146,7 +146,7 @@ def continue_chats(
                 logits = rows.read_tokens(tokens[:, None])[:, -1]
     kept = [_up_to_end(row, ends.tolist(), eos) for row in torch.stack(drawn, 1).tolist()]
     whole = recorder.dataset(of_rows, ("chat",), [len(row) for row in kept])
-    found = []
+    chats = []
     for number, layout in enumerate(layouts):
         mine = slice(number * samples, (number + 1) * samples)
         own = kept[mine]
@@ -155,14 +155,14 @@ def continue_chats(
             "step": slice(max(map(len, own))),
             "prefix_token": slice(layout.l_pre),
         }
-        found.append(
+        chats.append(
             ChatTexts(
                 tuple(map(tuple, own)),
                 tuple(_text(model, layout, row) for row in own),
                 whole.isel(its).assign_coords(sample=range(samples)),
             )
         )
-    return found
+    return chats
 
 
 def _text(model: Model, layout: Layout, tokens: Sequence[int]) -> str:

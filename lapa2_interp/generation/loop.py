@@ -163,6 +163,7 @@ def _decode_batch(
     places = list(range(len(pairs)))
     order, tables, traces = [], [], []
     for trial in range(plan.method.trials):
+        # Decode the samples that have no accepted text yet.
         batch = plan.assemble_batch([pairs[place] for place in places], trial)
         ending = Ending.at(batch.steps)
         recorder = None
@@ -172,6 +173,7 @@ def _decode_batch(
         drawn = _decode_steps(model, plan, batch, ending, recorder, progress)
         tokens = torch.stack(list(drawn), dim=1)  # sample step
         table = _table(model, plan, batch, tokens, ending)
+        # Keep what the method accepts; in the last trial, everything.
         stays = np.ones(len(places), dtype=bool)
         if trial + 1 < plan.method.trials:
             texts = table["prompt"] + table["continuation"]
@@ -189,6 +191,7 @@ def _decode_batch(
             break
     if len(tables) == 1:
         return tables[0], traces[0] if traces else None
+    # Restore the order of the samples.
     back = np.argsort(order)
     trace = _joined(traces).isel(sample=back) if traces else None
     return pd.concat(tables).iloc[back], trace
@@ -220,7 +223,7 @@ def _decode_steps(
     rows = new_rows(model, recompute=method.rereads_text, reread_last=reread_last)
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)
-    # For the prompt pass the method has one state a prompt; below it begins again, for samples.
+    # Read the prompts. Here the method has one state a prompt; below it begins again, for samples.
     state: Any = method.begin(BatchStart(batch.prepared, None, n_prompt))
     keep = 1 + max(each.l_pro for each in batch.layouts) if method.reads_prompt else 1
     with (
@@ -229,6 +232,7 @@ def _decode_steps(
     ):
         # row query vocab; row = branch x prompt
         read = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
+    # Expand prompts to samples.
     rows.expand(expansion.to(read.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
     state = method.begin(_start(batch, branches, n_prompt, read if method.reads_prompt else None))
     logits = read[expansion, -1]  # row vocab; from here on row = branch x sample
@@ -246,6 +250,7 @@ def _decode_steps(
             log_weights = log_weights.index_fill(1, ends.to(log_weights.device), -torch.inf)
         return log_weights if banned is None else banned.mask(log_weights)
 
+    # Decode step by step: combine, draw, append.
     uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
     if recorder is not None:
         recorder.begin(batch.sample_layouts)

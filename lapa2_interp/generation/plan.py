@@ -186,6 +186,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         PrefixError: A soft prefix the method names is not there, or belongs to another model.
     """
     card, method = model_card(model), cell.decoding_method
+    # The model must be the cell's.
     for name, given in (
         ("model", card.name),
         ("dtype", card.dtype),
@@ -195,6 +196,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
             raise ModelError(
                 f"the cell's {name} is {getattr(cell, name)!r}, and the model's {given!r}"
             )
+    # Soft prefixes, and a first arrangement: it refuses what cannot run.
     prefixes = tuple(
         (
             find_prefix(model, cell.task.name, branch.prefix.set, branch.prefix.attribute)
@@ -210,6 +212,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         if prefix is not None
     }
     arrangement = arrange(cell, model.tokenizer, card, slots)
+    # The method prepares; what it prepared may change the arrangement.
     prepared = (Prepared(),) * len(cell.prompts)
     if type(method).prepare is not Method.prepare:
         if context is None:
@@ -219,6 +222,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
             )
         prepared = _prepare(method, context, cell)
         arrangement = arrange(cell, model.tokenizer, card, slots, prepared)
+    # Divide the samples into batches.
     rows = cell.max_rows or _default_rows(model, method, arrangement)
     pairs = [
         (prompt, sample) for prompt in range(len(cell.prompts)) for sample in range(cell.samples)

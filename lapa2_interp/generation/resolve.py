@@ -115,11 +115,11 @@ def cell_of(model: str | Path | Model, **fields: Any) -> Cell:
         Lapa2Error: As `cells_of`; or attribute is "all", and the task has several.
     """
     device = fields.pop("device", None)
-    found = cells_of(python_values({"model": model, **fields}), device=device)
-    if len(found) > 1:
-        names = ", ".join(cell.description for cell in found)
-        raise Lapa2Error(f"these settings give {len(found)} cells, and one is asked for: {names}")
-    return found[0]
+    cells = cells_of(python_values({"model": model, **fields}), device=device)
+    if len(cells) > 1:
+        names = ", ".join(cell.description for cell in cells)
+        raise Lapa2Error(f"these settings give {len(cells)} cells, and one is asked for: {names}")
+    return cells[0]
 
 
 def resolve(
@@ -143,7 +143,7 @@ def resolve(
     """
     task = _task(settings, needs)
     method = _method(settings, task, allow_code)
-    augmentations, label = _rules(settings, method)
+    augmentations, label = _read_augmentations(settings, method)
     model = settings.model
     if isinstance(model, str | Path):
         facts = {
@@ -246,10 +246,10 @@ def _prompts(
                 f"prompt {i} of a file that is not there yet, as long as most"
                 for i in range(given.n)
             )
-        found = read_prompts(Path(given.file))
-        if len(found) != given.n:
-            raise LayoutError(f"{given.file} has {len(found)} prompts, and not {given.n}")
-        return found
+        prompts = read_prompts(Path(given.file))
+        if len(prompts) != given.n:
+            raise LayoutError(f"{given.file} has {len(prompts)} prompts, and not {given.n}")
+        return prompts
     if given == "task":
         return own
     texts: list[str] = []
@@ -308,7 +308,7 @@ def _method(settings: CellSettings, task: Task, allow_code: bool) -> Method:
     return given
 
 
-def _rules(settings: CellSettings, method: Method) -> tuple[AugmentationLike, str]:
+def _read_augmentations(settings: CellSettings, method: Method) -> tuple[AugmentationLike, str]:
     """The augmentations, and the label of their arm."""
     given, label = settings.augmentation, settings.label
     if given is None:
@@ -404,28 +404,28 @@ def _files(
     needs: list[str] | None,
 ) -> dict[str, str]:
     """sha256 of the soft prefixes by branch, and of the files that decide a method's texts."""
-    found = {}
+    hashes = {}
     for branch in branches:
         if isinstance(branch.prefix, SoftPrefixKey):
             try:
                 folder = set_folder(model, task, branch.prefix.set)
-                found[branch.name] = read_card(folder / f"{branch.prefix.attribute}.json").sha256
+                hashes[branch.name] = read_card(folder / f"{branch.prefix.attribute}.json").sha256
             except PrefixError as error:
                 if needs is None:
                     raise
                 needs.append(str(error))
-                found[branch.name] = MISSING
-    return found | digests(method)
+                hashes[branch.name] = MISSING
+    return hashes | digests(method)
 
 
 def digests(method: Method) -> dict[str, str]:
     """sha256 of the files that decide a method's texts; of a folder, of the files in it."""
-    found = {}
+    hashes = {}
     for name, place in method.deciding_files().items():
         if place.is_file():
-            found[name] = sha256_of(place)
+            hashes[name] = sha256_of(place)
         elif place.is_dir():
             files = sorted(each for each in place.iterdir() if each.is_file())
             listed = json.dumps([[each.name, sha256_of(each)] for each in files])
-            found[name] = hashlib.sha256(listed.encode()).hexdigest()
-    return found
+            hashes[name] = hashlib.sha256(listed.encode()).hexdigest()
+    return hashes

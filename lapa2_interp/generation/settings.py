@@ -216,13 +216,13 @@ def read_value(text: str) -> Any:
 def python_values(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as Python gives them, where arrays are lists, and a list of prompts or patterns is
     one value, and no axis."""
-    found = {}
+    values = {}
     for name, value in fields.items():
         if hasattr(value, "tolist"):  # of numpy, pandas or torch
             value = value.tolist()
         one = name in ("prompts", "patterns") and isinstance(value, list)
-        found[name] = tuple(value) if one else value
-    return found
+        values[name] = tuple(value) if one else value
+    return values
 
 
 def product(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -251,12 +251,12 @@ T = TypeVar("T")
 def settings_checked(function: Callable[P, T]) -> Callable[P, T]:
     """A function of settings whose keyword arguments are refused in the sentences of
     `CellSettings`: those that do not exist, and values of another type."""
-    known = list(signature(function).parameters)
+    parameters = list(signature(function).parameters)
 
     @wraps(function)
     def call(*arguments: P.args, **given: P.kwargs) -> T:
         for name, value in python_values(given).items():
-            if name not in known:
+            if name not in parameters:
                 raise Lapa2Error(unknown_setting(name))
             if name in CellSettings.model_fields:
                 for each in value if isinstance(value, list) else [value]:

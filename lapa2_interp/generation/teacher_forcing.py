@@ -99,6 +99,7 @@ def teacher_forced(
             the model lacks a token, or the numbers of layouts,
             texts, prefixes and augmentations differ.
     """
+    # Check the arguments, and give each text its layout, augmentations and prefix.
     try:
         rows = [[operator.index(token) for token in text] for text in texts]
     except TypeError as error:
@@ -131,6 +132,7 @@ def teacher_forced(
         )
     if chunk is not None and chunk < 1:
         raise TraceError(f"chunk must be at least 1, found {chunk}")
+    # Every text must fit the context.
     short = model_short_context(model)
     for number, (each, row) in enumerate(zip(given, rows, strict=True)):
         check_tokens(model, row)
@@ -142,6 +144,7 @@ def teacher_forced(
             )
         first = 0 if each.soft else len(each.ids)
         check_rotary_side(short, first, each.n_live + len(row) - 1, f"text {number}")
+    # Read batch by batch, and join the traces.
     parts = []
     for chosen in _split_texts(given, rows, model.cfg.n_ctx, short):
         batch = _Batch(

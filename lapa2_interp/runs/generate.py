@@ -7,7 +7,8 @@ run.save("results/lake")
 
 The way of a call: `generate` -> `resolve.cells_of` (settings to cells) -> `make_cells` ->
 `plan.plan_batches` (layouts, batches) -> `loop.decode_batches` -> `attention.hooked.augmented`,
-whose hooks on the scores call `batch_bias.BatchBias.add`."""
+whose hooks on the scores call `batch_bias.BatchBias.add`.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Messages between sweeps and workers: a job, its outcome, and the engine that carries both.
 
 A job is a cell to open, or one group of its rows (`plan.BatchPlan.batches`) to generate. A group is
-never
-split: which samples share a batch is part of the cell, so any number of workers on any number of
-machines of one kind makes the same bytes.
+never split: which samples share a batch is part of the cell, so any number of workers on any number
+of machines of one kind makes the same bytes.
 """
 
 from __future__ import annotations

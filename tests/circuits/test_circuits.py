@@ -779,7 +779,7 @@ def test_a_function_a_name_or_one_case_is_enough():
 def test_texts_behind_a_prefix_are_behind_the_one_that_is_asked_about(monkeypatch):
     """Also where soft prefixes are the task's default."""
     seen = []
-    real = examples.plan
+    real = examples.plan_batches
     monkeypatch.setattr(
         examples, "plan_batches", lambda model, cell: (seen.append(cell), real(model, cell))[1]
     )
