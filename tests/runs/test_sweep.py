@@ -700,7 +700,7 @@ def test_memory_that_runs_out_says_what_to_do(undisturbed, monkeypatch):
     def plan(*_):
         raise MemoryError("no more")
 
-    monkeypatch.setattr("lapa2_interp.runs.worker.plan", plan)
+    monkeypatch.setattr("lapa2_interp.runs.worker.plan_batches", plan)
     cell = next(iter(load_run(undisturbed[0]).plan.values()))
     outcome = Worker("cpu").do(Job(cell))
     assert (
@@ -833,7 +833,7 @@ def test_an_interrupt_that_a_library_made_an_error_of_is_no_failure(undisturbed,
         except KeyboardInterrupt as stop:
             raise RuntimeError("a library's own") from stop
 
-    monkeypatch.setattr("lapa2_interp.runs.worker.plan", plan)
+    monkeypatch.setattr("lapa2_interp.runs.worker.plan_batches", plan)
     with pytest.raises(KeyboardInterrupt):
         Worker("cpu").do(Job(next(iter(load_run(undisturbed[0]).plan.values()))))
 
