@@ -21,7 +21,8 @@ from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.bias.augmentation import AugmentationLike
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, evaluate_edits
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.edits import evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import accepts_model_name

@@ -32,8 +32,8 @@ from lapa2_interp.bias.augmentation import (
     AugmentationLike,
     Phase,
 )
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, evaluate_edits
-from lapa2_interp.circuits.edits import Edit, Heads
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.edits import Edit, Heads, evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.result_store import (
     RECHECKED,
