@@ -189,7 +189,7 @@ FADED := sentiment topic
 fading: steering-prompts
 	mkdir -p results/fading
 	head -n 64 steering-prompts.txt > results/fading/prompts.txt
-	$(foreach each,$(FADED),$(VENV)/bin/lapa2 select smollm2-135m --task $(each) --prompts steering-selection.txt --by slope \
+	$(foreach each,$(FADED),$(VENV)/bin/lapa2 select smollm2-135m --task $(each) --prompts steering-selection.txt --score slope \
 		--heads 24 --positions auto --tokens 24 --out results/fading/$(each).json && \
 		$(VENV)/bin/lapa2 fading smollm2-135m --task $(each) --prompts results/fading/prompts.txt \
 		--selection results/fading/$(each).json --random $(if $(filter topic,$(each)),2,5) --file results/fading/$(each).lines --out results/fading/$(each) && \

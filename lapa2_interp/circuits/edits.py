@@ -312,12 +312,12 @@ def _forward_by_step(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row st
 
 
 def check_one_pass(
-    augmentation: AugmentationLike, examples: Sequence[ContrastExample], need: str
+    augmentation: AugmentationLike, examples: Sequence[ContrastExample], purpose: str
 ) -> None:
     """Refuse augmentations under which prefix, prompt and text are not one forward pass.
 
     Args:
-        need: The sentence's end before "such a pass" in the message.
+        purpose: The sentence's end before "such a pass" in the message.
 
     Raises:
         CircuitError: Phase "query", under which every step has its own forward pass; or as
@@ -326,8 +326,8 @@ def check_one_pass(
     for rule in active_augmentations(resolve_recipes(augmentation)):
         if rule.phase == "query":
             raise CircuitError(
-                f"under phase {rule.phase!r} prefix and text are not read in one pass, and {need}"
-                " such a pass; use phase 'last_query', 'decode' or 'all_queries'"
+                f"under phase {rule.phase!r} prefix and text are not read in one pass, and"
+                f" {purpose} such a pass; use phase 'last_query', 'decode' or 'all_queries'"
             )
         for layout in {layout for example in examples for layout in example.layouts}:
             _check_rule(rule, layout)

@@ -230,7 +230,7 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
                 "name": name,
                 "what": found.what,
                 "parameters": found.parameters,
-                "needs": found.needs,
+                "required": found.required,
                 "source": found.source,
                 "defaults": found.defaults,
             }
@@ -241,7 +241,7 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
     for name, found in chosen.items():
         own = [f"{key}={_as_text(value)}" for key, value in found.parameters.items()]
         print(f"{name}: {found.what}")
-        print(f"  parameters  {', '.join([*own, *(f'{key} (needed)' for key in found.needs)])}")
+        print(f"  parameters  {', '.join([*own, *(f'{key} (needed)' for key in found.required)])}")
         print(f"  source      {found.source}")
         print(f"  defaults    {found.defaults}\n")
     print(

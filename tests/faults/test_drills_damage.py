@@ -336,7 +336,7 @@ def test_scores(tmp_path, record_property, capsys):
 def test_a_selection(tmp_path, record_property):
     """The card of `lapa2 select`."""
     file = tmp_path / "selection.json"
-    line = f"select planted --by mass --heads 2 --tokens 4 --device cpu --out {file}"
+    line = f"select planted --score mass --heads 2 --tokens 4 --device cpu --out {file}"
     assert main(line.split()) == 0
     drill(file, lambda: Selection.load(file), record_property, newer(file.read_bytes()))
 
