@@ -180,7 +180,7 @@ circuits: $(VENV)/.run-installed
 	$(VENV)/bin/lapa2 circuits smollm2-135m --task topic --tokens 16 --best 8 --out results/circuits/topic
 	$(foreach each,$(CIRCUITS),mkdir -p figures/circuits/$(each) && \
 		cp results/circuits/$(each)/*.csv results/circuits/$(each)/report.html results/circuits/$(each)/circuit.json \
-		results/circuits/$(each)/heads.json results/circuits/$(each)/question.json figures/circuits/$(each)/ &&) true
+		results/circuits/$(each)/heads.json results/circuits/$(each)/contrast_set.json figures/circuits/$(each)/ &&) true
 endif
 
 # The committed numbers of figures/fading: why control fades, on the first 64 of the steering prompts, in heads that were chosen on

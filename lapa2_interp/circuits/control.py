@@ -42,7 +42,7 @@ class ControlScore:
     values: Mapping[str, Float[np.ndarray, "example step"]]
 
     def frame(self) -> pd.DataFrame:
-        """A row for every text and step: prompt, source, case (the example's number), step,
+        """A row for every text and step: prompt, source, example (its number), step,
         l_kv, and every metric.
 
         l_kv counts the keys of the query, BOS and its own included; step 0 predicts the text's
@@ -51,7 +51,12 @@ class ControlScore:
         rows = []
         for i, example in enumerate(self.contrast_set.examples):
             for step in range(example.n_steps):
-                row = {"prompt": example.prompt, "source": example.source, "case": i, "step": step}
+                row = {
+                    "prompt": example.prompt,
+                    "source": example.source,
+                    "example": i,
+                    "step": step,
+                }
                 row["l_kv"] = example.layouts[0].n_live + step
                 rows.append(row | {name: each[i, step] for name, each in self.values.items()})
         return pd.DataFrame(rows)

@@ -268,7 +268,7 @@ def knock_out(
         raise CircuitError(f"two units are called {twice!r}; give each another name")
     # The store, which knows units by their heads and positions.
     more_facts = {
-        "how": replacement,
+        "replacement": replacement,
         "phase": phase,
         "metrics": list(chosen),
         "augmentation": str(augmentation),

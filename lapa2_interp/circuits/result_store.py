@@ -91,7 +91,7 @@ class ResultStore:
         self._hold(path)
         # A damaged line is left out, even if it is not UTF-8; its result is computed again.
         lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
-        first = json.dumps({"question": key, "facts": facts or {}})
+        first = json.dumps({"inputs": key, "facts": facts or {}})
         if lines and (other := _difference(lines[0], key, facts or {})):
             self.close()
             raise CircuitError(
@@ -205,7 +205,7 @@ def _difference(line: str, key: str, facts: Mapping[str, str]) -> str:
     none."""
     try:
         there = parse_json(line)
-        if there["question"] == key:
+        if there["inputs"] == key:
             return ""
         old = there.get("facts", {})
         names = [name for name in {**old, **facts} if old.get(name) != facts.get(name)]

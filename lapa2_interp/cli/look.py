@@ -190,8 +190,8 @@ def probe(
     print(f"weights          {card.weights}")
     print(f"size             {card.n_layers} layers, {card.n_heads} heads, {card.n_ctx} positions")
     print(f"start of text    {card.start_token}   ends: {' '.join(card.end_tokens)}")
-    if card.keys_seen:
-        print(f"keys seen        {describe_layers(card.keys_seen)}")
+    if card.layer_types:
+        print(f"keys seen        {describe_layers(card.layer_types)}")
     shift = found.liveness.logit_shift
     where = f"all {card.n_layers} layers"
     if len(found.attention_layers) < card.n_layers:

@@ -181,7 +181,7 @@ def with_transformer_lens(subject: Subject, todo: Plan, clock: Clock) -> None:
 
 
 def with_our_loop(model: Model, todo: Plan, packing: str, clock: Clock) -> None:
-    model.lapa2_card = model_card(model).model_copy(update={"packing": packing})
+    model.lapa2_card = model_card(model).model_copy(update={"prepacking": packing})
     loop.run_plan(model, todo, progress=clock)
 
 
