@@ -180,7 +180,7 @@ circuits: $(VENV)/.run-installed
 	$(VENV)/bin/lapa2 circuits smollm2-135m --task topic --tokens 16 --best 8 --out results/circuits/topic
 	$(foreach each,$(CIRCUITS),mkdir -p figures/circuits/$(each) && \
 		cp results/circuits/$(each)/*.csv results/circuits/$(each)/report.html results/circuits/$(each)/circuit.json \
-		results/circuits/$(each)/heads.json results/circuits/$(each)/question.json figures/circuits/$(each)/ &&) true
+		results/circuits/$(each)/heads.json results/circuits/$(each)/contrast_set.json figures/circuits/$(each)/ &&) true
 endif
 
 # The committed numbers of figures/fading: why control fades, on the first 64 of the steering prompts, in heads that were chosen on
@@ -189,7 +189,7 @@ FADED := sentiment topic
 fading: steering-prompts
 	mkdir -p results/fading
 	head -n 64 steering-prompts.txt > results/fading/prompts.txt
-	$(foreach each,$(FADED),$(VENV)/bin/lapa2 select smollm2-135m --task $(each) --prompts steering-selection.txt --by slope \
+	$(foreach each,$(FADED),$(VENV)/bin/lapa2 select smollm2-135m --task $(each) --prompts steering-selection.txt --score slope \
 		--heads 24 --positions auto --tokens 24 --out results/fading/$(each).json && \
 		$(VENV)/bin/lapa2 fading smollm2-135m --task $(each) --prompts results/fading/prompts.txt \
 		--selection results/fading/$(each).json --random $(if $(filter topic,$(each)),2,5) --file results/fading/$(each).lines --out results/fading/$(each) && \

@@ -19,7 +19,7 @@
 # %%
 import sys
 
-from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.items import claim_for_arm, open_item
 from lapa2_interp.paper.reported import PAPER_MODELS, paper_number
 from lapa2_interp.paper.scripts import print_error
 
@@ -34,18 +34,20 @@ table = item.table(scores, cells)
 # %%
 for where, words, group in item.data.groups(cells[cells["alpha"] > 0]):
     own = int(group["max_length"].max())
-    sides = [where | {"arm": arm, "length": own} for arm in ("baseline", group["arm"].iloc[0])]
     theirs = PAPER_MODELS.get(where["model"], "llama-2-7b")
     at = {"table": "detox", "model": theirs, "method": where["method"], "length": 512}
-    for metric, name in (("tox", "toxicity"), ("ppl", "perplexity")):
-        known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
-        item.add_reported_claim(
-            f"LaPA2 {{raises}} {name}: {words} (paper: {theirs}, 512)",
-            scores,
-            *sides,
-            metric,
-            known,
-        )
+    for arm in dict.fromkeys(group["arm"]):
+        sides = [where | {"arm": each, "length": own} for each in ("baseline", arm)]
+        for metric, name in (("tox", "toxicity"), ("ppl", "perplexity")):
+            known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
+            text = f"LaPA2 {{raises}} {name}: {words} (paper: {theirs}, 512)"
+            item.add_reported_claim(
+                claim_for_arm(text, arm, group["arm"]),
+                scores,
+                *sides,
+                metric,
+                known,
+            )
 
 # %%
 item.write(table)

@@ -20,7 +20,7 @@
 # %%
 import sys
 
-from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.items import claim_for_arm, open_item
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import print_error
 
@@ -39,17 +39,19 @@ table = item.table(scores, cells)
 # %%
 for where, words, group in item.data.groups(cells[cells["alpha"] > 0]):
     longest = int(group["max_length"].max())
-    sides = [where | {"arm": arm, "length": longest} for arm in ("baseline", group["arm"].iloc[0])]
     at = {"table": "sent_topic", "task": where["task"], "method": where["method"], "length": 512}
-    for metric, name in (("acc", "accuracy"), ("ppl", "perplexity")):
-        known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
-        item.add_reported_claim(
-            f"LaPA2 {{raises}} {name}: {words}, {longest} tokens (paper: 512)",
-            scores,
-            *sides,
-            metric,
-            known,
-        )
+    for arm in dict.fromkeys(group["arm"]):
+        sides = [where | {"arm": each, "length": longest} for each in ("baseline", arm)]
+        for metric, name in (("acc", "accuracy"), ("ppl", "perplexity")):
+            known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
+            text = f"LaPA2 {{raises}} {name}: {words}, {longest} tokens (paper: 512)"
+            item.add_reported_claim(
+                claim_for_arm(text, arm, group["arm"]),
+                scores,
+                *sides,
+                metric,
+                known,
+            )
 
 # %%
 item.write(table)

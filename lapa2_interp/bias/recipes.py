@@ -67,14 +67,14 @@ class Recipe:
         what: Its effect, in a line.
         source: Its publication, and the part of it that could be checked.
         defaults: The source of its parameters' defaults.
-        needs: The `SHARED_PARAMETERS` that must be given.
+        required: The `SHARED_PARAMETERS` that must be given.
     """
 
     make: Callable[..., RecipeResult]
     what: str
     source: str
     defaults: str
-    needs: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -253,10 +253,10 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
             raise AugmentationError(
                 unknown_choice(kind, each, (*chosen.parameters, *SHARED_PARAMETERS))
             )
-    if missing := [each for each in chosen.needs if each not in parameters]:
+    if missing := [each for each in chosen.required if each not in parameters]:
         raise AugmentationError(
             f"recipe {name} needs {' and '.join(missing)}, such as"
-            f" {name}:{','.join(PARAMETER_EXAMPLES[each] for each in chosen.needs)}"
+            f" {name}:{','.join(PARAMETER_EXAMPLES[each] for each in chosen.required)}"
         )
     steering = chosen.make(
         **{key: value for key, value in parameters.items() if key not in SHARED_PARAMETERS}
@@ -436,7 +436,7 @@ def recipe_name(augmentations: tuple[Augmentation, ...], any_strength: bool = Fa
         }
         if given:
             parameters["tokens"] = given[0]
-        if (chosen.needs or chosen.make is _lapa2) and chosen.needs != narrow:
+        if (chosen.required or chosen.make is _lapa2) and chosen.required != narrow:
             continue  # the four that are LaPA2 itself differ by what is chosen
         try:
             if alike(recipe(name, **parameters)) == alike(augmentations):

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Float
-from torch import Tensor
-from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, DataError, unknown_choice
-from lapa2_interp.bias.augmentation import AugmentationLike
-from lapa2_interp.circuits.edits import Edit, edited_logits
-from lapa2_interp.circuits.examples import ContrastExample, attribute_words, batches, make_examples
-from lapa2_interp.circuits.metrics import Metric, Predictions
+from lapa2_interp.circuits.examples import ContrastExample, attribute_words, make_examples
 from lapa2_interp.models.card import (
     Model,
     attention_layers,
@@ -30,14 +24,11 @@ from lapa2_interp.models.card import (
     model_short_context,
     network_of,
     plain_network,
-    prepacked_model,
 )
 from lapa2_interp.models.load import resolve_model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.task import Task
 
-LOGIT_BYTES = 2**28
-"""Memory for the logits of a batch."""
 LONGEST_FACT = 60
 """Letters of a fact in a message; a longer one is shown as a hash."""
 TASK_SETTINGS = ("attribute", "prompts", "texts", "source", "tokens", "samples", "seed")
@@ -253,78 +244,3 @@ def _hash_prefix(prefix: SoftPrefix) -> str:
     for part in (prefix.keys, prefix.values):
         digest.update(part.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def items_per_batch(
-    model: Model, examples: Sequence[ContrastExample], requested: int | None = None
-) -> int:
-    """The requested number; else as many items as have their logits in `LOGIT_BYTES`, each counted
-    as the largest of these examples.
-
-    Raises:
-        CircuitError: Fewer than 1 is requested.
-    """
-    if requested is not None:
-        if requested < 1:
-            raise CircuitError(
-                f"batch_size must be at least 1, or None for what fits; found {requested}"
-            )
-        return requested
-    largest = max(example.n_branch_steps for example in examples)
-    return max(1, LOGIT_BYTES // (4 * largest * model.cfg.d_vocab))
-
-
-def evaluate_edits(
-    model: Model,
-    contrast_set: ContrastSet,
-    edits: Sequence[Edit | None],
-    metrics: dict[str, Metric],
-    augmentation: AugmentationLike = None,
-    progress: tqdm | None = None,
-    batch_size: int | None = None,
-) -> Iterator[tuple[int, list[int], dict[str, Float[Tensor, "item step"]]]]:
-    """Metrics of every example under every edit.
-
-    Args:
-        batch_size: Items (an example under an edit) in one forward pass; changes nothing but memory
-            and time.
-
-    Yields:
-        The edit's number, the examples' numbers, and the metrics of those examples by name. Edits
-        that share a batch come together: all examples of these, then the next edits.
-    """
-    with_raw = "from_raw" in metrics
-    most = items_per_batch(model, contrast_set.examples, batch_size)
-    groups = list(batches(contrast_set.examples, most))
-    size = max(1, most // max(map(len, groups)))  # edits in a batch
-    with torch.no_grad(), prepacked_model(model):
-        for first in range(0, len(edits), size):
-            block = range(first, min(first + size, len(edits)))
-            for group in groups:
-                items = [
-                    (contrast_set.examples[i], edits[number]) for number in block for i in group
-                ]
-                logits, raw = edited_logits(model, items, augmentation, with_raw)
-                text = torch.tensor([example.text for example, _ in items], device=logits.device)
-                found = Predictions(logits, text, raw, contrast_set.words)
-                values = {
-                    name: _metric_values(name, metric, found) for name, metric in metrics.items()
-                }
-                for at, number in enumerate(block):
-                    part = slice(at * len(group), (at + 1) * len(group))
-                    yield number, group, {name: each[part] for name, each in values.items()}
-                if progress is not None:
-                    progress.update(sum(example.n_branch_steps for example, _ in items))
-
-
-def _metric_values(name: str, metric: Metric, found: Predictions) -> Float[Tensor, "item step"]:
-    """Values of a metric. Another shape is refused, but fewer steps are allowed."""
-    value, (n, steps) = metric(found), found.text.shape
-    good = isinstance(value, Tensor) and value.ndim == 2 and len(value) == n
-    if not good or not 1 <= value.shape[1] <= steps:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise CircuitError(
-            f"metric {name!r} must give a number for each text and step, a tensor of shape"
-            f" {(n, steps)} here; found {got}"
-        )
-    return value

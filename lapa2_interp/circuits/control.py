@@ -21,7 +21,8 @@ from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.bias.augmentation import AugmentationLike
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, evaluate_edits
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.edits import evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import accepts_model_name
@@ -41,7 +42,7 @@ class ControlScore:
     values: Mapping[str, Float[np.ndarray, "example step"]]
 
     def frame(self) -> pd.DataFrame:
-        """A row for every text and step: prompt, source, case (the example's number), step,
+        """A row for every text and step: prompt, source, example (its number), step,
         l_kv, and every metric.
 
         l_kv counts the keys of the query, BOS and its own included; step 0 predicts the text's
@@ -50,7 +51,12 @@ class ControlScore:
         rows = []
         for i, example in enumerate(self.contrast_set.examples):
             for step in range(example.n_steps):
-                row = {"prompt": example.prompt, "source": example.source, "case": i, "step": step}
+                row = {
+                    "prompt": example.prompt,
+                    "source": example.source,
+                    "example": i,
+                    "step": step,
+                }
                 row["l_kv"] = example.layouts[0].n_live + step
                 rows.append(row | {name: each[i, step] for name, each in self.values.items()})
         return pd.DataFrame(rows)

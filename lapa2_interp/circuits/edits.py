@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp.attention.cache import BridgeRows
@@ -36,15 +37,19 @@ from lapa2_interp.bias.augmentation import (
 )
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.circuits.examples import ContrastExample
+from lapa2_interp.circuits.contrast_set import ContrastSet
+from lapa2_interp.circuits.examples import ContrastExample, batches
+from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import attach_hooks
-from lapa2_interp.models.card import Model, is_bridge, plain_network
+from lapa2_interp.models.card import Model, is_bridge, plain_network, prepacked_model
 
 Replacement = Literal["cut", "zero", "resample", "mean"]
 Branches = Literal["target", "others"]
 Heads = tuple[tuple[int, int], ...]
 Z = "blocks.{}.attn.hook_z"
+LOGIT_BYTES = 2**28
+"""Memory for the logits of a batch."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def edited_logits(
     """Logits of every step of texts, in every branch, each under its edit.
 
     Args:
-        items: Examples of one shape, each with its edit.
+        items: Pairs of an example and its edit (None for no edit); the examples have one shape.
         augmentation: One or more augmentations that act in every branch besides.
         raw: Also compute logits without a prefix.
 
@@ -128,6 +133,81 @@ def edited_logits(
     if not raw:
         return found, None
     return found, unprefixed_logits(model, [example for example, _ in items])
+
+
+def items_per_batch(
+    model: Model, examples: Sequence[ContrastExample], requested: int | None = None
+) -> int:
+    """The requested number; else as many items as have their logits in `LOGIT_BYTES`, each counted
+    as the largest of these examples.
+
+    Raises:
+        CircuitError: Fewer than 1 is requested.
+    """
+    if requested is not None:
+        if requested < 1:
+            raise CircuitError(
+                f"batch_size must be at least 1, or None for what fits; found {requested}"
+            )
+        return requested
+    largest = max(example.n_branch_steps for example in examples)
+    return max(1, LOGIT_BYTES // (4 * largest * model.cfg.d_vocab))
+
+
+def evaluate_edits(
+    model: Model,
+    contrast_set: ContrastSet,
+    edits: Sequence[Edit | None],
+    metrics: dict[str, Metric],
+    augmentation: AugmentationLike = None,
+    progress: tqdm | None = None,
+    batch_size: int | None = None,
+) -> Iterator[tuple[int, list[int], dict[str, Float[Tensor, "item step"]]]]:
+    """Metrics of every example under every edit.
+
+    Args:
+        batch_size: Items in one forward pass; changes nothing but memory
+            and time.
+
+    Yields:
+        The edit's number, the examples' numbers, and the metrics of those examples by name. Edits
+        that share a batch come together: all examples of these, then the next edits.
+    """
+    with_raw = "from_raw" in metrics
+    most = items_per_batch(model, contrast_set.examples, batch_size)
+    groups = list(batches(contrast_set.examples, most))
+    size = max(1, most // max(map(len, groups)))  # edits in a batch
+    with torch.no_grad(), prepacked_model(model):
+        for first in range(0, len(edits), size):
+            block = range(first, min(first + size, len(edits)))
+            for group in groups:
+                items = [
+                    (contrast_set.examples[i], edits[number]) for number in block for i in group
+                ]
+                logits, raw = edited_logits(model, items, augmentation, with_raw)
+                text = torch.tensor([example.text for example, _ in items], device=logits.device)
+                found = Predictions(logits, text, raw, contrast_set.words)
+                values = {
+                    name: _metric_values(name, metric, found) for name, metric in metrics.items()
+                }
+                for at, number in enumerate(block):
+                    part = slice(at * len(group), (at + 1) * len(group))
+                    yield number, group, {name: each[part] for name, each in values.items()}
+                if progress is not None:
+                    progress.update(sum(example.n_branch_steps for example, _ in items))
+
+
+def _metric_values(name: str, metric: Metric, found: Predictions) -> Float[Tensor, "item step"]:
+    """Values of a metric. Another shape is refused, but fewer steps are allowed."""
+    value, (n, steps) = metric(found), found.text.shape
+    good = isinstance(value, Tensor) and value.ndim == 2 and len(value) == n
+    if not good or not 1 <= value.shape[1] <= steps:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise CircuitError(
+            f"metric {name!r} must give a number for each text and step, a tensor of shape"
+            f" {(n, steps)} here; found {got}"
+        )
+    return value
 
 
 _Row = tuple[ContrastExample, Edit | None, int]
@@ -233,12 +313,12 @@ def _forward_by_step(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row st
 
 
 def check_one_pass(
-    augmentation: AugmentationLike, examples: Sequence[ContrastExample], need: str
+    augmentation: AugmentationLike, examples: Sequence[ContrastExample], purpose: str
 ) -> None:
     """Refuse augmentations under which prefix, prompt and text are not one forward pass.
 
     Args:
-        need: The sentence's end before "such a pass" in the message.
+        purpose: The sentence's end before "such a pass" in the message.
 
     Raises:
         CircuitError: Phase "predicting_only", under which every step has its own forward pass; or
@@ -247,8 +327,8 @@ def check_one_pass(
     for rule in active_augmentations(resolve_recipes(augmentation)):
         if rule.phase == "predicting_only":
             raise CircuitError(
-                f"under phase {rule.phase!r} prefix and text are not read in one pass, and {need}"
-                " such a pass; use phase 'last_query', 'decode' or 'after_span'"
+                f"under phase {rule.phase!r} prefix and text are not read in one pass, and"
+                f" {purpose} such a pass; use phase 'last_query', 'decode' or 'after_span'"
             )
         for layout in {layout for example in examples for layout in example.layouts}:
             _check_rule(rule, layout)

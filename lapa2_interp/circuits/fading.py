@@ -50,8 +50,8 @@ from lapa2_interp.bias.augmentation import (
     BIAS_CAP,
     Augmentation,
 )
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, items_per_batch
-from lapa2_interp.circuits.edits import Heads, prefix_part
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.edits import Heads, items_per_batch, prefix_part
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.result_store import (

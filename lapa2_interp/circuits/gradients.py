@@ -51,8 +51,8 @@ from lapa2_interp.bias.augmentation import (
 )
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, items_per_batch
-from lapa2_interp.circuits.edits import Heads, check_one_pass, unprefixed_logits
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.edits import Heads, check_one_pass, items_per_batch, unprefixed_logits
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.statistics import ranks

@@ -32,13 +32,12 @@ from lapa2_interp.bias.augmentation import (
     AugmentationLike,
     Phase,
 )
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, evaluate_edits
-from lapa2_interp.circuits.edits import Edit, Heads
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.edits import Edit, Heads, evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.result_store import (
-    RECHECKED,
-    ResultStore,
-    check_unchanged,
+    CONTROL,
+    UnitStore,
     rounding_share,
 )
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
@@ -258,76 +257,51 @@ def knock_out(
     wanted = list(units) if units is not None else make_units(model, contrast_set, over)
     if not wanted:
         raise CircuitError("there is no unit to knock out; give at least one")
-    edits = [_edits(unit, replacement, phase) for unit in wanted]
-    # The store, which knows units by their heads and positions.
-    more_facts = {
-        "how": replacement,
-        "phase": phase,
-        "metrics": list(chosen),
-        "augmentation": str(augmentation),
+    edits: dict[str, Sequence[Edit | None]] = {
+        CONTROL: [None],
+        NULL: [Edit(all_heads(model), replacement="null")],
+        **{unit.key: _edits(unit, replacement, phase) for unit in wanted},
     }
     names = ["", NULL, *(unit.name for unit in wanted)]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise CircuitError(f"two units are called {twice!r}; give each another name")
-    store = ResultStore(
-        file, contrast_set.key(model, **more_facts), contrast_set.facts(model, **more_facts)
+    # The store, which knows units by their heads and positions.
+    more_facts = {
+        "replacement": replacement,
+        "phase": phase,
+        "metrics": list(chosen),
+        "augmentation": str(augmentation),
+    }
+    store = UnitStore(
+        file,
+        contrast_set.key(model, **more_facts),
+        contrast_set.facts(model, **more_facts),
+        {unit.key: unit.name for unit in reversed(wanted)},  # the first of units with one key
+        rounding_share(model),
     )
-    keys = ["", NULL, *(unit.key for unit in wanted)]
-    once: dict[str, int] = {}  # the first of units with one key
-    for i, key in enumerate(keys):
-        once.setdefault(key, i)
-    # Stored values to compare: if the model is another, they differ.
-    old_control = store.results.pop("", None)
-    again: dict[int, dict[str, np.ndarray]] = {}
-    if old_control:
-        stored = [i for key, i in once.items() if key in store and i > 1]
-        stored.sort(key=lambda i: -np.abs(old_control[first] - store[keys[i]][first]).max())
-        again = {i: store.results.pop(keys[i]) for i in stored[:RECHECKED]}
-    shift = dict.fromkeys(chosen, np.zeros(1))  # of the control, since the file was begun
-    # Edits of every unit that is not stored.
-    todo: list[Sequence[Edit | None]] = [
-        [None],  # the control itself comes first, since the others need its shift
-        [Edit(all_heads(model), replacement="null")],
-        *edits,
-    ]
-    order = dict.fromkeys((0, *again, *once.values()))
-    left = [(i, edit) for i in order if keys[i] not in store for edit in todo[i]]
-    total = contrast_set.n_branch_steps * len(left)
-    found: dict[int, dict[str, np.ndarray]] = {}
-    # Means over steps, complete when no value of a unit is pending.
-    pending = {i: len(contrast_set.examples) * len(todo[i]) for i, _ in left}
-    edits_left = [edit for _, edit in left]
+    # Metrics of every example under every edit: means over steps and over a unit's edits.
+    todo = [(key, edit) for key in store.to_compute(edits, first) for edit in edits[key]]
+    n = len(contrast_set.examples)
+    pending = {key: n * len(edits[key]) for key, _ in todo}  # values that a unit still lacks
+    means: dict[str, dict[str, np.ndarray]] = {}
+    total = contrast_set.n_branch_steps * len(todo)
     with (
         closing(store),
         given_or_new_bar(progress, total, f"knock-out, {replacement}", "step") as bar,
     ):
         for number, group, values in evaluate_edits(
-            model, contrast_set, edits_left, chosen, augmentation, bar, batch_size
+            model, contrast_set, [edit for _, edit in todo], chosen, augmentation, bar, batch_size
         ):
-            i = left[number][0]
-            of_unit = found.setdefault(
-                i, {name: np.zeros(len(contrast_set.examples)) for name in chosen}
-            )
+            key = todo[number][0]
+            unit_means = means.setdefault(key, {name: np.zeros(n) for name in chosen})
             for name, each in values.items():
-                # Where one branch is changed at a time, the effects are averaged.
-                of_unit[name][group] += each.double().mean(1).cpu().numpy() / len(todo[i])
-            pending[i] -= len(group)
-            if not pending[i]:
-                done = found.pop(i)
-                if keys[i] == "" and old_control:
-                    check_unchanged(file, old_control, done)
-                    shift = {name: old_control[name] - done[name] for name in chosen}
-                    store.results[""] = old_control
-                    continue
-                now = {name: done[name] + shift[name] for name in chosen}
-                if old_control and i in again:
-                    share = rounding_share(model)
-                    check_unchanged(file, again[i], now, names[i], old_control, share)
-                    store.results[keys[i]] = again[i]
-                else:
-                    store.add(keys[i], now)
-    whole = {name: store[""][name] for name in chosen}
+                unit_means[name][group] += each.double().mean(1).cpu().numpy() / len(edits[key])
+            pending[key] -= len(group)
+            if not pending[key]:
+                store.finish(key, means.pop(key))
+    # A unit's effect: the control that is lost without it.
+    whole = {name: store[CONTROL][name] for name in chosen}
     effects = {
         name: np.stack([whole[name] - store[unit.key][name] for unit in wanted], axis=1)
         for name in chosen

@@ -41,7 +41,8 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, items_per_batch
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.edits import items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.patch_nodes import (
     Location,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +21,8 @@ from lapa2_interp._util.files import (
 )
 from lapa2_interp.models.card import Model
 
+CONTROL = ""
+"""Key of the control itself in a file of units."""
 RECHECKED = 2
 """Stored results that are computed again and compared: units of largest effect, or texts of
 `fading`."""
@@ -89,7 +91,7 @@ class ResultStore:
         self._hold(path)
         # A damaged line is left out, even if it is not UTF-8; its result is computed again.
         lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
-        first = json.dumps({"question": key, "facts": facts or {}})
+        first = json.dumps({"inputs": key, "facts": facts or {}})
         if lines and (other := _difference(lines[0], key, facts or {})):
             self.close()
             raise CircuitError(
@@ -140,12 +142,70 @@ class ResultStore:
             self.file.close()
 
 
+class UnitStore(ResultStore):
+    """Results of the control and of units by key, whose file must be of this model.
+
+    The control and the stored units of largest effect are computed again. They must equal the
+    stored values but for rounding, and the stored values stay. The difference that rounding makes
+    in the control is added to new values, so that effects are differences from one control.
+
+    Args:
+        file, key, facts: As `ResultStore`.
+        unit_names: Names of the units by key, for messages.
+        share: The share of the control by which rounding may move an effect.
+    """
+
+    def __init__(
+        self,
+        file: str | Path | None,
+        key: str,
+        facts: Mapping[str, str],
+        unit_names: Mapping[str, str],
+        share: float,
+    ) -> None:
+        super().__init__(file, key, facts)
+        self._name, self._unit_names, self._share = file, unit_names, share
+        self._expected: dict[str, dict[str, np.ndarray]] = {}
+        self._shift: dict[str, np.ndarray] = {}
+
+    def to_compute(self, keys: Iterable[str], metric: str) -> list[str]:
+        """Keys of results to compute, in order: the control, since the others need its shift; the
+        stored units of largest effect in this metric; and those keys that are not stored."""
+        if control := self.results.get(CONTROL):
+            stored = [key for key in dict.fromkeys(keys) if key in self and key in self._unit_names]
+            stored.sort(key=lambda key: -np.abs(control[metric] - self[key][metric]).max())
+            again = (CONTROL, *stored[:RECHECKED])
+            self._expected = {key: self.results.pop(key) for key in again}
+        order = dict.fromkeys((CONTROL, *self._expected, *keys))
+        return [key for key in order if key not in self]
+
+    def finish(self, key: str, values: dict[str, np.ndarray]) -> None:
+        """Store a computed result, or compare it with the stored one, which stays.
+
+        Raises:
+            CircuitError: They differ by more than rounding.
+        """
+        expected = self._expected.get(key)
+        if key == CONTROL and expected:
+            check_unchanged(self._name, expected, values)
+            self._shift = {name: expected[name] - values[name] for name in values}
+        elif self._shift:
+            values = {name: values[name] + self._shift[name] for name in values}
+        if expected is None:
+            self.add(key, values)
+            return
+        if key != CONTROL:
+            unit, control = self._unit_names[key], self[CONTROL]
+            check_unchanged(self._name, expected, values, unit, control, self._share)
+        self.results[key] = expected
+
+
 def _difference(line: str, key: str, facts: Mapping[str, str]) -> str:
     """The difference between the inputs in a file's first line and these, in words; "" if there is
     none."""
     try:
         there = parse_json(line)
-        if there["question"] == key:
+        if there["inputs"] == key:
             return ""
         old = there.get("facts", {})
         names = [name for name in {**old, **facts} if old.get(name) != facts.get(name)]

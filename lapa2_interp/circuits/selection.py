@@ -94,11 +94,11 @@ class Selection(BaseModel):
         scores: Mean, low and high of the chosen heads, then of the suppressors.
         positions: Positions within the prefix; None for all of it.
         prompts: The prompts that chose them.
-        question: Hash of the texts, the model and the words (`ContrastSet.key`).
+        inputs: Hash of the texts, the model and the words (`ContrastSet.key`).
         stability: Spearman correlation of the scores of all heads between halves of the prompts;
             None where it is not defined.
         seed: Seed of the texts and of random heads.
-        made, version: Time of the choice, and the package's version.
+        created, version: Time of the choice, and the package's version.
         prompt: The slope by which Pro-Aug was decided for a method, in these heads; None if it was
             not.
     """
@@ -115,10 +115,10 @@ class Selection(BaseModel):
     scores: tuple[tuple[float, float, float], ...]
     positions: tuple[int, ...] | None
     prompts: tuple[str, ...]
-    question: str
+    inputs: str
     stability: float | None
     seed: int
-    made: datetime
+    created: datetime
     version: str = __version__
     prompt: PromptSlope | None = None
 
@@ -291,10 +291,10 @@ def select(
         ),
         positions=tokens,
         prompts=tuple(dict.fromkeys(contrast_set.prompts)),
-        question=contrast_set.key(model),
+        inputs=contrast_set.key(model),
         stability=None if np.isnan(stability) else stability,
         seed=seed,
-        made=datetime.now(UTC),
+        created=datetime.now(UTC),
         prompt=None
         if pro_aug is None
         else _decide_pro_aug(model, contrast, pro_aug, contrast_set, found, metric),

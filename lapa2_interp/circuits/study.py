@@ -4,7 +4,7 @@ folder and one page.
 Texts and knock-outs are stored in the folder as they finish, and the same call continues from
 them; the rest is computed again:
 
-    question.json      the texts
+    contrast_set.json  the texts
     control.csv        the control score of every text and step
     layer.jsonl, kv.jsonl, head.jsonl, position.jsonl, ...      knock-outs, a unit a line
     *.csv              their tables; columns that begin with lex_ are of that metric, others of js
@@ -237,7 +237,7 @@ def run_study(
     if contrast_set.n_prompts >= FEW:
         carriers = heads.carriers()
         save_heads(carriers[["layer", "head"]].to_numpy().tolist(), folder / "heads.json")
-    if not (folder / QUESTION).is_file():
+    if not (folder / CONTRAST_SET_FILE).is_file():
         raise CircuitError(
             f"{folder} is gone: it was moved or removed; bring it back and repeat the command,"
             " which goes on from what is there"
@@ -254,7 +254,7 @@ def _study_texts(
     model: Model, task: str | Task, folder: Path, settings: dict[str, Any]
 ) -> ContrastSet:
     """The texts of a study: from its folder, or else written by the model and saved there."""
-    file = folder / QUESTION
+    file = folder / CONTRAST_SET_FILE
     plain = json.loads(json.dumps(settings))
     if file.is_file():
         stored = load_texts(folder)
@@ -291,7 +291,8 @@ def _study_texts(
     return contrast_set
 
 
-QUESTION = "question.json"
+CONTRAST_SET_FILE = "contrast_set.json"
+"""The settings and texts of a study."""
 _TEXTS = TypeAdapter(list[tuple[str, list[int]]])
 """Prompts, each with the tokens of a text."""
 
@@ -302,7 +303,7 @@ def load_texts(folder: Path) -> dict[str, Any]:
     Raises:
         CircuitError: The file is missing or damaged.
     """
-    file = folder / QUESTION
+    file = folder / CONTRAST_SET_FILE
     try:
         stored, _ = without_checksums(read_text(file))
         stored["texts"] = _TEXTS.validate_python(stored.get("texts"))

@@ -82,7 +82,7 @@ def select(
     attribute: str | None = None,
     prompt: Annotated[tuple[str, ...], Several, Unshown] = (),
     prompts: Path | None = None,
-    by: Literal["cut", "slope", "dla", "mass", "random"] = "cut",
+    score: Literal["cut", "slope", "dla", "mass", "random"] = "cut",
     heads: int = 8,
     positions: str = "all",
     metric: str = "js",
@@ -102,7 +102,7 @@ def select(
     those that chose them. `lapa2 generate --selection FILE` steers them. For example
 
         lapa2 select planted --positions auto --out results/planted.json
-        lapa2 select smollm2-135m --by slope --prompts neutral.txt --out results/selection.json
+        lapa2 select smollm2-135m --score slope --prompts neutral.txt --out results/selection.json
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder.
@@ -111,7 +111,7 @@ def select(
         attribute: The target; by default the task's first.
         prompt: Prompts, instead of the task's; at least 8, better 32.
         prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
-        by: What orders heads: what is lost without their view of the prefix (cut, exact and slow);
+        score: What orders heads: the loss without their view of the prefix (cut, exact, slow);
             what a bias gains per unit (slope, one pass a text); what they write themselves (dla);
             their attention on the prefix (mass); nothing (random).
         heads: How many at most; 0 is all.
@@ -121,7 +121,7 @@ def select(
         tokens: Tokens of each text that are scored.
         samples: Texts of each prompt.
         seed: Seed of the texts and of random heads.
-        file: Where finished knock-outs are kept (by cut): the same command goes on from there.
+        file: Where finished knock-outs are kept (score cut): the same command goes on from there.
         pro_aug: A method such as air-decoding: also decide whether its raw branch strengthens the
             prompt. `lapa2 generate --selection FILE --method METHOD` does as decided.
         dtype: Precision of weights and computation.
@@ -145,7 +145,7 @@ def select(
     found = choose(
         load_model(model, dtype, device, trust_remote_code=trust_remote_code),
         task,
-        score=by,
+        score=score,
         heads=heads,
         positions=kept,
         metric=metric,

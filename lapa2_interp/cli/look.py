@@ -190,8 +190,8 @@ def probe(
     print(f"weights          {card.weights}")
     print(f"size             {card.n_layers} layers, {card.n_heads} heads, {card.n_ctx} positions")
     print(f"start of text    {card.start_token}   ends: {' '.join(card.end_tokens)}")
-    if card.keys_seen:
-        print(f"keys seen        {describe_layers(card.keys_seen)}")
+    if card.layer_types:
+        print(f"keys seen        {describe_layers(card.layer_types)}")
     shift = found.liveness.logit_shift
     where = f"all {card.n_layers} layers"
     if len(found.attention_layers) < card.n_layers:
@@ -230,7 +230,7 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
                 "name": name,
                 "what": found.what,
                 "parameters": found.parameters,
-                "needs": found.needs,
+                "required": found.required,
                 "source": found.source,
                 "defaults": found.defaults,
             }
@@ -241,7 +241,7 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
     for name, found in chosen.items():
         own = [f"{key}={_as_text(value)}" for key, value in found.parameters.items()]
         print(f"{name}: {found.what}")
-        print(f"  parameters  {', '.join([*own, *(f'{key} (needed)' for key in found.needs)])}")
+        print(f"  parameters  {', '.join([*own, *(f'{key} (needed)' for key in found.required)])}")
         print(f"  source      {found.source}")
         print(f"  defaults    {found.defaults}\n")
     print(

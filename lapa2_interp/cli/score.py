@@ -322,7 +322,7 @@ def sheets(
     /,
     *,
     out: Path,
-    n: int = 100,
+    n_texts: int = 100,
     seed: int = 1,
     column: str = "text",
     only: Annotated[tuple[str, ...], Several] = (),
@@ -332,7 +332,7 @@ def sheets(
     Args:
         source: A run folder, or a file with columns text, prompt, attribute (and arm).
         out: Folder of sheet.csv and sheet.html, for the raters, and key.csv, which stays with you.
-        n: Texts, over all arms together (the paper: 100 per task).
+        n_texts: Texts, over all arms together (the paper: 100 per task).
         seed: Seed of the draw and the order.
         column: The file's column of texts.
         only: Only texts with these values, as COLUMN=VALUE: task=sentiment method=prefix
@@ -341,7 +341,7 @@ def sheets(
     from lapa2_interp.runs.score import sheet_texts
     from lapa2_interp.scoring.human import make_sheets
 
-    key = make_sheets(sheet_texts(source, column, columns(only)), out, n, seed)
+    key = make_sheets(sheet_texts(source, column, columns(only)), out, n_texts, seed)
     counts = ", ".join(
         f"{count} {arm}".strip() for arm, count in key["arm"].value_counts(sort=False).items()
     )

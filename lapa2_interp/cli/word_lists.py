@@ -13,9 +13,9 @@ def word_lists(
     task: str,
     data: Annotated[tuple[str, ...], Parameter(name="--data")],
     out: Path,
-    n: int = 400,
-    least: int = 20,
-    sure: float = 1.96,
+    n_words: int = 400,
+    min_count: int = 20,
+    min_z: float = 1.96,
     force: bool = False,
 ) -> None:
     """Derive FreeCtrl's word lists from labelled texts: the words that tell attributes apart.
@@ -32,15 +32,17 @@ def word_lists(
         data: A corpus by name (imdb, sst2, agnews) or a file with the fields text and label; repeat
             the option for more.
         out: The list, a JSON file.
-        n: Words per attribute.
-        least: Occurrences a word must have.
-        sure: The least z of a word; 1.96 is reached by one in forty of the words that tell nothing.
+        n_words: Words per attribute.
+        min_count: Occurrences a word must have.
+        min_z: The smallest z of a word; 1.96 is reached by one in forty of the words that tell nothing.
         force: Replace the file.
     """  # noqa: E501
     from lapa2_interp.methods.registry import load_task
     from lapa2_interp.tasks.word_lists import make_word_list
 
-    found = make_word_list(tuple(load_task(task).attributes), data, out, n, least, sure, force)
+    found = make_word_list(
+        tuple(load_task(task).attributes), data, out, n_words, min_count, min_z, force
+    )
     for label, best in found.items():
         shown = ", ".join(f"{word} {z:.1f}" for word, z in best[:8])
         print(

@@ -37,7 +37,7 @@ class Size(Protocol):
     @property
     def n_ctx(self) -> int: ...
     @property
-    def keys_seen(self) -> tuple[LayerType, ...]: ...
+    def layer_types(self) -> tuple[LayerType, ...]: ...
     @property
     def short_ctx(self) -> int | None: ...
 
@@ -105,7 +105,7 @@ def arrange(
         for active in active_augmentations(augmentation):
             layers = np.flatnonzero(active.head_mask(size.n_layers, size.n_heads).any(1))
             reached.append(
-                (active, distinct_types([size.keys_seen[i] for i in layers if size.keys_seen]))
+                (active, distinct_types([size.layer_types[i] for i in layers if size.layer_types]))
             )
         of_branch = []
         for prompt, own, new in zip(cell.prompts, preparations, steps, strict=True):

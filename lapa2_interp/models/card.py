@@ -333,7 +333,7 @@ def network_of(model: Model) -> nn.Module:
 
 def prepacked_model(model: Model) -> AbstractContextManager[None]:
     """`prepacked` with the layers that the model's card names."""
-    return prepacked(network_of(model), model_card(model).packing)
+    return prepacked(network_of(model), model_card(model).prepacking)
 
 
 class ModelCard(BaseModel):
@@ -362,9 +362,9 @@ class ModelCard(BaseModel):
     end_tokens: tuple[str, ...]
     """Tokens that end a text under the EOS policies stop and block: the tokenizer's and the
     generation config's."""
-    keys_seen: tuple[LayerType, ...] = ()
+    layer_types: tuple[LayerType, ...] = ()
     """The layers' types; empty if every layer sees all keys."""
-    packing: Prepacking = "none"
+    prepacking: Prepacking = "none"
     """Linear layers that compute with prepacked weights (`prepacked`), which may decide last bits.
     """
 
@@ -522,6 +522,6 @@ def make_card(
         short_ctx=model_short_context(model),
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
         end_tokens=tuple(name for name in names if name is not None),
-        keys_seen=omit_if_all_full(layer_types(model)),
-        packing=choose_prepacking(network_of(model)) if packing is None else packing,
+        layer_types=omit_if_all_full(layer_types(model)),
+        prepacking=choose_prepacking(network_of(model)) if packing is None else packing,
     )

@@ -42,7 +42,7 @@ class ModelSize:
     kv_width: int
     """Dimensions of one key, all its heads together; a value has as many."""
     vocab: int
-    keys_seen: tuple[LayerType, ...] = ()
+    layer_types: tuple[LayerType, ...] = ()
     """The layers' types; empty if every layer sees all keys."""
     short_ctx: int | None = None
     """`short_context` of the model."""

@@ -48,7 +48,7 @@ from lapa2_interp.scoring.tables import (
 PAGE_BYTES = 3_800_000
 """Largest intended page in bytes, which limits the number of prompts with texts."""
 PACKING_NAMES = {"all": "every linear layer", "lm_head": "the output layer"}
-"""Descriptions of the values of `ModelCard.packing`."""
+"""Descriptions of the values of `ModelCard.prepacking`."""
 
 
 def write_report(run: Run, tables: Path | None = None, out: Path | None = None) -> Path:
@@ -181,7 +181,9 @@ def _run_facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
         "Weights": (f"{card.name}: {card.weights}" for card in cards),
         "Device": (card.device for card in cards),
         "CPU threads": (str(each.threads) for each in manifests if each.threads is not None),
-        "Packed weights": (PACKING_NAMES[card.packing] for card in cards if card.packing != "none"),
+        "Packed weights": (
+            PACKING_NAMES[card.prepacking] for card in cards if card.prepacking != "none"
+        ),
         "Package": (f"lapa2_interp {each.lapa2_interp}" for each in manifests),
         "Commit": (each.commit or "outside a git checkout" for each in manifests),
         "Libraries": (

@@ -498,7 +498,7 @@ def load_head_values(folder: Path, found: ViewedText) -> dict[str, HeadValues]:
         CircuitError: The folder is not a study, or is of another model or task.
     """
     try:
-        settings = without_checksums(read_text(folder / "question.json"))[0]["settings"]
+        settings = without_checksums(read_text(folder / "contrast_set.json"))[0]["settings"]
         there, about = settings["model"]["weights"], settings["task"]
         target = settings["attribute"]
         check_regular_file(folder / "head.csv")

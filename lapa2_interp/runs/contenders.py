@@ -181,7 +181,7 @@ def with_transformer_lens(subject: Subject, todo: BatchPlan, clock: Clock) -> No
 
 
 def with_our_loop(model: Model, todo: BatchPlan, packing: str, clock: Clock) -> None:
-    model.lapa2_card = model_card(model).model_copy(update={"packing": packing})
+    model.lapa2_card = model_card(model).model_copy(update={"prepacking": packing})
     loop.decode_batches(model, todo, progress=clock)
 
 

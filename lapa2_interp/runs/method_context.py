@@ -82,7 +82,7 @@ class ModelContext:
 
     def drafts(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:
         asked = [method.name, method.equation, prompt, n, new_tokens, seed]
-        file = self._file("drafts", ".json", self.card.packing, torch.get_num_threads(), *asked)
+        file = self._file("drafts", ".json", self.card.prepacking, torch.get_num_threads(), *asked)
         with one_process_at_a_time(file):
             with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
                 fields, _ = without_checksums(read_text(file))

@@ -337,7 +337,7 @@ class _Sweep:
                 for group in there:
                     bar.total -= self._share(key, group)
                 if self.left[key]:
-                    packing = outcome.facts["model"].packing
+                    packing = outcome.facts["model"].prepacking
                     return [Job(job.cell, group, packing) for group in sorted(self.left[key])]
                 self._finish(job.cell)
             case Part():

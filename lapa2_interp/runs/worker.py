@@ -94,7 +94,7 @@ class Worker:
                 workers=self.workers,
             )
             self._model = (wanted, loaded, ModelContext(loaded))
-            self._packing = model_card(loaded).packing
+            self._packing = model_card(loaded).prepacking
         return self._model[1:]
 
     def plan(self, cell: Cell) -> BatchPlan:
@@ -127,7 +127,7 @@ class Worker:
         """Compute with this packing from now on."""
         assert self._model is not None
         model = self._model[1]
-        model.lapa2_card = model_card(model).model_copy(update={"packing": packing})
+        model.lapa2_card = model_card(model).model_copy(update={"prepacking": packing})
 
     def _generate(self, job: Job, told: Callable[[float], object]) -> Part:
         assert job.group is not None

@@ -307,7 +307,7 @@ def save_adapter(
     card = AdapterCard(
         task=task,
         sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
-        made=datetime.now(UTC),
+        created=datetime.now(UTC),
         **facts,
     )
     write_text(file.with_suffix(".json"), with_checksums(card.model_dump_json()))

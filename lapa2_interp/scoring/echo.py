@@ -46,7 +46,7 @@ class Echo(Scorer):
 
     name = "echo"
     columns = ("echo",)
-    needs = ("attribute",)
+    item_fields = ("attribute",)
     batch_size = 2048
 
     def __init__(self, words: Mapping[str, Sequence[str]]) -> None:

@@ -183,7 +183,7 @@ class Judge(Scorer):
 
     name = "judge"
     columns = COLUMNS
-    needs = ("prompt", "attribute")
+    item_fields = ("prompt", "attribute")
 
     def __init__(
         self,

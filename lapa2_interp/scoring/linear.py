@@ -191,7 +191,7 @@ def save_linear(linear: LinearClassifier, folder: Path, task: str, **facts: Any)
         task=task,
         labels=linear.labels,
         sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
-        made=datetime.now(UTC),
+        created=datetime.now(UTC),
         versions={"lapa2_interp": __version__, "scikit-learn": sklearn.__version__},
         **facts,
     )

@@ -162,7 +162,7 @@ class Scorer(ABC):
             table never mixes the numbers of two versions.
         columns: Names of its numbers.
         classifies: True if the columns are labels, and the largest number is the answer.
-        needs: Fields of an item that decide the score besides the text.
+        item_fields: Fields of an item that decide the score besides the text.
         batch_size: Number of items in a batch.
         by_length: True: a batch has texts of similar length. False: texts with the same beginning.
     """
@@ -171,7 +171,7 @@ class Scorer(ABC):
     version: str
     columns: tuple[str, ...]
     classifies: bool = False
-    needs: tuple[str, ...] = ()
+    item_fields: tuple[str, ...] = ()
     batch_size: int = 32
     by_length: bool = True
 
@@ -203,7 +203,7 @@ class Scorer(ABC):
             self.name,
             self.version,
             item.text,
-            *(str(getattr(item, field)) for field in self.needs),
+            *(str(getattr(item, field)) for field in self.item_fields),
         ]
         return hashlib.sha256(
             json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")

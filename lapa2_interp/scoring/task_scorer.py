@@ -54,7 +54,7 @@ class ScorerCard(BaseModel):
     """Texts and pieces of text."""
     sha256: str
     """sha256 of the weights' file."""
-    made: datetime
+    created: datetime
     versions: dict[str, str]
     held_out: tuple[AgreementRow, ...]
     """Measures on corpora that were not trained on."""

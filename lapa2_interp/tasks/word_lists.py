@@ -68,14 +68,14 @@ class WordList(BaseModel):
 
 
 def derive_words(
-    texts: Mapping[str, Sequence[str]], n: int, least: int = 20, sure: float = LEAST_Z
+    texts: Mapping[str, Sequence[str]], n: int, min_count: int = 20, min_z: float = LEAST_Z
 ) -> dict[str, list[tuple[str, float]]]:
     """The n words of largest z of every class, with their z, best first.
 
     Args:
         texts: Texts by class.
-        least: Least number of occurrences of a word in all texts.
-        sure: The least z of a word that is kept.
+        min_count: Smallest number of occurrences of a word in all texts.
+        min_z: The smallest z of a word that is kept.
 
     Raises:
         DataError: Fewer than two classes, or one without words.
@@ -97,10 +97,10 @@ def derive_words(
                 own[word], everything[word] - own[word], n_own, total - n_own, PRIOR * count / total
             )
             for word, count in everything.items()
-            if count >= least and word not in STOPWORDS
+            if count >= min_count and word not in STOPWORDS
         }
         best = sorted(z, key=lambda word: (-z[word], word))[:n]
-        words_of[c] = [(word, z[word]) for word in best if z[word] >= sure]
+        words_of[c] = [(word, z[word]) for word in best if z[word] >= min_z]
     return words_of
 
 
@@ -139,8 +139,8 @@ def make_word_list(
     data: Sequence[str],
     out: Path,
     n: int = 400,
-    least: int = 20,
-    sure: float = LEAST_Z,
+    min_count: int = 20,
+    min_z: float = LEAST_Z,
     force: bool = False,
 ) -> dict[str, list[tuple[str, float]]]:
     """Derive word lists from corpora with `derive_words` and write them to a file.
@@ -149,7 +149,7 @@ def make_word_list(
         labels: The attributes; each is a label of the texts.
         data: Corpora, as `corpora.read_corpus` takes them.
         out: The list, a JSON file.
-        n, least, sure: As in `derive_words`.
+        n, min_count, min_z: As in `derive_words`.
         force: Replace the file.
 
     Returns:
@@ -165,18 +165,18 @@ def make_word_list(
             f"{out} is {kind}; give another --out"
             + ("" if out.is_dir() else ", or --force to replace it")
         )
-    if n < 1 or least < 1:
-        raise DataError(f"--n and --least must be at least 1, found {n} and {least}")
+    if n < 1 or min_count < 1:
+        raise DataError(f"--n-words and --min-count must be at least 1, found {n} and {min_count}")
     corpora = [read_corpus(source, labels) for source in data]
     texts = {
         label: [text for corpus in corpora for text in corpus.texts[label]] for label in labels
     }
-    found = derive_words(texts, n, least, sure)
+    found = derive_words(texts, n, min_count, min_z)
     empty = [label for label, best in found.items() if not best]
     if empty:
         raise DataError(
-            f"no word tells {empty[0]!r} from the others (z {sure:g} or more, {least} times); give"
-            " more --data, or a lower --least or --sure"
+            f"no word tells {empty[0]!r} from the others (z {min_z:g} or more, {min_count} times);"
+            " give more --data, or a lower --min-count or --min-z"
         )
     kept = WordList(
         corpora=tuple(corpus.summary for corpus in corpora),

@@ -330,10 +330,10 @@ def test_a_prompt_is_not_strengthened_once_for_every_token():
 def test_names_of_augmentations():
     for name, chosen in RECIPES.items():
         given = {"tokens": (1,), "heads": ((0, 1),)}
-        rules = recipe(name, **{key: given[key] for key in chosen.needs})
+        rules = recipe(name, **{key: given[key] for key in chosen.required})
         assert recipe_name(rules) == name
         assert (
-            recipe_name(recipe(name, **{key: given[key] for key in chosen.needs}, steps=(0, 4)))
+            recipe_name(recipe(name, **{key: given[key] for key in chosen.required}, steps=(0, 4)))
             == name
         )
     assert recipe_name((Augmentation(alpha=0.123),)) is None

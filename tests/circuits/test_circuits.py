@@ -363,7 +363,7 @@ def test_a_metric_of_ones_own_and_a_task_by_name():
         samples=2,
     )
     frame = found.frame()
-    assert list(frame) == ["prompt", "source", "case", "step", "l_kv", "top"]
+    assert list(frame) == ["prompt", "source", "example", "step", "l_kv", "top"]
     assert len(frame) == 2 * 2 * 4
     assert frame["l_kv"].tolist()[:4] == [6, 7, 8, 9]
     assert set(found.interval("top", group_by="source")["source"]) == {"raw"}
@@ -700,11 +700,11 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     # The control itself is always read again, and so are two units.
     n_kept = max(0, len(lines) - 4)
     assert seen == [len(whole.units) + 3 - (len(lines) - 2) + min(2, n_kept), 3]
-    told = 'other inputs: how "cut", here "zero"; give another file'
+    told = 'other inputs: replacement "cut", here "zero"; give another file'
     with pytest.raises(CircuitError, match=told):
         knock_out(model, asked, replacement="zero", file=file)
     lines = file.read_text().splitlines()
-    lines[0] = json.dumps({"question": json.loads(lines[0])["question"]})  # an earlier version's
+    lines[0] = json.dumps({"inputs": json.loads(lines[0])["inputs"]})  # an earlier version's
     at = max(i for i, letter in enumerate(lines[5]) if letter.isdigit() and i < len(lines[5]) / 2)
     lines[5] = f"{lines[5][:at]}{9 - int(lines[5][at])}{lines[5][at + 1 :]}"
     file.write_text("\n".join(lines) + "\n")

@@ -152,7 +152,7 @@ def test_a_selection_carries_it_to_generate(tmp_path):
     assert chosen.parameters("preadd") == {}
     chosen.save(card)
     assert Selection.load(card) == chosen
-    line = "select planted --by random --heads 2 --tokens 4 --pro-aug air-decoding --out"
+    line = "select planted --score random --heads 2 --tokens 4 --pro-aug air-decoding --out"
     no = tmp_path / "no.json"
     assert main([*line.split(), str(no)]) == 0
     line = "generate --model planted --method air-decoding --attribute positive --length 8"

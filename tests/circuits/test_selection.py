@@ -214,7 +214,7 @@ def test_damaged_files(chosen, tmp_path):
 def test_the_commands(tmp_path, capsys):
     """The card that one command writes is read by the other; the page says what it found."""
     key, card, out = answer_key("planted").heads, tmp_path / "card.json", tmp_path / "fading"
-    line = "select planted --metric lex --by slope --heads 1 --positions auto --tokens 8 --out"
+    line = "select planted --metric lex --score slope --heads 1 --positions auto --tokens 8 --out"
     assert main([*line.split(), str(card)]) == 0
     layer, head = key["carrier"]
     printed = capsys.readouterr().out

@@ -214,4 +214,4 @@ def test_the_gallery_agrees_with_itself(name):
     page = (folder / "report.html").read_text("utf-8")
     first = ", ".join(f"{row.layer}.{row.head}" for row in carriers.head(8).itertuples())
     assert f"carry control (family-wise p &lt; .05), the largest first: {first}" in page
-    assert json.loads((folder / "question.json").read_text())["settings"]["tokens"] in (16, 32)
+    assert json.loads((folder / "contrast_set.json").read_text())["settings"]["tokens"] in (16, 32)

@@ -275,7 +275,7 @@ def test_probe_and_lists(capsys):
         (f"{GENERATE} --patterns 0.1 --trace none --out OUT", "patterns are part of a trace"),
         (f"{GENERATE} --model-class HookedTransformerr --out OUT/deep/er", "HookedTransformerr"),
         (
-            "select planted --by mass --tokens 4 --out /proc/nowhere/card.json",
+            "select planted --score mass --tokens 4 --out /proc/nowhere/card.json",
             "/proc/nowhere: .*; mend it and repeat",
         ),
         ("layout --prompt 'The lake' --steps 0", "--steps must be 1 to 1000000, found 0"),

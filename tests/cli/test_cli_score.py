@@ -250,7 +250,7 @@ def test_a_very_long_text_is_scored(tmp_path):
 
 
 def test_sheets_and_answers(run_folder, tmp_path, capsys):
-    assert lapa2("scorers sheets --n 8 --out", tmp_path / "sheets", run_folder) == 0
+    assert lapa2("scorers sheets --n-texts 8 --out", tmp_path / "sheets", run_folder) == 0
     assert (
         "8 texts (4 sentiment prefix baseline, 4 sentiment prefix alpha 1 paper)"
         in capsys.readouterr().out
@@ -283,7 +283,7 @@ def test_arms_of_two_models_and_variants_are_apart_in_sheets_and_what_repeats_co
         'method = ["prefix", { name = "air-decoding", omega = 60.0 }]\ntop_k = [50, 200]\n'
     )
     assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
-    assert lapa2("scorers sheets --n 16 --out", tmp_path / "sheets", run) == 0
+    assert lapa2("scorers sheets --n-texts 16 --out", tmp_path / "sheets", run) == 0
     printed = capsys.readouterr().out
     assert "2 sentiment prefix baseline @ tiny-gpt2" in printed
     assert "2 sentiment air-decoding baseline | omega=60.0, top-k 50 @ tiny-llama" in printed
@@ -457,7 +457,10 @@ def test_a_file_is_taken_at_its_word(tmp_path, capsys):
     scores = pd.read_parquet(tmp_path / "out" / "scores.parquet")
     assert scores["text"].tolist() == ["NA", "the sea the sea the sea the sea"]
     assert scores["arm"].tolist() == ["None", "x"]
-    assert lapa2("scorers sheets --column completion --n 2 --out", tmp_path / "sheets", file) == 0
+    assert (
+        lapa2("scorers sheets --column completion --n-texts 2 --out", tmp_path / "sheets", file)
+        == 0
+    )
     sheet = (tmp_path / "sheets" / "sheet.csv").read_text()
     assert "NA" in sheet
     assert "prompt" not in sheet.partition("\n")[2]
@@ -494,7 +497,7 @@ def test_a_scorer_that_is_asked_for_twice_scores_once(run_folder, tmp_path):
 def test_sheets_of_columns_that_are_numbers(tmp_path):
     file = tmp_path / "texts.csv"
     file.write_text("text,prompt,attribute,task,method,model,arm\na,p,x,1,2,3,4\nb,p,x,1,2,5,4\n")
-    assert lapa2("scorers sheets --n 2 --out", tmp_path / "sheets", file) == 0
+    assert lapa2("scorers sheets --n-texts 2 --out", tmp_path / "sheets", file) == 0
     key = pd.read_csv(tmp_path / "sheets" / "key.csv")
     assert set(key["arm"]) == {"1 2 4 @ 3", "1 2 4 @ 5"}
 

@@ -35,7 +35,7 @@ COMMANDS = {
     "score": "score {run} --scorers linear accuracy distinct perplexity=tiny-gpt2 --cache {out}-cache --device cpu --out {out}",
     "propositions": "propositions --model tiny-gpt2 --length 48 --synthetic-length 4000 --device cpu --out {out}",
     "circuits": "circuits planted --tokens 8 --best 2 --device cpu --out {out}",
-    "select": "select planted --by cut --heads 2 --tokens 8 --device cpu --file {out}-cuts --out {out}.json",
+    "select": "select planted --score cut --heads 2 --tokens 8 --device cpu --file {out}-cuts --out {out}.json",
     "fading": "fading planted --filler 8 32 --tokens 8 --device cpu --file {out}-kept --out {out}",
     "prefix train": "prefix train --model tiny-llama --data {home}/reviews.jsonl --set dtype=float32 --set slots=3 --set batch=4 "
     "--set max_tokens=16 --set check_every=4 --device cpu --out {out}",
@@ -59,7 +59,14 @@ def home(tmp_path_factory):
     shutil.copy(ROOT / "figures/quick/tables/alpha.claims.csv", folder / "claims")
     (folder / "messages.json").write_text('[{"role": "user", "content": "Hello"}]')
     assert (
-        main(["scorers", "sheets", str(folder / "run"), *f"--n 8 --out {folder}/sheets".split()])
+        main(
+            [
+                "scorers",
+                "sheets",
+                str(folder / "run"),
+                *f"--n-texts 8 --out {folder}/sheets".split(),
+            ]
+        )
         == 0
     )
     sheet = pd.read_csv(folder / "sheets" / "sheet.csv")
@@ -196,11 +203,11 @@ LINES = {
     "grids": "grids {home}/grid.toml --set samples=2",
     "runs": "runs {run} --state finished",
     "trace": "trace {run} --only method=prefix --out {out}",
-    "word-lists": "word-lists --task sentiment --data {home}/reviews.jsonl --n 4 --least 1 --sure 0 --out {out}.json",
+    "word-lists": "word-lists --task sentiment --data {home}/reviews.jsonl --n-words 4 --min-count 1 --min-z 0 --out {out}.json",
     "score a file": "score {home}/reviews.jsonl --scorers distinct --task sentiment --attribute positive --out {out}",
     "scorers check": "scorers check {home}/reviews.jsonl --label label --task sentiment --scorer linear",
     "scorers train": "scorers train --task sentiment --data {home}/reviews.jsonl --out {out}",
-    "scorers sheets": "scorers sheets {run} --n 4 --out {out}",
+    "scorers sheets": "scorers sheets {run} --n-texts 4 --out {out}",
     "scorers answers": "scorers answers {home}/sheets/key.csv {home}/anna.csv --out {out}",
     "prefix recipes": "prefix recipes",
     "prefix evaluate": "prefix evaluate {home}/set --data {home}/reviews.jsonl --limit 4 --max-tokens 8 --device cpu",

@@ -157,7 +157,7 @@ def test_cards_of_models_prefixes_and_selections_are_data(on_terminal, tmp_path)
     on_terminal("probe", own / "model")
     on_terminal("prefixes", own)
     selection = own / "selection.json"
-    heads = ["--by", "mass", "--heads", "2", "--tokens", "4", "--device", "cpu"]
+    heads = ["--score", "mass", "--heads", "2", "--tokens", "4", "--device", "cpu"]
     on_terminal("select", "planted", *heads, "--out", selection)
     card, _ = without_checksums(selection.read_text())
     selection.write_text(json.dumps(card | {"weights": HTML + ESCAPES, "model": HTML}))
@@ -215,7 +215,9 @@ def test_a_file_of_hostile_texts_is_scored_and_kept(ending, on_terminal, tmp_pat
 
 def test_sheets_of_a_hostile_run_are_inert_and_come_back(run, on_terminal, tmp_path):
     """No cell begins a formula; the ids of the answers find their texts again."""
-    on_terminal("scorers", "sheets", run, "--out", tmp_path, "--n", "8", "--only", "arm=baseline")
+    on_terminal(
+        "scorers", "sheets", run, "--out", tmp_path, "--n-texts", "8", "--only", "arm=baseline"
+    )
     for name in ("sheet.csv", "key.csv"):
         cells = pd.read_csv(tmp_path / name, dtype=str, keep_default_na=False).to_numpy().ravel()
         assert not [cell for cell in cells if re.match(r"[\s]*[=+\-@]", cell)]

@@ -336,7 +336,7 @@ def test_scores(tmp_path, record_property, capsys):
 def test_a_selection(tmp_path, record_property):
     """The card of `lapa2 select`."""
     file = tmp_path / "selection.json"
-    line = f"select planted --by mass --heads 2 --tokens 4 --device cpu --out {file}"
+    line = f"select planted --score mass --heads 2 --tokens 4 --device cpu --out {file}"
     assert main(line.split()) == 0
     drill(file, lambda: Selection.load(file), record_property, newer(file.read_bytes()))
 
@@ -373,7 +373,7 @@ def test_the_texts_of_a_study(tmp_path, record_property):
     from lapa2_interp._util.files import with_checksums
     from lapa2_interp.circuits.study import load_texts
 
-    file = tmp_path / "question.json"
+    file = tmp_path / "contrast_set.json"
     file.write_text(with_checksums({"settings": {"seed": 1}, "texts": [["The lake", [1, 2, 3]]]}))
     drill(file, lambda: load_texts(tmp_path), record_property)
 

@@ -184,7 +184,7 @@ LOGITS = dict.fromkeys(("tiny-gpt2", "tiny-llama", "tiny-neox"), 1e-5) | {"smoll
 
 
 def with_packing(model, packing, monkeypatch):
-    card = model_card(model).model_copy(update={"packing": packing})
+    card = model_card(model).model_copy(update={"prepacking": packing})
     monkeypatch.setattr(model, "lapa2_card", card)
     return model
 
@@ -300,7 +300,7 @@ def test_what_is_packed_depends_on_memory_and_workers(monkeypatch):
 
 
 def test_nothing_is_packed_in_float64():
-    assert model_card(load_model("tiny-gpt2", dtype="float64")).packing == "none"
+    assert model_card(load_model("tiny-gpt2", dtype="float64")).prepacking == "none"
     with pytest.raises(ModelError, match="pack 'on' needs .* float32 or bfloat16 on a CPU"):
         load_model("tiny-gpt2", dtype="float64", pack="on")
 
@@ -336,8 +336,8 @@ def test_a_worker_computes_as_the_cell_was_opened():
     )  # fmt: skip
     without, usual = Worker(pack="off"), Worker()
     opened = without.do(Job(cell))
-    assert opened.facts["model"].packing == "none"
-    assert usual.do(Job(cell)).facts["model"].packing == "all"
+    assert opened.facts["model"].prepacking == "none"
+    assert usual.do(Job(cell)).facts["model"].prepacking == "all"
     made = without.do(Job(cell, 0, "none"))
     network = network_of(usual.model(cell))
     assert usual.do(Job(cell, 0, "none")).trace.equals(made.trace)
@@ -345,14 +345,14 @@ def test_a_worker_computes_as_the_cell_was_opened():
     usual.do(Job(cell, 0, "all"))
     assert any(layer in _prepacked_weights for layer in network.modules())
     usual.do(Job(cell, 0, "none"))
-    assert usual.do(Job(cell)).facts["model"].packing == "all", "what this machine decides"
+    assert usual.do(Job(cell)).facts["model"].prepacking == "all", "what this machine decides"
 
 
 def test_options_and_manifests(tmp_path):
     asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "dtype": "float32"}
     for pack, packing in (("auto", "all"), ("on", "all"), ("off", "none")):
         run = lapa2_interp.generate("tiny-gpt2", pack=pack, **asked)
-        assert run.manifest().model.packing == packing
+        assert run.manifest().model.prepacking == packing
     line = "generate --model tiny-gpt2 --attribute positive --prompt Lakes --length 14 --pack off"
     assert main([*line.split(), "--out", str(tmp_path / "run")]) == 0
-    assert load_run(tmp_path / "run").manifest().model.packing == "none"
+    assert load_run(tmp_path / "run").manifest().model.prepacking == "none"

@@ -204,7 +204,7 @@ def test_two_devices_make_the_texts_and_traces_of_one(
         "cpu",
     )
     # Packed weights are for the CPU's products, and round otherwise.
-    unpacked = model_card(load(tiny)).model_copy(update={"packing": "none"})
+    unpacked = model_card(load(tiny)).model_copy(update={"prepacking": "none"})
     monkeypatch.setattr(load(tiny), "lapa2_card", unpacked)
     for model in (two, load(tiny)):
         todo = plan(

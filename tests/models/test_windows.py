@@ -277,7 +277,7 @@ def test_curves_of_a_run_are_by_type_of_layer(load, capsys, tmp_path):
     assert main(["trace", str(tmp_path / "run")]) == 0
     assert "sliding 12" in capsys.readouterr().out
     manifest = run.manifest()
-    assert manifest.model.keys_seen == KINDS["gemma3_text"] == model_card(model).keys_seen
+    assert manifest.model.layer_types == KINDS["gemma3_text"] == model_card(model).layer_types
 
 
 def test_commands_name_the_windows(load, capsys):

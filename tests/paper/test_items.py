@@ -491,6 +491,17 @@ def test_a_grid_without_an_items_methods_is_refused(item, mine):
         mine(item, method=["negprompt"], arm=["alpha 1 paper"])
 
 
+@pytest.mark.parametrize("item", ["sent_topic", "detox"])
+def test_every_arm_is_compared_with_the_baseline(item, mine):
+    """Each by itself, named in its claim where there are several."""
+    task = "detox" if item == "detox" else "sentiment"
+    claims = mine(item, task=[task], method=["prefix", "preadd"], variant=[""], law=["", "log"])
+    for metric in set(claims["metric"]):
+        texts = claims[claims["metric"] == metric]["claim"]
+        assert len(set(texts)) == len(texts) > 1
+        assert all("alpha" in text for text in texts)
+
+
 @pytest.mark.long
 def test_a_grid_may_lack_arms_or_have_others(mine):
     """Judged is what is there: no baseline, another alpha, method, wording or number of arms."""

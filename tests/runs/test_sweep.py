@@ -1112,13 +1112,13 @@ def test_groups_that_were_made_otherwise_are_made_again(undisturbed, files, tmp_
     assert opened.groups == (4, 2)
     assert (tmp_path / "run" / "parts" / key / "0").is_dir()
     card = opened.facts["model"]
-    unpacked = card.model_copy(update={"packing": "none"})
+    unpacked = card.model_copy(update={"prepacking": "none"})
     for other, told in (
         (replace(opened, groups=(3, 2, 1)), "groups was [4, 2] and is [3, 2, 1]"),
         (replace(opened, facts=opened.facts | {"threads": 7}), "threads was 1 and is 7"),
         (
             replace(opened, facts=opened.facts | {"model": unpacked}),
-            f"packing was {card.packing} and is none",
+            f"prepacking was {card.prepacking} and is none",
         ),
         (replace(opened, facts=opened.facts | {"versions": {"torch": "1.0"}}), "and is 1.0"),
         (

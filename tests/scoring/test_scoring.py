@@ -73,7 +73,7 @@ def test_each_distinct_text_is_scored_once_and_never_again(tmp_path):
 def test_another_version_or_field_is_another_score(tmp_path):
     other, prompted = Lengths(), Lengths()
     other.version = "2"
-    prompted.needs = ("prompt",)
+    prompted.item_fields = ("prompt",)
     run_scorer(Lengths(), TEXTS, ScoreCache(tmp_path))
     for scorer in (other, prompted):
         run_scorer(scorer, TEXTS, ScoreCache(tmp_path))

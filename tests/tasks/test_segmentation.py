@@ -185,5 +185,5 @@ def test_a_mark_in_a_token_of_its_own_is_barred():
 
 def test_word_lists_keep_marks_at_their_letters():
     texts = {"good": ["बहुत अच्छा"] * 30, "bad": ["बेकार फिल्म"] * 30}
-    found = derive_words(texts, 5, least=1, sure=0)
+    found = derive_words(texts, 5, min_count=1, min_z=0)
     assert {word for word, _ in found["good"]} == {"बहुत", "अच्छा"}

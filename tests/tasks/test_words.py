@@ -21,7 +21,7 @@ def test_the_statistic_by_hand():
     a, b = 3 + PRIOR * 3 / 18, PRIOR * 3 / 18
     d = math.log(a / (10 + PRIOR - a)) - math.log(b / (8 + PRIOR - b))
     assert z_score(3, 0, 10, 8, PRIOR * 3 / 18) == pytest.approx(d / math.sqrt(1 / a + 1 / b))
-    found = derive_words(TEXTS, n=5, least=1, sure=0.0)
+    found = derive_words(TEXTS, n=5, min_count=1, min_z=0.0)
     assert [word for word, _ in found["positive"]] == [
         "great",
         "fun",
@@ -29,7 +29,7 @@ def test_the_statistic_by_hand():
     assert [word for word, _ in found["negative"]] == ["dull", "kind", "acting", "film"]
     # Nine words of three letters and more in the first class's texts, seven in the second's.
     assert found["positive"][0][1] == pytest.approx(z_score(3, 0, 9, 7, PRIOR * 3 / 16))
-    assert derive_words(TEXTS, n=1, least=3, sure=0.0) == {
+    assert derive_words(TEXTS, n=1, min_count=3, min_z=0.0) == {
         "positive": found["positive"][:1], "negative": [("dull", pytest.approx(found["negative"][0][1]))],
     }  # fmt: skip
     with pytest.raises(DataError, match="give texts of two at least; found positive"):
@@ -61,28 +61,31 @@ def test_the_command_derives_a_list(tmp_path, capsys):
         str(data),
         "--out",
         str(out),
-        "--sure",
+        "--min-z",
         "0",
     ]
-    assert main([*line, "--least", "1"]) == 0
+    assert main([*line, "--min-count", "1"]) == 0
     assert "positive   2 words" in capsys.readouterr().out
     stored = json.loads(out.read_text())
     assert stored["words"]["positive"] == ["great", "fun"]
     assert stored["corpora"] == ["films.jsonl: 2 positive, 2 negative"]
     assert read_word_list(str(out), "anything")["negative"][0] == "dull"
     for more, message in (
-        (["--least", "1"], "is there already; give another --out, or --force"),
+        (["--min-count", "1"], "is there already; give another --out, or --force"),
         (
-            ["--force", "--least", "4"],
+            ["--force", "--min-count", "4"],
             "no word tells 'positive' from the others (z 0 or more, 4 times); give more --data, or",
         ),
-        (["--force", "--n", "0"], "--n and --least must be at least 1, found 0 and 20"),
+        (
+            ["--force", "--n-words", "0"],
+            "--n-words and --min-count must be at least 1, found 0 and 20",
+        ),
     ):
         assert main(line + more) == 2
         assert message in capsys.readouterr().err
     assert main([*line[:-3], str(tmp_path), "--force"]) == 2
     assert f"{tmp_path} is a folder; give another --out" in capsys.readouterr().err
-    assert main([*line[:-3], "/proc/none/words.json", "--least", "1", "--sure", "0"]) == 2
+    assert main([*line[:-3], "/proc/none/words.json", "--min-count", "1", "--min-z", "0"]) == 2
     assert "cannot write /proc/none/words.json" in capsys.readouterr().err
     assert main(["word-lists", "--task", "topic", *line[3:], "--force"]) == 2
     assert (
@@ -90,5 +93,5 @@ def test_the_command_derives_a_list(tmp_path, capsys):
         " 'positive', 'negative'" in capsys.readouterr().err
     )
     assert json.loads(out.read_text()) == stored, "a refusal changes nothing"
-    assert main([*line, "--force", "--least", "1", "--n", "1"]) == 0
+    assert main([*line, "--force", "--min-count", "1", "--n-words", "1"]) == 0
     assert json.loads(out.read_text())["words"]["positive"] == ["great"]
