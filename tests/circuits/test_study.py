@@ -73,7 +73,7 @@ def test_the_page_answers_in_words(folder, capsys):
     assert page.count("data:image/png;base64,") == 7
     for asked in ("http://", "https://", "<script"):
         assert asked not in page
-    for table in ("layer", "kv", "head", "position", "edge", "cut-query", "together", "writes",
+    for table in ("layer", "kv", "head", "position", "edge", "cut-predicting_only", "together", "writes",
                   "control", "gradient"):  # fmt: skip
         assert (folder / f"{table}.csv").stat().st_size > 100
 
