@@ -30,7 +30,7 @@ cells = item.cells
 cells = item.require_cells(cells[cells["method"] == "air-decoding"], "air-decoding")
 on = {
     key: bool(cell.parameters["pro_aug"])
-    for key, cell in item.run.plan.items()
+    for key, cell in item.run.by_key.items()
     if cell.method == "air-decoding"
 }
 cells["component"] = [

@@ -35,12 +35,12 @@ cells = item.cells
 # %%
 def shown(key):
     """An arm by its recipe."""
-    rules = item.run.plan[key].active_augmentations
+    rules = item.run.by_key[key].active_augmentations
     if not rules:
         return "baseline"
     name = recipe_name(rules)
     if name is None:
-        return item.run.plan[key].arm
+        return item.run.by_key[key].arm
     chosen = rules[0].heads != "all" and not RECIPES[name].needs
     return f"{name}, chosen heads" if chosen else name
 

@@ -32,7 +32,7 @@ sys.excepthook = print_error
 item = open_item("heads", "Head scope at equal attention on the prefix")
 cells = item.cells
 known = named_sets()
-scopes = {key: scope(item.run.plan[key], known) for key in cells["key"]}
+scopes = {key: scope(item.run.by_key[key], known) for key in cells["key"]}
 arms = dict(zip(cells["arm"], map(scopes.get, cells["key"]), strict=True))
 scores = item.data.scores(cells)
 scores["arm"], cells["arm"] = scores["arm"].map(arms), cells["arm"].map(arms)

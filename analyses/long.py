@@ -33,7 +33,7 @@ PARTS = 8
 METRICS = ("accuracy", "masked", "echo", "repetition")
 item = open_item("long", "Control and attention on the prefix in long texts", scorers=METRICS)
 cells = item.cells
-rules = {key: item.run.plan[key].active_augmentations for key in cells["key"]}
+rules = {key: item.run.by_key[key].active_augmentations for key in cells["key"]}
 named = name_families(rules.values())
 names = {arm: named[rules[key]] for arm, key in cells[["arm", "key"]].to_numpy()}
 scores = item.data.scores(cells, parts=PARTS, metrics=METRICS)

@@ -32,7 +32,7 @@ item = open_item(
 )
 cells = item.cells
 cells = item.require_cells(cells[cells["method"].isin(["prefix", "preadd"])], "prefix or preadd")
-on = {key: bool(cell.parameters.get("pro_aug", False)) for key, cell in item.run.plan.items()}
+on = {key: bool(cell.parameters.get("pro_aug", False)) for key, cell in item.run.by_key.items()}
 names = [
     "baseline" if not a else "pre+pro" if on[key] else "pre"
     for key, a in zip(cells["key"], cells["alpha"], strict=True)

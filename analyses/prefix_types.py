@@ -29,7 +29,7 @@ item = open_item("prefix_types", "Prefixes used by the run's methods")
 cells = item.run.cells
 rows = []
 for key in cells[cells["state"] == "finished"]["key"]:
-    cell, manifest = item.run.plan[key], read_manifest(item.run.place(key))
+    cell, manifest = item.run.by_key[key], read_manifest(item.run.place(key))
     if cell.augmentation is not None:
         for branch, prefix in manifest.branches.items():
             kind = "none" if prefix is None else "hard" if isinstance(prefix, str) else "soft"

@@ -149,7 +149,7 @@ ARMS = {
 folder = options.out / "runs"
 dtype = options.dtype
 if dtype == "auto" and (folder / "run.json").is_file():  # goes on as it was begun
-    dtype = next(iter(load_run(folder).plan.values())).dtype
+    dtype = next(iter(load_run(folder).by_key.values())).dtype
 cells = {
     arm: [
         cell_of(
@@ -216,7 +216,7 @@ with ScoreCache(options.out / "scores") as cache:
     asked = expand_scorers(["accuracy", "masked", "echo"], ())
     scores = [score_samples(samples, asked, ScorerOptions(task="sentiment"), cache)]
     few = samples[samples["sample"] < options.perplexity]
-    weights = run.manifest(next(iter(run.plan))).model.weights
+    weights = run.manifest(next(iter(run.by_key))).model.weights
     scores.append(score_table(few, Perplexity(options.model, generator=weights), cache))
 scores = pd.concat(scores, ignore_index=True)
 cells, differences = cell_table(scores), difference_table(scores)

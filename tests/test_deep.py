@@ -83,7 +83,7 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
     assert slope.tolist() == pytest.approx([-1] * len(slope)), "also where the last window is wider"
     rows, heads = table(run, "deep"), table(run, "deep.heads")
     model, cells = load("tiny-llama"), load_run(run)
-    (key,) = cells.plan
+    (key,) = cells.by_key
     shares, gains = [], []
     for sample in cells.finished_cell(key).samples.itertuples():
         layout = Layout.of(model.tokenizer, "Very positive:", sample.prompt)

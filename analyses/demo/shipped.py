@@ -75,12 +75,12 @@ def examples(folder: Path) -> Mapping[str, Any]:
                 "alpha": cell.augmentation.alpha,
                 "text": text,
             }
-    if len(run.finished) < len(run.plan):
+    if len(run.finished) < len(run.by_key):
         raise RunError(
-            f"{len(run.plan) - len(run.finished)} cells of {folder} are not finished; sweep it"
+            f"{len(run.by_key) - len(run.finished)} cells of {folder} are not finished; sweep it"
             " again"
         )
-    first = next(iter(run.plan.values()))
+    first = next(iter(run.by_key.values()))
     stamp = _stamp(read_manifest(run.place(first.key)), "lapa2 sweep analyses/demo/examples.toml")
     return stamp | {
         "attribute": first.attribute,

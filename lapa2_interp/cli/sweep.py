@@ -302,7 +302,7 @@ def runs(
             if row["state"] == "finished"
             else row["why"]
         )
-        where = f"{found.plan[row['key']].description}, {row['samples']} x {row['max_length']}"
+        where = f"{found.by_key[row['key']].description}, {row['samples']} x {row['max_length']}"
         print(escape_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
     failures = found.failures
     if traceback:

@@ -60,7 +60,7 @@ class Cell(BaseModel):
     Example:
         >>> from lapa2_interp import generate
         >>> run = generate("tiny-gpt2", "The lake", attribute="positive", length=16)
-        >>> ((key, cell),) = run.plan.items()
+        >>> ((key, cell),) = run.by_key.items()
         >>> cell.method, cell.arm, cell.key == key
         ('prefix', 'alpha 0.5 paper', True)
     """

@@ -83,7 +83,7 @@ class ItemData:
                 f" quick/{self.grids[0]} --out {self.run.name}`"
             )
         planned = {
-            key: self.run.plan[key] for name in names for key in self.run.listing.grids[name]
+            key: self.run.by_key[key] for name in names for key in self.run.listing.grids[name]
         }
         keys = each_once(planned)
         found = self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
@@ -143,7 +143,7 @@ class ItemData:
         frames = []
         with ScoreCache(self.run.home / "scores") as cache:
             finished = cells[cells["state"] == "finished"]
-            wordings = finished["key"].map(lambda key: str(self.run.plan[key].task.attributes))
+            wordings = finished["key"].map(lambda key: str(self.run.by_key[key].task.attributes))
             for (task, *_), group in finished.groupby(["task", wordings, "model"], sort=False):
                 samples = self.texts(group, lengths, parts)
                 options = self._scorer_options(group)
@@ -233,7 +233,7 @@ class ItemData:
 
     def _scorer_options(self, group: pd.DataFrame) -> ScorerOptions:
         first = group["key"].iloc[0]
-        task, own = self.run.plan[first].task, self.run.manifest(first).model
+        task, own = self.run.by_key[first].task, self.run.manifest(first).model
         return ScorerOptions(task=task, dtype=self.dtype, device=self.device, generator=own.weights)
 
     def arm_traces(

@@ -64,17 +64,14 @@ from lapa2_interp.paper.synthetic_propositions import (
 from lapa2_interp.paper.tables import records
 from lapa2_interp.runs.estimates import LONG
 from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
-from lapa2_interp.runs.manifest import MANIFEST, library_versions, source_commit
-from lapa2_interp.runs.run import Run, write_run
-from lapa2_interp.runs.store import (
-    FinishedCell,
-    Listing,
-)
+from lapa2_interp.runs.manifest import library_versions, source_commit
+from lapa2_interp.runs.run import FinishedCell, Run, write_run
+from lapa2_interp.runs.store import FinishedBatch, Listing
 
 if TYPE_CHECKING:
     import xarray as xr
 
-KIND = "propositions"
+KIND, STUDY_FILE = "propositions", "study.json"
 TERMINAL_ALPHAS = (0.5, 1.0)
 """Alphas whose verdicts are printed; tables/verdicts.csv has all."""
 L_PRE = 3
@@ -186,7 +183,7 @@ class PropositionResults:
 def write_proposition_study(out: Path, study: PropositionStudy, force: bool = False) -> str:
     """Run a study and write its folder; returns the text to print.
 
-    The folder: manifest.json, synthetic.nc, forced.nc, free.nc, long.nc (thinned), free/ (a run
+    The folder: study.json, synthetic.nc, forced.nc, free.nc, long.nc (thinned), free/ (a run
     without its trace), tables/*.csv, figures/*.png, report.html.
 
     Raises:
@@ -207,7 +204,7 @@ def write_proposition_study(out: Path, study: PropositionStudy, force: bool = Fa
         for name, (_, drawing) in figures.items():
             drawing.savefig(folder / "figures" / f"{name}.png")
         facts = _study_facts(study, found)
-        (folder / MANIFEST).write_text(
+        (folder / STUDY_FILE).write_text(
             json.dumps({"kind": KIND, **facts}, indent=1) + "\n", encoding="utf-8"
         )
         (folder / "report.html").write_text(
@@ -221,11 +218,11 @@ def write_proposition_study(out: Path, study: PropositionStudy, force: bool = Fa
 
 def _is_finished_study(folder: Path) -> bool:
     try:
-        if parse_json(read_text(folder / MANIFEST)).get("kind") != KIND:
+        if parse_json(read_text(folder / STUDY_FILE)).get("kind") != KIND:
             return False
     except (OSError, ValueError):
         return False
-    refuse_foreign_files(folder, (MANIFEST, "*.nc", "free", "tables", "figures", "report.html"))
+    refuse_foreign_files(folder, (STUDY_FILE, "*.nc", "free", "tables", "figures", "report.html"))
     return True
 
 
@@ -330,7 +327,7 @@ def _announce_work(model: Model, study: PropositionStudy, plans: Sequence[BatchP
 def _texts_by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
     """The texts and the trace of each alpha of a run, attribute after attribute."""
     found: dict[float, list[FinishedCell]] = {}
-    for key, cell in run.plan.items():
+    for key, cell in run.by_key.items():
         found.setdefault(cell.columns["alpha"], []).append(run.finished_cell(key))
     joined = {}
     for alpha, cells in found.items():
@@ -352,7 +349,7 @@ def teacher_forced_alphas(
         rules: Augmentations by alpha > 0.
     """
     samples, base = _texts_by_alpha(run)[0.0]
-    task = next(iter(run.plan.values())).task
+    task = next(iter(run.by_key.values())).task
     pairs = zip(samples["attribute"], samples["prompt"], strict=True)
     layouts = [
         Layout.of(model.tokenizer, task.prefix(str(attribute)), prompt)
@@ -372,14 +369,14 @@ def teacher_forced_alphas(
 
 def _without_traces(run: Run) -> Run:
     """The run without its traces, which are stored thinned: readers of a run expect all steps."""
-    plan, held = {}, {}
-    for key, cell in run.plan.items():
-        copy, finished = cell.model_copy(update={"trace": "none"}), run.finished_cell(key)
+    cells, batches = {}, {}
+    for key, cell in run.by_key.items():
+        copy = cell.model_copy(update={"trace": "none"})
         # A copy keeps cached properties of the original, such as its key: validate it again.
         copy = Cell.model_validate(copy.model_dump())
-        manifest = finished.manifest.model_copy(update={"cell": copy})
-        plan[copy.key], held[copy.key] = copy, FinishedCell(manifest, finished.samples, None)
-    return Run(None, Listing(grids={KIND: tuple(plan)}), plan, held)
+        cells[copy.key] = copy
+        batches[copy.key] = [FinishedBatch(b.record, b.samples, None) for b in run.batches[key]]
+    return Run(None, Listing(grids={KIND: tuple(cells)}), cells, batches)
 
 
 def _long_traces(
@@ -578,7 +575,7 @@ def _study_facts(study: PropositionStudy, found: PropositionResults) -> dict[str
         facts["text"] = study.text.name
     return {
         **facts,
-        "weights": next(iter(found.free.held.values())).manifest.model.weights,
+        "weights": found.free.manifest(next(iter(found.free.by_key))).model.weights,
         "profile": "paper (Algorithm 1): exact prefix span, l without BOS",
         "prefixes": "Very positive: / Very negative: on the paper's sentiment prompts",
         "intervals": (

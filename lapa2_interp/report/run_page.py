@@ -160,8 +160,8 @@ def _overview(run: Run, cells: pd.DataFrame) -> dict[str, Any]:
 
     finished = run.finished
     return {
-        "states": counts(run.plan),
-        "n_cells": len(run.plan),
+        "states": counts(run.by_key),
+        "n_cells": len(run.by_key),
         "texts": sum(cell.samples * len(cell.task.prompts.texts) for cell in finished.values()),
         "tokens": int(cells["tokens"].sum()) if "tokens" in cells else 0,
         "grids": [(name, counts(keys)) for name, keys in run.listing.grids.items()],
@@ -171,7 +171,7 @@ def _overview(run: Run, cells: pd.DataFrame) -> dict[str, Any]:
 def _run_facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
     """Settings and versions of the finished cells: the distinct values of each."""
     cards = [each.model for each in manifests]
-    plan = run.plan.values()
+    plan = run.by_key.values()
     found = {
         "Model": (
             f"{card.name}: {card.architecture}, {card.n_layers} layers x {card.n_heads} heads,"

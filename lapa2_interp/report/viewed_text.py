@@ -158,7 +158,7 @@ def select_text(
         RunError: There is no such column.
     """
     cells = run.cells
-    cells = cells[cells["key"].isin(run.select(**only).plan) & (cells["state"] == "finished")]
+    cells = cells[cells["key"].isin(run.select(**only).by_key) & (cells["state"] == "finished")]
     if not len(cells):
         filters = f" with {shown_only(only)}" if only else ""
         raise TraceError(f"{run.name} has no finished cell{filters}; `lapa2 runs` lists its cells")
@@ -176,7 +176,7 @@ def select_text(
     # The two arms: the baseline, and the given or the usual one.
     by_arm: dict[str, Cell] = {}
     for key in cells["key"]:
-        by_arm.setdefault(run.plan[key].arm, run.plan[key])
+        by_arm.setdefault(run.by_key[key].arm, run.by_key[key])
     others = [name for name in by_arm if name != "baseline"]
     if arm is not None and arm not in others:
         raise TraceError(unknown_choice("arm", arm, others))
@@ -328,7 +328,7 @@ def _plan_prompt(model: Model, run: Run, cell: Cell, prompt: str) -> BatchPlan:
     prompts = cell.task.prompts.model_copy(update={"texts": (prompt,)})
     task = cell.task.model_copy(update={"prompts": prompts})
     planned = plan_batches(model, cell.model_copy(update={"task": task}), ModelContext(model))
-    check_files(cell, planned)
+    check_files(planned)
     return planned
 
 

@@ -102,8 +102,8 @@ def read_attention(
         TraceError: No cell has a trace, or the cells are of several models, tasks or methods.
         RunError: No such column, or a cell is damaged.
     """
-    cells = run.cells[run.cells["key"].isin(run.select(**(only or {})).plan)]
-    cells = cells[[run.plan[key].trace != "none" for key in cells["key"]]]
+    cells = run.cells[run.cells["key"].isin(run.select(**(only or {})).by_key)]
+    cells = cells[[run.by_key[key].trace != "none" for key in cells["key"]]]
     if not len(cells):
         raise TraceError(f"{run.name} has no trace; generate it with --trace full or pooled")
     for key in cells["key"][cells["state"] == "damaged"]:
@@ -123,7 +123,7 @@ def read_attention(
             f"{run.name} has cells of several kinds ({there}); choose one, such as --only"
             f" {mixed[0]}={cells[mixed[0]].iloc[0]}"
         )
-    kinds = {run.plan[key].trace for key in cells["key"]}
+    kinds = {run.by_key[key].trace for key in cells["key"]}
     made = [run.finished_cell(key) for key in cells["key"]]
     all_samples = run.samples(list(cells["key"]))
     joined = join_traces([each.trace for each in made if each.trace is not None], all_samples)
@@ -136,7 +136,7 @@ def read_attention(
         tables["prefix_tokens"] = prefix_token_table(trace, samples, branch)
     if kinds == {"full"}:
         tables["heads"] = head_table(trace, samples, branch)
-    arms = {run.plan[key].arm: run.plan[key].augmentation for key in cells["key"]}
+    arms = {run.by_key[key].arm: run.by_key[key].augmentation for key in cells["key"]}
     left_out = len(all_samples) - len(samples)
     return Attention(
         trace, samples, branch_name(trace, branch), part, tables, arms, cells, left_out

@@ -6,7 +6,7 @@ run.trace()             # the recorded attention
 run.save("results/lake")
 
 The way of a call: `generate` -> `resolve.cells_of` (settings to cells) -> `make_cells` ->
-`plan.plan_batches` (layouts, batches) -> `loop.decode_batches` -> `attention.hooked.augmented`,
+`plan.plan_batches` (layouts, batches) -> `worker.make_batch` -> `attention.hooked.augmented`,
 whose hooks on the scores call `batch_bias.BatchBias.add`.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -24,7 +23,6 @@ from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import EmptyGenerationError, decode_batches, join_traces
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
@@ -57,10 +55,10 @@ from lapa2_interp.runs.estimates import (
     pace,
     plan_seconds,
 )
-from lapa2_interp.runs.manifest import Manifest, facts_of
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import Run
-from lapa2_interp.runs.store import FinishedCell, Listing
+from lapa2_interp.runs.store import FinishedBatch, Listing
+from lapa2_interp.runs.worker import make_batch
 from lapa2_interp.tasks.task import Task
 
 GRID = "generate"
@@ -172,7 +170,7 @@ def generate(
         model = load_model(model, first.dtype, device, first.model_class, trust_remote_code, pack)
     check_affordable(_estimate(model, cells), yes)
     run = make_cells(model, cells, announce=announce)
-    for key in run.plan:
+    for key in run.by_key:
         if problems := run.manifest(key).problems:
             raise UnfinishedTextsError(problems[0], run)
     return run
@@ -218,17 +216,13 @@ def make_cells(
     plans = {cell.key: plan_batches(model, cell, context) for cell in cells}
     if announce is not None:
         announce(model, list(plans.values()))
-    threads = torch.get_num_threads() if model_card(model).device.startswith("cpu") else None
-    held = {}
+    batches: dict[str, list[FinishedBatch]] = {}
     total = sum(each.new_tokens for each in plans.values())
     with progress_bar(total, f"{cells[0].method} {cells[0].task.name}") as bar:
         for key, todo in plans.items():
-            began, problems = perf_counter(), []
             try:
-                made = decode_batches(model, todo, progress=bar)
-            except EmptyGenerationError as error:
-                made = error.generation
-                problems.append(str(error))
+                numbers = range(len(todo.batches))
+                batches[key] = [make_batch(model, todo, number, bar) for number in numbers]
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -237,22 +231,8 @@ def make_cells(
                     f"the memory of {model_card(model).device} does not hold {rows} rows at once;"
                     " give fewer texts a batch: --max-rows N, below this number"
                 ) from error
-            samples = made.samples.assign(arm=todo.cell.arm)
-            manifest = Manifest.of(
-                todo.cell,
-                facts_of(model, todo, threads),
-                seconds=perf_counter() - began,
-                new_tokens=int(made.samples["n_tokens"].sum()),
-                problems=problems,
-            )
-            trace = None if made.trace is None else join_traces([made.trace], samples)
-            held[key] = FinishedCell(manifest, samples, trace)
-    return Run(
-        None,
-        Listing(grids={name: tuple(plans)}),
-        {key: each.cell for key, each in plans.items()},
-        held,
-    )
+    grids = {name: tuple(plans)}
+    return Run(None, Listing(grids=grids), {key: each.cell for key, each in plans.items()}, batches)
 
 
 def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:

@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from lapa2_interp._util.errors import GridError, RunError, pluralize, unknown_choice
+from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize, unknown_choice
 from lapa2_interp._util.progress import format_duration, stop_on_sigterm
-from lapa2_interp.models.machine import print_if_slow
+from lapa2_interp.models.machine import faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
-from lapa2_interp.runs.estimates import check_affordable, estimate, format_bytes
-from lapa2_interp.runs.jobs import Engine
-from lapa2_interp.runs.local import local_engine
-from lapa2_interp.runs.ray import Cluster
+from lapa2_interp.runs.estimates import (
+    check_affordable,
+    estimate,
+    format_bytes,
+    machine_workers,
+)
+from lapa2_interp.runs.engines import Engine, local_engine
+from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.run import as_list, is_any_of
-from lapa2_interp.runs.store import finished_of
-from lapa2_interp.runs.sweep import Swept, load_grids, sweep
+from lapa2_interp.runs.store import CELLS, LISTING, read_cell, read_listing, state_of
+from lapa2_interp.runs.sweep import Swept, sweep
 
 ENGINES = ("local", "ray")
 
@@ -97,16 +102,16 @@ def launch(
                     unknown_choice(column, str(each), dict.fromkeys(map(str, table[column])))
                 )
         cells = {key: cells[key] for key in table.index[is_any_of(table[column], as_list(value))]}
-    there = finished_of(out, cells)
-    left = [cell for key, cell in cells.items() if key not in there]
+    left = [cell for key, cell in cells.items() if state_of(out / CELLS / key, cell) != "finished"]
     runner = _engine(engine, workers, device, threads, address, gpus_per_worker, pack)
     try:
         if left:
-            each = estimate(left, runner.slots, device, threads)
+            slots = workers or machine_workers()
+            each = estimate(left, slots, device, threads)
             notify(
                 f"{len(left)} of {len(cells)} cells to make: {each.texts} texts,"
                 f" {each.row_tokens} row-tokens, about {format_duration(each.seconds)} with"
-                f" {pluralize(runner.slots, 'worker')}, {format_bytes(each.disk)} on disk,"
+                f" {pluralize(slots, 'worker')}, {format_bytes(each.disk)} on disk,"
                 f" {format_bytes(each.needs + each.packed)} of memory a worker ({each.basis})"
             )
             # A cluster's machines may have other memory than this one.
@@ -114,12 +119,77 @@ def launch(
         with stop_on_sigterm():
             return sweep(out, grids, runner, notify, list(cells))
     except (KeyboardInterrupt, SystemExit):
-        done = len(finished_of(out, cells))
+        done = sum(state_of(out / CELLS / key, cell) == "finished" for key, cell in cells.items())
         notify(f"\n{done} of {pluralize(len(cells), 'cell')} finished")
         raise
     finally:
-        if isinstance(runner, Cluster):
-            runner.close()
+        runner.close()
+
+
+def load_grids(
+    folder: Path,
+    names: Sequence[str],
+    changes: Mapping[str, Any] | None = None,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    allow_code: bool = False,
+    yes: bool = False,
+) -> list[Grid]:
+    """Load grids for a run folder: a grid that leaves the dtype to the machine gets that of the
+    run's cells.
+
+    A run begun in bfloat16 on one machine goes on in bfloat16 on another, so that nothing is made
+    twice.
+
+    Args:
+        folder: The run, or where it will be.
+        names, changes, allow_code, yes: As `runs.grid.load_grid`.
+        dtype: What dtype "auto" means; by default that of the grid's cells of a model in the run,
+            else that of the run's cells of the model, else what this machine computes faster.
+        device: Where cells will be computed.
+
+    Raises:
+        GridError: As `load_grid`; or the run has a grid's cells in two dtypes, or in another than
+            the one asked for.
+        RunError: The folder is not a run, or one of another version.
+    """
+    listed = _listed_dtypes(folder)
+
+    def auto(grid: str, model: str, named: frozenset[str]) -> str:
+        there = listed.get((grid, model), set())
+        there = (
+            there - named or there
+        )  # cells whose block names their dtype do not say what auto was
+        found = f"{folder} has cells of {grid} and {model} in {' and '.join(sorted(there))}"
+        if dtype is not None and there and dtype not in there:
+            raise GridError(
+                f"{found}, which --dtype {dtype} would leave behind; leave it out, or sweep into a"
+                " new folder"
+            )
+        if dtype is None and len(there) > 1:
+            raise GridError(
+                f"{found}; say with which to go on: --dtype {' or --dtype '.join(sorted(there))}"
+            )
+        others = set().union(*(each for (_, other), each in listed.items() if other == model))
+        known = there or (others if len(others) == 1 else set())
+        return dtype or next(iter(known), None) or faster_dtype(device)
+
+    return [load_grid(name, changes, auto=auto, allow_code=allow_code, yes=yes) for name in names]
+
+
+def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
+    """Dtypes of a run's cells by grid and model; damaged settings are ignored, because the
+    sweep writes them again."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for grid, keys in (
+        read_listing(folder).grids if (folder / "run.json").is_file() else {}
+    ).items():
+        for key in keys:
+            with suppress(DamagedError):
+                cell = read_cell(folder / CELLS / key, key)
+                found.setdefault((grid, cell.model), set()).add(cell.dtype)
+    return found
 
 
 def _engine(
@@ -132,7 +202,9 @@ def _engine(
     pack: str,
 ) -> Engine:
     if name == "ray":
-        return Cluster(
+        from lapa2_interp.runs.ray import RayPool
+
+        return RayPool(
             workers,
             device,
             threads,

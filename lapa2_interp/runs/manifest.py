@@ -1,49 +1,41 @@
-"""The manifest of a cell: everything that decided its texts and numbers."""
+"""Records of finished batches, and the manifest of a cell: all that decided texts and numbers."""
 
 from __future__ import annotations
 
-import json
 import subprocess
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from lapa2_interp._util.errors import DamagedError, RunError, validation_message
-from lapa2_interp._util.files import sha256_of, with_checksums, without_checksums
-from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.models.card import Model, ModelCard, model_card
+from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
 
-MANIFEST = "manifest.json"
-SET_BACK = "remove the folder of the cell, and the command that made the run makes it again"
-"""Remedy for a damaged file of a cell."""
-OF_THE_DAY = ("created", "seconds", "commit")
-"""Fields of a manifest that differ between equal cells."""
-
-
-class Manifest(BaseModel):
-    """The cell, and what else decided its texts and numbers."""
+class Provenance(BaseModel):
+    """The software, the machine and the model that made texts: with the cell, all that decides
+    them."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    cell: Cell
-    """The settings, resolved."""
     lapa2_interp: str = __version__
     """Version of this package."""
-    created: datetime
-    """Time at which the cell was finished, UTC."""
     commit: str | None
     """Git commit of the package's source, with "+changes" if it was modified; None outside a
     checkout."""
     versions: dict[str, str]
     """Versions of the libraries that compute."""
+    processor: str
+    """Kind of processor, which decides last bits."""
+    threads: int | None
+    """CPU threads that computed it, which may decide last bits; None on an accelerator."""
     model: ModelCard
     """The model, its weights, precision and device."""
     branches: dict[str, str | SoftPrefixName | None]
@@ -54,56 +46,96 @@ class Manifest(BaseModel):
     words."""
     merged: tuple[str, ...] = ()
     """Tokens that span the boundary between a prefix and a prompt."""
-    threads: int | None = None
-    """CPU threads that computed it, which may decide last bits; None on an accelerator."""
+
+    @classmethod
+    def of(cls, model: Model, plan: BatchPlan) -> Self:
+        """Provenance of texts that this process makes now."""
+        import torch
+
+        card = model_card(model)
+        # Without the number of the GPU: workers with other GPUs make the cell's other batches.
+        device = card.device.partition(":")[0]
+        return cls(
+            commit=source_commit(),
+            versions=library_versions(),
+            processor=processor_kind(device),
+            threads=torch.get_num_threads() if device == "cpu" else None,
+            model=card.model_copy(update={"device": device}),
+            branches=plan.prefix_names,
+            prepared=plan.summaries,
+            merged=tuple(plan.merged),
+        )
+
+    def changes(self, now: Provenance) -> str:
+        """What would make other texts now, in words; empty where nothing would."""
+        before, after = (
+            _leaves(each.model_dump(mode="json", include=set(Provenance.model_fields) - {"commit"}))
+            for each in (self, now)
+        )
+        return ", ".join(
+            f"{name.rpartition('.')[2]} was {before.get(name)} and is {after.get(name)}"
+            for name in dict.fromkeys([*before, *after])
+            if before.get(name) != after.get(name)
+        )
+
+
+class BatchRecord(Provenance):
+    """NNN.json: facts of a finished batch."""
+
+    n_batches: int
+    """Number of batches that the cell has."""
+    n_texts: int
+    """Number of texts in this one."""
+    created: datetime
+    """Time at which the batch was finished, UTC."""
     seconds: float
-    """Seconds spent generating; those of a cell include loading and preparing."""
+    """Seconds of preparing and generating."""
+    new_tokens: int
+    """Number of generated tokens."""
+    problems: tuple[str, ...] = ()
+    """Texts that ended because no token was left to draw (`finish` is "empty"), and why."""
+    memory: int = 0
+    """Most bytes that the worker has had so far: of its GPU, or of its process."""
+    sha256: dict[str, str] = {}
+    """The sha256 of each file of the batch."""
+
+
+class Manifest(Provenance):
+    """The cell, and what else decided its texts and numbers."""
+
+    cell: Cell
+    """The settings, resolved."""
+    created: datetime
+    """Time at which the cell was finished, UTC."""
+    seconds: float
+    """Seconds of preparing and generating."""
     new_tokens: int
     """Number of generated tokens."""
     problems: tuple[str, ...] = ()
     """Texts that ended because no token was left to draw (`finish` is "empty"), and why."""
 
     @classmethod
-    def of(
-        cls,
-        cell: Cell,
-        facts: Mapping[str, Any],
-        *,
-        seconds: float,
-        new_tokens: int,
-        problems: Sequence[str],
-    ) -> Manifest:
-        """The manifest of a cell that has just been finished.
-
-        Args:
-            facts: From `facts_of`.
-        """
+    def joined(cls, cell: Cell, records: Sequence[BatchRecord]) -> Manifest:
+        """Manifest of a cell of these batches."""
+        shared = {name: getattr(records[0], name) for name in Provenance.model_fields}
         return cls(
+            **shared,
             cell=cell,
-            created=datetime.now(UTC),
-            seconds=round(seconds, 3),
-            new_tokens=new_tokens,
-            problems=tuple(problems),
-            **facts,
+            created=max(each.created for each in records),
+            seconds=round(sum(each.seconds for each in records), 3),
+            new_tokens=sum(each.new_tokens for each in records),
+            problems=tuple(problem for each in records for problem in each.problems),
         )
 
 
-def facts_of(model: Model, plan: BatchPlan, threads: int | None) -> dict[str, Any]:
-    """Fields of a manifest that are known only to the process that makes the cell.
-
-    Args:
-        threads: CPU threads; None on an accelerator.
-    """
-    card = model_card(model)
+def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested dictionaries by their dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
     return {
-        # Without the number of the GPU: workers with other GPUs make the cell's other groups.
-        "model": card.model_copy(update={"device": card.device.partition(":")[0]}),
-        "branches": plan.prefix_names,
-        "prepared": plan.summaries,
-        "merged": tuple(plan.merged),
-        "versions": library_versions(),
-        "commit": source_commit(),
-        "threads": threads,
+        inner: leaf
+        for key, each in value.items()
+        for inner, leaf in _leaves(each, f"{name}.{key}".strip(".")).items()
     }
 
 
@@ -113,6 +145,7 @@ def library_versions() -> dict[str, str]:
     return {name: version(name) for name in names}
 
 
+@cache
 def source_commit() -> str | None:
     """The git commit of the package's own source, or None when it is not a checkout."""
 
@@ -130,40 +163,3 @@ def source_commit() -> str | None:
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest beside a cell's other files, whose sha256 are noted in it."""
-    files = sorted(folder.iterdir())
-    text = with_checksums(manifest.model_dump_json(), files)
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
-
-
-def read_manifest(folder: Path, check: Sequence[str] = ()) -> Manifest:
-    """The manifest of a finished cell.
-
-    Args:
-        check: Names of files beside it that must have the sha256 noted in it, if one is.
-
-    Raises:
-        RunError: It has none, or one of another form.
-        DamagedError: It, or a file of `check`, is not what was written.
-    """
-    file = folder / MANIFEST
-    if not file.is_file():
-        raise RunError(f"{folder} is not the folder of a cell: it has no {MANIFEST}")
-    try:
-        fields, sums = without_checksums(read_text(file))
-    except ValueError as error:
-        raise DamagedError(f"{file} is damaged: {error}; {SET_BACK}") from error
-    for name in check:
-        if name in sums and sums[name] != sha256_of(folder / name):
-            raise DamagedError(
-                f"{folder / name} is damaged: its sha256 is not that in {MANIFEST}; {SET_BACK}"
-            )
-    try:
-        return Manifest.model_validate_json(json.dumps(fields))
-    except ValidationError as error:
-        raise RunError(
-            f"{file} is not a manifest of this version: {validation_message(error)}"
-        ) from error

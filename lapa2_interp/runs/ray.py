@@ -1,15 +1,13 @@
-"""Sweeps on more than one machine: the workers are actors of a Ray cluster.
+"""An engine on several machines: its workers are actors of a Ray cluster.
 
 1. Join the cluster, or start one on this machine, and give it this package.
 2. On every machine as many actors as it has room for, each holding a `worker.Worker`: one per GPU
    (or `gpus_per_worker` of them) where the cluster has any, else one per CPU core (or `threads` of
    them).
-3. Give them jobs: an actor has at most one at a time, of a cell it has planned already if possible.
-4. A job whose actor or machine dies goes to another, at most `ATTEMPTS` times. The dead actor is
-   replaced where there is room, and machines that join during the run get actors, too.
+3. An actor has at most one batch at a time. One that has died is replaced where there is room, and
+   machines that join during the sweep get actors, too.
 
-Outcomes come back to the coordinator, which alone writes, so that no other machine needs the run's
-folder.
+Batches come back to the sweep, which alone writes, so that no other machine needs the run's folder.
 """
 
 from __future__ import annotations
@@ -20,29 +18,21 @@ import re
 import socket
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError, unknown_choice
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import ISA_VARIABLES, n_cores, slow_dtype_note
-from lapa2_interp.runs.jobs import (
-    ATTEMPTS,
-    Failed,
-    Job,
-    Opened,
-    Outcome,
-    Progress,
-    ignore_progress,
-    worker_lost,
-)
+from lapa2_interp.models.prepacked import Prepacking
+from lapa2_interp.runs.engines import Outcome, Slot, free_slot
 from lapa2_interp.runs.manifest import library_versions, source_commit
+from lapa2_interp.runs.store import FinishedBatch
 from lapa2_interp.runs.worker import Worker
 
 SETTINGS = ("HF_HUB_OFFLINE", "LAPA2_CACHE", "OMP_NUM_THREADS", *ISA_VARIABLES)
@@ -64,8 +54,8 @@ class RemoteWorker(Worker):
     """A worker in an actor.
 
     Args:
-        folder: The coordinator's working folder, for relative paths in cells; a machine that does
-            not have it keeps its own.
+        folder: The sweep's working folder, for relative paths in cells; a machine that does not
+            have it keeps its own.
         commit: Commit of the source, which is shipped without its repository.
     """
 
@@ -77,46 +67,22 @@ class RemoteWorker(Worker):
         with suppress(OSError):
             os.chdir(folder)
 
-    def place(self) -> tuple[str, str, dict[str, str], str | None]:
-        """The node's id, the machine's name, its versions of the libraries that compute, and
-        whether bfloat16 is slow there."""
-        import ray
+    def place(self) -> tuple[str, dict[str, str], str | None]:
+        """The machine's name, its versions of the libraries that compute, and a note if bfloat16
+        is slow there."""
+        note = slow_dtype_note("bfloat16", self.device)
+        return socket.gethostname(), library_versions(), note
 
-        node = ray.get_runtime_context().get_node_id()
-        return (
-            node,
-            socket.gethostname(),
-            library_versions(),
-            slow_dtype_note("bfloat16", self.device),
-        )
-
-    def do(self, job: Job, told: Callable[[float], object] = lambda share: None) -> Outcome:
-        outcome = super().do(job, told)
-        if isinstance(outcome, Opened):
-            return replace(outcome, facts=outcome.facts | {"commit": self.commit})
-        return outcome
+    def remote_batch(self, cell: Cell, number: int, packing: Prepacking | None) -> Outcome:
+        """`try_batch`, with the commit of the sweep's source."""
+        made = self.try_batch(cell, number, packing)
+        if isinstance(made, FinishedBatch):
+            record = made.record.model_copy(update={"commit": self.commit})
+            return FinishedBatch(record, made.samples, made.trace)
+        return made
 
 
-@dataclass(eq=False)
-class RayWorker:
-    """An actor, and what it does.
-
-    Attributes:
-        node: Its node in the cluster; empty until the actor has started.
-        job: Its job, and how often that job has been tried.
-        cell: Key of the cell it has planned.
-        machine, slow: The machine's name, and a note if bfloat16 is slow on it.
-    """
-
-    actor: Any
-    node: str = ""
-    machine: str = ""
-    slow: str | None = None
-    job: tuple[Job, int] | None = None
-    cell: str = ""
-
-
-class Cluster:
+class RayPool:
     """An engine on the machines of a Ray cluster, for one `with` block.
 
     Args:
@@ -158,16 +124,13 @@ class Cluster:
         here = self._ray.get_runtime_context()
         self._home, self._head = here.get_node_id(), here.gcs_address
         self._device, self._threads, self._each = device, threads, gpus_per_worker
-        self._pack: str = pack
-        self._fixed = workers is not None
-        self._workers: list[RayWorker] = []
-        self._refs: dict[Any, RayWorker] = {}
-        self._queue: deque[tuple[Job, int]] = deque()
-        self._stillborn, self._alive = 0, monotonic()
-        self._told: set[str] = set()
+        self._pack, self._workers = pack, workers
+        self._slots: list[Slot] = []
+        self._starting: dict[Any, Any] = {}  # an actor by the reference to its answer
+        self._noted: set[str] = set()
+        self._slow: dict[Any, tuple[str, str]] = {}
         try:
             self._on_gpus = device != "cpu" and any(node.get("GPU") for node in self._nodes())
-            self.slots = workers or self._room()
             self._check(address)
         except BaseException:
             self._ray.shutdown()
@@ -205,8 +168,7 @@ class Cluster:
         kind, each = ("GPU", self._each) if self._on_gpus else ("CPU", self._threads)
         return sum(int(node.get(kind, 0) / each + 1e-9) for node in self._nodes())
 
-    def __enter__(self) -> Cluster:
-        self._versions = _public(library_versions())
+    def __enter__(self) -> Self:
         if self._on_gpus:
             device = self._device or ("auto" if self._each > 1 else "cuda")
             needs = {"num_cpus": 0, "num_gpus": int(self._each) if self._each >= 1 else self._each}
@@ -215,18 +177,81 @@ class Cluster:
         kind = self._ray.remote(RemoteWorker).options(**needs)
         settings = device, self._threads, self._pack, str(Path.cwd()), source_commit()
         self._new = lambda: kind.remote(*settings)
-        self._workers = [self._new_worker() for _ in range(self.slots)]
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers if self._answers() else ():
+        actors = [slot.worker for slot in self._slots] + list(self._starting.values())
+        for actor in actors if self._answers() else ():
             with suppress(Exception):
-                self._ray.kill(worker.actor)
+                self._ray.kill(actor)
         self.close()
 
     def close(self) -> None:
-        """Leave the cluster, also without a `with` block."""
         self._ray.shutdown()
+
+    def slots(self) -> int:
+        """Actors that have started. Dead ones are removed, and actors are added where the cluster
+        has room; waits while there is none."""
+        began = monotonic()
+        while True:
+            self._await_head()
+            for slot in [slot for slot in self._slots if slot.is_lost]:
+                with suppress(Exception):
+                    self._ray.kill(slot.worker)
+                self._slots.remove(slot)
+            room = self._workers or self._room()
+            for _ in range(room - len(self._slots) - len(self._starting)):
+                actor = self._new()
+                self._starting[actor.place.remote()] = actor
+            self._start(0 if self._slots else 5.0)
+            if self._slots:
+                return len(self._slots)
+            if monotonic() - began > PATIENCE:
+                raise RunError(
+                    f"the cluster has had no room for a worker for {PATIENCE / 60:.0f} minutes;"
+                    " `ray status` tells who has it, and the same command goes on where this one"
+                    " stopped"
+                )
+
+    def _start(self, seconds: float) -> None:
+        """Give slots to actors that have answered.
+
+        Raises:
+            RunError: An actor cannot start, or has other versions of libraries.
+        """
+        ready, _ = self._ray.wait(list(self._starting), timeout=seconds) if self._starting else ([], [])
+        for reference in ready:
+            actor = self._starting.pop(reference)
+            try:
+                machine, versions, slow = self._ray.get(reference)
+            except self._ray.exceptions.RayError as error:
+                lost = isinstance(error, self._ray.exceptions.RayActorError)
+                if lost and not getattr(error, "actor_init_failed", False):
+                    continue  # its machine has gone
+                raise RunError(_cannot_start(error)) from error
+            here = _public(library_versions())
+            for name, version in _public(versions).items():
+                if version != here[name]:
+                    raise RunError(
+                        f"{machine} has {name} {version} and this machine {here[name]}, so texts"
+                        " would depend on where they are made; install the same versions on all"
+                        " machines (requirements.lock) and start Ray there again"
+                    )
+            self._slots.append(Slot(actor))
+            if slow:
+                self._slow[actor] = machine, slow
+
+    def submit(
+        self, cell: Cell, number: int, packing: Prepacking | None, progress: tqdm
+    ) -> Future[Outcome]:
+        slot = free_slot(self._slots, cell)
+        machine, note = self._slow.get(slot.worker, ("", ""))
+        if note and cell.dtype == "bfloat16" and machine not in self._noted:
+            self._noted.add(machine)
+            tqdm.write(f"note: on {machine} {note}", file=sys.stderr)
+        future: Future[Outcome] = slot.worker.remote_batch.remote(cell, number, packing).future()
+        slot.future, slot.cell = future, cell.key
+        return future
 
     def _answers(self) -> bool:
         """True if the head of the cluster takes a connection."""
@@ -247,115 +272,6 @@ class Cluster:
                     " goes on where this one stopped"
                 )
             sleep(1)
-
-    def _new_worker(self) -> RayWorker:
-        """A new actor, which starts when the cluster has room for it."""
-        worker = RayWorker(self._new())
-        self._refs[worker.actor.place.remote()] = worker
-        return worker
-
-    def submit(self, job: Job) -> None:
-        self._queue.append((job, 1))
-        self._give()
-
-    def _give(self) -> None:
-        """Give jobs to the actors that are free."""
-        while self._queue and (
-            free := [worker for worker in self._workers if worker.node and worker.job is None]
-        ):
-            job, attempt = self._queue.popleft()
-            mine = [worker for worker in free if worker.cell == job.cell.key]
-            worker = (mine or free)[0]
-            worker.job, worker.cell = (job, attempt), job.cell.key
-            if worker.slow and job.cell.dtype == "bfloat16" and worker.machine not in self._told:
-                self._told.add(worker.machine)
-                tqdm.write(f"note: on {worker.machine} {worker.slow}", file=sys.stderr)
-            self._refs[worker.actor.do.remote(job)] = worker
-
-    def wait(self, told: Progress = ignore_progress) -> Iterator[tuple[Job, Outcome]]:
-        while True:
-            self._await_head()
-            self._grow()
-            ended, _ = self._ray.wait(list(self._refs), timeout=5.0)
-            if any(worker.node for worker in self._workers):
-                self._alive = monotonic()
-            found = [outcome for ref in ended if (outcome := self._ended(ref))]
-            self._give()
-            if found:
-                yield from found
-                return
-            if (
-                not any(worker.node for worker in self._workers)
-                and monotonic() - self._alive > PATIENCE
-            ):
-                raise RunError(
-                    f"the cluster has had no room for a worker for {PATIENCE / 60:.0f} minutes;"
-                    " `ray status` tells who has it, and the same command goes on where this one"
-                    " stopped"
-                )
-
-    def _grow(self) -> None:
-        """Add actors for machines that have joined."""
-        more = 0 if self._fixed else self._room() - self.slots
-        for _ in range(more):
-            self._workers.append(self._new_worker())
-            self.slots += 1
-
-    def _ended(self, ref: Any) -> tuple[Job, Outcome] | None:
-        """Take an answer of an actor.
-
-        Returns:
-            Its job and the outcome; None if it has started, or has died and its job is tried again.
-        """
-        from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
-
-        worker = self._refs.pop(ref)
-        given, worker.job = worker.job, None
-        try:
-            found = self._ray.get(ref)
-        except (RayTaskError, RuntimeEnvSetupError) as error:
-            if given is None:
-                raise RunError(_cannot_start(error)) from error
-            return given[0], Failed(str(error))
-        except RayError as error:
-            if given is None and getattr(error, "actor_init_failed", False):
-                raise RunError(_cannot_start(error)) from error
-            return self._lost(worker, given, error)
-        if given is not None:
-            return given[0], found
-        self._started(worker, *found)
-        return None
-
-    def _started(
-        self, worker: RayWorker, node: str, machine: str, versions: dict[str, str], slow: str | None
-    ) -> None:
-        self._stillborn, worker.node, worker.machine, worker.slow = 0, node, machine, slow
-        for name, version in _public(versions).items():
-            if version != self._versions[name]:
-                raise RunError(
-                    f"{machine} has {name} {version} and this machine {self._versions[name]}, so"
-                    " texts would depend on where they are made; install the same versions on all"
-                    " machines (requirements.lock) and start Ray there again"
-                )
-
-    def _lost(
-        self, worker: RayWorker, given: tuple[Job, int] | None, error: Exception
-    ) -> tuple[Job, Outcome] | None:
-        """Replace an actor that has died, and give its job to another."""
-        with suppress(Exception):
-            self._ray.kill(worker.actor)
-        self._workers[self._workers.index(worker)] = self._new_worker()
-        if given is None:
-            self._stillborn += 1
-            if self._stillborn > ATTEMPTS * self.slots:
-                raise RunError(_cannot_start(error)) from error
-            return None
-        job, attempt = given
-        if attempt == ATTEMPTS:
-            return job, worker_lost(attempt)
-        self._queue.appendleft((job, attempt + 1))
-        return None
-
 
 def _public(versions: dict[str, str]) -> dict[str, str]:
     """Versions without marks of the build, such as +cu130."""

@@ -22,38 +22,35 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.files import (
     TEMPORARY_PREFIX,
-    atomic_folder,
     check_name,
-    parse_json,
     refuse_foreign_files,
     result_folder,
 )
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.tables import fit_table, head_table, prefix_token_table, step_table
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.loop import join_traces
-from lapa2_interp.runs.locks import locked
-from lapa2_interp.runs.manifest import (
-    Manifest,
-    read_manifest,
-)
+from lapa2_interp.runs.manifest import BatchRecord, Manifest
 from lapa2_interp.runs.store import (
+    CELLS,
+    FAILED,
     LISTING,
-    SAMPLES,
     Failure,
-    FinishedCell,
+    FinishedBatch,
     Listing,
-    is_whole,
+    batch_numbers,
+    read_batch,
     read_cell,
     read_failure,
-    read_file,
     read_listing,
-    read_plan,
+    read_record,
+    read_samples,
+    state_of,
+    write_batch,
     write_cell,
     write_listing,
-    write_plan,
 )
 from lapa2_interp.runs.tables import ALIKE, SHOWN, HeadAttention, one_kind
 
@@ -61,9 +58,20 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-STATES = ("finished", "failed", "partly", "damaged", "missing")
-"""States of a cell. Damaged: a file of a finished cell was removed or cut short, or its manifest
-changed; a sweep makes the cell again. Other changes are noticed when a file is read."""
+@dataclass(frozen=True)
+class FinishedCell:
+    """A finished cell, its batches joined.
+
+    Attributes:
+        manifest: What decided it.
+        samples: One row per text.
+        trace: The recorded attention, row i of the samples being sample i; None where there is
+            none.
+    """
+
+    manifest: Manifest
+    samples: pd.DataFrame
+    trace: xr.Dataset | None
 
 
 @dataclass(frozen=True)
@@ -73,14 +81,14 @@ class Run:
     Attributes:
         folder: Its folder; None for a run that is in memory only.
         listing: Which cells belong to which grid.
-        plan: Every cell by its key.
-        held: The finished cells that are in memory, by key.
+        by_key: Every cell by its key.
+        batches: Batches of the finished cells that are in memory, by key.
     """
 
     folder: Path | None
     listing: Listing
-    plan: dict[str, Cell]
-    held: dict[str, FinishedCell] = field(default_factory=dict, repr=False)
+    by_key: dict[str, Cell]
+    batches: dict[str, list[FinishedBatch]] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -101,66 +109,57 @@ class Run:
     @property
     def finished(self) -> dict[str, Cell]:
         """Cells that are finished now, by key."""
-        return {
-            key: cell
-            for key, cell in self.plan.items()
-            if key in self.held or (self.folder is not None and is_whole(self.place(key), cell))
-        }
+        return {key: cell for key, cell in self.by_key.items() if self.state(key) == "finished"}
+
+    def state(self, key: str) -> str:
+        """The state of a cell now, one of `store.STATES`."""
+        if key in self.batches:
+            return "finished"
+        cell = self.by_key[key]
+        return "missing" if self.folder is None else state_of(self.place(key), cell)
 
     @property
     def failures(self) -> dict[str, Failure]:
         """Why cells that are not finished raised when they were last tried."""
-        found, finished = {}, self.finished
-        for key in self.plan.keys() - finished.keys() if self.folder is not None else ():
-            with suppress(FileNotFoundError):  # never tried, or tried again meanwhile
-                found[key] = read_failure(self.home / "failed" / f"{key}.json")
-        return {key: found[key] for key in self.plan if key in found}
+        found = {}
+        for key in self.by_key:
+            if self.state(key) in ("failed", "damaged"):
+                with suppress(FileNotFoundError):  # tried again meanwhile
+                    found[key] = read_failure(self.place(key) / FAILED)
+        return found
 
     def place(self, key: str) -> Path:
-        """The folder of a finished cell.
+        """The folder of a cell.
 
         Raises:
             RunError: The run is in memory only.
         """
-        if key in self.held:
-            raise RunError(f"{self.name} has no folder for cell {key}; run.save(FOLDER) makes one")
-        return self.home / "cells" / key
+        return self.home / CELLS / key
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """One row per cell: key, state (of STATES), grids, its settings, and of a finished one
         tokens, seconds and commit, of a failed one why. The table is made once, when it is first
         asked for."""
-        finished, failures, rows = self.finished, self.failures, []
-        for key, cell in self.plan.items():
-            made: dict[str, Any] = {}
-            if key in finished:
-                state, manifest = "finished", self.manifest(key)
-                made = {
+        rows = []
+        for key, cell in self.by_key.items():
+            state = self.state(key)
+            row = {
+                "key": key,
+                "state": state,
+                "grids": ", ".join(self.listing.with_cell(key)),
+                **cell.columns,
+            }
+            if state == "finished":
+                manifest = self.manifest(key)
+                row |= {
                     "tokens": manifest.new_tokens,
                     "seconds": manifest.seconds,
                     "commit": manifest.commit,
                 }
-            else:
-                state = "failed" if key in failures else self._unfinished(key)
-            rows.append(
-                {
-                    "key": key,
-                    "state": state,
-                    "grids": ", ".join(self.listing.with_cell(key)),
-                    **cell.columns,
-                    **made,
-                    "why": failures[key].reason if key in failures and state == "failed" else "",
-                }
-            )
+            reason = self.failures[key].reason if state == "failed" else ""
+            rows.append(row | {"why": reason})
         return pd.DataFrame(rows, columns=None if rows else ["key", "state", "grids", "why"])
-
-    def _unfinished(self, key: str) -> str:
-        if self.folder is None:
-            return "missing"
-        if (self.folder / "parts" / key).is_dir():
-            return "partly"
-        return "damaged" if self.place(key).is_dir() else "missing"
 
     def samples(self, cells: str | Sequence[str] | None = None, **wanted: Any) -> pd.DataFrame:
         """The texts of finished cells: one row per text, with its cell's key (`cell`) and columns
@@ -175,11 +174,7 @@ class Run:
         """
         frames = []
         for key in self._keys(cells, wanted):
-            if key in self.held:
-                table = self.held[key].samples
-            else:
-                table = read_file(self.place(key), SAMPLES)
-            frames.append(table.drop(columns="arm").assign(**self.plan[key].columns, cell=key))
+            frames.append(self._texts(key).assign(**self.by_key[key].columns, cell=key))
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def trace(self, cells: str | Sequence[str] | None = None, **wanted: Any) -> xr.Dataset | None:
@@ -201,7 +196,7 @@ class Run:
         """
         keys = self._keys(cells, wanted)
         if not keys:
-            first = next(iter(self.plan), None)
+            first = next(iter(self.by_key), None)
             raise RunError(f"{self.name} has no cell" if first is None else self._not_there(first))
         found = {key: self.finished_cell(key).trace for key in keys}
         traces = {key: each for key, each in found.items() if each is not None}
@@ -213,7 +208,7 @@ class Run:
         }
         first = keys[0]
         if other := [key for key in keys if shapes[key] != shapes[first]]:
-            mine, others = (self.plan[key].columns for key in (first, other[0]))
+            mine, others = (self.by_key[key].columns for key in (first, other[0]))
             apart = [f"{name}={mine[name]!r}" for name in mine if mine[name] != others[name]]
             raise RunError(
                 f"the traces of cells {first} ({self._traced(first)}) and {other[0]}"
@@ -224,7 +219,7 @@ class Run:
         return joined if len(keys) == 1 else joined.drop_attrs(deep=False)  # each has a manifest
 
     def _traced(self, key: str) -> str:
-        return f"{self.plan[key].model}, trace {self.plan[key].trace}"
+        return f"{self.by_key[key].model}, trace {self.by_key[key].trace}"
 
     def steps(self, branch: str | None = None, **wanted: Any) -> pd.DataFrame:
         """Attention against step as a tidy table: mean and 95 % interval by arm.
@@ -280,7 +275,7 @@ class Run:
         self, table: Callable[..., pd.DataFrame], branch: str | None, wanted: Mapping[str, Any]
     ) -> pd.DataFrame:
         """A table of each kind of cells whose arms are compared, one after the other."""
-        keys = [key for key in self._keys(None, wanted) if self.plan[key].trace != "none"]
+        keys = [key for key in self._keys(None, wanted) if self.by_key[key].trace != "none"]
         if not keys:
             raise TraceError(f"{self.name} has no finished cell with a trace")
         cells, frames = self.cells[self.cells["key"].isin(keys)], []
@@ -315,7 +310,26 @@ class Run:
     def manifest(self, key: str | None = None) -> Manifest:
         """The manifest of one cell, without texts and trace; arguments and errors as `trace`."""
         key = self._only(key)
-        return self.held[key].manifest if key in self.held else read_manifest(self.place(key))
+        return Manifest.joined(self.by_key[key], self.records(key, finished=True))
+
+    def records(self, key: str, finished: bool = False) -> list[BatchRecord]:
+        """Records of a cell's batches that are there, in their order.
+
+        Args:
+            finished: The cell must be finished.
+
+        Raises:
+            RunError: It is not.
+            DamagedError: A record cannot be read.
+        """
+        if key in self.batches:
+            return [batch.record for batch in self.batches[key]]
+        if finished and (key not in self.by_key or self.state(key) != "finished"):
+            raise RunError(self._not_there(key))
+        if self.folder is None:
+            return []
+        folder = self.place(key)
+        return [read_record(folder, number) for number in batch_numbers(folder)]
 
     def cell(self, key: str) -> Run:
         """One cell: a run like this one.
@@ -323,7 +337,7 @@ class Run:
         Raises:
             RunError: The run has no such cell.
         """
-        if key not in self.plan:
+        if key not in self.by_key:
             raise RunError(self._not_there(key))
         return self.select(key=key)
 
@@ -338,11 +352,29 @@ class Run:
                 cells.
         """
         key = self._only(key)
-        if key in self.held:
-            return self.held[key]
-        if key not in self.finished:
-            raise RunError(self._not_there(key))
-        return read_cell(self.place(key))
+        manifest = self.manifest(key)
+        batches = self._batches(key)
+        table = pd.concat([batch.samples for batch in batches], ignore_index=True)
+        table = table.assign(arm=self.by_key[key].arm)
+        # The joined trace may need another type than a batch was stored with: NaN is no integer.
+        traces = [batch.trace.drop_encoding() for batch in batches if batch.trace is not None]
+        return FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
+
+    def _batches(self, key: str) -> list[FinishedBatch]:
+        """All batches of a finished cell."""
+        if key in self.batches:
+            return self.batches[key]
+        folder = self.place(key)
+        return [read_batch(folder, each, self.by_key[key]) for each in batch_numbers(folder)]
+
+    def _texts(self, key: str) -> pd.DataFrame:
+        """The texts of a finished cell, without its trace."""
+        if key in self.batches:
+            tables = [batch.samples for batch in self.batches[key]]
+        else:
+            folder = self.place(key)
+            tables = [read_samples(folder, number) for number in batch_numbers(folder)]
+        return pd.concat(tables, ignore_index=True)
 
     def select(self, **wanted: Any) -> Run:
         """The cells whose columns have these values (a list: one of them), finished or not: a run
@@ -378,15 +410,15 @@ class Run:
         return Run(
             self.folder,
             self.listing.model_copy(update={"grids": grids}),
-            {key: cell for key, cell in self.plan.items() if key in keys},
-            {key: made for key, made in self.held.items() if key in keys},
+            {key: cell for key, cell in self.by_key.items() if key in keys},
+            {key: made for key, made in self.batches.items() if key in keys},
         )
 
     def _keys(self, cells: str | Sequence[str] | None, wanted: Mapping[str, Any]) -> list[str]:
         """Keys of the finished cells that are asked for."""
         finished = self.finished
         if cells is None:
-            chosen = [key for key in self.select(**wanted).plan if key in finished]
+            chosen = [key for key in self.select(**wanted).by_key if key in finished]
             if wanted and not chosen:
                 raise RunError(f"no cell of {self.name} with {shown_only(wanted)} is finished")
             return chosen
@@ -415,18 +447,18 @@ class Run:
         return load_run(folder)
 
     def _only(self, key: str | None) -> str:
-        if key is None and len(self.plan) != 1:
+        if key is None and len(self.by_key) != 1:
             raise RunError(
-                f"{self.name} has {len(self.plan)} cells; give the key of one (run.cells, or `lapa2"
+                f"{self.name} has {len(self.by_key)} cells; give the key of one (run.cells, or `lapa2"
                 " runs`, lists them)"
             )
-        return next(iter(self.plan)) if key is None else key
+        return next(iter(self.by_key)) if key is None else key
 
     def _not_there(self, key: str) -> str:
-        if key not in self.plan:
+        if key not in self.by_key:
             return f"{self.name} has no cell {key!r}; `lapa2 runs {self.name}` lists them"
-        where = f"{self.name}: cell {key} ({self.plan[key].description})"
-        if self.folder is not None and self.place(key).is_dir():
+        where = f"{self.name}: cell {key} ({self.by_key[key].description})"
+        if self.state(key) == "damaged":
             return (
                 f"{where} is damaged: a file of it is missing or cut short; make it again with the"
                 " command that made it"
@@ -482,19 +514,16 @@ def is_any_of(column: pd.Series, values: Iterable[Any]) -> pd.Series:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write a run's plan and finished cells into a folder that is not yet in its place."""
-    for cell in run.plan.values():
-        write_plan(folder, cell)
+    """Write a run's cells and their batches into a folder that is not yet in its place."""
+    for key, cell in run.by_key.items():
+        write_cell(folder / CELLS / key, cell)
     for key in run.finished:
-        with atomic_folder(folder / "cells" / key) as place:
-            write_cell(place, run.finished_cell(key))
+        for number, batch in enumerate(run._batches(key)):
+            write_batch(folder / CELLS / key, number, batch)
     write_listing(folder, run.listing)
 
 
-OWN = (
-    LISTING, "plan", "cells", "parts", "failed", ".lock", f"{TEMPORARY_PREFIX}*", "view.html",
-    "report.html", "scores",
-)  # fmt: skip
+OWN = (LISTING, CELLS, ".lock", f"{TEMPORARY_PREFIX}*", "view.html", "report.html", "scores")
 """Names in the folder of a run."""
 
 
@@ -509,9 +538,6 @@ def is_finished_run(folder: Path) -> bool:
     if not is_run(folder):
         return False
     refuse_foreign_files(folder, OWN)
-    if (folder / LISTING).is_file():
-        with locked(folder):
-            pass
     try:
         states = load_run(folder).cells["state"]
     except RunError:  # damaged, or of another version
@@ -527,7 +553,7 @@ def is_finished_run(folder: Path) -> bool:
 def is_run(folder: Path) -> bool:
     """True if a folder is a run, also one of another format or with a damaged run.json."""
     if (folder / LISTING).is_file():
-        if (folder / "plan").is_dir() and (folder / "cells").is_dir():
+        if (folder / CELLS).is_dir():
             return True
         with suppress(ValueError):
             raw = parse_json(read_text(folder / LISTING))
@@ -550,20 +576,20 @@ def load_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     check_name(folder)
-    listing, plan = read_listing(folder), {}
+    listing, cells = read_listing(folder), {}
     for key in dict.fromkeys(key for keys in listing.grids.values() for key in keys):
         try:
-            plan[key] = read_plan(folder, key)
+            cells[key] = read_cell(folder / CELLS / key, key)
         except DamagedError as error:
             raise DamagedError(
                 f"{error}; the run is of lapa2_interp {listing.lapa2_interp}, this is"
                 f" {__version__}; `lapa2 sweep` with the cell's grid"
                 f" ({', '.join(listing.with_cell(key))}) writes it again"
             ) from error
-    for _, cell in same_label(plan.values()):
+    for _, cell in same_label(cells.values()):
         told = f"{cell.label or cell.arm} ({cell.plain_arm})"
-        plan[cell.key] = cell.model_copy(update={"label": told})
-    return Run(folder, listing, plan)
+        cells[cell.key] = cell.model_copy(update={"label": told})
+    return Run(folder, listing, cells)
 
 
 def _listed(values: pd.Series) -> str:

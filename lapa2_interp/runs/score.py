@@ -312,11 +312,11 @@ def _gaps(source: Path) -> str:
     if not source.is_dir():
         return ""
     run = load_run(source)
-    left = len(run.plan) - len(run.finished)
+    left = len(run.by_key) - len(run.finished)
     if not left or not run.finished:  # where nothing is, an error says so
         return ""
     return (
-        f"{left} of {pluralize(len(run.plan), 'cell')} not finished (`lapa2 runs {source}`):"
+        f"{left} of {pluralize(len(run.by_key), 'cell')} not finished (`lapa2 runs {source}`):"
         " nothing of them is scored"
     )
 

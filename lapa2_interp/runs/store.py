@@ -1,19 +1,21 @@
-"""A run: cells with their texts, traces and manifests. Nothing here generates.
+"""Run folders: the only module that reads and writes them. Nothing here generates.
 
     RUN/run.json                    format, version, and which cells each grid has
-    RUN/plan/KEY.json               a cell's resolved settings
-    RUN/cells/KEY/                  a finished cell: manifest.json, samples.parquet, trace.nc
-    RUN/parts/KEY/opened.json       an unfinished cell: its groups of rows, and what makes them
-    RUN/parts/KEY/N/                a finished group
-    RUN/failed/KEY.json             a cell that raised, with its traceback
+    RUN/cells/KEY/cell.json         settings of a cell, resolved
+    RUN/cells/KEY/000.parquet       texts of its first batch of rows
+    RUN/cells/KEY/000.nc            their trace, unless the cell has none
+    RUN/cells/KEY/000.json          facts of the batch and sha256 of its files; written last
+    RUN/cells/KEY/failed.json       why the last attempt at the cell raised
 
-`lapa2 sweep` and `lapa2 generate` write it, `load_run` reads it.
+A batch exists when its JSON exists, and a cell is finished when all its batches exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+import errno
+import os
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -23,143 +25,224 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lapa2_interp._util.errors import (
-    DamagedError,
-    Lapa2Error,
-    RunError,
-    validation_message,
-)
+from lapa2_interp._util.errors import DamagedError, Lapa2Error, RunError, validation_message
 from lapa2_interp._util.files import (
+    atomic_write,
     is_damage,
-    with_checksums,
-    without_checksums,
+    remove_path,
+    sha256_of,
+    write_json,
     write_netcdf,
-    write_text,
 )
-from lapa2_interp._util.parsing import check_regular_file, parse_json, read_text
+from lapa2_interp._util.parsing import check_regular_file, parse_json, parse_object, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import CELL, Cell, Key
-from lapa2_interp.runs.manifest import (
-    MANIFEST,
-    OF_THE_DAY,
-    SET_BACK,
-    Manifest,
-    read_manifest,
-    write_manifest,
-)
+from lapa2_interp.runs.manifest import BatchRecord
 
 if TYPE_CHECKING:
     import xarray as xr
 
-SAMPLES, TRACE, LISTING = "samples.parquet", "trace.nc", "run.json"
-COLUMNS = ("prompt", "attribute", "sample", "text", "tokens", "n_tokens", "finish", "arm")
-"""Columns that the samples of a cell have, at least."""
-FORMAT = 2
+LISTING, CELLS, SETTINGS, FAILED = "run.json", "cells", "cell.json", "failed.json"
+COLUMNS = ("prompt", "attribute", "sample", "text", "tokens", "n_tokens", "finish")
+"""Columns that the texts of a batch have, at least."""
+FORMAT = 3
 """Version of the form of run folders: raised when texts under a key become others, or files are
 read in another way.
 
 A run of another format is neither read nor filled."""
+STATES = ("finished", "failed", "partly", "damaged", "missing")
+"""States of a cell. Damaged: a record of a batch cannot be read, or a file beside it is missing; a
+sweep makes the batch again. Other changes are noticed when a file is read."""
+AGAIN = "the command that made the run makes it again"
+"""Remedy for a damaged file of a cell."""
 WRITES_AGAIN = "remove it, and `lapa2 sweep` with the run's grids writes it again"
 """Remedy for a damaged run.json."""
 
 
 @dataclass(frozen=True)
-class FinishedCell:
-    """The result of a cell.
+class FinishedBatch:
+    """A batch of rows of a cell, as it was made.
 
     Attributes:
-        manifest: What decided it.
+        record: Facts about it.
         samples: One row per text.
-        trace: The recorded attention, row i of the samples being sample i; None where there is
-            none.
+        trace: Attention, sample i being row i; None where the cell has no trace.
     """
 
-    manifest: Manifest
+    record: BatchRecord
     samples: pd.DataFrame
     trace: xr.Dataset | None
 
 
-def write_cell(folder: Path, made: FinishedCell) -> None:
-    """Write a finished cell's three files into an empty folder.
-
-    The trace carries the manifest inside, without what differs from day to day, so that equal cells
-    have equal bytes.
-    """
-    made.samples.to_parquet(folder / SAMPLES, index=False)
+def write_batch(folder: Path, number: int, made: FinishedBatch) -> None:
+    """Write a batch into the folder of its cell, the record last."""
+    names = _files(number, made.trace is not None)
+    with atomic_write(folder / names[0]) as fresh:
+        made.samples.to_parquet(fresh, index=False)
     if made.trace is not None:
-        lasting = made.manifest.model_dump_json(indent=1, exclude=set(OF_THE_DAY))
-        write_netcdf(folder / TRACE, made.trace.assign_attrs(manifest=lasting))
-    write_manifest(folder, made.manifest)
+        with atomic_write(folder / names[1]) as fresh:
+            write_netcdf(fresh, made.trace)
+    sums = {name: sha256_of(folder / name) for name in names}
+    record = made.record.model_copy(update={"sha256": sums})
+    write_json(folder / f"{number:03d}.json", record.model_dump_json())
 
 
-def read_trace(file: Path) -> xr.Dataset:
-    """A trace, in memory."""
-    import xarray as xr
-
-    with xr.open_dataset(file, engine="h5netcdf") as stored:
-        return stored.load()
-
-
-def read_cell(folder: Path) -> FinishedCell:
-    """A finished cell.
+def read_record(folder: Path, number: int) -> BatchRecord:
+    """Facts of a finished batch.
 
     Raises:
-        RunError: Not a cell's folder, or a file in it is missing or damaged.
+        DamagedError: They are missing, or cannot be read.
     """
-    manifest = read_manifest(folder)
-    trace = None if manifest.cell.trace == "none" else read_file(folder, TRACE)
-    return FinishedCell(manifest, read_file(folder, SAMPLES), trace)
-
-
-def read_file(folder: Path, name: str) -> Any:
-    """The samples or the trace of a finished cell.
-
-    Args:
-        name: SAMPLES or TRACE.
-
-    Raises:
-        RunError: As `read_manifest`.
-        DamagedError: The file is missing, or not what was written.
-    """
-    file = folder / name
+    file = folder / f"{number:03d}.json"
     try:
-        read_manifest(folder, check=[name])
-        check_regular_file(file)
-        if name == TRACE:
-            return read_trace(file)
+        stat = file.stat()
+        return _record(file.resolve(), stat.st_size, stat.st_mtime_ns)
+    except (OSError, ValueError) as error:
+        if not is_damage(error):
+            raise
+        told = validation_message(error) if isinstance(error, ValidationError) else str(error)
+        raise DamagedError(f"{file} is missing or damaged ({told}); {AGAIN}") from error
+
+
+@lru_cache(maxsize=8192)
+def _record(file: Path, size: int, changed: int) -> BatchRecord:
+    return BatchRecord.model_validate_json(read_text(file))
+
+
+def read_batch(folder: Path, number: int, cell: Cell) -> FinishedBatch:
+    """A finished batch of a cell, its files compared with their sha256.
+
+    Raises:
+        DamagedError: A file is missing, or not what was written.
+    """
+    return FinishedBatch(
+        read_record(folder, number), read_samples(folder, number), read_trace(folder, number, cell)
+    )
+
+
+def read_samples(folder: Path, number: int) -> pd.DataFrame:
+    """The texts of a finished batch; errors as `read_batch`."""
+    with _damage(folder, number, ".parquet") as file:
         found = pd.read_parquet(file)
         if lacking := [column for column in COLUMNS if column not in found]:
             raise ValueError(f"it has no column {lacking[0]}")
         return found
-    except RunError:
-        raise
+
+
+def read_trace(folder: Path, number: int, cell: Cell) -> xr.Dataset | None:
+    """The trace of a finished batch, in memory, if its cell has one; errors as `read_batch`."""
+    import xarray as xr
+
+    if cell.trace == "none":
+        return None
+    with _damage(folder, number, ".nc") as file, xr.open_dataset(file, engine="h5netcdf") as stored:
+        return stored.load()
+
+
+def check_batch(folder: Path, number: int, cell: Cell) -> BatchRecord:
+    """The record of a finished batch whose files have their sha256; errors as `read_batch`."""
+    for name in _files(number, cell.trace != "none"):
+        with _damage(folder, number, Path(name).suffix):
+            pass
+    return read_record(folder, number)
+
+
+@contextmanager
+def _damage(folder: Path, number: int, suffix: str) -> Iterator[Path]:
+    """A file of a batch, compared with its sha256; whatever reading it raises is damage."""
+    file, record = folder / f"{number:03d}{suffix}", read_record(folder, number)
+    try:
+        check_regular_file(file)
+        if sha256_of(file) != record.sha256.get(file.name):
+            raise ValueError(f"its sha256 is not that in {number:03d}.json")
+        yield file
     except Exception as error:  # libraries raise all kinds at damaged bytes
         if not is_damage(error):
             raise
+        told = " ".join(str(error).split())[:120]
+        raise DamagedError(f"{file} is missing or damaged ({told}); {AGAIN}") from error
+
+
+def _files(number: int, traced: bool) -> list[str]:
+    """Names of the files beside the record of a batch."""
+    return [f"{number:03d}.parquet", *[f"{number:03d}.nc"] * traced]
+
+
+def batch_numbers(folder: Path) -> list[int]:
+    """Numbers of the batches that a cell's folder has records of."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    stems = (name.removesuffix(".json") for name in names if name.endswith(".json"))
+    return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+
+def state_of(folder: Path, cell: Cell) -> str:
+    """The state of a cell, one of `STATES`: a listing of its folder and a record."""
+    try:
+        names = set(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing"
+    numbers = batch_numbers(folder)
+    if numbers:
+        try:
+            n_batches = read_record(folder, numbers[0]).n_batches
+        except DamagedError:
+            return "damaged"
+        if any(not names.issuperset(_files(each, cell.trace != "none")) for each in numbers):
+            return "damaged"
+        if numbers == list(range(n_batches)):
+            return "finished"
+    if FAILED in names:
+        return "failed"
+    return "partly" if numbers else "missing"
+
+
+def remove_batches(folder: Path, keep: Container[int] = ()) -> None:
+    """Remove the batches of a cell but some, records first."""
+    found = [each for each in folder.iterdir() if each.stem.isdecimal()]
+    for each in sorted(found, key=lambda file: file.suffix != ".json"):
+        if int(each.stem) not in keep:
+            remove_path(each)
+
+
+def write_cell(folder: Path, cell: Cell) -> None:
+    """Write a cell's settings, where they are not there yet, damaged, or have another label."""
+    with suppress(DamagedError):
+        if read_cell(folder, cell.key).label == cell.label or not cell.label:
+            return
+    write_json(folder / SETTINGS, cell.model_dump_json())
+
+
+def read_cell(folder: Path, key: str) -> Cell:
+    """A cell's settings, which must give its key.
+
+    Args:
+        folder: The folder of the cell.
+
+    Raises:
+        DamagedError: They are missing, or others than were written.
+    """
+    file = folder / SETTINGS
+    try:
+        cell = CELL.validate_python(parse_json(read_text(file)))
+    except FileNotFoundError as error:
+        raise DamagedError(f"{file} is missing") from error
+    except IsADirectoryError as error:
+        raise DamagedError(f"{file} is a folder; remove it") from error
+    except (ValueError, Lapa2Error) as error:
+        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
+        raise DamagedError(f"{file} is damaged or of another version: {reason}") from error
+    if cell.key != key:
         raise DamagedError(
-            f"{file} is missing or damaged ({' '.join(str(error).split())[:120]}); {SET_BACK}"
-        ) from error
-
-
-class Listing(BaseModel):
-    """run.json."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    format: int = FORMAT
-    """As `FORMAT`."""
-    lapa2_interp: str = __version__
-    """Version of the package that began the run."""
-    grids: dict[str, tuple[Key, ...]] = {}
-    """Keys of each grid's cells."""
-
-    def with_cell(self, key: str) -> list[str]:
-        """Names of the grids that have a cell."""
-        return [name for name, keys in self.grids.items() if key in keys]
+            f"{file} has changed, or is of another version: its settings give the key {cell.key}"
+        )
+    return cell
 
 
 class Failure(BaseModel):
-    """failed/KEY.json: why the last attempt at a cell raised."""
+    """failed.json: why the last attempt at a cell raised."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -183,101 +266,33 @@ def read_failure(file: Path) -> Failure:
         return Failure(when=when, traceback=f"unknown: {file} is damaged")
 
 
-def write_plan(folder: Path, cell: Cell) -> None:
-    """Write a cell's settings, where they are not there yet, damaged, or have another label."""
-    with suppress(DamagedError):
-        if read_plan(folder, cell.key).label == cell.label or not cell.label:
-            return
-    write_text(_plan(folder, cell.key), cell.model_dump_json(indent=1) + "\n")
+class Listing(BaseModel):
+    """run.json."""
 
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-def read_plan(folder: Path, key: str) -> Cell:
-    """A cell's settings, which must give its key.
+    format: int = FORMAT
+    """As `FORMAT`."""
+    lapa2_interp: str = __version__
+    """Version of the package that began the run."""
+    grids: dict[str, tuple[Key, ...]] = {}
+    """Keys of each grid's cells."""
 
-    Raises:
-        DamagedError: They are missing, or others than were written.
-    """
-    file = _plan(folder, key)
-    try:
-        cell = CELL.validate_python(parse_json(read_text(file)))
-    except FileNotFoundError as error:
-        raise DamagedError(f"{file} is missing") from error
-    except IsADirectoryError as error:
-        raise DamagedError(f"{file} is a folder; remove it") from error
-    except (ValueError, Lapa2Error) as error:
-        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
-        raise DamagedError(f"{file} is damaged or of another version: {reason}") from error
-    if cell.key != key:
-        raise DamagedError(
-            f"{file} has changed, or is of another version: its settings give the key {cell.key}"
-        )
-    return cell
-
-
-def _plan(folder: Path, key: str) -> Path:
-    return folder / "plan" / f"{key}.json"
+    def with_cell(self, key: str) -> list[str]:
+        """Names of the grids that have a cell."""
+        return [name for name, keys in self.grids.items() if key in keys]
 
 
 def lost_listing(folder: Path) -> bool:
-    """True if a folder has plans of cells, and no run.json."""
+    """True if a folder has cells, and no run.json."""
     return not (folder / LISTING).exists() and any(
-        (folder / "plan").glob(f"{'[0-9a-f]' * 16}.json")
+        (folder / CELLS).glob(f"{'[0-9a-f]' * 16}/{SETTINGS}")
     )
 
 
 def write_listing(folder: Path, listing: Listing) -> None:
     """Write run.json."""
-    write_text(folder / LISTING, with_checksums(listing.model_dump_json()))
-
-
-def is_whole(folder: Path, cell: Cell) -> bool:
-    """True if a folder holds a finished cell whose files can be opened."""
-    files = [
-        folder / name for name in (MANIFEST, SAMPLES, TRACE)[: 2 if cell.trace == "none" else 3]
-    ]
-    try:
-        for each in files:
-            check_regular_file(each)
-        stamps = tuple((each.stat().st_size, each.stat().st_mtime_ns) for each in files)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    return _are_sound(folder.resolve(), cell.key, cell.n_texts, stamps)
-
-
-@lru_cache(maxsize=8192)
-def _are_sound(folder: Path, key: str, texts: int, stamps: tuple[tuple[int, int], ...]) -> bool:
-    """True if a cell's files can be opened: a table or trace that was cut short cannot.
-
-    Files are opened again when they have changed (`stamps`).
-    """
-    import h5py
-    import pyarrow.parquet as pq
-
-    try:
-        if (
-            read_manifest(folder).cell.key != key
-            or pq.read_metadata(folder / SAMPLES).num_rows != texts
-        ):
-            return False
-        if len(stamps) > 2:
-            h5py.File(folder / TRACE, "r").close()
-    except Exception as error:  # libraries raise all kinds at damaged bytes
-        if not is_damage(error):
-            raise
-        return False
-    return True
-
-
-def finished_of(folder: Path, cells: Mapping[str, Cell]) -> dict[str, Cell]:
-    """The finished ones among these cells, by key; none where there is no run.
-
-    Raises:
-        RunError: What is there is no run, or one of another format.
-    """
-    if not (folder / LISTING).is_file():
-        return {}
-    read_listing(folder)
-    return {key: cell for key, cell in cells.items() if is_whole(folder / "cells" / key, cell)}
+    write_json(folder / LISTING, listing.model_dump_json())
 
 
 def read_listing(folder: Path) -> Listing:
@@ -285,7 +300,7 @@ def read_listing(folder: Path) -> Listing:
 
     Raises:
         RunError: There is none, or it is of another version.
-        DamagedError: It is not what was written, or is lost beside the plans of cells.
+        DamagedError: It is not what was written, or is lost beside cells.
     """
     file = folder / LISTING
     if not file.is_file():
@@ -294,12 +309,11 @@ def read_listing(folder: Path) -> Listing:
             raise RunError(f"there is no folder {folder}; {made_by}")
         if lost_listing(folder):
             raise DamagedError(
-                f"{folder} has plans of cells and no {LISTING}; `lapa2 sweep` with its grids"
-                " writes it again"
+                f"{folder} has cells and no {LISTING}; `lapa2 sweep` with its grids writes it again"
             )
         raise RunError(f"{folder} is not a run: it has no {LISTING}; {made_by}")
     try:
-        raw, _ = without_checksums(read_text(file))
+        raw: dict[str, Any] = parse_object(read_text(file))
     except ValueError as error:
         raise DamagedError(f"{file} is damaged: {error}; {WRITES_AGAIN}") from error
     try:
@@ -318,4 +332,22 @@ def read_listing(folder: Path) -> Listing:
         raise DamagedError(
             f"{file} is damaged or of another version: {validation_message(error)}; if it is"
             f" damaged, {WRITES_AGAIN}"
+        ) from error
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn errors of the operating system while a run is written into a `RunError`.
+
+    Raises:
+        RunError: The disk is full, or the folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(f"cannot write {folder}: {error.strerror or error}") from error
+        raise RunError(
+            f"the disk of {folder} is full; every finished batch of rows is kept: make room and"
+            " repeat the command"
         ) from error

@@ -1,143 +1,89 @@
 """Filling a run: `sweep` makes every cell of its grids, and goes on where it stopped.
 
-Everything appears whole or not at all (`files`). So a run may be stopped at any point, and goes on
-where it was with the same command; what was made before and after is the same as without the stop.
+A run is its finished batches, each of which appears whole or not at all. So a sweep may be stopped
+at any point, and goes on with the same command; what it makes is the same as without the stop.
 """
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
-import pandas as pd
-from pydantic import TypeAdapter
+from filelock import Timeout
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize
 from lapa2_interp._util.files import (
     TEMPORARY_PREFIX,
-    atomic_folder,
+    acquire_lock,
     check_name,
-    is_damage,
     remove_abandoned,
-    remove_folder,
-    remove_path,
-    remove_temporary,
-    sha256_of,
-    with_checksums,
-    without_checksums,
-    write_netcdf,
-    write_text,
+    write_json,
 )
-from lapa2_interp._util.parsing import check_regular_file, parse_json, read_text
-from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.progress import CountingBar, progress_bar
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import join_traces
-from lapa2_interp.models.machine import faster_dtype
+from lapa2_interp.models.prepacked import Prepacking
+from lapa2_interp.runs.engines import Engine, Outcome
 from lapa2_interp.runs.estimates import cost
-from lapa2_interp.runs.grid import Grid, load_grid
-from lapa2_interp.runs.jobs import Engine, Failed, Job, Opened, Outcome, Part
-from lapa2_interp.runs.locks import locked, writing
-from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.run import Run, is_run, load_run
+from lapa2_interp.runs.grid import Grid
+from lapa2_interp.runs.manifest import BatchRecord
+from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.runs.store import (
+    CELLS,
+    FAILED,
     LISTING,
-    SAMPLES,
-    TRACE,
     Failure,
-    FinishedCell,
     Listing,
-    is_whole,
+    batch_numbers,
+    check_batch,
     lost_listing,
     read_listing,
-    read_plan,
-    read_trace,
+    remove_batches,
+    state_of,
+    write_batch,
     write_cell,
     write_listing,
-    write_plan,
+    writing,
 )
 
-OURS = ("plan", "cells", "parts", "failed")
-PART = "part.json"
-OPENED = "opened.json"
-"""Name of the file that says how the groups of an unfinished cell are made."""
+ATTEMPTS = 3
+"""Number of times a batch is submitted if its workers die."""
+LOOK = 5.0
+"""Seconds after which the sweep looks again for room on a cluster."""
+LOCK = ".lock"
+"""Name of the lock of a run's listing, and of each of its cells while a sweep makes it."""
 
 
-def load_grids(
-    folder: Path,
-    names: Sequence[str],
-    changes: Mapping[str, Any] | None = None,
-    *,
-    dtype: str | None = None,
-    device: str | None = None,
-    allow_code: bool = False,
-    yes: bool = False,
-) -> list[Grid]:
-    """Load grids for a run folder: a grid that leaves the dtype to the machine gets that of the
-    run's cells.
+@dataclass(frozen=True)
+class Swept:
+    """Result of a sweep: numbers of cells.
 
-    A run begun in bfloat16 on one machine goes on in bfloat16 on another, so that nothing is made
-    twice.
-
-    Args:
-        folder: The run, or where it will be.
-        names, changes, allow_code, yes: As `runs.grid.load_grid`.
-        dtype: What dtype "auto" means; by default that of the grid's cells of a model in the run,
-            else that of the run's cells of the model, else what this machine computes faster.
-        device: Where cells will be computed.
-
-    Raises:
-        GridError: As `load_grid`; or the run has a grid's cells in two dtypes, or in another than
-            the one asked for.
-        RunError: The folder is not a run, or one of another version.
+    Attributes:
+        before: Finished before.
+        made: Finished now.
+        failed: Keys of those that failed.
+        elsewhere: Being made by another sweep.
+        seconds: It took.
+        disk: Bytes of the cells made.
+        memory: The most bytes that a worker had.
     """
-    listed = _listed_dtypes(folder)
 
-    def auto(grid: str, model: str, named: frozenset[str]) -> str:
-        there = listed.get((grid, model), set())
-        there = (
-            there - named or there
-        )  # cells whose block names their dtype do not say what auto was
-        found = f"{folder} has cells of {grid} and {model} in {' and '.join(sorted(there))}"
-        if dtype is not None and there and dtype not in there:
-            raise GridError(
-                f"{found}, which --dtype {dtype} would leave behind; leave it out, or sweep into a"
-                " new folder"
-            )
-        if dtype is None and len(there) > 1:
-            raise GridError(
-                f"{found}; say with which to go on: --dtype {' or --dtype '.join(sorted(there))}"
-            )
-        others = set().union(*(each for (_, other), each in listed.items() if other == model))
-        known = there or (others if len(others) == 1 else set())
-        return dtype or next(iter(known), None) or faster_dtype(device)
-
-    return [load_grid(name, changes, auto=auto, allow_code=allow_code, yes=yes) for name in names]
+    before: int
+    made: int
+    failed: tuple[str, ...]
+    elsewhere: int = 0
+    seconds: float = 0.0
+    disk: int = 0
+    memory: int = 0
 
 
-def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
-    """Dtypes of a run's cells by grid and model; a damaged plan is ignored, because the sweep
-    writes it again."""
-    found: dict[tuple[str, str], set[str]] = {}
-    for grid, keys in (
-        read_listing(folder).grids if (folder / "run.json").is_file() else {}
-    ).items():
-        for key in keys:
-            with suppress(DamagedError):
-                cell = read_plan(folder, key)
-                found.setdefault((grid, cell.model), set()).add(cell.dtype)
-    return found
-
-
-def add_grids(
+def open_run(
     folder: Path, grids: Sequence[Grid], notify: Callable[[str], None] = lambda line: None
 ) -> Run:
     """Note grids and their cells in a run, which is made when it is not there.
@@ -152,39 +98,40 @@ def add_grids(
     names = [grid.name for grid in grids]
     if twice := [name for name in names if names.count(name) > 1]:
         raise GridError(f"two grids have the name {twice[0]}; rename a file, or use two runs")
-    there = (folder / "run.json").exists()
-    listing = read_listing(folder) if there else Listing()
-    before = {key for keys in listing.grids.values() for key in keys}
-    for grid in grids:
-        for cell in grid.cells:
-            write_plan(folder, cell)
-        listing.grids[grid.name] = tuple(cell.key for cell in grid.cells)
-    write_listing(folder, listing)
+    check_name(folder)
+    known = (LISTING, LOCK, CELLS)
+    if (folder / CELLS).is_symlink():
+        raise RunError(
+            f"{folder / CELLS} is a link, which is not followed; put the folder itself there"
+        )
+    with writing(folder):
+        if (
+            folder.is_dir()
+            and not (folder / LISTING).exists()
+            and not lost_listing(folder)
+            and any(
+                each.name not in known and not each.name.startswith(TEMPORARY_PREFIX)
+                for each in folder.iterdir()
+            )
+        ):
+            raise RunError(f"{folder} exists and is not a run; choose another --out")
+        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder), acquire_lock(folder / LOCK, wait=True):
+        remove_abandoned(folder)
+        listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
+        before = {key for keys in listing.grids.values() for key in keys}
+        for grid in grids:
+            for cell in grid.cells:
+                write_cell(folder / CELLS / cell.key, cell)
+            listing.grids[grid.name] = tuple(cell.key for cell in grid.cells)
+        write_listing(folder, listing)
     gone = before - {key for keys in listing.grids.values() for key in keys}
-    if left := [key for key in gone if (folder / "cells" / key).is_dir()]:
+    if left := [key for key in gone if batch_numbers(folder / CELLS / key)]:
         notify(
             f"{pluralize(len(left), 'finished cell')} of {folder} no longer in a grid, as"
             f" {', '.join(names)} has other cells now: no table or report shows them"
         )
     return load_run(folder)
-
-
-@dataclass(frozen=True)
-class Swept:
-    """Result of a sweep: cells that were there before, made now, and that failed.
-
-    Attributes:
-        seconds: It took.
-        disk: Bytes of the cells made.
-        memory: The most bytes that a worker had.
-    """
-
-    before: int
-    made: int
-    failed: tuple[str, ...]
-    seconds: float = 0.0
-    disk: int = 0
-    memory: int = 0
 
 
 def sweep(
@@ -196,248 +143,233 @@ def sweep(
 ) -> Swept:
     """Finish cells of the grids in a run folder.
 
+    Several sweeps may fill one folder: a cell belongs to the sweep that has begun it.
+
     Args:
-        notify: Told about cells that fail.
+        notify: Told about cells that fail, and batches that are made again.
         wanted: Keys of the cells to finish; by default of all. The run notes all as planned.
 
     Raises:
         RunError: The folder holds something else, or cannot be written (a full disk); what is
             finished stays.
     """
-    check_name(folder)
+    began = perf_counter()
+    run = open_run(folder, grids, notify)
+    every = list(dict.fromkeys(cell.key for grid in grids for cell in grid.cells))
+    keys = every if wanted is None else wanted
     with writing(folder):
-        if (
-            folder.is_dir()
-            and not (folder / "run.json").exists()
-            and not lost_listing(folder)
-            and any(not _ours(each) for each in folder.iterdir())
-        ):
-            kind = (
-                "is a run of one cell as earlier versions wrote it, which is read and not filled"
-                if is_run(folder)
-                else "exists and is not a run"
-            )
-            raise RunError(f"{folder} {kind}; choose another --out")
-        folder.mkdir(parents=True, exist_ok=True)
-        if links := [name for name in OURS if (folder / name).is_symlink()]:
-            raise RunError(
-                f"{folder / links[0]} is a link, which is not followed; put the folder itself there"
-            )
-    with locked(folder):
-        with writing(folder):
-            run = add_grids(folder, grids, notify)
-            _tidy(run)
-        every = list(dict.fromkeys(cell.key for grid in grids for cell in grid.cells))
-        return _Sweep(run, every if wanted is None else wanted, engine, notify).all()
+        todo = [
+            run.by_key[key]
+            for key in keys
+            if run.state(key) != "finished" or not _is_finished(_sound_records(run, key, notify))
+        ]
+    before = len(keys) - len(todo)
+    if not todo:
+        return Swept(before, 0, ())
+    # Cells of one model follow each other, so that a worker seldom loads another.
+    todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
+    total = sum(map(cost, todo))
+    with progress_bar(total, pluralize(len(todo), "cell"), "row-token") as bar, engine:
+        work = _Sweep(run, todo, engine, notify, bar)
+        work.all()
+    return Swept(
+        before,
+        work.made,
+        tuple(work.failed),
+        work.elsewhere,
+        perf_counter() - began,
+        work.disk,
+        work.memory,
+    )
 
 
-def _ours(path: Path) -> bool:
-    """True if a path was left by a process that was killed before it wrote run.json."""
-    return path.name in (".lock", "plan") or path.name.startswith(TEMPORARY_PREFIX)
+def _sound_records(run: Run, key: str, notify: Callable[[str], None]) -> dict[int, BatchRecord]:
+    """Records of a cell's batches whose files are as they were written; a damaged batch is
+    reported."""
+    found: dict[int, BatchRecord] = {}
+    for number in batch_numbers(run.place(key)):
+        try:
+            found[number] = check_batch(run.place(key), number, run.by_key[key])
+        except DamagedError as error:
+            notify(f"{run.by_key[key].description} ({key}): batch {number} made again; {error}")
+    return found
 
 
-def _tidy(run: Run) -> None:
-    """Remove what a killed process left unfinished."""
-    remove_abandoned(run.home)  # another command may be writing there: scores, a report
-    for name in OURS:
-        remove_temporary(run.home / name)
-    for key, cell in run.plan.items():
-        if is_whole(run.place(key), cell):
-            remove_path(run.home / "parts" / key)
-            (run.home / "failed" / f"{key}.json").unlink(missing_ok=True)
+def _is_finished(records: Mapping[int, BatchRecord]) -> bool:
+    return bool(records) and len(records) == next(iter(records.values())).n_batches
+
+
+@dataclass
+class _Work:
+    """A cell that is being made.
+
+    Attributes:
+        lock: Held until the cell is finished, or the sweep ends.
+        records: Those of its finished batches, by number.
+        met: False until this sweep has made its first batch, which says how the others are made.
+    """
+
+    cell: Cell
+    lock: ExitStack
+    records: dict[int, BatchRecord]
+    met: bool = False
+    failed: bool = False
+    shown: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        n_batches = next(iter(self.records.values())).n_batches if self.records else 1
+        return [number for number in range(n_batches) if number not in self.records]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A batch to be made, and how often it was submitted."""
+
+    work: _Work
+    number: int
+    packing: Prepacking | None
+    attempts: int = 1
 
 
 class _Sweep:
-    """The coordinator: keeps the engine busy, and is the only one that writes."""
+    """One loop over futures; the only writer of the cells it has locked."""
 
     def __init__(
-        self, run: Run, wanted: Sequence[str], engine: Engine, notify: Callable[[str], None]
+        self,
+        run: Run,
+        todo: Sequence[Cell],
+        engine: Engine,
+        notify: Callable[[str], None],
+        bar: tqdm,
     ) -> None:
-        self.run, self.engine, self.notify = run, engine, notify
-        finished = run.finished
-        self.todo = [run.plan[key] for key in wanted if key not in finished]
-        self.before = len(wanted) - len(self.todo)
-        self.costs = {cell.key: cost(cell) for cell in self.todo}
-        self.ahead = dict(self.costs)
-        self.opened: dict[str, Opened] = {}
-        self.left: dict[str, set[int]] = {}
-        self.shown: dict[tuple[str, int], int] = {}  # row-tokens of groups under way
-        self.failed: list[str] = []
+        self.run, self.engine, self.notify, self.bar = run, engine, notify, bar
+        self.n_todo, self.waiting = len(todo), deque(todo)
+        self.ready: deque[_Job] = deque()
         self.weights: dict[str, str] = {}
-        self.made = self.disk = self.memory = 0
+        self.failed: list[str] = []
+        self.made = self.elsewhere = self.disk = self.memory = 0
+        self.locks = ExitStack()
         self.inode = run.home.stat().st_ino
-        # Cells of one model follow each other, so that a worker seldom loads another.
-        self.todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
 
-    def all(self) -> Swept:
-        began = perf_counter()
-        if not self.todo:
-            return Swept(self.before, 0, ())
-        waiting, ready, under_way = deque(self.todo), deque[Job](), 0
-        with (
-            progress_bar(sum(self.ahead.values()), f"{len(self.todo)} cells") as bar,
-            self.engine as engine,
-        ):
-            while waiting or ready or under_way:
-                while under_way < engine.slots and (ready or waiting):
-                    engine.submit(ready.popleft() if ready else Job(waiting.popleft()))
-                    under_way += 1
-                for job, outcome in engine.wait(partial(self._show, bar)):
-                    under_way -= 1
+    def all(self) -> None:
+        """Make all cells."""
+        under_way: dict[Future[Outcome], _Job] = {}
+        with self.locks:
+            while self.waiting or self.ready or under_way:
+                while len(under_way) < self.engine.slots() and (self.ready or self.waiting):
+                    if self.ready:
+                        job = self.ready.popleft()
+                        under_way[self._submit(job)] = job
+                    else:
+                        self._begin(self.waiting.popleft())
+                for future in wait(under_way, LOOK, return_when=FIRST_COMPLETED).done:
                     with writing(self.run.home):
-                        ready.extend(self._take(job, outcome, bar))
-                    if job.cell.key in self.failed:
-                        ready = deque(each for each in ready if each.cell.key != job.cell.key)
-                    state = (
-                        f"{self.made}/{len(self.todo)} cells"
-                        + f", {len(self.failed)} failed" * bool(self.failed)
-                    )
-                    bar.set_postfix_str(state, refresh=False)
-        seconds = perf_counter() - began
-        return Swept(self.before, self.made, tuple(self.failed), seconds, self.disk, self.memory)
+                        self._take(under_way.pop(future), future)
+                    state = f"{self.made}/{self.n_todo} cells"
+                    state += f", {len(self.failed)} failed" * bool(self.failed)
+                    self.bar.set_postfix_str(state, refresh=False)
 
-    def _show(self, bar: tqdm, job: Job, share: float) -> None:
-        """Advance the bar inside a group."""
-        if job.group is not None:
-            group = job.cell.key, job.group
-            now = int(share * self._size(*group))
-            bar.update(now - self.shown.get(group, 0))  # less than 0 where its worker has died
-            self.shown[group] = now
-
-    def _take(self, job: Job, outcome: Outcome, bar: tqdm) -> list[Job]:
-        """Keep an outcome; returns the jobs that follow from it."""
-        key = job.cell.key
-        home = self.run.home
-        shown = 0 if job.group is None else self.shown.pop((key, job.group), 0)
-        if not (home / LISTING).is_file() or home.stat().st_ino != self.inode:
-            raise RunError(
-                f"{home} is gone: it was moved or removed; bring it back and repeat the command,"
-                " which goes on from what is there"
-            )
-        match outcome:
-            case _ if key in self.failed:
-                bar.update(-shown)
-                return []
-            case Failed():
-                bar.update(-shown)
-                self.failed.append(key)
-                record = Failure(when=datetime.now(UTC), traceback=outcome.traceback)
-                write_text(
-                    self.run.home / "failed" / f"{key}.json",
-                    record.model_dump_json(indent=1) + "\n",
-                )
-                bar.total -= self.ahead.pop(key)
-                bar.clear()
-                self.notify(f"failed: {job.cell.description} ({key}): {record.reason}")
-                return []
-            case Opened():
-                self._check_same_weights(job.cell, outcome.facts["model"].weights)
-                there = self._parts(job.cell, outcome)
-                self.opened[key], self.left[key] = outcome, set(range(len(outcome.groups))) - there
-                for group in there:
-                    bar.total -= self._share(key, group)
-                if self.left[key]:
-                    packing = outcome.facts["model"].prepacking
-                    return [Job(job.cell, group, packing) for group in sorted(self.left[key])]
-                self._finish(job.cell)
-            case Part():
-                assert job.group is not None
-                self._check_same_weights(job.cell, outcome.weights)
-                self._keep(key, job.group, outcome)
-                self.memory = max(self.memory, outcome.memory)
-                bar.update(self._share(key, job.group) - shown)
-                self.left[key].discard(job.group)
-                if not self.left[key]:
-                    self._finish(job.cell)
-        return []
-
-    def _share(self, key: str, group: int) -> int:
-        """Row-tokens of a group, which its cell has no longer ahead."""
-        share = self._size(key, group)
-        self.ahead[key] -= share
-        return share
-
-    def _size(self, key: str, group: int) -> int:
-        """A group's row-tokens: its share of the cost of its cell."""
-        total, sizes = self.costs[key], self.opened[key].groups
-        first, last = sum(sizes[:group]), sum(sizes[: group + 1])
-        return total * last // sum(sizes) - total * first // sum(sizes)
-
-    def _parts(self, cell: Cell, opened: Opened) -> set[int]:
-        """Groups of a cell that are there from an earlier call, if they were made as they would be
-        now."""
-        folder = self.run.home / "parts" / cell.key
-        now = {"groups": opened.groups, "facts": opened.facts, "maker": opened.maker}
-        note = TypeAdapter(dict[str, Any]).dump_json(now, indent=1).decode() + "\n"
-        if folder.is_symlink():
-            folder.unlink()
-        if folder.is_dir():
-            if _text(folder / OPENED) == note:
-                found = sorted(each for each in folder.iterdir() if each.name.isdecimal())
-                return {int(each.name) for each in found if self._sound(cell, each)}
-            if there := len(list(folder.glob("[0-9]*"))):
-                self.notify(
-                    f"{cell.description} ({cell.key}): {pluralize(there, 'finished group')} of"
-                    f" rows made again; {_changes(folder / OPENED, note)}"
-                )
-            remove_folder(folder)
-        write_text(folder / OPENED, note)
-        return set()
-
-    def _sound(self, cell: Cell, folder: Path) -> bool:
-        """True if a finished group is as it was written; a damaged one is removed and reported."""
+    def _begin(self, cell: Cell) -> None:
+        """Lock a cell, and make one of its missing batches ready."""
+        folder, lock = self.run.place(cell.key), self.locks.enter_context(ExitStack())
         try:
-            read_part(folder)
-        except DamagedError as error:
-            self.notify(f"{cell.description} ({cell.key}): a group of rows made again; {error}")
-            remove_folder(folder)
-            return False
-        return True
+            with writing(folder):
+                lock.enter_context(acquire_lock(folder / LOCK))
+        except Timeout:
+            self.elsewhere += 1
+            self.bar.total -= cost(cell)
+            return
+        with writing(folder):
+            remove_abandoned(folder)
+            records = _sound_records(self.run, cell.key, self.notify)
+            remove_batches(folder, keep=records)
+        work = _Work(cell, lock, records)
+        self.bar.total -= sum(_share(cell, each.n_texts) for each in records.values())
+        if _is_finished(records):  # by another sweep
+            self._finish(work)
+        else:
+            self.ready.append(_Job(work, work.missing[0], None))
 
-    def _keep(self, key: str, group: int, part: Part) -> None:
-        with atomic_folder(self.run.home / "parts" / key / str(group)) as fresh:
-            part.samples.to_parquet(fresh / SAMPLES, index=False)
-            if part.trace is not None:
-                write_netcdf(fresh / TRACE, part.trace)
-            facts = {"seconds": part.seconds, "problems": part.problems}
-            files = sorted(fresh.iterdir())
-            (fresh / PART).write_text(with_checksums(facts, files), encoding="utf-8")
+    def _submit(self, job: _Job) -> Future[Outcome]:
+        cell, number = job.work.cell, job.number
 
-    def _finish(self, cell: Cell) -> None:
-        """Join a cell's groups; always from the disk, so that a resumed cell is the same as
-        another."""
-        key, opened = cell.key, self.opened.pop(cell.key)
-        del self.left[key]
-        parts = self.run.home / "parts" / key
-        groups = [read_part(parts / str(i)) for i in range(len(opened.groups))]
-        table = pd.concat([group.samples for group in groups], ignore_index=True)
-        table = table.assign(arm=cell.arm)
-        # The joined trace may need another type than the part was stored with: NaN is no integer.
-        traces = [group.trace.drop_encoding() for group in groups if group.trace is not None]
-        manifest = Manifest.of(
-            cell,
-            opened.facts,
-            seconds=opened.seconds + sum(group.seconds for group in groups),
-            new_tokens=int(table["n_tokens"].sum()),
-            problems=[problem for group in groups for problem in group.problems],
-        )
-        # Where one of its files was removed, the folder is replaced.
-        with atomic_folder(self.run.place(key)) as fresh:
-            write_cell(
-                fresh, FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
+        def show(tokens: int) -> None:
+            done = cost(cell) * tokens // (cell.n_texts * cell.length)
+            self.bar.update(done - job.work.shown.get(number, 0))
+            job.work.shown[number] = done
+
+        return self.engine.submit(cell, number, job.packing, CountingBar(show))
+
+    def _take(self, job: _Job, future: Future[Outcome]) -> None:
+        """Write what a worker has made; make ready what follows."""
+        if not (self.run.home / LISTING).is_file() or self.run.home.stat().st_ino != self.inode:
+            raise RunError(
+                f"{self.run.home} is gone: it was moved or removed; bring it back and repeat the"
+                " command, which goes on from what is there"
             )
-        remove_path(parts)
-        (self.run.home / "failed" / f"{key}.json").unlink(missing_ok=True)
+        work, shown = job.work, job.work.shown.pop(job.number, 0)
+        if error := future.exception():  # its worker died
+            self.bar.update(-shown)
+            if job.attempts < ATTEMPTS:
+                self.ready.appendleft(replace(job, attempts=job.attempts + 1))
+            else:
+                self._fail(work, _worker_lost(error))
+            return
+        outcome = future.result()
+        if isinstance(outcome, Failure):
+            self.bar.update(-shown)
+            self._fail(work, outcome)
+            return
+        cell, record, folder = work.cell, outcome.record, self.run.place(work.cell.key)
+        self._check_same_weights(cell, record.model.weights)
+        if not work.met and work.records:
+            before = next(iter(work.records.values()))
+            if changes := before.changes(record):
+                self.notify(
+                    f"{cell.description} ({cell.key}):"
+                    f" {pluralize(len(work.records), 'finished batch')} made again; {changes}"
+                )
+                self.bar.total += sum(_share(cell, each.n_texts) for each in work.records.values())
+                work.records.clear()
+                remove_batches(folder)
+        write_batch(folder, job.number, outcome)
+        work.records[job.number] = record
+        self.memory = max(self.memory, record.memory)
+        self.bar.update(_share(cell, record.n_texts) - shown)
+        if not work.met:
+            work.met, packing = True, record.model.prepacking
+            self.ready.extend(_Job(work, number, packing) for number in work.missing)
+        if _is_finished(work.records):
+            self._finish(work)
+
+    def _finish(self, work: _Work) -> None:
+        folder = self.run.place(work.cell.key)
+        (folder / FAILED).unlink(missing_ok=True)
         self.made += 1
-        self.disk += sum(file.stat().st_size for file in self.run.place(key).iterdir())
+        self.disk += sum(file.stat().st_size for file in folder.iterdir())
+        work.lock.close()
+
+    def _fail(self, work: _Work, failure: Failure) -> None:
+        """Note that a cell failed, once, and give up its other batches."""
+        if work.failed:
+            return
+        work.failed, cell = True, work.cell
+        self.failed.append(cell.key)
+        write_json(self.run.place(cell.key) / FAILED, failure.model_dump_json())
+        self.ready = deque(each for each in self.ready if each.work is not work)
+        self.bar.total -= cost(cell) - sum(
+            _share(cell, each.n_texts) for each in work.records.values()
+        )
+        self.bar.clear()
+        self.notify(f"failed: {cell.description} ({cell.key}): {failure.reason}")
 
     def _check_same_weights(self, cell: Cell, now: str) -> None:
         """Refuse a model whose weights have changed since other texts of the run were made."""
         if cell.model not in self.weights:
-            others = (key for key, other in self.run.finished.items() if other.model == cell.model)
-            self.weights[cell.model] = next(
-                (self.run.manifest(key).model.weights for key in others), now
-            )
+            others = (key for key, each in self.run.by_key.items() if each.model == cell.model)
+            known = (self.run.records(key) for key in others)
+            self.weights[cell.model] = next((each[0].model.weights for each in known if each), now)
         if self.weights[cell.model] != now:
             raise RunError(
                 f"{self.run.home} was made with {cell.model} of {self.weights[cell.model]}, and it"
@@ -445,57 +377,16 @@ class _Sweep:
             )
 
 
-def read_part(folder: Path) -> Part:
-    """A finished group of rows.
-
-    Raises:
-        DamagedError: A file of it is not what was written.
-    """
-    try:
-        facts, sums = without_checksums(read_text(folder / PART))
-        for name in {SAMPLES, TRACE} & sums.keys():
-            if sha256_of(folder / name) != sums[name]:
-                raise ValueError(f"{name} has another sha256")
-        check_regular_file(folder / SAMPLES)
-        samples = pd.read_parquet(folder / SAMPLES)
-        trace = read_trace(folder / TRACE) if (folder / TRACE).is_file() else None
-        return Part(samples, trace, tuple(facts["problems"]), facts["seconds"])
-    except (OSError, ValueError, KeyError) as error:
-        if not is_damage(error):
-            raise
-        raise DamagedError(
-            f"{folder} is damaged: {error}; the same command makes it again"
-        ) from error
+def _share(cell: Cell, n_texts: int) -> int:
+    """Row-tokens of a batch: its share of the cost of its cell."""
+    return cost(cell) * n_texts // cell.n_texts
 
 
-def _text(file: Path) -> str | None:
-    """A text file; None where there is none."""
-    try:
-        return read_text(file)
-    except (OSError, ValueError):
-        return None
-
-
-def _changes(file: Path, note: str) -> str:
-    """Differences between the note of an earlier call and that of this one."""
-    try:
-        before = _flat(parse_json(read_text(file)))
-    except (OSError, ValueError):
-        return "nothing says any more how they were made"
-    now = _flat(json.loads(note))
-    return ", ".join(
-        f"{name.rpartition('.')[2]} was {before.get(name)} and is {now.get(name)}"
-        for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
+def _worker_lost(error: BaseException) -> Failure:
+    """The outcome of a batch whose workers died."""
+    return Failure(
+        when=datetime.now(UTC),
+        traceback=f"{type(error).__name__}: {error}\nthe worker died {ATTEMPTS} times at this"
+        " batch, which an operating system does to a process that wants more memory than there is;"
+        " fewer rows share a batch with --set max_rows=N",
     )
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """The leaves of nested dictionaries by their dotted names."""
-    if not isinstance(value, dict):
-        return {name: value}
-    return {
-        inner: leaf
-        for key, each in value.items()
-        for inner, leaf in _flat(each, f"{name}.{key}".strip(".")).items()
-    }

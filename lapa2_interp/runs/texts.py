@@ -47,10 +47,10 @@ def read_texts(
         if not run.finished:
             raise ScoringError(f"{source} has no finished cell; `lapa2 runs {source}` tells why")
         wanted = {name: value for name, value in (only or {}).items() if name in run.cells}
-        chosen = run.select(**wanted).plan
+        chosen = run.select(**wanted).by_key
         keys = each_once({key: cell for key, cell in run.finished.items() if key in chosen})
         finished = run.cells[run.cells["key"].isin(keys)]
-        wordings = finished["key"].map(lambda key: str(run.plan[key].task.attributes))
+        wordings = finished["key"].map(lambda key: str(run.by_key[key].task.attributes))
         return [
             (
                 run.samples(list(group["key"])),
@@ -106,7 +106,7 @@ def as_words(column: pd.Series) -> pd.Series:
 
 def _task_of(run: Run, source: Path, key: str) -> Task | None:
     """The task of a run's cell; None where only its name is known."""
-    task = run.plan[key].task
+    task = run.by_key[key].task
     return task if task.name in BUILT_IN_TASKS or (source / LISTING).is_file() else None
 
 

@@ -1,14 +1,20 @@
-"""A worker: holds one model and does jobs, one at a time, on any machine."""
+"""Batches of cells, made on a loaded model: `make_batch`, and the worker that keeps a model.
+
+A batch is never split: which samples share one is part of the cell. So any number of workers on
+any number of machines of one kind makes the same bytes.
+"""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import UTC, datetime
 from time import perf_counter
 
+from tqdm import tqdm
+
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.progress import CountingBar, caused_by_stop
-from lapa2_interp._util.version import __version__
+from lapa2_interp._util.progress import caused_by_stop, hidden_bar
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import EmptyGenerationError, decode_batches
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
@@ -20,20 +26,56 @@ from lapa2_interp.models.machine import (
     default_device,
     is_out_of_memory,
     peak_memory,
-    processor_kind,
+    torch_threads,
 )
 from lapa2_interp.models.prepacked import Prepacking
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
-from lapa2_interp.runs.jobs import Failed, Job, Opened, Outcome, Part
-from lapa2_interp.runs.manifest import facts_of
+from lapa2_interp.runs.manifest import BatchRecord, Provenance
 from lapa2_interp.runs.method_context import ModelContext
+from lapa2_interp.runs.store import Failure, FinishedBatch
 
 PLANS = 8
-"""Plans a worker keeps: groups of several cells may alternate."""
+"""Plans a worker keeps: batches of several cells may alternate."""
+
+
+def make_batch(
+    model: Model, plan: BatchPlan, number: int, progress: tqdm | None = None
+) -> FinishedBatch:
+    """Decode one batch of a plan.
+
+    Texts that ran out of tokens are kept, with `finish` "empty", and named in the record's
+    `problems`.
+
+    Args:
+        number: Which of the plan's batches.
+        progress: A bar to advance by tokens; by default none.
+
+    Raises:
+        RunError: As `check_files`.
+        Lapa2Error: As `decode_batches`.
+    """
+    check_files(plan)
+    began, problems = perf_counter(), []
+    try:
+        made = decode_batches(model, plan, [plan.batches[number]], progress or hidden_bar())
+    except EmptyGenerationError as error:
+        made = error.generation
+        problems.append(str(error))
+    record = BatchRecord(
+        **dict(Provenance.of(model, plan)),
+        n_batches=len(plan.batches),
+        n_texts=len(made.samples),
+        created=datetime.now(UTC),
+        seconds=round(perf_counter() - began, 3),
+        new_tokens=int(made.samples["n_tokens"].sum()),
+        problems=tuple(problems),
+        memory=peak_memory(model_card(model).device.partition(":")[0]),
+    )
+    return FinishedBatch(record, made.samples, made.trace)
 
 
 class Worker:
-    """Holds a model and does jobs, one at a time.
+    """Keeps the last model and the last plans, and makes batches, one at a time.
 
     Args:
         device: cpu, cuda, ...; CUDA when there is one, by default.
@@ -48,39 +90,61 @@ class Worker:
         pack: str = "auto",
         workers: int = 1,
     ) -> None:
-        import torch
-
-        self.pack: str = pack
-        self.workers = workers
-
         self.device = device or default_device()
-        self.on_cpu = self.device.partition(":")[0] == "cpu"
-        if self.on_cpu:
-            torch.set_num_threads(threads)
-        self.threads = threads
-        self._model: tuple[tuple[str, ...], Model, ModelContext] | None = None
+        self.threads, self.pack, self.workers = threads, pack, workers
+        self._model: tuple[tuple[str, ...], Model, ModelContext, Prepacking | None] | None = None
         self._plans: dict[str, BatchPlan] = {}
 
-    def do(self, job: Job, told: Callable[[float], object] = lambda share: None) -> Outcome:
-        """Do a job and return its outcome; every error becomes one.
+    def make_batch(
+        self,
+        cell: Cell,
+        number: int,
+        packing: Prepacking | None = None,
+        progress: tqdm | None = None,
+    ) -> FinishedBatch:
+        """Make one batch of a cell.
 
         Args:
-            told: Told after every step which share of a group's tokens is there.
+            packing: Weights that the cell's other batches were made with; None: as loaded.
+            progress: As for the function `make_batch`.
         """
+        on_cpu = self.device.partition(":")[0] == "cpu"
+        with torch_threads(self.threads) if on_cpu else nullcontext():
+            began = perf_counter()
+            model, _, own = self._loaded(cell)
+            plan = self.plan(cell)
+            packing = packing or own
+            model.lapa2_card = model_card(model).model_copy(update={"prepacking": packing})
+            prepared = perf_counter() - began
+            made = make_batch(model, plan, number, progress)
+        seconds = round(made.record.seconds + prepared, 3)
+        record = made.record.model_copy(update={"seconds": seconds})
+        return FinishedBatch(record, made.samples, made.trace)
+
+    def try_batch(
+        self,
+        cell: Cell,
+        number: int,
+        packing: Prepacking | None = None,
+        progress: tqdm | None = None,
+    ) -> FinishedBatch | Failure:
+        """`make_batch`; every error becomes a `Failure`."""
         try:
-            return self._open(job.cell) if job.group is None else self._generate(job, told)
+            return self.make_batch(cell, number, packing, progress)
         except Exception as error:
             if caused_by_stop(error):
                 raise KeyboardInterrupt from error
             fewer = "; fewer rows share a batch with --set max_rows=N"
             note = fewer if is_out_of_memory(error) else ""
-            return Failed(traceback.format_exc().rstrip() + note)
+            return Failure(
+                when=datetime.now(UTC), traceback=traceback.format_exc().rstrip() + note
+            )
 
     def model(self, cell: Cell) -> Model:
         """The cell's model; the one before it is let go first."""
-        return self._model_and_context(cell)[0]
+        return self._loaded(cell)[0]
 
-    def _model_and_context(self, cell: Cell) -> tuple[Model, ModelContext]:
+    def _loaded(self, cell: Cell) -> tuple[Model, ModelContext, Prepacking | None]:
         wanted = (cell.model, cell.dtype, cell.model_class)
         if self._model is None or self._model[0] != wanted:
             self._model = None
@@ -93,69 +157,23 @@ class Worker:
                 pack=self.pack,
                 workers=self.workers,
             )
-            self._model = (wanted, loaded, ModelContext(loaded))
-            self._packing = model_card(loaded).prepacking
+            self._model = (wanted, loaded, ModelContext(loaded), model_card(loaded).prepacking)
         return self._model[1:]
 
     def plan(self, cell: Cell) -> BatchPlan:
         """The cell's plan; plans of one model share what their methods have prepared."""
-        model, context = self._model_and_context(cell)
+        model, context, _ = self._loaded(cell)
         if cell.key not in self._plans:
-            find_class(
-                cell.method, allow_code=True
-            )  # as who sweeps allows, or nobody would ask for it
+            # Who sweeps has allowed the method's code, or nobody would ask for it.
+            find_class(cell.method, allow_code=True)
             made = plan_batches(model, cell, context)
             while len(self._plans) >= PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[cell.key] = made
         return self._plans[cell.key]
 
-    def _open(self, cell: Cell) -> Opened:
-        began = perf_counter()
-        todo = self.plan(cell)
-        self._pack(self._packing)
-        check_files(cell, todo)
-        facts = facts_of(self.model(cell), todo, self.threads if self.on_cpu else None)
-        return Opened(
-            tuple(map(len, todo.batches)),
-            facts,
-            {"lapa2_interp": __version__, "processor": processor_kind(facts["model"].device)},
-            perf_counter() - began,
-        )
 
-    def _pack(self, packing: Prepacking) -> None:
-        """Compute with this packing from now on."""
-        assert self._model is not None
-        model = self._model[1]
-        model.lapa2_card = model_card(model).model_copy(update={"prepacking": packing})
-
-    def _generate(self, job: Job, told: Callable[[float], object]) -> Part:
-        assert job.group is not None
-        model, todo = self.model(job.cell), self.plan(job.cell)
-        self._pack(job.packing or self._packing)
-        check_files(job.cell, todo)
-        began, problems = perf_counter(), []
-        group = todo.batches[job.group]
-        tokens = sum(todo.steps[prompt] for prompt, _ in group)
-        try:
-            made = decode_batches(
-                model, todo, [group], progress=CountingBar(lambda n: told(n / tokens))
-            )
-        except EmptyGenerationError as error:
-            made = error.generation
-            problems.append(str(error))
-        seconds = perf_counter() - began
-        return Part(
-            made.samples,
-            made.trace,
-            tuple(problems),
-            seconds,
-            model_card(model).weights,
-            peak_memory("cpu" if self.on_cpu else self.device),
-        )
-
-
-def check_files(cell: Cell, todo: BatchPlan) -> None:
+def check_files(plan: BatchPlan) -> None:
     """Refuse a file that differs from the one the grid was resolved with: its texts would be other
     ones.
 
@@ -163,9 +181,10 @@ def check_files(cell: Cell, todo: BatchPlan) -> None:
         RunError: A soft prefix, a word list, a scorer or a method's code has another sha256 than
             the cell says.
     """
+    cell = plan.cell
     here = {
         branch: name.sha256
-        for branch, name in todo.prefix_names.items()
+        for branch, name in plan.prefix_names.items()
         if isinstance(name, SoftPrefixName)
     }
     here |= digests(cell.decoding_method)

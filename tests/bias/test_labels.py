@@ -185,4 +185,4 @@ def test_a_label_survives_saving(tmp_path):
     run = make_cells(load_model("tiny-gpt2", "float32"), [cell]).save(tmp_path / "run")
     again = load_run(run.home)
     assert again.cells["arm"].tolist() == ["instaboost:M=5"]
-    assert again.plan[cell.key].augmentation == Augmentation(**dict(recipe("instaboost", M=5)[0]))
+    assert again.by_key[cell.key].augmentation == Augmentation(**dict(recipe("instaboost", M=5)[0]))

@@ -224,7 +224,7 @@ def test_the_commands(tmp_path, capsys):
     line = "generate --model planted --attribute positive --prompt 'The lake' --length 12"
     made = shlex.split(f"{line} --selection {card} --out {tmp_path / 'made'}")
     assert main(made) == 0
-    (cell,) = load_run(tmp_path / "made").plan.values()
+    (cell,) = load_run(tmp_path / "made").by_key.values()
     (rule,) = active_augmentations(cell.augmentation)
     assert (rule.heads, rule.span, rule.alpha) == ((key["carrier"],), ("prefix", (1,)), 0.5)
     assert main([*made[:-1], str(tmp_path / "no"), "--heads", "0.1"]) == 2

@@ -132,7 +132,7 @@ def run(made, tmp_path):
 
 
 def again(run):
-    cells = tuple(load_run(run).plan.values())
+    cells = tuple(load_run(run).by_key.values())
     return sweep(run, [Grid("one", "", cells)], InProcess("cpu"))
 
 
@@ -228,7 +228,7 @@ def test_a_planted_temporary_folder_moves_nothing_and_loses_nothing(tmp_path, pr
 
 
 def test_links_in_a_run_are_unlinked_by_the_sweep_that_goes_on(run, precious, tmp_path):
-    key = next(iter(load_run(run).plan))
+    key = next(iter(load_run(run).by_key))
     before = (run / "cells" / key / "samples.parquet").read_bytes()
     shutil.rmtree(run / "cells" / key)
     (run / "parts").mkdir(exist_ok=True)
@@ -242,7 +242,7 @@ def test_links_in_a_run_are_unlinked_by_the_sweep_that_goes_on(run, precious, tm
 
 @pytest.mark.parametrize("name", ["parts", "cells", "plan", "failed"])
 def test_a_linked_folder_of_a_run_is_refused(run, name, tmp_path):
-    plan = list(load_run(run).plan.values())
+    plan = list(load_run(run).by_key.values())
     if (run / name).exists():
         (run / name).rename(tmp_path / "moved")
     (tmp_path / "moved" / f"{TEMPORARY_PREFIX}mine").mkdir(parents=True)
@@ -410,7 +410,7 @@ def listener(place):
 
 @pytest.mark.parametrize("make", [pipe, folder, listener])
 def test_what_is_no_file_is_one_line_and_nobody_waits(tmp_path, make, run, capsys):
-    key = next(iter(load_run(run).plan))
+    key = next(iter(load_run(run).by_key))
     (run / "plan" / f"{key}.json").unlink()
     make(run / "plan" / f"{key}.json")
     with pytest.raises(DamagedError, match=r"is a folder|is a pipe"):

@@ -269,7 +269,7 @@ def test_traces_of_different_prefix_lengths_join():
         ["The lake", "The blue lake"],
         **settings,
     )
-    cells = [run.finished_cell(key) for key in run.plan]
+    cells = [run.finished_cell(key) for key in run.by_key]
     texts = pd.concat([each.samples for each in cells], ignore_index=True)
     trace = join_traces([each.trace for each in cells], texts)
     assert trace.sizes["prefix_token"] == len("Very nontoxic:")

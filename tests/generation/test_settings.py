@@ -118,7 +118,7 @@ def test_the_names_of_other_libraries_have_a_hint(name):
 def test_a_prefix_needs_no_task():
     run = generate("tiny-gpt2", "The lake", prefix="Very formal:", alpha=[0, 0.5], length=16)
     assert list(run.samples()["arm"]) == ["baseline", "alpha 0.5 paper"]
-    cell = next(iter(run.plan.values()))
+    cell = next(iter(run.by_key.values()))
     assert cell.branches[0].prefix == "Very formal:"
     assert (cell.task.name, cell.attribute, cell.prompts) == ("custom", "custom", ("The lake",))
 
@@ -143,14 +143,14 @@ def test_lists_are_arms_and_their_product_is_one_run():
         length=16,
         trace="pooled",
     )
-    assert len(run.plan) == 6
+    assert len(run.by_key) == 6
     assert len(run.samples()) == 12
     steps = run.steps()
     assert set(steps["arm"]) == set(run.cells["arm"])
     assert {"method", "attribute", "cell"} <= set(steps)
     one = run.select(arm="baseline", seed=2)
-    assert len(one.plan) == 1
-    assert run.cell(next(iter(one.plan))).samples().equals(one.samples())
+    assert len(one.by_key) == 1
+    assert run.cell(next(iter(one.by_key))).samples().equals(one.samples())
 
 
 def test_all_attributes_are_cells_by_default():

@@ -212,7 +212,7 @@ def test_datg_generates_with_words_of_its_own(form):
         seed=1,
         trace="pooled",
     )
-    keys = list(run.plan)
+    keys = list(run.by_key)
     prepared, trace = run.manifest(keys[0]).prepared, run.trace(keys[0])
     assert list(prepared) == list(prompts)
     assert all(each["positive"] for each in prepared.values())

@@ -256,8 +256,8 @@ def test_a_run_goes_on_in_the_dtype_it_was_begun_in(grid, tmp_path, capsys):
     set_speed(times=0.5)
     out = tmp_path / "run"
     assert swept(grid, out, "--set", "attribute=positive") == 0
-    (first,) = load_run(out).plan
-    assert load_run(out).plan[first].dtype == "bfloat16"
+    (first,) = load_run(out).by_key
+    assert load_run(out).by_key[first].dtype == "bfloat16"
     set_speed(times=3.0)  # another machine
     capsys.readouterr()
     assert swept(grid, out) == 0
@@ -267,17 +267,17 @@ def test_a_run_goes_on_in_the_dtype_it_was_begun_in(grid, tmp_path, capsys):
     assert "note: bfloat16 is slow on this processor" in printed.err
     run = load_run(out)
     assert len(run.finished) == 2
-    assert {cell.dtype for cell in run.plan.values()} == {"bfloat16"}
-    assert first in run.plan
+    assert {cell.dtype for cell in run.by_key.values()} == {"bfloat16"}
+    assert first in run.by_key
     assert swept(grid, tmp_path / "other") == 0
-    assert {cell.dtype for cell in load_run(tmp_path / "other").plan.values()} == {"float32"}
+    assert {cell.dtype for cell in load_run(tmp_path / "other").by_key.values()} == {"float32"}
 
 
 def test_a_damaged_plan_does_not_hide_the_dtype_of_the_others(grid, tmp_path):
     set_speed(times=0.5)
     out = tmp_path / "run"
     assert swept(grid, out) == 0
-    first = next(iter(load_run(out).plan))
+    first = next(iter(load_run(out).by_key))
     (out / "plan" / f"{first}.json").unlink()
     set_speed(times=3.0)
     assert [cell.dtype for cell in load_grids(out, [str(grid)])[0].cells] == [
@@ -298,7 +298,7 @@ def test_a_grid_that_a_run_has_in_two_dtypes_asks_for_one(grid, tmp_path, capsys
         == f"lapa2: grid {grid}, block 1: {out} has cells of g and tiny-gpt2 in bfloat16 and float32;"
         " say with which to go on: --dtype bfloat16 or --dtype float32\n"
     )
-    assert len(load_run(out).plan) == 4, "nothing was changed"
+    assert len(load_run(out).by_key) == 4, "nothing was changed"
     assert swept(grid, out, "--dtype", "float32") == 0
     assert ", 2 were there" in capsys.readouterr().out
 
@@ -313,11 +313,11 @@ def test_a_block_that_names_its_dtype_does_not_say_what_auto_is(tmp_path):
     assert swept(file, tmp_path / "run") == 0
     set_speed(times=3.0)
     assert swept(file, tmp_path / "run") == 0
-    assert {cell.dtype for cell in load_run(tmp_path / "run").plan.values()} == {
+    assert {cell.dtype for cell in load_run(tmp_path / "run").by_key.values()} == {
         "bfloat16",
         "float64",
     }
-    assert len(load_run(tmp_path / "run").plan) == 4
+    assert len(load_run(tmp_path / "run").by_key) == 4
 
 
 def test_a_grid_that_is_new_to_a_run_is_in_the_dtype_of_the_run(grid, tmp_path):

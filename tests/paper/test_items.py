@@ -653,7 +653,7 @@ def test_a_sweep_that_fails_is_no_success_and_a_refused_one_is_not_scored(
         "lapa2_interp.cli.app.main", lambda words: answers[0]() if words[0] == "sweep" else 0
     )
     copy = shutil.copytree(run, tmp_path / "copy")
-    key = next(iter(load_run(copy).plan))
+    key = next(iter(load_run(copy).by_key))
     shutil.rmtree(copy / "cells" / key)
     (copy / "failed").mkdir(exist_ok=True)
 

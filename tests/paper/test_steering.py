@@ -174,7 +174,7 @@ def test_tables_are_those_of_the_texts(run):
 def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     folder, _ = run
-    plan, tables = load_run(folder).plan, []
+    plan, tables = load_run(folder).by_key, []
     for task in ("topic", "sentiment"):
         part = tmp_path / task
         shutil.copytree(folder, part, ignore=shutil.ignore_patterns("tables", "figures"))
@@ -209,7 +209,7 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
 
 def test_texts_with_banned_words_are_told_apart(run):
     folder, found = run
-    plan = load_run(folder).plan
+    plan = load_run(folder).by_key
     for key, words in found["texts"][["cell", "words"]].drop_duplicates().itertuples(index=False):
         assert (words == "prefix words banned") == plan[key].ban_prefix_words
     assert set(table(folder, ".equal")["words"]) == {"all words", "prefix words banned"}
@@ -248,10 +248,10 @@ def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypa
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     copy = tmp_path / "run"
     shutil.copytree(run[0], copy, ignore=shutil.ignore_patterns("tables", "figures"))
-    key = next(key for key, cell in load_run(copy).plan.items() if cell.arm == "baseline")
-    other = next(key for key, cell in load_run(copy).plan.items() if "0.3" in cell.arm)
+    key = next(key for key, cell in load_run(copy).by_key.items() if cell.arm == "baseline")
+    other = next(key for key, cell in load_run(copy).by_key.items() if "0.3" in cell.arm)
     assert key != other
-    known, plan = run[1]["known"], load_run(copy).plan
+    known, plan = run[1]["known"], load_run(copy).by_key
     set_points = known.index[known["family"] == "set-point"]
     (family,) = (key for key in set_points if plan[key].task.name == "topic")
     for each in (other, family):

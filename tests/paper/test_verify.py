@@ -65,7 +65,7 @@ def test_the_folder(folder):
     facts = json.loads((folder / "manifest.json").read_text())
     assert (facts["kind"], facts["text"]) == ("propositions", "book.txt"), "no path of this machine"
     free = load_run(folder / "free")
-    assert all(free.trace(key) is None for key in free.plan), (
+    assert all(free.trace(key) is None for key in free.by_key), (
         "they are thinned, and no reader may take them for whole"
     )
     with xr.open_dataset(folder / "free.nc", engine="h5netcdf") as thinned:

@@ -266,7 +266,7 @@ def test_the_run_is_told(html, finished):
     ):
         assert fact in text
     assert "5 of 5 cells are finished: 20 texts" in " ".join(text.split())
-    assert all(key in text for key in load_run(finished).plan)
+    assert all(key in text for key in load_run(finished).by_key)
     assert "no judge" in text
 
 
@@ -362,7 +362,7 @@ def test_what_a_model_wrote_does_not_act(run):
 
 
 def test_missing_cells_are_listed_with_the_reason(run):
-    failed, missing = list(load_run(run).plan)[1:3]
+    failed, missing = list(load_run(run).by_key)[1:3]
     for key in (failed, missing):
         shutil.rmtree(run / "cells" / key)
     record = Failure(

@@ -218,7 +218,7 @@ def test_arms_of_different_seeds_are_not_set_side_by_side(run):
         load("planted"), "prefix", "sentiment", ["positive"], ["The lake", "The book"],
         length=14, samples=2, seed=4, trace="full", parameters={"prefixes": "hard"},
     )  # fmt: skip
-    both = dataclasses.replace(run, plan=run.plan | other.plan, held=run.held | other.held)
+    both = dataclasses.replace(run, plan=run.by_key | other.by_key, held=run.held | other.held)
     with pytest.raises(TraceError, match=r"cells of several kinds \(seed: 3, 4\).*seed=3"):
         view(both, model=load("planted"))
     assert (

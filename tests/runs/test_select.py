@@ -33,9 +33,9 @@ def run():
 def test_a_selection_is_a_run_of_its_own(run, tmp_path):
     part = run.select(method="prefix")
     assert isinstance(part, Run)
-    assert list(part.plan) == list(run.plan)[:2]
+    assert list(part.by_key) == list(run.by_key)[:2]
     assert part.cells["method"].tolist() == ["prefix"] * 2
-    assert part.listing.grids == {"mine": tuple(part.plan)}
+    assert part.listing.grids == {"mine": tuple(part.by_key)}
     assert part.select(alpha=0.5).manifest().cell.active_augmentations == (Augmentation(alpha=0.5),)
     again = load_run(run.save(tmp_path / "all").folder).select(alpha=["0", 0.5], method="prefix")
     assert again.samples()["text"].equals(part.samples()["text"])
@@ -56,15 +56,15 @@ def test_a_value_that_no_cell_has_is_an_error_with_those_there_are(run):
 
 def test_values_may_come_in_any_list(run):
     for several in (["baseline"], {"baseline"}, np.array(["baseline"]), pd.Series(["baseline"])):
-        assert list(run.select(arm=several).plan) == list(run.plan)[::2]
-    assert list(run.select(arm=(each for each in ["baseline"])).plan) == list(run.plan)[::2]
-    assert run.select().plan == run.plan
+        assert list(run.select(arm=several).by_key) == list(run.by_key)[::2]
+    assert list(run.select(arm=(each for each in ["baseline"])).by_key) == list(run.by_key)[::2]
+    assert run.select().by_key == run.by_key
     with pytest.raises(RunError, match="arm is an empty list; give a value, or leave arm out"):
         run.select(arm=[])
 
 
 def test_one_key_is_a_key_and_not_its_letters(run):
-    key = list(run.plan)[1]
+    key = list(run.by_key)[1]
     assert set(run.samples(key)["cell"]) == {key}
     assert run.samples(key).equals(run.samples([key]))
     assert set(run.trace(key)["cell"].to_numpy()) == {key}
@@ -99,7 +99,7 @@ def test_traces_of_several_cells_are_one_with_coordinates(run):
 def test_steps_are_a_tidy_table_by_arm(run):
     steps = run.steps()
     for (method, arm), part in steps.groupby(["method", "arm"]):
-        key = next(k for k, cell in run.plan.items() if (cell.method, cell.arm) == (method, arm))
+        key = next(k for k, cell in run.by_key.items() if (cell.method, cell.arm) == (method, arm))
         assert set(part["cell"]) == {key}
     assert set(run.steps(method="prefix")["method"]) == {"prefix"}
     with pytest.raises(TraceError, match="unknown branch 'none'"):
@@ -113,11 +113,11 @@ def test_tables_are_those_of_each_cell_after_its_columns(run):
         (run.prefix_tokens(), prefix_token_table),
     ):
         assert list(found)[:9] == [*ALIKE, "attribute", "cell", "arm"]
-        assert list(dict.fromkeys(found["cell"])) == list(run.plan)
+        assert list(dict.fromkeys(found["cell"])) == list(run.by_key)
         for key, part in found.groupby("cell"):
             alone = table(run.trace(key), run.samples(key))
             assert part[list(alone)].reset_index(drop=True).equals(alone)
-            for column, value in run.plan[key].columns.items():
+            for column, value in run.by_key[key].columns.items():
                 assert column not in part or set(part[column]) == {value}, column
 
 
@@ -125,7 +125,7 @@ def test_fits_are_those_of_the_curves(run):
     found = run.fits()
     assert list(found) == [*ALIKE, "attribute", "arm", "C", "D", "R2"]
     assert found["method"].tolist() == ["prefix"] * 2 + ["air-decoding"] * 2
-    for (_, row), key in zip(found.iterrows(), run.plan, strict=True):
+    for (_, row), key in zip(found.iterrows(), run.by_key, strict=True):
         alone = fit_table(step_table(run.trace(key), run.samples(key))).iloc[0]
         assert row[list(alone.index)].equals(alone.rename(row.name))
 
@@ -137,7 +137,7 @@ def test_a_cell_of_two_attributes_is_one_arm():
     assert set(steps["attribute"]) == {"positive, negative"}
     assert set(steps["n"]) == {4}
     for arm, part in steps.groupby("arm"):
-        keys = [key for key, cell in run.plan.items() if cell.arm == arm]
+        keys = [key for key, cell in run.by_key.items() if cell.arm == arm]
         assert set(part["cell"]) == {", ".join(keys)}
         alone = step_table(run.trace(keys), run.samples(keys))
         assert part[list(alone)].reset_index(drop=True).equals(alone)
@@ -148,7 +148,7 @@ def test_heads_show_the_strongest_and_draw_their_maps(run):
     heads = run.heads(method="prefix")
     best = heads.best(2)
     for arm, part in best.groupby("arm"):
-        (key,) = run.select(method="prefix", arm=arm).plan
+        (key,) = run.select(method="prefix", arm=arm).by_key
         alone = head_table(run.trace(key), run.samples(key))
         top = alone.sort_values("prefix", ascending=False).head(2)
         assert part[list(alone)].to_numpy().tolist() == top.to_numpy().tolist()
@@ -157,7 +157,7 @@ def test_heads_show_the_strongest_and_draw_their_maps(run):
         head_table(run.trace(key), run.samples(key)).pivot(
             index="layer", columns="head", values="prefix"
         )
-        for key in run.select(method="prefix").plan
+        for key in run.select(method="prefix").by_key
     ]
     np.testing.assert_array_equal(drawn[0], tables[0])
     np.testing.assert_array_equal(drawn[1], tables[1] - tables[0])
@@ -165,11 +165,11 @@ def test_heads_show_the_strongest_and_draw_their_maps(run):
 
 def test_a_run_draws_its_curves(run):
     lines = run.plot(method="prefix").axes[0].lines
-    for line, key in zip(lines, run.select(method="prefix").plan, strict=True):
+    for line, key in zip(lines, run.select(method="prefix").by_key, strict=True):
         steps = step_table(run.trace(key), run.samples(key))
         curve = steps[steps["name"] == "prefix"]
         assert line.get_ydata().tolist() == curve["mean"].tolist()
-        assert line.get_label() == run.plan[key].arm
+        assert line.get_label() == run.by_key[key].arm
     for draw in (run.plot, run.heads().plot):
         with pytest.raises(TraceError, match="several kinds .*method: prefix, air-decoding"):
             draw()
@@ -178,7 +178,7 @@ def test_a_run_draws_its_curves(run):
 def test_a_run_shows_its_cells_in_a_notebook(run):
     shown = run._repr_html_()
     assert "the run: 4 cells" in shown
-    assert all(key in shown for key in run.plan)
+    assert all(key in shown for key in run.by_key)
     hostile = "<script>x</script>"
     cell = cell_of("tiny-gpt2", label=hostile, length=14, trace="none", **ASKED)
     named = make_cells(load_model("tiny-gpt2", "float32"), [cell])
@@ -190,10 +190,10 @@ def test_a_run_shows_its_cells_in_a_notebook(run):
 
 
 def test_tables_of_texts_without_a_token_are_refused(run):
-    key = next(iter(run.plan))
+    key = next(iter(run.by_key))
     made = run.finished_cell(key)
     ended = replace(made, samples=made.samples.assign(n_tokens=0))
-    empty = Run(None, run.listing, {key: run.plan[key]}, {key: ended})
+    empty = Run(None, run.listing, {key: run.by_key[key]}, {key: ended})
     for table in (empty.steps, empty.fits, empty.heads, empty.prefix_tokens, empty.plot):
         with pytest.raises(TraceError, match="all texts of the run ended before a first token"):
             table()
@@ -204,7 +204,7 @@ def test_a_pooled_trace_has_no_heads():
     run = generate(model, trace="pooled", length=14, **ASKED)
     with pytest.raises(TraceError, match="pooled over heads"):
         run.heads()
-    (key,) = run.plan
+    (key,) = run.by_key
     alone = prefix_token_table(run.trace(key), run.samples(key))
     assert run.prefix_tokens()[list(alone)].equals(alone)
 
@@ -213,7 +213,7 @@ def test_traces_that_do_not_fit_together_are_refused():
     model, asked = load_model("tiny-gpt2", "float32"), {"length": 14, **ASKED}
     of = [cell_of(model, trace=each, **asked) for each in ("full", "pooled", "none")]
     run = make_cells(model, of)
-    full, pooled, none = run.plan
+    full, pooled, none = run.by_key
     for other, word in ((pooled, "pooled"), (none, "none")):
         told = f"{full} .*trace full. and {other} .*trace {word}.* such as the key '{full}'"
         with pytest.raises(RunError, match=told):

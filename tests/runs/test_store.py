@@ -60,9 +60,9 @@ def same(one, two):
 
 def test_a_run_reads_back_equal(run, tmp_path):
     again = run.save(tmp_path / "run")
-    assert again.plan == run.plan
-    assert again.finished == run.plan
-    for key in run.plan:
+    assert again.by_key == run.by_key
+    assert again.finished == run.by_key
+    for key in run.by_key:
         same(again.finished_cell(key), run.finished_cell(key))
         manifest = run.manifest(key).model_dump_json(indent=1, exclude=set(OF_THE_DAY))
         assert again.trace(key).attrs["manifest"] == manifest
@@ -83,11 +83,11 @@ def test_a_run_holds_every_arm_and_attribute(run):
     texts = run.samples()
     counts = texts.groupby(["arm", "attribute"]).size()
     assert counts.tolist() == [4, 4, 4, 4]
-    assert list(run.select(arm=ONE_HEAD.label, attribute="negative").plan) == [list(run.plan)[3]]
-    for key in run.plan:
+    assert list(run.select(arm=ONE_HEAD.label, attribute="negative").by_key) == [list(run.by_key)[3]]
+    for key in run.by_key:
         assert run.trace(key).sizes["sample"] == 4
         assert run.manifest(key).new_tokens == run.finished_cell(key).samples["n_tokens"].sum()
-    cell = run.manifest(list(run.plan)[2]).cell
+    cell = run.manifest(list(run.by_key)[2]).cell
     assert (cell.arm, cell.active_augmentations) == (ONE_HEAD.label, (ONE_HEAD,))
     with pytest.raises(RunError, match="has 4 cells; give the key of one"):
         run.finished_cell()
@@ -98,15 +98,15 @@ def test_a_run_holds_every_arm_and_attribute(run):
 def test_the_same_run_twice_is_the_same(run):
     again = run_of(load("tiny-gpt2"), *ASKED, length=20, samples=2, seed=4)
     assert again.samples().equals(run.samples())
-    for key in run.plan:
+    for key in run.by_key:
         xr.testing.assert_identical(again.trace(key), run.trace(key))
 
 
 def test_one_cell_is_a_run(run, tmp_path):
-    key = next(iter(run.plan))
+    key = next(iter(run.by_key))
     for whole in (run, run.save(tmp_path / "run")):
         alone = whole.cell(key)
-        assert list(alone.plan) == [key]
+        assert list(alone.by_key) == [key]
         same(alone.finished_cell(), run.finished_cell(key))
         assert alone.samples()["text"].tolist() == run.samples([key])["text"].tolist()
         with pytest.raises(RunError, match="has no cell 'ab'"):
@@ -174,7 +174,7 @@ def test_what_another_process_finished_meanwhile_is_not_replaced(run, tmp_path):
 
 def test_an_unfinished_run_is_not_replaced_even_by_force(run, tmp_path, capsys):
     saved = run.save(tmp_path / "run")
-    shutil.rmtree(saved.place(next(iter(saved.plan))))
+    shutil.rmtree(saved.place(next(iter(saved.by_key))))
     line = "generate --model tiny-gpt2 --attribute positive --prompt a --length 14 --force --out"
     assert main([*line.split(), str(tmp_path / "run")]) == 2
     assert "is a run with 1 of 4 cells not finished (`lapa2 runs " in capsys.readouterr().err
@@ -193,7 +193,7 @@ def test_a_run_that_is_being_filled_is_not_replaced_even_by_force(run, tmp_path)
 
 def test_samples_in_another_order_than_their_trace_are_refused(run):
     """Arms and prompts alike; an arm by another name is no other order."""
-    samples, trace = run.samples(), xr.concat([run.trace(key) for key in run.plan], "sample")
+    samples, trace = run.samples(), xr.concat([run.trace(key) for key in run.by_key], "sample")
     named = samples.assign(arm=samples["arm"].map(lambda arm: f"own {arm}"))
     assert len(step_table(trace, named)) == len(step_table(trace, samples))
     for column in ("arm", "prompt"):
@@ -256,7 +256,7 @@ def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
 
 def test_texts_without_a_first_token_have_no_attention(run, capsys):
     """They are left out, and said."""
-    key = next(iter(run.plan))
+    key = next(iter(run.by_key))
     cell = run.finished_cell(key)
     samples, trace = cell.samples.copy(), cell.trace.copy(deep=True)
     samples.loc[0, "n_tokens"] = 0
@@ -264,7 +264,7 @@ def test_texts_without_a_first_token_have_no_attention(run, capsys):
         if "step" in trace[name].dims:
             trace[name] = trace[name].where(trace["sample"] != 0)
     ended = Run(
-        None, run.listing, {key: run.plan[key]}, {key: replace(cell, samples=samples, trace=trace)}
+        None, run.listing, {key: run.by_key[key]}, {key: replace(cell, samples=samples, trace=trace)}
     )
     found = read_attention(ended)
     assert (found.left_out, len(found.samples)) == (1, len(samples) - 1)
@@ -278,7 +278,7 @@ def test_a_failed_replacement_keeps_the_old_run(run, tmp_path):
     run.save(tmp_path / "run")
     with pytest.raises(ZeroDivisionError), result_folder(tmp_path / "run", True, is_run):
         raise ZeroDivisionError
-    assert load_run(tmp_path / "run").finished == run.plan
+    assert load_run(tmp_path / "run").finished == run.by_key
 
 
 def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
@@ -314,7 +314,7 @@ def test_parents_made_for_a_run_that_fails_are_removed(tmp_path):
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_damaged_files_are_named(run, tmp_path, name, damage):
     saved = run.save(tmp_path / "run")
-    key = next(iter(run.plan))
+    key = next(iter(run.by_key))
     file = saved.place(key) / name
     if damage == "gone":
         file.unlink()
@@ -373,7 +373,7 @@ def test_generate_makes_a_run_of_one_cell(tmp_path):
     """The one call: names in, a run in memory out; without alpha it is the method's own."""
     asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "samples": 2}
     run = generate("tiny-gpt2", method="prefix", task="sentiment", dtype="float32", **asked)
-    (cell,) = run.plan.values()
+    (cell,) = run.by_key.values()
     assert cell.augmentation == Augmentation(alpha=0.5)
     again = make_cells(load("tiny-gpt2"), [cell])
     assert again.samples().equals(run.samples())
@@ -411,8 +411,8 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     sweep(tmp_path / "run", [Grid("mine", "", tuple(cells))], InProcess("cpu"))
     run = load_run(tmp_path / "run")
     for wanted in ({"max_length": 14}, {"max_length": "14"}, {"alpha": "0.50"}, {"alpha": 0.5}):
-        assert len(run.select(**wanted).plan) == 2, wanted
-    assert len(run.select(alpha=[0, "0.5"]).plan) == 4
+        assert len(run.select(**wanted).by_key) == 2, wanted
+    assert len(run.select(alpha=[0, "0.5"]).by_key) == 4
     with pytest.raises(RunError, match="no cell with method=1; method may be prefix"):
         run.select(method="1")
     with pytest.raises(TraceError, match="several kinds .max_length: 14, 18.; .*max_length=14"):
@@ -485,9 +485,9 @@ def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):
     with pytest.raises(RunError, match="no cell with attribute=happy; .* positive, negative"):
         read_attention(run, {"attribute": "happy"})
     saved = run.save(tmp_path / "run")
-    key, *_, last = saved.plan
+    key, *_, last = saved.by_key
     shutil.rmtree(saved.place(last))
-    asked = {"attribute": saved.plan[last].attribute, "arm": saved.plan[last].arm}
+    asked = {"attribute": saved.by_key[last].attribute, "arm": saved.by_key[last].arm}
     with pytest.raises(TraceError, match="with attribute=.* and arm=.* is fin"):
         read_attention(load_run(tmp_path / "run"), asked)
     (saved.place(key) / "trace.nc").write_bytes(b"cut")
@@ -497,13 +497,13 @@ def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):
 
 def test_a_copy_of_an_unfinished_run_says_what_is_missing(run, tmp_path):
     saved = run.save(tmp_path / "run")
-    shutil.rmtree(saved.place(next(iter(saved.plan))))
+    shutil.rmtree(saved.place(next(iter(saved.by_key))))
     copy = load_run(tmp_path / "run").save(tmp_path / "copy")
     assert copy.cells["state"].value_counts().to_dict() == {"finished": 3, "missing": 1}
 
 
 def test_a_run_of_an_unknown_method_is_named(run, tmp_path):
-    cell = next(iter(run.plan.values())).model_copy(update={"method": "prefx"})
+    cell = next(iter(run.by_key.values())).model_copy(update={"method": "prefx"})
     cell = CELL.validate_python(cell.model_dump())
     Run(None, Listing(grids={"own": (cell.key,)}), {cell.key: cell}).save(tmp_path / "run")
     with pytest.raises(Lapa2Error, match="unknown method 'prefx'"):
@@ -516,7 +516,7 @@ def test_a_run_with_a_damaged_listing_is_replaced_only_by_force(run, tmp_path, t
     (tmp_path / "run" / "run.json").write_text(text)
     with pytest.raises(RunError, match="force=True replaces it"):
         run.save(tmp_path / "run")
-    assert len(run.save(tmp_path / "run", force=True).plan) == 4
+    assert len(run.save(tmp_path / "run", force=True).by_key) == 4
 
 
 def test_patterns_are_part_of_a_key():
@@ -535,7 +535,7 @@ def test_reading_a_run_imports_no_module_that_it_names(run, tmp_path, monkeypatc
     """A run folder may come from anybody."""
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    cell = next(iter(run.plan.values())).model_copy(update={"method": "evil:Method"})
+    cell = next(iter(run.by_key.values())).model_copy(update={"method": "evil:Method"})
     cell = CELL.validate_python(cell.model_dump())
     made = next(iter(run.held.values()))
     manifest = made.manifest.model_copy(update={"cell": cell})

@@ -186,7 +186,7 @@ def assert_equal_runs(run, other):
     assert (
         sorted(load_run(run).finished)
         == sorted(load_run(other).finished)
-        == sorted(load_run(run).plan)
+        == sorted(load_run(run).by_key)
     )
 
 
@@ -504,8 +504,8 @@ def test_a_cell_that_two_grids_have_is_made_once(undisturbed, files):
     whole, made = undisturbed
     one, two = grids_of(files)
     shared = {cell.key for cell in one.cells} & {cell.key for cell in two.cells}
-    assert [load_run(whole).plan[key].arm for key in shared] == ["baseline"]
-    assert len(load_run(whole).plan) == 4
+    assert [load_run(whole).by_key[key].arm for key in shared] == ["baseline"]
+    assert len(load_run(whole).by_key) == 4
     assert [key for key, group in made if group is None] == list(
         dict.fromkeys(key for key, _ in made)
     )
@@ -544,7 +544,7 @@ def test_a_job_whose_worker_dies_is_done_again_and_gives_up_in_the_end(
         assert "the worker died 3 times" in load_run(tmp_path / "run").failures[victim[0]].reason
         (line,) = told
         assert line.startswith(
-            f"failed: {load_run(whole).plan[victim[0]].description} ({victim[0]}): "
+            f"failed: {load_run(whole).by_key[victim[0]].description} ({victim[0]}): "
         )
         monkeypatch.undo()
         sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
@@ -552,7 +552,7 @@ def test_a_job_whose_worker_dies_is_done_again_and_gives_up_in_the_end(
 
 
 def test_a_worker_tells_how_far_it_is_after_every_step(undisturbed):
-    cell = next(iter(load_run(undisturbed[0]).plan.values()))
+    cell = next(iter(load_run(undisturbed[0]).by_key.values()))
     told = []
     with InProcess("cpu") as engine:
         for group in (None, 0):
@@ -582,7 +582,7 @@ def slow_to_begin(*_):
 def test_a_worker_that_has_not_begun_is_not_waited_for(undisturbed, monkeypatch, quick_processes):
     monkeypatch.setattr(local, "_begin", slow_to_begin)
     with Processes(1, "cpu") as engine:
-        engine.submit(Job(next(iter(load_run(undisturbed[0]).plan.values()))))
+        engine.submit(Job(next(iter(load_run(undisturbed[0]).by_key.values()))))
         (process,) = engine._pools[0]._processes.values()
         wait_for(lambda: process.is_alive())
         began = time.monotonic()
@@ -592,7 +592,7 @@ def test_a_worker_that_has_not_begun_is_not_waited_for(undisturbed, monkeypatch,
 
 @pytest.mark.alone
 def test_the_coordinator_sees_how_far_processes_are(undisturbed, monkeypatch, quick_processes):
-    job = Job(next(iter(load_run(undisturbed[0]).plan.values())), 0)
+    job = Job(next(iter(load_run(undisturbed[0]).by_key.values())), 0)
     monkeypatch.setattr(local, "_do", at_half)
     monkeypatch.setattr(local, "LOOK", 0.01)
     told = []
@@ -647,7 +647,7 @@ def test_a_bar_moves_inside_a_group_and_ends_at_its_total(
 
 @pytest.mark.alone
 def test_a_worker_that_dies_with_nothing_to_do_is_replaced(undisturbed, quick_processes):
-    cell = next(iter(load_run(undisturbed[0]).plan.values()))
+    cell = next(iter(load_run(undisturbed[0]).by_key.values()))
     with Processes(1, "cpu") as engine:
         for _ in range(2):
             engine.submit(Job(cell))
@@ -668,7 +668,7 @@ def test_whatever_a_worker_raises_is_a_failure_of_its_job_alone(
     undisturbed, quick_processes, monkeypatch
 ):
     monkeypatch.setattr(local, "_do", leave)
-    cell = next(iter(load_run(undisturbed[0]).plan.values()))
+    cell = next(iter(load_run(undisturbed[0]).by_key.values()))
     with Processes(1, "cpu") as engine:
         engine.submit(Job(cell))
         ((_, outcome),) = engine.wait()
@@ -688,7 +688,7 @@ def test_a_worker_shares_between_plans_what_a_method_has_prepared(undisturbed, m
 
     monkeypatch.setattr(PrefixConditioning, "prepare", prepare)
     worker = Worker("cpu")
-    cells = [cell for cell in load_run(undisturbed[0]).plan.values() if cell.method == "prefix"]
+    cells = [cell for cell in load_run(undisturbed[0]).by_key.values() if cell.method == "prefix"]
     for _ in range(2):
         for cell in cells:
             assert isinstance(worker.do(Job(cell)), Opened)
@@ -701,7 +701,7 @@ def test_memory_that_runs_out_says_what_to_do(undisturbed, monkeypatch):
         raise MemoryError("no more")
 
     monkeypatch.setattr("lapa2_interp.runs.worker.plan_batches", plan)
-    cell = next(iter(load_run(undisturbed[0]).plan.values()))
+    cell = next(iter(load_run(undisturbed[0]).by_key.values()))
     outcome = Worker("cpu").do(Job(cell))
     assert (
         outcome.traceback.splitlines()[-1]
@@ -835,7 +835,7 @@ def test_an_interrupt_that_a_library_made_an_error_of_is_no_failure(undisturbed,
 
     monkeypatch.setattr("lapa2_interp.runs.worker.plan_batches", plan)
     with pytest.raises(KeyboardInterrupt):
-        Worker("cpu").do(Job(next(iter(load_run(undisturbed[0]).plan.values()))))
+        Worker("cpu").do(Job(next(iter(load_run(undisturbed[0]).by_key.values()))))
 
 
 # --- what goes wrong
@@ -863,7 +863,7 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
     assert lapa2(line) == 2
     printed = capsys.readouterr()
     assert "2 cells made" in printed.out
-    (bad,) = load_run(tmp_path / "run").select(layers="top").plan
+    (bad,) = load_run(tmp_path / "run").select(layers="top").by_key
     assert f"({bad}): ValueError: out of luck" in printed.err
     assert "lapa2: 1 cell failed; `lapa2 runs" in printed.err.splitlines()[-1]
     run = load_run(tmp_path / "run")
@@ -1070,12 +1070,12 @@ def test_a_folder_that_is_something_else_is_left_alone(files, tmp_path):
     ):
         load_run(tmp_path / "thesis")
     (tmp_path / "empty").mkdir()
-    assert len(add_grids(tmp_path / "empty", grids_of(files)).plan) == 4
+    assert len(add_grids(tmp_path / "empty", grids_of(files)).by_key) == 4
 
 
 def test_weights_that_changed_since_the_run_was_made_are_refused(undisturbed, files, copy):
     made = undisturbed[1]
-    key = next(iter(load_run(copy).plan))
+    key = next(iter(load_run(copy).by_key))
     shutil.rmtree(copy / "cells" / key)
     opened = made[key, None]
     other = opened.facts["model"].model_copy(update={"weights": "sha256 of others"})
@@ -1160,7 +1160,7 @@ def test_a_cell_that_lost_a_file_or_some_of_it_is_made_again(
 ):
     run = shutil.copytree(traced[0], tmp_path / "run")
     assert load_run(run).cells["state"].tolist() == ["finished"] * 4
-    for key, name in zip(load_run(run).plan, (SAMPLES, TRACE, MANIFEST), strict=False):
+    for key, name in zip(load_run(run).by_key, (SAMPLES, TRACE, MANIFEST), strict=False):
         spoil(run / "cells" / key / name)
     assert load_run(run).cells["state"].tolist() == ["damaged"] * 3 + ["finished"]
     assert lapa2("runs", run, "--state", "damaged") == 0
@@ -1176,14 +1176,14 @@ def test_a_cell_that_lost_a_file_or_some_of_it_is_made_again(
 
 
 def test_the_files_of_another_cell_are_none_of_this_one(undisturbed, copy):
-    one, two, *_ = load_run(copy).plan
+    one, two, *_ = load_run(copy).by_key
     shutil.rmtree(copy / "cells" / one)
     shutil.copytree(copy / "cells" / two, copy / "cells" / one)
     assert load_run(copy).cells["state"].tolist() == ["damaged"] + ["finished"] * 3
 
 
 def test_a_plan_that_is_away_is_written_anew(undisturbed, files, copy):
-    key = next(iter(load_run(copy).plan))
+    key = next(iter(load_run(copy).by_key))
     file = copy / "plan" / f"{key}.json"
     before = file.read_bytes()
     file.unlink()
@@ -1206,7 +1206,7 @@ def test_a_plan_that_is_away_is_written_anew(undisturbed, files, copy):
 
 
 def test_what_a_kill_left_beside_finished_cells_is_taken_away(undisturbed, files, copy):
-    key = next(iter(load_run(copy).plan))
+    key = next(iter(load_run(copy).by_key))
     write_text(
         copy / "failed" / f"{key}.json",
         '{"when": "2026-01-01T00:00:00Z", "traceback": "ValueError: old"}',
@@ -1323,7 +1323,7 @@ def test_a_stop_between_two_renames_keeps_the_old_folder(tmp_path, monkeypatch):
 def test_samples_and_traces_are_those_of_generate(traced):
     run = load_run(traced[0])
     samples = run.samples()
-    for cell in run.plan.values():
+    for cell in run.by_key.values():
         alone = generate(
             load("tiny-gpt2"), cell.decoding_method, cell.task, "positive", cell.task.prompts.texts, augmentation=cell.augmentation,
             length=22, samples=cell.samples, seed=1, trace="pooled", max_rows=4,
@@ -1343,7 +1343,7 @@ def test_samples_and_traces_are_those_of_generate(traced):
             else:
                 assert trace[name].to_numpy().tolist() == values.to_numpy().tolist(), name
         assert np.isnan(trace["l_kv"]).any() == np.isnan(alone.trace["l_kv"]).any()
-    assert any(np.isnan(run.trace(key)["l_kv"]).any() for key in run.plan), (
+    assert any(np.isnan(run.trace(key)["l_kv"]).any() for key in run.by_key), (
         "the parts are not all equally long"
     )
 
@@ -1365,13 +1365,13 @@ def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
     assert len(samples) == 3 * 6 + 3
     assert not samples.duplicated(["cell", "prompt", "sample"]).any()
     assert samples.groupby("cell", sort=False).size().to_dict() == {
-        key: 3 * cell.samples for key, cell in run.plan.items()
+        key: 3 * cell.samples for key, cell in run.by_key.items()
     }
     assert (samples["n_tokens"] + samples["prompt"].str.len()).tolist() == [22] * 21, (
         "a byte is a token"
     )
     assert list(samples["sample"].unique()) == [0, 1]
-    assert list(cells["key"]) == list(run.plan)
+    assert list(cells["key"]) == list(run.by_key)
     assert (cells["state"] == "finished").all()
     assert cells["grids"].tolist().count("one, two") == 1
     assert (
@@ -1399,8 +1399,8 @@ def test_reading_is_tidy_and_generates_nothing(traced, monkeypatch):
         only, samples[samples["cell"] == row["key"]].reset_index(drop=True)
     )
     chosen = run.select(method="prefix", arm=["baseline", row["arm"]], task="sentiment")
-    assert list(chosen.plan) == [
-        key for key, cell in run.plan.items() if cell.arm in ("baseline", row["arm"])
+    assert list(chosen.by_key) == [
+        key for key, cell in run.by_key.items() if cell.arm in ("baseline", row["arm"])
     ]
     with pytest.raises(RunError, match="unknown column 'methd'; allowed: .*did you mean 'method'"):
         run.select(methd="prefix")
@@ -1446,7 +1446,7 @@ def test_a_changed_bit_is_seen_and_a_cell_that_is_removed_is_made_again(
 ):
     """What the file formats do not notice: a bit of a text, a number of a trace, a second."""
     run = shutil.copytree(traced[0], tmp_path / "run")
-    one, two, three, four = load_run(run).plan
+    one, two, three, four = load_run(run).by_key
     flip(run / "cells" / one / SAMPLES, 200)
     flip(run / "cells" / two / TRACE, -100)
     manifest = run / "cells" / three / MANIFEST
@@ -1548,7 +1548,7 @@ def test_a_manifest_says_what_made_the_cell(traced):
     import importlib.metadata
 
     run = load_run(traced[0])
-    for key, cell in run.plan.items():
+    for key, cell in run.by_key.items():
         found = run.finished_cell(key).manifest
         made = found.cell
         assert (made, made.key) == (cell, key)
@@ -1649,11 +1649,11 @@ def test_the_bar_ends_where_the_work_does(undisturbed, files, tmp_path, monkeypa
 
     monkeypatch.setattr(module, "progress_bar", progress_bar)
     half_done(tmp_path / "run", files, made, 2)
-    key = list(load_run(whole).plan)[3]
+    key = list(load_run(whole).by_key)[3]
     failing = made | {(key, 1): Failed("Traceback\nValueError: no")}
     done = sweep(tmp_path / "run", grids_of(files), Replaying(failing), lambda _: None)
     assert done.failed == (key,)
-    costs = {each: cost(cell) for each, cell in load_run(whole).plan.items()}
+    costs = {each: cost(cell) for each, cell in load_run(whole).by_key.items()}
     (_, _), (total, bar) = bars
     assert total == sum(costs.values())
     assert bar.n == bar.total
