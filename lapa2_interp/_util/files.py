@@ -1,22 +1,20 @@
-"""Files and folders that are written whole or not at all, checksums, locks, and the user's cache.
+"""Files and folders that are written whole or not at all, locks, and the user's cache.
 
 A file or folder is written in a temporary folder beside its final place, flushed to the disk, and
-renamed. The temporary folder's name begins with `.writing-`. If a process dies, the next process
-that writes to the same place removes its temporary folder.
-
-A JSON file may hold the sha256 of its own contents and of files beside it. A bit that a disk or a
-copy has changed is noticed when the file is read.
+renamed. The temporary folder's name, `.writing-HOST-PID-...`, tells whose it is. If a process dies,
+the next process that writes to the same place removes its temporary folder.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import io
 import json
 import os
+import re
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -24,60 +22,41 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile
 
 from lapa2_interp._util.errors import ModelError, RunError
-from lapa2_interp._util.parsing import check_regular_file, parse_json
+from lapa2_interp._util.parsing import check_regular_file, parse_json, parse_object  # noqa: F401
 
 if TYPE_CHECKING:
     import xarray as xr
 
 TEMPORARY_PREFIX = ".writing-"
 """The names of temporary folders begin with this."""
-CHECKSUMS_FIELD, OWN_ENTRY = "seal", "this file"
-"""The field of a JSON file that holds checksums, and the entry of the file itself in it."""
-LOCK = "lock"
-"""A file in a temporary folder. The process that made the folder holds a lock on it."""
+TEMPORARY_NAME = re.compile(r"\.writing-(?P<host>.+)-(?P<pid>\d{1,9})-\w{8}")
+HOST = socket.gethostname().replace("/", "_")
+"""This machine, in the names of temporary folders."""
+DAY = 86400
+"""Seconds after which a temporary folder of another machine is abandoned."""
 
 
 @contextmanager
 def temporary_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder inside a folder, which is removed after the block. Temporary folders of
-    killed processes are removed first."""
+    dead processes are removed first."""
     remove_abandoned(folder)
-    place = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder))
+    place = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{HOST}-{os.getpid()}-", dir=folder))
     try:
-        with ExitStack() as held:
-            with suppress(OSError):  # some network disks hold no locks
-                lock = held.enter_context((place / f"{LOCK}.new").open("w"))
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                (place / f"{LOCK}.new").rename(place / LOCK)  # no process sees it without the lock
-            yield place
+        yield place
     finally:
-        try:
-            _discard(place)
-        except BaseException:  # such as SIGTERM while it runs
-            _discard(place)
-            raise
+        remove_path(place)
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the temporary folders of killed processes from a folder, and no others.
-
-    A temporary folder with a finished folder and the one that it replaces stays, with a line on
-    stderr: somebody may have put such a pair there to have it moved.
-    """
+    """Remove the temporary folders of dead processes from a folder, and no others."""
     for left in list(folder.glob(f"{TEMPORARY_PREFIX}*")):
-        if not _is_abandoned(left):
-            continue
-        if left.is_symlink():
-            left.unlink(missing_ok=True)
-        elif (left / "before").exists() and any((left / "new").glob("*")):
-            pair = "a folder that a killed command had finished (new), and the one that it replaces"
-            print(f"{left} holds {pair} (before); move the one you want", file=sys.stderr)
-        else:
-            _discard(left)
+        if _is_abandoned(left):
+            remove_path(left)
 
 
 def remove_path(place: Path) -> None:
@@ -89,29 +68,19 @@ def remove_path(place: Path) -> None:
 
 
 def _is_abandoned(left: Path) -> bool:
-    """True if the process that made a temporary folder has died. No process makes a link."""
-    if left.is_symlink():
-        return True
-    with suppress(OSError), (left / LOCK).open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if the process lives
-        return True
-    with suppress(OSError):  # it died before it held the lock, or after all else was removed
-        return {each.name for each in left.iterdir()} <= {f"{LOCK}.new"} and _age(left) > 60
+    """True if the process that made a temporary folder is gone, or is on another machine and made
+    it more than a day ago. No process makes a link."""
+    made = TEMPORARY_NAME.fullmatch(left.name)
+    if made is None or left.is_symlink():
+        return left.is_symlink()
+    with suppress(PermissionError, FileNotFoundError):  # another user's process; gone meanwhile
+        if made["host"] != HOST:
+            return time.time() - left.stat().st_mtime > DAY
+        try:
+            os.kill(int(made["pid"]), 0)
+        except ProcessLookupError:
+            return True
     return False
-
-
-def _age(path: Path) -> float:
-    """Seconds since a path was changed."""
-    return time.time() - path.stat().st_mtime
-
-
-def _discard(folder: Path) -> None:
-    """Remove a temporary folder, its lock last, so that a half-removed one is seen as abandoned."""
-    with suppress(OSError):  # another process may remove it, too
-        for each in folder.iterdir():
-            if each.name != LOCK:
-                remove_path(each)
-    remove_path(folder)
 
 
 @contextmanager
@@ -157,8 +126,7 @@ def atomic_write(place: Path) -> Iterator[Path]:
     """
     _make_parents(place)
     with temporary_folder(place.parent) as beside:
-        fresh = beside / "new" / place.name
-        fresh.parent.mkdir()
+        fresh = beside / place.name
         yield fresh
         _flush(fresh)
         fresh.replace(place)
@@ -169,6 +137,16 @@ def write_text(place: Path, text: str) -> None:
     """Write a text file in UTF-8 with `atomic_write`."""
     with atomic_write(place) as fresh:
         fresh.write_text(text, encoding="utf-8")
+
+
+def write_json(place: Path, fields: Mapping[str, Any] | str) -> None:
+    """Write a JSON file with `atomic_write`.
+
+    Args:
+        fields: A JSON object, or its text.
+    """
+    known = json.loads(fields) if isinstance(fields, str) else fields
+    write_text(place, json.dumps(known, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_netcdf(place: Path, data: xr.Dataset) -> None:
@@ -200,9 +178,7 @@ def without_checksums(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     Raises:
         ValueError: Not a JSON object, or its contents differ from its checksum.
     """
-    fields = parse_json(text)
-    if not isinstance(fields, dict):
-        raise ValueError(f"it must hold a JSON object, found {str(fields)[:40]!r}")
+    fields = parse_object(text)
     if (seal := fields.pop(CHECKSUMS_FIELD, None)) is None:
         return fields, {}
     own = seal.pop(OWN_ENTRY, None) if isinstance(seal, dict) else None
@@ -279,12 +255,6 @@ def remove_folder(folder: Path) -> None:
         folder.rename(beside / "before")
 
 
-def remove_temporary(folder: Path) -> None:
-    """Remove all temporary folders at any depth of a folder to which no other process writes."""
-    for left in list(folder.rglob(f"{TEMPORARY_PREFIX}*")):
-        remove_path(left)
-
-
 @contextmanager
 def result_folder(
     out: Path, force: bool | None = None, finished: Callable[[Path], bool] = lambda folder: False
@@ -306,22 +276,17 @@ def result_folder(
     except RuntimeError as error:
         raise RunError(f"{out} is a loop of links; choose another --out") from error
     check_name(out)
-    if out.parent.is_dir():
-        remove_abandoned(out.parent)
     _check_replaceable(out, force, finished)
     new_parents = [folder for folder in out.parents if not folder.exists()]
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=out.parent):
-            pass
-    except OSError as error:
-        raise RunError(f"cannot write {out}: {error.strerror}; choose another --out") from error
-    try:
-        with atomic_folder(out) as fresh:
+        with ExitStack() as held:
+            try:
+                fresh = held.enter_context(atomic_folder(out))
+            except OSError as error:
+                reason = f"{error.strerror}; choose another --out"
+                raise RunError(f"cannot write {out}: {reason}") from error
             yield fresh
-            _check_replaceable(
-                out, force, finished
-            )  # another process may have finished it meanwhile
+            _check_replaceable(out, force, finished)  # another process may have finished it
     finally:
         if not out.exists():
             for folder in new_parents:
@@ -401,24 +366,30 @@ def _check_replaceable(out: Path, force: bool | None, finished: Callable[[Path],
         raise RunError(f"{out} is finished; {option}choose another --out")
 
 
-def refuse_link(path: str, flags: int) -> int:
-    """An opener for `open` that raises for a link, so that its target is not changed."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+@contextmanager
+def acquire_lock(file: Path, timeout: float = 0) -> Iterator[None]:
+    """Hold a lock file inside the block. A process that dies releases it, and the empty file stays:
+    without it two processes could enter. On a disk that cannot hold locks (some network disks)
+    nothing is locked.
 
+    Args:
+        timeout: Seconds to wait for another process; -1 is for ever.
 
-def try_lock(file: IO[str]) -> bool:
-    """Lock an open file until it is closed. Returns False if another process holds the lock.
-
-    On a disk that cannot hold locks (some network disks) the file is not locked, and the result is
-    True.
+    Raises:
+        filelock.Timeout: Another process holds it.
+        OSError: The file cannot be opened, or is a link, which is not followed.
     """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+    from filelock import FileLock
+
+    with ExitStack() as held:
+        try:
+            held.enter_context(FileLock(file).acquire(timeout))
+        except NotImplementedError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                raise
+        yield
 
 
 def is_html(file: Path) -> bool:
@@ -455,24 +426,19 @@ def cache_file(file: Path, write: Callable[[Path], Any]) -> None:
 
 @contextmanager
 def one_process_at_a_time(file: Path) -> Iterator[None]:
-    """A block that only one process at a time runs for a file, so that the file is made once.
-
-    Other processes wait. A process that dies releases the lock. On a disk that cannot hold locks
-    (some network disks) no process waits, and the work is done more than once. The lock files are
-    empty and stay in a folder beside the file's: without them two processes could enter.
-    """
-    from filelock import FileLock, Timeout
+    """A block that only one process at a time runs for a file of the cache, so that the file is
+    made once. Other processes wait, unless the cache cannot be written."""
+    from filelock import Timeout
 
     place = file.parent.parent / "locks" / f"{file.name}.lock"
-    lock = FileLock(place)
     with ExitStack() as held:
-        with suppress(OSError, NotImplementedError):
+        with suppress(OSError):
             _make_parents(place)
             try:
-                held.enter_context(lock.acquire(timeout=0))
+                held.enter_context(acquire_lock(place))
             except Timeout:
                 print(f"another process makes {file}; waiting for it", file=sys.stderr)
-                held.enter_context(lock.acquire())
+                held.enter_context(acquire_lock(place, timeout=-1))
         yield
 
 
@@ -492,3 +458,16 @@ def _flush(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def refuse_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def remove_temporary(folder: Path) -> None:
+    for left in list(folder.rglob(f"{TEMPORARY_PREFIX}*")):
+        remove_path(left)
+
+
+LOCK = "lock"
+CHECKSUMS_FIELD, OWN_ENTRY = "seal", "this file"

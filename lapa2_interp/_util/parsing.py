@@ -68,6 +68,18 @@ def parse_json(text: str) -> Any:
     return _check_nesting(lambda: json.loads(text, object_pairs_hook=_unique_fields))
 
 
+def parse_object(text: str) -> dict[str, Any]:
+    """The fields of a JSON object.
+
+    Raises:
+        ValueError: As `parse_json`, or it is no object.
+    """
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"it must hold a JSON object, found {str(found)[:40]!r}")
+    return found
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     """The fields of a TOML text.
 

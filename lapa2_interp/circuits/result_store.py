@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
+from filelock import Timeout
 
 from lapa2_interp._util.errors import CircuitError
-from lapa2_interp._util.files import (
-    parse_json,
-    try_lock,
-    with_checksums,
-    without_checksums,
-    write_text,
-)
+from lapa2_interp._util.files import acquire_lock, write_text
+from lapa2_interp._util.parsing import parse_json, parse_object
 from lapa2_interp.models.card import Model
 
 CONTROL = ""
 """Key of the control itself in a file of units."""
+SHA256 = "sha256"
+"""The field of a line that holds the sha256 of its other fields."""
 RECHECKED = 2
 """Stored results that are computed again and compared: units of largest effect, or texts of
 `fading`."""
@@ -80,7 +80,8 @@ class ResultStore:
         self, file: str | Path | None, key: str, facts: Mapping[str, str] | None = None
     ) -> None:
         self.results: dict[str, dict[str, np.ndarray]] = {}
-        self.file: IO[str] | None = None
+        self._held = ExitStack()
+        self._file: IO[str] | None = None
         if file is None:
             return
         path = Path(file)
@@ -88,7 +89,12 @@ class ResultStore:
             kind = "a folder" if path.is_dir() else "no file"
             raise CircuitError(f"{path} is {kind}; give a file, such as {path / 'cut.jsonl'}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._hold(path)
+        try:
+            self._held.enter_context(acquire_lock(path.with_name(f".{path.name}.lock")))
+        except Timeout as error:
+            raise CircuitError(
+                f"{path} is being filled by another process; wait for it, or give another file"
+            ) from error
         # A damaged line is left out, even if it is not UTF-8; its result is computed again.
         lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
         first = json.dumps({"inputs": key, "facts": facts or {}})
@@ -101,7 +107,9 @@ class ResultStore:
         intact = []
         for i, line in enumerate(lines[1:], 2):
             try:
-                each, _ = without_checksums(line)
+                each = parse_object(line)
+                if each.pop(SHA256) != _sha256(each):
+                    raise ValueError("its contents are not those that were written")
                 values = {name: np.array(found) for name, found in each["values"].items()}
                 self.results[each["unit"]] = values
             except (ValueError, KeyError, AttributeError, TypeError):
@@ -110,17 +118,7 @@ class ResultStore:
                 continue
             intact.append(line)
         write_text(path, "\n".join([first, *intact]) + "\n")
-        self.close()
-        self._hold(path)
-
-    def _hold(self, path: Path) -> None:
-        """Open and lock the file."""
-        self.file = path.open("a", encoding="utf-8")
-        if not try_lock(self.file):
-            self.close()
-            raise CircuitError(
-                f"{path} is being filled by another process; wait for it, or give another file"
-            )
+        self._file = self._held.enter_context(path.open("a", encoding="utf-8"))
 
     def __contains__(self, name: str) -> bool:
         return name in self.results
@@ -131,15 +129,14 @@ class ResultStore:
     def add(self, name: str, values: dict[str, np.ndarray]) -> None:
         """Store a result, and append it to the file."""
         self.results[name] = values
-        if self.file is not None:
+        if self._file is not None:
             lists = {each: array.tolist() for each, array in values.items()}
-            self.file.write(with_checksums({"unit": name, "values": lists}, indent=None))
-            self.file.flush()
+            self._file.write(result_line({"unit": name, "values": lists}))
+            self._file.flush()
 
     def close(self) -> None:
-        """Close the file, which unlocks it."""
-        if self.file is not None:
-            self.file.close()
+        """Close and unlock the file."""
+        self._held.close()
 
 
 class UnitStore(ResultStore):
@@ -198,6 +195,15 @@ class UnitStore(ResultStore):
             unit, control = self._unit_names[key], self[CONTROL]
             check_unchanged(self._name, expected, values, unit, control, self._share)
         self.results[key] = expected
+
+
+def result_line(fields: Mapping[str, Any]) -> str:
+    """A line of a `ResultStore` with the sha256 of its fields."""
+    return json.dumps({**fields, SHA256: _sha256(fields)}) + "\n"
+
+
+def _sha256(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
 def _difference(line: str, key: str, facts: Mapping[str, str]) -> str:

@@ -43,8 +43,8 @@ from lapa2_interp._util.errors import (
     unknown_choice,
     validation_message,
 )
-from lapa2_interp._util.files import with_checksums, without_checksums, write_text
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.files import write_json
+from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
@@ -170,7 +170,7 @@ class Selection(BaseModel):
 
     def save(self, file: str | Path) -> None:
         """Write it as JSON."""
-        write_text(Path(file), with_checksums(self.model_dump_json()))
+        write_json(Path(file), self.model_dump_json())
 
     @classmethod
     def load(cls, file: str | Path) -> Selection:
@@ -180,8 +180,7 @@ class Selection(BaseModel):
             CircuitError: The file cannot be read, or is not a selection.
         """
         try:
-            fields, _ = without_checksums(read_text(Path(file)))
-            return cls.model_validate_json(json.dumps(fields))
+            return cls.model_validate_json(json.dumps(parse_object(read_text(Path(file)))))
         except OSError as error:
             raise CircuitError(f"cannot read {file}: {error.strerror or error}") from error
         except (ValidationError, ValueError) as error:

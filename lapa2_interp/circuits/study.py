@@ -31,15 +31,8 @@ import torch
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import CircuitError, pluralize
-from lapa2_interp._util.files import (
-    atomic_write,
-    is_damage,
-    with_checksums,
-    without_checksums,
-    write_netcdf,
-    write_text,
-)
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.files import atomic_write, is_damage, write_json, write_netcdf, write_text
+from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.progress import format_duration
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.version import __version__
@@ -242,7 +235,7 @@ def run_study(
             f"{folder} is gone: it was moved or removed; bring it back and repeat the command,"
             " which goes on from what is there"
         )
-    write_text(folder / "circuit.json", json.dumps(make_circuit_graph(found), indent=1) + "\n")
+    write_json(folder / "circuit.json", make_circuit_graph(found))
     if plain_network(model) is None:
         shown = attention_patterns(model, contrast_set.examples[0], heads.best(8))
         write_text(folder / "patterns.json", json.dumps(shown))
@@ -287,7 +280,7 @@ def _study_texts(
     contrast_set = ContrastSet.of(model, task, **text_settings)
     texts_now = [[example.prompt, list(example.text)] for example in contrast_set.examples]
     facts = contrast_set.facts(model)
-    write_text(file, with_checksums({"settings": plain, "texts": texts_now, "facts": facts}))
+    write_json(file, {"settings": plain, "texts": texts_now, "facts": facts})
     return contrast_set
 
 
@@ -305,7 +298,7 @@ def load_texts(folder: Path) -> dict[str, Any]:
     """
     file = folder / CONTRAST_SET_FILE
     try:
-        stored, _ = without_checksums(read_text(file))
+        stored = parse_object(read_text(file))
         stored["texts"] = _TEXTS.validate_python(stored.get("texts"))
         if not isinstance(stored.get("settings"), dict):
             raise ValueError("it has no settings")

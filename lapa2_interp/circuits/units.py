@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
-from lapa2_interp._util.files import (
-    parse_json,
-    write_text,
-)
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.files import write_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.models.card import Model, kv_heads

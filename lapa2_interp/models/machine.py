@@ -8,6 +8,7 @@ and emulated ones, each have their own numbers.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -21,12 +22,7 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
-from lapa2_interp._util.files import (
-    cache_file,
-    cache_folder,
-    with_checksums,
-    without_checksums,
-)
+from lapa2_interp._util.files import cache_file, cache_folder
 from lapa2_interp._util.parsing import read_text
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -106,7 +102,7 @@ def store_measurement(device: str, name: str, numbers: tuple[float, ...]) -> tup
     with suppress(ModelError):
         cache_file(
             _measurements_file(),
-            lambda path: path.write_text(with_checksums(known), encoding="utf-8"),
+            lambda path: path.write_text(json.dumps(known), encoding="utf-8"),
         )
     return stored
 
@@ -117,8 +113,8 @@ def _measurements_file() -> Path:
 
 def _read_measurements() -> dict[str, dict[str, tuple[float, ...]]]:
     with suppress(OSError, ValueError):
-        fields, _ = without_checksums(read_text(_measurements_file()))
-        found = TypeAdapter(dict[str, dict[str, tuple[float, ...]]]).validate_python(fields)
+        form = TypeAdapter(dict[str, dict[str, tuple[float, ...]]])
+        found = form.validate_json(read_text(_measurements_file()))
         positive = {
             kind: {name: ns for name, ns in each.items() if min(ns, default=0) > 0}
             for kind, each in found.items()

@@ -24,8 +24,8 @@ from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from lapa2_interp._util.errors import PrefixError, validation_message
-from lapa2_interp._util.files import atomic_write, with_checksums, without_checksums, write_text
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.files import atomic_write, sha256_of, write_json
+from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp.models.card import (
     Model,
     config_layer_types,
@@ -296,10 +296,8 @@ def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> Sof
     with atomic_write(weights) as fresh:
         save_file(kept, fresh)
         fresh.chmod(0o644)
-    card = prefix.card.model_copy(
-        update={"sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
-    )
-    write_text(card_file, with_checksums(card.model_dump_json()))
+    card = prefix.card.model_copy(update={"sha256": sha256_of(weights)})
+    write_json(card_file, card.model_dump_json())
     return SoftPrefix(kept["keys"], kept["values"], card)
 
 
@@ -344,8 +342,7 @@ def read_card(file: Path) -> PrefixCard:
         have = f"; there are: {', '.join(near)}" if near else ""
         raise PrefixError(f"no soft prefix {file.stem!r} in {file.parent}{have}")
     try:
-        fields, _ = without_checksums(read_text(file))
-        return PrefixCard.model_validate_json(json.dumps(fields))
+        return PrefixCard.model_validate_json(json.dumps(parse_object(read_text(file))))
     except ValueError as error:
         reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
         raise PrefixError(

@@ -20,24 +20,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import Timeout
 from jaxtyping import Float
 from torch import Tensor
 
 from lapa2_interp._util.errors import DataError, PrefixError
-from lapa2_interp._util.files import (
-    check_name,
-    refuse_link,
-    remove_folder,
-    try_lock,
-    write_text,
-)
+from lapa2_interp._util.files import acquire_lock, check_name, remove_folder, write_json
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.version import __version__
@@ -221,7 +216,7 @@ def train_set(
                     ),
                 )
                 prefixes.append(save_prefix(SoftPrefix(job.best[0, i], job.best[1, i], card), out))
-        write_text(out / PLAN_FILE, json.dumps(plan, indent=1))
+        write_json(out / PLAN_FILE, plan)
         remove_folder(checkpoints)
         return prefixes
 
@@ -363,11 +358,13 @@ def _locked_checkpoints(out: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
     folder = _checkpoint_folder(out, plan)
     if folder.is_symlink():
         raise PrefixError(f"{folder} is a link, which is not followed; remove it")
-    with open(folder / "lock", "w", opener=refuse_link) as lock:
-        if not try_lock(lock):
+    with ExitStack() as held:
+        try:
+            held.enter_context(acquire_lock(folder / "lock"))
+        except Timeout as error:
             raise PrefixError(
                 f"{out} is being trained by another process; wait for it, or choose another --out"
-            )
+            ) from error
         yield folder
 
 
@@ -379,7 +376,7 @@ def _checkpoint_folder(out: Path, plan: Mapping[str, Any]) -> Path:
             raise PrefixError(
                 f"{out} is not empty and holds no unfinished training; choose another --out"
             )
-        write_text(folder / "plan.json", json.dumps(plan, indent=1))
+        write_json(folder / "plan.json", plan)
         return folder
     try:
         before = parse_json(read_text(folder / "plan.json"))

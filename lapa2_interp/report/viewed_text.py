@@ -22,9 +22,8 @@ from jaxtyping import Float
 from lapa2_interp._util.errors import CircuitError, Lapa2Error, TraceError, unknown_choice
 from lapa2_interp._util.files import (
     check_regular_file,
-    without_checksums,
 )
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.tables import select_layer_type, traced_layer_types
 from lapa2_interp.bias.augmentation import Augmentations
@@ -498,7 +497,7 @@ def load_head_values(folder: Path, found: ViewedText) -> dict[str, HeadValues]:
         CircuitError: The folder is not a study, or is of another model or task.
     """
     try:
-        settings = without_checksums(read_text(folder / "contrast_set.json"))[0]["settings"]
+        settings = parse_object(read_text(folder / "contrast_set.json"))["settings"]
         there, about = settings["model"]["weights"], settings["task"]
         target = settings["attribute"]
         check_regular_file(folder / "head.csv")

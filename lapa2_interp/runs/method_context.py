@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from lapa2_interp._util.errors import LayoutError, ScoringError
@@ -25,8 +25,6 @@ from lapa2_interp._util.files import (
     cache_file,
     cache_folder,
     one_process_at_a_time,
-    with_checksums,
-    without_checksums,
 )
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.progress import hidden_bar
@@ -84,12 +82,10 @@ class ModelContext:
         asked = [method.name, method.equation, prompt, n, new_tokens, seed]
         file = self._file("drafts", ".json", self.card.prepacking, torch.get_num_threads(), *asked)
         with one_process_at_a_time(file):
-            with suppress(OSError, ValueError, ValidationError):  # a damaged file is made again
-                fields, _ = without_checksums(read_text(file))
-                return TypeAdapter(list[str]).validate_python(fields.get("texts"))
+            with suppress(OSError, ValueError):  # a damaged file is made again
+                return TypeAdapter(list[str]).validate_json(read_text(file))
             texts = self._draft(method, prompt, n, new_tokens, seed)
-            kept = with_checksums({"texts": texts})
-            cache_file(file, lambda path: path.write_text(kept, encoding="utf-8"))
+            cache_file(file, lambda path: path.write_text(json.dumps(texts), encoding="utf-8"))
             return texts
 
     def _draft(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:

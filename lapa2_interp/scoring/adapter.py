@@ -17,7 +17,6 @@ than without adapters. `adapter_training` trains them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.files import atomic_write, with_checksums, write_text
+from lapa2_interp._util.files import atomic_write, sha256_of, write_json
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import check_not_quantised, short_context
 from lapa2_interp.models.load import load_transformers, move_to_device
@@ -306,11 +305,11 @@ def save_adapter(
         save_file(kept, fresh)
     card = AdapterCard(
         task=task,
-        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        sha256=sha256_of(file),
         created=datetime.now(UTC),
         **facts,
     )
-    write_text(file.with_suffix(".json"), with_checksums(card.model_dump_json()))
+    write_json(file.with_suffix(".json"), card.model_dump_json())
     return card
 
 

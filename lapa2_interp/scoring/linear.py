@@ -13,7 +13,6 @@ version has the sha256 of their weights."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp._util.files import atomic_write, with_checksums, write_text
+from lapa2_interp._util.files import atomic_write, sha256_of, write_json
 from lapa2_interp._util.version import __version__
 from lapa2_interp.scoring.task_scorer import (
     SHIPPED_WEIGHTS,
@@ -190,12 +189,12 @@ def save_linear(linear: LinearClassifier, folder: Path, task: str, **facts: Any)
     card = LinearCard(
         task=task,
         labels=linear.labels,
-        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        sha256=sha256_of(file),
         created=datetime.now(UTC),
         versions={"lapa2_interp": __version__, "scikit-learn": sklearn.__version__},
         **facts,
     )
-    write_text(folder / f"{task}.json", with_checksums(card.model_dump_json()))
+    write_json(folder / f"{task}.json", card.model_dump_json())
     return card
 
 

@@ -6,7 +6,6 @@ where a claim holds for one of them only."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -18,8 +17,8 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice, validation_message
-from lapa2_interp._util.files import without_checksums
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.files import sha256_of
+from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, unreadable_reason
 
 SHIPPED_WEIGHTS = Path(__file__).parent / "weights"
@@ -89,15 +88,14 @@ def load_card(form: type[CardType], kind: str, task: str, folder: Path, ending: 
             else f"{folder} has no {kind} scorer; train one: `lapa2 scorers train`"
         )
     try:
-        fields, _ = without_checksums(read_text(card_file))
-        card = form.model_validate(fields)
+        card = form.model_validate(parse_object(read_text(card_file)))
     except (ValidationError, ValueError) as error:
         reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
         raise ScoringError(
             f"{card_file} is not the card of a scorer: {reason}; train it again:"
             " `lapa2 scorers train`"
         ) from error
-    if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != card.sha256:
+    if not file.is_file() or sha256_of(file) != card.sha256:
         raise ScoringError(
             f"{file} is not the file its card describes; train it again: `lapa2 scorers train`"
         )
