@@ -251,6 +251,8 @@ def sweep(
             f"{format_bytes(done.disk)} on disk, at most {format_bytes(done.memory)} of memory a"
             " worker"
         )
+    if done.elsewhere:
+        print(f"{pluralize(done.elsewhere, 'cell')} being made by another sweep of {out}")
     if done.failed:
         raise RunError(
             f"{pluralize(len(done.failed), 'cell')} failed; `lapa2 runs {out}` says why, and the"
@@ -276,7 +278,8 @@ def runs(
         traceback: Print the whole traceback of failed cells.
         as_json: Print JSON, one object per cell.
     """
-    from lapa2_interp.runs.run import STATES, load_run
+    from lapa2_interp.runs.run import load_run
+    from lapa2_interp.runs.store import STATES
 
     if as_json and traceback:
         raise RunError("--traceback prints texts, which --json has no place for; give one of them")

@@ -18,16 +18,16 @@ from lapa2_interp._util.errors import DamagedError, GridError, RunError, plurali
 from lapa2_interp._util.progress import format_duration, stop_on_sigterm
 from lapa2_interp.models.machine import faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
+from lapa2_interp.runs.engines import Engine, local_engine
 from lapa2_interp.runs.estimates import (
     check_affordable,
     estimate,
     format_bytes,
     machine_workers,
 )
-from lapa2_interp.runs.engines import Engine, local_engine
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.run import as_list, is_any_of
-from lapa2_interp.runs.store import CELLS, LISTING, read_cell, read_listing, state_of
+from lapa2_interp.runs.store import CELLS, read_cell, read_listing, state_of
 from lapa2_interp.runs.sweep import Swept, sweep
 
 ENGINES = ("local", "ray")

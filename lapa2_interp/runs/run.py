@@ -449,8 +449,8 @@ class Run:
     def _only(self, key: str | None) -> str:
         if key is None and len(self.by_key) != 1:
             raise RunError(
-                f"{self.name} has {len(self.by_key)} cells; give the key of one (run.cells, or `lapa2"
-                " runs`, lists them)"
+                f"{self.name} has {len(self.by_key)} cells; give the key of one (run.cells, or"
+                " `lapa2 runs`, lists them)"
             )
         return next(iter(self.by_key)) if key is None else key
 

@@ -45,7 +45,6 @@ from lapa2_interp.runs.store import (
     lost_listing,
     read_listing,
     remove_batches,
-    state_of,
     write_batch,
     write_cell,
     write_listing,
@@ -116,7 +115,7 @@ def open_run(
         ):
             raise RunError(f"{folder} exists and is not a run; choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
-    with writing(folder), acquire_lock(folder / LOCK, wait=True):
+    with writing(folder), acquire_lock(folder / LOCK, timeout=60):
         remove_abandoned(folder)
         listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
         before = {key for keys in listing.grids.values() for key in keys}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import load, soft_prefix
 from drills import FULL, furnish
+from lapa2_interp.runs.local import InProcess
 
 from lapa2_interp import load_model, load_run
 from lapa2_interp._util.errors import Lapa2Error
@@ -28,7 +29,6 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.models import model_card
 from lapa2_interp.prefixes.soft_prefix import load_prefix, save_prefix
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.store import SAMPLES, TRACE
 from lapa2_interp.runs.sweep import read_part, sweep
 from lapa2_interp.scoring.scorer import ScoreCache
