@@ -115,7 +115,7 @@ def open_run(
         ):
             raise RunError(f"{folder} exists and is not a run; choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
-    with writing(folder), acquire_lock(folder / LOCK, timeout=60):
+    with writing(folder), acquire_lock(folder / LOCK, timeout=60.0):
         remove_abandoned(folder)
         listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
         before = {key for keys in listing.grids.values() for key in keys}
