@@ -336,7 +336,6 @@ def test_a_worker_computes_with_the_weights_of_the_cells_first_batch():
     without, usual = Worker(pack="off"), Worker()
     made = without.make_batch(cell, 0)
     assert made.record.model.prepacking == "none"
-    assert usual.make_batch(cell, 0).record.model.prepacking == "all"
     network = network_of(usual.model(cell))
     again = usual.make_batch(cell, 0, "none")
     assert again.trace.equals(made.trace)
