@@ -99,10 +99,10 @@ def open_run(
         raise GridError(f"two grids have the name {twice[0]}; rename a file, or use two runs")
     check_name(folder)
     known = (LISTING, LOCK, CELLS)
-    if (folder / CELLS).is_symlink():
-        raise RunError(
-            f"{folder / CELLS} is a link, which is not followed; put the folder itself there"
-        )
+    keys = (cell.key for grid in grids for cell in grid.cells)
+    for place in (folder / CELLS, *(folder / CELLS / key for key in keys)):
+        if place.is_symlink():
+            raise RunError(f"{place} is a link, which is not followed; put the folder itself there")
     with writing(folder):
         if (
             folder.is_dir()
