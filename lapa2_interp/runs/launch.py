@@ -14,10 +14,10 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp._util.errors import GridError, RunError, pluralize, unknown_choice
-from lapa2_interp._util.progress import format_duration, stop_on_sigterm
+from lapa2_interp._util.progress import format_bytes, format_duration, stop_on_sigterm
 from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
-from lapa2_interp.runs.estimates import check_affordable, estimate, format_bytes
+from lapa2_interp.runs.estimates import check_affordable, estimate
 from lapa2_interp.runs.jobs import Engine
 from lapa2_interp.runs.local import local_engine
 from lapa2_interp.runs.ray import Cluster
@@ -43,6 +43,7 @@ def launch(
     gpus_per_worker: float | None = None,
     pack: str = "auto",
     allow_code: bool = False,
+    dry_run: bool = False,
     yes: bool = False,
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Swept:
@@ -55,8 +56,8 @@ def launch(
         only: Make only cells with these settings (`Cell.columns`; a list: one of them), such as
             {"task": "topic"}; the grids' other cells stay missing until another call.
         engine: "local": processes on this machine, or "ray": workers on the machines of a cluster.
-        workers, device, dtype, threads, address, gpus_per_worker, pack, allow_code, yes: As the
-            options of `lapa2 sweep`.
+        workers, device, dtype, threads, address, gpus_per_worker, pack, allow_code, dry_run, yes:
+            As the options of `lapa2 sweep`.
         notify: Told what is to be made, and about cells that fail.
 
     Raises:
@@ -107,10 +108,13 @@ def launch(
                 f"{len(left)} of {len(cells)} cells to make: {each.texts} texts,"
                 f" {each.row_tokens} row-tokens, about {format_duration(each.seconds)} with"
                 f" {pluralize(runner.slots, 'worker')}, {format_bytes(each.disk)} on disk,"
-                f" {format_bytes(each.needs + each.packed)} of memory a worker ({each.basis})"
+                f" {format_bytes(each.memory)} of memory a worker ({each.basis})"
             )
             # A cluster's machines may have other memory than this one.
-            check_affordable(replace(each, needs=0) if engine == "ray" else each, yes)
+            each = replace(each, memory=0) if engine == "ray" else each
+            check_affordable(each, yes or dry_run)
+        if dry_run:
+            return Swept(len(there), 0, ())
         with stop_on_sigterm():
             return sweep(out, grids, runner, notify, list(cells))
     except (KeyboardInterrupt, SystemExit):
