@@ -121,14 +121,14 @@ def cost(cell: Cell) -> int:
     return len(cell.branches) * (len(cell.prompts) * before + cell.n_texts * steps)
 
 
-def step_size(cell: Cell, batches: int) -> tuple[float, float]:
+def step_size(cell: Cell, batches: int) -> tuple[int, int]:
     """Rows of a step of a cell of so many batches, and keys in front of it.
 
     Texts that are read again and again cost what as many rows do.
     """
     again = cell.decoding_method.rereads_text
-    rows = MAX_ROWS if again else len(cell.branches) * cell.n_texts / batches
-    return rows, cell.length / 2
+    rows = MAX_ROWS if again else len(cell.branches) * cell.n_texts // batches
+    return rows, max(1, cell.length // 2)
 
 
 def stored_bytes(cell: Cell, n_layers: int, n_heads: int) -> int:
@@ -180,21 +180,21 @@ def rate(
     model_class: str,
     device: str,
     threads: int = 1,
-    step: tuple[float, float] = (MAX_ROWS, 64),
+    step: tuple[int, int] = (MAX_ROWS, 64),
     *,
-    tokens: float = math.inf,
+    tokens: int | float = math.inf,
     loaded: Model | None = None,
 ) -> tuple[float, str]:
     """Seconds of one worker for a row-token, and where the number comes from: a step timed on this
     kind of machine, or a guess.
 
     Args:
-        step: Rows of a step and keys in front of it, which are rounded to powers of 2 and of 4.
+        step: Rows of a step and keys in front of it, rounded to powers of 2.
         tokens: Row-tokens of the work. No step is timed for short work, nor with a model that is
             large or not on this machine.
         loaded: The model, if it is loaded already.
     """
-    rows, keys = 2 ** round(math.log2(step[0])), 4 ** round(math.log(step[1], 4))
+    rows, keys = (2 ** round(math.log2(each)) for each in step)
     name = f"{model} {dtype} {model_class}, {threads} threads, {rows} rows, {keys} keys"
     basis = f"{model} {dtype} as timed here"
     if stored := machine.stored_measurement(device, name):
@@ -239,7 +239,7 @@ def _step(model: Model, rows: int, keys: int) -> float:
     return min(after - before for before, after in pairwise(times))
 
 
-def reading_seconds(tokens: float, device: str | None = None) -> float:
+def reading_seconds(tokens: int | float, device: str | None = None) -> float:
     """About how many seconds SmolLM2 takes in float32 to read so many tokens, with all cores."""
     kind = (device or machine.default_device()).partition(":")[0]
     each, _ = rate(SMOLLM2, "float32", "TransformerBridge", kind, tokens=tokens)

@@ -303,9 +303,7 @@ def reading_seconds(model: Model, tokens: int) -> float:
     return tokens * _rate(model, tokens)[0]
 
 
-def _rate(
-    model: Model, tokens: int, step: tuple[float, float] = (MAX_ROWS, 64)
-) -> tuple[float, str]:
+def _rate(model: Model, tokens: int, step: tuple[int, int] = (MAX_ROWS, 64)) -> tuple[float, str]:
     """Rate of a loaded model on work of so many tokens."""
     card = model_card(model)
     device = card.device.partition(":")[0]
