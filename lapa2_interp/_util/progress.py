@@ -56,6 +56,11 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def format_bytes(size: int) -> str:
+    """Bytes in a readable unit: 0.1 MB, 3.1 GB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
 @contextmanager
 def given_or_new_bar(
     given: tqdm | None, total: int, label: str, unit: str = "token"

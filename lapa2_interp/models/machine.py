@@ -198,6 +198,32 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def machine_workers() -> int:
+    """Workers that this machine has room for: one per GPU, or per CPU core."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else n_cores()
+
+
+def machine_memory() -> int:
+    """Bytes of memory: of one GPU where there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return usable_memory()
+
+
+def usable_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or the limit of its control
+    group."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found = min(found, int(Path(file).read_text("utf-8")))
+    return found
+
+
 def peak_memory(device: str = "cpu") -> int:
     """Peak memory of this process in bytes: on its GPUs, or in main memory."""
     if device != "cpu":

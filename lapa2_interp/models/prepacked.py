@@ -24,12 +24,10 @@ takes longer than one of four, so these are computed as four rows.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -41,6 +39,7 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
+from lapa2_interp.models.machine import usable_memory
 
 PrepackOption = Literal["auto", "on", "off"]
 """Prepack weights: auto prepacks those that fit the memory (`choose_prepacking`)."""
@@ -250,13 +249,3 @@ def _gelu(x: Tensor) -> Tensor:
     if x.dtype != torch.float32 or torch.is_grad_enabled():
         return NewGELUActivation.forward(None, x)
     return gelu(x, approximate="tanh")
-
-
-def usable_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or the limit of its control
-    group."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            found = min(found, int(Path(file).read_text("utf-8")))
-    return found
