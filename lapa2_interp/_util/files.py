@@ -250,7 +250,7 @@ def sha256_of(file: Path) -> str:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder. If the process dies, no folder that looks complete is left."""
+    """Remove a folder: whole, or not at all."""
     with temporary_folder(folder.parent) as beside:
         folder.rename(beside / "before")
 
@@ -345,15 +345,11 @@ def refuse_foreign_files(folder: Path, names: Iterable[str]) -> None:
 
 def _check_replaceable(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> None:
     """Raise RunError if `result_folder` may not replace `out`."""
-    if os.path.ismount(out):
+    mounted = os.path.ismount(out)
+    if mounted or Path.cwd().is_relative_to(out):
+        kind = "where a disk is mounted" if mounted else "the folder you are in"
         raise RunError(
-            f"{out} is where a disk is mounted, and cannot be replaced; give a folder in it, such"
-            f" as {out / 'run'}"
-        )
-    if Path.cwd().is_relative_to(out):
-        raise RunError(
-            f"{out} is the folder you are in, and would be replaced under your feet; give a folder"
-            f" in it, such as {out / 'run'}"
+            f"{out} is {kind}, and cannot be replaced; give a folder in it, such as {out / 'run'}"
         )
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
@@ -405,21 +401,19 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp"))
 
 
-def cache_file(file: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file of the cache.
-
-    Args:
-        write: Writes the file to a temporary path of the same name.
+@contextmanager
+def writing_cache(place: Path) -> Iterator[None]:
+    """Turn errors of the operating system while a place in the cache is written into a
+    `ModelError`.
 
     Raises:
         ModelError: The cache cannot be written.
     """
     try:
-        with atomic_write(file) as fresh:
-            write(fresh)
+        yield
     except OSError as error:
         raise ModelError(
-            f"cannot write the cache {file.parent}: {error.strerror}; set LAPA2_CACHE to a folder"
+            f"cannot write the cache {place.parent}: {error.strerror}; set LAPA2_CACHE to a folder"
             " that can"
         ) from error
 

