@@ -108,7 +108,8 @@ def test_workers_share_one_table_and_one_set_of_drafts(cache, monkeypatch):
     assert calls == ["drafts"]
 
 
-def test_who_waits_for_another_process_says_so(tmp_path, capsys):
+def test_who_waits_for_another_process_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path))
     file, told = tmp_path / "kept" / "table.npz", ""
 
     def second():
@@ -132,6 +133,7 @@ def test_a_folder_without_locks_holds_nobody_up(tmp_path, monkeypatch):
         raise NotImplementedError("no locks here")
 
     monkeypatch.setattr("filelock.FileLock.acquire", refuses)
+    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "new"))
     with (
         one_process_at_a_time(tmp_path / "new" / "table.npz"),
         pytest.raises(OSError, match="of the block"),
