@@ -8,7 +8,6 @@ and emulated ones, each have their own numbers.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -22,7 +21,7 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
-from lapa2_interp._util.files import cache_file, cache_folder
+from lapa2_interp._util.files import cache_folder, write_json
 from lapa2_interp._util.parsing import read_text
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -99,11 +98,8 @@ def store_measurement(device: str, name: str, numbers: tuple[float, ...]) -> tup
     stored = known.setdefault(processor_kind(device), {})[name] = tuple(
         float(f"{number:.4g}") for number in numbers
     )
-    with suppress(ModelError):
-        cache_file(
-            _measurements_file(),
-            lambda path: path.write_text(json.dumps(known), encoding="utf-8"),
-        )
+    with suppress(OSError):
+        write_json(_measurements_file(), known)
     return stored
 
 
