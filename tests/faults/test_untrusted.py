@@ -20,7 +20,7 @@ from lapa2_interp._util.errors import (
     TaskError,
 )
 from lapa2_interp._util.files import (
-    LOCK,
+    HOST,
     TEMPORARY_PREFIX,
     atomic_folder,
     remove_abandoned,
@@ -196,23 +196,19 @@ def test_a_link_that_looks_unfinished_is_unlinked_and_not_followed(tmp_path, pre
 
 
 def test_a_planted_temporary_folder_moves_nothing_and_loses_nothing(tmp_path, precious):
-    """With a lock that nobody holds: it is removed, and links in it are not followed."""
+    """With the name of a dead process it is removed, and links in it are not followed; with another
+    name it stays."""
     home = tmp_path / "home"
-    left = home / f"{TEMPORARY_PREFIX}x"
-    left.mkdir(parents=True)
-    (left / LOCK).touch()
-    (left / "link").symlink_to(precious)
-    (left / "new").symlink_to(precious)
-    remove_abandoned(home)
-    assert not list(home.iterdir())
-    left.mkdir()
-    (left / LOCK).touch()
-    (left / "before").symlink_to(precious)
-    (left / "new").mkdir()
-    (left / "new" / "planted.toml").touch()
+    left = home / f"{TEMPORARY_PREFIX}{HOST}-{10**9 - 1}-abcdefgh"
+    other = home / f"{TEMPORARY_PREFIX}x"
+    for place in (left, other):
+        place.mkdir(parents=True)
+        for name in ("link", "new", "before"):
+            (place / name).symlink_to(precious)
     with atomic_folder(home / "mine"):
         pass
-    assert sorted(each.name for each in home.iterdir()) == [left.name, "mine"]
+    assert sorted(each.name for each in home.iterdir()) == [other.name, "mine"]
+    assert len(list(other.iterdir())) == 3
 
 
 def test_links_in_a_run_are_unlinked_by_the_sweep_that_goes_on(run, precious, tmp_path):
@@ -426,7 +422,8 @@ def test_a_pipe_in_the_place_of_a_result_is_damage(run, name, capsys):
     (folder,) = (run / "cells").iterdir()
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    assert load_run(run).cells["state"].tolist() == ["damaged"]
+    with pytest.raises(RunError, match="damaged"):
+        load_run(run).finished_cell()
     for words in (["score", "--scorers", "distinct"], ["trace"], ["report"], ["view"]):
         main([words[0], str(run), *words[1:]])
         assert capsys.readouterr().err.count("\n") <= 1
