@@ -299,10 +299,9 @@ def holds_only(*names: str) -> Callable[[Path], bool]:
     """
 
     def finished(folder: Path) -> bool:
-        if not (folder / names[0]).is_file():
-            return False
-        refuse_foreign_files(folder, names)
-        return True
+        if found := (folder / names[0]).is_file():
+            refuse_foreign_files(folder, names)
+        return found
 
     return finished
 
@@ -428,8 +427,7 @@ def _flush(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network disks answer EINVAL for folders.
-        if not (error.errno == errno.EINVAL and path.is_dir()):
+        if error.errno != errno.EINVAL or not path.is_dir():  # some network disks' answer
             raise
     finally:
         os.close(handle)
