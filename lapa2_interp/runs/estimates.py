@@ -122,10 +122,8 @@ def cost(cell: Cell) -> int:
 
 
 def step_size(cell: Cell, batches: int) -> tuple[int, int]:
-    """Rows of a step of a cell of so many batches, and keys in front of it.
-
-    Texts that are read again and again cost what as many rows do.
-    """
+    """Rows of a step of a cell of so many batches, and keys in front of it; a text that is read
+    again at every step counts as many rows."""
     again = cell.decoding_method.rereads_text
     rows = MAX_ROWS if again else len(cell.branches) * cell.n_texts // batches
     return rows, max(1, cell.length // 2)
@@ -219,12 +217,12 @@ def rate(
 
 def _step(model: Model, rows: int, keys: int) -> float:
     """Seconds of a decoding step, everything included: bias, trace, sampling."""
-    ids = model.tokenizer(" word" * keys, add_special_tokens=False).input_ids
+    ids = model.tokenizer(" word" * keys, add_special_tokens=False).input_ids[:keys]
     cell = cell_of(
         model,
         task=load_task("sentiment").model_copy(update={"length_counts_prompt": False}),
         attribute="positive",
-        prompts=[model.tokenizer.decode(ids[: min(keys, model.cfg.n_ctx // 2)])],
+        prompts=[model.tokenizer.decode(ids)],
         alpha=0.5,
         length=STEPS + 1,
         samples=rows,
