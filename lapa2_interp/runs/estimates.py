@@ -40,6 +40,8 @@ STEPS = 5
 GUESSED_SPEED, GUESSED_ROWS = 0.4, 40
 """Where nothing was timed: decoding's share of the speed of matrix products, and the number of rows
 that cost as much as reading the weights."""
+AT_ONCE = 0.5
+"""Time of a token that is read at once with others, of that of a token of a step."""
 LONG, MOST_SECONDS = 20.0, 365 * 86400.0
 """Seconds; longer work is announced with its time, or not begun without a word of the user's."""
 START = 10.0
@@ -84,7 +86,8 @@ def estimate(
         kind = cell.model, cell.dtype, cell.model_class, device, threads
         each, basis = rate(*kind, step_size(cell, batches), tokens=tokens)
         bases[basis] = None
-        busy, longest = busy + cost(cell) * each, max(longest, cost(cell) * each / batches)
+        seconds = work(cell) * each
+        busy, longest = busy + seconds, max(longest, seconds / batches)
         disk += stored_bytes(cell, size.n_layers, size.n_heads)
     return Estimate(
         cells=len(cells),
@@ -119,6 +122,13 @@ def cost(cell: Cell) -> int:
     again = cell.decoding_method.rereads_text
     steps = (new - 1) * before + new * (new - 1) // 2 if again else new - 1
     return len(cell.branches) * (len(cell.prompts) * before + cell.n_texts * steps)
+
+
+def work(cell: Cell) -> float:
+    """A cell's row-tokens by the time that they take."""
+    once = len(cell.branches) * len(cell.prompts) * _lengths(cell)[0]
+    again = cell.decoding_method.rereads_text
+    return cost(cell) - (1 - AT_ONCE) * (cost(cell) if again else once)
 
 
 def step_size(cell: Cell, batches: int) -> tuple[int, int]:
