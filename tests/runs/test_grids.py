@@ -30,7 +30,7 @@ from lapa2_interp.paper.estimates import LINEAR_SECONDS, SCRIPT_SECONDS, scoring
 from lapa2_interp.runs import estimates
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.estimates import START, cost, estimate, rate
-from lapa2_interp.runs.generate import make_cells
+from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
 from lapa2_interp.runs.grid import EXAMPLE, GRIDS, built_in, load_grid, parse_changes
 
 TINY = """
@@ -954,6 +954,19 @@ def test_classes_and_threads_have_rates_of_their_own(own_cache):
     assert timed_rate()[0] == 0.1
     assert timed_rate(threads=4)[0] == 0.2
     assert rate("tiny-gpt2", "float32", "HookedTransformer", "cpu")[0] == 0.3
+
+
+def test_long_generation_and_reading_are_told_with_their_time(grid, own_cache):
+    import torch
+
+    model, (cell, _) = load("tiny-gpt2"), grid(TINY).cells
+    todo, more = plan_batches(model, cell), f", {torch.get_num_threads()} threads"
+    known_rate(0.1, step=(2, 16), more=more)
+    assert "; about" not in announcement(model, [todo]), f"{cost(cell) / 10} seconds"
+    known_rate(3600 / cost(cell), step=(2, 16), more=more)
+    assert "; about 60 min (tiny-gpt2 float32 as timed here)" in announcement(model, [todo])
+    known_rate(0.5, more=more)
+    assert reading_seconds(model, 30) == 15
 
 
 def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
