@@ -186,7 +186,7 @@ def _text_traces(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.
     import hashlib
     import json
 
-    from lapa2_interp._util.files import cache_file, write_netcdf
+    from lapa2_interp._util.files import atomic_write, write_netcdf
     from lapa2_interp._util.progress import progress_bar
     from lapa2_interp._util.version import __version__
     from lapa2_interp.runs.run import load_run
@@ -201,7 +201,8 @@ def _text_traces(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.
             file = out / "reading" / f"{key}.nc"
             if not file.is_file():
                 trace = read_text(worker.model(cell), text, length)
-                cache_file(file, lambda path, trace=trace: write_netcdf(path, trace))
+                with atomic_write(file) as fresh:
+                    write_netcdf(fresh, trace)
             found.append(_open(file))
             bar.update(1)
     return found

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util import plots
-from lapa2_interp._util.files import cache_file
+from lapa2_interp._util.files import atomic_write
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.synthetic import geometric_lengths
 from lapa2_interp.models.machine import n_cores, processor_kind
@@ -102,7 +102,8 @@ def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
 
 def _store(file: Path, table: pd.DataFrame) -> None:
     kept = table.drop(columns=["tokens"], errors="ignore")
-    cache_file(file, lambda path: kept.to_parquet(path, index=False))
+    with atomic_write(file) as fresh:
+        kept.to_parquet(fresh, index=False)
 
 
 def _hash(*parts: Any) -> str:

@@ -132,6 +132,7 @@ class RayPool:
         try:
             self._on_gpus = device != "cpu" and any(node.get("GPU") for node in self._nodes())
             self._check(address)
+            self.n_workers = workers or self._room()
         except BaseException:
             self._ray.shutdown()
             raise
