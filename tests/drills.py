@@ -129,7 +129,7 @@ def before_changes(folder, do):
     """Call a function before each change of a folder, from now on in this process."""
 
     def hook(event, arguments):
-        if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR) or event in CHANGES:
+        if (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)) or event in CHANGES:
             place = arguments[0]
             if isinstance(place, (str, os.PathLike)):  # shutil removes by relative names
                 place = Path(place)
@@ -230,7 +230,6 @@ def furnish(folder):
     import pandas as pd
     from conftest import load, soft_set
 
-    from lapa2_interp.cli.app import main
     from lapa2_interp.methods import load_task
 
     (folder / "grid.toml").write_text(GRID)
@@ -246,7 +245,7 @@ def furnish(folder):
     shutil.copy(ROOT / "figures/quick/tables/alpha.claims.csv", folder / "claims")
     (folder / "messages.json").write_text('[{"role": "user", "content": "Hello"}]')
     sheets = f"scorers sheets {folder}/run --n-texts 2 --out {folder}/sheets"
-    assert main(sheets.split()) == 0
+    done(sheets, folder / "log")
     rated = {"relevance": 3, "fluency": 4, "topicality": 2, "annotator": "anna"}
     pd.read_csv(folder / "sheets/sheet.csv").assign(**rated).to_csv(folder / "anna.csv")
     return folder
@@ -255,7 +254,7 @@ def furnish(folder):
 def finished(folder):
     """All that a command need not make again: the files of batches of a run, lines of results."""
     found = set()
-    for record in folder.glob("out/cells/*/[0-9]*.json"):
+    for record in folder.glob("*/cells/*/[0-9]*.json"):
         for file in record.parent.glob(f"{record.stem}.*"):
             about = file.stat()
             found.add(f"{file.relative_to(folder)} {about.st_ino} {about.st_mtime_ns}")

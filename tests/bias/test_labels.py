@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lapa2_interp.runs.local import InProcess
 
 from lapa2_interp import Augmentation, Cell, Layout, augmented, generate, load_run, teacher_forced
 from lapa2_interp._util.errors import AugmentationError, GridError
@@ -13,7 +14,6 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_model
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.sweep import sweep
 
 ASKED = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "length": 12}

@@ -47,19 +47,26 @@ def finish(process):
     return process.exitcode
 
 
-@pytest.mark.parametrize("command", ["sweep", "fading", "prefix train"])
+KILLED = {
+    "one small sweep": f"{SWEEP} --set augmentation=paper",
+    "one study": LINES["fading"],
+    "one training": LINES["prefix train"],
+}
+
+
+@pytest.mark.parametrize("command", KILLED)
 def test_kill_at_every_change_of_the_disk(command, home, tmp_path, record_property):
     """The disk is copied before each change, as a kill would leave it; the command goes on there."""
     record_property("promise", "1, 2")
     folder, shots, log = tmp_path / "folder", tmp_path / "shots", tmp_path / "log"
     folder.mkdir()
-    line = LINES[command].format(home=home, out=folder / "out")
+    line = KILLED[command].format(home=home, out=folder / "out")
     assert finish(start(photograph, line, folder, shots, log)) == 0, log.read_text()
     wanted = contents(folder)
     tear_lines(folder / "out-kept", shots)
     places = sorted(shots.iterdir())
     assert len(places) > 8
-    finish(start(go_on, LINES[command], home, places, log, tmp_path / "results"))
+    finish(start(go_on, KILLED[command], home, places, log, tmp_path / "results"))
     found = json.loads((tmp_path / "results").read_text())
     for place in places:
         code, again = found[place.name]
@@ -67,8 +74,13 @@ def test_kill_at_every_change_of_the_disk(command, home, tmp_path, record_proper
         assert code == 0 or complete, (place.name, log.read_text())
         assert again == [], place.name
         assert different(contents(place), wanted) == [], place.name
-        assert left_over(place) == []
+        assert [each for each in left_over(place) if not is_hollow(each)] == []
     record_property("result", f"{len(places)} kills: the same bytes, nothing finished made again")
+
+
+def is_hollow(folder):
+    """True of a temporary folder without files: the next command that writes there removes it."""
+    return not any(each.is_file() for each in Path(folder).rglob("*"))
 
 
 def tear_lines(file, shots):

@@ -18,6 +18,7 @@ import matplotlib.font_manager  # noqa: F401 - a process that is nobody cannot i
 import pytest
 from conftest import start
 from drills import FULL, SWEEP, act, contents, furnish, left_over
+from lapa2_interp.runs.local import InProcess
 from test_drills import COMMANDS, place_of
 
 from lapa2_interp import load_run
@@ -26,7 +27,6 @@ from lapa2_interp._util.files import TEMPORARY_PREFIX, remove_abandoned
 from lapa2_interp.cli.app import main
 from lapa2_interp.runs import manifest
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.sweep import sweep
 
 pytestmark = [pytest.mark.drill, pytest.mark.alone]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import load
+from lapa2_interp.runs.jobs import Job, Opened
+from lapa2_interp.runs.local import InProcess
 
 from lapa2_interp import generate, load_run
 from lapa2_interp._util.errors import (
@@ -38,9 +40,7 @@ from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.report import view
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
-from lapa2_interp.runs.jobs import Job, Opened
 from lapa2_interp.runs.launch import launch
-from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.manifest import read_manifest
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.runs.texts import read_texts

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, cell_of, decode, load
+from lapa2_interp.runs.jobs import Job
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
@@ -26,7 +27,6 @@ from lapa2_interp.models.prepacked import (
     output_layer,
     prepacked,
 )
-from lapa2_interp.runs.jobs import Job
 from lapa2_interp.runs.worker import Worker
 
 DTYPES = [

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from browsers import browser_page
+from lapa2_interp.runs.local import InProcess
 
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import without_checksums
@@ -26,7 +27,6 @@ from lapa2_interp.report.intervals import interval_svg, shared_scale
 from lapa2_interp.report.run_page import run_report
 from lapa2_interp.report.run_texts import MASS_UNIT
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.manifest import MANIFEST
 from lapa2_interp.runs.run import is_finished_run, load_run
 from lapa2_interp.runs.store import SAMPLES, Failure

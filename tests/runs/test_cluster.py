@@ -10,6 +10,9 @@ from typing import ClassVar
 import pytest
 import torch
 from conftest import HAS_HOOKED, load, plan
+from lapa2_interp.runs.jobs import Failed, Job, Opened
+from lapa2_interp.runs.local import InProcess
+from lapa2_interp.runs.locks import locked
 
 from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import GridError, ModelError, RunError
@@ -20,10 +23,7 @@ from lapa2_interp.models import load as models
 from lapa2_interp.models.machine import store_measurement
 from lapa2_interp.runs import ray as clusters
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.jobs import Failed, Job, Opened
 from lapa2_interp.runs.launch import launch
-from lapa2_interp.runs.local import InProcess
-from lapa2_interp.runs.locks import locked
 from lapa2_interp.runs.manifest import library_versions
 from lapa2_interp.runs.ray import Cluster
 from lapa2_interp.runs.sweep import sweep

@@ -708,8 +708,8 @@ def test_a_device_is_known_or_named():
 def tokens_read(cell):
     """Rows times columns of everything the model embeds while a cell is generated."""
     import torch
-
     from lapa2_interp.runs.jobs import Job, Part
+
     from lapa2_interp.runs.worker import Worker
 
     worker, read = Worker("cpu"), []
@@ -778,6 +778,7 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
 
 def test_the_estimate_of_the_disk_is_near_what_is_written(tmp_path, grid):
     from lapa2_interp.runs.local import InProcess
+
     from lapa2_interp.runs.sweep import sweep
 
     found = grid(

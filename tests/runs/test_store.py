@@ -11,6 +11,8 @@ import pandas as pd
 import pytest
 import xarray as xr
 from conftest import load, run_of
+from lapa2_interp.runs.local import InProcess
+from lapa2_interp.runs.locks import locked
 
 from lapa2_interp import Augmentation, Layout, generate, load_run
 from lapa2_interp._util.errors import (
@@ -30,8 +32,6 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.runs.attention import read_attention
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.runs.local import InProcess
-from lapa2_interp.runs.locks import locked
 from lapa2_interp.runs.manifest import OF_THE_DAY, read_manifest
 from lapa2_interp.runs.run import Run, each_once, is_run, write_run
 from lapa2_interp.runs.store import FinishedCell, Listing, read_cell
@@ -83,7 +83,9 @@ def test_a_run_holds_every_arm_and_attribute(run):
     texts = run.samples()
     counts = texts.groupby(["arm", "attribute"]).size()
     assert counts.tolist() == [4, 4, 4, 4]
-    assert list(run.select(arm=ONE_HEAD.label, attribute="negative").by_key) == [list(run.by_key)[3]]
+    assert list(run.select(arm=ONE_HEAD.label, attribute="negative").by_key) == [
+        list(run.by_key)[3]
+    ]
     for key in run.by_key:
         assert run.trace(key).sizes["sample"] == 4
         assert run.manifest(key).new_tokens == run.finished_cell(key).samples["n_tokens"].sum()
@@ -264,7 +266,10 @@ def test_texts_without_a_first_token_have_no_attention(run, capsys):
         if "step" in trace[name].dims:
             trace[name] = trace[name].where(trace["sample"] != 0)
     ended = Run(
-        None, run.listing, {key: run.by_key[key]}, {key: replace(cell, samples=samples, trace=trace)}
+        None,
+        run.listing,
+        {key: run.by_key[key]},
+        {key: replace(cell, samples=samples, trace=trace)},
     )
     found = read_attention(ended)
     assert (found.left_out, len(found.samples)) == (1, len(samples) - 1)

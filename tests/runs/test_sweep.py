@@ -28,6 +28,8 @@ import pytest
 import torch
 import xarray as xr
 from conftest import MODEL_CLASSES, generate, load, start, warm
+from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Part, ignore_progress
+from lapa2_interp.runs.local import InProcess, Processes
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import DamagedError, GridError, RunError
@@ -47,8 +49,6 @@ from lapa2_interp.runs import local
 from lapa2_interp.runs import store as reading
 from lapa2_interp.runs import sweep as sweeping
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.jobs import ATTEMPTS, Failed, Job, Opened, Part, ignore_progress
-from lapa2_interp.runs.local import InProcess, Processes
 from lapa2_interp.runs.manifest import MANIFEST, Manifest, read_manifest
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import SAMPLES, TRACE, read_cell, read_file
