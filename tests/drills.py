@@ -118,9 +118,9 @@ def act(line, log, environment=None):
     raise SystemExit(command(line, log))
 
 
-def done(line, log):
+def done(line, log, environment=None):
     """Run a command in a process of its own, which must succeed."""
-    process = start(act, line, log)
+    process = start(act, line, log, environment)
     process.join()
     assert process.exitcode == 0, log.read_text()
 
