@@ -100,7 +100,7 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
     _stage(1, f"the model, {model}")
     from lapa2_interp._util.files import write_text
     from lapa2_interp.models.load import load_tokenizer
-    from lapa2_interp.runs.sweep import load_grids
+    from lapa2_interp.runs.launch import load_grids
     from lapa2_interp.runs.worker import Worker
 
     load_tokenizer(model)  # refuses an unknown model before anything else, and converts SmolLM2
@@ -167,7 +167,7 @@ def _count(grid: Grid) -> int:
 
 def _write_texts(out: Path, grid: Grid, worker: Worker) -> None:
     from lapa2_interp._util.errors import RunError, pluralize
-    from lapa2_interp.runs.local import InProcess
+    from lapa2_interp.runs.engines import InProcess
     from lapa2_interp.runs.sweep import sweep
 
     done = sweep(out, [grid], InProcess(worker=worker), _say)
@@ -186,12 +186,12 @@ def _text_traces(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.
     import hashlib
     import json
 
-    from lapa2_interp._util.files import cache_file, write_netcdf
+    from lapa2_interp._util.files import atomic_write, write_netcdf
     from lapa2_interp._util.progress import progress_bar
     from lapa2_interp._util.version import __version__
-    from lapa2_interp.runs.manifest import read_manifest
+    from lapa2_interp.runs.run import load_run
 
-    weights = read_manifest(out / "cells" / cell.key).model.weights
+    weights = load_run(out).manifest(cell.key).model.weights
     stored = json.loads(TEXTS.read_text("utf-8"))["texts"]
     found = []
     with progress_bar(len(stored), "stored texts", "text") as bar:
@@ -201,7 +201,8 @@ def _text_traces(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.
             file = out / "reading" / f"{key}.nc"
             if not file.is_file():
                 trace = read_text(worker.model(cell), text, length)
-                cache_file(file, lambda path, trace=trace: write_netcdf(path, trace))
+                with atomic_write(file) as fresh:
+                    write_netcdf(fresh, trace)
             found.append(_open(file))
             bar.update(1)
     return found

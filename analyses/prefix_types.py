@@ -22,14 +22,13 @@ import pandas as pd
 
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.scripts import print_error
-from lapa2_interp.runs.manifest import read_manifest
 
 sys.excepthook = print_error
 item = open_item("prefix_types", "Prefixes used by the run's methods")
 cells = item.run.cells
 rows = []
 for key in cells[cells["state"] == "finished"]["key"]:
-    cell, manifest = item.run.by_key[key], read_manifest(item.run.place(key))
+    cell, manifest = item.run.by_key[key], item.run.manifest(key)
     if cell.augmentation is not None:
         for branch, prefix in manifest.branches.items():
             kind = "none" if prefix is None else "hard" if isinstance(prefix, str) else "soft"

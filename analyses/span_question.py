@@ -62,8 +62,8 @@ from lapa2_interp.models.machine import (
 )
 from lapa2_interp.paper.equal_perplexity import interpolate_at_cost, resampled_interval
 from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
+from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.runs.local import InProcess
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.scoring.registry import ScorerOptions, score_samples
 from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers

@@ -27,8 +27,13 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = {"tiny-llama": 40, "smollm2-135m": 24}
 """Models with the length of their texts in tokens."""
-RENAMED: dict[str, str] = {}
-"""Columns: their names before, and now."""
+RENAMED = {
+    "case": "example",
+    "all_queries": "after_span",
+    "every_query": "everywhere",
+    "query": "predicting_only",
+}
+"""Columns, values and endings of files' names: their names before, and now."""
 WITHOUT = ("key", "cell", "compared")
 """Columns that hold keys of cells, or hashes of keys."""
 
@@ -124,6 +129,9 @@ def make(out: Path) -> None:
 
 def differences(before: Path, now: Path) -> list[str]:
     """One line for each file that differs."""
+    for each in list(before.rglob("*-*.csv")):
+        front, _, last = each.stem.rpartition("-")
+        each.rename(each.with_stem(f"{front}-{RENAMED.get(last, last)}"))
     names = {
         each.relative_to(place)
         for place in (before, now)
@@ -137,7 +145,7 @@ def differences(before: Path, now: Path) -> list[str]:
             found.append(f"{name}: only {'before' if one.is_file() else 'now'}")
         elif name.suffix == ".csv":
             a, b = (pd.read_csv(each, dtype=str, keep_default_na=False) for each in (one, other))
-            a = a.rename(columns=RENAMED).drop(columns=list(WITHOUT), errors="ignore")
+            a = a.rename(columns=RENAMED).replace(RENAMED).drop(columns=list(WITHOUT), errors="ignore")
             b = b.drop(columns=list(WITHOUT), errors="ignore")
             if list(a.columns) != list(b.columns):
                 found.append(f"{name}: columns {sorted(set(a) ^ set(b)) or 'in another order'}")

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util import plots
-from lapa2_interp._util.files import cache_file
+from lapa2_interp._util.files import atomic_write
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.synthetic import geometric_lengths
 from lapa2_interp.models.machine import n_cores, processor_kind
@@ -85,14 +85,14 @@ def measure(out: Path, grid: Grid) -> Measured:
 
 
 def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
-    from lapa2_interp.runs.manifest import read_manifest
+    from lapa2_interp.runs.run import load_run
     from lapa2_interp.scoring.registry import ScorerOptions, score_samples
     from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers
     from lapa2_interp.scoring.tables import score_table
     from lapa2_interp.scoring.transformer import Perplexity
 
     cell = grid.cells[0]
-    weights = read_manifest(out / "cells" / cell.key).model.weights
+    weights = load_run(out).manifest(cell.key).model.weights
     with ScoreCache(out / "scores") as cache:
         asked = expand_scorers(("accuracy", "echo"), ())
         found = score_samples(samples, asked, ScorerOptions(task="sentiment"), cache)
@@ -102,7 +102,8 @@ def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
 
 def _store(file: Path, table: pd.DataFrame) -> None:
     kept = table.drop(columns=["tokens"], errors="ignore")
-    cache_file(file, lambda path: kept.to_parquet(path, index=False))
+    with atomic_write(file) as fresh:
+        kept.to_parquet(fresh, index=False)
 
 
 def _hash(*parts: Any) -> str:
@@ -862,9 +863,7 @@ def machine() -> str:
 
 
 def _facts(out: Path, run: Run, grid: Grid, traces: xr.Dataset, seconds: float) -> dict[str, str]:
-    from lapa2_interp.runs.manifest import read_manifest
-
-    manifest = read_manifest(run.place(grid.cells[0].key))
+    manifest = run.manifest(grid.cells[0].key)
     stored = json.loads((HERE / "texts.json").read_text("utf-8"))
     cell, card = grid.cells[0], manifest.model
     origin = f"written by {stored['model']} with `{stored['command']}` on {stored['machine']}"

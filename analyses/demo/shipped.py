@@ -19,7 +19,7 @@ from panels import machine
 
 from lapa2_interp._util.errors import RunError
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
-from lapa2_interp.runs.manifest import Manifest, read_manifest
+from lapa2_interp.runs.manifest import Manifest
 from lapa2_interp.runs.run import load_run
 
 HERE = Path(__file__).resolve().parent
@@ -54,7 +54,7 @@ def texts(runs: Sequence[Path], n: int) -> Mapping[str, Any]:
             ]
         )
     turns = [text for group in zip(*found, strict=False) for text in group]
-    manifest = read_manifest(runs[0])
+    manifest = load_run(runs[0]).manifest()
     command = (
         "lapa2 generate --attribute ATTRIBUTE --prompt PROMPT --alpha 0 --length"
         f" {manifest.cell.length} --dtype {manifest.model.dtype} --seed {manifest.cell.seed}"
@@ -81,7 +81,7 @@ def examples(folder: Path) -> Mapping[str, Any]:
             " again"
         )
     first = next(iter(run.by_key.values()))
-    stamp = _stamp(read_manifest(run.place(first.key)), "lapa2 sweep analyses/demo/examples.toml")
+    stamp = _stamp(run.manifest(first.key), "lapa2 sweep analyses/demo/examples.toml")
     return stamp | {
         "attribute": first.attribute,
         "prompt": first.task.prompts.texts[0],

@@ -84,17 +84,9 @@ def _is_abandoned(left: Path) -> bool:
 
 
 @contextmanager
-def atomic_folder(
-    place: Path, is_good: Callable[[Path], bool] = lambda there: False
-) -> Iterator[Path]:
-    """A new folder to write into; it is moved to `place` when the block ends without an error.
-
-    An existing folder at `place` stays until then, and is replaced.
-
-    Args:
-        is_good: Returns True if the folder at `place`, which another process may have made, can
-            stay. The new folder is then deleted.
-    """
+def atomic_folder(place: Path) -> Iterator[Path]:
+    """A new folder to write into; it is moved to `place` when the block ends without an error. An
+    existing folder there stays until then, and is replaced."""
     _make_parents(place)
     with temporary_folder(place.parent) as beside:
         fresh = beside / "new" / place.name
@@ -102,8 +94,6 @@ def atomic_folder(
         yield fresh
         for path in [*fresh.rglob("*"), fresh]:
             _flush(path)
-        if place.exists() and is_good(place):
-            return
         before = beside / "before"
         try:
             if place.exists() or place.is_symlink():
@@ -119,11 +109,8 @@ def atomic_folder(
 @contextmanager
 def atomic_write(place: Path) -> Iterator[Path]:
     """The path of a temporary file of the same name; it is moved to `place` when the block ends
-    without an error.
-
-    An existing file at `place` stays until then, and is replaced. Two processes may write the same
-    file at the same time.
-    """
+    without an error. An existing file there stays until then, and is replaced. Two processes may
+    write the same file at the same time."""
     _make_parents(place)
     with temporary_folder(place.parent) as beside:
         fresh = beside / place.name
@@ -249,12 +236,6 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove a folder. If the process dies, no folder that looks complete is left."""
-    with temporary_folder(folder.parent) as beside:
-        folder.rename(beside / "before")
-
-
 @contextmanager
 def result_folder(
     out: Path, force: bool | None = None, finished: Callable[[Path], bool] = lambda folder: False
@@ -345,15 +326,11 @@ def refuse_foreign_files(folder: Path, names: Iterable[str]) -> None:
 
 def _check_replaceable(out: Path, force: bool | None, finished: Callable[[Path], bool]) -> None:
     """Raise RunError if `result_folder` may not replace `out`."""
-    if os.path.ismount(out):
+    mounted = os.path.ismount(out)
+    if mounted or Path.cwd().is_relative_to(out):
+        kind = "where a disk is mounted" if mounted else "the folder you are in"
         raise RunError(
-            f"{out} is where a disk is mounted, and cannot be replaced; give a folder in it, such"
-            f" as {out / 'run'}"
-        )
-    if Path.cwd().is_relative_to(out):
-        raise RunError(
-            f"{out} is the folder you are in, and would be replaced under your feet; give a folder"
-            f" in it, such as {out / 'run'}"
+            f"{out} is {kind}, and cannot be replaced; give a folder in it, such as {out / 'run'}"
         )
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
@@ -367,7 +344,7 @@ def _check_replaceable(out: Path, force: bool | None, finished: Callable[[Path],
 
 
 @contextmanager
-def acquire_lock(file: Path, timeout: float = 0) -> Iterator[None]:
+def acquire_lock(file: Path, timeout: float = 0.0) -> Iterator[None]:
     """Hold a lock file inside the block. A process that dies releases it, and the empty file stays:
     without it two processes could enter. On a disk that cannot hold locks (some network disks)
     nothing is locked.
@@ -405,40 +382,38 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LAPA2_CACHE") or user_cache_dir("lapa2_interp"))
 
 
-def cache_file(file: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file of the cache.
-
-    Args:
-        write: Writes the file to a temporary path of the same name.
+@contextmanager
+def writing_cache(place: Path) -> Iterator[None]:
+    """Turn errors of the operating system while a place in the cache is written into a
+    `ModelError`.
 
     Raises:
         ModelError: The cache cannot be written.
     """
     try:
-        with atomic_write(file) as fresh:
-            write(fresh)
+        yield
     except OSError as error:
         raise ModelError(
-            f"cannot write the cache {file.parent}: {error.strerror}; set LAPA2_CACHE to a folder"
+            f"cannot write the cache {place.parent}: {error.strerror}; set LAPA2_CACHE to a folder"
             " that can"
         ) from error
 
 
 @contextmanager
 def one_process_at_a_time(file: Path) -> Iterator[None]:
-    """A block that only one process at a time runs for a file of the cache, so that the file is
-    made once. Other processes wait, unless the cache cannot be written."""
+    """A block that only one process at a time runs for a file or folder of the cache, so that it
+    is made once. Other processes wait, unless the cache cannot be written."""
     from filelock import Timeout
 
-    place = file.parent.parent / "locks" / f"{file.name}.lock"
+    place = cache_folder() / "locks" / f"{file.name}.lock"
     with ExitStack() as held:
         with suppress(OSError):
             _make_parents(place)
             try:
-                held.enter_context(acquire_lock(place))
+                held.enter_context(acquire_lock(place, timeout=1.0))
             except Timeout:
                 print(f"another process makes {file}; waiting for it", file=sys.stderr)
-                held.enter_context(acquire_lock(place, timeout=-1))
+                held.enter_context(acquire_lock(place, timeout=-1.0))
         yield
 
 
@@ -471,3 +446,8 @@ def remove_temporary(folder: Path) -> None:
 
 LOCK = "lock"
 CHECKSUMS_FIELD, OWN_ENTRY = "seal", "this file"
+
+
+def remove_folder(folder: Path) -> None:
+    with temporary_folder(folder.parent) as beside:
+        folder.rename(beside / "before")

@@ -56,6 +56,11 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def format_bytes(size: int) -> str:
+    """Bytes in a readable unit: 0.1 MB, 3.1 GB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
 @contextmanager
 def given_or_new_bar(
     given: tqdm | None, total: int, label: str, unit: str = "token"
@@ -135,10 +140,6 @@ class LineBar(tqdm):
         return f"{self.desc}: {', '.join(parts)}"
 
 
-RAISE_AGAIN_AFTER = 0.05
-"""Seconds after which a stop that a finalizer has swallowed is raised again."""
-
-
 class Terminated(SystemExit):
     """SIGTERM, by which batch systems stop a program."""
 
@@ -147,8 +148,7 @@ class Terminated(SystemExit):
 def stop_on_sigterm() -> Iterator[None]:
     """Treat SIGTERM like Ctrl-C: unfinished files are removed, and workers are closed.
 
-    A signal may arrive inside a library that turns every exception into its own, or in a finalizer,
-    which ignores exceptions. It is then raised again a moment later.
+    A library may turn the exception into its own, or ignore it. The block then ends with it.
 
     Raises:
         Terminated: With the exit code of a program that SIGTERM ended.
@@ -158,7 +158,6 @@ def stop_on_sigterm() -> Iterator[None]:
         return
     signals: list[BaseException] = []
 
-    # The handlers: raise, and remember it in case that a library or a finalizer hides it.
     def stop(number: int, _: object) -> None:
         sigterm = number == signal.SIGTERM
         signals.append(Terminated(128 + signal.SIGTERM) if sigterm else KeyboardInterrupt())
@@ -167,22 +166,7 @@ def stop_on_sigterm() -> Iterator[None]:
     kinds = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
         kinds.append(signal.SIGINT)
-
-    def raise_again(*_: object) -> None:
-        raise signals[-1]
-
     before = {kind: signal.signal(kind, stop) for kind in kinds}
-    former_hook = sys.unraisablehook
-
-    def hook(ignored: Any) -> None:
-        """Raise a signal again that a finalizer has hidden; report any other exception."""
-        if isinstance(ignored.exc_value, KeyboardInterrupt | Terminated):
-            before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, raise_again))
-            signal.setitimer(signal.ITIMER_REAL, RAISE_AGAIN_AFTER)
-        else:
-            former_hook(ignored)
-
-    sys.unraisablehook = hook
     try:
         yield
     except Exception as error:
@@ -190,12 +174,9 @@ def stop_on_sigterm() -> Iterator[None]:
             raise signals[-1] from error
         raise
     else:
-        if signals:  # something has swallowed it
+        if signals:
             raise signals[-1]
     finally:
-        if signal.SIGALRM in before:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.unraisablehook = former_hook
         for kind, handler in before.items():
             signal.signal(kind, handler)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
@@ -23,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import DeadHookError
-from lapa2_interp._util.files import cache_file
+from lapa2_interp._util.files import atomic_write, writing_cache
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.methods.base import Intervention
 from lapa2_interp.models.card import Model
@@ -161,12 +160,9 @@ def promoting_neurons(
                 where = places.gather(1, order[:, :, None].expand(-1, -1, 2))
                 bar.update(len(neurons))
             if file is not None:
-                cache_file(file, partial(_save_table, best=best, where=where, layers=layer + 1))
+                with writing_cache(file), atomic_write(file) as fresh:
+                    np.savez(fresh, best=best.numpy(), where=where.numpy(), layers=layer + 1)
     return best, where
-
-
-def _save_table(file: Path, best: Tensor, where: Tensor, layers: int) -> None:
-    np.savez(file, best=best.numpy(), where=where.numpy(), layers=layers)
 
 
 def _load_table(file: Path) -> tuple[Tensor, Tensor, int] | None:

@@ -38,7 +38,8 @@ def generate(
 ) -> None:
     """Generate controlled text and record the attention on the prefix.
 
-    Writes a run (run.json; cells/KEY with manifest.json, samples.parquet, trace.nc). For example
+    Writes a run (run.json; cells/KEY with cell.json and, of each batch of rows, 000.parquet,
+    000.nc and 000.json). For example
 
         lapa2 generate --attribute positive --prompt "The lake" --alpha 0.5 --samples 4 --out run
         lapa2 generate --prefix "Very formal:" --prompts "The lake" --out formal

@@ -31,11 +31,12 @@ def grids(
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS.
         as_json: Print JSON, cells in full.
     """
-    from lapa2_interp._util.progress import format_duration
+    from lapa2_interp._util.progress import format_bytes, format_duration
+    from lapa2_interp.models.machine import machine_memory, machine_workers
     from lapa2_interp.models.sizes import model_size
     from lapa2_interp.paper.estimates import scoring_seconds
     from lapa2_interp.paper.power import detectable_differences
-    from lapa2_interp.runs.estimates import estimate, format_bytes, machine_memory, machine_workers
+    from lapa2_interp.runs.estimates import estimate
     from lapa2_interp.runs.grid import EXAMPLE, built_in, load_grid, parse_changes
 
     found = [
@@ -63,13 +64,13 @@ def grids(
     basis, notes = [], []
     for grid in found:
         each = estimate(grid.cells, workers)
-        fits = "" if each.needs < 0.9 * machine_memory() else "  not on this machine"
+        fits = "" if each.memory < 0.9 * machine_memory() else "  not on this machine"
         line = (
             f"{grid.name:<20} {each.cells:>5} {each.texts:>7} {each.row_tokens:>11} "
             f" {format_duration(each.seconds):>9}"
         )
         scoring = format_duration(scoring_seconds([grid]))
-        sizes = f"{format_bytes(each.disk):>8}  {format_bytes(each.needs):>8}"
+        sizes = f"{format_bytes(each.disk):>8}  {format_bytes(each.memory):>8}"
         print(f"{line}  {scoring:>8}  {sizes}{fits}\n    {grid.description}")
         if points := detectable_differences(grid):
             print(f"    two arms tell differences of {points} points")
@@ -183,6 +184,7 @@ def sweep(
     gpus_per_worker: float | None = None,
     pack: Literal["auto", "on", "off"] = "auto",
     allow_code: bool = False,
+    dry_run: bool = False,
     yes: bool = False,
 ) -> None:
     """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
@@ -219,10 +221,10 @@ def sweep(
             auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
             the grid are data, and never run.
+        dry_run: Only say what is left to make, and what it takes.
         yes: Start also what would take a year, or more memory than there is.
     """
-    from lapa2_interp._util.progress import format_duration
-    from lapa2_interp.runs.estimates import format_bytes
+    from lapa2_interp._util.progress import format_bytes, format_duration
     from lapa2_interp.runs.grid import parse_changes
     from lapa2_interp.runs.launch import launch
 
@@ -240,8 +242,12 @@ def sweep(
         gpus_per_worker=gpus_per_worker,
         pack=pack,
         allow_code=allow_code,
+        dry_run=dry_run,
         yes=yes,
     )
+    if dry_run:
+        print(f"{pluralize(done.before, 'cell')} there, and none made: {out}")
+        return
     print(
         f"{pluralize(done.made, 'cell')} made in {format_duration(done.seconds)}, {done.before}"
         f" were there: {out}"
@@ -251,6 +257,8 @@ def sweep(
             f"{format_bytes(done.disk)} on disk, at most {format_bytes(done.memory)} of memory a"
             " worker"
         )
+    if done.elsewhere:
+        print(f"{pluralize(done.elsewhere, 'cell')} being made by another sweep of {out}")
     if done.failed:
         raise RunError(
             f"{pluralize(len(done.failed), 'cell')} failed; `lapa2 runs {out}` says why, and the"
@@ -276,7 +284,8 @@ def runs(
         traceback: Print the whole traceback of failed cells.
         as_json: Print JSON, one object per cell.
     """
-    from lapa2_interp.runs.run import STATES, load_run
+    from lapa2_interp.runs.run import load_run
+    from lapa2_interp.runs.store import STATES
 
     if as_json and traceback:
         raise RunError("--traceback prints texts, which --json has no place for; give one of them")

@@ -8,7 +8,6 @@ and emulated ones, each have their own numbers.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -22,7 +21,7 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
-from lapa2_interp._util.files import cache_file, cache_folder
+from lapa2_interp._util.files import cache_folder, write_json
 from lapa2_interp._util.parsing import read_text
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -99,11 +98,8 @@ def store_measurement(device: str, name: str, numbers: tuple[float, ...]) -> tup
     stored = known.setdefault(processor_kind(device), {})[name] = tuple(
         float(f"{number:.4g}") for number in numbers
     )
-    with suppress(ModelError):
-        cache_file(
-            _measurements_file(),
-            lambda path: path.write_text(json.dumps(known), encoding="utf-8"),
-        )
+    with suppress(OSError):
+        write_json(_measurements_file(), known)
     return stored
 
 
@@ -196,6 +192,32 @@ def print_if_slow(dtype: str, device: str | None = None) -> None:
 def n_cores() -> int:
     """CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_workers() -> int:
+    """Workers that this machine has room for: one per GPU, or per CPU core."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else n_cores()
+
+
+def machine_memory() -> int:
+    """Bytes of memory: of one GPU where there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return usable_memory()
+
+
+def usable_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or the limit of its control
+    group."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found = min(found, int(Path(file).read_text("utf-8")))
+    return found
 
 
 def peak_memory(device: str = "cpu") -> int:

@@ -8,10 +8,9 @@ A matrix product first brings its weights into an order that suits the processor
 at every step. Inside the block every linear layer does it once, in the first pass, and keeps the
 result. Hooks, outputs, `state_dict` and gradients are as without it.
 
-A prepacked weight is never stale. Every product checks that the layer still has the same weight
-tensor, unchanged by any operation on it. Every block checks, by sums over all its bits, that the
-weight was not written to in a way that PyTorch does not count (`weight.data`, NumPy). A weight that
-has changed is prepacked again.
+Every product checks that the layer still has the same weight tensor, unchanged by any operation on
+it. A weight that has changed is prepacked again. PyTorch does not count what is written through
+`weight.data` or NumPy, so change weights under `torch.no_grad()` instead.
 
 GPT-2's activation, a tanh form of GELU in eight operations, is one operation inside the block.
 
@@ -24,16 +23,14 @@ takes longer than one of four, so these are computed as four rows.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Linear, Parameter
 from torch.nn.functional import gelu, pad
@@ -41,6 +38,7 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
+from lapa2_interp.models.machine import usable_memory
 
 PrepackOption = Literal["auto", "on", "off"]
 """Prepack weights: auto prepacks those that fit the memory (`choose_prepacking`)."""
@@ -53,9 +51,6 @@ ROWS = 60
 """Rows that weights are prepacked for; the order also suits fewer and more rows."""
 MIN_ROWS = 4
 """Rows of the smallest product."""
-STRETCH = 61
-"""Count of eight-byte numbers in a sum that detects changes. It is prime, so that two columns that
-change places do not fall into one sum in all rows."""
 
 Module = Any
 """A `torch.nn.Module`."""
@@ -117,11 +112,6 @@ def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[No
     elif packing == "lm_head":
         head = output_layer(network)
         layers = [head] if head is not None and "forward" not in vars(head) else []
-    # Forget prepacked weights that are stale.
-    for layer in layers:
-        stored = _prepacked_weights.get(layer)
-        if stored is not None and not stored.has_bits_of(layer.weight):
-            del _prepacked_weights[layer]
     # Replace the forward functions inside the block.
     if packing == "all":
         layers += [
@@ -192,27 +182,10 @@ class _PrepackedWeight:
         rows = weight.detach().t() if isinstance(layer, Conv1D) else weight.detach()
         self.reordered = _reorder(rows)  # out in, in the processor's order
         self.weight, self.state = weakref.ref(weight), (weight.data_ptr(), weight._version)
-        self.sums = _bit_sums(weight)
 
     def is_of(self, weight: Tensor) -> bool:
         """True if this is the same tensor, and no operation has changed or moved it since."""
         return self.weight() is weight and self.state == (weight.data_ptr(), weight._version)
-
-    def has_bits_of(self, weight: Tensor) -> bool:
-        """True if the tensor also has the same bits."""
-        return self.is_of(weight) and torch.equal(self.sums, _bit_sums(weight))
-
-
-def _bit_sums(weight: Tensor) -> Int64[Tensor, " stretch"]:
-    """Sums over all bits of a weight, by stretches of `STRETCH` numbers, at memory speed.
-
-    The only changes that keep every sum are numbers that change places inside a stretch.
-    """
-    rows = weight.detach() if weight.stride(-1) == 1 else weight.detach().t()
-    bits = rows.contiguous().view(-1).view(torch.uint8)
-    whole = len(bits) // (8 * STRETCH) * 8 * STRETCH
-    sums = bits[:whole].view(torch.int64).view(-1, STRETCH).sum(dim=1)
-    return torch.cat([sums, bits[whole:].long()])
 
 
 def _prepacked_forward(layer: Module) -> Callable[[Tensor], Tensor]:
@@ -250,13 +223,3 @@ def _gelu(x: Tensor) -> Tensor:
     if x.dtype != torch.float32 or torch.is_grad_enabled():
         return NewGELUActivation.forward(None, x)
     return gelu(x, approximate="tanh")
-
-
-def usable_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or the limit of its control
-    group."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            found = min(found, int(Path(file).read_text("utf-8")))
-    return found

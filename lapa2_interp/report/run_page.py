@@ -36,8 +36,9 @@ from lapa2_interp.report.intervals import format_numbers, interval_svg, mark_cel
 from lapa2_interp.report.item_sections import ITEM_ORDER, VERDICT_MARKS, claim_groups, item_sections
 from lapa2_interp.report.run_texts import MAX_PROMPTS, each_text, texts_to_show
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.run import STATES, Run
+from lapa2_interp.runs.run import Run
 from lapa2_interp.runs.score import score_notes
+from lapa2_interp.runs.store import STATES
 from lapa2_interp.scoring.tables import (
     CELL_COLUMNS,
     EXTRA_CELL_COLUMNS,

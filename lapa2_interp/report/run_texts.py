@@ -12,10 +12,7 @@ from lapa2_interp.attention.tables import branch_name, pooled
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.run import Run
-from lapa2_interp.runs.store import (
-    FinishedCell,
-)
+from lapa2_interp.runs.run import FinishedCell, Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

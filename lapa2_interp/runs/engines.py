@@ -27,7 +27,13 @@ Outcome = FinishedBatch | Failure
 
 
 class Engine(Protocol):
-    """Workers that make batches, inside a `with` block."""
+    """Workers that make batches, inside a `with` block.
+
+    Attributes:
+        n_workers: Workers that it will have.
+    """
+
+    n_workers: int
 
     def slots(self) -> int:
         """Batches it can make at once; may grow while a sweep runs."""
@@ -61,6 +67,8 @@ class InProcess:
     Args:
         worker: Makes the batches, and keeps its model; by default one of the other arguments.
     """
+
+    n_workers = 1
 
     def __init__(
         self,
@@ -130,11 +138,11 @@ class LocalPool:
     def __init__(
         self, workers: int, device: str | None = None, threads: int = 1, pack: str = "auto"
     ) -> None:
-        self._settings = workers, device, threads, pack
+        self.n_workers, self._settings = workers, (workers, device, threads, pack)
         self._slots: list[Slot] = []
 
     def __enter__(self) -> Self:
-        self._slots = [Slot(self._new(number)) for number in range(self._settings[0])]
+        self._slots = [Slot(self._new(number)) for number in range(self.n_workers)]
         return self
 
     def __exit__(self, *_: object) -> None:

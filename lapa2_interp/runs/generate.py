@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import BatchPlan, plan_batches
+from lapa2_interp.generation.plan import MAX_ROWS, BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
     AugmentationSetting,
@@ -47,13 +47,12 @@ from lapa2_interp.models.load import (
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
 from lapa2_interp.runs.estimates import (
     LONG,
-    TEXT_BYTES,
     Estimate,
-    Pace,
     check_affordable,
     cost,
-    pace,
-    plan_seconds,
+    rate,
+    step_size,
+    stored_bytes,
 )
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import Run
@@ -264,52 +263,30 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
 
 
 def _time(model: Model, plans: Sequence[BatchPlan]) -> str:
-    at = _pace(model, sum(each.tokens_read(each.method.rereads_text) for each in plans))
-    told = sum(plan_seconds(each, at) for each in plans)
-    return f"; about {format_duration(told)} ({at.basis})" if told > LONG else ""
+    """The time of plans, if it is long, from the rate of the first."""
+    tokens = sum(cost(each.cell) for each in plans)
+    each, basis = _rate(model, tokens, step_size(plans[0].cell, len(plans[0].batches)))
+    return f"; about {format_duration(tokens * each)} ({basis})" if tokens * each > LONG else ""
 
 
 def _estimate(model: Model, cells: Sequence[Cell]) -> Estimate:
     """Least time and memory of cells, without their plans, which have an entry for every text: the
     texts and the trace are kept in memory."""
-    at, needs = _pace(model, 0), 0
-    for cell in cells:
-        rows = cell.n_texts * len(cell.branches)
-        layers, heads = model.cfg.n_layers, model.cfg.n_heads
-        needs += trace_bytes(cell.trace, rows, cell.length, layers, heads, 0, 0)
-        needs += cell.n_texts * cell.length * TEXT_BYTES
-    return Estimate(
-        cells=len(cells),
-        texts=sum(cell.n_texts for cell in cells),
-        row_tokens=sum(map(cost, cells)),
-        seconds=sum(map(cost, cells)) * at.row,
-        disk=0,
-        basis=at.basis,
-        needs=needs,
-        packed=0,
-    )
+    size = sum(stored_bytes(cell, model.cfg.n_layers, model.cfg.n_heads) for cell in cells)
+    texts, tokens = sum(cell.n_texts for cell in cells), sum(map(cost, cells))
+    each, basis = _rate(model, 0)
+    return Estimate(len(cells), texts, tokens, tokens * each, size, basis, size)
 
 
 def reading_seconds(model: Model, tokens: int) -> float:
     """About how many seconds it takes to read so many tokens of given texts (`teacher_forced`)."""
-    return tokens * _pace(model, tokens).row
+    return tokens * _rate(model, tokens)[0]
 
 
-def _pace(model: Model, tokens: int) -> Pace:
-    """Pace of a loaded model on work of so many tokens."""
-    card, network = (
-        model_card(model),
-        cast(torch.nn.Module, getattr(model, "original_model", model)),
-    )
-    operations = 2.0 * tokens * sum(each.numel() for each in network.parameters())
+def _rate(model: Model, tokens: int, step: tuple[int, int] = (MAX_ROWS, 64)) -> tuple[float, str]:
+    """Rate of a loaded model on work of so many tokens."""
+    card = model_card(model)
     device = card.device.partition(":")[0]
     threads = torch.get_num_threads() if device == "cpu" else 1
-    return pace(
-        card.name,
-        card.dtype,
-        device,
-        card.model_class,
-        threads,
-        operations=operations,
-        loaded=model,
-    )
+    kind = card.name, card.dtype, card.model_class, device, threads
+    return rate(*kind, step, tokens=tokens, loaded=model)

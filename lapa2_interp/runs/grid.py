@@ -90,7 +90,7 @@ def load_grid(
 ) -> Grid:
     """A built-in grid, or that of a TOML file, with every cell resolved.
 
-    To fill a run folder that may have cells of the grid already, use `sweep.load_grids`.
+    To fill a run folder that may have cells of the grid already, use `launch.load_grids`.
 
     Args:
         changes: Values that replace a key in every block, such as {"samples": 1}.

@@ -15,16 +15,12 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize, unknown_choice
-from lapa2_interp._util.progress import format_duration, stop_on_sigterm
+from lapa2_interp._util.progress import format_bytes, format_duration, stop_on_sigterm
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
-from lapa2_interp.runs.estimates import (
-    check_affordable,
-    estimate,
-    format_bytes,
-    machine_workers,
-)
 from lapa2_interp.runs.engines import Engine, local_engine
+from lapa2_interp.runs.estimates import check_affordable, estimate
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.run import as_list, is_any_of
 from lapa2_interp.runs.store import CELLS, LISTING, read_cell, read_listing, state_of
@@ -48,6 +44,7 @@ def launch(
     gpus_per_worker: float | None = None,
     pack: str = "auto",
     allow_code: bool = False,
+    dry_run: bool = False,
     yes: bool = False,
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Swept:
@@ -60,8 +57,8 @@ def launch(
         only: Make only cells with these settings (`Cell.columns`; a list: one of them), such as
             {"task": "topic"}; the grids' other cells stay missing until another call.
         engine: "local": processes on this machine, or "ray": workers on the machines of a cluster.
-        workers, device, dtype, threads, address, gpus_per_worker, pack, allow_code, yes: As the
-            options of `lapa2 sweep`.
+        workers, device, dtype, threads, address, gpus_per_worker, pack, allow_code, dry_run, yes:
+            As the options of `lapa2 sweep`.
         notify: Told what is to be made, and about cells that fail.
 
     Raises:
@@ -102,28 +99,41 @@ def launch(
                     unknown_choice(column, str(each), dict.fromkeys(map(str, table[column])))
                 )
         cells = {key: cells[key] for key in table.index[is_any_of(table[column], as_list(value))]}
-    left = [cell for key, cell in cells.items() if state_of(out / CELLS / key, cell) != "finished"]
+    left = _unfinished(out, cells)
     runner = _engine(engine, workers, device, threads, address, gpus_per_worker, pack)
     try:
         if left:
-            slots = workers or machine_workers()
-            each = estimate(left, slots, device, threads)
+            each = estimate(left, runner.n_workers, device, threads)
             notify(
                 f"{len(left)} of {len(cells)} cells to make: {each.texts} texts,"
                 f" {each.row_tokens} row-tokens, about {format_duration(each.seconds)} with"
-                f" {pluralize(slots, 'worker')}, {format_bytes(each.disk)} on disk,"
-                f" {format_bytes(each.needs + each.packed)} of memory a worker ({each.basis})"
+                f" {pluralize(runner.n_workers, 'worker')}, {format_bytes(each.disk)} on disk,"
+                f" {format_bytes(each.memory)} of memory a worker ({each.basis})"
             )
             # A cluster's machines may have other memory than this one.
-            check_affordable(replace(each, needs=0) if engine == "ray" else each, yes)
+            each = replace(each, memory=0) if engine == "ray" else each
+            check_affordable(each, yes or dry_run)
+        if dry_run:
+            return Swept(len(cells) - len(left), 0, ())
         with stop_on_sigterm():
             return sweep(out, grids, runner, notify, list(cells))
     except (KeyboardInterrupt, SystemExit):
-        done = sum(state_of(out / CELLS / key, cell) == "finished" for key, cell in cells.items())
+        done = len(cells) - len(_unfinished(out, cells))
         notify(f"\n{done} of {pluralize(len(cells), 'cell')} finished")
         raise
     finally:
         runner.close()
+
+
+def _unfinished(out: Path, cells: Mapping[str, Cell]) -> list[Cell]:
+    """The cells that a run has not finished.
+
+    Raises:
+        RunError: There is a run of another format.
+    """
+    if (out / LISTING).is_file():
+        read_listing(out)
+    return [cell for key, cell in cells.items() if state_of(out / CELLS / key, cell) != "finished"]
 
 
 def load_grids(
@@ -183,7 +193,7 @@ def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
     sweep writes them again."""
     found: dict[tuple[str, str], set[str]] = {}
     for grid, keys in (
-        read_listing(folder).grids if (folder / "run.json").is_file() else {}
+        read_listing(folder).grids if (folder / LISTING).is_file() else {}
     ).items():
         for key in keys:
             with suppress(DamagedError):

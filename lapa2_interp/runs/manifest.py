@@ -19,6 +19,7 @@ from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
 
+
 class Provenance(BaseModel):
     """The software, the machine and the model that made texts: with the cell, all that decides
     them."""

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import LayoutError, ScoringError
 from lapa2_interp._util.files import (
-    cache_file,
     cache_folder,
     one_process_at_a_time,
+    write_text,
+    writing_cache,
 )
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.progress import hidden_bar
@@ -85,7 +86,8 @@ class ModelContext:
             with suppress(OSError, ValueError):  # a damaged file is made again
                 return TypeAdapter(list[str]).validate_json(read_text(file))
             texts = self._draft(method, prompt, n, new_tokens, seed)
-            cache_file(file, lambda path: path.write_text(json.dumps(texts), encoding="utf-8"))
+            with writing_cache(file):
+                write_text(file, json.dumps(texts))
             return texts
 
     def _draft(self, method: Method, prompt: str, n: int, new_tokens: int, seed: int) -> list[str]:

@@ -132,6 +132,7 @@ class RayPool:
         try:
             self._on_gpus = device != "cpu" and any(node.get("GPU") for node in self._nodes())
             self._check(address)
+            self.n_workers = workers or self._room()
         except BaseException:
             self._ray.shutdown()
             raise
@@ -219,7 +220,9 @@ class RayPool:
         Raises:
             RunError: An actor cannot start, or has other versions of libraries.
         """
-        ready, _ = self._ray.wait(list(self._starting), timeout=seconds) if self._starting else ([], [])
+        ready, _ = (
+            self._ray.wait(list(self._starting), timeout=seconds) if self._starting else ([], [])
+        )
         for reference in ready:
             actor = self._starting.pop(reference)
             try:
@@ -272,6 +275,7 @@ class RayPool:
                     " goes on where this one stopped"
                 )
             sleep(1)
+
 
 def _public(versions: dict[str, str]) -> dict[str, str]:
     """Versions without marks of the build, such as +cu130."""

@@ -121,12 +121,14 @@ class Run:
     @property
     def failures(self) -> dict[str, Failure]:
         """Why cells that are not finished raised when they were last tried."""
-        found = {}
-        for key in self.by_key:
-            if self.state(key) in ("failed", "damaged"):
-                with suppress(FileNotFoundError):  # tried again meanwhile
-                    found[key] = read_failure(self.place(key) / FAILED)
-        return found
+        found = {key: self._failure(key) for key in self.by_key}
+        return {key: failure for key, failure in found.items() if failure is not None}
+
+    def _failure(self, key: str) -> Failure | None:
+        if self.state(key) in ("failed", "damaged"):
+            with suppress(FileNotFoundError):  # never failed, or tried again meanwhile
+                return read_failure(self.place(key) / FAILED)
+        return None
 
     def place(self, key: str) -> Path:
         """The folder of a cell.
@@ -157,8 +159,8 @@ class Run:
                     "seconds": manifest.seconds,
                     "commit": manifest.commit,
                 }
-            reason = self.failures[key].reason if state == "failed" else ""
-            rows.append(row | {"why": reason})
+            failure = self._failure(key) if state == "failed" else None
+            rows.append(row | {"why": "" if failure is None else failure.reason})
         return pd.DataFrame(rows, columns=None if rows else ["key", "state", "grids", "why"])
 
     def samples(self, cells: str | Sequence[str] | None = None, **wanted: Any) -> pd.DataFrame:
@@ -416,9 +418,8 @@ class Run:
 
     def _keys(self, cells: str | Sequence[str] | None, wanted: Mapping[str, Any]) -> list[str]:
         """Keys of the finished cells that are asked for."""
-        finished = self.finished
         if cells is None:
-            chosen = [key for key in self.select(**wanted).by_key if key in finished]
+            chosen = list(self.select(**wanted).finished)
             if wanted and not chosen:
                 raise RunError(f"no cell of {self.name} with {shown_only(wanted)} is finished")
             return chosen
@@ -427,7 +428,8 @@ class Run:
         if isinstance(cells, Run):
             raise RunError("a run is not a key; ask the run itself: run.select(...).samples()")
         keys: list[Any] = list(dict.fromkeys(as_list(cells)))
-        if missing := [key for key in keys if key not in finished]:
+        known = [key for key in keys if key in self.by_key and self.state(key) == "finished"]
+        if missing := [key for key in keys if key not in known]:
             raise RunError(self._not_there(missing[0]))
         return keys
 
@@ -449,8 +451,8 @@ class Run:
     def _only(self, key: str | None) -> str:
         if key is None and len(self.by_key) != 1:
             raise RunError(
-                f"{self.name} has {len(self.by_key)} cells; give the key of one (run.cells, or `lapa2"
-                " runs`, lists them)"
+                f"{self.name} has {len(self.by_key)} cells; give the key of one (run.cells, or"
+                " `lapa2 runs`, lists them)"
             )
         return next(iter(self.by_key)) if key is None else key
 

@@ -17,11 +17,11 @@ from lapa2_interp._util.progress import format_duration
 from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import print_if_slow
-from lapa2_interp.runs.estimates import LONG, adapter_seconds
+from lapa2_interp.runs.estimates import LONG, reading_seconds
 from lapa2_interp.runs.run import load_run, shown_only
 from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import human
-from lapa2_interp.scoring.adapter import ADAPTER_ENDING
+from lapa2_interp.scoring.adapter import ADAPTER_ENDING, ADAPTER_SHARE
 from lapa2_interp.scoring.linear import LINEAR_ENDING
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers, parse_scorer
@@ -303,7 +303,7 @@ def _work(sets: Sequence[tuple[pd.DataFrame, ScorerOptions]], model: str) -> str
     if model != "adapter":
         return texts
     letters = sum(int(samples["text"].str.len().sum()) for samples, _ in sets)
-    told = adapter_seconds(letters / LETTERS, sets[0][1].device)
+    told = reading_seconds(ADAPTER_SHARE * letters / LETTERS, sets[0][1].device)
     return f"{texts}, about {format_duration(told)} where none is known" if told > LONG else texts
 
 

@@ -13,7 +13,6 @@ A batch exists when its JSON exists, and a cell is finished when all its batches
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -170,22 +169,28 @@ def _files(number: int, traced: bool) -> list[str]:
 
 def batch_numbers(folder: Path) -> list[int]:
     """Numbers of the batches that a cell's folder has records of."""
+    return _numbers(_names(folder) or set())
+
+
+def _names(folder: Path) -> set[str] | None:
+    """Names of the files in a folder; None where there is no folder."""
     try:
-        names = os.listdir(folder)
+        return {each.name for each in folder.iterdir()}
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return None
+
+
+def _numbers(names: set[str]) -> list[int]:
     stems = (name.removesuffix(".json") for name in names if name.endswith(".json"))
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
 
 def state_of(folder: Path, cell: Cell) -> str:
     """The state of a cell, one of `STATES`: a listing of its folder and a record."""
-    try:
-        names = set(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
+    names = _names(folder)
+    if names is None:
         return "missing"
-    numbers = batch_numbers(folder)
-    if numbers:
+    if numbers := _numbers(names):
         try:
             n_batches = read_record(folder, numbers[0]).n_batches
         except DamagedError:

@@ -45,7 +45,6 @@ from lapa2_interp.runs.store import (
     lost_listing,
     read_listing,
     remove_batches,
-    state_of,
     write_batch,
     write_cell,
     write_listing,
@@ -100,10 +99,6 @@ def open_run(
         raise GridError(f"two grids have the name {twice[0]}; rename a file, or use two runs")
     check_name(folder)
     known = (LISTING, LOCK, CELLS)
-    if (folder / CELLS).is_symlink():
-        raise RunError(
-            f"{folder / CELLS} is a link, which is not followed; put the folder itself there"
-        )
     with writing(folder):
         if (
             folder.is_dir()
@@ -116,7 +111,10 @@ def open_run(
         ):
             raise RunError(f"{folder} exists and is not a run; choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
-    with writing(folder), acquire_lock(folder / LOCK, wait=True):
+    for place in (folder / CELLS, *(folder / CELLS / c.key for grid in grids for c in grid.cells)):
+        if place.is_symlink():
+            raise RunError(f"{place} is a link, which is not followed; put the folder itself there")
+    with writing(folder), acquire_lock(folder / LOCK, timeout=-1):
         remove_abandoned(folder)
         listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
         before = {key for keys in listing.grids.values() for key in keys}
@@ -161,7 +159,7 @@ def sweep(
         todo = [
             run.by_key[key]
             for key in keys
-            if run.state(key) != "finished" or not _is_finished(_sound_records(run, key, notify))
+            if run.state(key) != "finished" or not _is_finished(_sound_records(run, key))
         ]
     before = len(keys) - len(todo)
     if not todo:
@@ -183,7 +181,9 @@ def sweep(
     )
 
 
-def _sound_records(run: Run, key: str, notify: Callable[[str], None]) -> dict[int, BatchRecord]:
+def _sound_records(
+    run: Run, key: str, notify: Callable[[str], None] = lambda line: None
+) -> dict[int, BatchRecord]:
     """Records of a cell's batches whose files are as they were written; a damaged batch is
     reported."""
     found: dict[int, BatchRecord] = {}
@@ -192,7 +192,10 @@ def _sound_records(run: Run, key: str, notify: Callable[[str], None]) -> dict[in
             found[number] = check_batch(run.place(key), number, run.by_key[key])
         except DamagedError as error:
             notify(f"{run.by_key[key].description} ({key}): batch {number} made again; {error}")
-    return found
+    n_batches = next(iter(found.values())).n_batches if found else 0
+    return {
+        number: record for number, record in found.items() if number < n_batches == record.n_batches
+    }
 
 
 def _is_finished(records: Mapping[int, BatchRecord]) -> bool:
@@ -336,7 +339,7 @@ class _Sweep:
         write_batch(folder, job.number, outcome)
         work.records[job.number] = record
         self.memory = max(self.memory, record.memory)
-        self.bar.update(_share(cell, record.n_texts) - shown)
+        self.bar.update(_share(cell, record.n_texts) * (not work.failed) - shown)
         if not work.met:
             work.met, packing = True, record.model.prepacking
             self.ready.extend(_Job(work, number, packing) for number in work.missing)
@@ -368,8 +371,8 @@ class _Sweep:
         """Refuse a model whose weights have changed since other texts of the run were made."""
         if cell.model not in self.weights:
             others = (key for key, each in self.run.by_key.items() if each.model == cell.model)
-            known = (self.run.records(key) for key in others)
-            self.weights[cell.model] = next((each[0].model.weights for each in known if each), now)
+            known = (record for key in others for record in _sound_records(self.run, key).values())
+            self.weights[cell.model] = next((record.model.weights for record in known), now)
         if self.weights[cell.model] != now:
             raise RunError(
                 f"{self.run.home} was made with {cell.model} of {self.weights[cell.model]}, and it"

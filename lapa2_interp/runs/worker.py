@@ -55,9 +55,10 @@ def make_batch(
         Lapa2Error: As `decode_batches`.
     """
     check_files(plan)
+    progress = hidden_bar() if progress is None else progress
     began, problems = perf_counter(), []
     try:
-        made = decode_batches(model, plan, [plan.batches[number]], progress or hidden_bar())
+        made = decode_batches(model, plan, [plan.batches[number]], progress)
     except EmptyGenerationError as error:
         made = error.generation
         problems.append(str(error))
@@ -136,9 +137,7 @@ class Worker:
                 raise KeyboardInterrupt from error
             fewer = "; fewer rows share a batch with --set max_rows=N"
             note = fewer if is_out_of_memory(error) else ""
-            return Failure(
-                when=datetime.now(UTC), traceback=traceback.format_exc().rstrip() + note
-            )
+            return Failure(when=datetime.now(UTC), traceback=traceback.format_exc().rstrip() + note)
 
     def model(self, cell: Cell) -> Model:
         """The cell's model; the one before it is let go first."""

@@ -1,16 +1,24 @@
 """Files and folders: what is removed, what is refused, and what an error says about a file."""
 
+import errno
 import fcntl
+import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from filelock import Timeout
 
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import (
-    LOCK,
+    DAY,
+    HOST,
     TEMPORARY_PREFIX,
+    acquire_lock,
+    atomic_folder,
     check_name,
     holds_only,
     is_damage,
@@ -18,74 +26,111 @@ from lapa2_interp._util.files import (
     remove_abandoned,
     result_folder,
     temporary_folder,
-    try_lock,
-    without_checksums,
     write_checkpoint,
+    write_json,
+    write_text,
 )
+from lapa2_interp._util.parsing import parse_object
 
 OURS = holds_only("table.csv", "*.png")
 
 
-def aged(path):
-    """As if nothing had been done there for two minutes."""
-    before = time.time() - 120
-    os.utime(path, (before, before))
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lapa2_interp._util.files import temporary_folder
+with temporary_folder(Path(sys.argv[1])) as place:
+    (place / "half").write_text("made")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
-@pytest.mark.parametrize("names", [(), (f"{LOCK}.new",)])
-def test_what_a_process_left_that_died_without_a_lock_goes_in_a_minute(tmp_path, names):
-    """It died before it held its lock, or when it had removed all else."""
-    left = tmp_path / f"{TEMPORARY_PREFIX}x"
-    left.mkdir()
-    for name in names:
-        (left / name).touch()
-    remove_abandoned(tmp_path)
-    assert left.exists(), "its owner may be about to lock it"
-    aged(left)
-    remove_abandoned(tmp_path)
-    assert not left.exists()
+def test_what_a_killed_process_left_is_removed_by_the_next_and_what_lives_stays(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    (left,) = tmp_path.glob(f"{TEMPORARY_PREFIX}{HOST}-*")
+    assert (left / "half").is_file()
+    with temporary_folder(tmp_path) as mine, temporary_folder(tmp_path) as other:
+        assert sorted(tmp_path.iterdir()) == sorted([mine, other])
+    assert not list(tmp_path.iterdir())
 
 
-def test_what_is_filled_on_a_disk_without_locks_stays(tmp_path):
-    left = tmp_path / f"{TEMPORARY_PREFIX}x"
+@pytest.mark.parametrize(
+    ("name", "age", "stays"),
+    [
+        (f"{HOST}-{os.getppid()}-abcdefgh", 2 * DAY, True),
+        (f"{HOST}-999999999-abcdefgh", 0, False),
+        ("elsewhere-999999999-abcdefgh", DAY - 60, True),
+        ("elsewhere-999999999-abcdefgh", DAY + 60, False),
+        (f"{HOST}-my-notes", 2 * DAY, True),
+    ],
+)
+def test_a_temporary_folder_stays_while_its_process_may_live(tmp_path, name, age, stays):
+    left = tmp_path / f"{TEMPORARY_PREFIX}{name}"
     (left / "new").mkdir(parents=True)
-    (left / f"{LOCK}.new").touch()
-    aged(left)
+    os.utime(left, (time.time() - age,) * 2)
     remove_abandoned(tmp_path)
-    assert left.exists()
+    assert left.exists() == stays
 
 
-def test_a_kill_at_any_moment_of_a_removal_leaves_what_the_next_process_removes(
-    tmp_path, monkeypatch
-):
-    """The lock is the last file to go: until then the folder is known as abandoned."""
-    removed, real = [], os.unlink
+def test_all_of_a_file_or_folder_is_on_the_disk_before_it_is_seen(tmp_path, monkeypatch):
+    log, real_fsync, real_rename = [], os.fsync, os.rename
 
-    def unlink(path, **given):
-        removed.append(Path(path).name)
-        real(path, **given)
+    def fsync(handle):
+        log.append(Path(f"/proc/self/fd/{handle}").readlink())
+        real_fsync(handle)
 
-    monkeypatch.setattr(os, "unlink", unlink)
-    with temporary_folder(tmp_path) as beside:
-        for name in ("z", "a", "new/of"):
-            (beside / name).parent.mkdir(exist_ok=True)
-            (beside / name).touch()
-    assert len(removed) == 4
-    assert removed[-1] == LOCK
+    def rename(source, target, **settings):
+        log.append((Path(source), Path(target)))
+        real_rename(source, target, **settings)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "replace", rename)
+    parent = tmp_path / "deep" / "er"
+    with atomic_folder(parent / "place") as fresh:
+        (fresh / "a").write_text("a")
+        (fresh / "b").write_text("b")
+        assert not (parent / "place").exists()
+    assert log[:2] == [tmp_path, tmp_path / "deep"], "new folders are in their parents"
+    assert set(log[2:4]) == {fresh / "a", fresh / "b"}
+    assert log[4:] == [fresh, (fresh, parent / "place"), parent]
+    log.clear()
+    write_text(parent / "new" / "file", "text")
+    above, made, (source, target), after = log
+    assert (above, made, target, after) == (
+        parent,
+        source,
+        parent / "new" / "file",
+        parent / "new",
+    )
+    assert [each.name for each in (parent / "new").iterdir()] == ["file"]
 
 
-def test_a_pair_of_folders_that_a_kill_or_somebody_left_is_named_and_not_moved(tmp_path, capsys):
-    """A process was killed between two renames; or somebody planted such a pair."""
-    left = tmp_path / f"{TEMPORARY_PREFIX}x"
-    for name in ("before", "new/out"):
-        (left / name).mkdir(parents=True)
-        (left / name / "table.csv").write_text(name)
-    (left / LOCK).touch()
-    with result_folder(tmp_path / "other", False, OURS) as folder:
-        (folder / "table.csv").write_text("mine")
-    assert sorted(each.name for each in tmp_path.iterdir()) == [left.name, "other"]
-    assert (left / "new" / "out" / "table.csv").read_text() == "new/out"
-    assert f"{left} holds a folder that a killed command had finished" in capsys.readouterr().err
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    write_text(tmp_path / "file", "old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        write_text(tmp_path / "file", "new")
+    with pytest.raises(OSError, match="full"), atomic_folder(tmp_path / "folder"):
+        pass
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_a_stop_between_two_renames_keeps_the_old_folder(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    write_text(tmp_path / "run" / "file", "old")
+    rename = os.rename
+
+    def stopped(source, target, **settings):
+        rename(source, target, **settings)
+        if Path(target).name == "before":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "run"):
+        pass
+    assert (tmp_path / "run" / "file").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_force_replaces_nothing_that_a_command_did_not_write(tmp_path):
@@ -147,14 +192,34 @@ def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(tmp_path, monkey
         read_checkpoint(tmp_path / "state.pt", "cpu")
 
 
-def test_json_that_is_nested_too_deeply_is_damage():
+def test_a_json_file_holds_the_fields_or_is_damage(tmp_path):
+    for fields in ({"name": "\u00e9", "of": [1, None]}, '{"name": "\u00e9", "of": [1, null]}'):
+        write_json(tmp_path / "file.json", fields)
+        text = (tmp_path / "file.json").read_text("utf-8")
+        assert text == '{\n "name": "\u00e9",\n "of": [\n  1,\n  null\n ]\n}\n'
+        assert parse_object(text) == json.loads(text)
+    with pytest.raises(ValueError, match="must hold a JSON object, found '\\[1\\]'"):
+        parse_object("[1]")
     with pytest.raises(ValueError, match="nested too deeply"):
-        without_checksums("[" * 200_000)
+        parse_object("[" * 200_000)
 
 
-def test_a_file_is_held_by_one_and_by_all_where_there_are_no_locks(tmp_path, monkeypatch):
-    with (tmp_path / "a").open("w") as one, (tmp_path / "a").open("w") as other:
-        assert try_lock(one)
-        assert not try_lock(other)
+def test_a_lock_is_held_by_one_and_by_all_where_there_are_no_locks(tmp_path, monkeypatch):
+    file = tmp_path / "lock"
+    with acquire_lock(file), pytest.raises(Timeout), acquire_lock(file):
+        pytest.fail("it was held twice")
+    with acquire_lock(file):
         monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(95, "none")))
-        assert try_lock(other)
+        with acquire_lock(file):
+            pass
+        monkeypatch.undo()
+    with pytest.raises(OSError, match="of the block"), acquire_lock(file):
+        raise OSError(errno.ENOLCK, "of the block")
+
+
+def test_a_link_at_a_lock_is_not_followed(tmp_path):
+    (tmp_path / "thesis").write_text("mine")
+    (tmp_path / "lock").symlink_to(tmp_path / "thesis")
+    with pytest.raises(OSError, match="symbolic links"), acquire_lock(tmp_path / "lock"):
+        pytest.fail("it was locked")
+    assert (tmp_path / "thesis").read_text() == "mine"

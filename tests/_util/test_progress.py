@@ -10,7 +10,6 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -209,28 +208,11 @@ def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_counts(kind,
     [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Terminated)],
 )
 def test_an_interrupt_that_something_swallows_counts_at_the_end(kind, exception):
-    """As Python does in a finalizer."""
     with pytest.raises(exception), stop_on_sigterm():
         with suppress(BaseException):
             signal.raise_signal(kind)
         went_on = True
     assert went_on
-
-
-class Finalized:
-    def __del__(self):
-        signal.raise_signal(signal.SIGTERM)
-
-
-def test_a_stop_inside_a_finalizer_is_raised_a_moment_later(capsys):
-    began = time.monotonic()
-    with pytest.raises(progress.Terminated), stop_on_sigterm():
-        Finalized()
-        time.sleep(30)
-    assert time.monotonic() - began < 10
-    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-    assert capsys.readouterr().err == ""
 
 
 def test_a_second_interrupt_counts_at_once():

@@ -23,7 +23,7 @@ from lapa2_interp.circuits.joint_knockout import joint_curve
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
-from lapa2_interp.circuits.result_store import ResultStore
+from lapa2_interp.circuits.result_store import SHA256, ResultStore, result_line
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
 from lapa2_interp.circuits.units import Unit, all_heads, load_heads, save_heads
 from lapa2_interp.methods.registry import load_task
@@ -1083,17 +1083,16 @@ def test_noise_is_that_of_the_metric():
 
 def test_what_moved_the_control_moves_no_effect(tmp_path):
     """A file begun in another precision: new units are told apart from the control of today."""
-    from lapa2_interp._util.files import with_checksums, without_checksums
-
     model, file = load("tiny-gpt2"), tmp_path / "units"
     asked = contrast_set(model)
     fresh = knock_out(model, asked, other_metrics=())
     knock_out(model, asked, over="layer", other_metrics=(), file=file)
     lines = file.read_text().splitlines()
-    at = next(i for i, line in enumerate(lines[1:], 1) if without_checksums(line)[0]["unit"] == "")
-    line, _ = without_checksums(lines[at])
+    at = next(i for i, line in enumerate(lines[1:], 1) if json.loads(line)["unit"] == "")
+    line = json.loads(lines[at])
+    del line[SHA256]
     line["values"]["js"] = [1.009 * value for value in line["values"]["js"]]
-    lines[at] = with_checksums(line, indent=None).rstrip("\n")
+    lines[at] = result_line(line).rstrip("\n")
     file.write_text("\n".join(lines) + "\n")
     found = knock_out(model, asked, other_metrics=(), file=file)
     np.testing.assert_allclose(found.control, 1.009 * fresh.control, rtol=1e-6)

@@ -198,16 +198,11 @@ def test_a_model_without_control_selects_no_head():
         select(model, same)
 
 
-def test_damaged_files(chosen, tmp_path):
+def test_damaged_files(tmp_path):
     with pytest.raises(CircuitError, match="cannot read .*none.json"):
         Selection.load(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text('{"heads": []}')
     with pytest.raises(CircuitError, match=r"is not a selection .*`lapa2 select` makes one"):
-        Selection.load(tmp_path / "bad.json")
-    chosen.save(tmp_path / "good.json")
-    text = (tmp_path / "good.json").read_text()
-    (tmp_path / "bad.json").write_text(text.replace('"seed": 1', '"seed": 2'))
-    with pytest.raises(CircuitError, match=r"is not a selection .its contents are not those that"):
         Selection.load(tmp_path / "bad.json")
 
 

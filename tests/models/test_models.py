@@ -5,6 +5,8 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -368,9 +370,23 @@ def test_conversion_happens_once(fake_conversion):
     first, second = smollm2.smollm2_folder(), smollm2.smollm2_folder()
     assert first == second
     assert len(fake_conversion) == 1
-    assert [path.name for path in first.parent.iterdir()] == [first.name], (
+    assert {path.name for path in first.parent.iterdir()} == {first.name, "locks"}, (
         "no half-made folder stays"
     )
+
+
+def test_of_two_processes_one_converts_and_the_other_waits(fake_conversion, monkeypatch):
+    convert = smollm2._convert
+
+    def slowly(source, folder):
+        time.sleep(0.3)
+        convert(source, folder)
+
+    monkeypatch.setattr(smollm2, "_convert", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [pool.submit(smollm2.smollm2_folder) for _ in range(2)]
+    assert first.result() == second.result()
+    assert len(fake_conversion) == 1
 
 
 @pytest.mark.parametrize(
@@ -402,7 +418,7 @@ def test_an_interrupted_conversion_leaves_nothing(fake_conversion, monkeypatch, 
     monkeypatch.setattr(smollm2, "_convert", interrupted)
     with pytest.raises(KeyboardInterrupt):
         smollm2.smollm2_folder()
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["locks"]
 
 
 def test_a_missing_weights_wheel_says_how_to_get_it(monkeypatch, tmp_path):

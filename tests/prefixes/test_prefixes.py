@@ -2,6 +2,7 @@
 text, and what is refused."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented
 from lapa2_interp._util.errors import LayoutError, PrefixError
-from lapa2_interp._util.files import with_checksums, without_checksums
 from lapa2_interp.attention.cache import new_rows, soft_inputs
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.methods import load_task
@@ -288,9 +288,9 @@ def test_weights_that_match_their_card_but_hold_something_else(tmp_path):
     soft_set(tmp_path, load("tiny-gpt2"), SENTIMENT)
     stored = save({"weight": torch.zeros(3)})
     (tmp_path / "positive.safetensors").write_bytes(stored)
-    card, _ = without_checksums((tmp_path / "positive.json").read_text())
+    card = json.loads((tmp_path / "positive.json").read_text())
     card["sha256"] = sha256(stored).hexdigest()
-    (tmp_path / "positive.json").write_text(with_checksums(card))
+    (tmp_path / "positive.json").write_text(json.dumps(card))
     with pytest.raises(PrefixError, match="does not hold keys and values"):
         load_prefix(tmp_path, "positive")
 

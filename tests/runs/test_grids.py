@@ -3,7 +3,6 @@ and what is refused."""
 
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -15,7 +14,7 @@ import pytest
 from conftest import load, soft_set
 
 from lapa2_interp._util.errors import GridError, ModelError
-from lapa2_interp._util.progress import format_duration
+from lapa2_interp._util.progress import format_bytes, format_duration
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import RECIPES, parse_recipes, recipe_name
 from lapa2_interp.cli.app import main
@@ -24,25 +23,14 @@ from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods.base import SoftPrefixKey
+from lapa2_interp.models import machine
 from lapa2_interp.models.machine import store_measurement, stored_measurement
 from lapa2_interp.models.smollm2 import smollm2_folder
-from lapa2_interp.paper import estimates as paper_estimates
-from lapa2_interp.paper.estimates import KEY_COST, LINEAR_SECONDS, SCRIPT_SECONDS, scoring_seconds
+from lapa2_interp.paper.estimates import LINEAR_SECONDS, SCRIPT_SECONDS, scoring_seconds
 from lapa2_interp.runs import estimates
 from lapa2_interp.runs.checks import check_device, check_grids
-from lapa2_interp.runs.estimates import (
-    KEYS,
-    MORE_KEYS,
-    ROWS,
-    START,
-    Pace,
-    cost,
-    estimate,
-    format_bytes,
-    pace,
-    plan_seconds,
-    seconds,
-)
+from lapa2_interp.runs.estimates import START, cost, estimate, rate
+from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import EXAMPLE, GRIDS, built_in, load_grid, parse_changes
 
 TINY = """
@@ -702,18 +690,31 @@ def test_a_device_is_known_or_named():
         check_device("gpu7")
 
 
+def test_a_dry_run_says_the_work_and_makes_nothing(tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text(TINY)
+    run = tmp_path / "run"
+    command = ("sweep --workers 1 --device cpu", tmp_path / "mine.toml", "--out", run)
+    assert lapa2(*command, "--dry-run") == 0
+    printed = capsys.readouterr()
+    assert re.search("2 of 2 cells to make: 4 texts, .* row-tokens, about 10 s with", printed.err)
+    assert printed.out == f"0 cells there, and none made: {run}\n"
+    assert not run.exists()
+    assert lapa2(*command, "--only", "attribute=positive") == 0
+    files = sorted(run.rglob("*"))
+    capsys.readouterr()
+    assert lapa2(*command, "--dry-run") == 0
+    assert "1 of 2 cells to make: 2 texts" in capsys.readouterr().err
+    assert sorted(run.rglob("*")) == files
+
+
 # --- estimates
 
 
 def tokens_read(cell):
     """Rows times columns of everything the model embeds while a cell is generated."""
     import torch
-    from lapa2_interp.runs.jobs import Job, Part
 
-    from lapa2_interp.runs.worker import Worker
-
-    worker, read = Worker("cpu"), []
-    todo, model = worker.plan(cell), worker.model(cell)
+    model, read = load("tiny-gpt2"), []
     (embedding, *_) = (
         each for each in model.original_model.modules()
         if isinstance(each, torch.nn.Embedding) and each.num_embeddings == len(model.tokenizer)
@@ -721,8 +722,7 @@ def tokens_read(cell):
     hook = embedding.register_forward_hook(
         lambda _module, given, _found: read.append(given[0].numel())
     )
-    for group in range(len(todo.batches)):
-        assert isinstance(worker.do(Job(cell, group)), Part)
+    make_cells(model, [cell])
     hook.remove()
     return sum(read)
 
@@ -777,14 +777,10 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
 
 
 def test_the_estimate_of_the_disk_is_near_what_is_written(tmp_path, grid):
-    from lapa2_interp.runs.local import InProcess
-
-    from lapa2_interp.runs.sweep import sweep
-
     found = grid(
         TINY.replace("samples = 1", "samples = 20").replace("24", "64") + 'attribute = "positive"'
     )
-    sweep(tmp_path / "run", [found], InProcess("cpu"), pytest.fail)
+    make_cells(load("tiny-gpt2"), found.cells).save(tmp_path / "run")
     written = sum(
         file.stat().st_size for file in (tmp_path / "run" / "cells").rglob("*") if file.is_file()
     )
@@ -807,20 +803,6 @@ def cache_with_smollm2(monkeypatch, tmp_path):
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
 
 
-def test_a_step_costs_its_rows_and_their_keys():
-    at = Pace((10, 20, 40), (1.0, 1.5, 3.5), 0.01, "")
-    assert at.row == pytest.approx(0.1)
-    assert [at.step(rows, KEYS) for rows in (5, 10, 15, 30, 40, 100)] == pytest.approx(
-        [1, 1, 1.25, 2.5, 3.5, 9.5]
-    )
-    assert at.step(10, KEYS + 50) == pytest.approx(1 + 10 * 50 * 0.01)
-    assert at.step(10, 1) == 1, "fewer keys are no cheaper"
-    assert at.batch(10, KEYS, 21, reread=False) == pytest.approx(20 * (1 + 10 * 10.5 * 0.01))
-    again = at.batch(10, KEYS, 21, reread=True) - at.batch(10, KEYS, 21, reread=False)
-    assert again == pytest.approx(20 * 10 * (KEYS + 10.5) * 0.1)
-    assert at.batch(0, KEYS, 21, reread=False) == 0
-
-
 def test_memory_is_weights_keys_values_and_logits(grid):
     """Two plans of a cell differ by what a row more, and a key more, takes by hand: layers x 2 x
     keys x width x bytes."""
@@ -828,16 +810,21 @@ def test_memory_is_weights_keys_values_and_logits(grid):
     size = estimates.model_size("tiny-gpt2")
     assert (size.kv_width, size.vocab) == (32, load("tiny-gpt2").cfg.d_vocab)
 
-    def of(**changes):
-        return estimates.memory(CELL.validate_python(raw | {"samples": 60} | changes))
+    def of(device="cpu", **changes):
+        return estimates.memory(CELL.validate_python(raw | {"samples": 60} | changes), device)
 
     before, new = estimates._lengths(CELL.validate_python(raw))
-    row = 2 * size.n_layers * 32 * 4 * (before + new)
-    row += 6 * size.vocab * 4 + 2 * size.n_heads * (before + new) * 4
-    assert of(max_rows=20) - of() == 10 * row
-    longer = of(length=raw["length"] + 7) - of()
-    assert longer == 10 * 7 * (2 * size.n_layers * 32 * 4 + 2 * size.n_heads * 4)
+    a_key = 2 * size.n_layers * 32 * 4
+    assert of(max_rows=20) - of() == 10 * (a_key * (before + new) + 6 * size.vocab * 4)
+    assert of(length=raw["length"] + 7) - of() == 10 * 7 * a_key
     assert of(dtype="bfloat16") < of()
+    assert of() - of("cuda") == estimates.LIBRARIES + int(1.5 * 4 * size.parameters), "packed"
+
+
+def test_weights_that_would_not_fit_twice_are_not_packed(grid, monkeypatch):
+    (cell, *_) = grid(TINY).cells
+    monkeypatch.setattr(machine, "usable_memory", lambda: 1000)
+    assert estimates.memory(cell) - estimates.memory(cell, "cuda") == estimates.LIBRARIES
 
 
 def test_the_guide_has_the_cost_of_every_paper_grid():
@@ -855,95 +842,99 @@ def test_the_guide_has_the_cost_of_every_paper_grid():
     assert not found
 
 
+def known_rate(seconds, model="tiny-gpt2", dtype="float32", step=(128, 64), more=", 1 threads"):
+    """Keep a rate, as if it had been timed."""
+    name = f"{model} {dtype} TransformerBridge{more}, {step[0]} rows, {step[1]} keys"
+    store_measurement("cpu", name, (seconds,))
+
+
 def test_estimates_add_up(grid, own_cache):
-    store_measurement(
-        "cpu", "tiny-gpt2 float32 packed steps", (0.06, 0.24, 0.72, 0.24)
-    )  # a hundredth of a second a row
-    cells = grid(TINY + "seed = [1, 2]").cells
+    cells = grid(TINY + "seed = [1, 2]\nmax_rows = 1").cells
+    known_rate(0.01, step=(1, 16))
     one, two = estimate(cells, 1, "cpu"), estimate(cells, 2, "cpu")
     assert (one.cells, one.texts, one.row_tokens) == (4, 8, sum(map(cost, cells)))
+    assert one.seconds == pytest.approx(START + 0.01 * one.row_tokens)
     assert two.seconds - START == pytest.approx((one.seconds - START) / 2)
+    parts = [estimate(each, 1, "cpu").seconds - START for each in (cells[:1], cells[1:])]
+    assert sum(parts) == pytest.approx(one.seconds - START)
     assert one.basis == "tiny-gpt2 float32 as timed here"
-    assert one.needs == max(map(estimates.memory, cells))
-    assert one.packed == int(1.5 * 4 * estimates.model_size("tiny-gpt2").parameters)
+    assert one.memory == max(map(estimates.memory, cells))
     assert estimate([], 2, "cpu").seconds == 0
-    alone = [estimate(cells[:1], workers, "cpu").seconds for workers in (2, 1000)]
-    assert alone[0] == alone[1] > 0.8 * estimate(cells[:1], 1, "cpu").seconds, "no batch is shared"
+    assert estimate(cells, 1000, "cpu").seconds == pytest.approx(
+        START + 0.01 * max(map(cost, cells)) / 2
+    ), "a batch is not shared, and a cell has two"
     assert (
         estimate(cells, 1, "auto").row_tokens
         == estimate(cells, 1, "cuda:3").row_tokens
         == one.row_tokens
     )
-    raw = cells[0].model_dump()
-    more = [CELL.validate_python(raw | {"samples": n}) for n in (1, 2, 3)]
+    more = [cells[0].model_copy(update={"samples": n}) for n in (1, 2, 3)]
     costs = [cost(cell) for cell in more]
     assert costs[2] - costs[1] == costs[1] - costs[0] > 0, "a prompt is read once"
-    wide = CELL.validate_python(raw | {"samples": 60})
-    narrow = CELL.validate_python(raw | {"samples": 60, "max_rows": 20})
-    assert cost(wide) == cost(narrow), "the same tokens"
-    at = Pace(ROWS, (1.06, 1.24, 1.72), 0.0, "")  # and a second a pass
-    rows = (
-        60
-        * len(wide.task.prompts.texts)
-        * len(wide.decoding_method.branches(wide.task, wide.attribute))
-    )
-    new = wide.length - min(len(prompt.encode()) for prompt in wide.task.prompts.texts)
-    passes = math.ceil(rows / 20) - math.ceil(rows / 120)
-    assert seconds(narrow, at)[0] - seconds(wide, at)[0] == pytest.approx(passes * (new - 1)), (
-        "in more passes"
-    )
 
 
-def test_a_plan_takes_what_its_cell_takes(grid, monkeypatch):
-    at = Pace(ROWS, (1.06, 1.24, 1.72), 0.001, "")
+def test_a_method_that_reads_its_text_again_costs_more(grid, own_cache, monkeypatch):
+    for rows in (2, 128):
+        known_rate(0.01, step=(rows, 16))
+    cells = grid(TINY + 'attribute = "positive"').cells
+    once = estimate(cells, 1, "cpu")
+    monkeypatch.setattr(type(cells[0].decoding_method), "rereads_text", True)
+    again = estimate(cells, 1, "cpu")
+    assert again.row_tokens > 5 * once.row_tokens
+    assert again.seconds - START > 5 * (once.seconds - START)
+
+
+def test_the_rows_of_an_estimate_are_those_of_the_plan(grid, monkeypatch):
     for changes, cache in (("", 1 << 31), ("max_rows = 3\n", 1 << 31), ("", 1 << 19)):
         for module in ("generation.plan", "runs.estimates"):
             monkeypatch.setattr(f"lapa2_interp.{module}.CACHE_BYTES", cache)
-        cell = grid(
-            TINY.replace("samples = 1", "samples = 5").replace("24", "200") + changes
-        ).cells[0]
+        text = TINY.replace("samples = 1", "samples = 5").replace("24", "200")
+        cell = grid(text + changes).cells[0]
         todo = plan_batches(load("tiny-gpt2"), cell)
-        assert plan_seconds(todo, at) == pytest.approx(seconds(cell, at)[0], rel=0.1)
+        planned = len(cell.branches) * max(map(len, todo.batches))
+        assert estimates._batch(cell)[0] == pytest.approx(planned, abs=1)
     assert 1 < len(todo.batches) < 10, "fewer rows, as their cache would be too large"
 
 
-def test_a_model_that_is_here_is_timed_once(grid, own_cache, monkeypatch, capsys):
-    first = pace("tiny-llama", "float32", "cpu")
-    assert capsys.readouterr().err == "timing tiny-llama in float32, once on this kind of machine\n"
-    assert first.rows == ROWS
-    assert all(0 < step < 5 for step in first.seconds)
-    assert len(stored_measurement("cpu", "tiny-llama float32 packed steps")) == 4
+def timed_rate(model="tiny-gpt2", **options):
+    return rate(model, "float32", "TransformerBridge", "cpu", **options)
+
+
+def test_a_model_that_is_here_is_timed_once(own_cache, monkeypatch, capsys):
+    ticks = itertools.count(0.0, 3.0)
+    monkeypatch.setattr(machine, "device_clock", lambda device: lambda: next(ticks))
+    first = timed_rate("tiny-llama", step=(7, 20))
+    assert first == (3 / 8, "tiny-llama float32 as timed here"), "three seconds for eight rows"
+    said = "timing tiny-llama in float32, 8 rows, once on this machine\n"
+    assert capsys.readouterr().err == said
+    assert next(ticks) == 3 * (estimates.STEPS + 1)
     monkeypatch.setattr(estimates, "load_model", lambda *_: pytest.fail("it was timed before"))
-    assert pace("tiny-llama", "float32", "cpu") == first
+    assert timed_rate("tiny-llama", step=(9, 14)) == first
     assert capsys.readouterr().err == ""
-    (own_cache / "machine.json").write_text('{"a kind": {"tiny-llama float32 packed steps": [0.0]}')
+    (own_cache / "machine.json").write_text("{")
     with pytest.raises(pytest.fail.Exception, match="it was timed before"):
-        pace("tiny-llama", "float32", "cpu")
-
-
-def test_more_keys_cost_more(own_cache):
-    store_measurement(
-        "cpu",
-        "tiny-gpt2 float32 packed steps",
-        (0.06, 0.24, 0.72, 0.24 + 24 * (MORE_KEYS - KEYS) * 1e-5),
-    )
-    assert pace("tiny-gpt2", "float32", "cpu").key == pytest.approx(1e-5, rel=1e-3)
+        timed_rate("tiny-llama", step=(7, 20))
 
 
 def test_a_model_that_is_not_here_is_guessed_by_its_size(own_cache, monkeypatch):
-    monkeypatch.setattr(estimates, "operations_per_second", lambda dtype, device: 1e9)
-    found = pace("gpt2-medium", "float32", "cpu")
-    assert found.basis == "gpt2-medium by its size, a rough guess"
-    assert found.row == pytest.approx(2 * 354_823_168 / (estimates.BATCHED * 1e9))
+    monkeypatch.setattr(machine, "operations_per_second", lambda dtype, device: 1e9)
+    many, few = (timed_rate("gpt2-medium", step=(rows, 64)) for rows in (128, 8))
+    assert many[1] == few[1] == "gpt2-medium by its size, a rough guess"
+    a_row = 2 * 354_823_168 / (estimates.GUESSED_SPEED * 1e9)
+    assert many[0] == pytest.approx(a_row * (1 + 40 / 128))
+    assert few[0] == pytest.approx(a_row * (1 + 40 / 8)), "few rows share the weights"
 
 
 def test_what_is_short_large_or_out_of_memory_is_not_timed(own_cache, monkeypatch):
-    monkeypatch.setattr(estimates, "operations_per_second", lambda dtype, device: 1e9)
+    monkeypatch.setattr(machine, "operations_per_second", lambda dtype, device: 1e9)
     monkeypatch.setattr(estimates, "load_model", lambda *_: pytest.fail("it is not loaded"))
-    short = estimates.LONG * estimates.BATCHED * 1e9
-    assert pace("tiny-gpt2", "float32", "cpu", operations=short).basis.endswith("a rough guess")
-    monkeypatch.setattr(estimates, "machine_memory", lambda: 1000)
-    assert pace("tiny-gpt2", "float32", "cpu").basis.endswith("a rough guess")
+    seconds, basis = timed_rate(tokens=1)
+    assert basis.endswith("a rough guess")
+    assert timed_rate(tokens=0.99 * estimates.LONG / seconds)[1] == basis
+    with pytest.raises(pytest.fail.Exception, match="it is not loaded"):
+        timed_rate(tokens=1.01 * estimates.LONG / seconds)
+    monkeypatch.setattr(machine, "machine_memory", lambda: 1000)
+    assert timed_rate()[1] == basis
     monkeypatch.undo()
 
     def full(*_):
@@ -951,23 +942,22 @@ def test_what_is_short_large_or_out_of_memory_is_not_timed(own_cache, monkeypatc
 
     monkeypatch.setenv("LAPA2_CACHE", str(own_cache))
     monkeypatch.setattr(estimates, "_step", full)
-    assert pace("tiny-gpt2", "float32", "cpu").basis.endswith("a rough guess")
+    assert timed_rate()[1] == basis
 
 
-def test_classes_and_threads_have_paces_of_their_own(own_cache):
-    for name, step in (("", 0.1), (" HookedTransformer", 0.2), (" 4 threads", 0.3)):
-        store_measurement(
-            "cpu", f"tiny-gpt2 float32 packed steps{name}", (step, 2 * step, 3 * step, 2 * step)
-        )
-    assert pace("tiny-gpt2", "float32", "cpu").seconds[0] == 0.1
-    assert pace("tiny-gpt2", "float32", "cpu", "HookedTransformer").seconds[0] == 0.2
-    assert pace("tiny-gpt2", "float32", "cpu", threads=4).seconds[0] == 0.3
+def test_classes_and_threads_have_rates_of_their_own(own_cache):
+    known_rate(0.1)
+    known_rate(0.2, more=", 4 threads")
+    store_measurement(
+        "cpu", "tiny-gpt2 float32 HookedTransformer, 1 threads, 128 rows, 64 keys", (0.3,)
+    )
+    assert timed_rate()[0] == 0.1
+    assert timed_rate(threads=4)[0] == 0.2
+    assert rate("tiny-gpt2", "float32", "HookedTransformer", "cpu")[0] == 0.3
 
 
 def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
-    store_measurement(
-        "cpu", "smollm2-135m float32 packed steps", (0.1, 0.2, 0.68, 0.2)
-    )  # a hundredth of a second a token
+    known_rate(0.01, "smollm2-135m")
     cores = len(os.sched_getaffinity(0))
     small = grid(TINY.replace("24", "40"))
     tokens, fast = 2 * 2 * 40, {"scorers": ["linear"]}
@@ -992,38 +982,21 @@ def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
     assert scoring_seconds([five]) - scoring_seconds([five], **fast) == pytest.approx(
         1.4 * tokens * adapter
     ), "a cut text is the beginning of the whole"
+    deep = grid(TINY.replace("24", "40"), name="deep")
+    assert scoring_seconds([deep]) == pytest.approx(SCRIPT_SECONDS + 4 * tokens * 0.01 / cores)
 
 
-def test_texts_that_are_read_for_their_attention_take_their_keys(grid, own_cache):
-    a_key = 0.003
-    store_measurement(
-        "cpu", "smollm2-135m float32 packed steps", (0.1, 0.2, 0.68, 0.2 + 24 * 280 * a_key)
-    )
-    deep, cores = grid(TINY.replace("24", "40"), name="deep"), len(os.sched_getaffinity(0))
-    assert scoring_seconds([deep]) == pytest.approx(
-        SCRIPT_SECONDS + 2 * 2 * 2 * 40 * (0.01 + 40 / 2 * KEY_COST * a_key) / cores
-    ), "two readings of four texts, and no scorer"
-
-
-def test_a_gpu_reads_perplexity_as_one(grid, monkeypatch):
-    found = []
-    monkeypatch.setattr(paper_estimates, "LINEAR_SECONDS", 0.0)
-    for device in ("cpu", "cuda"):
-        for name, value in (
-            ("default_device", device),
-            ("n_cores", 8),
-            ("pace", Pace((0, 100), (0.0, 1.0), 0.0, "")),
-        ):
-            monkeypatch.setattr(paper_estimates, name, lambda *_, value=value, **__: value)
-        found.append(scoring_seconds([grid(TINY)], 0, ["perplexity"]))
-    assert found[1] == pytest.approx(8 * found[0])
+def test_a_gpu_reads_as_one(monkeypatch):
+    monkeypatch.setattr(machine, "n_cores", lambda: 8)
+    monkeypatch.setattr(estimates, "rate", lambda *_, **__: (0.5, ""))
+    assert [estimates.reading_seconds(16, device) for device in ("cpu", "cuda:1")] == [1, 8]
 
 
 def test_numbers_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "file"))
-    store_measurement("cpu", "tiny-gpt2 float32 packed steps", (1.0, 1.0, 1.0, 1.0))
-    assert stored_measurement("cpu", "tiny-gpt2 float32 packed steps") is None
+    store_measurement("cpu", "a rate", (1.0,))
+    assert stored_measurement("cpu", "a rate") is None
 
 
 def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_path, capsys):
@@ -1066,9 +1039,11 @@ def test_sizes_for_reading():
 def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(
     cache_with_smollm2, tmp_path, capsys, monkeypatch
 ):
-    for dtype in ("float32", "bfloat16"):
-        store_measurement("cpu", f"smollm2-135m {dtype} packed steps", (0.06, 0.24, 0.72, 0.3))
-    monkeypatch.setattr(estimates, "_timed", lambda *_: pytest.fail("a pace that is known"))
+    for dtype, rows, keys in itertools.product(
+        ("float32", "bfloat16"), (8, 16, 32, 64, 128), (32, 64, 128, 256, 1024, 4096)
+    ):
+        known_rate(0.006, "smollm2-135m", dtype, (rows, keys))
+    monkeypatch.setattr(estimates, "_step", lambda *_: pytest.fail("a rate that is known"))
     assert lapa2("grids") == 0
     out = capsys.readouterr().out
     rows = {
