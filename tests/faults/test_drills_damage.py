@@ -19,6 +19,7 @@ from drills import (
     finished,
     furnish,
     lapa2_lines,
+    left_over,
     photograph,
     start,
 )
@@ -26,6 +27,7 @@ from drills import (
 from lapa2_interp._util.files import remove_path
 from lapa2_interp.cli.app import main
 from lapa2_interp.models.load import load_transformers
+from lapa2_interp.models.smollm2 import _find_damage, _write_seal
 
 pytestmark = pytest.mark.drill
 TRUNCATED, BIT, EMPTY, FOLDER, REMOVED = (
@@ -73,6 +75,8 @@ SELECTS = (
     "generate --model planted --attribute positive --alpha 1 --selection {home}/selection.json "
     "--length 20 --device cpu --out {home}/steered"
 )
+EVALUATES = LINES["prefix evaluate"]
+NOT_GONE = (TRUNCATED, BIT, EMPTY, FOLDER)
 NOT_A_BIT = (TRUNCATED, EMPTY, FOLDER, REMOVED)
 KINDS = {
     "run.json": Stored("run/run.json", "runs {home}/run", SWEEPS, mended=(REMOVED,)),
@@ -80,14 +84,16 @@ KINDS = {
     "texts of a batch": Stored("run/cells/*/001.parquet", SCORES, SWEEPS),
     "trace of a batch": Stored("run/cells/*/001.nc", "trace {home}/run --out {home}/table", SWEEPS),
     "record of a batch": Stored("run/cells/*/001.json", SCORES, SWEEPS),
-    "a soft prefix's card": Stored("set/positive.json", LINES["prefix evaluate"]),
-    "a soft prefix": Stored("set/positive.safetensors", LINES["prefix evaluate"]),
+    "a soft prefix's card": Stored("set/positive.json", EVALUATES, None, NOT_GONE),
+    "a soft prefix": Stored("set/positive.safetensors", EVALUATES, None, NOT_GONE),
     "a scorer's card": Stored("scorer/sentiment.json", CHECKS),
     "a scorer's weights": Stored("scorer/sentiment.npz", CHECKS),
     "a selection": Stored("selection.json", SELECTS),
     "a model's config": Stored("model/config.json", "probe {home}/model"),
     "a model's weights": Stored("model/model.safetensors", "probe {home}/model", None, NOT_A_BIT),
-    "a training's checkpoint": Stored("**/*.pt", TRAINS, TRAINS, (TRUNCATED, BIT, EMPTY), ()),
+    "a training's checkpoint": Stored(
+        "**/positive.pt", TRAINS, TRAINS, (TRUNCATED, BIT, EMPTY), ()
+    ),
 }
 
 
@@ -104,8 +110,12 @@ def furnished(tmp_path_factory):
     training.mkdir()
     trains = LINES["prefix train"].format(home=folder, out=training / "out")
     start(photograph, trains, training, shots, log).join()
-    midway = [shot for shot in sorted(shots.iterdir()) if list(shot.glob("**/*.pt"))]
-    shutil.copytree(midway[-1], folder, dirs_exist_ok=True)
+    midway = (each for each in sorted(shots.iterdir()) if not left_over(each))
+    shutil.copytree(
+        next(each for each in midway if list(each.glob("**/positive.pt"))),
+        folder,
+        dirs_exist_ok=True,
+    )
     return folder
 
 
@@ -130,7 +140,7 @@ def test_damage(kind, furnished, tmp_path, run, record_property):
         assert run(stored.again, whole)[0] == 0
         wanted = contents(whole / top)
     for how in stored.harms:
-        home = shutil.copytree(furnished, tmp_path / how)
+        home = shutil.copytree(furnished, tmp_path / "home")
         file = min(home.glob(stored.file))
         harm(file, how)
         code, said = run(stored.read, home)
