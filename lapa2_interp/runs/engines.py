@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -51,7 +51,7 @@ class Engine(Protocol):
     def close(self) -> None:
         """End the engine, also without a `with` block."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Engine: ...
 
     def __exit__(
         self,
@@ -79,7 +79,7 @@ class InProcess:
     ) -> None:
         self._worker = worker or Worker(device, threads, pack)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> InProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,7 +141,7 @@ class LocalPool:
         self.n_workers, self._settings = workers, (workers, device, threads, pack)
         self._slots: list[Slot] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> LocalPool:
         self._slots = [Slot(self._new(number)) for number in range(self.n_workers)]
         return self
 

@@ -22,6 +22,7 @@ from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.engines import Engine, local_engine
 from lapa2_interp.runs.estimates import check_affordable, estimate
 from lapa2_interp.runs.grid import Grid, load_grid
+from lapa2_interp.runs.ray import RayPool
 from lapa2_interp.runs.run import as_list, is_any_of
 from lapa2_interp.runs.store import CELLS, LISTING, read_cell, read_listing, state_of
 from lapa2_interp.runs.sweep import Swept, sweep
@@ -212,8 +213,6 @@ def _engine(
     pack: str,
 ) -> Engine:
     if name == "ray":
-        from lapa2_interp.runs.ray import RayPool
-
         return RayPool(
             workers,
             device,

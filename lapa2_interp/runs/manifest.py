@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -49,7 +49,7 @@ class Provenance(BaseModel):
     """Tokens that span the boundary between a prefix and a prompt."""
 
     @classmethod
-    def of(cls, model: Model, plan: BatchPlan) -> Self:
+    def of(cls, model: Model, plan: BatchPlan) -> Provenance:
         """Provenance of texts that this process makes now."""
         import torch
 

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
@@ -169,7 +169,7 @@ class RayPool:
         kind, each = ("GPU", self._each) if self._on_gpus else ("CPU", self._threads)
         return sum(int(node.get(kind, 0) / each + 1e-9) for node in self._nodes())
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RayPool:
         if self._on_gpus:
             device = self._device or ("auto" if self._each > 1 else "cuda")
             needs = {"num_cpus": 0, "num_gpus": int(self._each) if self._each >= 1 else self._each}

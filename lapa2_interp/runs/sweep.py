@@ -171,7 +171,7 @@ def sweep(
         work = _Sweep(run, todo, engine, notify, bar)
         work.all()
     return Swept(
-        before,
+        before + work.there,
         work.made,
         tuple(work.failed),
         work.elsewhere,
@@ -251,7 +251,7 @@ class _Sweep:
         self.ready: deque[_Job] = deque()
         self.weights: dict[str, str] = {}
         self.failed: list[str] = []
-        self.made = self.elsewhere = self.disk = self.memory = 0
+        self.made = self.there = self.elsewhere = self.disk = self.memory = 0
         self.locks = ExitStack()
         self.inode = run.home.stat().st_ino
 
@@ -276,21 +276,21 @@ class _Sweep:
     def _begin(self, cell: Cell) -> None:
         """Lock a cell, and make one of its missing batches ready."""
         folder, lock = self.run.place(cell.key), self.locks.enter_context(ExitStack())
-        try:
-            with writing(folder):
-                lock.enter_context(acquire_lock(folder / LOCK))
-        except Timeout:
-            self.elsewhere += 1
-            self.bar.total -= cost(cell)
-            return
         with writing(folder):
+            try:
+                lock.enter_context(acquire_lock(folder / LOCK))
+            except Timeout:
+                self.elsewhere += 1
+                self.bar.total -= cost(cell)
+                return
             remove_abandoned(folder)
             records = _sound_records(self.run, cell.key, self.notify)
             remove_batches(folder, keep=records)
         work = _Work(cell, lock, records)
         self.bar.total -= sum(_share(cell, each.n_texts) for each in records.values())
         if _is_finished(records):  # by another sweep
-            self._finish(work)
+            self.there += 1
+            lock.close()
         else:
             self.ready.append(_Job(work, work.missing[0], None))
 
