@@ -112,7 +112,7 @@ def drill_table(terminalreporter):
     for outcome, those in terminalreporter.stats.items():
         for report in those:
             found = dict(getattr(report, "user_properties", ()))
-            if "promise" in found and (report.when == "call" or outcome != "passed"):
+            if "promise" in found and outcome:
                 case = report.nodeid.partition("::")[2].removeprefix("test_")
                 case = case.replace("_", " ").replace("[", ": ").removesuffix("]")
                 result = found.get("result", "") if outcome == "passed" else outcome.upper()
