@@ -33,10 +33,10 @@ augmentation = ["none", "paper"]
 SWEEP = "sweep {home}/grid.toml --device cpu --workers 1 --out {out}"
 LINES = {
     "sweep": SWEEP,
-    "generate": "generate --model tiny-gpt2 --attribute positive --length 40 --samples 4 --device cpu --out {out}",
-    "score": "score {home}/run --scorers linear distinct perplexity=tiny-gpt2 --cache {out}-cache --device cpu --out {out}",
+    "generate": "generate --model tiny-gpt2 --attribute positive --prompt lake --length 40 --samples 4 --device cpu --out {out}",
+    "score": "score {home}/run --scorers linear accuracy distinct perplexity=tiny-gpt2 --cache {out}-cache --device cpu --out {out}",
     "score of a file": "score {home}/reviews.jsonl --scorers distinct --task sentiment --attribute positive --out {out}",
-    "propositions": "propositions --model tiny-gpt2 --length 24 --synthetic-length 400 --device cpu --out {out}",
+    "propositions": "propositions --model tiny-gpt2 --length 40 --synthetic-length 400 --device cpu --out {out}",
     "circuits": "circuits planted --tokens 2 --best 1 --device cpu --out {out}",
     "select": "select planted --score cut --heads 2 --tokens 2 --device cpu --file {out}-kept --out {out}.json",
     "fading": "fading planted --filler 8 --tokens 2 --device cpu --file {out}-kept --out {out}",
@@ -167,28 +167,28 @@ def go_on(line, home, shots, log, results):
 
 
 def stop_midway(line, home, folder, results):
-    """A process that runs a command in full, and then with Ctrl-C and SIGTERM in its middle, by the
-    count of its events; writes exit codes, and seconds from the signal to the end."""
-    counted, at, sent = 0, -1, 0.0
-    kinds, found = {"undisturbed": None, "SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}, {}
+    """A process that runs a command in full, and then with Ctrl-C and with SIGTERM when it opens a
+    file, or does anything, for the middle time; writes exit codes, and seconds from the signal to
+    the end."""
+    opened, middle, kind, sent = 0, 0, None, 0.0
 
     def hook(event, arguments):
-        nonlocal counted, sent
-        if event not in ("open", "import", "sys._getframe", "os.listdir"):
-            return
-        counted += 1
-        if counted == at:
-            sent = time.monotonic()
-            os.kill(os.getpid(), kind)
+        nonlocal opened, kind, sent
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            return  # the command has not begun
+        opened += event == "open" and not str(arguments[0]).endswith((".py", ".pyc"))
+        if kind and opened >= middle:
+            sent, now, kind = time.monotonic(), kind, None
+            os.kill(os.getpid(), now)
 
     sys.addaudithook(hook)
-    for name, kind in kinds.items():
+    found = {}
+    for name in ("undisturbed", "SIGINT", "SIGTERM"):
         (folder / name).mkdir()
-        counted = 0
+        opened, kind = 0, getattr(signal, name, None)
         code = command(line.format(home=home, out=folder / name / "out"), folder / f"{name}.log")
         found[name] = code, time.monotonic() - sent
-        if kind is None:
-            at = max(1, counted // 3)
+        middle = middle or opened // 3
     results.write_text(json.dumps(found))
 
 

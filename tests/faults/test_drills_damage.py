@@ -193,7 +193,7 @@ def test_damaged_lines_of_a_study(furnished, tmp_path, run, record_property):
 def test_damaged_scores(how, furnished, tmp_path, run, record_property):
     """They are refused in a line, or made again; none is another."""
     record_property("promise", "3")
-    line = f"score {furnished}/run --scorers linear --cache {tmp_path}/cache --out {tmp_path}/out"
+    line = f"score {furnished}/run --scorers linear accuracy --cache {tmp_path}/cache --out {tmp_path}/out"
     assert run(line, furnished)[0] == 0
     wanted, [file] = contents(tmp_path / "out"), (tmp_path / "cache").glob("*.sqlite")
     shutil.rmtree(tmp_path / "out")
