@@ -1,6 +1,5 @@
 """Runs in folders appear complete or not at all, and read back as they were."""
 
-import shutil
 import signal
 import subprocess
 import sys
