@@ -327,7 +327,6 @@ def test_the_lists(capsys):
             "--scorers judge=m --max-cost 1",
             "--max-cost .* needs the judge's prices: give --judge-prices",
         ),
-        ("--scorers toxicity=perspective", "PERSPECTIVE_API_KEY"),
         (
             "--scorers toxicity=somewhere",
             "name the label of toxic text too, as toxicity=MODEL:LABEL",
@@ -352,8 +351,7 @@ def test_the_lists(capsys):
 def test_mistakes_are_one_line(line, message, tmp_path, monkeypatch, capsys):
     import re
 
-    for name in ("OPENAI_API_KEY", "PERSPECTIVE_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "ten words are needed in a text that is scored"}\n')
     assert lapa2(f"score {line} --out", tmp_path / "out", file) == 2
