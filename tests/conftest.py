@@ -251,6 +251,18 @@ def run_of(model, method, task, attributes, prompts, augmentations=(None,), **se
     return make_cells(model, cells)
 
 
+def change_texts(folder, change):
+    """Write the texts of a run's finished batches again, changed by a function of a table."""
+    from dataclasses import replace
+
+    from lapa2_interp.runs.store import batch_numbers, read_batch, read_cell, write_batch
+
+    for place in (folder / "cells").iterdir():
+        for number in batch_numbers(place):
+            made = read_batch(place, number, read_cell(place, place.name))
+            write_batch(place, number, replace(made, samples=change(made.samples)))
+
+
 def real_once(cases, length):
     """Cases (method, ...) with a model and a length: tiny-llama for all; SmolLM2 for all too, slow
     but for the first, which is long."""

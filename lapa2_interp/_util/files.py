@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile
 
 from lapa2_interp._util.errors import ModelError, RunError
-from lapa2_interp._util.parsing import check_regular_file, parse_json, parse_object  # noqa: F401
+from lapa2_interp._util.parsing import check_regular_file
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -74,7 +74,7 @@ def _is_abandoned(left: Path) -> bool:
     if made is None or left.is_symlink():
         return left.is_symlink()
     with suppress(PermissionError, FileNotFoundError):  # another user's process; gone meanwhile
-        if made["host"] != HOST:
+        if made["host"] != HOST or os.name == "nt":  # Windows cannot ask after a process so
             return time.time() - left.stat().st_mtime > DAY
         try:
             os.kill(int(made["pid"]), 0)
@@ -139,43 +139,6 @@ def write_json(place: Path, fields: Mapping[str, Any] | str) -> None:
 def write_netcdf(place: Path, data: xr.Dataset) -> None:
     """Write a netCDF file from memory, since HDF5 kills the process when the disk is full."""
     place.write_bytes(data.to_netcdf(engine="h5netcdf"))
-
-
-def with_checksums(
-    fields: Mapping[str, Any] | str, beside: Iterable[Path] = (), indent: int | None = 1
-) -> str:
-    """The text of a JSON file with its checksums (field "seal").
-
-    Args:
-        fields: A JSON object, or its text.
-        beside: Finished files in the same folder, whose sha256 is added.
-        indent: None writes one line.
-    """
-    known = json.loads(fields) if isinstance(fields, str) else fields
-    whole = {**known, CHECKSUMS_FIELD: {file.name: sha256_of(file) for file in beside}}
-    whole[CHECKSUMS_FIELD] |= {OWN_ENTRY: _fields_sha256(whole)}
-    return json.dumps(whole, indent=indent, ensure_ascii=False) + "\n"
-
-
-def without_checksums(text: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The fields of a JSON file, and the sha256 of the files beside it, by name.
-
-    A file without checksums is read without a check.
-
-    Raises:
-        ValueError: Not a JSON object, or its contents differ from its checksum.
-    """
-    fields = parse_object(text)
-    if (seal := fields.pop(CHECKSUMS_FIELD, None)) is None:
-        return fields, {}
-    own = seal.pop(OWN_ENTRY, None) if isinstance(seal, dict) else None
-    if own != _fields_sha256({**fields, CHECKSUMS_FIELD: seal}):
-        raise ValueError("its contents are not those that were written (its seal differs)")
-    return fields, seal
-
-
-def _fields_sha256(fields: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def write_checkpoint(place: Path, state: Mapping[str, Any]) -> None:
@@ -299,10 +262,9 @@ def holds_only(*names: str) -> Callable[[Path], bool]:
     """
 
     def finished(folder: Path) -> bool:
-        if not (folder / names[0]).is_file():
-            return False
-        refuse_foreign_files(folder, names)
-        return True
+        if found := (folder / names[0]).is_file():
+            refuse_foreign_files(folder, names)
+        return found
 
     return finished
 
@@ -424,30 +386,13 @@ def _make_parents(place: Path) -> None:
 
 
 def _flush(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network disks answer EINVAL for folders.
-        if not (error.errno == errno.EINVAL and path.is_dir()):
+        if error.errno != errno.EINVAL or not path.is_dir():  # some network disks' answer
             raise
     finally:
         os.close(handle)
-
-
-def refuse_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def remove_temporary(folder: Path) -> None:
-    for left in list(folder.rglob(f"{TEMPORARY_PREFIX}*")):
-        remove_path(left)
-
-
-LOCK = "lock"
-CHECKSUMS_FIELD, OWN_ENTRY = "seal", "this file"
-
-
-def remove_folder(folder: Path) -> None:
-    with temporary_folder(folder.parent) as beside:
-        folder.rename(beside / "before")

@@ -22,7 +22,6 @@ from lapa2_interp._util.progress import (
     stop_on_sigterm,
 )
 from lapa2_interp._util.version import __version__
-from lapa2_interp.cli.bench import bench
 from lapa2_interp.cli.chat import chat
 from lapa2_interp.cli.circuits import circuits, fading, select
 from lapa2_interp.cli.generate import generate, trace
@@ -65,7 +64,7 @@ COMMANDS = {
     "Experiments": (grids, sweep, runs, power, report, propositions),
     "Scores": (score, scorers, word_lists),
     "Circuits": (circuits, select, fading),
-    "Models and prefixes": (models, probe, bench, prefix, list_prefixes),
+    "Models and prefixes": (models, probe, prefix, list_prefixes),
     "Lists": (list_methods, list_recipes, list_tasks),
 }
 """Commands by group, as the help shows them."""

@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from lapa2_interp._util.errors import LayoutError
-from lapa2_interp._util.files import (
-    parse_json,
-)
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp.cli.options import AsJson, AugmentationOptions
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
 

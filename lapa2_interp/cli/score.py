@@ -327,11 +327,11 @@ def sheets(
     column: str = "text",
     only: Annotated[tuple[str, ...], Several] = (),
 ) -> None:
-    """Make blinded sheets with the paper's rubric for human raters, as CSV and as an HTML form.
+    """Make blinded sheets with the paper's rubric for human raters, as CSV.
 
     Args:
         source: A run folder, or a file with columns text, prompt, attribute (and arm).
-        out: Folder of sheet.csv and sheet.html, for the raters, and key.csv, which stays with you.
+        out: Folder of sheet.csv and rubric.txt, for the raters, and key.csv, which stays with you.
         n_texts: Texts, over all arms together (the paper: 100 per task).
         seed: Seed of the draw and the order.
         column: The file's column of texts.
@@ -346,8 +346,8 @@ def sheets(
         f"{count} {arm}".strip() for arm, count in key["arm"].value_counts(sort=False).items()
     )
     print(
-        f"{len(key)} texts ({counts}) in {out}: give sheet.html or sheet.csv to the raters and keep"
-        " key.csv"
+        f"{len(key)} texts ({counts}) in {out}: give sheet.csv and rubric.txt to the raters and"
+        " keep key.csv"
     )
 
 

@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lapa2_interp._util.errors import ModelError, pluralize
-from lapa2_interp._util.files import (
-    parse_json,
-    sha256_of,
-)
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.files import sha256_of
+from lapa2_interp._util.parsing import parse_json, read_text
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"

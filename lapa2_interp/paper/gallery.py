@@ -15,10 +15,7 @@ from lapa2_interp._util.errors import (
     pluralize,
     validation_message,
 )
-from lapa2_interp._util.files import (
-    parse_json,
-)
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.models.machine import n_cores, processor_kind
 from lapa2_interp.runs.manifest import library_versions, source_commit

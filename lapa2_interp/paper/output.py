@@ -10,11 +10,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.files import (
-    parse_json,
-    write_text,
-)
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.files import write_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
 from lapa2_interp.paper.claims import ClaimResult, ItemClaims, format_claims, read_claims
 from lapa2_interp.paper.tables import footnotes, format_item_table, gaps_note

@@ -24,14 +24,9 @@ import pandas as pd
 
 from lapa2_interp._util import plots
 from lapa2_interp._util.errors import DataError, TraceError
-from lapa2_interp._util.files import (
-    parse_json,
-    refuse_foreign_files,
-    result_folder,
-    write_netcdf,
-)
+from lapa2_interp._util.files import refuse_foreign_files, result_folder, write_netcdf
 from lapa2_interp._util.page import Section, page
-from lapa2_interp._util.parsing import read_text
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import format_duration, progress_bar
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tqdm import tqdm
 
@@ -26,6 +26,7 @@ from lapa2_interp.runs.worker import Worker
 Outcome = FinishedBatch | Failure
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Workers that make batches, inside a `with` block.
 

@@ -114,7 +114,7 @@ def open_run(
     for place in (folder / CELLS, *(folder / CELLS / c.key for grid in grids for c in grid.cells)):
         if place.is_symlink():
             raise RunError(f"{place} is a link, which is not followed; put the folder itself there")
-    with writing(folder), acquire_lock(folder / LOCK, timeout=-1):
+    with writing(folder), acquire_lock(folder / LOCK, timeout=-1.0):
         remove_abandoned(folder)
         listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
         before = {key for keys in listing.grids.values() for key in keys}

@@ -1,9 +1,9 @@
 """Runs in folders appear complete or not at all, and read back as they were."""
 
-import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +11,6 @@ import pandas as pd
 import pytest
 import xarray as xr
 from conftest import load, run_of
-from lapa2_interp.runs.local import InProcess
-from lapa2_interp.runs.locks import locked
 
 from lapa2_interp import Augmentation, Layout, generate, load_run
 from lapa2_interp._util.errors import (
@@ -29,12 +27,13 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL, _with_slot
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
+from lapa2_interp.runs import store
 from lapa2_interp.runs.attention import read_attention
+from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.runs.manifest import OF_THE_DAY, read_manifest
 from lapa2_interp.runs.run import Run, each_once, is_run, write_run
-from lapa2_interp.runs.store import FinishedCell, Listing, read_cell
+from lapa2_interp.runs.store import Listing, read_batch, state_of
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.tasks.task import Attribute, Task
 
@@ -64,19 +63,9 @@ def test_a_run_reads_back_equal(run, tmp_path):
     assert again.finished == run.by_key
     for key in run.by_key:
         same(again.finished_cell(key), run.finished_cell(key))
-        manifest = run.manifest(key).model_dump_json(indent=1, exclude=set(OF_THE_DAY))
-        assert again.trace(key).attrs["manifest"] == manifest
-        place = again.place(key)
-        assert sorted(path.name for path in place.iterdir()) == [
-            "manifest.json",
-            "samples.parquet",
-            "trace.nc",
-        ]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "cells",
-        "plan",
-        "run.json",
-    ]
+        names = {"cell.json", "000.json", "000.parquet", "000.nc"}
+        assert {path.name for path in again.place(key).iterdir()} == names
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"cells", "run.json"}
 
 
 def test_a_run_holds_every_arm_and_attribute(run):
@@ -113,15 +102,9 @@ def test_one_cell_is_a_run(run, tmp_path):
         assert alone.samples()["text"].tolist() == run.samples([key])["text"].tolist()
         with pytest.raises(RunError, match="has no cell 'ab'"):
             whole.cell("ab")
-    with pytest.raises(RunError, match="is not a run: it has no run.json"):
-        load_run(whole.place(key))
-
-
-def test_a_failing_block_leaves_nothing(tmp_path):
-    with pytest.raises(ZeroDivisionError), result_folder(tmp_path / "run") as folder:
-        (folder / "samples.parquet").write_text("half")
-        raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == []
+    for place in (whole.place(key), tmp_path):
+        with pytest.raises(RunError, match=r"is not a run: it has no run\.json"):
+            load_run(place)
 
 
 def test_an_interrupted_process_leaves_no_run(tmp_path):
@@ -176,21 +159,11 @@ def test_what_another_process_finished_meanwhile_is_not_replaced(run, tmp_path):
 
 def test_an_unfinished_run_is_not_replaced_even_by_force(run, tmp_path, capsys):
     saved = run.save(tmp_path / "run")
-    shutil.rmtree(saved.place(next(iter(saved.by_key))))
+    (saved.place(next(iter(saved.by_key))) / "000.json").unlink()
     line = "generate --model tiny-gpt2 --attribute positive --prompt a --length 14 --force --out"
     assert main([*line.split(), str(tmp_path / "run")]) == 2
     assert "is a run with 1 of 4 cells not finished (`lapa2 runs " in capsys.readouterr().err
     assert len(load_run(tmp_path / "run").finished) == 3
-
-
-def test_a_run_that_is_being_filled_is_not_replaced_even_by_force(run, tmp_path):
-    run.save(tmp_path / "run")
-    with (
-        locked(tmp_path / "run"),
-        pytest.raises(RunError, match=r"is being filled by process \d+"),
-    ):
-        run.save(tmp_path / "run", force=True)
-    run.save(tmp_path / "run", force=True)
 
 
 def test_samples_in_another_order_than_their_trace_are_refused(run):
@@ -219,29 +192,27 @@ def test_the_form_of_a_wording_replaces_whole_words(prefix, attribute, form):
     assert _with_slot(prefix, attribute) == form
 
 
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ("a\0b", "has a NUL, which a trace cannot name"),
+        ("x" * 5_000_000, "the prompt 'xxxx.* has 5000000 letters, and 4194304 are"),
+        ("a \ud800", r"the prompt 'a \\ud800' has half a character"),
+    ],
+    ids=["NUL", "millions of letters", "no Unicode"],
+)
+def test_a_prompt_that_no_run_can_hold_is_refused_in_one_sentence(prompt, told):
+    with pytest.raises(LayoutError, match=told):
+        cell_of("tiny-gpt2", attribute="positive", prompts=[prompt], dtype="float32")
+    if len(prompt) > 9:
+        with pytest.raises(LayoutError, match="the prefix 'xxxx.* has 5000000 letters"):
+            Layout.of(load("tiny-gpt2").tokenizer, prompt, "The lake")
+
+
 @pytest.mark.parametrize("name", ["", " ", "a\0b"])
 def test_an_attribute_has_a_name(name):
     with pytest.raises(ValueError, match="an attribute's name has letters and no NUL"):
         Task(name="t", attributes={name: Attribute(prefix="a")}, prompts={"texts": ["b"]})
-
-
-def test_a_prompt_with_a_nul_is_refused_before_the_first_token():
-    with pytest.raises(LayoutError, match="has a NUL, which a trace cannot name"):
-        cell_of("tiny-gpt2", attribute="positive", prompts=["a\0b"], dtype="float32")
-
-
-def test_a_text_of_millions_of_letters_is_refused_before_a_tokenizer_takes_all_memory():
-    with pytest.raises(
-        LayoutError, match="the prompt 'xxxx.* has 5000000 letters, and 4194304 are"
-    ):
-        cell_of("tiny-gpt2", attribute="positive", prompts=["x" * 5_000_000], dtype="float32")
-    with pytest.raises(LayoutError, match="the prefix 'xxxx.* has 5000000 letters"):
-        Layout.of(load("tiny-gpt2").tokenizer, "x" * 5_000_000, "The lake")
-
-
-def test_a_prompt_that_is_no_unicode_is_one_sentence():
-    with pytest.raises(LayoutError, match=r"the prompt 'a \\ud800' has half a character"):
-        cell_of("tiny-gpt2", attribute="positive", prompts=["a \ud800"], dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +222,7 @@ def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
     def full(*_, **__):
         raise error
 
-    monkeypatch.setattr("lapa2_interp.runs.generate.decode_batches", full)
+    monkeypatch.setattr("lapa2_interp.runs.worker.decode_batches", full)
     with pytest.raises(ModelError, match="does not hold 4 rows at once; .*max_rows=N"):
         generate(load("tiny-gpt2"), attribute="positive", prompts=["a", "b"], samples=2)
 
@@ -265,12 +236,8 @@ def test_texts_without_a_first_token_have_no_attention(run, capsys):
     for name in trace.data_vars:
         if "step" in trace[name].dims:
             trace[name] = trace[name].where(trace["sample"] != 0)
-    ended = Run(
-        None,
-        run.listing,
-        {key: run.by_key[key]},
-        {key: replace(cell, samples=samples, trace=trace)},
-    )
+    batch = replace(run.batches[key][0], samples=samples, trace=trace)
+    ended = Run(None, run.listing, {key: run.by_key[key]}, {key: [batch]})
     found = read_attention(ended)
     assert (found.left_out, len(found.samples)) == (1, len(samples) - 1)
     assert set(found.tables["steps"]["n"]) == {len(samples) - 1}
@@ -286,27 +253,17 @@ def test_a_failed_replacement_keeps_the_old_run(run, tmp_path):
     assert load_run(tmp_path / "run").finished == run.by_key
 
 
-def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
+@pytest.mark.parametrize("name", ["chapter1.txt", "run.json"])
+def test_a_folder_that_is_no_run_is_never_replaced(tmp_path, name):
     (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
+    (tmp_path / "thesis" / name).write_text('{"name": "years of work"}')
     for force in (False, True):
         with (
             pytest.raises(RunError, match="not a folder of this command"),
             result_folder(tmp_path / "thesis", force, is_run),
         ):
             pass
-    assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"
-
-
-def test_somebody_elses_manifest_protects_its_folder(tmp_path):
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "manifest.json").write_text('{"name": "my web app"}')
-    with (
-        pytest.raises(RunError, match="not a folder of this command"),
-        result_folder(tmp_path / "app", True, is_run),
-    ):
-        pass
-    assert (tmp_path / "app" / "manifest.json").exists()
+    assert (tmp_path / "thesis" / name).exists()
 
 
 def test_parents_made_for_a_run_that_fails_are_removed(tmp_path):
@@ -315,23 +272,56 @@ def test_parents_made_for_a_run_that_fails_are_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["samples.parquet", "trace.nc"])
-@pytest.mark.parametrize("damage", ["cut", "gone"])
+def flipped(data):
+    """Bytes with one bit changed, which no format notices."""
+    return data[:200] + bytes([data[200] ^ 1]) + data[201:]
+
+
+DAMAGES = {
+    "gone": Path.unlink,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:500]),
+    "empty": lambda file: file.write_bytes(b""),
+    "one bit": lambda file: file.write_bytes(flipped(file.read_bytes())),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["000.parquet", "000.nc", "000.json"])
 def test_damaged_files_are_named(run, tmp_path, name, damage):
+    """A bit in a record of facts is seen where it makes another form."""
     saved = run.save(tmp_path / "run")
     key = next(iter(run.by_key))
-    file = saved.place(key) / name
-    if damage == "gone":
-        file.unlink()
+    place = saved.place(key)
+    if (name, damage) == ("000.json", "one bit"):
+        (place / name).write_text((place / name).read_text().replace('"seconds"', '"secondr"'))
     else:
-        file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(
-        RunError, match=f"cell {key} .* is damaged: a file of it is missing or cut short"
-    ):
+        DAMAGES[damage](place / name)
+    seen = damage == "gone" or name == "000.json"
+    lost = "missing" if damage == "gone" and name == "000.json" else "damaged"
+    assert state_of(place, run.by_key[key]) == (lost if seen else "finished")
+    told = f"{key} .* is (damaged|not finished)" if seen else f"{name} is missing or damaged"
+    with pytest.raises(RunError, match=told):
         load_run(tmp_path / "run").finished_cell(key)
-    with pytest.raises(RunError, match=f"{name} is (missing or )?damaged"):
-        read_cell(file.parent)
-    assert len(load_run(tmp_path / "run").finished) == 3, "the rest is usable"
+    with pytest.raises(RunError, match=f"{name} is missing or damaged .*makes it again"):
+        read_batch(place, 0, run.by_key[key])
+    rest = list(run.by_key)[1:]
+    usable = load_run(tmp_path / "run").samples(rest)
+    assert usable["text"].equals(run.samples(rest)["text"])
+
+
+def test_reading_takes_a_listing_and_two_small_files_a_cell(run, tmp_path, monkeypatch):
+    run.save(tmp_path / "run")
+    opened = Counter()
+    sys.addaudithook(
+        lambda event, given: opened.update([Path(str(given[0])).name] * (event == "open"))
+    )
+    store._record.cache_clear()
+    opened.clear()
+    again = load_run(tmp_path / "run")
+    assert len(again.cells) == 4
+    found = {name: n for name, n in opened.items() if name.endswith((".json", ".parquet", ".nc"))}
+    assert found == {"run.json": 1, "cell.json": 4, "000.json": 4}
 
 
 def test_the_folder_one_is_in_is_not_replaced(tmp_path, monkeypatch):
@@ -362,16 +352,6 @@ def test_places_that_cannot_be_written(tmp_path):
         result_folder(tmp_path / "file"),
     ):
         pass
-
-
-def test_reading_what_is_no_run(tmp_path):
-    with pytest.raises(RunError, match=r"is not a run: it has no run\.json"):
-        load_run(tmp_path)
-    (tmp_path / "manifest.json").write_text('{"model": 3}')
-    with pytest.raises(
-        RunError, match=r"manifest\.json is not a manifest of this version: cell: field required"
-    ):
-        read_manifest(tmp_path)
 
 
 def test_generate_makes_a_run_of_one_cell(tmp_path):
@@ -491,18 +471,18 @@ def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):
         read_attention(run, {"attribute": "happy"})
     saved = run.save(tmp_path / "run")
     key, *_, last = saved.by_key
-    shutil.rmtree(saved.place(last))
+    (saved.place(last) / "000.json").unlink()
     asked = {"attribute": saved.by_key[last].attribute, "arm": saved.by_key[last].arm}
     with pytest.raises(TraceError, match="with attribute=.* and arm=.* is fin"):
         read_attention(load_run(tmp_path / "run"), asked)
-    (saved.place(key) / "trace.nc").write_bytes(b"cut")
-    with pytest.raises(RunError, match=f"{key} .* is damaged"):
+    (saved.place(key) / "000.nc").write_bytes(b"cut")
+    with pytest.raises(RunError, match=f"{key}/000.nc is missing or damaged"):
         read_attention(load_run(tmp_path / "run"))
 
 
 def test_a_copy_of_an_unfinished_run_says_what_is_missing(run, tmp_path):
     saved = run.save(tmp_path / "run")
-    shutil.rmtree(saved.place(next(iter(saved.by_key))))
+    (saved.place(next(iter(saved.by_key))) / "000.json").unlink()
     copy = load_run(tmp_path / "run").save(tmp_path / "copy")
     assert copy.cells["state"].value_counts().to_dict() == {"finished": 3, "missing": 1}
 
@@ -515,7 +495,7 @@ def test_a_run_of_an_unknown_method_is_named(run, tmp_path):
         load_run(tmp_path / "run").cells  # noqa: B018
 
 
-@pytest.mark.parametrize("text", ["{", '{"kind": "sweep", "format": 2}'])
+@pytest.mark.parametrize("text", ["{", '{"format": 2}'])
 def test_a_run_with_a_damaged_listing_is_replaced_only_by_force(run, tmp_path, text):
     run.save(tmp_path / "run")
     (tmp_path / "run" / "run.json").write_text(text)
@@ -542,15 +522,8 @@ def test_reading_a_run_imports_no_module_that_it_names(run, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(str(tmp_path))
     cell = next(iter(run.by_key.values())).model_copy(update={"method": "evil:Method"})
     cell = CELL.validate_python(cell.model_dump())
-    made = next(iter(run.held.values()))
-    manifest = made.manifest.model_copy(update={"cell": cell})
-    listing = Listing(grids={"own": (cell.key,)})
-    named = Run(
-        None,
-        listing,
-        {cell.key: cell},
-        {cell.key: FinishedCell(manifest, *list(vars(made).values())[1:])},
-    )
+    made, listing = next(iter(run.batches.values())), Listing(grids={"own": (cell.key,)})
+    named = Run(None, listing, {cell.key: cell}, {cell.key: made})
     again = named.save(tmp_path / "run")
     assert again.cells["method"].tolist() == ["evil:Method"]
     assert again.samples()["variant"].unique().tolist() == ["prefixes=hard"]
