@@ -65,7 +65,6 @@ LINES = {
     "scorers sheets": "scorers sheets {home}/run --n-texts 2 --out {out}",
     "scorers answers": "scorers answers {home}/sheets/key.csv {home}/anna.csv --out {out}",
     "power": "power quick/alpha --claims {home}/claims --out {out}.csv",
-    "bench": "bench --shape tiny-gpt2 --samples 2 --context 8 --length 4 --dtype float32 --repeats 1 --out {out}",
     "chat": "chat {home}/messages.json --model tiny-gpt2 --length 3 --device cpu",
 }
 """A good line of every command."""
