@@ -122,7 +122,7 @@ DATA ?= data
 SCORER_DTYPE ?= bfloat16
 SCORER = $(VENV)/bin/lapa2 scorers train --out results/scorers --task
 LINEAR = $(SCORER) $(1) --c $(2)
-ADAPTER = $(SCORER) $(1) --kind adapter --dtype $(SCORER_DTYPE) --passes 3
+ADAPTER = $(VENV)/bin/python analyses/train_adapters.py --out results/scorers --task $(1) --dtype $(SCORER_DTYPE) --passes 3
 OF_SENTIMENT = --data $(DATA)/sentiment/imdb_train.jsonl.xz --test $(DATA)/sentiment/sst2_valid.jsonl.xz
 OF_TOPIC = --data $(DATA)/topic/agnews_train.jsonl.xz --data $(DATA)/topic/agnews_valid.jsonl.xz --test $(DATA)/topic/agnews_test.jsonl.xz
 OF_DETOX = --data $(DATA)/toxicity/jigsaw_train.jsonl.xz --data $(DATA)/toxicity/paradetox.jsonl.xz=0.2 \

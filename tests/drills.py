@@ -65,7 +65,6 @@ LINES = {
     "scorers sheets": "scorers sheets {home}/run --n-texts 2 --out {out}",
     "scorers answers": "scorers answers {home}/sheets/key.csv {home}/anna.csv --out {out}",
     "power": "power quick/alpha --claims {home}/claims --out {out}.csv",
-    "bench": "bench --shape tiny-gpt2 --samples 2 --context 8 --length 4 --dtype float32 --repeats 1 --out {out}",
     "chat": "chat {home}/messages.json --model tiny-gpt2 --length 3 --device cpu",
 }
 """A good line of every command."""
@@ -168,8 +167,8 @@ def go_on(line, home, shots, log, results):
 
 def stop_midway(line, home, folder, results):
     """A process that runs a command in full, and then with Ctrl-C and with SIGTERM when it opens a
-    file, or does anything, for the middle time; writes exit codes, and seconds from the signal to
-    the end."""
+    file, or does anything, for the middle time; writes exit codes, seconds from the signal to the
+    end, and what was said."""
     opened, middle, kind, sent = 0, 0, None, 0.0
 
     def hook(event, arguments):
@@ -184,10 +183,14 @@ def stop_midway(line, home, folder, results):
     sys.addaudithook(hook)
     found = {}
     for name in ("undisturbed", "SIGINT", "SIGTERM"):
-        (folder / name).mkdir()
-        opened, kind = 0, getattr(signal, name, None)
-        code = command(line.format(home=home, out=folder / name / "out"), folder / f"{name}.log")
-        found[name] = code, time.monotonic() - sent
+        while True:
+            place, opened, kind = folder / f"{name}-{middle}", 0, getattr(signal, name, None)
+            place.mkdir()
+            code = command(line.format(home=home, out=place / "out"), place / "log")
+            if kind is None or not middle:
+                break
+            middle //= 2  # a process reads some files once
+        found[name] = code, time.monotonic() - sent, (place / "log").read_text()
         middle = middle or opened // 3
     results.write_text(json.dumps(found))
 

@@ -110,8 +110,6 @@ def goes_on(words: Sequence[str]) -> bool:
     match words:
         case ["sweep" | "score" | "circuits", *_] | ["prefix", "train", *_]:
             return True
-        case ["scorers", "train", *_]:
-            return option("--kind") == "adapter"
         case ["select" | "fading", *_]:
             return option("--file") is not None
     return False

@@ -312,7 +312,8 @@ class Run:
     def manifest(self, key: str | None = None) -> Manifest:
         """The manifest of one cell, without texts and trace; arguments and errors as `trace`."""
         key = self._only(key)
-        return Manifest.joined(self.by_key[key], self.records(key, finished=True))
+        records = self.records(key, finished=True)
+        return Manifest.joined(self.by_key[key], records)
 
     def records(self, key: str, finished: bool = False) -> list[BatchRecord]:
         """Records of a cell's batches that are there, in their order.

@@ -142,8 +142,6 @@ def test_sheets_of_a_hostile_run_are_inert_and_come_back(run, on_terminal, tmp_p
     for name in ("sheet.csv", "key.csv"):
         cells = pd.read_csv(tmp_path / name, dtype=str, keep_default_na=False).to_numpy().ravel()
         assert not [cell for cell in cells if re.match(r"[\s]*[=+\-@]", cell)]
-    html = (tmp_path / "sheet.html").read_text(encoding="utf-8")
-    assert "<img src=x" not in html
     sheet = pd.read_csv(tmp_path / "sheet.csv", dtype=str, keep_default_na=False)
     answers = tmp_path / "answers.csv"
     sheet.assign(relevance="5", fluency="4", topicality="3", annotator=ESCAPES + "Ann").to_csv(

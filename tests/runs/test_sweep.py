@@ -61,7 +61,7 @@ from lapa2_interp.tasks import task as tasks
 COMMON = """
 model = "tiny-gpt2"
 dtype = "float32"
-trace = "pooled"
+trace = "none"
 task = "sentiment"
 attribute = "positive"
 prompts = 3
@@ -82,8 +82,10 @@ augmentation = ["none", {{ layers = "top" }}]
 method = "air-decoding"
 augmentation = "paper"
 samples = 1
+trace = "pooled"
 """
-"""Four cells of two or three batches each; both grids have the baseline of prefix."""
+"""Four cells of two or three batches each, the last one with a trace, which takes longer to write than
+these texts to make; both grids have the baseline of prefix."""
 BATCHES = [2, 2, 2, 3]
 
 
@@ -210,7 +212,7 @@ def stamps(run):
     """When the files of finished batches were written."""
     records = [record.with_suffix("") for record in run.glob("cells/*/[0-9]*.json")]
     files = [batch.with_suffix(end) for batch in records for end in (".json", ".nc", ".parquet")]
-    return {str(file): file.stat().st_mtime_ns for file in files}
+    return {str(file): file.stat().st_mtime_ns for file in files if file.exists()}
 
 
 def lapa2(line, *more):
@@ -242,9 +244,8 @@ def replay_until(folder, files, outcomes, at):
 def assert_sound(run, other):
     """A run that was stopped: batches that it has are whole and right."""
     for name in run.glob("cells/*/[0-9]*.json"):
-        for suffix in (".parquet", ".nc"):
-            file = name.relative_to(run).with_suffix(suffix)
-            assert (run / file).read_bytes() == (other / file).read_bytes()
+        for file in other.glob(f"{name.relative_to(run).with_suffix('')}.[np]*"):
+            assert (run / file.relative_to(other)).read_bytes() == file.read_bytes()
     return stamps(run)
 
 
@@ -268,7 +269,8 @@ def test_killed_at_any_change_of_the_disk_it_goes_on_to_the_same(
         engine = Replaying(made)
         done = sweep(run, grids_of(files), engine, pytest.fail)
         assert (done.before + done.made, done.failed) == (4, ())
-        assert len(engine.done) + len(before) // 3 == sum(BATCHES), "none is made twice"
+        kept = sum(name.endswith(".json") for name in before)
+        assert len(engine.done) + kept == sum(BATCHES), "none is made twice"
         assert_equal_runs(run, whole)
         assert before.items() <= stamps(run).items()
     assert killed > rounds
@@ -467,7 +469,10 @@ def test_options_of_ray_are_refused_without_it(files, tmp_path, option, value, s
 # --- workers
 
 
-def test_the_order_of_grids_and_of_outcomes_changes_nothing(undisturbed, files, tmp_path):
+def test_the_order_of_grids_and_of_outcomes_changes_nothing(
+    undisturbed, files, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sweeping, "LOOK", 0.01)
     whole, made = undisturbed
     sweep(tmp_path / "a", grids_of(files)[::-1], Replaying(made), pytest.fail)
     engine = Shuffling(made)
@@ -574,7 +579,7 @@ def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
 
     class Telling(Replaying):
         def submit(self, cell, number, packing, progress):
-            for tokens in (10, 20):
+            for tokens in (2, 4):
                 progress.update(tokens)
             again = self.done.count((cell.key, number))
             future = super().submit(cell, number, packing, progress)
@@ -587,7 +592,7 @@ def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
     half_done(tmp_path / "run", files, made, 1)
     at, bars = [0], []
 
-    def bar_of(total, label):
+    def bar_of(total, *_):
         bars.append(Bar(total=total, file=io.StringIO()))
         return bars[0]
 
@@ -654,7 +659,7 @@ def test_threads_count_on_any_cpu_while_a_batch_is_made(cell):
 def assert_refused_since(before, name):
     """A cell that was resolved with another file is not made."""
     plan = plan_batches(load("tiny-gpt2"), grid_plain())
-    with pytest.raises(RunError, match=f"the file behind '{name}' has sha256 .* here, and had"):
+    with pytest.raises(RunError, match=f"the file behind .{name}. has sha256 .* here, and had"):
         check_files(replace(plan, cell=before))
 
 
@@ -831,7 +836,7 @@ def test_a_model_that_cannot_be_opened_fails_its_cells_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "at"),
-    [*((errno.ENOSPC, at) for at in (1, 4, 15, 40, 73)), (errno.EDQUOT, 40), (errno.EROFS, 40)],
+    [*((errno.ENOSPC, at) for at in (1, 4, 15, 30, 50)), (errno.EDQUOT, 30), (errno.EROFS, 30)],
 )
 def test_a_disk_that_is_full_stops_cleanly_and_goes_on(
     undisturbed, files, tmp_path, monkeypatch, number, at
@@ -1056,7 +1061,7 @@ def test_batches_that_were_made_otherwise_are_made_again(undisturbed, files, tmp
     assert (cell.key, 0) in engine.done
     (note,) = notes
     assert f"({cell.key}): 1 finished batch made again; " in note
-    assert note.endswith(told)
+    assert told in note
     records = load_run(tmp_path / "run").records(cell.key)
     assert not records[0].changes(records[1]), "no cell is of two kinds"
     assert_equal_runs(tmp_path / "run", whole)
@@ -1089,8 +1094,9 @@ SPOILS = {
 
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("name", ["000.parquet", "001.nc", "000.json"])
-def test_a_damaged_batch_is_made_again_with_a_line(undisturbed, files, copy, cell, name, spoil):
+def test_a_damaged_batch_is_made_again_with_a_line(undisturbed, files, copy, name, spoil):
     """The other batches stay. A bit of a record that makes another number is not seen."""
+    *_, cell = load_run(copy).by_key.values()
     SPOILS[spoil](copy / "cells" / cell.key / name)
     if (name, spoil) == ("000.json", "one bit"):
         write_text(copy / "cells" / cell.key / name, "{,}")
@@ -1173,7 +1179,7 @@ def test_generate_and_make_batch_give_what_a_sweep_writes(undisturbed, tmp_path)
             )
             assert not ours.record.changes(record)
             assert ours.samples["text"].equals(theirs.samples["text"])
-            xr.testing.assert_equal(ours.trace, theirs.trace)
+            assert ours.trace is theirs.trace is None or ours.trace.equals(theirs.trace)
     asked = {"attribute": "positive", "prompts": ["The book"], "length": 14, "dtype": "float32"}
     alone = generate("tiny-gpt2", **asked).save(tmp_path / "alone")
     grid = Grid("mine", "", tuple(alone.by_key.values()))
@@ -1215,7 +1221,8 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
         "samples": 2, "seed": 1, "why": "",
     }  # fmt: skip
     assert row[list(named)].to_dict() == named
-    assert isinstance(run.trace(row["key"]), xr.Dataset)
+    assert isinstance(run.trace(cells["key"].iloc[-1]), xr.Dataset)
+    assert run.trace(row["key"]) is None
     own = samples[samples["cell"] == row["key"]].reset_index(drop=True)
     pd.testing.assert_frame_equal(run.samples([row["key"]]), own)
     chosen = run.select(method="prefix", arm=["baseline", row["arm"]], task="sentiment")
@@ -1263,7 +1270,7 @@ def test_every_field_of_a_stored_file_is_documented(form):
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)
 def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, model_class):
     text = HEAD.replace("prompts = 3", "prompts = 1").replace("samples = 2", "samples = 1")
-    text = text.replace('"float32"', '"float64"').replace('"pooled"', '"none"')
+    text = text.replace('"float32"', '"float64"')
     text += f'model_class = "{model_class}"\neos = "stop"\ntop_k = 5\nseed = 3\n'
     grid, (cell,) = grid_of(tmp_path, text + 'method = "prefix"\n')
     assert sweep(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail).made == 1
