@@ -53,11 +53,8 @@ def cluster():
     """A head that only coordinates, and two nodes of one core."""
     from ray.cluster_utils import Cluster
 
-    quickly = {
-        "health_check_initial_delay_ms": 0,
-        "health_check_period_ms": 500,
-        "health_check_failure_threshold": 3,
-    }
+    quickly = {"initial_delay_ms": 0, "period_ms": 500, "failure_threshold": 3}
+    quickly = {f"health_check_{name}": value for name, value in quickly.items()}
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quickly}
     found = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
@@ -95,10 +92,8 @@ class Unlucky(RayPool):
             while not (self.file.exists() and self.file.read_text()):
                 assert not self.futures[-1].done()
                 sleep(0.1)
-            (node,) = (
-                each for each in self.cluster.worker_nodes if each.node_id == self.file.read_text()
-            )
-            self.cluster.remove_node(node, allow_graceful=False)
+            nodes = {node.node_id: node for node in self.cluster.worker_nodes}
+            self.cluster.remove_node(nodes[self.file.read_text()], allow_graceful=False)
         return self.futures[-1]
 
 
@@ -151,35 +146,34 @@ def test_without_ray_the_error_names_what_to_install(monkeypatch):
 
 
 class Actor:
-    """Stands for a worker; what comes of its batch is the test's to say."""
+    """Stands for a worker; the test decides what comes of its batch."""
 
     def __init__(self):
+        self.batch = Future()
         self.place = SimpleNamespace(remote=lambda: self)
-        self.remote_batch = SimpleNamespace(remote=lambda *_: SimpleNamespace(future=self.begin))
-
-    def begin(self):
-        self.future = Future()
-        return self.future
+        self.remote_batch = SimpleNamespace(remote=lambda *_: self)
+        self.future = lambda: self.batch
 
 
 class Machines:
     """Stands for Ray, connected to machines that have these resources."""
 
-    def __init__(self, *resources):
+    def __init__(self, head, resources):
         from ray import exceptions
 
-        self.resources, self.actors, self.exceptions = [*resources], [], exceptions
+        self.head, self.resources, self.exceptions = head, [*resources], exceptions
+        self.actors, self.n_ready, self.joined = [], None, 0
         self.versions, self.slow, self.error = library_versions(), None, None
-        self.n_ready, self.joined = None, 0
+        self.shutdown, self.kill = lambda: setattr(self, "joined", 0), self.actors.remove
 
     def nodes(self):
-        gone = {"NodeID": "gone", "Alive": False, "Resources": {"CPU": 9.0}}
-        return [gone] + [
-            {"NodeID": i, "Alive": True, "Resources": each} for i, each in enumerate(self.resources)
-        ]
+        nodes = [(i, True, each) for i, each in enumerate(self.resources)]
+        nodes.append(("gone", False, {"CPU": 9.0}))
+        return [dict(zip(("NodeID", "Alive", "Resources"), each, strict=True)) for each in nodes]
 
     def get_runtime_context(self):
-        return SimpleNamespace(get_node_id=lambda: 0, gcs_address="127.0.0.1:1")
+        address = f"127.0.0.1:{self.head.getsockname()[1]}"
+        return SimpleNamespace(get_node_id=lambda: 0, gcs_address=address)
 
     def remote(self, kind):
         return SimpleNamespace(options=lambda **needs: SimpleNamespace(remote=self.start))
@@ -188,37 +182,31 @@ class Machines:
         self.actors.append(Actor())
         return self.actors[-1]
 
-    def wait(self, refs, timeout):
-        return refs[: self.n_ready], []
+    def wait(self, references, timeout):
+        return references[: self.n_ready], []
 
-    def get(self, ref):
+    def get(self, reference):
         if self.error:
-            raise self.error
+            raise self.exceptions.RayError(self.error)
         return "far", self.versions, self.slow
-
-    def kill(self, actor):
-        self.actors.remove(actor)
-
-    def shutdown(self):
-        self.joined = 0
 
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Makes machines that an engine joins, whose head answers."""
+    """Makes machines for an engine to join."""
+    with socket.create_server(("127.0.0.1", 0)) as head:
 
-    def make(*resources):
-        machines = Machines(*resources)
+        def make(*resources):
+            machines = Machines(head, resources)
 
-        def join(address):
-            machines.joined += 1
+            def join(address):
+                machines.joined += 1
+                return machines
+
+            monkeypatch.setattr(clusters, "_join", join)
             return machines
 
-        monkeypatch.setattr(clusters, "_join", join)
-        monkeypatch.setattr(RayPool, "_answers", lambda self: True)
-        return machines
-
-    return make
+        yield make
 
 
 @pytest.mark.parametrize(
@@ -263,7 +251,7 @@ def test_a_dead_worker_is_replaced_and_machines_that_join_get_workers(pretend, g
         engine.submit(grid.cells[0], 0, None, hidden_bar())
         assert engine.slots() == 1
         assert machines.actors == [lost]
-        lost.future.set_exception(machines.exceptions.RayActorError())
+        lost.batch.set_exception(machines.exceptions.RayActorError())
         assert engine.slots() == 1
         assert lost not in machines.actors
         machines.resources.append({"CPU": 2.0})
@@ -288,46 +276,31 @@ def test_ctrl_c_ends_the_workers_and_those_that_start(pretend, grid, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("versions", "broken", "resources", "message"),
+    ("harm", "message"),
     [
+        (lambda ray: ray.versions.update(torch="1.0+cpu"), "far has torch 1.0 and .*the same"),
         (
-            {"torch": "1.13.0+cu117"},
-            None,
-            1,
-            r"far has torch 1\.13\.0 and this machine \d.*the same",
+            lambda ray: setattr(ray, "error", "no numpy."),
+            "a worker cannot start .*: no numpy; every",
         ),
         (
-            {},
-            "ImportError: no numpy.",
-            1,
-            "a worker cannot start on the cluster: .*no numpy; every",
+            lambda ray: setattr(ray, "n_ready", 0),
+            "no room for a worker for 10 minutes; `ray status`",
         ),
-        ({}, "", 1, "no room for a worker for 10 minutes; `ray status`.*the same command goes on"),
-        ({}, None, 0, "Ray has ended on this machine.*the same command goes on"),
+        (lambda ray: ray.resources.clear(), "Ray has ended on this machine.*the same command goes"),
+        (
+            lambda ray: ray.head.close(),
+            "the head of the Ray cluster at 127.0.0.1:.* has not answered",
+        ),
     ],
 )
-def test_a_sweep_that_can_have_no_worker_ends(
-    pretend, monkeypatch, versions, broken, resources, message
-):
+def test_a_sweep_that_can_have_no_worker_ends(pretend, monkeypatch, harm, message):
     machines, clock = pretend({"CPU": 1.0}), iter(range(0, 10**6, 200))
     monkeypatch.setattr(clusters, "monotonic", lambda: next(clock))
     with RayPool() as engine:
-        machines.versions |= versions
-        machines.error = machines.exceptions.RayError(broken) if broken else None
-        machines.n_ready = 0 if broken == "" else None
-        del machines.resources[resources:]
+        harm(machines)
         with pytest.raises(RunError, match=message):
             engine.slots()
-
-
-def test_a_sweep_ends_when_the_head_is_gone(pretend, monkeypatch):
-    answers = RayPool._answers
-    pretend({"CPU": 1.0})
-    monkeypatch.setattr(RayPool, "_answers", answers)  # nothing listens at port 1
-    monkeypatch.setattr(clusters, "ANSWER", 0.0)
-    lost = "the head of the Ray cluster at 127.0.0.1:.*the same command goes on"
-    with RayPool() as engine, pytest.raises(RunError, match=lost):
-        engine.slots()
 
 
 def test_a_machine_that_emulates_bfloat16_is_named_once(pretend, grid, capsys):
