@@ -1,5 +1,5 @@
-# make demo | reproduce | gallery | circuits | fading | test | test-long | drills | drills-full | soak | test-portable | test-hooked | lint | types |
-# notebooks | check | test-lowest | dist-check | audit | sbom | hashes | prefixes | scorers | steering-prompts
+# make demo | reproduce | gallery | circuits | fading | test | test-long | drills | test-portable | test-hooked | lint | types |
+# notebooks | check | test-lowest | audit | sbom | hashes | prefixes | scorers | steering-prompts
 PYTHON ?= python3
 VENV := .venv
 HOOKED := .venv-hooked
@@ -8,7 +8,7 @@ TOOLS := .venv-tools
 # Only the paper's models and the corpora of soft prefixes are fetched from the hub.
 export HF_HUB_OFFLINE ?= $(if $(filter paper,$(SCALE))$(filter prefixes,$(MAKECMDGOALS)),0,1)
 
-.PHONY: demo reproduce gallery circuits fading test test-long drills drills-full soak test-portable test-hooked lint types notebooks check test-lowest dist-check audit sbom hashes prefixes scorers \
+.PHONY: demo reproduce gallery circuits fading test test-long drills test-portable test-hooked lint types notebooks check test-lowest audit sbom hashes prefixes scorers \
 	steering-prompts clean
 .DELETE_ON_ERROR:
 
@@ -32,24 +32,11 @@ test: $(VENV)/.installed
 test-long: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m "long and not slow and not alone and not drill" $(PARALLEL)
 
-# What happens to commands that are killed, stopped, starved of disk or given damaged files; a table of figures at the end.
-DRILLED = tests/faults/test_drills*.py
+# Harm that is done to commands on purpose, and a table of what came of it (docs/reliability.md): up to 8 minutes.
+DRILLED = tests/faults
+drills: export LAPA2_TYPES := none
 drills: $(VENV)/.installed
-	mkdir -p results
-	rm -f results/drills.xml
-	$(VENV)/bin/python -m pytest -m drill $(PARALLEL) --junitxml results/drills.xml $(DRILLED); \
-		failed=$$?; [ ! -e results/drills.xml ] || $(VENV)/bin/python tests/drills.py results/drills.xml; exit $$failed
-
-drills-full: export DRILLS := full
-drills-full: drills
-
-# An hour of sweeps, scores and views in one process: memory, open files and threads at the end beside those at its beginning.
-soak: export SOAK := 3600
-soak: $(VENV)/.installed
-	mkdir -p results
-	rm -f results/soak.xml
-	$(VENV)/bin/python -m pytest -m drill --junitxml results/soak.xml tests/faults/test_drills_soak.py; \
-		failed=$$?; [ ! -e results/soak.xml ] || $(VENV)/bin/python tests/drills.py results/soak.xml; exit $$failed
+	$(VENV)/bin/python -m pytest -m drill --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(DRILLED)
 
 # As on a processor without units for bfloat16 and AVX-512.
 test-portable: export ONEDNN_MAX_CPU_ISA := AVX2
@@ -84,10 +71,6 @@ test-lowest: export LAPA2_LOWEST := 1
 test-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest -m "not slow and not drill" -W default::DeprecationWarning $(PARALLEL) $(OF_LOWEST:%=tests/%.py) \
 		tests/test_package.py::test_the_oldest_versions_are_the_lower_bounds
-
-# The wheel and the sdist: what is in them, and whether the wheel runs.
-dist-check: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -m drill tests/faults/test_drills_supply.py
 
 # Known weaknesses of what the locks name. pip-audit calls what no database knows harmless, so an old Jinja2, which has weaknesses, is
 # asked for first.
@@ -139,7 +122,7 @@ DATA ?= data
 SCORER_DTYPE ?= bfloat16
 SCORER = $(VENV)/bin/lapa2 scorers train --out results/scorers --task
 LINEAR = $(SCORER) $(1) --c $(2)
-ADAPTER = $(SCORER) $(1) --kind adapter --dtype $(SCORER_DTYPE) --passes 3
+ADAPTER = $(VENV)/bin/python analyses/train_adapters.py --out results/scorers --task $(1) --dtype $(SCORER_DTYPE) --passes 3
 OF_SENTIMENT = --data $(DATA)/sentiment/imdb_train.jsonl.xz --test $(DATA)/sentiment/sst2_valid.jsonl.xz
 OF_TOPIC = --data $(DATA)/topic/agnews_train.jsonl.xz --data $(DATA)/topic/agnews_valid.jsonl.xz --test $(DATA)/topic/agnews_test.jsonl.xz
 OF_DETOX = --data $(DATA)/toxicity/jigsaw_train.jsonl.xz --data $(DATA)/toxicity/paradetox.jsonl.xz=0.2 \

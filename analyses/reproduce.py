@@ -7,7 +7,7 @@ write the report.
 
 What is finished is never made again, so stop and repeat as you like. `lapa2 grids` says before what
 a scale takes. The analysis scripts get --scorers, --perplexity and --device, such as --scorers
-sentiment:accuracy=MODEL topic:accuracy=OTHER toxicity=perspective perplexity=gpt2-large.
+sentiment:accuracy=MODEL topic:accuracy=OTHER toxicity=MODEL:LABEL perplexity=gpt2-large.
 
 A scale can be made in pieces, on several machines: --grids names some of its grids, and --beside
 the results of the others. What this run does not make is taken from there.

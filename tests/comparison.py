@@ -145,7 +145,11 @@ def differences(before: Path, now: Path) -> list[str]:
             found.append(f"{name}: only {'before' if one.is_file() else 'now'}")
         elif name.suffix == ".csv":
             a, b = (pd.read_csv(each, dtype=str, keep_default_na=False) for each in (one, other))
-            a = a.rename(columns=RENAMED).replace(RENAMED).drop(columns=list(WITHOUT), errors="ignore")
+            a = (
+                a.rename(columns=RENAMED)
+                .replace(RENAMED)
+                .drop(columns=list(WITHOUT), errors="ignore")
+            )
             b = b.drop(columns=list(WITHOUT), errors="ignore")
             if list(a.columns) != list(b.columns):
                 found.append(f"{name}: columns {sorted(set(a) ^ set(b)) or 'in another order'}")

@@ -42,7 +42,8 @@ def unless_inner(function=None, **settings):
 
 
 jaxtyping.jaxtyped = unless_inner
-jaxtyping.install_import_hook("lapa2_interp", "beartype.beartype")
+if os.environ.get("LAPA2_TYPES") != "none":  # as in drills, whose commands are processes
+    jaxtyping.install_import_hook("lapa2_interp", "beartype.beartype")
 
 TINY = ("tiny-gpt2", "tiny-llama", "tiny-neox")
 HAS_HOOKED = importlib.metadata.version("transformer-lens") < "4"
@@ -105,8 +106,25 @@ def pytest_runtest_setup(item):
     jaxtyping.config.update("jaxtyping_disable", not (drawn or CHECK_ALL))
 
 
+def drill_table(terminalreporter):
+    """Lines of a table of the drills: promise (docs/reliability.md), case, result."""
+    rows = set()
+    for outcome, those in terminalreporter.stats.items():
+        for report in those:
+            found = dict(getattr(report, "user_properties", ()))
+            if "promise" in found and outcome:
+                case = report.nodeid.partition("::")[2].removeprefix("test_")
+                case = case.replace("_", " ").replace("[", ": ").removesuffix("]")
+                result = found.get("result", "") if outcome == "passed" else outcome.upper()
+                rows.add(f"| {found['promise']} | {case} | {result} |")
+    return ["| promise | case | result |", "|---|---|---|", *sorted(rows)] if rows else []
+
+
 def pytest_terminal_summary(terminalreporter):
-    """Where the time of a long run goes: seconds and tests of the files that take most."""
+    """The table of the drills. Where the time of a long run goes: seconds and tests of the files
+    that take most."""
+    for line in drill_table(terminalreporter):
+        terminalreporter.write_line(line)
     seconds, tests = Counter(), Counter()
     for report in (each for those in terminalreporter.stats.values() for each in those):
         if hasattr(report, "duration"):
@@ -231,6 +249,18 @@ def run_of(model, method, task, attributes, prompts, augmentations=(None,), **se
         for attribute in attributes
     ]
     return make_cells(model, cells)
+
+
+def change_texts(folder, change):
+    """Write the texts of a run's finished batches again, changed by a function of a table."""
+    from dataclasses import replace
+
+    from lapa2_interp.runs.store import batch_numbers, read_batch, read_cell, write_batch
+
+    for place in (folder / "cells").iterdir():
+        for number in batch_numbers(place):
+            made = read_batch(place, number, read_cell(place, place.name))
+            write_batch(place, number, replace(made, samples=change(made.samples)))
 
 
 def real_once(cases, length):

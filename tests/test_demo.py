@@ -76,12 +76,12 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str, d
     while (
         time.monotonic() < until
         and started.poll() is None
-        and not list(out.glob("cells/*/manifest.json"))
+        and not list(out.glob("cells/*/*0.json"))
     ):
         time.sleep(0.02)
     started.send_signal(signal.SIGINT)
     _, printed = started.communicate(timeout=WAIT)
-    early = {file: file.stat().st_mtime_ns for file in out.glob("cells/*/samples.parquet")}
+    early = {file: file.stat().st_mtime_ns for file in out.glob("cells/*/*.parquet")}
     return out, started.returncode, printed, early
 
 
@@ -257,7 +257,7 @@ def test_interrupted_it_says_that_it_goes_on_and_does(stopped, made):
     assert "Traceback" not in printed
     assert early
     assert all(file.stat().st_mtime_ns == when for file, when in early.items())
-    assert len(early) < len(list(out.glob("cells/*/samples.parquet")))
+    assert len(early) < len(list(out.glob("cells/*/*.parquet")))
 
 
 @pytest.mark.parametrize(

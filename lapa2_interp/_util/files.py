@@ -74,7 +74,7 @@ def _is_abandoned(left: Path) -> bool:
     if made is None or left.is_symlink():
         return left.is_symlink()
     with suppress(PermissionError, FileNotFoundError):  # another user's process; gone meanwhile
-        if made["host"] != HOST:
+        if made["host"] != HOST or os.name == "nt":  # Windows cannot ask after a process so
             return time.time() - left.stat().st_mtime > DAY
         try:
             os.kill(int(made["pid"]), 0)
@@ -386,6 +386,8 @@ def _make_parents(place: Path) -> None:
 
 
 def _flush(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

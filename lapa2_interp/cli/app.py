@@ -22,7 +22,6 @@ from lapa2_interp._util.progress import (
     stop_on_sigterm,
 )
 from lapa2_interp._util.version import __version__
-from lapa2_interp.cli.bench import bench
 from lapa2_interp.cli.chat import chat
 from lapa2_interp.cli.circuits import circuits, fading, select
 from lapa2_interp.cli.generate import generate, trace
@@ -65,7 +64,7 @@ COMMANDS = {
     "Experiments": (grids, sweep, runs, power, report, propositions),
     "Scores": (score, scorers, word_lists),
     "Circuits": (circuits, select, fading),
-    "Models and prefixes": (models, probe, bench, prefix, list_prefixes),
+    "Models and prefixes": (models, probe, prefix, list_prefixes),
     "Lists": (list_methods, list_recipes, list_tasks),
 }
 """Commands by group, as the help shows them."""
@@ -111,8 +110,6 @@ def goes_on(words: Sequence[str]) -> bool:
     match words:
         case ["sweep" | "score" | "circuits", *_] | ["prefix", "train", *_]:
             return True
-        case ["scorers", "train", *_]:
-            return option("--kind") == "adapter"
         case ["select" | "fading", *_]:
             return option("--file") is not None
     return False

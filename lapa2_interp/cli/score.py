@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App
 
@@ -161,29 +161,20 @@ def _show_held_out(card: ScorerCard, lengths: Sequence[str] = ()) -> None:
 def train(
     *,
     task: str,
-    kind: Literal["linear", "adapter"] = "linear",
     data: Annotated[tuple[str, ...], Unshown],
     test: Annotated[tuple[str, ...], Unshown] = (),
     graded: Annotated[tuple[str, ...], Unshown] = (),
-    c: float | None = None,
-    passes: int | None = None,
-    per_pass: int | None = None,
-    rank: int | None = None,
-    layers: int | None = None,
-    seed: int | None = None,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    c: float = 3.0,
     out: Path,
 ) -> None:
-    """Train a classifier for a task: a linear model on hashed n-grams, or adapters on SmolLM2.
+    """Train a classifier for a task: a linear model on hashed n-grams, in minutes.
 
-    A linear model takes minutes. Adapters take hours on a CPU; the same command resumes. For example
+    `analyses/train_adapters.py` trains adapters on SmolLM2, in hours. For example
 
         lapa2 scorers train --task sentiment --data imdb --data sst2=3 --c 1 --test imdb --test sst2 --out results/scorers
-        lapa2 scorers train --task sentiment --kind adapter --data imdb --data sst2=2 --test sst2 --out results/scorers
 
     Args:
         task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
-        kind: linear, or adapter (needs the extra `train`).
         data: imdb, sst2 or agnews from the hub, or a file (.jsonl, .csv, .parquet, also compressed)
             with fields text and label; repeat the option for more. =WEIGHT after it says how much
             its texts count, such as sst2=3.
@@ -191,46 +182,15 @@ def train(
         graded: A file of RealToxicityPrompts with Perspective scores (.jsonl, .jsonl.xz), for
             toxicity: four fifths of its rows are learned, the rest tests the correlation. =WEIGHT
             as above.
-        c: Inverse strength of the L2 penalty (linear; default: 3).
-        passes: Passes over the corpora (adapter; default: 3).
-        per_pass: Texts of each corpus in a pass, at most; each pass takes other ones (adapter;
-            default: 8000).
-        rank: Rank of the adapters (adapter; default: 8).
-        layers: Layers that are read, from below (adapter; default: 20).
-        seed: Seed of the adapters and the order of texts (adapter; default: 0).
-        dtype: Precision of the training's products; bfloat16 is faster where the processor has
-            units for it (adapter; default: float32).
+        c: Inverse strength of the L2 penalty.
         out: Folder of the weights and the card.
     """  # noqa: E501
     from lapa2_interp.methods.registry import load_task
-    from lapa2_interp.scoring.adapter_training import make_adapter_files
     from lapa2_interp.scoring.training import make_scorer_files
 
-    of_adapters = {
-        "passes": passes,
-        "per_pass": per_pass,
-        "rank": rank,
-        "layers": layers,
-        "seed": seed,
-        "dtype": dtype,
-    }
-    own: dict[str, dict[str, Any]] = {"linear": {"c": c}, "adapter": of_adapters}
-    for other, options in own.items():
-        for name, value in options.items():
-            if other != kind and value is not None:
-                raise ScoringError(
-                    f"--{name.replace('_', '-')} belongs to --kind {other}; leave it out, or give"
-                    f" --kind {other}"
-                )
     chosen = load_task(task)
     labels = tuple(chosen.attributes)
-    if kind == "adapter":
-        given = {name: value for name, value in of_adapters.items() if value is not None}
-        adapter = make_adapter_files(chosen.name, labels, data, test, graded, out, given)
-        _show_training(adapter.data, out / f"{chosen.name}-adapter.safetensors")
-        _show_held_out(adapter)
-        return
-    card = make_scorer_files(chosen.name, labels, data, test, graded, 3.0 if c is None else c, out)
+    card = make_scorer_files(chosen.name, labels, data, test, graded, c, out)
     _show_training(card.data, out / f"{chosen.name}.npz")
     _show_held_out(card)
 
@@ -327,11 +287,11 @@ def sheets(
     column: str = "text",
     only: Annotated[tuple[str, ...], Several] = (),
 ) -> None:
-    """Make blinded sheets with the paper's rubric for human raters, as CSV and as an HTML form.
+    """Make blinded sheets with the paper's rubric for human raters, as CSV.
 
     Args:
         source: A run folder, or a file with columns text, prompt, attribute (and arm).
-        out: Folder of sheet.csv and sheet.html, for the raters, and key.csv, which stays with you.
+        out: Folder of sheet.csv and rubric.txt, for the raters, and key.csv, which stays with you.
         n_texts: Texts, over all arms together (the paper: 100 per task).
         seed: Seed of the draw and the order.
         column: The file's column of texts.
@@ -346,8 +306,8 @@ def sheets(
         f"{count} {arm}".strip() for arm, count in key["arm"].value_counts(sort=False).items()
     )
     print(
-        f"{len(key)} texts ({counts}) in {out}: give sheet.html or sheet.csv to the raters and keep"
-        " key.csv"
+        f"{len(key)} texts ({counts}) in {out}: give sheet.csv and rubric.txt to the raters and"
+        " keep key.csv"
     )
 
 

@@ -189,8 +189,8 @@ def sweep(
 ) -> None:
     """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
 
-    You may stop it at any time: finished cells, and finished groups of rows of the others, are
-    never made again, and the result is the same as without the stop. For example
+    You may stop it at any time: a finished batch of rows is never made again, and the result is the
+    same as without the stop. Several sweeps may fill one run folder. For example
 
         lapa2 sweep quick/sent_topic quick/scaling --out results/quick
         lapa2 sweep quick/alpha --set samples=1 --set length=48 --out results/try

@@ -76,7 +76,7 @@ class Datg(Method):
     Args:
         form: "L" boosts logits, "P" names the words in a sentence before the prompt.
         scorer: The scorer of P(attribute | text): one of `lapa2 scorers list`, such as accuracy,
-            accuracy=MODEL or toxicity=perspective.
+            accuracy=MODEL or toxicity=MODEL:LABEL.
         drafts: Number of drafts per prompt.
         draft_tokens: Length of a draft, in tokens.
         draft_seed: Seed of the drafts' random streams, which are not those of texts; drafts are

@@ -211,8 +211,10 @@ def machine_memory() -> int:
 
 
 def usable_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or the limit of its control
-    group."""
+    """Bytes of memory that this process may use: the machine's, or the limit of its control group;
+    no limit where the system does not tell it (Windows)."""
+    if not hasattr(os, "sysconf"):
+        return sys.maxsize
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
@@ -221,13 +223,16 @@ def usable_memory() -> int:
 
 
 def peak_memory(device: str = "cpu") -> int:
-    """Peak memory of this process in bytes: on its GPUs, or in main memory."""
+    """Peak memory of this process in bytes: on its GPUs, or in main memory; 0 where the system does
+    not tell it (Windows)."""
     if device != "cpu":
         import torch
 
         return sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
-    import resource
-
+    try:
+        import resource
+    except ImportError:
+        return 0
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most
 

@@ -88,7 +88,7 @@ def add_scoring(
         type=_scorer,
         help=(
             "NAME or NAME=MODEL, as of `lapa2 score` (default:"
-            f" {' '.join(scorers or DEFAULT_SCORERS)}): toxicity=perspective,"
+            f" {' '.join(scorers or DEFAULT_SCORERS)}): toxicity=MODEL:LABEL,"
             " perplexity=gpt2-large, or for one task alone sentiment:accuracy=MODEL. A plain"
             " accuracy or toxicity is by both classifiers that ship; linear or adapter alone takes"
             " that one, linear being fast"

@@ -40,6 +40,8 @@ STEPS = 5
 GUESSED_SPEED, GUESSED_ROWS = 0.4, 40
 """Where nothing was timed: decoding's share of the speed of matrix products, and the number of rows
 that cost as much as reading the weights."""
+AT_ONCE = 0.5
+"""Time of a token that is read at once with others, of that of a token of a step."""
 LONG, MOST_SECONDS = 20.0, 365 * 86400.0
 """Seconds; longer work is announced with its time, or not begun without a word of the user's."""
 START = 10.0
@@ -84,7 +86,8 @@ def estimate(
         kind = cell.model, cell.dtype, cell.model_class, device, threads
         each, basis = rate(*kind, step_size(cell, batches), tokens=tokens)
         bases[basis] = None
-        busy, longest = busy + cost(cell) * each, max(longest, cost(cell) * each / batches)
+        seconds = work(cell) * each
+        busy, longest = busy + seconds, max(longest, seconds / batches)
         disk += stored_bytes(cell, size.n_layers, size.n_heads)
     return Estimate(
         cells=len(cells),
@@ -121,11 +124,16 @@ def cost(cell: Cell) -> int:
     return len(cell.branches) * (len(cell.prompts) * before + cell.n_texts * steps)
 
 
-def step_size(cell: Cell, batches: int) -> tuple[int, int]:
-    """Rows of a step of a cell of so many batches, and keys in front of it.
+def work(cell: Cell) -> float:
+    """A cell's row-tokens by the time that they take."""
+    once = len(cell.branches) * len(cell.prompts) * _lengths(cell)[0]
+    again = cell.decoding_method.rereads_text
+    return cost(cell) - (1 - AT_ONCE) * (cost(cell) if again else once)
 
-    Texts that are read again and again cost what as many rows do.
-    """
+
+def step_size(cell: Cell, batches: int) -> tuple[int, int]:
+    """Rows of a step of a cell of so many batches, and keys in front of it; a text that is read
+    again at every step counts as many rows."""
     again = cell.decoding_method.rereads_text
     rows = MAX_ROWS if again else len(cell.branches) * cell.n_texts // batches
     return rows, max(1, cell.length // 2)
@@ -219,12 +227,12 @@ def rate(
 
 def _step(model: Model, rows: int, keys: int) -> float:
     """Seconds of a decoding step, everything included: bias, trace, sampling."""
-    ids = model.tokenizer(" word" * keys, add_special_tokens=False).input_ids
+    ids = model.tokenizer(" word" * keys, add_special_tokens=False).input_ids[:keys]
     cell = cell_of(
         model,
         task=load_task("sentiment").model_copy(update={"length_counts_prompt": False}),
         attribute="positive",
-        prompts=[model.tokenizer.decode(ids[: min(keys, model.cfg.n_ctx // 2)])],
+        prompts=[model.tokenizer.decode(ids)],
         alpha=0.5,
         length=STEPS + 1,
         samples=rows,

@@ -53,6 +53,7 @@ from lapa2_interp.runs.estimates import (
     rate,
     step_size,
     stored_bytes,
+    work,
 )
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import Run
@@ -264,7 +265,7 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
 
 def _time(model: Model, plans: Sequence[BatchPlan]) -> str:
     """The time of plans, if it is long, from the rate of the first."""
-    tokens = sum(cost(each.cell) for each in plans)
+    tokens = sum(work(each.cell) for each in plans)
     each, basis = _rate(model, tokens, step_size(plans[0].cell, len(plans[0].batches)))
     return f"; about {format_duration(tokens * each)} ({basis})" if tokens * each > LONG else ""
 
@@ -283,7 +284,9 @@ def reading_seconds(model: Model, tokens: int) -> float:
     return tokens * _rate(model, tokens)[0]
 
 
-def _rate(model: Model, tokens: int, step: tuple[int, int] = (MAX_ROWS, 64)) -> tuple[float, str]:
+def _rate(
+    model: Model, tokens: int | float, step: tuple[int, int] = (MAX_ROWS, 64)
+) -> tuple[float, str]:
     """Rate of a loaded model on work of so many tokens."""
     card = model_card(model)
     device = card.device.partition(":")[0]

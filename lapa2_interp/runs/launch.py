@@ -193,9 +193,7 @@ def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
     """Dtypes of a run's cells by grid and model; damaged settings are ignored, because the
     sweep writes them again."""
     found: dict[tuple[str, str], set[str]] = {}
-    for grid, keys in (
-        read_listing(folder).grids if (folder / LISTING).is_file() else {}
-    ).items():
+    for grid, keys in (read_listing(folder).grids if (folder / LISTING).is_file() else {}).items():
         for key in keys:
             with suppress(DamagedError):
                 cell = read_cell(folder / CELLS / key, key)

@@ -189,7 +189,7 @@ def _check_options(
     if source.is_dir() and column != "text":
         raise ScoringError(f"--column {column} belongs to a file of texts; {source} is a run")
     own = {model for model in own if not model.endswith((LINEAR_ENDING, ADAPTER_ENDING))}
-    if labels and not own - {"", *CLASSIFIERS, "perspective"}:
+    if labels and not own - {"", *CLASSIFIERS}:
         raise ScoringError("--labels belongs to a classifier of your own: accuracy=MODEL")
     if of_judge and "judge" not in dict(named):
         raise ScoringError(f"--{of_judge[0]} belongs to a judge: --scorers judge=MODEL")

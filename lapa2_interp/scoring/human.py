@@ -1,8 +1,8 @@
 """Human evaluation (paper, Figure "Human evaluation rubric" and section "Human and GPT-4o
 Evaluation").
 
-1. `make_sheets` draws texts and hides their arm. It writes the annotators' sheet (sheet.html, or
-   sheet.csv for a spreadsheet) and the experimenter's key (key.csv).
+1. `make_sheets` draws texts and hides their arm. It writes the annotators' sheet (sheet.csv), the
+   questions (rubric.txt) and the experimenter's key (key.csv).
 2. Annotators rate every text on three questions from 1 to 5 and send a CSV back.
 3. `read_answers` joins the ratings with the key; `human_table` and `annotator_agreement` summarize
    them.
@@ -17,7 +17,7 @@ import hashlib
 import io
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +100,7 @@ written with one more apostrophe."""
 
 
 def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1) -> pd.DataFrame:
-    """Draw texts and write sheet.html and sheet.csv for the annotators, and key.csv for the
+    """Draw texts and write sheet.csv and rubric.txt for the annotators, and key.csv for the
     experimenter.
 
     Every arm has the same number of texts (or one more, if n is not divisible). As far as possible,
@@ -139,7 +139,7 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
     files = {
         "sheet.csv": _csv_bytes(sheet),
         "key.csv": _csv_bytes(key),
-        "sheet.html": _html_form(sheet, digest[:16]),
+        "rubric.txt": _rubric_text().encode(),
     }
     try:
         for name in ("sheet.csv", "key.csv"):
@@ -255,28 +255,14 @@ def _unguarded_cell(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and re.match(FORMULA_CELL, cell) else cell
 
 
-def _html_form(sheet: pd.DataFrame, name: str) -> bytes:
-    """The sheet as an HTML page that loads nothing, and stores the answers in the browser under
-    `name`."""
-    from jinja2 import Environment, PackageLoader
-
-    environment = Environment(
-        loader=PackageLoader("lapa2_interp", "scoring"), autoescape=True, trim_blocks=True
-    )
-    data = {
-        "sheet": name,
-        "columns": COLUMNS,
-        "metrics": METRICS,
-        "guarded": FORMULA_CELL,
-        "items": sheet[list(SHEET_COLUMNS)].to_dict("records"),
-    }
-    page = environment.get_template("sheet.html.j2").render(
-        task=HUMAN_TASK,
-        rubric=[asdict(question) for question in HUMAN_RUBRIC],
-        data=data,
-        n=len(sheet),
-    )
-    return page.encode()
+def _rubric_text() -> str:
+    """The questions with their levels, for annotators."""
+    lines = [HUMAN_TASK]
+    for question in HUMAN_RUBRIC:
+        levels = zip(reversed(LEVELS), question.levels, strict=True)
+        lines += ["", f"{question.title} (column {question.metric})"]
+        lines += [f"  {level}  {description}" for level, description in levels]
+    return "\n".join([*lines, "", "Write your name, or any word for it, into annotator."]) + "\n"
 
 
 def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
@@ -284,8 +270,8 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
 
     Args:
         key: The key.csv that `make_sheets` wrote.
-        files: Filled sheets in UTF-8: downloads of the form, or sheet.csv from a spreadsheet
-            (comma, semicolon or tab).
+        files: Filled sheets in UTF-8: sheet.csv from a spreadsheet (comma, semicolon or
+            tab).
 
     Returns:
         One row per annotator, text and metric: id, arm, prompt, attribute, annotator, metric,

@@ -14,7 +14,6 @@ from lapa2_interp.scoring.distinct import Repetition
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.judge import Judge
 from lapa2_interp.scoring.linear import LINEAR_ENDING, LinearScorer, LinearToxicity
-from lapa2_interp.scoring.perspective import Perspective
 from lapa2_interp.scoring.scorer import SCORERS, ScoreCache, Scorer
 from lapa2_interp.scoring.tables import score_table
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
@@ -94,8 +93,6 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
             return LinearToxicity()
         case "toxicity", "adapter":
             return AdapterToxicity(device=options.device)
-        case "toxicity", "perspective":
-            return Perspective()
         case "toxicity", _:
             place, _, label = model.rpartition(":")
             if not place:

@@ -86,8 +86,8 @@ SCORERS = {
         "distinct-1, -2, -3 of each set of texts: words, or =TOKENIZER (the paper: roberta-large)"
     ),
     "toxicity": (
-        "mean P(toxic): adapter and linear; =perspective (PERSPECTIVE_API_KEY); or =MODEL:LABEL, a"
-        " classifier and its label of toxic text"
+        "mean P(toxic): adapter and linear; or =MODEL:LABEL, a classifier and its label of toxic"
+        " text"
     ),
     "judge": (
         "an LLM under the paper's prompt, =MODEL, through any OpenAI-compatible endpoint"

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from lapa2_interp.runs.local import InProcess
 
 from lapa2_interp import Augmentation, Cell, Layout, augmented, generate, load_run, teacher_forced
 from lapa2_interp._util.errors import AugmentationError, GridError
@@ -12,6 +11,7 @@ from lapa2_interp.bias.recipes import (
 )
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_model
+from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.sweep import sweep

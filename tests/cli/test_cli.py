@@ -435,7 +435,6 @@ def test_an_interrupt_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
         ("select planted --file cuts --out card.json", True),
         ("fading planted --file=texts --out fading", True),
         ("scorers train --task topic --out scorers", False),
-        ("scorers train --task topic --kind adapter --out scorers", True),
         ("", False),
     ],
 )

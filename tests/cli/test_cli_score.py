@@ -7,10 +7,9 @@ import shlex
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import load, run_of
+from conftest import change_texts, load, run_of
 
 from lapa2_interp import Augmentation
-from lapa2_interp._util.files import without_checksums
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
@@ -79,7 +78,7 @@ def test_a_sweep_is_scored_by_method_and_says_what_is_missing(tmp_path, capsys):
     shown = [line.split()[0] for line in whole.out.splitlines() if " baseline " in line]
     assert sorted(shown) == ["air-decoding"] * 3 + ["prefix"] * 3
     first = next(iter(json.loads((run / "run.json").read_text())["grids"]["grid"]))
-    (run / "cells" / first / "samples.parquet").unlink()
+    (run / "cells" / first / "000.parquet").unlink()
     assert lapa2("score --force --scorers accuracy linear --out", out, run) == 0
     assert "1 of 8 cells not finished" in capsys.readouterr().err
     table = pd.read_csv(out / "table.csv")
@@ -98,11 +97,7 @@ def test_a_run_of_ones_own_task_is_scored_by_its_words(tmp_path, capsys):
         load("tiny-gpt2"), methods.get("prefix"), task, task.attributes, ["The lake"],
         length=20, trace="none",
     ).save(tmp_path / "run")  # fmt: skip
-    for file in run.folder.rglob("samples.parquet"):
-        samples = pd.read_parquet(file).assign(text="a serene lake")
-        samples.to_parquet(file)
-        manifest = file.with_name("manifest.json")
-        manifest.write_text(json.dumps(without_checksums(manifest.read_text())[0]))
+    change_texts(run.folder, lambda samples: samples.assign(text="a serene lake"))
     assert lapa2("score --scorers echo --out", tmp_path / "scores", run.folder) == 0
     table = pd.read_csv(tmp_path / "scores" / "table.csv").set_index("attribute")
     assert table["mean"].to_dict() == {'calm, "ish"': 1, "angry": 0, "all": 0.5}
@@ -120,10 +115,7 @@ def test_wordings_of_ones_own_task_are_apart_and_have_their_own_words(tmp_path):
     )
     run = tmp_path / "run"
     assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
-    for samples in run.rglob("samples.parquet"):
-        pd.read_parquet(samples).assign(text="a serene lake").to_parquet(samples)
-        manifest = samples.with_name("manifest.json")
-        manifest.write_text(json.dumps(without_checksums(manifest.read_text())[0]))
+    change_texts(run, lambda samples: samples.assign(text="a serene lake"))
     assert lapa2("score --scorers echo --out", tmp_path / "scores", run) == 0
     table = pd.read_csv(tmp_path / "scores" / "table.csv")
     said = {
@@ -335,7 +327,6 @@ def test_the_lists(capsys):
             "--scorers judge=m --max-cost 1",
             "--max-cost .* needs the judge's prices: give --judge-prices",
         ),
-        ("--scorers toxicity=perspective", "PERSPECTIVE_API_KEY"),
         (
             "--scorers toxicity=somewhere",
             "name the label of toxic text too, as toxicity=MODEL:LABEL",
@@ -360,8 +351,7 @@ def test_the_lists(capsys):
 def test_mistakes_are_one_line(line, message, tmp_path, monkeypatch, capsys):
     import re
 
-    for name in ("OPENAI_API_KEY", "PERSPECTIVE_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "ten words are needed in a text that is scored"}\n')
     assert lapa2(f"score {line} --out", tmp_path / "out", file) == 2

@@ -1,11 +1,9 @@
-"""Drills: hostile texts, labels, prompts and names go through the commands. `make drills`.
+"""Drills of hostile texts, labels, prompts and names, which go through the commands. `make drills`.
 
-They are shown and do nothing: not in a terminal, not in a page, not in a spreadsheet. What is read
-back equals what was written.
+They are shown and do nothing: not in a terminal, not in a page, not in a spreadsheet.
 """
 
 import csv
-import io
 import json
 import pickle
 import re
@@ -13,13 +11,11 @@ import sys
 
 import pandas as pd
 import pytest
-from conftest import load, soft_prefix
+from drills import Terminal
 
 from lapa2_interp import load_run
-from lapa2_interp._util.files import without_checksums
+from lapa2_interp._util.files import sha256_of
 from lapa2_interp.cli.app import main
-from lapa2_interp.models.load import load_transformers
-from lapa2_interp.prefixes.soft_prefix import save_prefix
 
 pytestmark = pytest.mark.drill
 HTML = "<img src=x onerror=alert(1)></script><script>document.title='x'</script>&amp;"
@@ -31,9 +27,7 @@ LATEX = r"\input{/etc/passwd} $x_1$ \write18{ls} 100% {"
 MARKDOWN = "| a | b |\n|---|---|\n# head\n[x](javascript:alert(1)) ```"
 LONG = "long " * 200_000
 """A line of 1 MB."""
-SURROGATE = "half \ud83d of a pair"
 TEXTS = (HTML, ESCAPES, FORMULA, TURNED, NUL, LATEX, MARKDOWN, LONG)
-"""What a Parquet or CSV file can hold; half a surrogate pair comes in JSON alone."""
 ACTS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -59,13 +53,9 @@ augmentation = ["none", "paper"]
 """
 
 
-class Terminal(io.StringIO):
-    """A terminal that keeps what it is told."""
-
-    encoding = "utf-8"
-
-    def isatty(self):
-        return True
+@pytest.fixture(autouse=True)
+def promise(record_property):
+    record_property("promise", "5")
 
 
 @pytest.fixture
@@ -97,13 +87,14 @@ def run(tmp_path_factory):
     place = folder / "run"
     words = ["sweep", folder / "grid.toml", "--device", "cpu", "--workers", "1", "--out", place]
     assert main([str(word) for word in words]) == 0
-    for file in place.rglob("samples.parquet"):
+    for file in place.glob("cells/*/*.parquet"):
         samples = pd.read_parquet(file)
         samples["text"] = [TEXTS[row % len(TEXTS)] for row in range(len(samples))]
         samples.to_parquet(file)
-        manifest = file.with_name("manifest.json")
-        fields, _ = without_checksums(manifest.read_text())
-        manifest.write_text(json.dumps(fields))  # without a seal, the texts may be others
+        record = file.with_suffix(".json")
+        fields = json.loads(record.read_text())
+        fields["sha256"][file.name] = sha256_of(file)
+        record.write_text(json.dumps(fields))
     return place
 
 
@@ -128,6 +119,7 @@ def page_of(file):
     assert len(re.findall("</script", html, re.I)) == 2
     assert "<img src=x" not in html
     assert not re.search(r"href=.?javascript:", html)
+    assert not re.search(r"\b(src|href)\s*=\s*[\"']?(https?:)?//", html)
     assert "\u202e" not in html
     assert "\\u202egnp" in html
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1]
@@ -142,77 +134,6 @@ def test_pages_of_a_hostile_run_hold_no_foreign_element(run, on_terminal, tmp_pa
     assert HTML in page_of(file)
 
 
-def test_cards_of_models_prefixes_and_selections_are_data(on_terminal, tmp_path):
-    """A model's folder, a set's folder, its card and a selection's, whose words are somebody else's."""
-    own = tmp_path / f"{HTML} {ESCAPES}{TURNED}".replace("/", "|")
-    network, tokenizer, _ = load_transformers("tiny-llama")
-    network.config.name_or_path = network.config.author = HTML
-    for each in (network, tokenizer):
-        each.save_pretrained(own / "model")
-    (own / "model" / "README.md").write_text(HTML + ESCAPES)
-    save_prefix(soft_prefix(load("tiny-llama")), own / "set")
-    for file in own.glob("set/*.json"):
-        card, _ = without_checksums(file.read_text())
-        file.write_text(json.dumps(card | dict.fromkeys(("origin", "task"), HTML + ESCAPES)))
-    on_terminal("probe", own / "model")
-    on_terminal("prefixes", own)
-    selection = own / "selection.json"
-    heads = ["--score", "mass", "--heads", "2", "--tokens", "4", "--device", "cpu"]
-    on_terminal("select", "planted", *heads, "--out", selection)
-    card, _ = without_checksums(selection.read_text())
-    selection.write_text(json.dumps(card | {"weights": HTML + ESCAPES, "model": HTML}))
-    _, told = on_terminal(
-        "generate", "--model", "planted", "--attribute", "positive", "--alpha", "1",
-        "--selection", selection, "--length", "20", "--device", "cpu", "--out", tmp_path / "none", code=2,
-    )  # fmt: skip
-    assert HTML in told
-    on_terminal(
-        "generate", "--model", own / "model", "--attribute", "positive", "--prompt", "a",
-        "--length", "40", "--device", "cpu", "--out", own / "run",
-    )  # fmt: skip
-    for command in ("report", "view"):
-        on_terminal(command, own / "run", "--out", own / f"{command}.html")
-        assert "<img src=x" in page_of(own / f"{command}.html")
-
-
-def test_scores_of_hostile_texts_keep_them(run, on_terminal, tmp_path):
-    scorers = ["--scorers", "repetition", "echo", "distinct", "--cache", tmp_path / "cache"]
-    on_terminal("score", run, *scorers, "--out", tmp_path / "of run")
-    scores = pd.read_parquet(tmp_path / "of run" / "scores.parquet")
-    assert set(scores["text"]) == set(TEXTS)
-    assert set(scores["attribute"]) == {FORMULA_NAME, HTML_NAME}
-    table = pd.read_csv(tmp_path / "of run" / "table.csv", keep_default_na=False)
-    assert set(table["attribute"]) - {"all"} == {FORMULA_NAME, HTML_NAME}
-
-
-@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
-def test_a_file_of_hostile_texts_is_scored_and_kept(ending, on_terminal, tmp_path):
-    texts = [*TEXTS, SURROGATE] if ending == ".jsonl" else list(TEXTS)
-    rows = [
-        {"text": text, "prompt": f"on {text}", "attribute": text[:50], "arm": "a"} for text in texts
-    ]
-    file = tmp_path / f"{ESCAPES}{ending}"
-    if ending == ".jsonl":
-        file.write_text("\n".join(map(json.dumps, rows)))
-    elif ending == ".csv":
-        pd.DataFrame(rows).to_csv(file, index=False, quoting=csv.QUOTE_ALL)
-    else:
-        pd.DataFrame(rows).to_parquet(file)
-    scorers = [
-        "--scorers",
-        "repetition",
-        "distinct",
-        "toxicity=linear",
-        "--cache",
-        tmp_path / "cache",
-    ]
-    on_terminal("score", file, *scorers, "--out", tmp_path / "out")
-    scores = pd.read_parquet(tmp_path / "out" / "scores.parquet")
-    assert set(scores["text"]) == {
-        text.encode("utf-8", "ignore").decode() for text in texts
-    }  # pandas drops half a pair
-
-
 def test_sheets_of_a_hostile_run_are_inert_and_come_back(run, on_terminal, tmp_path):
     """No cell begins a formula; the ids of the answers find their texts again."""
     on_terminal(
@@ -221,8 +142,6 @@ def test_sheets_of_a_hostile_run_are_inert_and_come_back(run, on_terminal, tmp_p
     for name in ("sheet.csv", "key.csv"):
         cells = pd.read_csv(tmp_path / name, dtype=str, keep_default_na=False).to_numpy().ravel()
         assert not [cell for cell in cells if re.match(r"[\s]*[=+\-@]", cell)]
-    html = (tmp_path / "sheet.html").read_text(encoding="utf-8")
-    assert "<img src=x" not in html
     sheet = pd.read_csv(tmp_path / "sheet.csv", dtype=str, keep_default_na=False)
     answers = tmp_path / "answers.csv"
     sheet.assign(relevance="5", fluency="4", topicality="3", annotator=ESCAPES + "Ann").to_csv(

@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import load
-from lapa2_interp.runs.jobs import Job, Opened
-from lapa2_interp.runs.local import InProcess
+from conftest import change_texts, load
 
 from lapa2_interp import generate, load_run
 from lapa2_interp._util.errors import (
@@ -22,15 +20,13 @@ from lapa2_interp._util.errors import (
     TaskError,
 )
 from lapa2_interp._util.files import (
-    LOCK,
+    HOST,
     TEMPORARY_PREFIX,
     atomic_folder,
     remove_abandoned,
     remove_path,
     remove_temporary,
     sha256_of,
-    with_checksums,
-    without_checksums,
 )
 from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
 from lapa2_interp.cli.app import main
@@ -38,10 +34,11 @@ from lapa2_interp.generation.cell import CELL
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.report import view
+from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.launch import launch
-from lapa2_interp.runs.manifest import read_manifest
+from lapa2_interp.runs.store import FinishedBatch
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.runs.worker import Worker
@@ -141,22 +138,13 @@ def again(run):
 
 @pytest.mark.parametrize("key", ["../../x", "/home/me/project/package", "A" * 16, "0" * 15, "x" * 16, "0" * 16 + "\n"])  # fmt: skip
 def test_a_key_is_sixteen_hexadecimal_digits_and_never_a_path(run, key, capsys):
-    raw, _ = without_checksums((run / "run.json").read_text())
-    (run / "run.json").write_text(with_checksums(raw | {"grids": {"one": [key]}}))
+    raw = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(raw | {"grids": {"one": [key]}}))
     with pytest.raises(DamagedError, match="run.json is damaged or of another version: grids"):
         load_run(run)
     for words in (["runs", run], ["trace", run], ["view", run], ["report", run]):
         assert main(list(map(str, words))) == 2
         assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_key_in_a_manifest_is_no_path(run):
-    (folder,) = (run / "cells").iterdir()
-    fields, _ = without_checksums((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(fields | {"cell": "../../x"}))
-    for act in (lambda: read_manifest(folder), lambda: load_run(run).manifest()):
-        with pytest.raises(RunError, match="not a manifest of this version: cell"):
-            act()
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", ".hidden", "a\\\\b", ""])
@@ -169,10 +157,10 @@ def test_names_of_tasks_and_attributes_are_no_paths(tmp_path, name, run):
         file.write_text(text)
         with pytest.raises(TaskError, match="name has letters and no NUL, slash or backslash"):
             load_task(str(file))
-    (plan,) = (run / "plan").iterdir()
-    raw = json.loads(plan.read_text())
+    (cell,) = run.glob("cells/*/cell.json")
+    raw = json.loads(cell.read_text())
     raw["task"]["name"] = name.replace("\\\\", "\\")
-    plan.write_text(json.dumps(raw))
+    cell.write_text(json.dumps(raw))
     with pytest.raises(DamagedError, match="a task's name"):
         load_run(run)
 
@@ -208,48 +196,48 @@ def test_a_link_that_looks_unfinished_is_unlinked_and_not_followed(tmp_path, pre
 
 
 def test_a_planted_temporary_folder_moves_nothing_and_loses_nothing(tmp_path, precious):
-    """With a lock that nobody holds: it is removed, and links in it are not followed."""
+    """With the name of a dead process it is removed, and links in it are not followed; with another
+    name it stays."""
     home = tmp_path / "home"
-    left = home / f"{TEMPORARY_PREFIX}x"
-    left.mkdir(parents=True)
-    (left / LOCK).touch()
-    (left / "link").symlink_to(precious)
-    (left / "new").symlink_to(precious)
-    remove_abandoned(home)
-    assert not list(home.iterdir())
-    left.mkdir()
-    (left / LOCK).touch()
-    (left / "before").symlink_to(precious)
-    (left / "new").mkdir()
-    (left / "new" / "planted.toml").touch()
+    left = home / f"{TEMPORARY_PREFIX}{HOST}-{10**9 - 1}-abcdefgh"
+    other = home / f"{TEMPORARY_PREFIX}x"
+    for place in (left, other):
+        place.mkdir(parents=True)
+        for name in ("link", "new", "before"):
+            (place / name).symlink_to(precious)
     with atomic_folder(home / "mine"):
         pass
-    assert sorted(each.name for each in home.iterdir()) == [left.name, "mine"]
+    assert sorted(each.name for each in home.iterdir()) == [other.name, "mine"]
+    assert len(list(other.iterdir())) == 3
 
 
 def test_links_in_a_run_are_unlinked_by_the_sweep_that_goes_on(run, precious, tmp_path):
     key = next(iter(load_run(run).by_key))
-    before = (run / "cells" / key / "samples.parquet").read_bytes()
-    shutil.rmtree(run / "cells" / key)
-    (run / "parts").mkdir(exist_ok=True)
-    links = [run / f"{TEMPORARY_PREFIX}x", run / "cells" / f"{TEMPORARY_PREFIX}y", run / "parts" / f"{TEMPORARY_PREFIX}z", run / "parts" / key, run / "cells" / key]  # fmt: skip
+    place = run / "cells" / key
+    before = (place / "000.parquet").read_bytes()
+    (place / "000.json").unlink()
+    (place / "000.parquet").unlink()
+    links = [run / f"{TEMPORARY_PREFIX}x", place / f"{TEMPORARY_PREFIX}y", place / "000.parquet", place / "001.nc"]  # fmt: skip
     for link in links:
         link.symlink_to(precious)
     assert again(run).made == 1
     assert not any(link.is_symlink() for link in links)
-    assert (run / "cells" / key / "samples.parquet").read_bytes() == before
+    assert (place / "000.parquet").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["parts", "cells", "plan", "failed"])
+@pytest.mark.parametrize("name", ["cells", "cells/KEY"])
 def test_a_linked_folder_of_a_run_is_refused(run, name, tmp_path):
-    plan = list(load_run(run).by_key.values())
-    if (run / name).exists():
-        (run / name).rename(tmp_path / "moved")
-    (tmp_path / "moved" / f"{TEMPORARY_PREFIX}mine").mkdir(parents=True)
-    (run / name).symlink_to(tmp_path / "moved")
-    with pytest.raises(RunError, match=f"{name} is a link, which is not followed"):
-        sweep(run, [Grid("one", "", tuple(plan))], InProcess("cpu"))
-    assert (tmp_path / "moved" / f"{TEMPORARY_PREFIX}mine").is_dir()
+    cells = tuple(load_run(run).by_key.values())
+    linked = run / name.replace("KEY", cells[0].key)
+    linked.rename(tmp_path / "moved")
+    for record in (tmp_path / "moved").rglob("000.json"):
+        record.unlink()
+    (tmp_path / "moved" / f"{TEMPORARY_PREFIX}mine").mkdir()
+    linked.symlink_to(tmp_path / "moved")
+    before = sorted((tmp_path / "moved").rglob("*"))
+    with pytest.raises(RunError, match=f"{linked.name} is a link, which is not followed"):
+        sweep(run, [Grid("one", "", cells)], InProcess("cpu"))
+    assert sorted((tmp_path / "moved").rglob("*")) == before
 
 
 def test_a_linked_lock_keeps_what_it_points_to(run, precious):
@@ -289,11 +277,8 @@ def test_a_page_replaces_a_link_and_not_what_it_points_to(run, precious):
     assert not (run / "report.html").is_symlink()
 
 
-def test_force_replaces_a_run_whose_parts_are_links_and_keeps_what_they_point_to(
-    run, precious, tmp_path
-):
-    (run / "parts").mkdir(exist_ok=True)
-    (run / "parts" / "x").symlink_to(precious)
+def test_force_replaces_a_run_with_a_link_and_keeps_what_it_points_to(run, precious, tmp_path):
+    (run / "cells" / "x").symlink_to(precious)
     load_run(run).save(tmp_path / "copy")
     load_run(tmp_path / "copy").save(run, force=True)
     assert load_run(run).cells["state"].tolist() == ["finished"]
@@ -355,15 +340,15 @@ def test_consent_reaches_the_workers(tmp_path, code):
     (cell,) = load_grid(str(grid), allow_code=True).cells
     text = cell.model_dump_json()
     sys.modules.pop(code)
-    outcome = Worker("cpu").do(Job(CELL.validate_json(text)))
-    assert isinstance(outcome, Opened), outcome
+    outcome = Worker("cpu").try_batch(CELL.validate_json(text), 0)
+    assert isinstance(outcome, FinishedBatch), outcome
 
 
 def test_reading_a_run_imports_no_code_that_it_names(tmp_path, code, capsys):
     """Also a view, which needs the method and asks for it."""
     own = generate("tiny-gpt2", method=f"{code}:Own", attribute="positive", prompts=["The lake"], length=20, alpha=0.5)  # fmt: skip
     own.save(tmp_path / "run")
-    (text,) = (each.read_text() for each in (tmp_path / "run" / "plan").iterdir())
+    (text,) = (each.read_text() for each in tmp_path.glob("run/cells/*/cell.json"))
     sys.modules.pop(code)
     (tmp_path / "ran").unlink()
     folder = str(tmp_path / "run")
@@ -411,8 +396,8 @@ def listener(place):
 @pytest.mark.parametrize("make", [pipe, folder, listener])
 def test_what_is_no_file_is_one_line_and_nobody_waits(tmp_path, make, run, capsys):
     key = next(iter(load_run(run).by_key))
-    (run / "plan" / f"{key}.json").unlink()
-    make(run / "plan" / f"{key}.json")
+    (run / "cells" / key / "cell.json").unlink()
+    make(run / "cells" / key / "cell.json")
     with pytest.raises(DamagedError, match=r"is a folder|is a pipe"):
         load_run(run)
     for name, read in {
@@ -432,12 +417,13 @@ def test_what_is_no_file_is_one_line_and_nobody_waits(tmp_path, make, run, capsy
         sha256_of(tmp_path / "p.txt")
 
 
-@pytest.mark.parametrize("name", ["samples.parquet", "trace.nc", "manifest.json"])
+@pytest.mark.parametrize("name", ["000.parquet", "000.nc", "000.json"])
 def test_a_pipe_in_the_place_of_a_result_is_damage(run, name, capsys):
     (folder,) = (run / "cells").iterdir()
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    assert load_run(run).cells["state"].tolist() == ["damaged"]
+    with pytest.raises(RunError, match="damaged"):
+        load_run(run).finished_cell()
     for words in (["score", "--scorers", "distinct"], ["trace"], ["report"], ["view"]):
         main([words[0], str(run), *words[1:]])
         assert capsys.readouterr().err.count("\n") <= 1
@@ -476,8 +462,7 @@ def test_a_byte_order_mark_is_dropped_wherever_text_is_read(tmp_path):
 def test_json_that_no_program_should_have_written(text, message, run):
     with pytest.raises(ValueError, match=message):
         parse_json(text)
-    (plan,) = (run / "plan").iterdir()
-    for file in (run / "run.json", plan):
+    for file in (run / "run.json", *run.glob("cells/*/cell.json")):
         whole = file.read_bytes()
         file.write_text(text, "utf-8")
         with pytest.raises(DamagedError) as error:
@@ -545,7 +530,7 @@ def test_a_table_of_another_form_is_no_file_of_prompts(tmp_path, name):
 
 def test_a_parquet_under_another_name_is_no_file_of_prompts(run, tmp_path):
     (folder,) = (run / "cells").iterdir()
-    shutil.copy(folder / "samples.parquet", tmp_path / "p.txt")
+    shutil.copy(folder / "000.parquet", tmp_path / "p.txt")
     with pytest.raises(TaskError, match=r"p.txt line \d+"):
         read_prompts(tmp_path / "p.txt")
 
@@ -602,20 +587,6 @@ def test_a_grid_of_many_points_asks_before_it_is_resolved(tmp_path):
 
 
 def test_samples_without_their_columns_are_damage(run):
-    import pandas as pd
-
-    (folder,) = (run / "cells").iterdir()
-    fields, _ = without_checksums((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(fields))  # without sha256 of the files
-    pd.DataFrame({"x": [1]}).to_parquet(folder / "samples.parquet")
+    change_texts(run, lambda samples: samples.drop(columns="prompt"))
     with pytest.raises(DamagedError, match="it has no column prompt"):
         load_run(run).samples()
-
-
-def test_the_task_of_a_manifest_is_no_path(run):
-    (folder,) = (run / "cells").iterdir()
-    fields, _ = without_checksums((folder / "manifest.json").read_text())
-    fields["cell"]["task"]["name"] = "../../x"
-    (folder / "manifest.json").write_text(json.dumps(fields))
-    with pytest.raises(RunError, match=r"manifest.json .*: a task's name has letters"):
-        read_manifest(folder)

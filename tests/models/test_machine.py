@@ -21,8 +21,8 @@ from lapa2_interp.models.machine import (
     stored_measurement,
 )
 from lapa2_interp.runs.grid import load_grid
+from lapa2_interp.runs.launch import load_grids
 from lapa2_interp.runs.run import load_run
-from lapa2_interp.runs.sweep import load_grids
 
 GRID = """
 model = "tiny-gpt2"
@@ -273,12 +273,12 @@ def test_a_run_goes_on_in_the_dtype_it_was_begun_in(grid, tmp_path, capsys):
     assert {cell.dtype for cell in load_run(tmp_path / "other").by_key.values()} == {"float32"}
 
 
-def test_a_damaged_plan_does_not_hide_the_dtype_of_the_others(grid, tmp_path):
+def test_damaged_settings_do_not_hide_the_dtype_of_the_others(grid, tmp_path):
     set_speed(times=0.5)
     out = tmp_path / "run"
     assert swept(grid, out) == 0
     first = next(iter(load_run(out).by_key))
-    (out / "plan" / f"{first}.json").unlink()
+    (out / "cells" / first / "cell.json").unlink()
     set_speed(times=3.0)
     assert [cell.dtype for cell in load_grids(out, [str(grid)])[0].cells] == [
         "bfloat16",

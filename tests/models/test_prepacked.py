@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, cell_of, decode, load
-from lapa2_interp.runs.jobs import Job
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
@@ -322,24 +321,22 @@ def test_without_the_operations_nothing_is_packed(monkeypatch):
         assert torch.equal(layer(x), linear(x, layer.weight, layer.bias))
 
 
-def test_a_worker_computes_as_the_cell_was_opened():
-    """The machine that opens a cell says what is packed; the manifest keeps it."""
+def test_a_worker_computes_with_the_weights_of_the_cells_first_batch():
+    """The machine that makes it chooses what is packed; its record keeps it."""
     cell = cell_of(
         load("tiny-llama"), "prefix", load_task("sentiment"), "positive", ["The lake"],
         Augmentation(alpha=0.5), length=20, samples=2,
     )  # fmt: skip
     without, usual = Worker(pack="off"), Worker()
-    opened = without.do(Job(cell))
-    assert opened.facts["model"].prepacking == "none"
-    assert usual.do(Job(cell)).facts["model"].prepacking == "all"
-    made = without.do(Job(cell, 0, "none"))
+    made = without.make_batch(cell, 0)
+    assert made.record.model.prepacking == "none"
     network = network_of(usual.model(cell))
-    assert usual.do(Job(cell, 0, "none")).trace.equals(made.trace)
+    again = usual.make_batch(cell, 0, "none")
+    assert again.trace.equals(made.trace)
+    assert again.record.model.prepacking == "none"
     assert not any(layer in _prepacked_weights for layer in network.modules())
-    usual.do(Job(cell, 0, "all"))
+    assert usual.make_batch(cell, 0).record.model.prepacking == "all", "what this machine chooses"
     assert any(layer in _prepacked_weights for layer in network.modules())
-    usual.do(Job(cell, 0, "none"))
-    assert usual.do(Job(cell)).facts["model"].prepacking == "all", "what this machine decides"
 
 
 def test_options_and_manifests(tmp_path):

@@ -50,9 +50,9 @@ from lapa2_interp.paper.items import ItemTables
 from lapa2_interp.paper.output import merge_item, write_item
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.paper.tables import ARM_COLUMNS
-from lapa2_interp.runs import store as read
+from lapa2_interp.runs import store
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.store import write_listing
+from lapa2_interp.runs.store import Failure, remove_batches, write_listing
 from lapa2_interp.scoring import transformer
 from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
 from lapa2_interp.scoring.scorer import ScoreCache, SkippedText, TextItem, expand_scorers
@@ -98,7 +98,7 @@ def run(tmp_path_factory):
         patched.setattr(
             transformer, "load_transformers", functools.cache(transformer.load_transformers)
         )
-        patched.setattr(read, "read_trace", functools.cache(read.read_trace))
+        patched.setattr(store, "read_trace", functools.cache(store.read_trace))
         yield folder
 
 
@@ -128,10 +128,10 @@ def table(file):
 
 def test_keys_of_stored_cells_stay(run):
     """A key made in another way would turn every stored run into an unfinished one."""
-    files = list((run / "plan").glob("*.json"))
+    files = list((run / "cells").glob("*/cell.json"))
     assert len(files) == 135
     for file in files:
-        assert CELL.validate_json(file.read_text("utf-8")).key == file.stem
+        assert CELL.validate_json(file.read_text("utf-8")).key == file.parent.name
     assert len(load_run(run).finished) == 135
 
 
@@ -219,19 +219,22 @@ def test_numbers_are_those_of_the_raw_texts(run):
     found = table(run / "tables" / "scaling.csv")
     seen = 0
     for cell in json.loads((run / "run.json").read_text())["grids"]["quick/scaling"]:
-        plan = json.loads((run / "plan" / f"{cell}.json").read_text())
-        texts = pd.read_parquet(run / "cells" / cell / "samples.parquet")["text"]
-        scorer = LinearToxicity() if plan["task"]["name"] == "detox" else LinearScorer("sentiment")
+        settings = json.loads((run / "cells" / cell / "cell.json").read_text())
+        files = sorted((run / "cells" / cell).glob("*.parquet"))
+        texts = pd.concat([pd.read_parquet(file) for file in files])["text"]
+        scorer = (
+            LinearToxicity() if settings["task"]["name"] == "detox" else LinearScorer("sentiment")
+        )
         scores = scorer.score([TextItem(text) for text in texts])  # no model, so the second scorer
-        if plan["task"]["name"] == "detox":
+        if settings["task"]["name"] == "detox":
             expected, metric = 100 * np.mean([score[0] for score in scores]), "tox (linear)"
         else:
-            right = scorer.columns.index(plan["attribute"])
+            right = scorer.columns.index(settings["attribute"])
             found_right = [np.argmax(score) == right for score in scores]
             expected, metric = 100 * np.mean(found_right), "acc (linear)"
-        law = plan["augmentation"]["law"] if plan["augmentation"] else None
+        law = settings["augmentation"]["law"] if settings["augmentation"] else None
         rows = found[
-            (found["method"] == plan["method"]) & (found["attribute"] == plan["attribute"])
+            (found["method"] == settings["method"]) & (found["attribute"] == settings["attribute"])
         ]
         mine = rows[rows["arm"].str.contains(f"law {law}") if law not in (None, "log") else rows["arm"].isin(
             ["baseline"] if law is None else ["alpha 0.5 paper", "alpha 2 paper"])]  # fmt: skip
@@ -435,7 +438,7 @@ def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
         (opened["task"] == "detox") & (opened["method"] == "preadd") & (opened["law"] == "sqrt")
     ]["key"]
     for key in gone:
-        shutil.rmtree(copy / "cells" / key)
+        remove_batches(copy / "cells" / key)
     script("analyses", "scaling", copy)
     found = table(copy / "tables" / "scaling.csv")
     assert found[found["state"] == "missing"][["method", "arm"]].to_numpy().tolist() == [
@@ -458,7 +461,7 @@ def test_half_an_arm_is_a_gap_and_is_not_compared_with_a_whole_one(run, tmp_path
         & (opened["law"] == "linear")
         & (opened["task"] == "sentiment")
     ]
-    shutil.rmtree(copy / "cells" / arm["key"][arm["attribute"] == "negative"].item())
+    remove_batches(copy / "cells" / arm["key"][arm["attribute"] == "negative"].item())
     found = script("analyses", "scaling", copy)["table"]
     row = found[(found["method"] == "prefix") & found["arm"].str.contains("linear")]
     assert row[["attribute", "state"]].to_numpy().tolist() == [["all", "incomplete and missing"]]
@@ -654,12 +657,11 @@ def test_a_sweep_that_fails_is_no_success_and_a_refused_one_is_not_scored(
     )
     copy = shutil.copytree(run, tmp_path / "copy")
     key = next(iter(load_run(copy).by_key))
-    shutil.rmtree(copy / "cells" / key)
-    (copy / "failed").mkdir(exist_ok=True)
+    remove_batches(copy / "cells" / key)
 
     def fails():
-        note = read.Failure(when=datetime.now(UTC), traceback="ValueError: no")
-        (copy / "failed" / f"{key}.json").write_text(note.model_dump_json())
+        note = Failure(when=datetime.now(UTC), traceback="ValueError: no")
+        (copy / "cells" / key / "failed.json").write_text(note.model_dump_json())
         return 2
 
     for answer, code, goes_on in (

@@ -26,6 +26,7 @@ from lapa2_interp.paper.steering_prompts import choose_prompts, read_neutral
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.run import load_run, write_run
+from lapa2_interp.runs.store import remove_batches
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,7 +181,7 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
         shutil.copytree(folder, part, ignore=shutil.ignore_patterns("tables", "figures"))
         for key, cell in plan.items():
             if cell.task.name != task:
-                shutil.rmtree(part / "cells" / key)
+                remove_batches(part / "cells" / key)
         asked = [part, "--grids", "mine", "--scorers", "linear", "accuracy", "masked", "echo",
                  "repetition", "perplexity=tiny-gpt2"]  # fmt: skip
         if task == "sentiment":  # the two tests of topic have no texts here, and count as p = 1
@@ -255,7 +256,7 @@ def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypa
     set_points = known.index[known["family"] == "set-point"]
     (family,) = (key for key in set_points if plan[key].task.name == "topic")
     for each in (other, family):
-        shutil.rmtree(copy / "cells" / each)
+        remove_batches(copy / "cells" / each)
     found = script(
         "analyses",
         copy,

@@ -11,10 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from browsers import browser_page
-from lapa2_interp.runs.local import InProcess
+from conftest import change_texts
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import without_checksums
 from lapa2_interp._util.page import embedded
 from lapa2_interp.attention.tables import branch_name, pooled
 from lapa2_interp.bias.tokens import token_texts
@@ -26,10 +25,10 @@ from lapa2_interp.paper.gallery import Gallery, gallery_run
 from lapa2_interp.report.intervals import interval_svg, shared_scale
 from lapa2_interp.report.run_page import run_report
 from lapa2_interp.report.run_texts import MASS_UNIT
+from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.manifest import MANIFEST
 from lapa2_interp.runs.run import is_finished_run, load_run
-from lapa2_interp.runs.store import SAMPLES, Failure
+from lapa2_interp.runs.store import Failure, remove_batches
 from lapa2_interp.runs.sweep import sweep
 
 GRID = """model = "tiny-gpt2"
@@ -257,12 +256,12 @@ def test_claims_of_ours_are_told_apart_and_each_comparison_counts_once(run):
 
 def test_the_run_is_told(html, finished):
     text = Parts(html).text
-    manifest = json.loads(next(finished.glob("cells/*/manifest.json")).read_text())
+    record = json.loads(next(finished.glob("cells/*/000.json")).read_text())
     for fact in (
-        manifest["model"]["weights"],
-        manifest["lapa2_interp"],
-        manifest["versions"]["torch"],
-        manifest["commit"] or "outside",
+        record["model"]["weights"],
+        record["lapa2_interp"],
+        record["versions"]["torch"],
+        record["commit"] or "outside",
     ):
         assert fact in text
     assert "5 of 5 cells are finished: 20 texts" in " ".join(text.split())
@@ -337,15 +336,13 @@ def test_it_loads_nothing(html):
 
 def test_what_a_model_wrote_does_not_act(run):
     tokens = np.array(load_tokenizer("tiny-gpt2")(HOSTILE)["input_ids"])
-    for file in run.glob(f"cells/*/{SAMPLES}"):
-        samples = pd.read_parquet(file)
+
+    def hostile(samples):
         samples["tokens"] = [tokens[: int(n)] for n in samples["n_tokens"]]
         samples.loc[0, "finish"] = HOSTILE
-        samples.to_parquet(file, index=False)
-        fields, _ = without_checksums((file.parent / MANIFEST).read_text())
-        (file.parent / MANIFEST).write_text(
-            json.dumps(fields)
-        )  # without a seal, nothing is checked
+        return samples
+
+    change_texts(run, hostile)
     html = page(run)
     parts = Parts(html)
     scripts = [attrs for tag, attrs in parts.elements if tag == "script"]
@@ -364,12 +361,11 @@ def test_what_a_model_wrote_does_not_act(run):
 def test_missing_cells_are_listed_with_the_reason(run):
     failed, missing = list(load_run(run).by_key)[1:3]
     for key in (failed, missing):
-        shutil.rmtree(run / "cells" / key)
+        remove_batches(run / "cells" / key)
     record = Failure(
         when="2026-01-02T03:04:05Z", traceback="Traceback ...\nZeroDivisionError: <by> zero"
     )
-    (run / "failed").mkdir()
-    (run / "failed" / f"{failed}.json").write_text(record.model_dump_json())
+    (run / "cells" / failed / "failed.json").write_text(record.model_dump_json())
     parts = Parts(page(run))
     text = " ".join(parts.text.split())
     assert "3 of 5 cells are finished, 1 failed, 1 missing: 12 texts" in text
@@ -396,7 +392,8 @@ def test_without_traces_it_says_that_tokens_are_not_coloured(tmp_path):
 
 
 def test_a_run_with_nothing_finished_has_a_page(run):
-    shutil.rmtree(run / "cells")
+    for cell in (run / "cells").iterdir():
+        remove_batches(cell)
     shutil.rmtree(run / "figures")
     parts = Parts(page(run))
     assert "0 of 5 cells are finished, 5 missing" in " ".join(parts.text.split())

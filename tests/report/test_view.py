@@ -33,7 +33,6 @@ from lapa2_interp.report.encoding import (
 )
 from lapa2_interp.report.viewed_text import load_head_values
 from lapa2_interp.report.viewer import MODULE
-from lapa2_interp.runs.store import FinishedCell
 
 HOSTILE = (
     "=1</script><script>document.title='x'</script><img src=x onerror=alert(1)>&amp; '\"\u2028"
@@ -160,25 +159,32 @@ def test_masses_are_those_the_run_recorded(shown, run):
         assert np.allclose(own, recorded[: len(own)], atol=1e-5)
 
 
+def with_batches(run, change, keys=None):
+    """A run whose batches have other samples or traces."""
+    batches = {
+        key: [dataclasses.replace(each, **change(each)) for each in made]
+        if key in (keys or run.batches)
+        else made
+        for key, made in run.batches.items()
+    }
+    return dataclasses.replace(run, batches=batches)
+
+
 def test_what_differs_from_the_recorded_attention_is_refused(run):
     model = load("planted")
-    held = {
-        key: FinishedCell(
-            made.manifest, made.samples, made.trace.assign(bos=made.trace["bos"] + 0.01)
-        )
-        for key, made in run.held.items()
-    }
+    other = with_batches(
+        run, lambda made: {"trace": made.trace.assign(bos=made.trace["bos"] + 0.01)}
+    )
     with pytest.raises(TraceError, match="differs from what the run recorded, by up to 0.01"):
-        view(dataclasses.replace(run, held=held), model=model)
+        view(other, model=model)
 
 
 def test_recorded_attention_that_is_no_number_is_refused(run):
-    held = {
-        key: FinishedCell(made.manifest, made.samples, made.trace.assign(bos=made.trace["bos"] * np.nan))
-        for key, made in run.held.items()
-    }  # fmt: skip
+    other = with_batches(
+        run, lambda made: {"trace": made.trace.assign(bos=made.trace["bos"] * np.nan)}
+    )
     with pytest.raises(TraceError, match="differs from what the run recorded, by up to nan"):
-        view(dataclasses.replace(run, held=held), model=load("planted"))
+        view(other, model=load("planted"))
 
 
 def test_attention_over_all_texts_is_over_steps_that_all_have(run):
@@ -193,19 +199,17 @@ def test_attention_over_all_texts_is_over_steps_that_all_have(run):
         parts = {name: made.trace[name].copy() for name in ("prefix", "bos", "prompt", "generated")}
         for part in parts.values():
             part[:, row, to:] = np.nan
-        return FinishedCell(
-            made.manifest, made.samples.assign(tokens=tokens), made.trace.assign(parts)
-        )
+        return {"samples": made.samples.assign(tokens=tokens), "trace": made.trace.assign(parts)}
 
-    key = found.selected.cells["alpha 0.5 paper"].key
-    held = run.held | {key: cut(cut(run.held[key], 3, 4), 1, 0)}
-    short = view(dataclasses.replace(run, held=held), model=model).text
+    keys = [found.selected.cells["alpha 0.5 paper"].key]
+    other = with_batches(run, lambda made: cut(made, 3, 4), keys)
+    short = view(with_batches(other, lambda made: cut(made, 1, 0), keys), model=model).text
     assert short.steps == 4
     for arm, cell, there in zip(
         short.arms, short.selected.cells.values(), (range(4), (0, 2, 3)), strict=True
     ):
         trace = run.trace(cell.key)["prefix"].sel(branch=short.branch).to_numpy()
-        prompts = run.held[cell.key].samples["prompt"].to_numpy()
+        prompts = run.samples(cell.key)["prompt"].to_numpy()
         means = [
             np.mean([trace[i, :4].mean(0) for i in there if prompts[i] == prompt], axis=0)
             for prompt in dict.fromkeys(prompts)
@@ -218,7 +222,9 @@ def test_arms_of_different_seeds_are_not_set_side_by_side(run):
         load("planted"), "prefix", "sentiment", ["positive"], ["The lake", "The book"],
         length=14, samples=2, seed=4, trace="full", parameters={"prefixes": "hard"},
     )  # fmt: skip
-    both = dataclasses.replace(run, plan=run.by_key | other.by_key, held=run.held | other.held)
+    both = dataclasses.replace(
+        run, by_key=run.by_key | other.by_key, batches=run.batches | other.batches
+    )
     with pytest.raises(TraceError, match=r"cells of several kinds \(seed: 3, 4\).*seed=3"):
         view(both, model=load("planted"))
     assert (

@@ -1,31 +1,23 @@
-"""The Ray engine, on a real cluster of several nodes on this machine; models larger than one GPU."""
+"""The Ray engine: on a real cluster of several nodes on this machine, and beside a stand-in for Ray."""
 
 import socket
 import sys
-from dataclasses import replace
-from time import monotonic
+from concurrent.futures import Future
+from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-import torch
-from conftest import HAS_HOOKED, load, plan
-from lapa2_interp.runs.jobs import Failed, Job, Opened
-from lapa2_interp.runs.local import InProcess
-from lapa2_interp.runs.locks import locked
 
-from lapa2_interp import Augmentation
-from lapa2_interp._util.errors import GridError, ModelError, RunError
+from lapa2_interp._util.errors import GridError, RunError
+from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import decode_batches
-from lapa2_interp.methods.registry import get_for_task, load_task
-from lapa2_interp.models import load as models
-from lapa2_interp.models.machine import store_measurement
 from lapa2_interp.runs import ray as clusters
+from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.launch import launch
 from lapa2_interp.runs.manifest import library_versions
-from lapa2_interp.runs.ray import Cluster
+from lapa2_interp.runs.ray import RayPool
 from lapa2_interp.runs.sweep import sweep
 
 GRID = """
@@ -43,25 +35,7 @@ max_rows = 8
 method = ["prefix", "preadd"]
 augmentation = "paper"
 """
-"""Two cells, of two and four groups."""
-
-
-@pytest.fixture(scope="module")
-def machines():
-    """A cluster: a head that only coordinates, and two nodes of one core."""
-    from ray.cluster_utils import Cluster as Machines
-
-    quickly = {
-        "health_check_initial_delay_ms": 0,
-        "health_check_period_ms": 500,
-        "health_check_failure_threshold": 3,
-    }
-    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quickly}
-    machines = Machines(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        machines.add_node(num_cpus=1)
-    yield machines
-    machines.shutdown()
+"""Two cells, of two and four batches."""
 
 
 @pytest.fixture(scope="module")
@@ -71,137 +45,83 @@ def grid(tmp_path_factory):
     return load_grid(str(file))
 
 
-@pytest.fixture(scope="module")
-def here(grid, tmp_path_factory):
-    """The run of one process."""
-    folder = tmp_path_factory.mktemp("here") / "run"
-    assert sweep(folder, [grid], InProcess("cpu")).made == 2
-    return folder
+# --- a real cluster
 
 
-def assert_equal(run, other):
-    for cell in sorted((other / "cells").iterdir()):
-        for name in ("samples.parquet", "trace.nc"):
-            assert (run / "cells" / cell.name / name).read_bytes() == (cell / name).read_bytes(), (
-                cell.name,
-                name,
-            )
+@pytest.fixture
+def cluster():
+    """A head that only coordinates, and two nodes of one core."""
+    from ray.cluster_utils import Cluster
+
+    quickly = {
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 500,
+        "health_check_failure_threshold": 3,
+    }
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quickly}
+    found = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        found.add_node(num_cpus=1)
+    yield found
+    found.shutdown()
 
 
-class Held(Cell):
-    """Holds the first worker that reads it for half a minute."""
+class Trap(Cell):
+    """Runs code on the worker that reads it."""
 
-    mark: ClassVar[str]
+    code: ClassVar[str]
 
     def __reduce_ex__(self, protocol):
-        wait = (
-            f"__import__('os').path.exists({self.mark!r}) or (open({self.mark!r}, 'w').close(),"
-            " __import__('time').sleep(30))"
-        )
-        read = f"__import__('pydantic').TypeAdapter(Cell).validate_json({self.model_dump_json()!r})"
-        return eval, (f"[{wait}, {read}][1]", {"Cell": Cell})
+        return eval, (self.code,)
 
 
-class LosesAMachine(Cluster):
-    """One of its machines is cut off while it does the sixth job."""
+class Unlucky(RayPool):
+    """The second batch kills its worker, and the fifth is under way on a machine that is lost."""
 
-    def __init__(self, machines):
-        super().__init__(address=machines.address)
-        self.machines, self.given, self.lost = machines, 0, []
+    def __init__(self, cluster, file):
+        super().__init__(address=cluster.address)
+        node = "__import__('ray').get_runtime_context().get_node_id()"
+        note = f"__import__('pathlib').Path({str(file)!r}).write_text({node})"
+        self.traps = {2: "__import__('os')._exit(1)", 5: f"({note}, __import__('time').sleep(60))"}
+        self.cluster, self.file, self.futures = cluster, file, []
 
-    def submit(self, job):
-        self.given += 1
-        if self.given == 6:
-            job = replace(job, cell=Held.model_validate(job.cell.model_dump()))
-        super().submit(job)
-        if self.given == 6:
-            busy = next(
-                worker
-                for worker in self._workers
-                if worker.job and isinstance(worker.job[0].cell, Held)
+    def submit(self, cell, number, packing, progress):
+        submitted = len(self.futures) + 1
+        if submitted in self.traps:
+            Trap.code = self.traps[submitted]
+            cell = Trap.model_validate(cell.model_dump())
+        self.futures.append(super().submit(cell, number, packing, progress))
+        if submitted == 5:
+            while not (self.file.exists() and self.file.read_text()):
+                assert not self.futures[-1].done()
+                sleep(0.1)
+            (node,) = (
+                each for each in self.cluster.worker_nodes if each.node_id == self.file.read_text()
             )
-            node = next(node for node in self.machines.worker_nodes if node.node_id == busy.node)
-            self.machines.remove_node(node, allow_graceful=False)
+            self.cluster.remove_node(node, allow_graceful=False)
+        return self.futures[-1]
 
-    def _lost(self, worker, given, error):
-        self.lost.append(given)
-        return super()._lost(worker, given, error)
+
+def contents(run):
+    """Texts and traces of a run."""
+    files = (file for suffix in ("parquet", "nc") for file in run.glob(f"cells/*/*.{suffix}"))
+    return {file.relative_to(run): file.read_bytes() for file in files}
 
 
 @pytest.mark.alone
-def test_a_cluster_that_loses_a_machine_makes_the_bytes_that_one_process_makes(
-    machines, grid, here, tmp_path
+def test_a_cluster_that_loses_a_worker_and_a_machine_makes_the_bytes_of_one_process(
+    cluster, grid, tmp_path
 ):
-    Held.mark = str(tmp_path / "held")
-    engine = LosesAMachine(machines)
-    assert engine.slots == 2
-    try:
-        swept = sweep(tmp_path / "run", [grid], engine)
-    finally:
-        machines.add_node(num_cpus=1)
+    engine = Unlucky(cluster, tmp_path / "node")
+    assert engine.n_workers == 2
+    swept = sweep(tmp_path / "far", [grid], engine)
     assert (swept.made, swept.failed) == (2, ())
-    assert [attempt for _, attempt in filter(None, engine.lost)] == [1], "a job was under way there"
-    assert_equal(tmp_path / "run", here)
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_a_machine_that_emulates_bfloat16_is_named_and_makes_it(
-    machines, grid, monkeypatch, tmp_path, capsys
-):
-    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))  # the workers' too
-    store_measurement("cpu", "bfloat16 / float32", (3.0,))
-    half = [
-        Cell.model_validate(cell.model_dump() | {"dtype": "bfloat16"}) for cell in grid.cells[:1]
-    ]
-    done = sweep(
-        tmp_path / "run",
-        [replace(grid, cells=(*half, *grid.cells[1:]))],
-        Cluster(address=machines.address),
-    )
-    assert (done.made, done.failed) == (2, ())
-    said = capsys.readouterr().err
-    assert (
-        said.count(
-            f"note: on {socket.gethostname()} bfloat16 is slow on this processor: a product takes"
-            " 3.0 times"
-        )
-        == 1
-    )
-
-
-class Deadly(Cell):
-    """Kills the worker that reads it."""
-
-    def __reduce_ex__(self, protocol):
-        import os
-
-        return os._exit, (1,)
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_a_job_that_kills_its_workers_fails_alone_and_machines_that_join_get_workers(
-    machines, grid, monkeypatch
-):
-    monkeypatch.setattr(clusters, "ATTEMPTS", 2)
-    cell = grid.cells[0]
-    with Cluster(address=machines.address) as engine:
-        before = engine.slots
-        engine.submit(Job(Deadly.model_validate(cell.model_dump())))
-        engine.submit(Job(cell))
-        outcomes = []
-        while len(outcomes) < 2:
-            outcomes += engine.wait()
-        found = {type(job.cell): outcome for job, outcome in outcomes}
-        assert isinstance(found[Cell], Opened)
-        assert isinstance(found[Deadly], Failed)
-        assert "died 2 times" in found[Deadly].traceback
-        machines.add_node(num_cpus=1)
-        engine.submit(Job(cell))
-        list(engine.wait())
-        engine._grow()
-        assert engine.slots == before + 1
+    lost = [number for number, each in enumerate(engine.futures, 1) if each.exception()]
+    assert lost == [2, 5]
+    assert len(engine.futures) == 6 + len(lost), "what was lost is made again, and nothing else"
+    assert sweep(tmp_path / "here", [grid], InProcess("cpu")).made == 2
+    assert len(contents(tmp_path / "here")) == 2 * 6
+    assert contents(tmp_path / "far") == contents(tmp_path / "here")
 
 
 @pytest.mark.alone
@@ -214,57 +134,95 @@ def test_a_cluster_that_is_not_there_is_refused_soon(monkeypatch):
             with pytest.raises(
                 RunError, match=f"cannot join the Ray cluster at {address} .*{reason}.*ray start"
             ):
-                Cluster(address=address)
+                RayPool(address=address)
             assert monotonic() - began < 8
     for address in ("nonsense", "ray://127.0.0.1:10001", "127.0.0.1:http"):
         with pytest.raises(RunError, match="allowed: HOST:PORT of the cluster's head, auto"):
-            Cluster(address=address)
+            RayPool(address=address)
 
 
 def test_without_ray_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RunError, match=r"pip install 'lapa2-interp\[ray\]', or use engine='local'"):
-        Cluster()
+        RayPool()
+
+
+# --- a stand-in for Ray
+
+
+class Actor:
+    """Stands for a worker; what comes of its batch is the test's to say."""
+
+    def __init__(self):
+        self.place = SimpleNamespace(remote=lambda: self)
+        self.remote_batch = SimpleNamespace(remote=lambda *_: SimpleNamespace(future=self.begin))
+
+    def begin(self):
+        self.future = Future()
+        return self.future
 
 
 class Machines:
-    """Stands for Ray, connected to machines that have these resources, and other libraries."""
+    """Stands for Ray, connected to machines that have these resources."""
 
     def __init__(self, *resources):
-        self.resources = resources
+        from ray import exceptions
+
+        self.resources, self.actors, self.exceptions = [*resources], [], exceptions
+        self.versions, self.slow, self.error = library_versions(), None, None
+        self.n_ready, self.joined = None, 0
 
     def nodes(self):
         gone = {"NodeID": "gone", "Alive": False, "Resources": {"CPU": 9.0}}
-        return [
+        return [gone] + [
             {"NodeID": i, "Alive": True, "Resources": each} for i, each in enumerate(self.resources)
-        ] + [gone]
+        ]
 
     def get_runtime_context(self):
         return SimpleNamespace(get_node_id=lambda: 0, gcs_address="127.0.0.1:1")
 
     def remote(self, kind):
-        actor = SimpleNamespace(
-            place=SimpleNamespace(remote=object), do=SimpleNamespace(remote=lambda job: object())
-        )
-        return SimpleNamespace(
-            options=lambda **needs: SimpleNamespace(remote=lambda *settings: actor)
-        )
+        return SimpleNamespace(options=lambda **needs: SimpleNamespace(remote=self.start))
+
+    def start(self, *settings):
+        self.actors.append(Actor())
+        return self.actors[-1]
 
     def wait(self, refs, timeout):
-        return refs[:1], refs[1:]
+        return refs[: self.n_ready], []
 
     def get(self, ref):
-        return "node", "far", library_versions() | {"torch": "1.13.0+cu117"}, None
+        if self.error:
+            raise self.error
+        return "far", self.versions, self.slow
 
     def kill(self, actor):
-        pass
+        self.actors.remove(actor)
 
     def shutdown(self):
-        pass
+        self.joined = 0
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Makes machines that an engine joins, whose head answers."""
+
+    def make(*resources):
+        machines = Machines(*resources)
+
+        def join(address):
+            machines.joined += 1
+            return machines
+
+        monkeypatch.setattr(clusters, "_join", join)
+        monkeypatch.setattr(RayPool, "_answers", lambda self: True)
+        return machines
+
+    return make
 
 
 @pytest.mark.parametrize(
-    ("settings", "slots"),
+    ("settings", "workers"),
     [
         ({}, 5),
         ({"gpus_per_worker": 2.0}, 2),
@@ -273,13 +231,10 @@ class Machines:
         ({"workers": 9}, 9),
     ],
 )
-def test_workers_are_counted_machine_by_machine(monkeypatch, settings, slots):
-    monkeypatch.setattr(
-        clusters,
-        "_join",
-        lambda address: Machines({"GPU": 3.0, "CPU": 7.0}, {"GPU": 2.0, "CPU": 8.0}, {"CPU": 1.0}),
-    )
-    assert Cluster(**settings).slots == slots
+def test_workers_are_counted_machine_by_machine(pretend, settings, workers):
+    pretend({"GPU": 3.0, "CPU": 7.0}, {"GPU": 2.0, "CPU": 8.0}, {"CPU": 1.0})
+    with RayPool(**settings) as engine:
+        assert engine.n_workers == engine.slots() == workers
 
 
 @pytest.mark.parametrize(
@@ -293,170 +248,108 @@ def test_workers_are_counted_machine_by_machine(monkeypatch, settings, slots):
         ({"workers": 0}, "found 0"),
     ],
 )
-def test_what_no_machine_can_do_is_refused(monkeypatch, settings, message):
-    monkeypatch.setattr(clusters, "_join", lambda address: Machines({"CPU": 4.0}))
+def test_what_no_machine_can_do_is_refused(pretend, settings, message):
+    machines = pretend({"CPU": 4.0})
     with pytest.raises(RunError, match=message):
-        Cluster(**settings)
+        RayPool(**settings)
+    assert not machines.joined
 
 
-def test_a_machine_with_other_libraries_is_refused(monkeypatch):
-    monkeypatch.setattr(Cluster, "_answers", lambda self: True)
-    monkeypatch.setattr(clusters, "_join", lambda address: Machines({"CPU": 1.0}))
-    refused = pytest.raises(
-        RunError, match=r"far has torch 1\.13\.0 and this machine \d.*install the same versions"
-    )
-    with refused, Cluster() as engine:
-        next(engine.wait())
+def test_a_dead_worker_is_replaced_and_machines_that_join_get_workers(pretend, grid):
+    machines = pretend({"CPU": 1.0})
+    with RayPool() as engine:
+        assert engine.slots() == 1
+        (lost,) = machines.actors
+        engine.submit(grid.cells[0], 0, None, hidden_bar())
+        assert engine.slots() == 1
+        assert machines.actors == [lost]
+        lost.future.set_exception(machines.exceptions.RayActorError())
+        assert engine.slots() == 1
+        assert lost not in machines.actors
+        machines.resources.append({"CPU": 2.0})
+        assert engine.slots() == 3
+        assert len(machines.actors) == 3
 
 
-def test_a_worker_that_dies_after_long_work_is_replaced(monkeypatch, grid):
-    """Its replacement has as long to start as the first had."""
-    from ray.exceptions import RayActorError
+def test_ctrl_c_ends_the_workers_and_those_that_start(pretend, grid, tmp_path, monkeypatch):
+    machines, seen = pretend({"CPU": 2.0}), []
+    machines.n_ready = 1
 
-    machines, now, answer = Machines({"CPU": 1.0}), [0.0], [None]
-    started = "node", "far", library_versions(), None
-    later = iter([(1, started), (700, RayActorError()), (9, None), (9, started), (700, Failed(""))])
+    def stop(*_, **__):
+        seen.extend(machines.actors)
+        raise KeyboardInterrupt
 
-    def wait(refs, timeout):
-        seconds, answer[0] = next(later)
-        now[0] += seconds
-        return refs if answer[0] else [], []
-
-    def get(ref):
-        if isinstance(answer[0], Exception):
-            raise answer[0]
-        return answer[0]
-
-    monkeypatch.setattr(machines, "wait", wait)
-    monkeypatch.setattr(machines, "get", get)
-    monkeypatch.setattr(Cluster, "_answers", lambda self: True)
-    monkeypatch.setattr(clusters, "_join", lambda address: machines)
-    monkeypatch.setattr(clusters, "monotonic", lambda: now[0])
-    job = Job(grid.cells[0])
-    with Cluster() as engine:
-        engine.submit(job)
-        assert list(engine.wait()) == [(job, Failed(""))]
+    monkeypatch.setattr("lapa2_interp.runs.sweep.wait", stop)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(tmp_path / "run", [grid], RayPool())
+    assert len(seen) == 2
+    assert not machines.actors
+    assert not machines.joined
 
 
-def test_a_launch_leaves_no_session_of_ray(monkeypatch, tmp_path):
-    """Neither where nothing is to be made, nor where the run is in use."""
-    joined = []
-    machines = Machines({"CPU": 1.0})
-    monkeypatch.setattr(machines, "shutdown", joined.clear)
-    monkeypatch.setattr(clusters, "_join", lambda address: joined.append(1) or machines)
+@pytest.mark.parametrize(
+    ("versions", "broken", "resources", "message"),
+    [
+        (
+            {"torch": "1.13.0+cu117"},
+            None,
+            1,
+            r"far has torch 1\.13\.0 and this machine \d.*the same",
+        ),
+        (
+            {},
+            "ImportError: no numpy.",
+            1,
+            "a worker cannot start on the cluster: .*no numpy; every",
+        ),
+        ({}, "", 1, "no room for a worker for 10 minutes; `ray status`.*the same command goes on"),
+        ({}, None, 0, "Ray has ended on this machine.*the same command goes on"),
+    ],
+)
+def test_a_sweep_that_can_have_no_worker_ends(
+    pretend, monkeypatch, versions, broken, resources, message
+):
+    machines, clock = pretend({"CPU": 1.0}), iter(range(0, 10**6, 200))
+    monkeypatch.setattr(clusters, "monotonic", lambda: next(clock))
+    with RayPool() as engine:
+        machines.versions |= versions
+        machines.error = machines.exceptions.RayError(broken) if broken else None
+        machines.n_ready = 0 if broken == "" else None
+        del machines.resources[resources:]
+        with pytest.raises(RunError, match=message):
+            engine.slots()
+
+
+def test_a_sweep_ends_when_the_head_is_gone(pretend, monkeypatch):
+    answers = RayPool._answers
+    pretend({"CPU": 1.0})
+    monkeypatch.setattr(RayPool, "_answers", answers)  # nothing listens at port 1
+    monkeypatch.setattr(clusters, "ANSWER", 0.0)
+    lost = "the head of the Ray cluster at 127.0.0.1:.*the same command goes on"
+    with RayPool() as engine, pytest.raises(RunError, match=lost):
+        engine.slots()
+
+
+def test_a_machine_that_emulates_bfloat16_is_named_once(pretend, grid, capsys):
+    machines = pretend({"CPU": 2.0})
+    machines.slow = "bfloat16 is slow there"
+    machines.versions["torch"] = machines.versions["torch"].partition("+")[0] + "+another"
+    half = Cell.model_validate(grid.cells[0].model_dump() | {"dtype": "bfloat16"})
+    with RayPool() as engine:
+        engine.slots()
+        for cell in (half, half):
+            engine.submit(cell, 0, None, hidden_bar())
+    assert capsys.readouterr().err == "note: on far bfloat16 is slow there\n"
+
+
+def test_a_launch_leaves_no_session_of_ray(pretend, monkeypatch, tmp_path):
+    machines = pretend({"CPU": 1.0})
     (tmp_path / "two.toml").write_text(GRID)
     names, run = [str(tmp_path / "two.toml")], tmp_path / "run"
     with pytest.raises(GridError, match="unknown column"):
         launch(names, run, only={"tsk": "topic"}, engine="ray")
-    assert not joined
-    run.mkdir()
-    with locked(run), pytest.raises(RunError, match="is being filled"):
-        launch(names, run, engine="ray", notify=lambda line: None)
-    assert not joined
-    monkeypatch.setattr("lapa2_interp.runs.launch.finished_of", lambda out, cells: cells)
-    monkeypatch.setattr("lapa2_interp.runs.launch.sweep", lambda *_: joined.append(2))
-    launch(names, run, engine="ray")
-    assert not joined
-
-
-def test_a_sweep_ends_when_ray_does_on_its_machine(monkeypatch, grid):
-    machines = Machines({"CPU": 1.0})
-    monkeypatch.setattr(Cluster, "_answers", lambda self: True)
-    monkeypatch.setattr(clusters, "_join", lambda address: machines)
-    with (
-        pytest.raises(RunError, match="Ray has ended on this machine.*the same command goes on"),
-        Cluster() as engine,
-    ):
-        engine.submit(Job(grid.cells[0]))
-        machines.resources = ()
-        next(engine.wait())
-
-
-def test_a_sweep_ends_when_the_head_is_gone(monkeypatch, grid):
-    machines = Machines({"CPU": 1.0})
-    monkeypatch.setattr(clusters, "_join", lambda address: machines)
-    monkeypatch.setattr(clusters, "ANSWER", 0.0)
-    lost = "the head of the Ray cluster at 127.0.0.1:.*the same command goes on"
-    with pytest.raises(RunError, match=lost), Cluster() as engine:
-        engine.submit(Job(grid.cells[0]))  # nothing listens at port 1
-        next(engine.wait())
-
-
-# --- models larger than one GPU
-
-
-def spread(network, place, folder):
-    """A model as transformers leaves it when its layers are on several devices, the third on
-    `place`."""
-    from accelerate import dispatch_model
-
-    device_map = {
-        "model.embed_tokens": "cpu",
-        "model.rotary_emb": "cpu",
-        "model.norm": "cpu",
-        "lm_head": "cpu",
-    }
-    device_map |= {f"model.layers.{i}": place if i == 2 else "cpu" for i in range(4)}
-    return dispatch_model(
-        network, device_map, main_device="cpu", offload_dir=folder, force_hooks=True
-    )
-
-
-PLACES = (
-    ["cpu"] if HAS_HOOKED else ["cpu", "disk"]
-)  # transformer-lens 3.9 refuses weights on the disk
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_model_in_several_places_makes_the_same_texts_and_traces(place, tmp_path):
-    network, tokenizer, _ = models.load_transformers("tiny-llama")
-    network = spread(network, place, str(tmp_path))
-    assert hasattr(network.model.layers[2], "_hf_hook")
-    assert next(network.model.layers[2].parameters()).device.type == (
-        "meta" if place == "disk" else "cpu"
-    )
-    task = load_task("sentiment")
-    made = []
-    for model in (
-        models._make_bridge(network, tokenizer, "tiny-llama", torch.float32, "cpu").eval(),
-        load("tiny-llama"),
-    ):
-        model.cfg.default_prepend_bos = True
-        method, rule = get_for_task("preadd", task), Augmentation(alpha=1.0)
-        todo = plan(model, method, task, "positive", ("The lake", "Once"), rule, 16, 2)
-        made.append(decode_batches(model, todo))
-    assert made[0].samples.equals(made[1].samples)
-    assert made[0].trace.equals(made[1].trace)
-
-
-def test_device_auto_leaves_the_placing_to_transformers(tmp_path, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
-    network, tokenizer, _ = models.load_transformers("tiny-gpt2")
-    network.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    asked = []
-    inner = AutoModelForCausalLM.from_pretrained
-
-    def from_pretrained(*args, **kwargs):
-        asked.append(kwargs["device_map"])
-        return inner(*args, **kwargs)
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    ids = torch.arange(8)[None]
-    logits = models.load_model(str(tmp_path), device="auto")(ids)
-    assert asked == ["auto"]
-    assert torch.equal(logits, load("tiny-gpt2")(ids))
-    assert models.load_model("tiny-gpt2", device="auto").cfg.device == load("tiny-gpt2").cfg.device
-
-
-def test_a_model_that_the_gpus_do_not_hold_is_refused(tmp_path, monkeypatch):
-    network, tokenizer, weights = models.load_transformers("tiny-llama")
-    network = spread(network, "cpu", str(tmp_path))
-    monkeypatch.setattr(models, "load_transformers", lambda *_: (network, tokenizer, weights))
-    network.hf_device_map |= {"model.layers.0": 0, "model.layers.1": 1}
-    with pytest.raises(ModelError, match="larger than the GPUs here together.*gpus_per_worker"):
-        models.load_model("tiny-llama", device="auto")
-    network.hf_device_map = {"model": 0, "lm_head": 1}
-    with pytest.raises(ModelError, match="use TransformerBridge for a model larger than one GPU"):
-        models.load_model("tiny-llama", device="auto", model_class="HookedTransformer")
+    monkeypatch.setattr("lapa2_interp.runs.launch.sweep", lambda *_: seen.append(machines.joined))
+    seen = []
+    launch(names, run, engine="ray", notify=lambda line: None)
+    assert seen == [1]
+    assert not machines.joined

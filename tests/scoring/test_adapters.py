@@ -4,6 +4,10 @@ import json
 import lzma
 import re
 import shutil
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.cli.app import main
-from lapa2_interp.scoring import adapter_training
 from lapa2_interp.scoring.adapter import (
     ADAPTER_ENDING,
     LONGEST_WINDOW,
@@ -28,24 +31,19 @@ from lapa2_interp.scoring.adapter import (
     save_adapter,
     split_windows,
 )
-from lapa2_interp.scoring.adapter_training import (
-    AdapterTraining,
-    TrainingPass,
-    WeightedTexts,
-    draw_texts,
-    draw_window,
-    make_pass,
-    train_adapter,
-)
 from lapa2_interp.scoring.agreement import agreement
 from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, tasks_in
-from lapa2_interp.scoring.training import GradedTexts
+from lapa2_interp.scoring.training import GradedTexts, ScorerData
 from lapa2_interp.stats import mean_interval
 from lapa2_interp.tasks.corpora import Corpus, read_corpus
 
+SCRIPT = Path(__file__).resolve().parents[2] / "analyses" / "train_adapters.py"
+script = module_from_spec(spec := spec_from_file_location("train_adapters", SCRIPT))
+sys.modules["train_adapters"] = script
+spec.loader.exec_module(script)
 BASE, LABELS = "tiny-llama", ("nontoxic", "toxic")
 RECIPE = AdapterRecipe(layers=2, first=1, rank=2, alpha=4.0, passes=2, per_pass=24, head_lr=0.02)
 TEXTS = {
@@ -56,11 +54,10 @@ TRAIN = Corpus({k: v[:12] for k, v in TEXTS.items()}, "toy")
 TEST = Corpus({k: v[12:] for k, v in TEXTS.items()}, "toy test")
 
 
-def trained(folder, recipe=RECIPE, corpus=TRAIN, **settings):
+def trained(folder, recipe=RECIPE, corpus=TRAIN, graded=(), graded_tests=()):
     folder.mkdir(exist_ok=True)
-    return train_adapter(
-        "detox", LABELS, [(corpus, 1.0)], [TEST], folder, recipe, base=BASE, **settings
-    )
+    data = ScorerData([(corpus, 1.0)], [TEST], graded, graded_tests)
+    return script.train_adapter("detox", LABELS, data, folder, recipe, base=BASE)
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +67,20 @@ def folder(tmp_path_factory):
     return place
 
 
-def training(tmp_path, recipe=RECIPE):
+def training(recipe=RECIPE):
     """A training of random texts whose adapters are not 0."""
     network, _, _ = load_adapter_network(BASE, recipe.layers, 2)
     rng = np.random.default_rng(0)
     texts = [rng.integers(5, 200, n).astype(np.int32) for n in rng.integers(2, 60, 12)]
-    source = WeightedTexts(texts, np.eye(2)[np.arange(12) % 2], 1.0)
-    made = AdapterTraining(network, 0, [source], recipe, tmp_path / "x.checkpoint", {})
+    source = script.WeightedTexts(texts, np.eye(2)[np.arange(12) % 2], 1.0)
+    parameters = script.add_adapters(network, recipe)
     with torch.no_grad():
-        for each in made.parameters.values():
+        for each in parameters.values():
             each.copy_((0.3 * torch.randn(each.shape)).half())
-    return made
+    tensors = script.named_on_disk(parameters)
+    return SimpleNamespace(
+        network=network, sources=[source], parameters=parameters, tensors=tensors
+    )
 
 
 def facts(recipe=RECIPE, weights="random, seed 0"):
@@ -99,8 +99,8 @@ def facts(recipe=RECIPE, weights="random, seed 0"):
 
 
 def test_merged_weights_give_what_peft_gives(tmp_path):
-    made = training(tmp_path)
-    save_adapter(made.tensors(), tmp_path, "detox", **facts())
+    made = training()
+    save_adapter(made.tensors, tmp_path, "detox", **facts())
     adapter, _ = load_adapter("detox", tmp_path)
     ids, lengths = padded_rows([[7, 8, 9, 100], [30, 31]], 0, "cpu")
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_merged_weights_give_what_peft_gives(tmp_path):
 
 
 def test_only_adapted_layers_are_in_the_file(tmp_path):
-    card = save_adapter(training(tmp_path).tensors(), tmp_path, "detox", **facts())
+    card = save_adapter(training().tensors, tmp_path, "detox", **facts())
     stored = load_file(tmp_path / f"detox{ADAPTER_ENDING}")
     assert len(stored) == 1 * 7 * 2 + 2
     assert stored["layers.1.self_attn.q_proj.a"].shape == (2, 32)
@@ -226,35 +226,35 @@ def test_scorers_by_name():
 
 
 def test_a_pass_takes_other_texts_of_a_corpus():
-    passes = [draw_texts(10, 4, number, (0, 1)) for number in range(5)]
+    passes = [script.draw_texts(10, 4, number, (0, 1)) for number in range(5)]
     assert [len(each) for each in passes] == [4] * 5
     together = [text for each in passes for text in each]
     assert sorted(together[:10]) == sorted(together[10:]) == list(range(10))
-    assert sorted(draw_texts(3, 9, 4, (0, 1))) == [0, 1, 2]
-    assert draw_texts(10, 4, 1, (0, 1)) == passes[1] != draw_texts(10, 4, 1, (1, 1))
+    assert sorted(script.draw_texts(3, 9, 4, (0, 1))) == [0, 1, 2]
+    assert script.draw_texts(10, 4, 1, (0, 1)) == passes[1] != script.draw_texts(10, 4, 1, (1, 1))
 
 
 def test_windows_of_training_texts():
     rng = np.random.default_rng(0)
     long = np.arange(1000, dtype=np.int32)
-    parts = [draw_window(long, 8, rng) for _ in range(2000)]
+    parts = [script.draw_window(long, 8, rng) for _ in range(2000)]
     lengths = np.array([len(part) for part in parts])
     assert (lengths.min(), lengths.max()) == (8, LONGEST_WINDOW)
     assert np.log(lengths).mean() == pytest.approx(np.log(8 * 128) / 2, abs=0.06)
     assert np.mean([part[0] == 0 for part in parts]) == pytest.approx(0.5, abs=0.04)
     assert all((np.diff(part) == 1).all() for part in parts)
-    short = [draw_window(long[:7], 8, rng) for _ in range(2000)]
+    short = [script.draw_window(long[:7], 8, rng) for _ in range(2000)]
     assert all(part[0] == 0 and 4 <= len(part) <= 7 for part in short)
     assert np.mean([len(part) < 7 for part in short]) == pytest.approx(1 / 3, abs=0.04)
-    assert all(len(draw_window(long[:4], 8, rng)) == 4 for _ in range(20))
+    assert all(len(script.draw_window(long[:4], 8, rng)) == 4 for _ in range(20))
 
 
 def test_a_pass_follows_from_its_seed():
     rng = np.random.default_rng(0)
     texts = [rng.integers(5, 200, n).astype(np.int32) for n in rng.integers(2, 300, 90)]
-    source = WeightedTexts(texts, np.eye(2)[np.arange(90) % 2], 0.5)
+    source = script.WeightedTexts(texts, np.eye(2)[np.arange(90) % 2], 0.5)
     one, again, other = (
-        make_pass([source], RECIPE.model_copy(update={"seed": seed, "per_pass": 60}), 0)
+        script.make_pass([source], RECIPE.model_copy(update={"seed": seed, "per_pass": 60}), 0)
         for seed in (0, 0, 1)
     )
     assert one.batches == again.batches != other.batches
@@ -262,18 +262,20 @@ def test_a_pass_follows_from_its_seed():
     assert sorted(t for batch in one.batches for t in batch) == list(range(60))
     sizes = [len(batch) * max(len(one.windows[t]) for t in batch) for batch in one.batches]
     assert max(sizes) <= RECIPE.tokens_per_batch
-    assert one.tokens > 0.7 * sum(sizes), "little padding"
+    assert sum(map(len, one.windows)) > 0.7 * sum(sizes), "little padding"
 
 
 def test_the_loss_weighs_texts_and_shares(tmp_path):
-    made = training(tmp_path)
+    made = training()
     windows = [np.array([7, 8], np.int32), np.array([9], np.int32), np.array([10], np.int32)]
     shares, weights = np.array([[0.75, 0.25], [1, 0], [0, 1]]), np.array([8.0, 1.0, 1.0])
-    now = TrainingPass(windows, shares, weights, [[0, 1], [2]])
+    now = script.TrainingPass(windows, shares, weights, [[0, 1], [2]])
     with torch.no_grad():
         logits = made.network(*padded_rows([[7, 8], [9]], 0, "cpu")).log_softmax(1).numpy()
         expected = -(weights[:2, None] * shares[:2] * logits).sum() / (weights.sum() / 2)
-        assert float(made.loss(now, [0, 1])) == pytest.approx(expected, rel=1e-5)
+        assert float(script.loss_of(made.network, now, [0, 1], 0, False)) == pytest.approx(
+            expected, rel=1e-5
+        )
 
 
 # --- training
@@ -302,36 +304,35 @@ def test_a_killed_training_goes_on(steps, folder, tmp_path, monkeypatch):
     """The file is the one of a training that was not killed, bit by bit."""
     small = RECIPE.model_copy(update={"tokens_per_batch": 128})
     whole = trained(tmp_path / "whole", small)
-    step = AdapterTraining._train_step
+    loss_of, left = script.loss_of, steps
 
-    def killed(self, *given):
-        if self.step == steps:
+    def killed(*given):
+        nonlocal left
+        if left == 0:
             raise KeyboardInterrupt
-        return step(self, *given)
+        left -= 1
+        return loss_of(*given)
 
-    monkeypatch.setattr(adapter_training, "SAVE_EVERY", -1.0)
-    monkeypatch.setattr(AdapterTraining, "_train_step", killed)
+    monkeypatch.setattr(script, "SAVE_EVERY", -1.0)
+    monkeypatch.setattr(script, "loss_of", killed)
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "killed", small)
-    monkeypatch.setattr(AdapterTraining, "_train_step", step)
-    with pytest.raises(ScoringError, match="unfinished training with another recipe; repeat that"):
-        trained(tmp_path / "killed")
+    monkeypatch.setattr(script, "loss_of", loss_of)
     other = Corpus({name: found[::-1] for name, found in TRAIN.texts.items()}, "toy")
-    with pytest.raises(ScoringError, match="unfinished training with another data"):
-        trained(tmp_path / "killed", small, other)
+    for settings in ((), (small, other)):
+        with pytest.raises(ScoringError, match="unfinished training with other settings; repeat"):
+            trained(tmp_path / "killed", *settings)
     again = trained(tmp_path / "killed", small)
     assert (again.sha256, again.tokens) == (whole.sha256, whole.tokens)
     assert again.sha256 != AdapterScorer("detox", folder).card.sha256
-    left = tmp_path / "killed" / "detox-adapter.checkpoint"
-    left.touch()  # killed between the card and the end
+    assert not list((tmp_path / "killed").glob("*.checkpoint"))
     with pytest.raises(ScoringError, match="is finished; choose another place"):
         trained(tmp_path / "killed", small)
-    assert not left.exists()
 
 
 def test_a_damaged_checkpoint(tmp_path):
     (tmp_path / "detox-adapter.checkpoint").write_bytes(b"no checkpoint")
-    with pytest.raises(ScoringError, match="is damaged .*; delete it to begin again"):
+    with pytest.raises(ScoringError, match="is damaged, .*; repeat its command, delete the file"):
         trained(tmp_path)
 
 
@@ -354,50 +355,39 @@ def test_graded_texts_are_trained_and_tested_on(tmp_path):
 
 
 def test_the_base_stays_as_it_is_below_the_first_adapter(tmp_path):
-    made = training(tmp_path)
-    now = make_pass(made.sources, RECIPE, 0)
-    made.loss(now, now.batches[0]).backward()
+    made = training()
+    now = script.make_pass(made.sources, RECIPE, 0)
+    script.loss_of(made.network, now, now.batches[0], 0, False).backward()
     moved = {name for name, each in made.network.named_parameters() if each.grad is not None}
     assert moved == set(made.parameters)
     assert not any("layers.0." in name for name in moved)
 
 
-def test_training_without_peft(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    line = f"scorers train --task detox --kind adapter --data x.csv --out {tmp_path}"
-    assert main(line.split()) == 2
-    assert "pip install lapa2-interp[train]" in capsys.readouterr().err.splitlines()[-1]
+def test_training_without_peft(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    network, _, _ = load_adapter_network(BASE, 2, 2)
+    with pytest.raises(ScoringError, match=r"pip install lapa2-interp\[train\]"):
+        script.add_adapters(network, RECIPE)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ("--kind adapter --c 1", "--c belongs to --kind linear; leave it out"),
-        ("--per-pass 5", "--per-pass belongs to --kind adapter; leave it out, or give"),
-        ("--kind adapter --rank 0", "rank: input should be greater than or equal to 1, found 0"),
-        ("--kind adapter --layers 3", "first must be below layers, 3, .*; found 4"),
-    ],
-)
-def test_options_of_the_other_kind_are_refused(settings, message, tmp_path, capsys):
-    line = f"scorers train --task detox --data x.csv {settings} --out {tmp_path}"
-    assert main(line.split()) == 2
-    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+def test_the_script_reads_files_and_prints_what_it_reaches(tmp_path, monkeypatch, capsys):
+    rows = [{"text": text, "label": label} for label in LABELS for text in TEXTS[label]]
+    for name in ("train", "test"):
+        lines = [json.dumps({**row, "text": f"{row['text']} {name}"}) for row in rows]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    recipe, train_adapter = {}, script.train_adapter
 
+    def noted(task, labels, data, folder, settings, device):
+        recipe.update(settings)
+        return train_adapter(task, labels, data, folder, RECIPE, base=BASE)
 
-def test_options_of_adapters_reach_the_training(tmp_path, monkeypatch):
-    given = {}
-
-    def noted(task, labels, data, test, graded, out, recipe):
-        given.update(task=task, data=data, test=test, graded=graded, recipe=recipe)
-        raise ScoringError("enough")
-
-    monkeypatch.setattr("lapa2_interp.scoring.adapter_training.make_adapter_files", noted)
-    line = "scorers train --task detox --kind adapter --data a.csv=2 --test b.csv --graded c.jsonl"
-    settings = "--passes 2 --per-pass 7 --rank 3 --layers 9 --seed 5 --dtype bfloat16"
-    assert main(f"{line} {settings} --out {tmp_path}".split()) == 2
-    recipe = {"passes": 2, "per_pass": 7, "rank": 3, "layers": 9, "seed": 5, "dtype": "bfloat16"}
-    files = {"data": ("a.csv=2",), "test": ("b.csv",), "graded": ("c.jsonl",)}
-    assert given == {"task": "detox", **files, "recipe": recipe}
+    monkeypatch.setattr(script, "train_adapter", noted)
+    words = "--task detox --data train.jsonl=2 --test test.jsonl --layers 9 --rank 3 --out out"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_adapters.py", *words.split()])
+    script.main()
+    assert (recipe["layers"], recipe["rank"], recipe["passes"]) == (9, 3, 3)
+    assert "accuracy, test.jsonl" in capsys.readouterr().out
 
 
 def test_the_list_has_adapters(folder, monkeypatch, capsys):

@@ -141,8 +141,8 @@ USUAL = ("accuracy", "perplexity")
         ("masked linear", "masked=linear"),
         ("accuracy=linear accuracy", "accuracy=linear accuracy=adapter"),
         (
-            "accuracy=mine/roberta toxicity=perspective",
-            "accuracy=mine/roberta toxicity=perspective",
+            "accuracy=mine/roberta toxicity=mine/bert:toxic",
+            "accuracy=mine/roberta toxicity=mine/bert:toxic",
         ),
         ("distinct=gpt2 judge=m", "distinct=gpt2 judge=m"),
     ],

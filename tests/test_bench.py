@@ -1,0 +1,83 @@
+"""The speed study in its short form. Of speeds, only orders that hold on any machine are asserted."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from lapa2_interp.models.card import network_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench", ROOT / "analyses" / "bench.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(bench, monkeypatch, words):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--shape", "tiny-gpt2", *words.split()])
+    bench.main()
+
+
+def test_the_study_writes_a_table_and_a_page(bench, monkeypatch, tmp_path, capsys):
+    threads = torch.get_num_threads()
+    words = "--samples 1 3 --context 8 --length 6 --dtype float32 --repeats 2 --threads 1 --out"
+    run(bench, monkeypatch, f"{words} {tmp_path}/new/bench")
+    assert torch.get_num_threads() == threads
+    table = pd.read_csv(tmp_path / "new" / "bench" / "bench.csv")
+    assert table["contender"].tolist() == list(bench.CONTENDERS) * 2
+    assert (table["rows"] == 3 * table["samples"]).all(), "Air-Decoding has three branches"
+    for _, part in table.groupby("samples"):
+        step = part.set_index("contender")["step"]
+        assert (step["roofline"] < step.drop("roofline")).all()
+    page = (tmp_path / "new" / "bench" / "bench.md").read_text("utf-8")
+    assert page in capsys.readouterr().out
+    assert "x eager" in page
+    assert "1 threads; torch" in page
+
+
+def test_ratios_are_those_of_the_steps(bench):
+    rows = {"shape": "s", "dtype": "float32", "samples": 4, "context": 8, "rows": 12}
+    names = ["transformers-eager", "transformers-sdpa", "packed", "roofline"]
+    table = pd.DataFrame(
+        [
+            {**rows, "contender": n, "step": s}
+            for n, s in zip(names, (0.4, 0.2, 0.1, 0.05), strict=True)
+        ]
+    )
+    shown = bench.shown(table).set_index("contender").loc["packed"]
+    assert shown["x eager"] == "4.00"
+    assert shown["x sdpa"] == "2.00"
+    assert shown["of roofline"] == "50 %"
+    assert shown["tokens/s"] == "40.0"
+
+
+@pytest.mark.parametrize("method", ["prefix", "air-decoding", "preadd"])
+def test_contenders_share_weights_and_prompts_have_the_tokens_asked_for(bench, method):
+    bridge, plain, direct = bench.load("tiny-gpt2", "float32", "cpu")
+    plan = bench.planned(bridge, method, 2, 9, 4, trace="none")
+    assert plan.steps == (4,)
+    assert {row[0].l_pro for row in plan.layouts} == {9}
+    assert len(plan.batches) == 1
+    for ids in bench.prompt_tokens(plan, torch.device("cpu")):
+        assert torch.allclose(plain(ids).logits, bridge(ids), atol=1e-4)
+    own, other = (each.get_input_embeddings().weight for each in (plain, network_of(direct)))
+    assert own is other
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [("gpt2-small", 124_439_808), ("gpt2-medium", 354_823_168), ("llama-7b", 6_738_415_616)],
+)
+def test_shapes_have_the_size_of_their_models(bench, shape, size):
+    config, fields = bench.CONFIGS[shape]
+    with torch.device("meta"):
+        network = bench.AutoModelForCausalLM.from_config(config(**fields))
+    assert network.num_parameters() == size
