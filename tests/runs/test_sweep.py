@@ -276,35 +276,9 @@ def test_killed_at_any_change_of_the_disk_it_goes_on_to_the_same(
     assert killed > rounds
 
 
-def really_sweep(folder, files):
-    sweep(folder, grids_of(files), InProcess("cpu"))
-
-
 def seen(run):
     """Finished batches, while another process makes some; `Path.glob` ends in an error then."""
     return glob.glob("cells/*/[0-9]*.json", root_dir=run)  # noqa: PTH207
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_killed_at_random_times_while_it_generates_it_goes_on_to_the_same(
-    undisturbed, files, tmp_path
-):
-    rng, run, inside = random.Random(2), tmp_path / "run", False
-    for _ in range(3):
-        process = start(really_sweep, run, files)
-        wanted = len(seen(run)) + rng.randrange(1, 4)
-        while process.is_alive() and len(seen(run)) < wanted:
-            time.sleep(0.002)
-        process.kill()
-        process.join()
-        before = assert_sound(run, undisturbed[0])
-        inside |= "partly" in set(load_run(run).cells["state"])
-    assert inside, "it was never killed inside a cell"
-    really_sweep(run, files)
-    assert_equal_runs(run, undisturbed[0])
-    assert before.items() <= stamps(run).items()
-    assert not list(run.rglob(".writing-*"))
 
 
 def command(run, files, *more):
@@ -656,21 +630,6 @@ def test_threads_count_on_any_cpu_while_a_batch_is_made(cell):
     assert torch.get_num_threads() == before
 
 
-def assert_refused_since(before, name):
-    """A cell that was resolved with another file is not made."""
-    plan = plan_batches(load("tiny-gpt2"), grid_plain())
-    with pytest.raises(RunError, match=f"the file behind .{name}. has sha256 .* here, and had"):
-        check_files(replace(plan, cell=before))
-
-
-@functools.cache
-def grid_plain():
-    """A cell without files."""
-    from lapa2_interp.generation.resolve import cell_of
-
-    return cell_of("tiny-gpt2", attribute="positive", prompts=["a"], dtype="float32", length=9)
-
-
 def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path):
     model = load("tiny-gpt2")
     folder = soft_set(tmp_path / "set", model, load_task("sentiment"))
@@ -684,59 +643,52 @@ def test_a_prefix_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path)
     assert grid_of(tmp_path, text)[1][0].key != before.key
 
 
-def test_a_word_list_that_changed_since_the_grid_was_resolved_is_not_used(tmp_path):
-    words = tmp_path / "words.json"
-    shutil.copy(Path(tasks.__file__).parent / "words" / "sentiment.json", words)
-    text = ONE.replace('"prefix"', f'{{ name = "freectrl", words = "{words}" }}')
-    before = grid_of(tmp_path, text)[1][0]
-    words.write_text(words.read_text() + "\n")
-    assert_refused_since(before, "words")
-    assert grid_of(tmp_path, text)[1][0].key != before.key
-
-
-def test_the_code_of_a_method_of_ones_own_is_part_of_its_cells_key(tmp_path, monkeypatch):
-    """Batches made by two versions of it are never mixed."""
-    code = tmp_path / "of_mine.py"
-    code.write_text(
-        "from dataclasses import dataclass\nfrom lapa2_interp.methods.prefix import"
-        " PrefixConditioning\n@dataclass(frozen=True)\nclass Own(PrefixConditioning):\n    pass\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    text = ONE.replace('"prefix"', '"of_mine:Own"')
-    before = grid_of(tmp_path, text)[1][0]
-    assert set(before.files) == {"its code"}
-    code.write_text(code.read_text() + "# another\n")
-    assert grid_of(tmp_path, text)[1][0].key != before.key
-    assert_refused_since(before, "its code")
+DATG = '{{ name = "datg", scorer = "accuracy=WHERE{}" }}'
+CODE = """from dataclasses import dataclass
+from lapa2_interp.methods.prefix import PrefixConditioning
+@dataclass(frozen=True)
+class Own(PrefixConditioning):
+    pass
+"""
 
 
 @pytest.mark.parametrize(
-    ("scorer", "changed"),
+    ("method", "file", "name"),
     [
-        ("sentiment.npz", "sentiment.npz"),
-        ("sentiment.npz", "sentiment.json"),
-        ("model", "model/config.json"),
+        ('{ name = "freectrl", words = "WHERE/words.json" }', "words.json", "words"),
+        ('"of_mine:Own"', "of_mine.py", "its code"),
+        # A file with the card beside it, or a folder.
+        (DATG.format("/sentiment.npz"), "sentiment.npz", "scorer"),
+        (DATG.format("/sentiment.npz"), "sentiment.json", "scorer's card"),
+        (DATG.format("/model"), "model/config.json", "scorer.*"),
     ],
 )
-def test_the_scorer_of_datg_is_part_of_its_cells_key(tmp_path, scorer, changed):
-    """A file with the card beside it, or a folder; a name of the package is not looked for."""
-    for name in ("sentiment.npz", "sentiment.json"):
-        shutil.copy(SHIPPED_WEIGHTS / name, tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-
-    def cell(scorer):
-        method = f'{{ name = "datg", scorer = "{scorer}" }}'
-        return grid_of(tmp_path, ONE.replace('"prefix"', method))[1][0]
-
-    assert cell("accuracy").files == {}
-    before = cell(f"accuracy={tmp_path / scorer}")
-    with (tmp_path / changed).open("ab") as file:
-        file.write(b" ")
-    after = cell(f"accuracy={tmp_path / scorer}")
+def test_a_file_that_changed_since_the_grid_was_resolved_is_not_used(
+    tmp_path, cell, monkeypatch, method, file, name
+):
+    """Batches made with two versions of it are never mixed: it is part of the key."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copy(Path(tasks.__file__).parent / "words" / "sentiment.json", tmp_path / "words.json")
+    for each in ("sentiment.npz", "sentiment.json"):
+        shutil.copy(SHIPPED_WEIGHTS / each, tmp_path)
+    write_text(tmp_path / "model" / "config.json", "{}")
+    write_text(tmp_path / "of_mine.py", CODE)
+    text = ONE.replace('"prefix"', method.replace("WHERE", str(tmp_path)))
+    plan = Worker("cpu").plan(cell)
+    before = grid_of(tmp_path, text)[1][0]
+    check_files(replace(plan, cell=before))
+    with (tmp_path / file).open("ab") as stream:
+        stream.write(b"\n")
+    after = grid_of(tmp_path, text)[1][0]
     assert after.files.keys() == before.files.keys() > set()
     assert after.key != before.key
-    assert_refused_since(before, "scorer.*")
+    with pytest.raises(RunError, match=f"the file behind .{name}. has sha256 .* here, and had"):
+        check_files(replace(plan, cell=before))
+
+
+def test_a_scorer_of_the_package_is_no_file_of_a_cell(tmp_path):
+    text = ONE.replace('"prefix"', DATG.format("").replace("accuracy=WHERE", "accuracy"))
+    assert grid_of(tmp_path, text)[1][0].files == {}
 
 
 def with_record(batch, **changes):
@@ -863,37 +815,6 @@ def test_a_disk_that_is_full_stops_cleanly_and_goes_on(
     assert before.items() <= stamps(tmp_path / "run").items()
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk takes root")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def fill_disk(folder, files, outcomes):
-    try:
-        sweep(folder, grids_of(files), Replaying(pickle.loads(outcomes.read_bytes())))
-    except RunError as error:
-        raise SystemExit(7 if "is full" in str(error) else 8) from error
-
-
-@pytest.mark.alone
-def test_a_real_full_disk_stops_cleanly_and_goes_on(undisturbed, files, tmp_path, small_disk):
-    """In another process, because HDF5 has been seen to take one down."""
-    whole, made = undisturbed
-    process = start(fill_disk, small_disk / "run", files, outcomes_file(made, tmp_path))
-    process.join()
-    assert process.exitcode == 7
-    assert assert_sound(small_disk / "run", whole), "some batches are finished"
-    subprocess.run(["mount", "-o", "remount,size=10m", str(small_disk)], check=True)
-    sweep(small_disk / "run", grids_of(files), Replaying(made), pytest.fail)
-    assert_equal_runs(small_disk / "run", whole)
-
-
 def hold(folder, files, outcomes, until):
     """Sweep, and stay in the middle of it until a file is there."""
 
@@ -955,19 +876,16 @@ def test_a_run_of_another_version_or_with_a_damaged_listing_is_refused(
     assert contents(copy) == before
 
 
-def test_a_lost_listing_is_written_anew_by_a_sweep(copy, files, capsys):
-    (copy / "run.json").unlink()
+def test_a_listing_that_is_lost_or_of_another_version_is_no_obstacle(copy, files, capsys):
+    listing = copy / "run.json"
+    listing.write_text(listing.read_text().replace(Listing().lapa2_interp, "9.0"))
+    assert len(load_run(copy).finished) == 4
+    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+    listing.unlink()
     assert lapa2("runs", copy) == 2
     assert "no run.json; `lapa2 sweep` with its grids writes it" in capsys.readouterr().err
     assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
     assert {"one", "two"} == load_run(copy).listing.grids.keys()
-
-
-def test_a_run_that_another_version_of_the_same_format_began_goes_on(copy, files):
-    text = (copy / "run.json").read_text()
-    (copy / "run.json").write_text(text.replace(Listing().lapa2_interp, "9.0"))
-    assert len(load_run(copy).finished) == 4
-    assert sweep(copy, grids_of(files), Replaying({})).before == 4
 
 
 @pytest.mark.parametrize(
@@ -1089,32 +1007,44 @@ SPOILS = {
     "cut": lambda file: os.truncate(file, 300),
     "empty": lambda file: os.truncate(file, 0),
     "one bit": flip,
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
 }
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("name", ["000.parquet", "001.nc", "000.json"])
-def test_a_damaged_batch_is_made_again_with_a_line(undisturbed, files, copy, name, spoil):
-    """The other batches stay. A bit of a record that makes another number is not seen."""
+def test_a_damaged_batch_is_named_and_made_again_with_a_line(undisturbed, files, copy, name, spoil):
+    """The other batches stay, and can be read. A bit of a record that makes another number is not
+    seen."""
     *_, cell = load_run(copy).by_key.values()
-    SPOILS[spoil](copy / "cells" / cell.key / name)
+    place, number = copy / "cells" / cell.key, int(name[:3])
+    SPOILS[spoil](place / name)
     if (name, spoil) == ("000.json", "one bit"):
-        write_text(copy / "cells" / cell.key / name, "{,}")
-    before, missing = stamps(copy), (name, spoil) == ("000.json", "away")
+        write_text(place / name, "{,}")
+    missing, run, before = (name, spoil) == ("000.json", "away"), load_run(copy), stamps(copy)
     seen_at_once = spoil == "away" or name == "000.json"
-    expected = ("partly" if missing else "damaged") if seen_at_once else "finished"
-    assert load_run(copy).state(cell.key) == expected
+    assert run.state(cell.key) == (
+        "partly" if missing else "damaged" if seen_at_once else "finished"
+    )
+    told = (
+        f"{cell.key} .* is (damaged|not fin)" if seen_at_once else f"{name} is missing or damaged"
+    )
+    with pytest.raises(RunError, match=told):
+        run.finished_cell(cell.key)
+    with pytest.raises(DamagedError, match=f"{name} is missing or damaged .*makes it again"):
+        read_batch(place, number, cell)
+    assert len(run.samples(list(run.by_key)[:-1])) == 18
     notes, engine = [], Replaying(undisturbed[1])
     done = sweep(copy, grids_of(files), engine, notes.append)
-    assert (done.before, done.made, engine.done) == (3, 1, [(cell.key, int(name[:3]))])
+    assert (done.before, done.made, engine.done) == (3, 1, [(cell.key, number)])
     assert len(notes) == (not missing)
     for note in notes:
-        assert f"({cell.key}): batch {int(name[:3])} made again; " in note
+        assert f"({cell.key}): batch {number} made again; " in note
         assert f"{name} is missing or damaged" in note
     assert_equal_runs(copy, undisturbed[0])
-    again = str(copy / "cells" / cell.key / name[:3])
-    kept = {file for file in before if not file.startswith(again)}
-    assert {file: stamps(copy)[file] for file in kept} == {file: before[file] for file in kept}
+    after = stamps(copy)
+    kept = {file: at for file, at in before.items() if not file.startswith(f"{place}/{number:03d}")}
+    assert kept.items() <= after.items()
 
 
 def test_what_is_beside_the_batches_of_a_cell_stays_and_is_no_batch(copy, files, cell):
