@@ -62,6 +62,8 @@ from lapa2_interp.stats import Difference, paired_difference
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "data" / "golden"
 SCORES = ROOT / "tests" / "data" / "small_run.scores.csv.xz"
+TOOLS = ("bench", "train_adapters")
+"""Scripts of analyses/ that read no run."""
 ITEMS = sorted({file.name.split(".")[0] for file in GOLDEN.glob("*.csv")})
 FIGURES = ("decay", "dilution", "alpha", "augmentation", "augmentation_large", "local_attn", "eval")
 
@@ -211,6 +213,7 @@ def test_the_scripts_are_all_of_reproduce():
         "why_it_fades",
         "steer_the_heads",
         "chat",
+        *TOOLS,
     }
     assert set(reproduce["ITEMS"]) == there
     assert set(ITEMS) == there - set(reproduce["EXTRA"])
@@ -530,7 +533,7 @@ def test_a_grid_may_lack_arms_or_have_others(mine):
 
 @pytest.mark.parametrize("item", ["hard_prefix_robustness", "cases"])
 def test_a_run_with_nothing_finished_makes_an_empty_table(item, run, tmp_path):
-    nothing = shutil.ignore_patterns("cells", "tables", "scores")
+    nothing = shutil.ignore_patterns("000.*", "tables", "scores")
     script("analyses", item, shutil.copytree(run, tmp_path / "new", ignore=nothing))
     assert (tmp_path / "new" / "tables" / f"{item}.md").is_file()
 
@@ -1367,7 +1370,7 @@ def test_a_notebook_executes(run, tmp_path, monkeypatch):
 
     monkeypatch.setenv("LAPA2_RUN", str(run))
     for file in (ROOT / "analyses").glob("*.py"):
-        if file.stem not in ("reproduce", "demo", "heads_grid"):
+        if file.stem not in ("reproduce", "demo", "heads_grid", *TOOLS):
             assert [cell.cell_type for cell in jupytext.read(file).cells][:2] == [
                 "markdown",
                 "code",

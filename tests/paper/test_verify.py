@@ -60,9 +60,9 @@ def folder(tmp_path_factory):
 
 def test_the_folder(folder):
     assert {path.name for path in folder.iterdir()} == {
-        "manifest.json", "report.html", "tables", "figures", "synthetic.nc", "forced.nc", "long.nc", "free.nc", "free",
+        "study.json", "report.html", "tables", "figures", "synthetic.nc", "forced.nc", "long.nc", "free.nc", "free",
     }  # fmt: skip
-    facts = json.loads((folder / "manifest.json").read_text())
+    facts = json.loads((folder / "study.json").read_text())
     assert (facts["kind"], facts["text"]) == ("propositions", "book.txt"), "no path of this machine"
     free = load_run(folder / "free")
     assert all(free.trace(key) is None for key in free.by_key), (
