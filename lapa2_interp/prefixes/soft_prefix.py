@@ -409,9 +409,7 @@ def cards_in(folder: Path) -> list[PrefixCard]:
                 raise
             continue
         if not weights.is_file():
-            raise PrefixError(
-                f"{weights} is missing beside its card; save or import the prefix again"
-            )
+            raise PrefixError(f"{file} has no weights: {weights.name} is not beside it")
     return found
 
 
