@@ -391,15 +391,26 @@ def set_folder(model: str, task: str, which: str) -> Path:
 
 
 def cards_in(folder: Path) -> list[PrefixCard]:
-    """The cards in a folder and its subfolders, in the order of their paths: JSON files with
-    weights of the same name beside them. Hidden folders, such as that of an unfinished training,
-    are left out."""
-    return [
-        read_card(file)
-        for file in sorted(folder.rglob("*.json"))
-        if file.with_suffix(".safetensors").is_file()
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    ]
+    """The cards in a folder and its subfolders, in the order of their paths. Other JSON files and
+    hidden folders, such as that of an unfinished training, are left out.
+
+    Raises:
+        PrefixError: A card is damaged, or the weights beside it are missing.
+    """
+    found = []
+    for file in sorted(folder.rglob("*.json")):
+        weights = file.with_suffix(".safetensors")
+        if any(part.startswith(".") for part in file.relative_to(folder).parts):
+            continue
+        try:
+            found.append(read_card(file))
+        except PrefixError:
+            if weights.is_file():
+                raise
+            continue
+        if not weights.is_file():
+            raise PrefixError(f"{file} has no weights: {weights.name} is not beside it")
+    return found
 
 
 def prefix_files(folder: Path, attribute: str) -> tuple[Path, Path]:

@@ -18,7 +18,7 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.models.card import is_bridge, model_card
 from lapa2_interp.models.load import load_tokenizer, wrap_in_bridge
-from lapa2_interp.prefixes.soft_prefix import find_prefix, load_prefix, save_prefix
+from lapa2_interp.prefixes.soft_prefix import cards_in, find_prefix, load_prefix, save_prefix
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")
@@ -278,6 +278,15 @@ def test_damaged_sets(harm, message, tmp_path):
     harm(tmp_path)
     with pytest.raises(PrefixError, match=message):
         load_prefix(tmp_path, "positive")
+
+
+def test_a_card_without_its_weights_is_an_error(tmp_path):
+    soft_set(tmp_path, load("tiny-gpt2"), SENTIMENT)
+    (tmp_path / "other.json").write_text("{}")
+    assert [card.attribute for card in cards_in(tmp_path)] == ["negative", "positive"]
+    (tmp_path / "positive.safetensors").unlink()
+    with pytest.raises(PrefixError, match="has no weights: positive.safetensors is not beside it"):
+        cards_in(tmp_path)
 
 
 def test_weights_that_match_their_card_but_hold_something_else(tmp_path):
