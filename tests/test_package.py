@@ -268,7 +268,7 @@ def test_the_notebook_runs_on_a_small_model(model, tmp_path, monkeypatch, capsys
 def test_the_span_question_runs(tmp_path, monkeypatch):
     script = str(ROOT / "analyses" / "span_question.py")
     options = (
-        "--model tiny-llama --samples 1 --prompts 2 --perplexity 1 --length 20 --dtype float32"
+        "--model planted --samples 1 --prompts 2 --perplexity 1 --length 20 --dtype float32"
         " --out out"
     )
     monkeypatch.chdir(tmp_path)

@@ -127,7 +127,7 @@ def test_ctrl_c_and_sigterm(command, home, tmp_path, record_property):
     record_property("result", f"a line, within {longest:.1f} s")
 
 
-LONGER = " --set length=300 --set samples=12"
+LONGER = " --set length=200 --set samples=12"
 
 
 def batches(run):

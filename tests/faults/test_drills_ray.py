@@ -27,7 +27,7 @@ QUICKLY = {
     "RAY_AUTH_MODE": "disabled",
 }
 """Ray sees within seconds that a machine is lost; a token of the user's is not asked for."""
-LONGER = " --set length=300 --set samples=12"
+LONGER = " --set length=200 --set samples=12"
 BY_RAY = (SWEEP + LONGER).replace("--workers 1", "--engine ray --address {address}")
 
 

@@ -92,15 +92,20 @@ def stored_run(place, known):
 def run(tmp_path_factory):
     """The stored run, with the float32 scores of models where the scripts keep scores."""
     folder = stored_run(tmp_path_factory.mktemp("small"), SCORES)
+    traces, read = {}, store.read_trace
+
+    def read_trace(place, number, cell):
+        if (place, number) not in traces:
+            traces[place, number] = read(place, number, cell)
+        return traces[place, number]
+
     with (
         pytest.MonkeyPatch.context() as patched
     ):  # a scorer names its weights, and so loads them, in every script
         patched.setattr(
             transformer, "load_transformers", functools.cache(transformer.load_transformers)
         )
-        real = store.read_trace
-        once = functools.cache(lambda place, n: real(place, n, store.read_cell(place, place.name)))
-        patched.setattr(store, "read_trace", lambda place, number, cell: once(place, number))
+        patched.setattr(store, "read_trace", read_trace)
         yield folder
 
 
