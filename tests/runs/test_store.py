@@ -304,8 +304,10 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
 
 
 def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):
+    def cell(prompts, **changed):
+        return cell_of("tiny-gpt2", prompts=prompts, **own, **changed)
+
     own = {"attribute": "positive", "dtype": "float32"}
-    cell = lambda prompts, **changed: cell_of("tiny-gpt2", prompts=prompts, **own, **changed)  # noqa: E731
     few = cell(["a", "b"], samples=1, length=20)
     cells = [
         few,
