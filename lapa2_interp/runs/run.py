@@ -217,8 +217,7 @@ class Run:
                 f" ({self._traced(other[0])}) do not fit together; choose cells alike, such as"
                 f" {apart[0] if apart else f'the key {first!r}'}"
             )
-        joined = join_traces(list(traces.values()), self.samples(keys))
-        return joined if len(keys) == 1 else joined.drop_attrs(deep=False)  # each has a manifest
+        return join_traces(list(traces.values()), self.samples(keys))
 
     def _traced(self, key: str) -> str:
         return f"{self.by_key[key].model}, trace {self.by_key[key].trace}"

@@ -185,8 +185,9 @@ def _sound_records(
     run: Run, key: str, notify: Callable[[str], None] = lambda line: None
 ) -> dict[int, BatchRecord]:
     """Records of a cell's batches whose files are as they were written; a damaged batch is
-    reported."""
+    reported. What dead processes left beside them is removed."""
     found: dict[int, BatchRecord] = {}
+    remove_abandoned(run.place(key))
     for number in batch_numbers(run.place(key)):
         try:
             found[number] = check_batch(run.place(key), number, run.by_key[key])
@@ -283,7 +284,6 @@ class _Sweep:
                 self.elsewhere += 1
                 self.bar.total -= cost(cell)
                 return
-            remove_abandoned(folder)
             records = _sound_records(self.run, cell.key, self.notify)
             remove_batches(folder, keep=records)
         work = _Work(cell, lock, records)

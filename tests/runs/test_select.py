@@ -44,14 +44,16 @@ def test_a_selection_is_a_run_of_its_own(run, tmp_path):
 
 
 def test_a_value_that_no_cell_has_is_an_error_with_those_there_are(run):
-    with pytest.raises(RunError, match="no cell with method=prefx; method may be prefix, air-"):
-        run.select(method="prefx")
-    with pytest.raises(RunError, match="no cell with alpha=1.5; alpha may be 0.0, 0.5"):
-        run.select(alpha=[0.5, 1.5])
-    with pytest.raises(RunError, match="no cell with method=prefix and max_length=18 together"):
-        run.select(method="prefix", max_length=18)
-    with pytest.raises(RunError, match="unknown column 'methods'.*did you mean 'method'"):
-        run.samples(methods="prefix")
+    for wanted, message in (
+        ({"method": "prefx"}, "no cell with method=prefx; method may be prefix, air-"),
+        ({"alpha": [0.5, 1.5]}, "no cell with alpha=1.5; alpha may be 0.0, 0.5"),
+        ({"method": "prefix", "max_length": 18}, "with method=prefix and max_length=18 together"),
+        ({"methods": "prefix"}, "unknown column 'methods'.*did you mean 'method'"),
+        ({"arm": []}, "arm is an empty list; give a value, or leave arm out"),
+    ):
+        for act in (run.select, run.samples):
+            with pytest.raises(RunError, match=message):
+                act(**wanted)
 
 
 def test_values_may_come_in_any_list(run):
@@ -59,25 +61,22 @@ def test_values_may_come_in_any_list(run):
         assert list(run.select(arm=several).by_key) == list(run.by_key)[::2]
     assert list(run.select(arm=(each for each in ["baseline"])).by_key) == list(run.by_key)[::2]
     assert run.select().by_key == run.by_key
-    with pytest.raises(RunError, match="arm is an empty list; give a value, or leave arm out"):
-        run.select(arm=[])
 
 
 def test_one_key_is_a_key_and_not_its_letters(run):
     key = list(run.by_key)[1]
-    assert set(run.samples(key)["cell"]) == {key}
-    assert run.samples(key).equals(run.samples([key]))
-    assert set(run.trace(key)["cell"].to_numpy()) == {key}
-    with pytest.raises(RunError, match=f"has no cell '{key[:5]}'"):
-        run.samples(key[:5])
-    assert run.samples([key, key]).equals(run.samples(key))
-    assert run.trace([key, key]).equals(run.trace(key))
-    with pytest.raises(RunError, match="has no cell 5"):
-        run.samples(5)
-    with pytest.raises(RunError, match=r"not a key; ask the run itself: run.select\(...\).samples"):
-        run.samples(run.select(method="prefix"))
-    with pytest.raises(RunError, match="give keys, or values .method=prefix., not both"):
-        run.samples(key, method="prefix")
+    assert set(run.samples(key)["cell"]) == set(run.trace(key)["cell"].to_numpy()) == {key}
+    for keys in ([key], [key, key]):
+        assert run.samples(keys).equals(run.samples(key))
+        assert run.trace(keys).equals(run.trace(key))
+    for given, more, message in (
+        (key[:5], {}, f"has no cell '{key[:5]}'"),
+        (5, {}, "has no cell 5"),
+        (run.select(method="prefix"), {}, r"not a key; ask the run itself: run.select\(...\).samp"),
+        (key, {"method": "prefix"}, "give keys, or values .method=prefix., not both"),
+    ):
+        with pytest.raises(RunError, match=message):
+            run.samples(given, **more)
 
 
 def test_traces_of_several_cells_are_one_with_coordinates(run):
@@ -87,7 +86,6 @@ def test_traces_of_several_cells_are_one_with_coordinates(run):
         for name in ("task", "method", "attribute", "arm", "cell"):
             assert trace[name].to_numpy().tolist() == samples[name].tolist()
         assert trace["prompt_text"].to_numpy().tolist() == samples["prompt"].tolist()
-        assert "manifest" not in trace.attrs
         for key in set(samples["cell"]):
             alone, at = run.finished_cell(key).trace, (samples["cell"] == key).to_numpy()
             part = trace["prefix"].isel(sample=at).sel(branch=alone["branch"], step=alone["step"])
@@ -153,12 +151,8 @@ def test_heads_show_the_strongest_and_draw_their_maps(run):
         top = alone.sort_values("prefix", ascending=False).head(2)
         assert part[list(alone)].to_numpy().tolist() == top.to_numpy().tolist()
     drawn = [axes.images[0].get_array() for axes in heads.plot().axes if axes.images]
-    tables = [
-        head_table(run.trace(key), run.samples(key)).pivot(
-            index="layer", columns="head", values="prefix"
-        )
-        for key in run.select(method="prefix").by_key
-    ]
+    alone = [head_table(run.trace(key), run.samples(key)) for key in list(run.by_key)[:2]]
+    tables = [each.pivot(index="layer", columns="head", values="prefix") for each in alone]
     np.testing.assert_array_equal(drawn[0], tables[0])
     np.testing.assert_array_equal(drawn[1], tables[1] - tables[0])
 
@@ -190,10 +184,9 @@ def test_a_run_shows_its_cells_in_a_notebook(run):
 
 
 def test_tables_of_texts_without_a_token_are_refused(run):
-    key = next(iter(run.by_key))
-    made = run.finished_cell(key)
+    key, (made,) = next(iter(run.batches.items()))
     ended = replace(made, samples=made.samples.assign(n_tokens=0))
-    empty = Run(None, run.listing, {key: run.by_key[key]}, {key: ended})
+    empty = Run(None, run.listing, {key: run.by_key[key]}, {key: [ended]})
     for table in (empty.steps, empty.fits, empty.heads, empty.prefix_tokens, empty.plot):
         with pytest.raises(TraceError, match="all texts of the run ended before a first token"):
             table()

@@ -110,13 +110,6 @@ def test_what_another_process_finished_meanwhile_is_not_replaced(run, tmp_path):
         run.save(place)
         (place / "notes.txt").write_text("of a user")
     assert (place / "notes.txt").read_text() == "of a user"
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "done").touch()
-    with (
-        pytest.raises(RunError, match="is finished; choose another place"),
-        result_folder(tmp_path / "other", finished=lambda folder: True),
-    ):
-        pass
 
 
 def test_an_unfinished_run_is_not_replaced_even_by_force(run, tmp_path, capsys):
@@ -232,34 +225,22 @@ def test_reading_takes_a_listing_and_two_small_files_a_cell(run, tmp_path, monke
     assert opened == {"run.json": 1, "cell.json": 4, "000.json": 4}
 
 
-def test_the_folder_one_is_in_is_not_replaced(tmp_path, monkeypatch):
-    """The shell would stay in the old one, which is gone."""
-    (tmp_path / "deep").mkdir()
-    for here in (tmp_path, tmp_path / "deep"):
-        monkeypatch.chdir(here)
-        with (
-            pytest.raises(
-                RunError, match="is the folder you are in, .*give a folder in it, such as"
-            ),
-            result_folder(Path() if here == tmp_path else tmp_path),
-        ):
-            pytest.fail("entered")
-    with result_folder(Path("run")):
-        pass
-
-
-def test_places_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(RunError, match="cannot write .*choose another place"),
-        result_folder(tmp_path / "file" / "run"),
-    ):
-        pass
-    with (
-        pytest.raises(RunError, match="not a folder of this command"),
-        result_folder(tmp_path / "file"),
-    ):
-        pass
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("file/run", "cannot write .*choose another place"),
+        ("file", "not a folder of this command"),
+        (".", "is the folder you are in, .*give a folder in it, such as"),
+        ("..", "is the folder you are in, .*give a folder in it, such as"),
+    ],
+)
+def test_places_that_are_refused_before_anything_is_made(tmp_path, monkeypatch, place, message):
+    """The shell would stay in a folder that is gone."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "file").touch()
+    monkeypatch.chdir(tmp_path / "in")
+    with pytest.raises(RunError, match=message), result_folder(Path(place)):
+        pytest.fail("entered")
 
 
 def test_generate_makes_a_run_of_one_cell(tmp_path):
@@ -324,10 +305,9 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
 
 def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):
     def cell(prompts, **changed):
-        return cell_of(
-            "tiny-gpt2", attribute="positive", prompts=prompts, dtype="float32", **changed
-        )
+        return cell_of("tiny-gpt2", prompts=prompts, **own, **changed)
 
+    own = {"attribute": "positive", "dtype": "float32"}
     few = cell(["a", "b"], samples=1, length=20)
     cells = [
         few,
@@ -346,26 +326,20 @@ def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):
 def test_files_of_one_task_name_are_told_apart_by_their_texts():
     """By the texts of the method itself; a built-in task's own are not told."""
 
-    def variant(method, task="mood", **texts):
-        if task == "mood":
-            wording = {"calm": {"prefix": "Calm:"}, "angry": {"prefix": "Angry:"}}
-            methods = {"preadd": {"texts": {"calm": texts}}} if texts else {}
-            task = Task(name=task, attributes=wording, prompts={"texts": ["a"]}, methods=methods)
-            found = cell_of(
-                "tiny-gpt2", method=method, task=task, attribute="calm", dtype="float32"
-            )
-        else:
-            found = cell_of(
-                "tiny-gpt2", method=method, task=task, attribute="nontoxic", dtype="float32"
-            )
-        return found.variant
+    def variant(method, **texts):
+        wording = {"calm": {"prefix": "Calm:"}, "angry": {"prefix": "Angry:"}}
+        methods = {"preadd": {"texts": {"calm": texts}}} if texts else {}
+        mood = Task(name="mood", attributes=wording, prompts={"texts": ["a"]}, methods=methods)
+        return cell_of("tiny-gpt2", method=method, task=mood, attribute="calm", **own).variant
 
+    own = {"dtype": "float32"}
     assert variant("prefix") == "prefix {Attribute}:"
     assert variant("prefix", prefix="Be angry.") == variant("prefix")
     told = {variant("preadd", prefix=text) for text in ("Be angry.", "Be cross.")}
     assert len(told) == 2
     assert all(each.startswith("prefix {Attribute}:, texts ") for each in told)
-    assert variant("preadd", "detox") == ""
+    detox = cell_of("tiny-gpt2", method="preadd", task="detox", attribute="nontoxic", **own)
+    assert detox.variant == ""
 
 
 def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):

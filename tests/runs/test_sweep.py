@@ -97,6 +97,8 @@ class Recording(InProcess):
         self.made = {}
 
     def submit(self, cell, number, packing, progress):
+        first = self.made.get((cell.key, 0))  # which says how the others are made
+        assert packing == (first and first.record.model.prepacking)
         future = super().submit(cell, number, packing, progress)
         self.made[cell.key, number] = future.result()
         return future
@@ -249,18 +251,14 @@ def assert_sound(run, other):
     return stamps(run)
 
 
-@pytest.mark.parametrize(
-    "rounds", [pytest.param(1, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.slow)]
-)
-def test_killed_at_any_change_of_the_disk_it_goes_on_to_the_same(
-    undisturbed, files, tmp_path, rounds
-):
+@pytest.mark.long
+def test_killed_at_any_change_of_the_disk_it_goes_on_to_the_same(undisturbed, files, tmp_path):
     whole, made = undisturbed
     outcomes = outcomes_file(made, tmp_path)
-    rng, killed = random.Random(5), 0
-    for number in range(rounds):
+    rng, killed = random.Random(6), 0
+    for number in range(2):
         run = tmp_path / str(number)
-        for at in (rng.randrange(1, 400), rng.randrange(1, 90)):  # again soon after it went on
+        for at in (rng.randrange(1, 242), rng.randrange(1, 100)):  # again soon after it went on
             process = start(replay_until, run, files, outcomes, at)
             process.join()
             assert process.exitcode in (0, -signal.SIGKILL)
@@ -272,8 +270,9 @@ def test_killed_at_any_change_of_the_disk_it_goes_on_to_the_same(
         kept = sum(name.endswith(".json") for name in before)
         assert len(engine.done) + kept == sum(BATCHES), "none is made twice"
         assert_equal_runs(run, whole)
+        assert not list(run.rglob(".writing-*"))
         assert before.items() <= stamps(run).items()
-    assert killed > rounds
+    assert killed > 0
 
 
 def seen(run):
@@ -538,9 +537,8 @@ def test_a_worker_that_dies_with_nothing_to_do_is_replaced(undisturbed, cell, qu
             time.sleep(0.3)
 
 
-@pytest.mark.parametrize("fails", [False, True])
 def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
-    undisturbed, files, tmp_path, monkeypatch, fails
+    undisturbed, files, tmp_path, monkeypatch
 ):
     """In a run that goes on it counts what is left; work of a failed cell or of a worker that died
     is taken out."""
@@ -555,16 +553,15 @@ def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
         def submit(self, cell, number, packing, progress):
             for tokens in (2, 4):
                 progress.update(tokens)
-            again = self.done.count((cell.key, number))
-            future = super().submit(cell, number, packing, progress)
-            if again == 0 and number == 1:
-                future = Future()
-                future.set_exception(OSError("its worker died"))
-            return future
+            if number == 1 and (cell.key, number) not in self.done:
+                self.done.append((cell.key, number))
+                return dead
+            return super().submit(cell, number, packing, progress)
 
     whole, made = undisturbed
     half_done(tmp_path / "run", files, made, 1)
-    at, bars = [0], []
+    at, bars, dead = [0], [], Future()
+    dead.set_exception(OSError("its worker died"))
 
     def bar_of(total, *_):
         bars.append(Bar(total=total, file=io.StringIO()))
@@ -572,16 +569,15 @@ def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
 
     monkeypatch.setattr(sweeping, "progress_bar", bar_of)
     key = list(load_run(whole).by_key)[3]
-    failing = {(key, 1): Failure(when=made[key, 1].record.created, traceback="no")} if fails else {}
+    failing = {(key, 1): Failure(when=made[key, 1].record.created, traceback="no")}
     done = sweep(tmp_path / "run", grids_of(files), Telling(made | failing), lambda _: None)
-    assert done.failed == (key,) * fails
+    assert done.failed == (key,)
     costs = [cost(each) for each in load_run(whole).by_key.values()]
-    left = sum(costs) - costs[0] * 4 // 6 - fails * (costs[3] - costs[3] // 3)
+    left = sum(costs) - costs[0] * 4 // 6 - (costs[3] - costs[3] // 3)
     assert at[-1] == bars[0].n == bars[0].total == left, "4 of 6 texts were there; 2 of 3 failed"
-    assert f"{4 - fails}/4 cells{', 1 failed' * fails}" in bars[0].postfix
+    assert "3/4 cells, 1 failed" in bars[0].postfix
     moves = [after - before for before, after in pairwise(at)]
-    assert any(move > 0 for move in moves)
-    assert any(move < 0 for move in moves)
+    assert min(moves) < 0 < max(moves)
 
 
 def test_a_worker_shares_between_plans_what_a_method_has_prepared(undisturbed, monkeypatch):
@@ -937,17 +933,6 @@ def test_a_folder_that_is_something_else_is_left_alone(files, tmp_path):
     assert run.cells["state"].tolist() == ["missing"] * 4
 
 
-@pytest.mark.parametrize("place", ["cells", "cells/{key}"])
-def test_a_link_in_a_run_is_not_followed(copy, files, tmp_path, cell, place):
-    place, away = copy / place.format(key=cell.key), tmp_path / "away"
-    place.rename(away)
-    place.symlink_to(away)
-    before = contents(away)
-    with pytest.raises(RunError, match="is a link, which is not followed"):
-        sweep(copy, grids_of(files), Replaying({}))
-    assert contents(away) == before
-
-
 def half_done(run, files, made, batches):
     """A run that was stopped after so many batches."""
 
@@ -1057,6 +1042,11 @@ def test_what_is_beside_the_batches_of_a_cell_stays_and_is_no_batch(copy, files,
         assert load_run(copy).failures == {}
         assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
         assert scores.is_dir()
+    assert (place / "000 (copy).json").exists()
+    shutil.copy(place / "000.parquet", place / "009.parquet")
+    shutil.copy(place / "000.json", place / "009.json")
+    assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
+    assert not (place / "009.json").exists(), "a number that the cell does not have"
     assert len(load_run(copy).finished) == 4
 
 
@@ -1121,13 +1111,8 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
     def never(*_, **__):
         raise AssertionError("a reader loads no model")
 
-    for name in (
-        "models.load.load_model",
-        "models.load.load_transformers",
-        "models.load.load_tokenizer",
-        "generation.loop.decode_batches",
-        "generation.plan.plan_batches",
-    ):
+    loads = [f"models.load.load_{each}" for each in ("model", "transformers", "tokenizer")]
+    for name in (*loads, "generation.loop.decode_batches", "generation.plan.plan_batches"):
         monkeypatch.setattr(f"lapa2_interp.{name}", never)
     run = load_run(undisturbed[0])
     samples, cells = run.samples(), run.cells
@@ -1137,9 +1122,7 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
     assert sizes == {key: 3 * cell.samples for key, cell in run.by_key.items()}
     # A byte is a token.
     assert (samples["n_tokens"] + samples["prompt"].str.len()).tolist() == [22] * 21
-    assert list(samples["sample"].unique()) == [0, 1]
     assert list(cells["key"]) == list(run.by_key)
-    assert (cells["state"] == "finished").all()
     assert cells["grids"].tolist().count("one, two") == 1
     tokens = cells.set_index("key")["tokens"].to_dict()
     assert tokens == samples.groupby("cell")["n_tokens"].sum().to_dict()
