@@ -112,11 +112,13 @@ class Replaying(InProcess):
 
     def __init__(self, made, stop=None, at_stop=None):
         self.made, self.done, self.stop, self.at_stop = made, [], stop, at_stop
+        self.packings = []
 
     def submit(self, cell, number, packing, progress):
         if len(self.done) == self.stop:
             self.at_stop()
         self.done.append((cell.key, number))
+        self.packings.append(packing)
         outcome, future = self.made[cell.key, number], Future()
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)
@@ -977,6 +979,17 @@ def test_another_commit_alone_makes_nothing_again(undisturbed, files, tmp_path, 
     engine = Replaying(made | other)
     sweep(tmp_path / "run", grids_of(files), engine, pytest.fail)
     assert (cell.key, 0) not in engine.done
+    assert_equal_runs(tmp_path / "run", whole)
+
+
+def test_the_first_batch_of_a_sweep_says_how_the_others_of_its_cell_are_made(
+    undisturbed, files, tmp_path
+):
+    whole, made = undisturbed
+    half_done(tmp_path / "run", files, made, sum(BATCHES) - 2)
+    engine = Replaying(made)
+    sweep(tmp_path / "run", grids_of(files), engine, pytest.fail)
+    assert engine.packings == [None, made[engine.done[0]].record.model.prepacking]
     assert_equal_runs(tmp_path / "run", whole)
 
 
