@@ -1057,7 +1057,8 @@ def test_what_is_beside_the_batches_of_a_cell_stays_and_is_no_batch(copy, files,
         assert scores.is_dir()
     assert (place / "000 (copy).json").exists()
     shutil.copy(place / "000.parquet", place / "009.parquet")
-    shutil.copy(place / "000.json", place / "009.json")
+    text = (place / "000.json").read_text()
+    (place / "009.json").write_text(text.replace('"000.', '"009.'))
     assert sweep(copy, grids_of(files), Replaying({}), pytest.fail).before == 4
     assert not (place / "009.json").exists(), "a number that the cell does not have"
     assert len(load_run(copy).finished) == 4
