@@ -370,7 +370,10 @@ def _without_traces(run: Run) -> Run:
         # A copy keeps cached properties of the original, such as its key: validate it again.
         copy = Cell.model_validate(copy.model_dump())
         cells[copy.key] = copy
-        batches[copy.key] = [FinishedBatch(b.record, b.samples, None) for b in run.batches[key]]
+        batches[copy.key] = [
+            FinishedBatch(each.record.model_copy(update={"key": copy.key}), each.samples, None)
+            for each in run.batches[key]
+        ]
     return Run(None, Listing(grids={KIND: tuple(cells)}), cells, batches)
 
 

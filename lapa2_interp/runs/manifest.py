@@ -83,6 +83,8 @@ class Provenance(BaseModel):
 class BatchRecord(Provenance):
     """NNN.json: facts of a finished batch."""
 
+    key: str
+    """Key of its cell."""
     n_batches: int
     """Number of batches that the cell has."""
     n_texts: int

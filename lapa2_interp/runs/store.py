@@ -90,12 +90,15 @@ def read_record(folder: Path, number: int) -> BatchRecord:
     """Facts of a finished batch.
 
     Raises:
-        DamagedError: They are missing, or cannot be read.
+        DamagedError: They are missing, cannot be read, or are of another cell.
     """
     file = folder / f"{number:03d}.json"
     try:
         stat = file.stat()
-        return _record(file.resolve(), stat.st_size, stat.st_mtime_ns)
+        record = _record(file.resolve(), stat.st_size, stat.st_mtime_ns)
+        if record.key != folder.name:
+            raise ValueError(f"it belongs to cell {record.key}")
+        return record
     except (OSError, ValueError) as error:
         if not is_damage(error):
             raise

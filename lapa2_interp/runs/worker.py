@@ -64,6 +64,7 @@ def make_batch(
         problems.append(str(error))
     record = BatchRecord(
         **dict(Provenance.of(model, plan)),
+        key=plan.cell.key,
         n_batches=len(plan.batches),
         n_texts=len(made.samples),
         created=datetime.now(UTC),

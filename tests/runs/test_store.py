@@ -379,3 +379,15 @@ def test_a_run_with_a_damaged_listing_is_replaced_only_by_force(run, tmp_path, t
     with pytest.raises(RunError, match="force=True replaces it"):
         run.save(tmp_path / "run")
     assert len(run.save(tmp_path / "run", force=True).by_key) == 4
+
+
+def test_a_batch_of_another_cell_is_damage(run, tmp_path):
+    saved = run.save(tmp_path / "run")
+    one, other, *_ = saved.by_key
+    for each in saved.place(other).glob("000.*"):
+        (saved.place(one) / each.name).write_bytes(each.read_bytes())
+    assert saved.state(one) == "damaged"
+    with pytest.raises(RunError, match="damaged"):
+        saved.samples(one)
+    with pytest.raises(DamagedError, match=f"it belongs to cell {other}"):
+        saved.records(one)
