@@ -389,5 +389,5 @@ def test_a_batch_of_another_cell_is_damage(run, tmp_path):
     assert saved.state(one) == "damaged"
     with pytest.raises(RunError, match="damaged"):
         saved.samples(one)
-    with pytest.raises(DamagedError, match=f"it belongs to cell {other}"):
+    with pytest.raises(RunError, match=f"it belongs to cell {other}"):
         saved.records(one)
