@@ -49,7 +49,11 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
     try:
         yield place
     finally:
-        remove_path(place)
+        try:
+            remove_path(place)
+        except BaseException:  # a signal meanwhile
+            remove_path(place)
+            raise
 
 
 def remove_abandoned(folder: Path) -> None:
