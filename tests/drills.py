@@ -43,7 +43,7 @@ LINES = {
     "prefix train": "prefix train --model tiny-llama --data {home}/reviews.jsonl --set dtype=float32 --set slots=2 --set batch=4 "
     "--set max_tokens=8 --set check_every=4 --set limit=8 --device cpu --out {out}",
     "prefix evaluate": "prefix evaluate {home}/set --data {home}/reviews.jsonl --limit 4 --max-tokens 8 --device cpu",
-    "prefix score": "prefix score {home}/set --samples 1 --length 20 --classifier linear --dtype float32 --device cpu",
+    "prefix score": "prefix score {home}/set --samples 1 --length 40 --classifier linear --dtype float32 --device cpu",
     "prefix import": "prefix import {home}/set/positive.safetensors --model tiny-llama --task sentiment --attribute positive --out {out}",
     "prefix recipes": "prefix recipes",
     "prefixes": "prefixes",
