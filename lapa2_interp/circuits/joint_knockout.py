@@ -104,14 +104,18 @@ def joint_curve(
             below 1; or as `knock_out`.
     """
     if metric is None:
-        metric = "lex" if "lex" in (table.metric, *table.other_metrics) else table.metric
+        metric = "lex" if "lex" in table.by_metric else table.metric
         if metric not in METRICS:
             raise CircuitError(
                 f"the table's metric {metric!r} is a custom function; give it again as metric"
             )
     metric_name = next(iter(metrics_by_name(metric)))
     single = all(len(unit.heads) == 1 and unit.positions is None for unit in table.units)
-    if table.n_prompts < 2 or not single or len({u.heads for u in table.units}) < len(table.units):
+    if (
+        table.contrast_set.n_prompts < 2
+        or not single
+        or len({u.heads for u in table.units}) < len(table.units)
+    ):
         raise CircuitError("a joint curve needs knock-outs of single heads, of 2 prompts or more")
     every = all_heads(model)
     if small := [n for n in sizes if n < 1]:
@@ -129,7 +133,6 @@ def joint_curve(
             f" {', '.join(map(str, requested)) or 'none'}"
         )
     prompts = list(dict.fromkeys(table.contrast_set.prompts))
-    by_prompt = table.contrast_set.by_prompt(table.effects)
     names: list[tuple[str, int, int]] = []
     left: dict[tuple[str, int, int], dict[str, float]] = {}
     control: dict[str, float] = {}
@@ -138,7 +141,7 @@ def joint_curve(
         held_out = set(prompts[fold::2])
         choosing = [i for i, prompt in enumerate(prompts) if prompt not in held_out]
         judged = [each for each in table.contrast_set.examples if each.prompt in held_out]
-        order = np.argsort(-by_prompt[choosing].mean(0), kind="stable")
+        order = np.argsort(-table.by_prompt[choosing].mean(0), kind="stable")
         best = [table.units[i].heads[0] for i in order]
         # Sets of heads that are knocked out, by kind, size and draw.
         rng = np.random.default_rng(fold)
@@ -167,9 +170,9 @@ def joint_curve(
             progress=progress,
         )
         # Control of the other half, and what is left of it, by prompt.
-        rest = found.contrast_set.by_prompt(found.control[:, None] - found.effects)
+        rest = found.contrast_set.by_prompt(found.whole[:, None] - found.values)
         for i, prompt in enumerate(dict.fromkeys(example.prompt for example in judged)):
-            control[prompt] = float(found.contrast_set.by_prompt(found.control)[i])
+            control[prompt] = float(found.contrast_set.by_prompt(found.whole)[i])
             for j, name in enumerate(names):
                 left.setdefault(name, {})[prompt] = float(rest[i, j])
     # Shares over the prompts of both halves; random draws are averaged.

@@ -99,7 +99,7 @@ def prefilter_recall(gradient: Attribution, exact: KnockOut, n: int = 24) -> Pre
             )
     # The order of both, and the heads of largest effect that the prefilter keeps.
     at = tuple(np.array(pairs).T)
-    effects = exact.contrast_set.by_prompt(exact.effects).mean(0)
+    effects = exact.means
     cut_hats, slopes = (gradient.map(name)[at] for name in ESTIMATES)
     n = min(n, len(pairs))
     by_gradient, largest = (

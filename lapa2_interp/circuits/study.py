@@ -315,7 +315,7 @@ def load_texts(folder: Path) -> dict[str, Any]:
 
 def _best_and_random_heads(heads: KnockOut, best: int) -> list[Unit]:
     """Units of the best heads, and of as many others at random."""
-    order = np.argsort(-heads.contrast_set.by_prompt(heads.effects).mean(0), kind="stable")
+    order = heads.order()
     first, rest = order[:best], order[best:]
     rng = np.random.default_rng(0)
     drawn = rng.choice(rest, min(best, len(rest)), replace=False)
@@ -335,7 +335,7 @@ def _write_table(table: KnockOut, file: Path) -> None:
     """Write a table as CSV, with effects in lex beside those in js."""
     names = list(table.units[0].labels)
     frame = table.frame()
-    if "lex" in table.other_metrics:
+    if "lex" in table.by_metric:
         columns = ["effect", "low", "high", "share", "share_low", "share_high"]
         lex = table.with_metric("lex").frame()[[*names, *columns]]
         lex = lex.rename(columns={name: f"lex_{name}" for name in columns})

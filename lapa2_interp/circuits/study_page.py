@@ -14,7 +14,7 @@ from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW, ContrastExample
 from lapa2_interp.circuits.joint_knockout import JointCurve
-from lapa2_interp.circuits.knockout import KnockOut, effect_label
+from lapa2_interp.circuits.knockout import KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
 from lapa2_interp.circuits.study_results import (
     EDGES,
@@ -50,7 +50,11 @@ def render_study(found: CircuitStudy) -> str:
             "Heads",
             "How much is lost when one head cannot see the prefix. Red heads carry control, blue"
             " ones work against it."
-            + (" Shares are of lex, because shares of lex add up." if _has_lex(heads) else "")
+            + (
+                " Shares are of lex, because shares of lex add up."
+                if "lex" in heads.by_metric
+                else ""
+            )
             + " p is corrected for the number of heads.",
             heads.plot(),
             _table_of(heads, 16),
@@ -121,23 +125,18 @@ def _rounded(table: pd.DataFrame) -> pd.DataFrame:
     return table.map(rounded)
 
 
-def _has_lex(table: KnockOut) -> bool:
-    """True if the table has the metric lex beside its own."""
-    return "lex" in table.other_metrics
-
-
 def _table_of(table: KnockOut, n: int) -> pd.DataFrame:
     """The n largest effects of a table with their intervals, as texts."""
     names = list(table.units[0].labels)
     frame = table.frame().head(n)
     columns = {f"lost {table.metric}": _intervals(frame, "effect", "low", "high")}
     shares = frame
-    if _has_lex(table):
+    if "lex" in table.by_metric:
         shares = table.with_metric("lex").frame()
         shares = frame[names].merge(shares, on=names, how="left")
-    of = "lex" if _has_lex(table) else table.metric
+    of = "lex" if "lex" in table.by_metric else table.metric
     columns[f"share of {of}"] = _intervals(shares, "share", "share_low", "share_high", ".1%")
-    if table.n_prompts >= FEW:
+    if table.contrast_set.n_prompts >= FEW:
         columns["p"] = [f"{p:.2g}" for p in frame["p_max"]]
     columns["rank"] = _intervals(frame, "rank", "rank_low", "rank_high", ".0f")
     shown = frame[names].astype(str).assign(**columns)
@@ -208,7 +207,7 @@ def _position_figure(found: CircuitStudy) -> Drawing:
     axes.errorbar(frame["effect"], at, xerr=errors, fmt="none", ecolor="0.3", lw=0.8)
     axes.axvline(0, color="0.6", lw=0.6)
     axes.set_yticks(at, names)
-    plain_axes(axes, effect_label(found.tables["position"].metric), "")
+    plain_axes(axes, found.tables["position"].label, "")
     return figure
 
 
@@ -248,7 +247,7 @@ def _layer_figure(table: KnockOut) -> Drawing:
     axes.errorbar(frame["layer"], frame["effect"], yerr=errors, fmt="none", ecolor="0.3", lw=0.8)
     axes.axhline(0, color="0.6", lw=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    plain_axes(axes, "layer", effect_label(table.metric))
+    plain_axes(axes, "layer", table.label)
     return figure
 
 
@@ -265,5 +264,5 @@ def _attention_figure(found: CircuitStudy) -> Drawing:
     for i in dict.fromkeys((*clear[:6], *clear[-2:])):
         at = (attention[i], rows[i]["effect"])
         axes.annotate(head_name(rows[i]), at, fontsize=7, xytext=(3, 2), textcoords="offset points")
-    plain_axes(axes, "attention on the prefix", effect_label(found.heads.metric))
+    plain_axes(axes, "attention on the prefix", found.heads.label)
     return figure

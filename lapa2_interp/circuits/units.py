@@ -38,6 +38,11 @@ class Unit:
         return ".".join(str(value) for value in self.labels.values())
 
     @property
+    def locations(self) -> Heads:
+        """The heads."""
+        return self.heads
+
+    @property
     def key(self) -> str:
         """An identity without the labels, by which a file finds it again."""
         return json.dumps([self.heads, self.positions])

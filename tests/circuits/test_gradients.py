@@ -104,7 +104,7 @@ def test_soft_prefixes_have_slopes_too(tiny):
     assert np.abs(found.control - whole).max() < 1e-9
     exact = knock_out(model, asked, over={"x": [heads[1]]}, metric="lex", other_metrics=())
     assert_close(
-        integrated_gradients(model, asked, heads[1:2], metric="lex", nodes=40), exact.effects
+        integrated_gradients(model, asked, heads[1:2], metric="lex", nodes=40), exact.values
     )
 
 
@@ -141,7 +141,7 @@ def test_integrals_are_knock_outs_under_an_augmentation(rule):
         other_metrics=(),
         augmentation=rule,
     )
-    assert_close(found, exact.effects)
+    assert_close(found, exact.values)
     slopes = attribution(model, asked, metric="lex", augmentation=rule).map("slope")
     assert min(abs(slopes[at]) for at in heads) > 1e-6
 
@@ -223,9 +223,9 @@ def test_a_cut_of_heads_that_write_little_is_exact(name):
     found = attribution(model, asked, metric="lex")
     heads = {str(head): [(last, head)] for head in range(model.cfg.n_heads)}
     exact = knock_out(model, asked, over=heads, metric="lex", other_metrics=())
-    assert_close(found.cut_hats[:, last], exact.effects, 1e-3)
+    assert_close(found.cut_hats[:, last], exact.values, 1e-3)
     slopes = np.nansum(found.slopes[:, last], axis=2)
-    assert np.abs(slopes - exact.effects).max() > 0.1 * np.abs(exact.effects).max()
+    assert np.abs(slopes - exact.values).max() > 0.1 * np.abs(exact.values).max()
 
 
 def test_integrals_are_exact_knock_outs(tiny):
@@ -240,9 +240,9 @@ def test_integrals_are_exact_knock_outs(tiny):
         for nodes in (2, 5, 20)
     }
     # In layer 0 of a model with small embeddings a head is most of the norm, and turns it sharply.
-    assert np.abs(found[5] - exact.effects)[:, 1:].max() < 1e-3 * exact.control.max()
-    assert_close(found[20], exact.effects)
-    errors = [np.abs(each - exact.effects).max() for each in found.values()]
+    assert np.abs(found[5] - exact.values)[:, 1:].max() < 1e-3 * exact.whole.max()
+    assert_close(found[20], exact.values)
+    errors = [np.abs(each - exact.values).max() for each in found.values()]
     assert errors == sorted(errors, reverse=True)
 
 
@@ -344,7 +344,7 @@ def test_planted_slopes_and_integrals_are_the_closed_form(name, n):
     size = np.abs(found.control).max()
     for nodes, precision in ((5, 0.07 if "spread" in name else 0.03), (12, 1e-3)):
         ig = integrated_gradients(model, asked, heads, metric="lex", nodes=nodes)
-        assert np.abs(ig - exact.effects).max() < precision * size
+        assert np.abs(ig - exact.values).max() < precision * size
 
 
 def test_five_nodes_are_enough_in_the_planted_model_where_they_are_well_placed(monkeypatch):
@@ -356,13 +356,13 @@ def test_five_nodes_are_enough_in_the_planted_model_where_they_are_well_placed(m
         model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
     )
     found = integrated_gradients(model, asked, heads, metric="lex")
-    assert np.abs(found - exact.effects).max() < 1e-3 * found.max()
+    assert np.abs(found - exact.values).max() < 1e-3 * found.max()
     assert found[:, heads.index(key.heads["decoy"])] == pytest.approx(0, abs=1e-6)
     monkeypatch.setattr(module, "SHARE", 0.0)
     even = integrated_gradients(model, asked, heads, metric="lex")
     relay = heads.index(key.heads["relay"])
-    assert (even[:, relay] < 0.9 * exact.effects[:, relay]).all()
-    assert (found[:, relay] > 0.99 * exact.effects[:, relay]).all()
+    assert (even[:, relay] < 0.9 * exact.values[:, relay]).all()
+    assert (found[:, relay] > 0.99 * exact.values[:, relay]).all()
 
 
 def test_the_cut_hat_of_heads_that_write_on_u_is_the_closed_form():
@@ -402,7 +402,7 @@ def test_the_planted_order_is_found_and_the_relay_underestimated(name):
         < 0
         < knock_out(
             model, later, over={"x": [key.heads["relay"]]}, metric=AT_THE_END, other_metrics=()
-        ).effects.mean()
+        ).values.mean()
     )
 
 
@@ -464,7 +464,7 @@ def test_prefiltered_heads_are_knocked_out_exactly():
     again = knock_out(
         model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
     )
-    assert np.abs(made.exact.effects - again.effects).max() < 1e-6
+    assert np.abs(made.exact.values - again.values).max() < 1e-6
     assert made.exact.with_metric("js").metric == "js"
     table = made.frame()
     chosen = table[table["chosen"]]
