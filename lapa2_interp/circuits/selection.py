@@ -353,10 +353,9 @@ def _scores(
         )
         return found.by_prompt
     if score == "slope":
-        slopes = attribution(model, contrast_set, metric=metric).by_prompt("slope")
-        return slopes.reshape(len(slopes), -1)
+        return attribution(model, contrast_set, metric=metric).table("slope").by_prompt
     if score == "dla":
-        return head_logit_attribution(model, contrast_set).by_prompt()
+        return head_logit_attribution(model, contrast_set).table().by_prompt
     masses = {
         prompt: prefix_attention_by_head(
             model, [example for example in contrast_set.examples if example.prompt == prompt]

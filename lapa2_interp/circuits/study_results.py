@@ -76,9 +76,7 @@ class CircuitStudy:
             recall = self.gradient[1]
             rows.append(("gradient (cut_hat)", recall.heads, recall.cut_hat))
         if self.logit_attribution is not None:
-            written = records(self.logit_attribution.frame())
-            by_head = {(row["layer"], row["head"]): row["direct"] for row in written}
-            direct = np.array([by_head[unit.heads[0]] for unit in self.heads.units])
+            direct = self.logit_attribution.table().means
             rows.append(("direct effect", effects.size, spearman(effects, direct)))
         return pd.DataFrame(rows, columns=["ranking", "heads", "spearman"])
 

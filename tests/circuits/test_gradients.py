@@ -142,7 +142,7 @@ def test_integrals_are_knock_outs_under_an_augmentation(rule):
         augmentation=rule,
     )
     assert_close(found, exact.values)
-    slopes = attribution(model, asked, metric="lex", augmentation=rule).map("slope")
+    slopes = attribution(model, asked, metric="lex", augmentation=rule).table("slope").map()
     assert min(abs(slopes[at]) for at in heads) > 1e-6
 
 
@@ -260,7 +260,7 @@ def test_cases_of_any_order_and_batch_size(tiny):
     # The prefix of the last example is shorter.
     assert np.isnan(alone.slopes[-1, ..., 3:]).all()
     assert not np.isnan(alone.slopes[:-1]).any()
-    assert np.isfinite(alone.map("slope")).all()
+    assert np.isfinite(alone.table("slope").map()).all()
     heads = ((1, 1), (3, 0))
     one = integrated_gradients(model, asked, heads, metric="lex", nodes=3, batch_size=1)
     other = integrated_gradients(model, turned, heads[::-1], metric="lex", nodes=3, batch_size=7)
@@ -388,15 +388,15 @@ def test_the_planted_order_is_found_and_the_relay_underestimated(name):
     asked = planted_contrast_set(model, name, 9)
     found = attribution(model, asked, metric=AT_THE_END)
     exact = knock_out(model, asked, metric=AT_THE_END, other_metrics=())
-    best = found.best(8)
+    best = found.table().best(8)
     assert best[:2] == (key.heads["carrier"], key.heads["relay"])
     assert best[-1] == key.heads["suppressor"]
-    assert found.best(1, "slope") == best[:1]
-    assert abs(found.map()[key.heads["decoy"]]) < 1e-6
-    hat, effect = (grid[key.heads["relay"]] for grid in (found.map(), exact.map()))
+    assert found.table("slope").best(1) == best[:1]
+    assert abs(found.table().map()[key.heads["decoy"]]) < 1e-6
+    hat, effect = (grid[key.heads["relay"]] for grid in (found.table().map(), exact.map()))
     assert 0 < hat < 0.5 * effect
     later = planted_contrast_set(model, name, 65)
-    hat = attribution(model, later, metric=AT_THE_END).map()[key.heads["relay"]]
+    hat = attribution(model, later, metric=AT_THE_END).table().map()[key.heads["relay"]]
     assert (
         hat
         < 0
@@ -414,7 +414,7 @@ def test_recall_is_its_definition():
     asked = contrast_set(model, n=4)
     found = attribution(model, asked, metric="lex")
     exact = knock_out(model, asked, metric="lex")
-    effects, hats = exact.map(), found.map()
+    effects, hats = exact.map(), found.table().map()
     order, largest = (np.argsort(-np.abs(grid), axis=None) for grid in (hats, effects))
     agreement = prefilter_recall(found, exact, n=4)
     assert agreement.heads == effects.size
@@ -426,7 +426,7 @@ def test_recall_is_its_definition():
 
     assert agreement.cut_hat == pytest.approx(spearmanr(hats, effects, axis=None).statistic)
     assert agreement.slope == pytest.approx(
-        spearmanr(found.map("slope"), effects, axis=None).statistic
+        spearmanr(found.table("slope").map(), effects, axis=None).statistic
     )
     assert 0.5 < agreement.cut_hat < 1
     assert str(agreement).startswith(f"{effects.size} heads: Spearman 0.")
@@ -457,7 +457,7 @@ def test_prefiltered_heads_are_knocked_out_exactly():
     model = load("tiny-gpt2")
     asked = contrast_set(model, n=3)
     made = prefiltered_knock_out(model, asked, n=2, random=3, metric="lex", other_metrics=("js",))
-    best = made.attribution.best(2, absolute=True)
+    best = made.attribution.table().best(2, absolute=True)
     heads = [unit.heads[0] for unit in made.exact.units]
     assert len(set(heads)) == 5
     assert set(best) < set(heads)
@@ -470,7 +470,7 @@ def test_prefiltered_heads_are_knocked_out_exactly():
     chosen = table[table["chosen"]]
     assert set(zip(chosen["layer"], chosen["head"], strict=True)) == set(best)
     assert table["cut_hat"].tolist() == [
-        made.attribution.map()[row.layer, row.head] for row in table.itertuples()
+        made.attribution.table().map()[row.layer, row.head] for row in table.itertuples()
     ]
     agreement = made.recall
     assert (agreement.heads, agreement.n) == (5, 2)
@@ -494,7 +494,7 @@ def test_the_draw_depends_on_the_seed_alone(monkeypatch):
         prefiltered_knock_out(model, asked, n=3, random=5, seed=seed, other_metrics=())
     prefiltered_knock_out(model, asked, n=15, random=1000, other_metrics=())
     assert drawn[0] == drawn[1] != drawn[2] != drawn[3]
-    best = {f"{layer}.{head}" for layer, head in found.best(3, absolute=True)}
+    best = {f"{layer}.{head}" for layer, head in found.table().best(3, absolute=True)}
     assert all(best < set(names) and len(set(names)) == 8 for names in drawn[:4])
     assert len(set(drawn[4])) == 16
 
@@ -514,15 +514,15 @@ def test_a_table_a_map_a_drawing():
     assert (table["slope"] <= table["slope_high"]).all()
     assert table["slope_rank"].min() == 1
     for row in table.itertuples():
-        assert row.cut_hat == found.map()[row.layer, row.head]
-        assert row.slope == found.map("slope")[row.layer, row.head]
-    assert found.map("cut_hat").shape == (2, 4)
-    assert found.best(2, "slope")[0] == key.heads["carrier"]
+        assert row.cut_hat == found.table().map()[row.layer, row.head]
+        assert row.slope == found.table("slope").map()[row.layer, row.head]
+    assert found.table("cut_hat").map().shape == (2, 4)
+    assert found.table("slope").best(2)[0] == key.heads["carrier"]
     assert found.plot()._repr_png_()[:4] == b"\x89PNG"
     one = attribution(model, "sentiment", metric="lex", prompts=["The lake"], tokens=2).frame()
     assert one["cut_hat_low"].isna().all()
     with pytest.raises(CircuitError, match="unknown estimate 'cut'; allowed: cut_hat, slope"):
-        found.map("cut")
+        found.table("cut").map()
 
 
 def test_texts_of_a_prompt_count_as_one():
@@ -530,8 +530,8 @@ def test_texts_of_a_prompt_count_as_one():
     asked = planted_contrast_set(model, "planted", 4)
     twice = ContrastSet((*asked.examples, asked.examples[0]), asked.words)
     one, other = (attribution(model, each, metric="lex") for each in (asked, twice))
-    assert np.abs(one.map() - other.map()).max() < 1e-6
-    assert len(other.by_prompt("slope")) == 3
+    assert np.abs(one.table().map() - other.table().map()).max() < 1e-6
+    assert len(other.table("slope").by_prompt) == 3
 
 
 # --- what is left behind, and what is refused
