@@ -1,5 +1,5 @@
-"""Study of a model and a task, from the control score to the words that heads promote, as one
-folder and one page.
+"""Study of a model and a task, from the control score to the words that heads promote, in one
+folder. `report.study_page` renders its results as a page.
 
 Texts and knock-outs are stored in the folder as they finish, and the same call continues from
 them; the rest is computed again:
@@ -14,7 +14,6 @@ them; the rest is computed again:
     heads.json         the heads that carry control, [[layer, head], ...]
     circuit.json       nodes and edges
     patterns.json      attention of the best heads on one text, for CircuitsVis
-    report.html        the page
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ from lapa2_interp.circuits.knockout import KnockOut, knock_out
 from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.circuits.prefilter import prefilter_recall
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
-from lapa2_interp.circuits.study_page import render_study
 from lapa2_interp.circuits.study_results import EDGES, SIZES, CircuitStudy
 from lapa2_interp.circuits.units import Unit, make_units, save_heads
 from lapa2_interp.models.card import Model, model_card, plain_network
@@ -78,7 +76,7 @@ def run_study(
     best: int = BEST,
     report: Callable[[str], None] = print,
 ) -> CircuitStudy:
-    """Make the whole study, and write its folder and page.
+    """Make the whole study, and write its folder.
 
     Args:
         model: A model or its name.
@@ -239,7 +237,6 @@ def run_study(
     if plain_network(model) is None:
         shown = attention_patterns(model, contrast_set.examples[0], heads.best(8))
         write_text(folder / "patterns.json", json.dumps(shown))
-    write_text(folder / "report.html", render_study(found))
     return found
 
 
