@@ -59,6 +59,14 @@ added."""
 TABLES = ("layer", "kv", "head", "position")
 VARIANT_COST = 14
 """Time of all other replacements and phases of a head, in knock-outs."""
+VARIANTS: tuple[tuple[str, Phase], ...] = (
+    ("zero", "after_span"),
+    ("resample", "after_span"),
+    ("mean", "after_span"),
+    ("cut", "last_query"),
+    ("cut", "predicting_only"),
+)
+"""Other replacements and phases of a knock-out."""
 TEXT_SETTINGS = ("attribute", "prompts", "tokens", "samples", "seed")
 
 
@@ -127,56 +135,38 @@ def run_study(
         f"about {format_duration(seconds * passes * 2 / 3)} in all; finished knock-outs are not"
         " repeated"
     )
+
+    def knocked_out(name: str, **what: Any) -> KnockOut:
+        found = knock_out(
+            model,
+            contrast_set,
+            metric="js",
+            other_metrics=other_metrics,
+            file=folder / f"{name}.jsonl",
+            **what,
+        )
+        _write_table(found, folder / f"{name}.csv")
+        return found
+
     # Knock-outs of all units.
     tables = {}
     for over in TABLES:
         report(f"knocking out each {'KV head' if over == 'kv' else over}")
-        tables[over] = knock_out(
-            model,
-            contrast_set,
-            over=over,
-            metric="js",
-            other_metrics=other_metrics,
-            file=folder / f"{over}.jsonl",
-        )
-        _write_table(tables[over], folder / f"{over}.csv")
+        tables[over] = knocked_out(over, over=over)
     heads = tables["head"]
     # Other replacements and phases, on the best and on random heads.
     attention = prefix_attention_by_head(model, contrast_set)
     chosen = _best_and_random_heads(heads, best)
     variants = {}
-    others: tuple[tuple[str, Phase], ...] = (
-        ("zero", "after_span"),
-        ("resample", "after_span"),
-        ("mean", "after_span"),
-        ("cut", "last_query"),
-        ("cut", "predicting_only"),
-    )
-    for replacement, phase in others:
+    for replacement, phase in VARIANTS:
         name = replacement if phase == "after_span" else f"{replacement}, {phase}"
         report(f"{pluralize(len(chosen), 'head')} again: {name}")
-        variants[name] = knock_out(
-            model,
-            contrast_set,
-            units=chosen,
-            replacement=replacement,
-            phase=phase,
-            metric="js",
-            other_metrics=other_metrics,
-            file=folder / f"{replacement}-{phase}.jsonl",
+        variants[name] = knocked_out(
+            f"{replacement}-{phase}", units=chosen, replacement=replacement, phase=phase
         )
-        _write_table(variants[name], folder / f"{replacement}-{phase}.csv")
     # Single tokens, and heads together.
     report(f"the best {pluralize(EDGES, 'head')} and each token of the prefix")
-    edges = knock_out(
-        model,
-        contrast_set,
-        units=_head_token_units(heads, len(tables["position"].units)),
-        metric="js",
-        other_metrics=other_metrics,
-        file=folder / "edge.jsonl",
-    )
-    _write_table(edges, folder / "edge.csv")
+    edges = knocked_out("edge", units=_head_token_units(heads, len(tables["position"].units)))
     curve = None
     if contrast_set.n_prompts >= 2:
         report("knocking out heads together")

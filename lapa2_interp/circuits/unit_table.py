@@ -228,11 +228,11 @@ class UnitTable:
         return list(dict.fromkeys(str(each["part"]) for each in labels if "part" in each))
 
     def _draw_intervals(self, axes: Axes) -> None:
-        """Values or shares with their intervals, the largest first, positions in their order."""
+        """Values or shares with their intervals; layers and positions in order, others by value."""
         names = list(self.units[0].labels)
         table = self.interval().head(MOST_INTERVALS)
-        if names == ["position"]:
-            table = table.sort_values("position")
+        if names in (["layer"], ["position"]):
+            table = table.sort_values(names)
         mean, low, high = (table[name] for name in list(table)[-3:])
         at = np.arange(len(table))[::-1]
         axes.errorbar(mean, at, xerr=[mean - low, high - mean], fmt="o", ms=3, lw=0.8,

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import MaxNLocator
 
 from lapa2_interp._util.errors import pluralize
 from lapa2_interp._util.page import Section, page
@@ -43,7 +42,7 @@ def render_study(found: CircuitStudy) -> str:
             "Layers and KV heads",
             "How much js is lost when heads cannot see the prefix, at any query after it. The"
             " figure shows whole layers, the table the KV heads with the largest loss.",
-            _layer_figure(found.tables["layer"]),
+            found.tables["layer"].plot(),
             _table_of(found.tables["kv"], 8),
         ),
         Section(
@@ -235,20 +234,6 @@ def _word_table(found: HeadLogitAttribution) -> pd.DataFrame:
         shown = {name: " ".join(map(repr, each)) for name, each in words.items()}
         rows.append({"head": head_name(row), "direct, logits a step": direct, **shown})
     return pd.DataFrame(rows)
-
-
-def _layer_figure(table: KnockOut) -> Drawing:
-    """Control lost without each layer."""
-    frame = table.frame().sort_values("layer")
-    figure = new_figure(6.0, 2.4)
-    axes = figure.subplots()
-    errors = [frame["effect"] - frame["low"], frame["high"] - frame["effect"]]
-    axes.bar(frame["layer"], frame["effect"], color="#0072B2")
-    axes.errorbar(frame["layer"], frame["effect"], yerr=errors, fmt="none", ecolor="0.3", lw=0.8)
-    axes.axhline(0, color="0.6", lw=0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    plain_axes(axes, "layer", table.label)
-    return figure
 
 
 def _attention_figure(found: CircuitStudy) -> Drawing:

@@ -586,7 +586,6 @@ def test_a_joint_curve_asks_what_the_table_asked():
     )
     curve = joint_curve(model, table, sizes=(1, 2, 4))
     assert (curve.metric, set(curve.frame()["heads"])) == ("lex", {1, 2})
-    assert list(curve.interval()) == ["kind", "heads", "left", "low", "high"]
     both = {"both": [unit.heads[0] for unit in units]}
     alike = knock_out(
         model,
