@@ -110,7 +110,7 @@ class Attribution:
             values.reshape(n, -1),
             self.control if cut else None,
             name=estimate,
-            label=f"{estimate} of {self.metric}, nats a step" + ("" if cut else " and unit of b"),
+            label=f"{estimate} of {self.metric}, nats a step{'' if cut else ' and unit of b'}",
         )
 
     def frame(self) -> pd.DataFrame:

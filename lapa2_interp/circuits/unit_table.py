@@ -273,7 +273,9 @@ def draw_tables(tables: Mapping[str, UnitTable]) -> Drawing:
     ):
         top = tops[table.label] or 1.0
         drawn = axes.imshow(grid, cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
-        figure.colorbar(drawn, ax=axes, label=table.label).ax.tick_params(labelsize=7)
+        bar = figure.colorbar(drawn, ax=axes)
+        bar.set_label(table.label, fontsize=7)
+        bar.ax.tick_params(labelsize=7)
         axes.set_title(title, fontsize=8)
         plain_axes(axes, table._column.replace("_", " "), "layer")
         shown = range(0, n_columns, 1 if table._column == "slots" else max(1, n_columns // 9))
