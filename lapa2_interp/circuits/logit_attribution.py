@@ -33,7 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
-from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
@@ -187,18 +187,8 @@ class HeadLogitAttribution:
 
     def plot(self, named: int = 8) -> Drawing:
         """Direct effect against attention on the prefix."""
-        table = self.frame()
-        figure = new_figure(4.6, 3.2)
-        axes = figure.subplots()
-        axes.axhline(0, color="0.7", lw=0.6)
-        axes.scatter(table["mass"], table["direct"], s=9, color="#0072B2", lw=0)
-        order = table["direct"].abs().sort_values(ascending=False).index[:named]
-        for _, row in table.loc[order].iterrows():
-            label = f"{int(row['layer'])}.{int(row['head'])}"
-            axes.annotate(label, (row["mass"], row["direct"]), fontsize=7, xytext=(3, 2),
-                          textcoords="offset points")  # fmt: skip
-        plain_axes(axes, "attention on the prefix", "direct effect, logits a step")
-        return figure
+        mass = np.nanmean(self.mass[..., 0], axis=(0, 1, 2)).ravel()
+        return self.table().plot_against(mass, "attention on the prefix", named)
 
 
 @accepts_model_name

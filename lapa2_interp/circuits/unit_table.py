@@ -209,6 +209,21 @@ class UnitTable:
         """
         return draw_tables({"": self})
 
+    def plot_against(self, x: Float[np.ndarray, " unit"], xlabel: str, named: int = 8) -> Drawing:
+        """Values against another number of each unit, with the names of the largest above the
+        noise."""
+        means, figure = self.means, new_figure(4.6, 3.2)
+        axes = figure.subplots()
+        axes.axhline(0, color="0.7", lw=0.6)
+        axes.scatter(x, means, s=9, color="#0072B2", lw=0)
+        for i in self.order(absolute=True)[:named]:
+            if abs(means[i]) > (self.noise or 0):
+                label = ".".join(map(str, self.units[i].labels.values()))
+                axes.annotate(label, (x[i], means[i]), fontsize=7, xytext=(3, 2),
+                              textcoords="offset points")  # fmt: skip
+        plain_axes(axes, xlabel, self.label)
+        return figure
+
     @property
     def _column(self) -> str:
         """The label that a map has as columns; "" where there is no map."""

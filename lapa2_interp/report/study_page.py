@@ -74,7 +74,7 @@ def render_study(found: CircuitStudy) -> str:
             f" {pluralize(n_again, 'head')}, of which half were chosen because their effect is"
             " large: this makes their correlation larger."
             + (f" Gradient, {found.gradient[1]}." if found.gradient is not None else ""),
-            _attention_figure(found),
+            heads.plot_against(found.prefix_attention.ravel(), "attention on the prefix"),
             _rounded(found.agreement()),
         ),
         Section(
@@ -234,20 +234,3 @@ def _word_table(found: HeadLogitAttribution) -> pd.DataFrame:
         shown = {name: " ".join(map(repr, each)) for name, each in words.items()}
         rows.append({"head": head_name(row), "direct, logits a step": direct, **shown})
     return pd.DataFrame(rows)
-
-
-def _attention_figure(found: CircuitStudy) -> Drawing:
-    """Each head's effect against its attention on the prefix."""
-    table = found.heads.frame()
-    rows = records(table)
-    attention = [float(found.prefix_attention[row["layer"], row["head"]]) for row in rows]
-    figure = new_figure(4.6, 3.2)
-    axes = figure.subplots()
-    axes.axhline(0, color="0.7", lw=0.6)
-    axes.scatter(attention, table["effect"], s=9, color="#0072B2", lw=0)
-    clear = [i for i, row in enumerate(rows) if not row["below_noise"]]
-    for i in dict.fromkeys((*clear[:6], *clear[-2:])):
-        at = (attention[i], rows[i]["effect"])
-        axes.annotate(head_name(rows[i]), at, fontsize=7, xytext=(3, 2), textcoords="offset points")
-    plain_axes(axes, "attention on the prefix", found.heads.label)
-    return figure

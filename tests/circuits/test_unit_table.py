@@ -77,3 +77,9 @@ def test_maps_of_one_quantity_have_one_scale():
     other = {**same, "b": table([1, 0, 0, 0], label="slope")}
     images = [axes.images[0] for axes in draw_tables(other).axes if axes.images]
     assert images[0].get_clim() != images[1].get_clim()
+
+
+def test_the_largest_above_the_noise_are_named():
+    axes = table([1, 3, -2, 0.1], noise=0.5).plot_against(np.arange(4.0), "x", named=4).axes[0]
+    assert [each.get_text() for each in axes.texts] == ["0.1", "1.0", "0.0"]
+    assert axes.texts[0].xy == pytest.approx((1, 3), abs=1e-2)
