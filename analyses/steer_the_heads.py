@@ -165,7 +165,7 @@ print("heads:  ", " ".join(f"{layer}.{head}" for layer, head in chosen.heads))
 print("against:", " ".join(f"{layer}.{head}" for layer, head in chosen.suppressors) or "none")
 
 # %%
-slopes = attribution(model, choosing, metric="js").map("slope")
+slopes = attribution(model, choosing, metric="js").table("slope").map()
 figure, axes = plt.subplots(
     figsize=(1.8 + 0.25 * slopes.shape[1], 1.2 + 0.13 * slopes.shape[0]), layout="constrained"
 )

@@ -94,7 +94,7 @@ top = [[row.layer, row.head] for row in found.frame().head(8).itertuples()]
 exact = knock_out(
     model, contrast_set, over={f"{i}.{j}": [[i, j]] for i, j in top}, metric="lex", other_metrics=()
 )
-for (i, j), unit, effect in zip(top, exact.units, exact.effects.mean(0), strict=True):
+for (i, j), unit, effect in zip(top, exact.units, exact.values.mean(0), strict=True):
     direct = found.frame().set_index(["layer", "head"]).loc[(i, j), "direct"]
     print(f"{unit.name:>6}: direct {direct:+.4f}, lost without it {effect:+.4f}")
 

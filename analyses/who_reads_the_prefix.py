@@ -158,7 +158,7 @@ for replacement in ("cut", "zero", "resample", "mean"):
     again = knock_out(model, contrast_set, units=few, replacement=replacement)
     print(
         f"{replacement:>9}",
-        {u.name: round(float(e), 5) for u, e in zip(few, again.effects.mean(0), strict=True)},
+        {u.name: round(float(e), 5) for u, e in zip(few, again.values.mean(0), strict=True)},
     )
 
 # %% [markdown]
@@ -179,6 +179,6 @@ assert known.best(2) == (key.heads["carrier"], key.heads["relay"])
 assert table.loc[table["attention"].idxmax(), "role"] == "decoy"
 every_head = [list(pair) for unit in layers.units for pair in unit.heads]
 everything = knock_out(model, contrast_set, over={"all heads": every_head})
-assert np.abs(everything.effects[:, 0] - everything.control).max() < 1e-5  # nothing is left
+assert np.abs(everything.values[:, 0] - everything.whole).max() < 1e-5  # nothing is left
 assert layers.frame()["effect"].max() > layers.noise
 print("all checks hold")

@@ -6,15 +6,33 @@ import inspect
 import pytest
 
 import lapa2_interp
+from lapa2_interp.circuits import Attribution, HeadLogitAttribution, Patching, UnitTable
 
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-@pytest.mark.parametrize("name", lapa2_interp.__all__)
+NAMES = {name: getattr(lapa2_interp, name) for name in lapa2_interp.__all__}
+NAMES |= {
+    each.__qualname__: each
+    for each in (
+        UnitTable,
+        UnitTable.frame,
+        UnitTable.interval,
+        UnitTable.best,
+        UnitTable.map,
+        UnitTable.plot,
+        Patching.table,
+        Attribution.table,
+        HeadLogitAttribution.table,
+    )
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_example_of_a_public_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    text = inspect.getdoc(getattr(lapa2_interp, name))
+    text = inspect.getdoc(NAMES[name])
     test = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
     assert test.examples, f"{name} has no example"
     failed = []

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from lapa2_interp.circuits.pro_aug import PromptSlope, prompt_slope
     from lapa2_interp.circuits.selection import Selection, select, sufficient_tokens
+    from lapa2_interp.circuits.unit_table import UnitTable
     from lapa2_interp.circuits.units import Unit, load_heads, make_units, save_heads
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "PromptSlope",
     "Selection",
     "Unit",
+    "UnitTable",
     "alpha_at_prefix_attention",
     "attribution",
     "control_score",

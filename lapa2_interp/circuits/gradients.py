@@ -19,7 +19,7 @@ them. So these are no effects, but a prefilter: `prefiltered_knock_out` knocks o
 largest cut_hat, and random others, exactly.
 
     found = attribution(model, "sentiment")
-    found.best(24)                          # heads of largest cut_hat
+    found.table().best(24)                  # heads of largest cut_hat
     prefiltered_knock_out(model, "sentiment").recall  # agreement with exact effects
 
 Gradients need the hooks of a TransformerBridge, and float32 or float64.
@@ -41,7 +41,7 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
-from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
@@ -55,12 +55,11 @@ from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import Heads, check_one_pass, items_per_batch, unprefixed_logits
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
-from lapa2_interp.circuits.statistics import ranks
-from lapa2_interp.circuits.units import head_pairs, make_units
+from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
+from lapa2_interp.circuits.units import head_units, make_units
 from lapa2_interp.models.card import Model, check_not_quantised, is_bridge, plain_network
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.load import accepts_model_name
-from lapa2_interp.stats import bounds
 
 ESTIMATES = ("cut_hat", "slope")
 SINK_TOLERANCE = 1e-3
@@ -72,7 +71,7 @@ SHARE = 0.8
 @dataclass(frozen=True)
 class Attribution:
     """Estimates of every head from the gradient. All numbers are means over steps, as
-    `KnockOut.effects`.
+    the values of a `KnockOut`.
 
     Attributes:
         contrast_set: The texts.
@@ -88,34 +87,31 @@ class Attribution:
     slopes: Float[np.ndarray, "example layer head position"]
     cut_hats: Float[np.ndarray, "example layer head"]
 
-    def by_prompt(self, estimate: str = "cut_hat") -> Float[np.ndarray, "prompt layer head"]:
-        """An estimate of every head, averaged over the examples of each prompt.
-
-        Args:
-            estimate: "cut_hat", or "slope", the sum over positions.
+    def table(self, estimate: str = "cut_hat") -> UnitTable:
+        """The table of an estimate: "cut_hat", or "slope", the sum over positions.
 
         Raises:
             CircuitError: Unknown estimate.
+
+        Example:
+            >>> from lapa2_interp import circuits, load_model
+            >>> found = circuits.attribution(load_model("planted"), "sentiment", tokens=4)
+            >>> found.table("slope").best(1)
+            ((1, 2),)
         """
         if estimate not in ESTIMATES:
             raise CircuitError(unknown_choice("estimate", estimate, ESTIMATES))
-        values = self.cut_hats if estimate == "cut_hat" else np.nansum(self.slopes, axis=3)
-        return self.contrast_set.by_prompt(values)
-
-    def map(self, estimate: str = "cut_hat") -> Float[np.ndarray, "layer head"]:
-        """An estimate of every head, as `by_prompt`; the mean over prompts."""
-        return self.by_prompt(estimate).mean(0)
-
-    def best(self, n: int, estimate: str = "cut_hat", absolute: bool = False) -> Heads:
-        """The n heads of largest estimate, as (layer, head).
-
-        Args:
-            estimate: As `by_prompt`.
-            absolute: Order by absolute values.
-        """
-        grid = self.map(estimate)
-        order = np.argsort(-(np.abs(grid) if absolute else grid), axis=None, kind="stable")[:n]
-        return head_pairs(zip(*np.unravel_index(order, grid.shape), strict=True))
+        cut = estimate == "cut_hat"
+        values = self.cut_hats if cut else np.nansum(self.slopes, axis=3)
+        n, n_layers, n_heads = values.shape
+        return UnitTable(
+            self.contrast_set,
+            head_units(n_layers, n_heads),
+            values.reshape(n, -1),
+            self.control if cut else None,
+            name=estimate,
+            label=f"{estimate} of {self.metric}, nats a step{'' if cut else ' and unit of b'}",
+        )
 
     def frame(self) -> pd.DataFrame:
         """A row for every head, largest cut_hat first.
@@ -123,42 +119,17 @@ class Attribution:
         Columns: layer, head; cut_hat and slope, each with its 95 % interval over prompts, its rank
         and the rank's interval.
         """
-        n_layers, n_heads = self.cut_hats.shape[1:]
-        columns: dict[str, Any] = {
-            "layer": np.repeat(np.arange(n_layers), n_heads),
-            "head": np.tile(np.arange(n_heads), n_layers),
-        }
+        found = []
         for name in ESTIMATES:
-            values = self.by_prompt(name).reshape(-1, n_layers * n_heads)
-            low, high = bounds(values, np.arange(len(values)))
-            order = ranks(values)
-            columns |= {name: values.mean(0), f"{name}_low": low, f"{name}_high": high}
-            columns |= {f"{name}_rank": order.rank}
-            columns |= {f"{name}_rank_low": order.low, f"{name}_rank_high": order.high}
-        return pd.DataFrame(columns).sort_values("cut_hat_rank", ignore_index=True)
-
-    def interval(self) -> pd.DataFrame:
-        """Each head's cut_hat with its 95 % interval over prompts, largest first."""
-        return self.frame()[["layer", "head", "cut_hat", "cut_hat_low", "cut_hat_high"]]
+            table = self.table(name).frame().set_index(["layer", "head"])
+            others = ("low", "high", "rank", "rank_low", "rank_high")
+            shown = table[[name, *others]]
+            found.append(shown.rename(columns={each: f"{name}_{each}" for each in others}))
+        return found[0].join(found[1]).reset_index()
 
     def plot(self) -> Drawing:
         """Maps of both estimates, each with its own scale."""
-        n_layers, n_heads = self.cut_hats.shape[1:]
-        figure = new_figure(2 * (1.3 + 0.22 * n_heads), 1.0 + 0.13 * n_layers)
-        for axes, name, unit in zip(
-            figure.subplots(1, 2),
-            ESTIMATES,
-            ("nats a step", "nats a step and unit of b"),
-            strict=True,
-        ):
-            grid = self.map(name)
-            top = float(np.abs(grid).max()) or 1.0
-            shown = axes.imshow(grid, cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
-            bar = figure.colorbar(shown, ax=axes, label=f"{name} of {self.metric}, {unit}")
-            bar.ax.tick_params(labelsize=7)
-            plain_axes(axes, "head", "layer")
-            axes.set_xticks(range(0, n_heads, max(1, n_heads // 9)))
-        return figure
+        return draw_tables({name: self.table(name) for name in ESTIMATES})
 
 
 @accepts_model_name

@@ -42,10 +42,6 @@ class JointCurve:
         """The table."""
         return self.table
 
-    def interval(self) -> pd.DataFrame:
-        """The share that is left with its 95 % interval over prompts, by kind and size."""
-        return self.table[["kind", "heads", "left", "low", "high"]]
-
     def plot(self) -> Drawing:
         """The share of control left against the number of heads."""
         figure = new_figure(4.4, 2.8)
@@ -104,14 +100,18 @@ def joint_curve(
             below 1; or as `knock_out`.
     """
     if metric is None:
-        metric = "lex" if "lex" in (table.metric, *table.other_metrics) else table.metric
+        metric = "lex" if "lex" in table.by_metric else table.metric
         if metric not in METRICS:
             raise CircuitError(
                 f"the table's metric {metric!r} is a custom function; give it again as metric"
             )
     metric_name = next(iter(metrics_by_name(metric)))
     single = all(len(unit.heads) == 1 and unit.positions is None for unit in table.units)
-    if table.n_prompts < 2 or not single or len({u.heads for u in table.units}) < len(table.units):
+    if (
+        table.contrast_set.n_prompts < 2
+        or not single
+        or len({u.heads for u in table.units}) < len(table.units)
+    ):
         raise CircuitError("a joint curve needs knock-outs of single heads, of 2 prompts or more")
     every = all_heads(model)
     if small := [n for n in sizes if n < 1]:
@@ -128,17 +128,16 @@ def joint_curve(
             f"a joint curve of {pluralize(len(every), 'head')} needs sizes below that; found"
             f" {', '.join(map(str, requested)) or 'none'}"
         )
-    prompts = list(dict.fromkeys(table.contrast_set.prompts))
-    by_prompt = table.contrast_set.by_prompt(table.effects)
-    names: list[tuple[str, int, int]] = []
-    left: dict[tuple[str, int, int], dict[str, float]] = {}
-    control: dict[str, float] = {}
+    asked = table.contrast_set
+    prompts = list(dict.fromkeys(asked.prompts))
+    whole = np.zeros(len(asked.examples))
+    left: dict[tuple[str, int], Float[np.ndarray, "draw example"]] = {}
     for fold in (0, 1):
         # Heads in the order of their effects in one half of the prompts.
         held_out = set(prompts[fold::2])
         choosing = [i for i, prompt in enumerate(prompts) if prompt not in held_out]
-        judged = [each for each in table.contrast_set.examples if each.prompt in held_out]
-        order = np.argsort(-by_prompt[choosing].mean(0), kind="stable")
+        judged = [i for i, prompt in enumerate(asked.prompts) if prompt in held_out]
+        order = np.argsort(-table.by_prompt[choosing].mean(0), kind="stable")
         best = [table.units[i].heads[0] for i in order]
         # Sets of heads that are knocked out, by kind, size and draw.
         rng = np.random.default_rng(fold)
@@ -153,10 +152,9 @@ def joint_curve(
             if prefix_attention is not None:
                 largest = np.argsort(-prefix_attention.ravel(), kind="stable")[:n]
                 sets["mass", n, 0] = tuple(every[i] for i in largest)
-        names = list(sets)
         found = knock_out(
             model,
-            replace(table.contrast_set, examples=tuple(judged)),
+            replace(asked, examples=tuple(asked.examples[i] for i in judged)),
             units=[Unit({"name": str(name)}, heads) for name, heads in sets.items()],
             replacement=replacement or table.replacement,
             phase=phase or table.phase,
@@ -166,19 +164,18 @@ def joint_curve(
             file=None if file is None else _numbered(Path(file), fold),
             progress=progress,
         )
-        # Control of the other half, and what is left of it, by prompt.
-        rest = found.contrast_set.by_prompt(found.control[:, None] - found.effects)
-        for i, prompt in enumerate(dict.fromkeys(example.prompt for example in judged)):
-            control[prompt] = float(found.contrast_set.by_prompt(found.control)[i])
-            for j, name in enumerate(names):
-                left.setdefault(name, {})[prompt] = float(rest[i, j])
+        # Control of the other half, and what is left of it.
+        whole[judged] = found.whole
+        for i, (kind, n, seed) in enumerate(sets):
+            draws = left.setdefault(
+                (kind, n), np.zeros((seeds if kind == "random" else 1, len(whole)))
+            )
+            draws[seed, judged] = found.whole - found.values[:, i]
     # Shares over the prompts of both halves; random draws are averaged.
-    whole = np.array([control[prompt] for prompt in prompts])
     rows = []
-    for kind, n in dict.fromkeys((kind, n) for kind, n, _ in names):
-        draws = [name for name in names if name[:2] == (kind, n)]
-        part = np.mean([[left[name][prompt] for prompt in prompts] for name in draws], axis=0)
-        share, low, high = share_interval(part[:, None], whole)
+    for (kind, n), draws in left.items():
+        part = asked.by_prompt(draws.mean(0))[:, None]
+        share, low, high = share_interval(part, asked.by_prompt(whole))
         row = {"kind": kind, "heads": n, "left": share[0], "low": low[0], "high": high[0]}
         rows.append(row | {"prompts": len(prompts)})
     frame = pd.DataFrame(rows).sort_values(["kind", "heads"], ignore_index=True)

@@ -33,7 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
-from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.attention.hooked import augmented
@@ -43,7 +43,8 @@ from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import check_one_pass
 from lapa2_interp.circuits.examples import ContrastExample
-from lapa2_interp.circuits.statistics import share_interval
+from lapa2_interp.circuits.unit_table import UnitTable
+from lapa2_interp.circuits.units import head_units
 from lapa2_interp.models.card import (
     Model,
     check_not_quantised,
@@ -114,51 +115,42 @@ class HeadLogitAttribution:
         )
 
     def _control(self, values: np.ndarray) -> np.ndarray:
-        """Target minus the mean of the others, the mean over steps, by prompt."""
-        per_case = np.nanmean(values[:, 0] - values[:, 1:].mean(1), axis=1)
-        return self.contrast_set.by_prompt(per_case)
+        """Target minus the mean of the others, the mean over steps, by example."""
+        return np.nanmean(values[:, 0] - values[:, 1:].mean(1), axis=1)
 
-    def by_prompt(self) -> Float[np.ndarray, "prompt head"]:
-        """Each head's direct effect from the prefix, as in `frame`, in the order of (layer, head),
-        averaged over the examples of each prompt."""
-        found = self._control(self.direct[..., 0])
-        return found.reshape(len(found), -1)
+    def table(self) -> UnitTable:
+        """The table of direct effects from the prefix: target minus opposite, mean over steps, as
+        shares of the whole logit difference.
+
+        Example:
+            >>> from lapa2_interp import circuits, load_model
+            >>> model = load_model("planted")
+            >>> found = circuits.head_logit_attribution(model, "sentiment", tokens=4)
+            >>> found.table().best(1)
+            ((1, 2),)
+        """
+        values = self._control(self.direct[..., 0])  # example layer head
+        n, n_layers, n_heads = values.shape
+        return UnitTable(
+            self.contrast_set,
+            head_units(n_layers, n_heads),
+            values.reshape(n, -1),
+            self._control(self.total),
+            name="direct",
+            label="direct effect, logits a step",
+        )
 
     def frame(self) -> pd.DataFrame:
-        """A row for every head, largest direct effect first.
-
-        Columns: direct (from the prefix, target minus opposite, mean over steps), in logits, with
-        its 95 % interval over prompts; its share of the whole logit difference, with its interval
-        (NaN where the branches do not differ); direct_all (from all parts); mass and size of the
-        prefix, mean over branches.
-        """
-        prefix = self._control(self.direct[..., 0])  # prompt layer head
-        every = self._control(self.direct.sum(-1))
-        low, high = bounds(prefix, np.arange(len(prefix)))
-        whole = self._control(self.total)
-        n_layers, n_heads = prefix.shape[1:]
-        share = [np.full(n_layers * n_heads, np.nan)] * 3
-        if whole.any():
-            share = list(share_interval(prefix.reshape(len(prefix), -1), whole))
-        layer, head = np.divmod(np.arange(n_layers * n_heads), n_heads)
-        columns = {
-            "direct": prefix.mean(0),
-            "low": low,
-            "high": high,
-            "share": share[0],
-            "share_low": share[1],
-            "share_high": share[2],
-            "direct_all": every.mean(0),
+        """The frame of `table`, with direct_all (the direct effect from all parts), and mass and
+        size of the prefix, mean over branches."""
+        by_head = {
+            "direct_all": self.contrast_set.by_prompt(self._control(self.direct.sum(-1))).mean(0),
             "mass": np.nanmean(self.mass[..., 0], axis=(0, 1, 2)),
             "size": np.nanmean(self.size[..., 0], axis=(0, 1, 2)),
         }
-        table = pd.DataFrame({"layer": layer, "head": head})
-        table = table.assign(**{name: each.ravel() for name, each in columns.items()})
-        return table.sort_values("direct", ascending=False, ignore_index=True)
-
-    def interval(self) -> pd.DataFrame:
-        """Each head's direct effect from the prefix with its 95 % interval over prompts."""
-        return self.frame()[["layer", "head", "direct", "low", "high"]]
+        table = self.table().frame()
+        at = (table["layer"], table["head"])
+        return table.assign(**{name: each[at] for name, each in by_head.items()})
 
     def parts(self) -> pd.DataFrame:
         """The sum by part: target minus opposite, mean over steps, with intervals."""
@@ -167,7 +159,7 @@ class HeadLogitAttribution:
         rows["total"] = self.total
         found = []
         for name, values in rows.items():
-            by_prompt = self._control(values)
+            by_prompt = self.contrast_set.by_prompt(self._control(values))
             low, high = bounds(by_prompt, np.arange(len(by_prompt)))
             row = {"part": name, "direct": float(by_prompt.mean())}
             found.append(row | {"low": float(low), "high": float(high)})
@@ -195,18 +187,8 @@ class HeadLogitAttribution:
 
     def plot(self, named: int = 8) -> Drawing:
         """Direct effect against attention on the prefix."""
-        table = self.frame()
-        figure = new_figure(4.6, 3.2)
-        axes = figure.subplots()
-        axes.axhline(0, color="0.7", lw=0.6)
-        axes.scatter(table["mass"], table["direct"], s=9, color="#0072B2", lw=0)
-        order = table["direct"].abs().sort_values(ascending=False).index[:named]
-        for _, row in table.loc[order].iterrows():
-            label = f"{int(row['layer'])}.{int(row['head'])}"
-            axes.annotate(label, (row["mass"], row["direct"]), fontsize=7, xytext=(3, 2),
-                          textcoords="offset points")  # fmt: skip
-        plain_axes(axes, "attention on the prefix", "direct effect, logits a step")
-        return figure
+        mass = np.nanmean(self.mass[..., 0], axis=(0, 1, 2)).ravel()
+        return self.table().plot_against(mass, "attention on the prefix", named)
 
 
 @accepts_model_name

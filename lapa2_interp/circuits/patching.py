@@ -10,7 +10,7 @@ Both are shares of one difference, and ratios of sums over prompts. Denoising fi
 suffice, noising activations that are needed. They differ where heads replace or need each other.
 
     found = patch(model, "sentiment")                  # keys and values of the prefix
-    found.frame()                                      # recovery, interval, family-wise p, rank
+    found.frame()                                      # share recovered, interval, p, rank
     patch(model, "sentiment", "z", direction="both").plot()
 
 Nodes:
@@ -39,7 +39,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
-from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import items_per_batch
@@ -51,10 +51,10 @@ from lapa2_interp.circuits.patch_nodes import (
     make_patch_units,
     patched_runs,
 )
-from lapa2_interp.circuits.statistics import max_t, ranks, share_interval
+from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
 from lapa2_interp.models.card import Model, prepacked_model
 from lapa2_interp.models.load import accepts_model_name
-from lapa2_interp.stats import FEW, bounds
+from lapa2_interp.stats import bounds
 
 Direction = Literal["denoise", "noise"]
 RunMetric = Callable[[Tensor, Tensor], Tensor]
@@ -85,43 +85,34 @@ class Patching:
     destination: Float[np.ndarray, " example"]
     effects: Mapping[str, Float[np.ndarray, "example unit"]]
 
-    def frame(self) -> pd.DataFrame:
-        """A row for every direction and unit, largest recovery first.
+    def table(self, direction: str | None = None) -> UnitTable:
+        """The table of a direction, by default of the first. Its shares are the recoveries.
 
-        Columns: direction; the unit's labels; effect, in the metric's units a step; recovery
-        with its 95 % interval over prompts; t, p, p_max (corrected for the number of units) and q;
-        rank with its interval. With fewer than 8 prompts there are no p-values: numbers, no claims.
+        Raises:
+            CircuitError: The direction was not patched.
+
+        Example:
+            >>> from lapa2_interp import circuits, load_model
+            >>> found = circuits.patch(load_model("planted"), "sentiment", "z", tokens=4)
+            >>> found.table("denoise").best(1)
+            ((1, 2),)
         """
-        tables = []
-        whole = self.contrast_set.by_prompt(self.source - self.destination)
-        few = len(whole) < FEW
-        for direction, effects in self.effects.items():
-            values = self.contrast_set.by_prompt(effects)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                recovery, low, high = share_interval(values, whole)
-            tests, order = max_t(values), ranks(values * (np.sign(whole.sum()) or 1.0))
-            table = pd.DataFrame([dict(unit.labels) for unit in self.units])
-            columns = {
-                "effect": values.mean(0),
-                "recovery": recovery,
-                "low": low,
-                "high": high,
-                "t": tests.t,
-                "p": np.nan if few else tests.p,
-                "p_max": np.nan if few else tests.p_max,
-                "q": np.nan if few else tests.q,
-                "rank": order.rank,
-                "rank_low": order.low,
-                "rank_high": order.high,
-            }
-            table = table.assign(**columns).sort_values("rank", ignore_index=True)
-            table.insert(0, "direction", direction)
-            tables.append(table)
-        return pd.concat(tables, ignore_index=True)
+        chosen = next(iter(self.effects)) if direction is None else direction
+        if chosen not in self.effects:
+            raise CircuitError(unknown_choice("direction", chosen, self.effects))
+        return UnitTable(
+            self.contrast_set,
+            self.units,
+            self.effects[chosen],
+            self.source - self.destination,
+            label=f"recovered {self.metric}, share",
+            as_shares=True,
+        )
 
-    def interval(self) -> pd.DataFrame:
-        """Each unit's recovery with its 95 % interval over prompts, largest first."""
-        return self.frame()[["direction", *self.units[0].labels, "recovery", "low", "high"]]
+    def frame(self) -> pd.DataFrame:
+        """The frames of all directions (`UnitTable.frame`), with the direction before them."""
+        tables = {each: self.table(each).frame() for each in self.effects}
+        return pd.concat(tables, names=["direction"]).reset_index(0).reset_index(drop=True)
 
     def sums(self) -> pd.DataFrame:
         """The denominator of all recoveries: D_s, D_d and their difference, with 95 % intervals
@@ -140,83 +131,9 @@ class Patching:
             rows.append(row | {"low": float(low), "high": float(high), "prompts": len(means)})
         return pd.DataFrame(rows)
 
-    def map(
-        self, direction: str | None = None, part: str | None = None
-    ) -> Float[np.ndarray, "layer column"]:
-        """Recoveries of heads or KV heads as a grid; of the residual stream, by layer and part of
-        the text, in the order of `slots`.
-
-        Args:
-            direction: By default the first one.
-            part: "k", "v" or "kv", where there are several.
-
-        Raises:
-            CircuitError: The units are sets by name; or there are several parts, and none was
-                named.
-        """
-        names = [name for name in ("head", "kv_head", "slots") if name in self.units[0].labels]
-        if not names:
-            raise CircuitError("sets of units have no map; see frame()")
-        chosen = next(iter(self.effects)) if direction is None else direction
-        if chosen not in self.effects:
-            raise CircuitError(unknown_choice("direction", chosen, self.effects))
-        parts = list(dict.fromkeys(unit.part for unit in self.units))
-        if part is None and len(parts) > 1:
-            raise CircuitError(f"there is a map for each of {', '.join(parts)}; name one: part=")
-        wanted = parts[0] if part is None else part
-        if wanted not in parts:
-            raise CircuitError(unknown_choice("part", wanted, parts))
-        # Rows are layers, columns heads, KV heads or slots.
-        layers = sorted({unit.labels["layer"] for unit in self.units})
-        columns = list(dict.fromkeys(unit.labels[names[0]] for unit in self.units))
-        grid = np.full((layers[-1] + 1, len(columns)), np.nan)
-        whole = self.contrast_set.by_prompt(self.source - self.destination).mean()
-        means = self.contrast_set.by_prompt(self.effects[chosen]).mean(0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            recovery = means / whole
-        for unit, value in zip(self.units, recovery, strict=True):
-            if unit.part == wanted:
-                grid[unit.labels["layer"], columns.index(unit.labels[names[0]])] = value
-        return grid
-
     def plot(self) -> Drawing:
         """A map for every direction and part of the cache; of sets, recoveries with intervals."""
-        if "name" in self.units[0].labels:
-            return self._plot_sets()
-        parts = list(dict.fromkeys(unit.part for unit in self.units))
-        shown = [
-            (direction, part, self.map(direction, part))
-            for direction, part in product(self.effects, parts)
-        ]
-        n_layers, n_columns = shown[0][2].shape
-        figure = new_figure((1.6 + 0.2 * n_columns) * len(shown), 1.2 + 0.13 * n_layers)
-        found = [np.abs(grid[np.isfinite(grid)]).max(initial=0.0) for _, _, grid in shown]
-        top = float(max(found)) or 1.0
-        kind = list(self.units[0].labels)[1]
-        for axes, (direction, part, grid) in zip(
-            np.atleast_1d(figure.subplots(1, len(shown))), shown, strict=True
-        ):
-            drawn = axes.imshow(grid, cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
-            axes.set_title(" ".join((direction, self.node, part)).strip(), fontsize=8)
-            plain_axes(axes, kind.replace("_", " "), "layer")
-            if kind == "slots":
-                axes.set_xticks(
-                    range(n_columns), list(dict.fromkeys(p.labels["slots"] for p in self.units))
-                )
-        figure.colorbar(drawn, ax=axes, label=f"recovered {self.metric}, share")
-        return figure
-
-    def _plot_sets(self) -> Drawing:
-        """Recoveries of sets with intervals."""
-        figure = new_figure(5.2, 0.8 + 0.2 * len(self.units) * len(self.effects))
-        axes, table = figure.subplots(), self.frame()
-        at = np.arange(len(table))[::-1]
-        errors = [table["recovery"] - table["low"], table["high"] - table["recovery"]]
-        axes.errorbar(table["recovery"], at, xerr=errors, fmt="o", ms=3, lw=0.8, color="#0072B2")
-        axes.axvline(0, color="0.6", lw=0.6)
-        axes.set_yticks(at, table["direction"] + " " + table["name"])
-        plain_axes(axes, f"recovered {self.metric}, share", self.node)
-        return figure
+        return draw_tables({f"{each} {self.node}": self.table(each) for each in self.effects})
 
 
 @accepts_model_name

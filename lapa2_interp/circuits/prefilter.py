@@ -99,8 +99,8 @@ def prefilter_recall(gradient: Attribution, exact: KnockOut, n: int = 24) -> Pre
             )
     # The order of both, and the heads of largest effect that the prefilter keeps.
     at = tuple(np.array(pairs).T)
-    effects = exact.contrast_set.by_prompt(exact.effects).mean(0)
-    cut_hats, slopes = (gradient.map(name)[at] for name in ESTIMATES)
+    effects = exact.means
+    cut_hats, slopes = (gradient.table(name).map()[at] for name in ESTIMATES)
     n = min(n, len(pairs))
     by_gradient, largest = (
         np.argsort(-np.abs(each), kind="stable") for each in (cut_hats, effects)
@@ -141,7 +141,7 @@ class PrefilteredKnockOut:
     def frame(self) -> pd.DataFrame:
         """The table `exact.frame()` with cut_hat and slope, and `chosen`: True where the gradient
         chose the head."""
-        chosen = set(self.attribution.best(self.n, absolute=True))
+        chosen = set(self.attribution.table().best(self.n, absolute=True))
         table = self.exact.frame().merge(
             self.attribution.frame()[["layer", "head", *ESTIMATES]], on=["layer", "head"]
         )
@@ -196,7 +196,7 @@ def prefiltered_knock_out(
     )
     # Units of the chosen and of the random heads.
     every = make_units(model, contrast_set, "head")
-    chosen = set(found.best(n, absolute=True))
+    chosen = set(found.table().best(n, absolute=True))
     others = [i for i, unit in enumerate(every) if unit.heads[0] not in chosen]
     drawn = np.random.default_rng(seed).permutation(others)[:random].tolist()
     units = [unit for i, unit in enumerate(every) if unit.heads[0] in chosen or i in drawn]

@@ -351,12 +351,11 @@ def _scores(
         found = knock_out(
             model, contrast_set, over="head", metric=metric, other_metrics=(), file=file
         )
-        return contrast_set.by_prompt(found.effects)
+        return found.by_prompt
     if score == "slope":
-        slopes = attribution(model, contrast_set, metric=metric).by_prompt("slope")
-        return slopes.reshape(len(slopes), -1)
+        return attribution(model, contrast_set, metric=metric).table("slope").by_prompt
     if score == "dla":
-        return head_logit_attribution(model, contrast_set).by_prompt()
+        return head_logit_attribution(model, contrast_set).table().by_prompt
     masses = {
         prompt: prefix_attention_by_head(
             model, [example for example in contrast_set.examples if example.prompt == prompt]
@@ -411,7 +410,7 @@ def sufficient_tokens(
         sizes = [list(combinations(range(n), size)) for size in range(1, n)]
     else:
         alone = knock_out(model, contrast_set, over="position", metric=metric, other_metrics=())
-        order = np.argsort(-contrast_set.by_prompt(alone.effects).mean(0), kind="stable").tolist()
+        order = alone.order().tolist()
         sizes = [[tuple(sorted(order[:size]))] for size in range(1, n)]
     # Control with each candidate alone; of one size the best is taken.
     for candidates in sizes:
@@ -420,8 +419,8 @@ def sufficient_tokens(
             for each in candidates
         ]
         found = knock_out(model, contrast_set, units=units, metric=metric, other_metrics=())
-        whole = contrast_set.by_prompt(found.control)
-        left = whole[:, None] - contrast_set.by_prompt(found.effects)
+        whole = contrast_set.by_prompt(found.whole)
+        left = whole[:, None] - found.by_prompt
         share, low, _ = share_interval(left, whole)
         suffices = (share >= REQUIRED_SHARE) & (low >= REQUIRED_BOUND)
         if suffices.any():

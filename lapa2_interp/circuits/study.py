@@ -1,5 +1,5 @@
-"""Study of a model and a task, from the control score to the words that heads promote, as one
-folder and one page.
+"""Study of a model and a task, from the control score to the words that heads promote, in one
+folder. `report.study_page` renders its results as a page.
 
 Texts and knock-outs are stored in the folder as they finish, and the same call continues from
 them; the rest is computed again:
@@ -14,7 +14,6 @@ them; the rest is computed again:
     heads.json         the heads that carry control, [[layer, head], ...]
     circuit.json       nodes and edges
     patterns.json      attention of the best heads on one text, for CircuitsVis
-    report.html        the page
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ from lapa2_interp.circuits.knockout import KnockOut, knock_out
 from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.circuits.prefilter import prefilter_recall
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
-from lapa2_interp.circuits.study_page import render_study
 from lapa2_interp.circuits.study_results import EDGES, SIZES, CircuitStudy
 from lapa2_interp.circuits.units import Unit, make_units, save_heads
 from lapa2_interp.models.card import Model, model_card, plain_network
@@ -61,6 +59,14 @@ added."""
 TABLES = ("layer", "kv", "head", "position")
 VARIANT_COST = 14
 """Time of all other replacements and phases of a head, in knock-outs."""
+VARIANTS: tuple[tuple[str, Phase], ...] = (
+    ("zero", "after_span"),
+    ("resample", "after_span"),
+    ("mean", "after_span"),
+    ("cut", "last_query"),
+    ("cut", "predicting_only"),
+)
+"""Other replacements and phases of a knock-out."""
 TEXT_SETTINGS = ("attribute", "prompts", "tokens", "samples", "seed")
 
 
@@ -78,7 +84,7 @@ def run_study(
     best: int = BEST,
     report: Callable[[str], None] = print,
 ) -> CircuitStudy:
-    """Make the whole study, and write its folder and page.
+    """Make the whole study, and write its folder.
 
     Args:
         model: A model or its name.
@@ -129,56 +135,38 @@ def run_study(
         f"about {format_duration(seconds * passes * 2 / 3)} in all; finished knock-outs are not"
         " repeated"
     )
+
+    def knocked_out(name: str, **what: Any) -> KnockOut:
+        found = knock_out(
+            model,
+            contrast_set,
+            metric="js",
+            other_metrics=other_metrics,
+            file=folder / f"{name}.jsonl",
+            **what,
+        )
+        _write_table(found, folder / f"{name}.csv")
+        return found
+
     # Knock-outs of all units.
     tables = {}
     for over in TABLES:
         report(f"knocking out each {'KV head' if over == 'kv' else over}")
-        tables[over] = knock_out(
-            model,
-            contrast_set,
-            over=over,
-            metric="js",
-            other_metrics=other_metrics,
-            file=folder / f"{over}.jsonl",
-        )
-        _write_table(tables[over], folder / f"{over}.csv")
+        tables[over] = knocked_out(over, over=over)
     heads = tables["head"]
     # Other replacements and phases, on the best and on random heads.
     attention = prefix_attention_by_head(model, contrast_set)
     chosen = _best_and_random_heads(heads, best)
     variants = {}
-    others: tuple[tuple[str, Phase], ...] = (
-        ("zero", "after_span"),
-        ("resample", "after_span"),
-        ("mean", "after_span"),
-        ("cut", "last_query"),
-        ("cut", "predicting_only"),
-    )
-    for replacement, phase in others:
+    for replacement, phase in VARIANTS:
         name = replacement if phase == "after_span" else f"{replacement}, {phase}"
         report(f"{pluralize(len(chosen), 'head')} again: {name}")
-        variants[name] = knock_out(
-            model,
-            contrast_set,
-            units=chosen,
-            replacement=replacement,
-            phase=phase,
-            metric="js",
-            other_metrics=other_metrics,
-            file=folder / f"{replacement}-{phase}.jsonl",
+        variants[name] = knocked_out(
+            f"{replacement}-{phase}", units=chosen, replacement=replacement, phase=phase
         )
-        _write_table(variants[name], folder / f"{replacement}-{phase}.csv")
     # Single tokens, and heads together.
     report(f"the best {pluralize(EDGES, 'head')} and each token of the prefix")
-    edges = knock_out(
-        model,
-        contrast_set,
-        units=_head_token_units(heads, len(tables["position"].units)),
-        metric="js",
-        other_metrics=other_metrics,
-        file=folder / "edge.jsonl",
-    )
-    _write_table(edges, folder / "edge.csv")
+    edges = knocked_out("edge", units=_head_token_units(heads, len(tables["position"].units)))
     curve = None
     if contrast_set.n_prompts >= 2:
         report("knocking out heads together")
@@ -239,7 +227,6 @@ def run_study(
     if plain_network(model) is None:
         shown = attention_patterns(model, contrast_set.examples[0], heads.best(8))
         write_text(folder / "patterns.json", json.dumps(shown))
-    write_text(folder / "report.html", render_study(found))
     return found
 
 
@@ -315,7 +302,7 @@ def load_texts(folder: Path) -> dict[str, Any]:
 
 def _best_and_random_heads(heads: KnockOut, best: int) -> list[Unit]:
     """Units of the best heads, and of as many others at random."""
-    order = np.argsort(-heads.contrast_set.by_prompt(heads.effects).mean(0), kind="stable")
+    order = heads.order()
     first, rest = order[:best], order[best:]
     rng = np.random.default_rng(0)
     drawn = rng.choice(rest, min(best, len(rest)), replace=False)
@@ -335,7 +322,7 @@ def _write_table(table: KnockOut, file: Path) -> None:
     """Write a table as CSV, with effects in lex beside those in js."""
     names = list(table.units[0].labels)
     frame = table.frame()
-    if "lex" in table.other_metrics:
+    if "lex" in table.by_metric:
         columns = ["effect", "low", "high", "share", "share_low", "share_high"]
         lex = table.with_metric("lex").frame()[[*names, *columns]]
         lex = lex.rename(columns={name: f"lex_{name}" for name in columns})

@@ -65,21 +65,18 @@ class CircuitStudy:
     def agreement(self) -> pd.DataFrame:
         """Spearman correlation of every other ranking with the exact effects of the same heads."""
         numbers = {unit.heads[0]: i for i, unit in enumerate(self.heads.units)}
-        effects = self.contrast_set.by_prompt(self.heads.effects).mean(0)
+        effects = self.heads.means
         rows = []
         for name, table in self.variants.items():
             exact = effects[[numbers[unit.heads[0]] for unit in table.units]]
-            other = table.contrast_set.by_prompt(table.effects).mean(0)
-            rows.append((name, len(exact), spearman(exact, other)))
+            rows.append((name, len(exact), spearman(exact, table.means)))
         ranking = self.prefix_attention.ravel()
         rows.append(("attention on the prefix", effects.size, spearman(effects, ranking)))
         if self.gradient is not None:
             recall = self.gradient[1]
             rows.append(("gradient (cut_hat)", recall.heads, recall.cut_hat))
         if self.logit_attribution is not None:
-            written = records(self.logit_attribution.frame())
-            by_head = {(row["layer"], row["head"]): row["direct"] for row in written}
-            direct = np.array([by_head[unit.heads[0]] for unit in self.heads.units])
+            direct = self.logit_attribution.table().means
             rows.append(("direct effect", effects.size, spearman(effects, direct)))
         return pd.DataFrame(rows, columns=["ranking", "heads", "spearman"])
 
@@ -93,7 +90,7 @@ class CircuitStudy:
             f" {format_interval(score['mean'], score['low'], score['high'])} nats a step apart"
             " (js)."
         )
-        if np.abs(self.heads.control).max() <= self.heads.noise:
+        if np.abs(self.heads.whole).max() <= self.heads.noise:
             return (
                 f"{control} That is no more than rounding: in these texts the model does not tell"
                 " the prefixes apart, so there is no control that a head could carry."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ class Unit:
     def name(self) -> str:
         """The labels' values, joined by dots."""
         return ".".join(str(value) for value in self.labels.values())
+
+    @property
+    def locations(self) -> Heads:
+        """The heads."""
+        return self.heads
 
     @property
     def key(self) -> str:
@@ -73,7 +79,7 @@ def make_units(
         case "layer":
             return [Unit({"layer": i}, tuple((i, head) for head in heads)) for i in layers]
         case "head":
-            return [Unit({"layer": i, "head": j}, ((i, j),)) for i, j in every]
+            return list(head_units(n_layers, n_heads))
         case "kv":
             return [
                 Unit(
@@ -93,6 +99,12 @@ def make_units(
             ]
     kinds = ("layer", "head", "kv", "position", "head x position")
     raise CircuitError(f"{unknown_choice('kind of unit', over, kinds)}, or sets of heads by name")
+
+
+def head_units(n_layers: int, n_heads: int) -> tuple[Unit, ...]:
+    """A unit of each head, in the order of (layer, head)."""
+    every = product(range(n_layers), range(n_heads))
+    return tuple(Unit({"layer": i, "head": j}, ((i, j),)) for i, j in every)
 
 
 def head_pairs(pairs: Any) -> Heads:

@@ -53,9 +53,11 @@ def circuits(
         model_class: TransformersModel works without hooks, and does not tell what heads write.
         trust_remote_code: Run code that comes with the model.
     """
+    from lapa2_interp._util.files import write_text
     from lapa2_interp.circuits.study import run_study
     from lapa2_interp.models.load import load_model
     from lapa2_interp.models.machine import print_if_slow
+    from lapa2_interp.report.study_page import render_study
 
     print_if_slow(dtype, device)
     loaded = load_model(model, dtype, device, model_class, trust_remote_code)
@@ -70,7 +72,9 @@ def circuits(
         seed=seed,
         best=best,
     )
-    print(f"\n{found.summary()}\n\nwritten: {out / 'report.html'}")
+    page = out / "report.html"
+    write_text(page, render_study(found))
+    print(f"\n{found.summary()}\n\nwritten: {page}")
 
 
 def select(

@@ -467,10 +467,10 @@ def test_planted_effects_are_the_closed_form(name, n):
     table = knock_out(model, asked, metric="lex", other_metrics=())
     places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
     for role, head in key.heads.items():
-        found = table.effects[:, places.pop(head)]
+        found = table.values[:, places.pop(head)]
         assert np.abs(found - expected_effects(key, asked, role)).max() < 2e-5
     for other in places.values():  # idle heads
-        assert np.abs(table.effects[:, other]).max() < 1e-5
+        assert np.abs(table.values[:, other]).max() < 1e-5
 
 
 @pytest.mark.parametrize("replacement", ALL)
@@ -486,7 +486,7 @@ def test_the_planted_order_is_found_whatever_the_replacement(replacement):
     mass = prefix_attention_by_head(model, asked)
     assert np.unravel_index(mass.argmax(), mass.shape) == key.heads["decoy"]
     places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
-    assert np.abs(table.effects[:, places[key.heads["decoy"]]]).max() < 1e-5
+    assert np.abs(table.values[:, places[key.heads["decoy"]]]).max() < 1e-5
 
 
 def test_phases_are_part_of_the_key():
@@ -501,7 +501,7 @@ def test_phases_are_part_of_the_key():
             phase=phase,
             metric="lex",
             other_metrics=(),
-        ).effects.mean()
+        ).values.mean()
         for phase in ("after_span", "last_query", "decode", "predicting_only")
     }
     assert lost["after_span"] == pytest.approx(lost["last_query"])
@@ -512,7 +512,7 @@ def test_phases_are_part_of_the_key():
         model, planted_contrast_set(model, "planted", 1), over={"relay": [key.heads["relay"]]},
         phase="predicting_only", metric="lex", other_metrics=(),
     )  # fmt: skip
-    assert lost["predicting_only"] * 12 == pytest.approx(one.effects.mean(), rel=0.2)
+    assert lost["predicting_only"] * 12 == pytest.approx(one.values.mean(), rel=0.2)
 
 
 def test_layers_cells_positions_and_sets():
@@ -544,7 +544,7 @@ def test_self_repair_hides_a_head_that_a_joint_cut_shows():
     carrier, backup = key.heads["carrier"], key.heads["backup"]
     sets = {"carrier": [carrier], "backup": [backup], "both": [carrier, backup]}
     table = knock_out(model, asked, over=sets, metric="lex", other_metrics=())
-    alone, hidden, both = table.effects.mean(0)
+    alone, hidden, both = table.values.mean(0)
     assert both > 1.2 * (alone + hidden)
     assert abs(hidden) < 0.05 * both
 
@@ -586,7 +586,6 @@ def test_a_joint_curve_asks_what_the_table_asked():
     )
     curve = joint_curve(model, table, sizes=(1, 2, 4))
     assert (curve.metric, set(curve.frame()["heads"])) == ("lex", {1, 2})
-    assert list(curve.interval()) == ["kind", "heads", "left", "low", "high"]
     both = {"both": [unit.heads[0] for unit in units]}
     alike = knock_out(
         model,
@@ -598,7 +597,7 @@ def test_a_joint_curve_asks_what_the_table_asked():
         augmentation=rule,
     )
     left = curve.frame().set_index(["kind", "heads"])["left"]["without", 2]
-    assert left == pytest.approx(1 - alike.effects.sum() / alike.control.sum(), abs=1e-6)
+    assert left == pytest.approx(1 - alike.values.sum() / alike.whole.sum(), abs=1e-6)
 
 
 def test_units_and_batches_change_nothing():
@@ -606,7 +605,7 @@ def test_units_and_batches_change_nothing():
     asked = contrast_set(model, prompts=("efg hi", "jkl", "mno"))
     table = knock_out(model, asked, batch_size=7)
     again = knock_out(model, asked, units=table.units[::-1], batch_size=1)
-    assert np.abs(table.effects - again.effects[:, ::-1]).max() < 1e-6
+    assert np.abs(table.values - again.values[:, ::-1]).max() < 1e-6
     assert table.noise < 1e-5
 
 
@@ -626,7 +625,7 @@ def test_one_branch_at_a_time_is_averaged():
         )
         log_probs = logits[:, 0].log_softmax(-1)
         parts.append((favour(log_probs[0]) - favour(log_probs[1])).mean().item())
-    assert table.effects[0, 0] == pytest.approx(whole - np.mean(parts), abs=1e-10)
+    assert table.values[0, 0] == pytest.approx(whole - np.mean(parts), abs=1e-10)
 
 
 def test_units_that_knock_out_the_same_are_read_once_and_kept_once(tmp_path, monkeypatch):
@@ -644,10 +643,10 @@ def test_units_that_knock_out_the_same_are_read_once_and_kept_once(tmp_path, mon
         return real(model, contrast_set, edits, *rest)
 
     monkeypatch.setattr(knockout, "evaluate_edits", counts)
-    found = [knock_out(model, asked, units=units, file=file).effects for _ in range(2)]
+    found = [knock_out(model, asked, units=units, file=file).values for _ in range(2)]
     assert seen == [4, 3], "the control, nothing, two units; the control and both units"
     assert np.array_equal(*found)
-    apart = [knock_out(model, asked, units=[unit]).effects for unit in units]
+    apart = [knock_out(model, asked, units=[unit]).values for unit in units]
     assert np.array_equal(found[0], np.concatenate(apart, axis=1))
     assert len(file.read_text().splitlines()) == 5
 
@@ -695,7 +694,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(knockout, "evaluate_edits", counts)
     found = knock_out(model, asked, file=file)
-    assert np.array_equal(found.effects, whole.effects)
+    assert np.array_equal(found.values, whole.values)
     knock_out(model, asked, file=file)
     # The control itself is always read again, and so are two units.
     n_kept = max(0, len(lines) - 4)
@@ -708,7 +707,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     at = max(i for i, letter in enumerate(lines[5]) if letter.isdigit() and i < len(lines[5]) / 2)
     lines[5] = f"{lines[5][:at]}{9 - int(lines[5][at])}{lines[5][at + 1 :]}"
     file.write_text("\n".join(lines) + "\n")
-    assert np.array_equal(knock_out(model, asked, file=file).effects, whole.effects)
+    assert np.array_equal(knock_out(model, asked, file=file).values, whole.values)
     assert seen[2:] == [4], "the damaged unit, two others, and the control itself"
     assert f"{file}: line 6 is damaged and made again" in capsys.readouterr().err
     file.write_text("{}")
@@ -752,10 +751,10 @@ def test_a_hook_that_hardly_moves_the_control_is_known_by_a_unit(tmp_path):
 
     kept = knock_out(model, asked, metric="js", other_metrics=(), file=file)
     same = knock_out(model, asked, metric="js", other_metrics=(), file=file, batch_size=1)
-    assert np.array_equal(kept.effects, same.effects)
+    assert np.array_equal(kept.values, same.values)
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", silent)]):
         fresh = knock_out(model, asked, metric="js", other_metrics=())
-        assert np.abs(fresh.control - kept.control).max() < 0.01 * kept.control.max()
+        assert np.abs(fresh.whole - kept.whole).max() < 0.01 * kept.whole.max()
         with pytest.raises(CircuitError, match="another model or metric: js without .* was"):
             knock_out(model, asked, metric="js", other_metrics=(), file=file)
 
@@ -883,7 +882,7 @@ def test_random_labels_select_no_head():
     assert table.carriers()[["layer", "head"]].to_numpy().tolist()
     for _ in range(200):
         signs = rng.choice([-1, 1], len(prompts))
-        selected += bool((max_t(table.effects * signs[:, None]).p_max < 0.05).any())
+        selected += bool((max_t(table.values * signs[:, None]).p_max < 0.05).any())
     assert selected <= 18
 
 
@@ -895,7 +894,7 @@ def test_swapping_a_case_swaps_its_effect():
     one, other = (
         knock_out(model, each, metric="lex", other_metrics=()) for each in (asked, turned)
     )
-    assert np.abs(one.effects + other.effects).max() < 1e-10
+    assert np.abs(one.values + other.values).max() < 1e-10
 
 
 def test_ranks_shares_and_halves():
@@ -929,7 +928,7 @@ def test_an_augmentation_of_the_user_is_part_of_the_forward_pass():
     plain, boosted = control_score(model, asked), control_score(model, asked, augmentation=rule)
     assert np.abs(plain.values["js"] - boosted.values["js"]).max() > 1e-6
     table = knock_out(model, asked, over="layer", augmentation=rule, metric="js", other_metrics=())
-    assert np.allclose(table.control, boosted.values["js"].mean(1))
+    assert np.allclose(table.whole, boosted.values["js"].mean(1))
 
 
 def test_a_file_of_knock_outs_knows_units_by_their_heads(tmp_path):
@@ -941,7 +940,7 @@ def test_a_file_of_knock_outs_knows_units_by_their_heads(tmp_path):
             knock_out(model, asked, over=over, metric="lex", other_metrics=(), file=place)
             for place in (file, None)
         )
-        np.testing.assert_allclose(kept.effects, fresh.effects, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(kept.values, fresh.values, rtol=1e-5, atol=1e-6)
 
 
 def test_cases_that_cannot_be_read_are_refused():
@@ -1056,10 +1055,10 @@ def test_a_joint_curve_takes_heads_by_prompts():
     units = (Unit({"layer": 0, "head": 0}, ((0, 0),)), Unit({"layer": 0, "head": 1}, ((0, 1),)))
     table = knock_out(model, asked, units=units, metric="lex", other_metrics=())
     effects = np.array([[1.0, 0]] * 9 + [[9.0, 0], [0, 2], [9.0, 0]])  # b and d are judged first
-    found = joint_curve(model, replace(table, effects=effects), sizes=(1,), seeds=1).table
+    found = joint_curve(model, replace(table, values=effects), sizes=(1,), seeds=1).table
     left = found[found["kind"] == "without"]["left"].iloc[0]
-    whole = asked.by_prompt(table.control[:, None])[:, 0]
-    rest = asked.by_prompt(table.control[:, None] - table.effects)
+    whole = asked.by_prompt(table.whole[:, None])[:, 0]
+    rest = asked.by_prompt(table.whole[:, None] - table.values)
     assert left == pytest.approx((rest[[1, 3], 1].sum() + rest[[0, 2], 0].sum()) / whole.sum())
 
 
@@ -1095,8 +1094,8 @@ def test_what_moved_the_control_moves_no_effect(tmp_path):
     lines[at] = result_line(line).rstrip("\n")
     file.write_text("\n".join(lines) + "\n")
     found = knock_out(model, asked, other_metrics=(), file=file)
-    np.testing.assert_allclose(found.control, 1.009 * fresh.control, rtol=1e-6)
-    np.testing.assert_allclose(found.effects, fresh.effects, atol=1e-3 * fresh.control.max() / 100)
+    np.testing.assert_allclose(found.whole, 1.009 * fresh.whole, rtol=1e-6)
+    np.testing.assert_allclose(found.values, fresh.values, atol=1e-3 * fresh.whole.max() / 100)
 
 
 def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():

@@ -104,7 +104,7 @@ def test_soft_prefixes_have_slopes_too(tiny):
     assert np.abs(found.control - whole).max() < 1e-9
     exact = knock_out(model, asked, over={"x": [heads[1]]}, metric="lex", other_metrics=())
     assert_close(
-        integrated_gradients(model, asked, heads[1:2], metric="lex", nodes=40), exact.effects
+        integrated_gradients(model, asked, heads[1:2], metric="lex", nodes=40), exact.values
     )
 
 
@@ -141,8 +141,8 @@ def test_integrals_are_knock_outs_under_an_augmentation(rule):
         other_metrics=(),
         augmentation=rule,
     )
-    assert_close(found, exact.effects)
-    slopes = attribution(model, asked, metric="lex", augmentation=rule).map("slope")
+    assert_close(found, exact.values)
+    slopes = attribution(model, asked, metric="lex", augmentation=rule).table("slope").map()
     assert min(abs(slopes[at]) for at in heads) > 1e-6
 
 
@@ -223,9 +223,9 @@ def test_a_cut_of_heads_that_write_little_is_exact(name):
     found = attribution(model, asked, metric="lex")
     heads = {str(head): [(last, head)] for head in range(model.cfg.n_heads)}
     exact = knock_out(model, asked, over=heads, metric="lex", other_metrics=())
-    assert_close(found.cut_hats[:, last], exact.effects, 1e-3)
+    assert_close(found.cut_hats[:, last], exact.values, 1e-3)
     slopes = np.nansum(found.slopes[:, last], axis=2)
-    assert np.abs(slopes - exact.effects).max() > 0.1 * np.abs(exact.effects).max()
+    assert np.abs(slopes - exact.values).max() > 0.1 * np.abs(exact.values).max()
 
 
 def test_integrals_are_exact_knock_outs(tiny):
@@ -240,9 +240,9 @@ def test_integrals_are_exact_knock_outs(tiny):
         for nodes in (2, 5, 20)
     }
     # In layer 0 of a model with small embeddings a head is most of the norm, and turns it sharply.
-    assert np.abs(found[5] - exact.effects)[:, 1:].max() < 1e-3 * exact.control.max()
-    assert_close(found[20], exact.effects)
-    errors = [np.abs(each - exact.effects).max() for each in found.values()]
+    assert np.abs(found[5] - exact.values)[:, 1:].max() < 1e-3 * exact.whole.max()
+    assert_close(found[20], exact.values)
+    errors = [np.abs(each - exact.values).max() for each in found.values()]
     assert errors == sorted(errors, reverse=True)
 
 
@@ -260,7 +260,7 @@ def test_cases_of_any_order_and_batch_size(tiny):
     # The prefix of the last example is shorter.
     assert np.isnan(alone.slopes[-1, ..., 3:]).all()
     assert not np.isnan(alone.slopes[:-1]).any()
-    assert np.isfinite(alone.map("slope")).all()
+    assert np.isfinite(alone.table("slope").map()).all()
     heads = ((1, 1), (3, 0))
     one = integrated_gradients(model, asked, heads, metric="lex", nodes=3, batch_size=1)
     other = integrated_gradients(model, turned, heads[::-1], metric="lex", nodes=3, batch_size=7)
@@ -344,7 +344,7 @@ def test_planted_slopes_and_integrals_are_the_closed_form(name, n):
     size = np.abs(found.control).max()
     for nodes, precision in ((5, 0.07 if "spread" in name else 0.03), (12, 1e-3)):
         ig = integrated_gradients(model, asked, heads, metric="lex", nodes=nodes)
-        assert np.abs(ig - exact.effects).max() < precision * size
+        assert np.abs(ig - exact.values).max() < precision * size
 
 
 def test_five_nodes_are_enough_in_the_planted_model_where_they_are_well_placed(monkeypatch):
@@ -356,13 +356,13 @@ def test_five_nodes_are_enough_in_the_planted_model_where_they_are_well_placed(m
         model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
     )
     found = integrated_gradients(model, asked, heads, metric="lex")
-    assert np.abs(found - exact.effects).max() < 1e-3 * found.max()
+    assert np.abs(found - exact.values).max() < 1e-3 * found.max()
     assert found[:, heads.index(key.heads["decoy"])] == pytest.approx(0, abs=1e-6)
     monkeypatch.setattr(module, "SHARE", 0.0)
     even = integrated_gradients(model, asked, heads, metric="lex")
     relay = heads.index(key.heads["relay"])
-    assert (even[:, relay] < 0.9 * exact.effects[:, relay]).all()
-    assert (found[:, relay] > 0.99 * exact.effects[:, relay]).all()
+    assert (even[:, relay] < 0.9 * exact.values[:, relay]).all()
+    assert (found[:, relay] > 0.99 * exact.values[:, relay]).all()
 
 
 def test_the_cut_hat_of_heads_that_write_on_u_is_the_closed_form():
@@ -388,21 +388,21 @@ def test_the_planted_order_is_found_and_the_relay_underestimated(name):
     asked = planted_contrast_set(model, name, 9)
     found = attribution(model, asked, metric=AT_THE_END)
     exact = knock_out(model, asked, metric=AT_THE_END, other_metrics=())
-    best = found.best(8)
+    best = found.table().best(8)
     assert best[:2] == (key.heads["carrier"], key.heads["relay"])
     assert best[-1] == key.heads["suppressor"]
-    assert found.best(1, "slope") == best[:1]
-    assert abs(found.map()[key.heads["decoy"]]) < 1e-6
-    hat, effect = (grid[key.heads["relay"]] for grid in (found.map(), exact.map()))
+    assert found.table("slope").best(1) == best[:1]
+    assert abs(found.table().map()[key.heads["decoy"]]) < 1e-6
+    hat, effect = (grid[key.heads["relay"]] for grid in (found.table().map(), exact.map()))
     assert 0 < hat < 0.5 * effect
     later = planted_contrast_set(model, name, 65)
-    hat = attribution(model, later, metric=AT_THE_END).map()[key.heads["relay"]]
+    hat = attribution(model, later, metric=AT_THE_END).table().map()[key.heads["relay"]]
     assert (
         hat
         < 0
         < knock_out(
             model, later, over={"x": [key.heads["relay"]]}, metric=AT_THE_END, other_metrics=()
-        ).effects.mean()
+        ).values.mean()
     )
 
 
@@ -414,7 +414,7 @@ def test_recall_is_its_definition():
     asked = contrast_set(model, n=4)
     found = attribution(model, asked, metric="lex")
     exact = knock_out(model, asked, metric="lex")
-    effects, hats = exact.map(), found.map()
+    effects, hats = exact.map(), found.table().map()
     order, largest = (np.argsort(-np.abs(grid), axis=None) for grid in (hats, effects))
     agreement = prefilter_recall(found, exact, n=4)
     assert agreement.heads == effects.size
@@ -426,7 +426,7 @@ def test_recall_is_its_definition():
 
     assert agreement.cut_hat == pytest.approx(spearmanr(hats, effects, axis=None).statistic)
     assert agreement.slope == pytest.approx(
-        spearmanr(found.map("slope"), effects, axis=None).statistic
+        spearmanr(found.table("slope").map(), effects, axis=None).statistic
     )
     assert 0.5 < agreement.cut_hat < 1
     assert str(agreement).startswith(f"{effects.size} heads: Spearman 0.")
@@ -457,20 +457,20 @@ def test_prefiltered_heads_are_knocked_out_exactly():
     model = load("tiny-gpt2")
     asked = contrast_set(model, n=3)
     made = prefiltered_knock_out(model, asked, n=2, random=3, metric="lex", other_metrics=("js",))
-    best = made.attribution.best(2, absolute=True)
+    best = made.attribution.table().best(2, absolute=True)
     heads = [unit.heads[0] for unit in made.exact.units]
     assert len(set(heads)) == 5
     assert set(best) < set(heads)
     again = knock_out(
         model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
     )
-    assert np.abs(made.exact.effects - again.effects).max() < 1e-6
+    assert np.abs(made.exact.values - again.values).max() < 1e-6
     assert made.exact.with_metric("js").metric == "js"
     table = made.frame()
     chosen = table[table["chosen"]]
     assert set(zip(chosen["layer"], chosen["head"], strict=True)) == set(best)
     assert table["cut_hat"].tolist() == [
-        made.attribution.map()[row.layer, row.head] for row in table.itertuples()
+        made.attribution.table().map()[row.layer, row.head] for row in table.itertuples()
     ]
     agreement = made.recall
     assert (agreement.heads, agreement.n) == (5, 2)
@@ -494,7 +494,7 @@ def test_the_draw_depends_on_the_seed_alone(monkeypatch):
         prefiltered_knock_out(model, asked, n=3, random=5, seed=seed, other_metrics=())
     prefiltered_knock_out(model, asked, n=15, random=1000, other_metrics=())
     assert drawn[0] == drawn[1] != drawn[2] != drawn[3]
-    best = {f"{layer}.{head}" for layer, head in found.best(3, absolute=True)}
+    best = {f"{layer}.{head}" for layer, head in found.table().best(3, absolute=True)}
     assert all(best < set(names) and len(set(names)) == 8 for names in drawn[:4])
     assert len(set(drawn[4])) == 16
 
@@ -514,15 +514,15 @@ def test_a_table_a_map_a_drawing():
     assert (table["slope"] <= table["slope_high"]).all()
     assert table["slope_rank"].min() == 1
     for row in table.itertuples():
-        assert row.cut_hat == found.map()[row.layer, row.head]
-        assert row.slope == found.map("slope")[row.layer, row.head]
-    assert found.map("cut_hat").shape == (2, 4)
-    assert found.best(2, "slope")[0] == key.heads["carrier"]
+        assert row.cut_hat == found.table().map()[row.layer, row.head]
+        assert row.slope == found.table("slope").map()[row.layer, row.head]
+    assert found.table("cut_hat").map().shape == (2, 4)
+    assert found.table("slope").best(2)[0] == key.heads["carrier"]
     assert found.plot()._repr_png_()[:4] == b"\x89PNG"
     one = attribution(model, "sentiment", metric="lex", prompts=["The lake"], tokens=2).frame()
     assert one["cut_hat_low"].isna().all()
     with pytest.raises(CircuitError, match="unknown estimate 'cut'; allowed: cut_hat, slope"):
-        found.map("cut")
+        found.table("cut").map()
 
 
 def test_texts_of_a_prompt_count_as_one():
@@ -530,8 +530,8 @@ def test_texts_of_a_prompt_count_as_one():
     asked = planted_contrast_set(model, "planted", 4)
     twice = ContrastSet((*asked.examples, asked.examples[0]), asked.words)
     one, other = (attribution(model, each, metric="lex") for each in (asked, twice))
-    assert np.abs(one.map() - other.map()).max() < 1e-6
-    assert len(other.by_prompt("slope")) == 3
+    assert np.abs(one.table().map() - other.table().map()).max() < 1e-6
+    assert len(other.table("slope").by_prompt) == 3
 
 
 # --- what is left behind, and what is refused

@@ -103,7 +103,7 @@ def test_planted_heads_write_what_the_key_says(name):
     lost = knock_out(
         model, asked, over={"relay": [key.heads["relay"]]}, metric="lex", other_metrics=()
     )
-    assert lost.effects.mean() > 0.5
+    assert lost.values.mean() > 0.5
     # The reader writes from the prompt, not from the prefix; the decoy's mass writes nothing.
     reader = frame.loc[key.heads["reader"]]
     assert abs(reader["direct"]) < 1e-5 < reader["direct_all"]

@@ -125,7 +125,7 @@ def test_a_run_patched_with_itself_is_unchanged(name):
     for node in nodes_of(name):
         found = patch(model, asked, node, direction="both")
         assert all(np.abs(each).max() < 1e-6 for each in found.effects.values())
-        assert found.frame()["recovery"].isna().all()
+        assert found.frame()["share"].isna().all()
         assert found.sums()["mean"][2] == 0
 
 
@@ -292,8 +292,8 @@ def test_edges_of_a_linear_reader_add_up():
 
     for direction in ("denoise", "noise"):
         edges = patch(model, asked, "prefix_to_head", metric=written, direction=direction)
-        assert edges.map().sum() == pytest.approx(1, abs=1e-4)
-        assert edges.map().max() > 0.5
+        assert edges.table().map().sum() == pytest.approx(1, abs=1e-4)
+        assert edges.table().map().max() > 0.5
 
 
 def test_edges_of_a_group_are_its_cell():
@@ -340,7 +340,7 @@ def test_what_suffices_is_not_what_is_needed():
         assert np.abs(effect(found, key.heads[role]) - alone).max() < 2e-5
         lost = effect(found, key.heads[role], "noise")
         assert np.abs(lost - (found.source - without)).max() < 2e-5
-    frame = found.frame().set_index(["direction", "layer", "head"])["recovery"]
+    frame = found.frame().set_index(["direction", "layer", "head"])["share"]
     assert frame["denoise", *key.heads["relay"]] - frame["noise", *key.heads["relay"]] > 0.15
     for direction in ("denoise", "noise"):
         alone = patch(model, asked, "z", metric=later, direction=direction)
@@ -468,7 +468,7 @@ def test_hooks_of_a_user_stay_live():
         return 0 * z
 
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", no_output)]):
-        found = patch(model, asked, "prefix_kv", parts=("kv",)).map()
+        found = patch(model, asked, "prefix_kv", parts=("kv",)).table().map()
     assert np.abs(found[1]).max() < 1e-6
     assert np.abs(found[2]).max() > 1e-4
 
@@ -505,8 +505,8 @@ def test_sets_are_patched_together():
     assert (effect(found, ("both",)) > effect(found, ("carrier",)) + 0.1).all()
     assert found.frame()["name"].tolist() == ["both", "carrier"]
     assert found.plot()._repr_png_()[:4] == b"\x89PNG"
-    with pytest.raises(CircuitError, match="sets of units have no map"):
-        found.map()
+    with pytest.raises(CircuitError, match="only heads, KV heads and slots have a map"):
+        found.table().map()
 
 
 def test_recovery_is_a_ratio_of_sums_over_prompts():
@@ -523,12 +523,12 @@ def test_recovery_is_a_ratio_of_sums_over_prompts():
         [(found.source - found.destination)[rows].mean() for rows in by_prompt.values()]
     )
     expected = (parts.sum(0) / whole.sum()).reshape(4, 4)
-    assert found.map() == pytest.approx(expected)
+    assert found.table().map() == pytest.approx(expected)
     assert np.abs((parts / whole[:, None]).mean(0).reshape(4, 4) - expected).max() > 1e-3
     frame = found.frame()
-    assert frame["recovery"].is_monotonic_decreasing
+    assert frame["share"].is_monotonic_decreasing
     for _, row in frame.iterrows():
-        assert row["recovery"] == pytest.approx(expected[row["layer"], row["head"]])
+        assert row["share"] == pytest.approx(expected[row["layer"], row["head"]])
     assert frame["p_max"].between(0, 1).all()
     assert (frame["p_max"] >= frame["p"]).all()
     assert (frame["low"] <= frame["high"]).all()
@@ -546,17 +546,17 @@ def test_maps_and_drawings():
     for node, shape in shapes.items():
         found = patch(model, asked, node, direction="both")
         part = found.units[0].part or None
-        assert found.map("noise", part).shape == shape
-        assert np.isfinite(found.map(part=part)).all()
+        assert found.table("noise").map(part).shape == shape
+        assert np.isfinite(found.table().map(part=part)).all()
         assert found.plot()._repr_png_()[:4] == b"\x89PNG"
         assert set(found.frame()["direction"]) == {"denoise", "noise"}
     cells = patch(model, asked)
     with pytest.raises(CircuitError, match="a map for each of k, v; name one"):
-        cells.map()
+        cells.table().map()
     with pytest.raises(CircuitError, match="unknown part 'q'; allowed: k, v"):
-        cells.map(part="q")
+        cells.table().map(part="q")
     with pytest.raises(CircuitError, match="unknown direction 'noise'; allowed: denoise"):
-        cells.map("noise", "k")
+        cells.table("noise")
 
 
 def test_slots_are_parts_of_the_text():
@@ -581,7 +581,7 @@ def test_a_task_by_name():
         model, "sentiment", prompts=["The lake", "The book"], tokens=4, samples=2, parts=("v",)
     )
     layer, head = key.heads["carrier"]
-    assert np.unravel_index(found.map().argmax(), (2, 2)) == (layer, head // 2)
+    assert np.unravel_index(found.table().map().argmax(), (2, 2)) == (layer, head // 2)
     assert len(found.source) == 4
     assert found.sums()["attribute"].tolist() == ["positive", "negative", ""]
 

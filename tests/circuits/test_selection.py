@@ -126,7 +126,7 @@ def test_random_labels_select_next_to_nothing(contrast_set):
     """With the branches swapped at random in each prompt the effects in lex have random signs. Of
     200 draws a head is chosen in at most 18 (5 % and three standard deviations)."""
     found = knock_out(load("planted"), contrast_set, metric="lex", other_metrics=())
-    effects = contrast_set.by_prompt(found.effects)
+    effects = contrast_set.by_prompt(found.values)
     rng, carrier = np.random.default_rng(0), 0
     at = found.units.index(next(u for u in found.units if u.heads == (answer_key("planted").heads["carrier"],)))  # fmt: skip
     for _ in range(200):

@@ -17,6 +17,7 @@ from lapa2_interp.circuits.units import load_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import answer_key
+from lapa2_interp.report.study_page import render_study
 from lapa2_interp.tasks.task import Attribute
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +123,7 @@ def test_a_model_that_does_not_tell_the_prefixes_apart_has_no_control(tmp_path):
     """The whole study is made, its page and figures too."""
     found = run_study(load("planted"), "topic", tmp_path, prompts=PROMPTS[:2], tokens=4, report=str)
     assert found.summary().endswith("so there is no control that a head could carry.")
-    assert (tmp_path / "report.html").is_file()
+    assert "Heads together" in render_study(found)
 
 
 def test_another_question_needs_another_folder(folder):
@@ -162,7 +163,7 @@ def test_a_study_in_bfloat16_goes_to_its_page(tmp_path):
         model, "sentiment", tmp_path / "half", prompts=PROMPTS[:2], tokens=4, report=str
     )
     assert found.gradient is None
-    assert "the gradient&#39;s order" in (tmp_path / "half" / "report.html").read_text("utf-8")
+    assert "the gradient&#39;s order" in render_study(found)
 
 
 def test_no_head_to_test_again_is_refused(tmp_path):
@@ -185,7 +186,7 @@ def test_without_hooks_all_but_the_writes(tmp_path):
     )
     assert found.logit_attribution is None
     assert "what heads write, the gradient's order, and texts longer than 4" in found.summary()
-    assert "What they write" not in (tmp_path / "plain" / "report.html").read_text("utf-8")
+    assert "What they write" not in render_study(found)
     assert module.BEST == 24
 
 

@@ -126,7 +126,7 @@ def test_a_name_is_loaded(name, monkeypatch):
 def test_a_circuit_is_found_by_name():
     found = circuits.knock_out("planted", "sentiment", over="layer", **SMALL)
     wanted = circuits.knock_out(load("planted"), "sentiment", over="layer", **SMALL)
-    assert np.array_equal(found.effects, wanted.effects)
+    assert np.array_equal(found.values, wanted.values)
 
 
 @pytest.mark.parametrize("given", [None, 3, torch.nn.Linear(2, 2)])

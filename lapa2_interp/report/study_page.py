@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import MaxNLocator
 
 from lapa2_interp._util.errors import pluralize
 from lapa2_interp._util.page import Section, page
@@ -14,7 +13,7 @@ from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW, ContrastExample
 from lapa2_interp.circuits.joint_knockout import JointCurve
-from lapa2_interp.circuits.knockout import KnockOut, effect_label
+from lapa2_interp.circuits.knockout import KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
 from lapa2_interp.circuits.study_results import (
     EDGES,
@@ -43,14 +42,18 @@ def render_study(found: CircuitStudy) -> str:
             "Layers and KV heads",
             "How much js is lost when heads cannot see the prefix, at any query after it. The"
             " figure shows whole layers, the table the KV heads with the largest loss.",
-            _layer_figure(found.tables["layer"]),
+            found.tables["layer"].plot(),
             _table_of(found.tables["kv"], 8),
         ),
         Section(
             "Heads",
             "How much is lost when one head cannot see the prefix. Red heads carry control, blue"
             " ones work against it."
-            + (" Shares are of lex, because shares of lex add up." if _has_lex(heads) else "")
+            + (
+                " Shares are of lex, because shares of lex add up."
+                if "lex" in heads.by_metric
+                else ""
+            )
             + " p is corrected for the number of heads.",
             heads.plot(),
             _table_of(heads, 16),
@@ -71,7 +74,7 @@ def render_study(found: CircuitStudy) -> str:
             f" {pluralize(n_again, 'head')}, of which half were chosen because their effect is"
             " large: this makes their correlation larger."
             + (f" Gradient, {found.gradient[1]}." if found.gradient is not None else ""),
-            _attention_figure(found),
+            heads.plot_against(found.prefix_attention.ravel(), "attention on the prefix"),
             _rounded(found.agreement()),
         ),
         Section(
@@ -121,23 +124,18 @@ def _rounded(table: pd.DataFrame) -> pd.DataFrame:
     return table.map(rounded)
 
 
-def _has_lex(table: KnockOut) -> bool:
-    """True if the table has the metric lex beside its own."""
-    return "lex" in table.other_metrics
-
-
 def _table_of(table: KnockOut, n: int) -> pd.DataFrame:
     """The n largest effects of a table with their intervals, as texts."""
     names = list(table.units[0].labels)
     frame = table.frame().head(n)
     columns = {f"lost {table.metric}": _intervals(frame, "effect", "low", "high")}
     shares = frame
-    if _has_lex(table):
+    if "lex" in table.by_metric:
         shares = table.with_metric("lex").frame()
         shares = frame[names].merge(shares, on=names, how="left")
-    of = "lex" if _has_lex(table) else table.metric
+    of = "lex" if "lex" in table.by_metric else table.metric
     columns[f"share of {of}"] = _intervals(shares, "share", "share_low", "share_high", ".1%")
-    if table.n_prompts >= FEW:
+    if table.contrast_set.n_prompts >= FEW:
         columns["p"] = [f"{p:.2g}" for p in frame["p_max"]]
     columns["rank"] = _intervals(frame, "rank", "rank_low", "rank_high", ".0f")
     shown = frame[names].astype(str).assign(**columns)
@@ -208,7 +206,7 @@ def _position_figure(found: CircuitStudy) -> Drawing:
     axes.errorbar(frame["effect"], at, xerr=errors, fmt="none", ecolor="0.3", lw=0.8)
     axes.axvline(0, color="0.6", lw=0.6)
     axes.set_yticks(at, names)
-    plain_axes(axes, effect_label(found.tables["position"].metric), "")
+    plain_axes(axes, found.tables["position"].label, "")
     return figure
 
 
@@ -236,34 +234,3 @@ def _word_table(found: HeadLogitAttribution) -> pd.DataFrame:
         shown = {name: " ".join(map(repr, each)) for name, each in words.items()}
         rows.append({"head": head_name(row), "direct, logits a step": direct, **shown})
     return pd.DataFrame(rows)
-
-
-def _layer_figure(table: KnockOut) -> Drawing:
-    """Control lost without each layer."""
-    frame = table.frame().sort_values("layer")
-    figure = new_figure(6.0, 2.4)
-    axes = figure.subplots()
-    errors = [frame["effect"] - frame["low"], frame["high"] - frame["effect"]]
-    axes.bar(frame["layer"], frame["effect"], color="#0072B2")
-    axes.errorbar(frame["layer"], frame["effect"], yerr=errors, fmt="none", ecolor="0.3", lw=0.8)
-    axes.axhline(0, color="0.6", lw=0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    plain_axes(axes, "layer", effect_label(table.metric))
-    return figure
-
-
-def _attention_figure(found: CircuitStudy) -> Drawing:
-    """Each head's effect against its attention on the prefix."""
-    table = found.heads.frame()
-    rows = records(table)
-    attention = [float(found.prefix_attention[row["layer"], row["head"]]) for row in rows]
-    figure = new_figure(4.6, 3.2)
-    axes = figure.subplots()
-    axes.axhline(0, color="0.7", lw=0.6)
-    axes.scatter(attention, table["effect"], s=9, color="#0072B2", lw=0)
-    clear = [i for i, row in enumerate(rows) if not row["below_noise"]]
-    for i in dict.fromkeys((*clear[:6], *clear[-2:])):
-        at = (attention[i], rows[i]["effect"])
-        axes.annotate(head_name(rows[i]), at, fontsize=7, xytext=(3, 2), textcoords="offset points")
-    plain_axes(axes, "attention on the prefix", effect_label(found.heads.metric))
-    return figure
