@@ -91,7 +91,7 @@ def read(model, layout, text, edges, bar):
 model = load_model(name, dtype=item.data.dtype, device=item.data.device)
 texts = [
     (key, Layout.of(model.tokenizer, cell.task.prefix(cell.attribute), made.prompt), made)
-    for key, cell in zip(finished["key"], map(item.run.plan.get, finished["key"]), strict=True)
+    for key, cell in zip(finished["key"], map(item.run.by_key.get, finished["key"]), strict=True)
     for made in item.run.finished_cell(key).samples.itertuples()
 ]
 edges = windows(max(layout.n_live + len(made.tokens) - 1 for _, layout, made in texts))

@@ -416,7 +416,7 @@ def test_an_interrupt_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "decode_batches", interrupted)
+    monkeypatch.setattr(runner, "make_batch", interrupted)
     assert lapa2(GENERATE, "--out", tmp_path / "run") == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
