@@ -143,6 +143,8 @@ def stored_bytes(cell: Cell, n_layers: int, n_heads: int) -> int:
     """Bytes of a cell's texts and trace, by a model with so many layers and heads."""
     rows = cell.n_texts * len(cell.branches)
     trace = trace_bytes(cell.trace, rows, cell.length, n_layers, n_heads, 0, 0)
+    if cell.trace != "none":  # every prefix token by itself
+        trace += 4 * rows * cell.length * _prefix_length(cell)
     return CELL_BYTES + cell.n_texts * cell.length * TOKEN_BYTES + trace
 
 
@@ -169,10 +171,15 @@ def _batch(cell: Cell) -> tuple[int, int]:
 def _lengths(cell: Cell) -> tuple[int, int]:
     """Tokens of the longest BOS, prefix and prompt, and new ones of the shortest prompt."""
     prompts = [_tokens(prompt, cell.model) for prompt in cell.prompts]
-    texts = [each.prefix + each.join for each in cell.branches if isinstance(each.prefix, str)]
-    front = max((_tokens(text, cell.model) for text in texts), default=0)
+    front = _prefix_length(cell)
     new = cell.length - min(prompts) * cell.task.length_counts_prompt
     return 1 + cell.doubled_bos + max(prompts) + front, max(1, new)
+
+
+def _prefix_length(cell: Cell) -> int:
+    """Tokens of the longest hard prefix."""
+    texts = [each.prefix + each.join for each in cell.branches if isinstance(each.prefix, str)]
+    return max((_tokens(text, cell.model) for text in texts), default=0)
 
 
 @lru_cache(maxsize=4096)
