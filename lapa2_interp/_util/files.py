@@ -327,7 +327,7 @@ def acquire_lock(file: Path, timeout: float = 0.0) -> Iterator[None]:
     with ExitStack() as held:
         try:
             held.enter_context(FileLock(file).acquire(timeout))
-        except NotImplementedError:
+        except NotImplementedError:  # filelock's word for a disk that cannot hold locks
             pass
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):

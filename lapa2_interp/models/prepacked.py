@@ -130,7 +130,7 @@ def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[No
 
 def output_layer(network: Module) -> Module | None:
     """The linear layer that computes the logits; None if there is none."""
-    with suppress(AttributeError, NotImplementedError):
+    with suppress(AttributeError, NotImplementedError):  # transformers' word for: it has none
         found = network.get_output_embeddings()
         if found is not None:
             return next(_linear_layers(found), None)

@@ -210,13 +210,13 @@ class _Work:
     Attributes:
         lock: Held until the cell is finished, or the sweep ends.
         records: Those of its finished batches, by number.
-        met: False until this sweep has made its first batch, which says how the others are made.
+        begun: True once this sweep has made a batch, which says how the others are made.
     """
 
     cell: Cell
     lock: ExitStack
     records: dict[int, BatchRecord]
-    met: bool = False
+    begun: bool = False
     failed: bool = False
     shown: dict[int, int] = field(default_factory=dict)
 
@@ -326,7 +326,7 @@ class _Sweep:
             return
         cell, record, folder = work.cell, outcome.record, self.run.place(work.cell.key)
         self._check_same_weights(cell, record.model.weights)
-        if not work.met and work.records:
+        if not work.begun and work.records:
             before = next(iter(work.records.values()))
             if changes := before.changes(record):
                 self.notify(
@@ -340,8 +340,8 @@ class _Sweep:
         work.records[job.number] = record
         self.memory = max(self.memory, record.memory)
         self.bar.update(_share(cell, record.n_texts) * (not work.failed) - shown)
-        if not work.met:
-            work.met, packing = True, record.model.prepacking
+        if not work.begun:
+            work.begun, packing = True, record.model.prepacking
             self.ready.extend(_Job(work, number, packing) for number in work.missing)
         if _is_finished(work.records):
             self._finish(work)

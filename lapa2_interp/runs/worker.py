@@ -107,7 +107,8 @@ class Worker:
         """Make one batch of a cell.
 
         Args:
-            packing: Weights that the cell's other batches were made with; None: as loaded.
+            packing: Layers with prepacked weights (`ModelCard.prepacking`), those of the cell's
+                other batches; by default as the model was loaded.
             progress: As for the function `make_batch`.
         """
         on_cpu = self.device.partition(":")[0] == "cpu"
