@@ -81,13 +81,16 @@ RUN = ("requirements-run.lock", "requirements-torch.lock")
 
 
 def locked(*names):
-    """Versions in locks by canonical package name, without those of a lock that they refer to."""
+    """Versions in locks by canonical package name, of packages that are installed on this platform,
+    without those of a lock that they refer to."""
+    from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     text = "".join((ROOT / name).read_text() for name in names)
-    pinned = re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)
-    versions = {canonicalize_name(name): version for name, version in pinned}
-    assert len(versions) == len(pinned), f"{names} name a package twice"
+    pinned = [Requirement(each) for each in re.findall(r"^[\w.-]+==[^\\\n]+", text, re.MULTILINE)]
+    here = [each for each in pinned if each.marker is None or each.marker.evaluate()]
+    versions = {canonicalize_name(each.name): str(each.specifier)[2:] for each in here}
+    assert len(versions) == len(here), f"{names} name a package twice"
     return versions
 
 
