@@ -1,4 +1,4 @@
-"""Write the four lock files from pyproject.toml (`make locks`). Versions stay as they are, but for the
+"""Write the four lock files from pyproject.toml (`make locks`). Versions stay as they are, but for
 packages that are named: `make locks UPGRADE="pandas scipy"`.
 
 requirements-run.lock holds what running needs, requirements.lock what tests and tools need besides,
