@@ -77,6 +77,7 @@ for number, (title, commands) in enumerate(COMMANDS.items(), 1):
         else:
             name = command.__name__.removeprefix("list_").replace("_", "-")
             app.command(command, name=name, group=group)
+app.register_install_completion_command(help="Complete commands and options in this shell.")
 
 
 def setting_problem(words: Sequence[str], error: CycloptsError) -> str | None:

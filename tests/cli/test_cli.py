@@ -538,3 +538,14 @@ def test_a_page_replaces_no_file_of_a_run(command, tmp_path, capsys):
     assert main([command, str(run), "--out", str(run / "run.json")]) == 2
     assert "ends in .html; found" in capsys.readouterr().err
     assert (run / "run.json").read_bytes() == before
+
+
+def test_completion_is_installed_into_the_users_shell(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert lapa2("--install-completion --shell bash") == 0
+    script = tmp_path / ".local" / "share" / "bash-completion" / "completions" / "lapa2"
+    assert "generate" in script.read_text("utf-8")
+    assert str(script) in (tmp_path / ".bashrc").read_text("utf-8")
+    assert str(script) in capsys.readouterr().out
+    assert lapa2("--install-completion --shell tcsh") == 2
+    assert 'Choose from: "zsh", "bash", "fish"' in capsys.readouterr().err
