@@ -121,20 +121,28 @@ def trace(
         out: Also write tables (CSV) and figures (PNG) into this new folder.
         force: Replace an earlier such folder.
     """
-    from lapa2_interp.runs.attention import read_attention
+    from lapa2_interp.runs.attention import one_kind
     from lapa2_interp.runs.run import load_run
 
-    found = read_attention(load_run(run), columns(only), branch)
+    chosen = load_run(run)
+    found = chosen.attention(branch, **columns(only))
+    one_kind(found.steps)
     _show(found)
+    arms = {chosen.by_key[key].arm: chosen.by_key[key] for key in found.kinds[0][0]["cell"]}
+    rules = "; ".join(
+        f"{arm}: {' + '.join(rule.to_json() for rule in cell.active_augmentations) or None}"
+        for arm, cell in arms.items()
+    )
+    print(f"\naugmentation {rules}")
     if out is not None:
         found.save(out, force)
         print(f"\ntables and figures in {out}")
 
 
 def _show(found: Attention) -> None:
-    from lapa2_interp.bias.augmentation import active_augmentations
+    from lapa2_interp.attention.tables import branch_name
 
-    part, steps = found.part, found.tables["steps"]
+    part, steps, trace = found.part, found.steps, found.kinds[0][1]
     last = int(steps["step"].max())
     powers = [0, *(2**i for i in range(20) if 2**i < last), last]
     names = [part, "bos", "released_slice"]
@@ -151,7 +159,8 @@ def _show(found: Attention) -> None:
         ["arm", "step"] if (steps["layer_type"] == "full").all() else ["arm", "layer_type", "step"]
     )
     table = shown.pivot(index=rows, columns="name", values="cell")[names].loc[arms]
-    read = f"branch {found.branch} (of {', '.join(found.branches)})"
+    branch = branch_name(trace, found.branch)
+    read = f"branch {branch} (of {', '.join(map(str, trace['branch'].to_numpy()))})"
     print(f"{read}: attention on its {part}, on BOS and on the released slice")
     n, prompts = int(steps["n"].iloc[0]), int(steps["prompts"].iloc[0])
     interval = (
@@ -161,24 +170,13 @@ def _show(found: Attention) -> None:
         f"mean over layers{' of a type' * (len(rows) > 2)} and heads; {n} texts of"
         f" {pluralize(prompts, 'prompt')} an arm; {interval}"
     )
-    if found.left_out:
-        print(f"left out: {pluralize(found.left_out, 'text')} that ended before a first token")
+    if found.n_untraced:
+        print(f"left out: {pluralize(found.n_untraced, 'text')} that ended before a first token")
     print(table.rename_axis(columns=None).to_string())
     print(f"\nC/(t+D) fitted to the curve of the {part}")
-    print(found.tables["fits"].to_string(index=False, float_format="%.4g", na_rep="no fit"))
-    if "heads" in found.tables:
+    fits = found.fits[["arm", "C", "D", "R2"]]
+    print(fits.to_string(index=False, float_format="%.4g", na_rep="no fit"))
+    if found.by_head:
         print(f"\nheads with most attention on the {part}, mean over steps")
-        top = (
-            found.tables["heads"]
-            .sort_values(part, ascending=False)
-            .groupby("arm", sort=False)
-            .head(5)
-        )
-        print(
-            top[["arm", "layer", "head", part, "bos"]].to_string(index=False, float_format="%.4f")
-        )
-    rules = "; ".join(
-        f"{arm}: {' + '.join(rule.to_json() for rule in active_augmentations(rules)) or None}"
-        for arm, rules in found.arms.items()
-    )
-    print(f"\naugmentation {rules}")
+        top = found.heads.best(5, part)[["arm", "layer", "head", part, "bos"]]
+        print(top.to_string(index=False, float_format="%.4f"))

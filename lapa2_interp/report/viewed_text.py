@@ -36,9 +36,9 @@ from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import usable_memory
+from lapa2_interp.runs.attention import ALIKE
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import FinishedCell, Run, shown_only
-from lapa2_interp.runs.tables import ALIKE
 from lapa2_interp.runs.worker import check_files
 from lapa2_interp.stats import bounds
 from lapa2_interp.tasks.task import Task

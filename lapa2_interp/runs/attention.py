@@ -1,13 +1,14 @@
-"""Reading the attention that a run recorded: curves against step, their decay fits, heads, prefix
-tokens."""
+"""Attention that a run recorded: curves against step, their decay fits, heads, prefix tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from lapa2_interp._util import plots
@@ -16,128 +17,169 @@ from lapa2_interp._util.files import holds_only, result_folder, write_text
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.attention.tables import (
     augmented_part,
-    branch_name,
     fit_table,
     head_table,
     prefix_token_table,
     step_table,
 )
-from lapa2_interp.bias.augmentation import Augmentations
-from lapa2_interp.generation.loop import join_traces
-from lapa2_interp.runs.run import Run, begun, shown_only
-from lapa2_interp.runs.tables import ALIKE
 
 if TYPE_CHECKING:
     import xarray as xr
 
-WRITTEN = ("steps.*", "fits.*", "prefix_tokens.*", "head*.*", "cells.csv", "*_attention.png")
+ALIKE = ("model", "task", "method", "variant", "max_length", "dtype")
+"""Columns in which arms that are shown side by side are equal."""
+SHOWN = 20
+"""Rows of a run that a notebook shows."""
+WRITTEN = ("steps.*", "fits.*", "prefix_tokens.*", "head*.*", "*_attention.png")
 """Names of the tables and figures."""
+
+
+def one_kind(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of cells that can be drawn together.
+
+    Raises:
+        TraceError: They are of several models, tasks, methods, ...
+    """
+    mixed = [name for name in ALIKE if table[name].nunique() > 1]
+    if mixed:
+        there = "; ".join(f"{name}: {', '.join(map(str, table[name].unique()))}" for name in mixed)
+        raise TraceError(
+            f"cells of several kinds ({there}) make no one picture; choose one, such as"
+            f" --only {mixed[0]}={table[mixed[0]].iloc[0]}"
+        )
+    return table
+
+
+@dataclass(frozen=True)
+class HeadAttention:
+    """Attention of every head.
+
+    Attributes:
+        frame: One row for each arm, layer and head; columns as `head_table` after those of
+            `Run.steps`.
+    """
+
+    frame: pd.DataFrame
+
+    def plot(self, name: str = "prefix") -> plots.Drawing:
+        """Layer x head maps: the first arm as it is, the others as differences from it.
+
+        Args:
+            name: Part of the context that is attended to, such as "prefix" or "bos".
+
+        Raises:
+            TraceError: Cells of several models, tasks, methods, ...
+        """
+        return plots.head_maps(one_kind(self.frame), name)
+
+    def best(self, n: int, name: str = "prefix") -> pd.DataFrame:
+        """The n heads of each arm with most attention on a part of the context."""
+        return self.frame.sort_values(name, ascending=False).groupby("arm", sort=False).head(n)
+
+    def _repr_html_(self) -> str:
+        return self.frame.to_html(index=False, border=0, max_rows=SHOWN)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Recorded attention of the arms of one method on one task.
+    """Recorded attention of finished cells. Arms are compared within a kind: cells that are equal
+    in the columns `ALIKE`.
 
     Attributes:
-        trace: The trace of all their texts; row i of the samples is sample i.
-        samples: One row per text.
-        branch: The branch that is read, one of `branches`.
-        part: What its augmentation acts on: "prefix", or "prompt" on the raw model.
-        tables: steps, fits, and where they apply prefix_tokens and heads.
-        arms: Augmentations by arm.
-        cells: One row per cell, as in `Run.cells`.
-        left_out: Texts that ended before a first token, which have no attention.
+        kinds: Of each kind, its texts (one row each) and their trace (row i is sample i).
+        branch: The branch that is read; None for the first of each method with a prefix.
+        n_untraced: Texts that are left out, since they ended before a first token.
     """
 
-    trace: xr.Dataset
-    samples: pd.DataFrame
-    branch: str
-    part: str
-    tables: dict[str, pd.DataFrame]
-    arms: dict[str, Augmentations]
-    cells: pd.DataFrame
-    left_out: int = 0
+    kinds: list[tuple[pd.DataFrame, xr.Dataset]]
+    branch: str | None
+    n_untraced: int
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """As `Run.steps`."""
+        return self._joined(self._curves)
+
+    @cached_property
+    def fits(self) -> pd.DataFrame:
+        """As `Run.fits`."""
+        parts = [augmented_part(trace, self.branch) for _, trace in self.kinds]
+        return self._joined(list(map(fit_table, self._curves, parts)))
+
+    @cached_property
+    def prefix_tokens(self) -> pd.DataFrame:
+        """As `Run.prefix_tokens`."""
+        return self._joined(self._each(prefix_token_table))
+
+    @cached_property
+    def heads(self) -> HeadAttention:
+        """As `Run.heads`."""
+        return HeadAttention(self._joined(self._each(head_table)))
+
+    @cached_property
+    def _curves(self) -> list[pd.DataFrame]:
+        return self._each(step_table)
+
+    def _each(self, table: Callable[..., pd.DataFrame]) -> list[pd.DataFrame]:
+        return [table(trace, samples, self.branch) for samples, trace in self.kinds]
+
+    def _joined(self, tables: list[pd.DataFrame]) -> pd.DataFrame:
+        """One table of all kinds, with the columns that tell them apart."""
+        frames = []
+        for (samples, _), table in zip(self.kinds, tables, strict=True):
+            told: dict[str, Any] = {name: samples[name].iloc[0] for name in ALIKE}
+            for column in ("attribute", "cell"):
+                of_arm = samples.groupby("arm")[column].agg(_listed)
+                told[column] = table["arm"].map(of_arm)
+            frames.append(table.assign(**told)[[*told, *table]])
+        return pd.concat(frames, ignore_index=True)
 
     @property
-    def branches(self) -> list[str]:
-        """The method's branches."""
-        return [str(name) for name in self.trace["branch"].to_numpy()]
+    def part(self) -> str:
+        """What the augmentation acts on: "prefix", or "prompt" on the raw model."""
+        return augmented_part(self.kinds[0][1], self.branch)
 
-    def figures(self) -> dict[str, plots.Drawing]:
-        """Drawings of the tables, by name."""
-        found = {
-            f"{self.part}_attention": plots.attention_curves(
-                self.tables["steps"], self.tables["fits"], self.part
-            )
-        }
-        if "prefix_tokens" in self.tables:
-            found["prefix_tokens"] = plots.prefix_token_bars(self.tables["prefix_tokens"])
-        if "heads" in self.tables:
-            found["head_maps"] = plots.head_maps(self.tables["heads"], self.part)
-        return found
+    @property
+    def by_head(self) -> bool:
+        """True if the trace tells heads apart."""
+        return all("head" in trace["prefix"].dims for _, trace in self.kinds)
+
+    def plot(self) -> plots.Drawing:
+        """As `Run.plot`, with the fits.
+
+        Raises:
+            TraceError: Cells of several kinds.
+        """
+        return plots.attention_curves(one_kind(self.steps), self.fits, self.part)
 
     def save(self, out: Path, force: bool = False) -> None:
         """Write tables (CSV) and figures (PNG) into a new folder.
 
         Raises:
+            TraceError: Cells of several kinds.
             RunError: As `files.result_folder`.
         """
+        tables = {"steps": one_kind(self.steps), "fits": self.fits}
+        figures = {f"{self.part}_attention": self.plot()}
+        if self.part == "prefix":
+            tables["prefix_tokens"] = self.prefix_tokens
+            figures["prefix_tokens"] = plots.prefix_token_bars(self.prefix_tokens)
+        if self.by_head:
+            tables["heads"] = self.heads.frame
+            figures["head_maps"] = self.heads.plot(self.part)
         with result_folder(out, force, holds_only("steps.csv", *WRITTEN)) as folder:
-            for name, table in {**self.tables, "cells": self.cells}.items():
+            for name, table in tables.items():
                 write_text(folder / f"{name}.csv", as_csv(table))
-            for name, figure in self.figures().items():
+            for name, figure in figures.items():
                 figure.savefig(folder / f"{name}.png")
 
 
-def read_attention(
-    run: Run, only: Mapping[str, Any] | None = None, branch: str | None = None
-) -> Attention:
-    """Read what the finished cells of a run recorded.
+def traced(samples: pd.DataFrame, trace: xr.Dataset) -> tuple[pd.DataFrame, xr.Dataset]:
+    """Without the texts that ended before a first token, which have no attention."""
+    has = samples["n_tokens"].to_numpy() > 0
+    numbers = np.arange(has.sum())
+    return samples[has].reset_index(drop=True), trace.isel(sample=has).assign_coords(sample=numbers)
 
-    Args:
-        only: Only cells whose columns have these values, such as {"method": "prefix"}.
-        branch: Which branch of the method; by default the first with a prefix.
 
-    Raises:
-        TraceError: No cell has a trace, or the cells are of several models, tasks or methods.
-        RunError: No such column, or a cell is damaged.
-    """
-    cells = run.cells[run.cells["key"].isin(run.select(**(only or {})).by_key)]
-    cells = cells[[run.by_key[key].trace != "none" for key in cells["key"]]]
-    if not len(cells):
-        raise TraceError(f"{run.name} has no trace; generate it with --trace full or pooled")
-    for key in cells["key"][cells["state"] == "damaged"]:
-        run.finished_cell(key)  # which refuses it
-    cells = cells[cells["state"] == "finished"]
-    if not len(cells):
-        raise TraceError(
-            f"no cell of {run.name}{f' with {shown_only(only)}' if only else ''} is finished;"
-            " `lapa2 sweep` with their grid makes them"
-        )
-    mixed = [name for name in ALIKE if cells[name].nunique() > 1]
-    if mixed:
-        there = "; ".join(
-            f"{name}: {', '.join(map(str, dict.fromkeys(cells[name])))}" for name in mixed
-        )
-        raise TraceError(
-            f"{run.name} has cells of several kinds ({there}); choose one, such as --only"
-            f" {mixed[0]}={cells[mixed[0]].iloc[0]}"
-        )
-    kinds = {run.by_key[key].trace for key in cells["key"]}
-    made = [run.finished_cell(key) for key in cells["key"]]
-    all_samples = run.samples(list(cells["key"]))
-    joined = join_traces([each.trace for each in made if each.trace is not None], all_samples)
-    samples, trace = begun(all_samples, joined)
-    if not len(samples):
-        raise TraceError(f"all texts of {run.name} ended before a first token: nothing was traced")
-    steps, part = step_table(trace, samples, branch), augmented_part(trace, branch)
-    tables = {"steps": steps, "fits": fit_table(steps, part)}
-    if part == "prefix":
-        tables["prefix_tokens"] = prefix_token_table(trace, samples, branch)
-    if kinds == {"full"}:
-        tables["heads"] = head_table(trace, samples, branch)
-    arms = {run.by_key[key].arm: run.by_key[key].augmentation for key in cells["key"]}
-    left_out = len(all_samples) - len(samples)
-    return Attention(
-        trace, samples, branch_name(trace, branch), part, tables, arms, cells, left_out
-    )
+def _listed(values: pd.Series) -> str:
+    return ", ".join(dict.fromkeys(values))

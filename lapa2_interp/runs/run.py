@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,10 +28,10 @@ from lapa2_interp._util.files import (
 )
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.version import __version__
-from lapa2_interp.attention.tables import fit_table, head_table, prefix_token_table, step_table
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.runs.attention import ALIKE, SHOWN, Attention, HeadAttention, traced
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
 from lapa2_interp.runs.store import (
     CELLS,
@@ -52,7 +52,6 @@ from lapa2_interp.runs.store import (
     write_cell,
     write_listing,
 )
-from lapa2_interp.runs.tables import ALIKE, SHOWN, HeadAttention, one_kind
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -222,41 +221,67 @@ class Run:
     def _traced(self, key: str) -> str:
         return f"{self.by_key[key].model}, trace {self.by_key[key].trace}"
 
-    def steps(self, branch: str | None = None, **wanted: Any) -> pd.DataFrame:
-        """Attention against step as a tidy table: mean and 95 % interval by arm.
+    def attention(self, branch: str | None = None, **wanted: Any) -> Attention:
+        """The attention that finished cells recorded, with tables and figures; it is read once.
 
         Args:
             branch: Branch of the method; by default the first of each method with a prefix.
             wanted: As in `samples`.
 
+        Raises:
+            RunError: As `trace`, or a cell is damaged.
+            TraceError: No cell has a trace, every text ended before a first token, or no such
+                branch.
+        """
+        chosen = self.select(**wanted)
+        cells = chosen.cells
+        cells = cells[[chosen.by_key[key].trace != "none" for key in cells["key"]]]
+        if not len(cells):
+            raise TraceError(
+                f"{self.name} has no cell with a trace; generate it with --trace full or pooled"
+            )
+        for key in cells["key"][cells["state"] == "damaged"]:
+            raise DamagedError(self._not_there(key))
+        finished = cells[cells["state"] == "finished"]
+        if not len(finished):
+            raise TraceError(self._not_there(cells["key"].iloc[0]))
+        kinds, n = [], 0
+        for _, kind in finished.groupby([*ALIKE], sort=False):
+            keys = list(kind["key"])
+            samples, trace = self.samples(keys), self.trace(keys)
+            assert trace is not None  # these cells have traces
+            n += len(samples)
+            kinds.append(traced(samples, trace))
+        kinds = [(samples, trace) for samples, trace in kinds if len(samples)]
+        if not kinds:
+            raise TraceError(
+                f"all texts of {self.name} ended before a first token: nothing was traced"
+            )
+        return Attention(kinds, branch, n - sum(len(samples) for samples, _ in kinds))
+
+    def steps(self, branch: str | None = None, **wanted: Any) -> pd.DataFrame:
+        """Attention against step as a tidy table: mean and 95 % interval by arm.
+
+        Args:
+            branch, wanted: As in `attention`, which says the errors, too.
+
         Returns:
             Columns of `step_table` (arm, step, name, mean, low, high, n, prompts) after those of
             `ALIKE` (model, task, method, ...), whose arms are compared, attribute and cell (its
             key); attributes are taken together. Texts that ended before a first token are left out.
-
-        Raises:
-            RunError: As `trace`.
-            TraceError: No cell has a trace, every text ended before a first token, or no such
-                branch.
         """
-        return self._tables(step_table, branch, wanted)
+        return self.attention(branch, **wanted).steps
 
     def fits(self, branch: str | None = None, **wanted: Any) -> pd.DataFrame:
-        """C / (t + D) fitted to the curves of `steps`, by arm, with the same arguments and first
-        columns: C, D and R2; NaN where it does not fit."""
-        steps = self.steps(branch, **wanted)
-        groups = steps.groupby([*ALIKE, "attribute"], sort=False)
-        frames = []
-        for values, part in groups:
-            alike: dict[str, Any] = dict(zip([*ALIKE, "attribute"], values, strict=True))
-            frames.append(fit_table(part).assign(**alike))
-        table = pd.concat(frames, ignore_index=True)
-        return table[[*ALIKE, "attribute", "arm", "C", "D", "R2"]]
+        """C / (t + D) fitted to the curves of `steps` on the prefix (on the raw model, the prompt),
+        by arm, with the same arguments and first columns: C, D and R2; NaN where it does not
+        fit."""
+        return self.attention(branch, **wanted).fits
 
     def prefix_tokens(self, branch: str | None = None, **wanted: Any) -> pd.DataFrame:
         """Attention on BOS and on each prefix token, mean over steps, layers and heads, with 95 %
         intervals: columns of `prefix_token_table`; arguments and errors as `steps`."""
-        return self._tables(prefix_token_table, branch, wanted)
+        return self.attention(branch, **wanted).prefix_tokens
 
     def heads(self, branch: str | None = None, **wanted: Any) -> HeadAttention:
         """Attention of every head, mean over each text's steps and then over texts; arguments and
@@ -265,38 +290,12 @@ class Run:
         Raises:
             TraceError: The trace is pooled over heads.
         """
-        return HeadAttention(self._tables(head_table, branch, wanted))
+        return self.attention(branch, **wanted).heads
 
     def plot(self, branch: str | None = None, **wanted: Any) -> plots.Drawing:
-        """Attention on the prefix against step, a curve with its 95 % band for each arm; arguments
-        and errors as `steps`."""
-        return plots.attention_curves(one_kind(self.steps(branch, **wanted)))
-
-    def _tables(
-        self, table: Callable[..., pd.DataFrame], branch: str | None, wanted: Mapping[str, Any]
-    ) -> pd.DataFrame:
-        """A table of each kind of cells whose arms are compared, one after the other."""
-        keys = [key for key in self._keys(None, wanted) if self.by_key[key].trace != "none"]
-        if not keys:
-            raise TraceError(f"{self.name} has no finished cell with a trace")
-        cells, frames = self.cells[self.cells["key"].isin(keys)], []
-        for values, group in cells.groupby([*ALIKE], sort=False):
-            chosen = list(group["key"])
-            joined = self.trace(chosen)
-            assert joined is not None  # these cells have traces
-            samples, trace = begun(self.samples(chosen), joined)
-            if len(samples):
-                alike: dict[str, Any] = dict(zip(ALIKE, values, strict=True))
-                made = table(trace, samples, branch)
-                for column, source in (("attribute", "attribute"), ("cell", "key")):
-                    listed = group.groupby("arm")[source].agg(_listed)
-                    alike[column] = made["arm"].map(listed)
-                frames.append(made.assign(**alike)[[*alike, *made]])
-        if not frames:
-            raise TraceError(
-                f"all texts of {self.name} ended before a first token: nothing was traced"
-            )
-        return pd.concat(frames, ignore_index=True)
+        """Attention on the prefix against step, a curve with its 95 % band for each arm and the
+        fitted C / (t + D); arguments and errors as `steps`."""
+        return self.attention(branch, **wanted).plot()
 
     def _repr_html_(self) -> str:
         """The run's cells as a short table, for notebooks."""
@@ -468,13 +467,6 @@ class Run:
         return f"{where} is not finished; `lapa2 sweep` with its grid makes it"
 
 
-def begun(samples: pd.DataFrame, trace: xr.Dataset) -> tuple[pd.DataFrame, xr.Dataset]:
-    """Without the texts that ended before a first token, which have no attention."""
-    has = samples["n_tokens"].to_numpy() > 0
-    numbers = range(int(has.sum()))
-    return samples[has].reset_index(drop=True), trace.isel(sample=has).assign_coords(sample=numbers)
-
-
 def each_once(cells: Mapping[str, Cell]) -> list[str]:
     """Keys of cells that have no text in common: of cells that draw the same texts, and differ in
     samples, prompts, batches or trace alone, the one with the most; of equal ones, with the fullest
@@ -592,7 +584,3 @@ def load_run(folder: str | Path) -> Run:
         told = f"{cell.label or cell.arm} ({cell.plain_arm})"
         cells[cell.key] = cell.model_copy(update={"label": told})
     return Run(folder, listing, cells)
-
-
-def _listed(values: pd.Series) -> str:
-    return ", ".join(dict.fromkeys(values))

@@ -117,7 +117,7 @@ def test_trace_reads_a_run(tmp_path, capsys):
     assert "2 texts of 1 prompt an arm; no interval: one prompt tells no spread" in printed
     assert "C/(t+D)" in printed
     assert sorted(path.name for path in (tmp_path / "look").iterdir()) == [
-        "cells.csv", "fits.csv", "head_maps.png", "heads.csv", "prefix_attention.png", "prefix_tokens.csv",
+        "fits.csv", "head_maps.png", "heads.csv", "prefix_attention.png", "prefix_tokens.csv",
         "prefix_tokens.png", "steps.csv",
     ]  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_trace_of_a_pooled_and_an_untraced_run(tmp_path, capsys):
     assert lapa2(f"{GENERATE} --trace none", "--out", tmp_path / "none") == 0
     capsys.readouterr()
     assert lapa2("trace", tmp_path / "none") == 2
-    assert "has no trace; generate it with --trace full" in capsys.readouterr().err
+    assert "has no cell with a trace; generate it with --trace full" in capsys.readouterr().err
 
 
 def test_layout_prints_spans_lengths_and_biases(capsys):

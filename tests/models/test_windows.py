@@ -24,7 +24,6 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.models.card import config_layer_types, layer_types, model_card
 from lapa2_interp.models.load import load_tokenizer
 from lapa2_interp.paper.propositions import stack_alphas
-from lapa2_interp.runs.attention import read_attention
 
 WINDOW = 12
 SLIDING = LayerType("sliding", WINDOW)
@@ -269,9 +268,7 @@ def test_curves_of_a_run_are_by_type_of_layer(load, capsys, tmp_path):
     alone = fit_table(steps[steps["layer_type"] == "full"])
     assert fits.equals(alone)
     assert len(fits) == 1
-    labels = [
-        line.get_label() for line in read_attention(run).figures()["prefix_attention"].axes[0].lines
-    ]
+    labels = [line.get_label() for line in run.attention().plot().axes[0].lines]
     assert "alpha 0.5 paper, sliding 12 layers" in labels
     run.save(tmp_path / "run")
     assert main(["trace", str(tmp_path / "run")]) == 0

@@ -12,9 +12,9 @@ from lapa2_interp._util.errors import RunError, TraceError
 from lapa2_interp.attention.tables import fit_table, head_table, prefix_token_table, step_table
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.load import load_model
+from lapa2_interp.runs.attention import ALIKE, SHOWN
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.run import Run
-from lapa2_interp.runs.tables import ALIKE, SHOWN
 
 ASKED = {"attribute": "positive", "prompts": ["The lake", "A road"], "dtype": "float32"}
 
@@ -121,7 +121,7 @@ def test_tables_are_those_of_each_cell_after_its_columns(run):
 
 def test_fits_are_those_of_the_curves(run):
     found = run.fits()
-    assert list(found) == [*ALIKE, "attribute", "arm", "C", "D", "R2"]
+    assert list(found) == [*ALIKE, "attribute", "cell", "arm", "C", "D", "R2"]
     assert found["method"].tolist() == ["prefix"] * 2 + ["air-decoding"] * 2
     for (_, row), key in zip(found.iterrows(), run.by_key, strict=True):
         alone = fit_table(step_table(run.trace(key), run.samples(key))).iloc[0]
@@ -158,7 +158,9 @@ def test_heads_show_the_strongest_and_draw_their_maps(run):
 
 
 def test_a_run_draws_its_curves(run):
-    lines = run.plot(method="prefix").axes[0].lines
+    lines = [
+        line for line in run.plot(method="prefix").axes[0].lines if line.get_linestyle() == "-"
+    ]
     for line, key in zip(lines, run.select(method="prefix").by_key, strict=True):
         steps = step_table(run.trace(key), run.samples(key))
         curve = steps[steps["name"] == "prefix"]
@@ -216,5 +218,5 @@ def test_traces_that_do_not_fit_together_are_refused():
         make_cells(model, [of[0], apart]).trace()
     assert run.trace(none) is None
     assert run.trace(pooled).sizes["sample"] == 2
-    with pytest.raises(TraceError, match="no finished cell with a trace"):
+    with pytest.raises(TraceError, match="no cell with a trace; generate it with trace="):
         make_cells(model, of[2:]).steps()

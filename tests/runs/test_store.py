@@ -24,7 +24,7 @@ from lapa2_interp.generation.cell import CELL, _with_slot
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.runs import store
-from lapa2_interp.runs.attention import read_attention
+from lapa2_interp.runs.attention import one_kind
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid
@@ -193,12 +193,12 @@ def test_texts_without_a_first_token_have_no_attention(run, capsys):
             trace[name] = trace[name].where(trace["sample"] != 0)
     batch = replace(run.batches[key][0], samples=samples, trace=trace)
     ended = Run(None, run.listing, {key: run.by_key[key]}, {key: [batch]})
-    found = read_attention(ended)
-    assert (found.left_out, len(found.samples)) == (1, len(samples) - 1)
-    assert set(found.tables["steps"]["n"]) == {len(samples) - 1}
+    found = ended.attention()
+    assert (found.n_untraced, len(found.kinds[0][0])) == (1, len(samples) - 1)
+    assert set(found.steps["n"]) == {len(samples) - 1}
     samples["n_tokens"] = 0
     with pytest.raises(TraceError, match="all texts .* ended before a first token"):
-        read_attention(ended)
+        ended.attention()
 
 
 @pytest.mark.parametrize("name", ["chapter1.txt", "run.json"])
@@ -266,9 +266,10 @@ def test_cells_of_generate_and_of_a_sweep_are_read_together(tmp_path):
     other = cell_of("tiny-gpt2", alpha=1, **asked)
     swept = sweep(tmp_path / "run", [Grid("more", "", (other,))], InProcess("cpu"))
     assert swept.made == 1
-    found = read_attention(load_run(tmp_path / "run"))
-    assert found.trace["arm"].to_numpy().tolist() == found.samples["arm"].tolist()
-    assert len(set(found.samples["arm"])) == 2
+    found = load_run(tmp_path / "run").attention()
+    ((samples, trace),) = found.kinds
+    assert trace["arm"].to_numpy().tolist() == samples["arm"].tolist()
+    assert len(set(samples["arm"])) == 2
 
 
 def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
@@ -284,9 +285,9 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     assert len(run.select(alpha=[0, "0.5"]).by_key) == 4
     with pytest.raises(RunError, match="no cell with method=1; method may be prefix"):
         run.select(method="1")
-    with pytest.raises(TraceError, match="several kinds .max_length: 14, 18.; .*max_length=14"):
-        read_attention(run)
-    assert len(read_attention(run, {"max_length": "14"}).samples) == 2
+    with pytest.raises(TraceError, match="several kinds .max_length: 14, 18. .*choose one, such as max_length=14"):
+        one_kind(run.attention().steps)
+    assert len(run.attention(max_length="14").kinds[0][0]) == 2
     line = ["score", str(tmp_path / "run"), "--scorers", "repetition", "--out"]
     assert main([*line, str(tmp_path / "scores")]) == 0
     table = pd.read_csv(tmp_path / "scores" / "table.csv")
@@ -345,16 +346,16 @@ def test_files_of_one_task_name_are_told_apart_by_their_texts():
 def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):
     """Nothing chosen, nothing finished, and damage are three things."""
     with pytest.raises(RunError, match="no cell with attribute=happy; .* positive, negative"):
-        read_attention(run, {"attribute": "happy"})
+        run.attention(attribute="happy")
     saved = run.save(tmp_path / "run")
     key, *_, last = saved.by_key
     (saved.place(last) / "000.json").unlink()
     asked = {"attribute": saved.by_key[last].attribute, "arm": saved.by_key[last].arm}
-    with pytest.raises(TraceError, match="with attribute=.* and arm=.* is fin"):
-        read_attention(load_run(tmp_path / "run"), asked)
+    with pytest.raises(TraceError, match=f"{last} .*/negative prefix.* is not finished"):
+        load_run(tmp_path / "run").attention(**asked)
     (saved.place(key) / "000.nc").write_bytes(b"cut")
     with pytest.raises(RunError, match=f"{key}/000.nc is missing or damaged"):
-        read_attention(load_run(tmp_path / "run"))
+        load_run(tmp_path / "run").attention()
 
 
 def test_a_copy_of_an_unfinished_run_says_what_is_missing(run, tmp_path):
