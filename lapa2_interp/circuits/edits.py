@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
-from lapa2_interp.attention.cache import BridgeRows
+from lapa2_interp.attention.cache import BridgeRows, soft_inputs
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import (
     Augmentation,
@@ -310,6 +310,39 @@ def _forward_by_step(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row st
         found.append(state.read_tokens(tokens[:, max(i - 1, 0) : i + 1]))
         state.crop(1)
     return torch.cat(found, dim=1)
+
+
+def with_text(layout: Layout, text: Sequence[int]) -> Layout:
+    """The layout with a text behind its prompt, without the text's last token, which predicts
+    nothing."""
+    return replace(layout, ids=(*layout.ids, *text[:-1]))
+
+
+def text_logits(
+    model: Model,
+    rows: Sequence[tuple[ContrastExample, int]],
+    hooks: Sequence[tuple[str, Callable]] = (),
+    augmentation: AugmentationLike = None,
+) -> Float[Tensor, "row step vocab"]:
+    """Logits of every step, by one pass over prefix, prompt and text.
+
+    Args:
+        rows: Examples of one shape, each with the number of its branch.
+        hooks: Names of the model's hooks, and functions of an activation and its hook.
+    """
+    layouts = [example.layouts[branch] for example, branch in rows]
+    inputs = soft_inputs(
+        model,
+        [
+            with_text(layout, example.text)
+            for layout, (example, _) in zip(layouts, rows, strict=True)
+        ],
+        [example.prefixes[branch] for example, branch in rows],
+    )
+    n = rows[0][0].n_steps
+    rules = active_augmentations(resolve_recipes(augmentation))
+    with augmented(model, rules, layouts), model.hooks(fwd_hooks=list(hooks)):
+        return model(**inputs, logits_to_keep=n)[:, -n:]
 
 
 def check_one_pass(

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,16 +43,16 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp.attention.cache import soft_inputs
-from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import (
-    AugmentationLike,
-    active_augmentations,
-)
+from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Span
-from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
-from lapa2_interp.circuits.edits import Heads, check_one_pass, items_per_batch, unprefixed_logits
+from lapa2_interp.circuits.edits import (
+    Heads,
+    check_one_pass,
+    items_per_batch,
+    text_logits,
+    unprefixed_logits,
+)
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
@@ -305,10 +305,9 @@ def _forward_with_biases(
         Logits; and each layer's pattern, by which the values are multiplied. Rows are (branch,
         item), stacked.
     """
-    n, n_branches = examples[0].n_steps, len(examples[0].attributes)
+    n_branches = len(examples[0].attributes)
     rows = [(example, branch) for branch in range(n_branches) for example in examples]
-    layouts = [example.layouts[branch] for example, branch in rows]
-    span, patterns = layouts[0].prefix, []
+    span, patterns = examples[0].layouts[0].prefix, []
 
     def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
         n_queries, n_keys = scores.shape[2:]
@@ -325,16 +324,7 @@ def _forward_with_biases(
     for i in range(model.cfg.n_layers):
         scores = HOOK_SCORES.format(i), lambda scores, hook, i=i: on_scores(scores, hook, i)
         hooks += [scores, (HOOK_PATTERN.format(i), on_pattern)]
-    with_text = [
-        replace(layout, ids=layout.ids + example.text[:-1])
-        for layout, (example, _) in zip(layouts, rows, strict=True)
-    ]
-    inputs = soft_inputs(model, with_text, [example.prefixes[branch] for example, branch in rows])
-    with (
-        augmented(model, active_augmentations(resolve_recipes(augmentation)), layouts),
-        model.hooks(fwd_hooks=hooks),
-    ):
-        logits = model(**inputs, logits_to_keep=n)[:, -n:]
+    logits = text_logits(model, rows, hooks, augmentation)
     return logits.unflatten(0, (n_branches, len(examples))), patterns
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, Literal, get_args
@@ -15,9 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import CircuitError, DeadHookError, unknown_choice
-from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.edits import Branches, Edit, edited_logits
+from lapa2_interp.circuits.edits import Branches, Edit, edited_logits, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.models.card import Model, is_bridge, kv_heads, plain_network
 
@@ -257,9 +256,9 @@ def _through_hooks(
             hooks += _residual_hooks(model, layer, pairs)
         else:
             hooks.append((hook, lambda x, hook, pairs=pairs: _take(x, pairs)))
-    branches = [0] * n + [1] * n + [into] * (n * len(units))
+    branches = (0, 1, *[into] * len(units))
     with _hooked(model, hooks):
-        logits = _forward(model, examples, branches)
+        logits = text_logits(model, [(each, branch) for branch in branches for each in examples])
     return logits.unflatten(0, (2 + len(units), n))
 
 
@@ -343,7 +342,7 @@ def _to_logits(
         hooks.append((HOOKS["z"].format(layer), partial(on_z, layer=layer)))
         hooks.append((HOOKS["mlp_out"].format(layer), add))
     with _hooked(model, [*hooks, (FINAL, finish)]):
-        logits = _forward(model, examples, [0] * n + [1] * n)
+        logits = text_logits(model, [(each, branch) for branch in (0, 1) for each in examples])
     return logits.unflatten(0, (2 + len(units), n))
 
 
@@ -356,20 +355,6 @@ def _check_equal(model: Model, x: Tensor, expected: Tensor, node: str) -> None:
             f" {model.cfg.model_name} has norms or factors in between; take z, attn_out, resid_pre"
             " or resid_post"
         )
-
-
-def _forward(
-    model: Model, examples: Sequence[ContrastExample], branches: Sequence[int]
-) -> Float[Tensor, "row step vocab"]:
-    """Logits from one forward pass over prefix, prompt and text; row i has example i modulo their
-    number."""
-    rows = [(examples[i % len(examples)], branch) for i, branch in enumerate(branches)]
-    layouts = [
-        replace(example.layouts[branch], ids=example.layouts[branch].ids + example.text[:-1])
-        for example, branch in rows
-    ]
-    prefixes = [example.prefixes[branch] for example, branch in rows]
-    return BridgeRows(model).prompt_pass(layouts, prefixes, keep=examples[0].n_steps)
 
 
 @contextmanager

@@ -16,7 +16,9 @@ and all later ones, as Pro-Aug adds its bias there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from contextlib import ExitStack
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.contrast_set import words_in_order
-from lapa2_interp.circuits.edits import Heads
+from lapa2_interp.circuits.edits import Heads, with_text
 from lapa2_interp.circuits.examples import RAW, attribute_words, check_request, write_texts
 from lapa2_interp.circuits.gradients import check_gradients, recorded_gradients
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
@@ -264,18 +266,17 @@ class _BranchForwards:
     def _forward(self, branch: Branch) -> tuple[Tensor, Tensor]:
         """Compute what `forward` gives; a gradient is recorded for the raw branch alone."""
         layout, n = self._layout(branch), self.texts.shape[1]
-        with_text = [replace(layout, ids=(*layout.ids, *row[:-1])) for row in self.texts.tolist()]
-        inputs = soft_inputs(self.model, with_text, [self.soft.get(branch)] * len(with_text))
+        layouts = [with_text(layout, row) for row in self.texts.tolist()]
+        inputs = soft_inputs(self.model, layouts, [self.soft.get(branch)] * len(layouts))
         keep = n + layout.l_pro
         raw = branch.prefix is None
         with torch.set_grad_enabled(raw):
-            if raw:
-                with edit_scores(self.model, lambda layer, each: self._biased(layout, layer, each)):
-                    logits = self.model(**inputs, logits_to_keep=keep)[:, -keep:]
-            else:
+            with ExitStack() as stack:
+                if raw:
+                    stack.enter_context(edit_scores(self.model, partial(self._biased, layout)))
                 logits = self.model(**inputs, logits_to_keep=keep)[:, -keep:]
             likely = prompt_log_likelihood(
-                logits[:, : layout.l_pro + 1].detach(), [layout] * len(with_text)
+                logits[:, : layout.l_pro + 1].detach(), [layout] * len(layouts)
             )
             wide = logits[:, -n:].to(torch.promote_types(logits.dtype, torch.float32))
             return wide.log_softmax(dim=2), likely

@@ -628,7 +628,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     with model.hooks(fwd_hooks=skewed):
         refused("resid_mid needs a residual stream that is the sum", "resid_mid")
     monkeypatch.setattr(
-        patch_nodes, "_forward", lambda model, examples, rows: torch.zeros(len(rows), 5, 9)
+        patch_nodes, "text_logits", lambda model, rows: torch.zeros(len(rows), 5, 9)
     )
     refused("hook blocks.0.attn.hook_z does not run", "z", error=DeadHookError, contrast=asked)
 
