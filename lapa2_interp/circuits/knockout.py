@@ -55,12 +55,10 @@ class KnockOut(UnitTable):
     means over steps. The noise is the largest effect of the null unit in an example.
 
     Attributes:
-        units: The units that were knocked out.
         replacement, phase, metric, augmentation: As in `knock_out`.
         by_metric: By metric, (control, effects, noise).
     """
 
-    units: tuple[Unit, ...]
     whole: Float[np.ndarray, " example"]
     noise: float
     replacement: str

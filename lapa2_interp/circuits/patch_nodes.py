@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, Literal, get_args
@@ -18,6 +17,7 @@ from lapa2_interp._util.errors import CircuitError, DeadHookError, unknown_choic
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import Branches, Edit, edited_logits, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
+from lapa2_interp.circuits.units import Location, Unit
 from lapa2_interp.models.card import Model, is_bridge, kv_heads, plain_network
 
 HOOKS: Mapping[str, str] = {
@@ -37,26 +37,9 @@ NODES = (*PREFIX_NODES, *HOOKS, "head_to_logits")
 Slots = Literal["prefix", "bos", "prompt", "last", "generated"]
 """Parts of a text by name. The prompt's last token is also a part of the prompt."""
 CACHE_PARTS = ("k", "v", "kv")
-Location = tuple[int, Any]
-"""A layer, and a head, a KV head or a part of the text by name."""
 RESIDUAL_TOLERANCE = 1e-3
 """Largest distance of the final residual from the sum of what was written into it, relative to its
 largest number; or 8 rounding steps, where these are larger."""
-
-
-@dataclass(frozen=True)
-class PatchUnit:
-    """Locations of a node that are patched together.
-
-    Attributes:
-        labels: Its names in tables: layer and head, kv_head or slots, part of the cache, or name.
-        locations: Pairs of a layer and one of its heads, KV heads or parts of the text.
-        part: For nodes of the prefix: "k", "v", or "kv" for both.
-    """
-
-    labels: Mapping[str, Any]
-    locations: tuple[Location, ...]
-    part: str = ""
 
 
 def check_node(
@@ -132,7 +115,7 @@ def make_patch_units(
     slots: Sequence[str] | None,
     parts: Sequence[str] | None,
     together: Mapping[str, Sequence[Location]] | None,
-) -> list[PatchUnit]:
+) -> list[Unit]:
     """Units of a node: each location by itself, or sets by name.
 
     Raises:
@@ -173,10 +156,10 @@ def make_patch_units(
             if not pairs:
                 raise CircuitError(f"the set {labels['name']!r} is empty; give (layer, {kind})")
     if node not in PREFIX_NODES:
-        return [PatchUnit(labels, locations) for labels, locations in sets]
+        return [Unit(labels, locations) for labels, locations in sets]
     chosen = parts or (("k", "v") if node == "prefix_kv" else ("kv",))
     return [
-        PatchUnit(labels | {"part": part}, locations, part)
+        Unit(labels | {"part": part}, locations, part=part)
         for part, (labels, locations) in product(chosen, sets)
     ]
 
@@ -186,7 +169,7 @@ def _group(model: Model) -> int:
     return model.cfg.n_heads // kv_heads(model)
 
 
-PatchedRuns = Callable[[Sequence[ContrastExample], Sequence[PatchUnit], int], Tensor]
+PatchedRuns = Callable[[Sequence[ContrastExample], Sequence[Unit], int], Tensor]
 """Takes examples, units, and the branch that is patched (0 or 1); gives logits of the target's run,
 the opposite run, and a run for every unit."""
 
@@ -208,7 +191,7 @@ def _through_prefix(
     model: Model,
     group: int,
     examples: Sequence[ContrastExample],
-    units: Sequence[PatchUnit],
+    units: Sequence[Unit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch keys and values of the prefix, as query heads see them, by a resampling edit."""
@@ -216,7 +199,7 @@ def _through_prefix(
     edits = []
     for unit in units:
         heads = tuple(
-            (i, head) for i, j in unit.locations for head in range(j * group, (j + 1) * group)
+            (i, head) for i, j in unit.heads for head in range(j * group, (j + 1) * group)
         )
         edits.append(Edit(heads, "resample", branches=branches, parts=tuple(unit.part)))
     logits, _ = edited_logits(
@@ -231,7 +214,7 @@ def _through_hooks(
     node: str,
     slots: Sequence[str] | None,
     examples: Sequence[ContrastExample],
-    units: Sequence[PatchUnit],
+    units: Sequence[Unit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch at hooks in one forward pass: rows of both branches, and a row for every unit, which
@@ -242,7 +225,7 @@ def _through_hooks(
     taken: dict[int, list[tuple[tuple, tuple]]] = {}  # by layer, (taking, giving) indices
     for i, unit in enumerate(units):
         takes = slice((2 + i) * n, (3 + i) * n)
-        for layer, column in unit.locations:
+        for layer, column in unit.heads:
             names = slots if node in HEAD_NODES else (column,)
             queries = _queries(examples[0], names).tolist()
             index: tuple = (queries,)
@@ -304,7 +287,7 @@ def _to_logits(
     model: Model,
     weights: Sequence[tuple[Tensor, Tensor | None]],
     examples: Sequence[ContrastExample],
-    units: Sequence[PatchUnit],
+    units: Sequence[Unit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch heads' outputs in the final norm's input: after the last block, a row for every unit
@@ -320,7 +303,7 @@ def _to_logits(
         if bias is not None:
             total[0] = total[0] + bias
         for i, unit in enumerate(units):
-            for head in [head for each, head in unit.locations if each == layer]:
+            for head in [head for each, head in unit.heads if each == layer]:
                 written = (z[gives, :, head] - z[takes, :, head]) @ out[head]
                 change[i] = change[i] + written if i in change else written
         return z

@@ -18,30 +18,31 @@ from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.models.card import Model, kv_heads
 from lapa2_interp.models.load import accepts_model_name
 
+Location = tuple[int, Any]
+"""A layer, and a head, a KV head or a part of the text by name."""
+
 
 @dataclass(frozen=True)
 class Unit:
-    """Heads, and positions of the prefix, that are knocked out together.
+    """Heads, and positions of the prefix, that are knocked out or patched together.
 
     Attributes:
-        labels: Its names in tables: layer, head, kv_head, position, or name.
-        heads: (layer, head) pairs.
+        labels: Its names in tables: layer, head, kv_head, slots, position, part, or name.
+        heads: (layer, head) pairs; for some nodes of `patch`, pairs of a layer and a KV head or a
+            part of the text.
         positions: Positions within the prefix; None for all.
+        part: For nodes of the prefix in `patch`: "k", "v", or "kv" for both.
     """
 
     labels: Mapping[str, Any]
-    heads: Heads
+    heads: tuple[Location, ...]
     positions: tuple[int, ...] | None = None
+    part: str = ""
 
     @property
     def name(self) -> str:
         """The labels' values, joined by dots."""
         return ".".join(str(value) for value in self.labels.values())
-
-    @property
-    def locations(self) -> Heads:
-        """The heads."""
-        return self.heads
 
     @property
     def key(self) -> str:
