@@ -61,7 +61,7 @@ from lapa2_interp.circuits.result_store import (
     rounding_share,
 )
 from lapa2_interp.circuits.statistics import share_interval
-from lapa2_interp.circuits.units import all_heads, make_units
+from lapa2_interp.circuits.units import all_heads, head_mask, make_units
 from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
 from lapa2_interp.models.card import Model, is_bridge, prepacked_model, smallest_window
 from lapa2_interp.models.load import accepts_model_name
@@ -391,7 +391,7 @@ def _measure_batch(
             "removed": (_held(away.log_odds), close),
         }
         for each, pairs in sets.items():
-            chosen = _mask(model, pairs)
+            chosen = head_mask(model, pairs)
             for bias, (rule, forward) in biases.items():
                 found[f"{length}, {bias}, {each}"] = value(forward.logits(rule, chosen))
     return found
@@ -446,14 +446,6 @@ def _head_sets(
 def _with_filler(example: ContrastExample, filler: int, tokens: int) -> ContrastExample:
     """The example with `filler` tokens of its text before the scored ones."""
     return replace(example, text=example.text[-filler - tokens :], raw=None)
-
-
-def _mask(model: Model, heads: Heads) -> Bool[Tensor, "layer head"]:
-    """True for the heads of a set."""
-    found = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
-    for layer, head in heads:
-        found[layer, head] = True
-    return found
 
 
 @dataclass(frozen=True)

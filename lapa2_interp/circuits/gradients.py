@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 from tqdm import tqdm
@@ -47,7 +47,6 @@ from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import (
-    Heads,
     check_one_pass,
     items_per_batch,
     text_logits,
@@ -56,7 +55,7 @@ from lapa2_interp.circuits.edits import (
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
-from lapa2_interp.circuits.units import head_units, make_units
+from lapa2_interp.circuits.units import head_mask, head_units, make_units
 from lapa2_interp.models.card import Model, check_not_quantised, is_bridge, plain_network
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.load import accepts_model_name
@@ -247,7 +246,8 @@ def integrated_gradients(
         for number, example in enumerate(contrast_set.examples):
             for first in range(0, len(items), most):
                 part = items[first : first + most]
-                chosen = _head_masks(model, tuple(unit.heads[i] for i, _ in part))
+                masks = [head_mask(model, (unit.heads[i],)) for i, _ in part]
+                chosen = torch.stack(masks, dim=1)  # layer item head
                 examples = [example] * len(part)
                 # The slope of each item's head at its node.
                 with recorded_gradients():
@@ -349,14 +349,6 @@ def _text_control(
             " that torch can differentiate, without detach, argmax or item"
         )
     return control
-
-
-def _head_masks(model: Model, heads: Heads) -> Bool[Tensor, "layer item head"]:
-    """A mask of each item's head."""
-    found = torch.zeros(model.cfg.n_layers, len(heads), model.cfg.n_heads, dtype=torch.bool)
-    for item, (layer, head) in enumerate(heads):
-        found[layer, item, head] = True
-    return found.to(model.cfg.device)
 
 
 def _first_order_loss(

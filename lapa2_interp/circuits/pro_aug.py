@@ -36,7 +36,7 @@ from lapa2_interp.circuits.edits import Heads, with_text
 from lapa2_interp.circuits.examples import RAW, attribute_words, check_request, write_texts
 from lapa2_interp.circuits.gradients import check_gradients, recorded_gradients
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
-from lapa2_interp.circuits.units import all_heads, head_pairs
+from lapa2_interp.circuits.units import all_heads, head_mask, head_pairs
 from lapa2_interp.methods.base import (
     FLOOR,
     BatchStart,
@@ -223,11 +223,7 @@ class _BranchForwards:
         heads: Heads,
     ) -> None:
         self.model, self.prompt, self.texts = model, prompt, texts
-        self.soft, self.b = soft, b
-        chosen = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=b.dtype, device=b.device)
-        for layer, head in heads:
-            chosen[layer, head] = 1
-        self.chosen = chosen
+        self.soft, self.b, self.chosen = soft, b, head_mask(model, heads).to(b)
         self.cached: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def steered(

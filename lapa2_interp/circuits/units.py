@@ -10,6 +10,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.parsing import parse_json, read_text
@@ -141,6 +145,14 @@ def load_heads(file: str | Path) -> Heads:
 def save_heads(heads: Sequence[Sequence[int]], file: str | Path) -> None:
     """Save heads to a JSON file, [[layer, head], ...]."""
     write_text(Path(file), json.dumps([list(pair) for pair in heads]) + "\n")
+
+
+def head_mask(model: Model, heads: Heads) -> Bool[Tensor, "layer head"]:
+    """True for these heads of a model."""
+    mask = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
+    for layer, head in heads:
+        mask[layer, head] = True
+    return mask.to(model.cfg.device)
 
 
 def all_heads(model: Model) -> Heads:

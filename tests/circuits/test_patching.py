@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, soft_prefix
+from test_circuits import WORDS, contrast_set
 from transformer_lens import patching as lens
 
 from lapa2_interp import Layout
@@ -25,21 +26,9 @@ from lapa2_interp.models.planted import (
     answer_key,
 )
 
-PAIR = {"plus": "ab cd:", "minus": "xy zw:"}
 SENTIMENT = {"positive": "Very positive:", "negative": "Very negative:"}
-WORDS = ((70, 71, 72), (90, 91))
 EVERYWHERE = ("prefix", "prompt", "generated")
 CUT = (0.0, 0.0, 0.0)
-
-
-def contrast_set(model, n=5, prompts=("efg hi", "jkl"), prefixes=PAIR):
-    rng = np.random.default_rng(3)
-    texts = [rng.integers(60, 120, n).tolist() for _ in prompts]
-    examples = [
-        ContrastExample.of(model.tokenizer, prefixes, prompt, text)
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    return ContrastSet(tuple(examples), WORDS)
 
 
 def soft_contrast_set(model, n=5):
