@@ -45,10 +45,7 @@ from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.hooked import edit_scores, refuse_sinks
-from lapa2_interp.bias.augmentation import (
-    BIAS_CAP,
-    Augmentation,
-)
+from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import Heads, items_per_batch, read_prefixes
 from lapa2_interp.circuits.examples import ContrastExample, batches

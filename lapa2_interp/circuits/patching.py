@@ -44,11 +44,7 @@ from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
-from lapa2_interp.circuits.patch_nodes import (
-    check_node,
-    make_patch_units,
-    patched_runs,
-)
+from lapa2_interp.circuits.patch_nodes import check_node, make_patch_units, patched_runs
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
 from lapa2_interp.circuits.units import Location, Unit
 from lapa2_interp.models.card import Model, prepacked_model

@@ -37,14 +37,7 @@ from lapa2_interp.circuits.examples import RAW, attribute_words, check_request, 
 from lapa2_interp.circuits.gradients import check_gradients, recorded_gradients
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.units import all_heads, head_mask, head_pairs
-from lapa2_interp.methods.base import (
-    FLOOR,
-    BatchStart,
-    Branch,
-    Method,
-    Prepared,
-    SoftPrefixKey,
-)
+from lapa2_interp.methods.base import FLOOR, BatchStart, Branch, Method, Prepared, SoftPrefixKey
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import accepts_model_name
@@ -247,20 +240,11 @@ class _BranchForwards:
     def forward(
         self, branch: Branch
     ) -> tuple[Float[Tensor, "item step vocab"], Float[Tensor, " item"]]:
-        """Log-probabilities of every step, and the prompt's log-likelihood."""
+        """Log-probabilities of every step, and the prompt's log-likelihood; a gradient is recorded
+        for the raw branch alone."""
         key = branch.prefix, branch.join
-        if key not in self.cached:
-            self.cached[key] = self._forward(branch)
-        return self.cached[key]
-
-    def _layout(self, branch: Branch) -> Layout:
-        prefix = self.soft.get(branch)
-        text = branch.prefix if isinstance(branch.prefix, str) else None
-        slots = 0 if prefix is None else len(prefix)
-        return Layout.of(self.model.tokenizer, text, branch.join + self.prompt, soft=slots)
-
-    def _forward(self, branch: Branch) -> tuple[Tensor, Tensor]:
-        """Compute what `forward` gives; a gradient is recorded for the raw branch alone."""
+        if key in self.cached:
+            return self.cached[key]
         layout, n = self._layout(branch), self.texts.shape[1]
         layouts = [with_text(layout, row) for row in self.texts.tolist()]
         inputs = soft_inputs(self.model, layouts, [self.soft.get(branch)] * len(layouts))
@@ -275,7 +259,14 @@ class _BranchForwards:
                 logits[:, : layout.l_pro + 1].detach(), [layout] * len(layouts)
             )
             wide = logits[:, -n:].to(torch.promote_types(logits.dtype, torch.float32))
-            return wide.log_softmax(dim=2), likely
+            self.cached[key] = wide.log_softmax(dim=2), likely
+        return self.cached[key]
+
+    def _layout(self, branch: Branch) -> Layout:
+        prefix = self.soft.get(branch)
+        text = branch.prefix if isinstance(branch.prefix, str) else None
+        slots = 0 if prefix is None else len(prefix)
+        return Layout.of(self.model.tokenizer, text, branch.join + self.prompt, soft=slots)
 
     def _biased(
         self, layout: Layout, layer: int, scores: Float[Tensor, "row head query key"]
