@@ -318,6 +318,15 @@ def _forward_by_step(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row st
     return torch.cat(found, dim=1)
 
 
+def check_has_hooks(model: Model, purpose: str, instead: str = "") -> None:
+    """Refuse a model that is not a TransformerBridge: `purpose` through hooks, or `instead`."""
+    if not is_bridge(model) or plain_network(model) is not None:
+        raise CircuitError(
+            f"{purpose} through hooks of a TransformerBridge, and this is a"
+            f' {type(model).__name__}; load it with model_class="TransformerBridge"{instead}'
+        )
+
+
 def with_text(layout: Layout, text: Sequence[int]) -> Layout:
     """The layout with a text behind its prompt, without the text's last token, which predicts
     nothing."""

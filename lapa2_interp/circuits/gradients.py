@@ -47,6 +47,7 @@ from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import (
+    check_has_hooks,
     check_one_pass,
     items_per_batch,
     text_logits,
@@ -56,7 +57,7 @@ from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
 from lapa2_interp.circuits.units import head_mask, head_units, make_units
-from lapa2_interp.models.card import Model, check_not_quantised, is_bridge, plain_network
+from lapa2_interp.models.card import Model, check_not_quantised
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.load import accepts_model_name
 
@@ -268,11 +269,7 @@ def integrated_gradients(
 
 def check_gradients(model: Model) -> None:
     """Refuse a model without gradients."""
-    if not is_bridge(model) or plain_network(model) is not None:
-        raise CircuitError(
-            "gradients are read through the hooks of a TransformerBridge, not from a"
-            f' {type(model).__name__}; load the model with model_class="TransformerBridge"'
-        )
+    check_has_hooks(model, "gradients are read")
     check_not_quantised(model, "gradients go through")
     if model.cfg.dtype not in (torch.float32, torch.float64):
         name = str(model.cfg.dtype).removeprefix("torch.")

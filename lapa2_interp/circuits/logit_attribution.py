@@ -37,16 +37,14 @@ from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
-from lapa2_interp.circuits.edits import check_one_pass, text_logits
+from lapa2_interp.circuits.edits import check_has_hooks, check_one_pass, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import head_units
 from lapa2_interp.models.card import (
     Model,
     check_not_quantised,
-    is_bridge,
     kv_heads,
-    plain_network,
     prepacked_model,
 )
 from lapa2_interp.models.liveness import HOOK_PATTERN
@@ -209,11 +207,7 @@ def head_logit_attribution(
         CircuitError: A model without hooks; along lex without words; or blocks that add something
             else to the residual stream, or change the logits, so that parts would not sum.
     """
-    if not is_bridge(model) or plain_network(model) is not None:
-        raise CircuitError(
-            "what heads write is read at hooks; load the model as TransformerBridge, not as"
-            f" {type(model).__name__}"
-        )
+    check_has_hooks(model, "what heads write is read")
     contrast_set = ContrastSet.of(model, contrast, **settings)
     if along not in get_args(Along):
         raise CircuitError(unknown_choice("direction", along, get_args(Along)))

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import CircuitError, DeadHookError, unknown_choice
 from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.edits import Branches, Edit, edited_logits, text_logits
+from lapa2_interp.circuits.edits import Branches, Edit, check_has_hooks, edited_logits, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.units import Location, Unit
-from lapa2_interp.models.card import Model, is_bridge, kv_heads, plain_network
+from lapa2_interp.models.card import Model, kv_heads
 
 HOOKS: Mapping[str, str] = {
     "z": "blocks.{}.attn.hook_z",
@@ -81,12 +81,7 @@ def check_node(
     # Hooks of the model.
     if node in PREFIX_NODES:
         return
-    if not is_bridge(model) or plain_network(model) is not None:
-        raise CircuitError(
-            f"node {node} is patched through hooks of a TransformerBridge, and this is a"
-            f" {type(model).__name__}; load it as TransformerBridge, or take"
-            f" {' or '.join(PREFIX_NODES)}"
-        )
+    check_has_hooks(model, f"node {node} is patched", f", or take {' or '.join(PREFIX_NODES)}")
     for name in _hook_names(node, range(model.cfg.n_layers)):
         if name not in model.hook_dict:
             reason = (

@@ -615,7 +615,7 @@ def test_what_has_no_gradient_is_refused():
         lambda *given, **more: integrated_gradients(*given, [[0, 0]], **more),
     ):
         with pytest.raises(
-            CircuitError, match="TransformerBridge, not from a TransformersModel; load"
+            CircuitError, match="TransformerBridge, and this is a TransformersModel; load"
         ):
             call(load("tiny-gpt2", model_class="TransformersModel"), examples)
         with pytest.raises(ModelError, match="a object is no model of TransformerLens"):

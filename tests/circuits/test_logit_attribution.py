@@ -155,7 +155,9 @@ def test_soft_prefixes_and_an_augmentation():
 
 def test_what_cannot_be_attributed_is_refused():
     plain = load("tiny-gpt2", "float32", "TransformersModel")
-    with pytest.raises(CircuitError, match="load the model as TransformerBridge"):
+    with pytest.raises(
+        CircuitError, match="heads write is read through hooks of a TransformerBridge"
+    ):
         head_logit_attribution(plain, examples_of(plain))
     model = load("tiny-gpt2")
     with pytest.raises(CircuitError, match="give along='text'"):

@@ -601,7 +601,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     sets = {"x": [(0, "last")]}
     refused("found slots prompt beside them", "resid_pre", slots=["prompt"], together=sets)
     refused("the set 'x' is empty", "z", together={"x": []})
-    refused("hooks of a TransformerBridge.*TransformersModel; load it as", "z", of=plain)
+    refused("hooks of a TransformerBridge.*TransformersModel; load it with", "z", of=plain)
     refused("resid_mid, which this model lacks: its blocks compute attention and MLP side by side",
             "resid_mid", of=load("tiny-neox"), contrast=contrast_set(load("tiny-neox")))  # fmt: skip
     refused(
