@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.bias.tokens import token_texts
-from lapa2_interp.circuits.edits import Heads
+from lapa2_interp.circuits.edits import Heads, text_logits, with_text
 from lapa2_interp.circuits.examples import ContrastExample
-from lapa2_interp.circuits.logit_attribution import layouts_with_text
 from lapa2_interp.circuits.study_results import EDGES, CircuitStudy, head_name, records
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.liveness import HOOK_PATTERN
@@ -80,18 +78,17 @@ def attention_patterns(model: Model, example: ContrastExample, heads: Heads) -> 
     Returns:
         tokens, the heads' names, and attention [head query key] with four digits.
     """
-    layouts, prefixes = layouts_with_text(example)
-    inputs = soft_inputs(model, layouts[:1], prefixes[:1])
     patterns: dict[int, np.ndarray] = {}
 
     def keep(pattern: Tensor, hook: Any) -> None:
         patterns[int(hook.name.split(".")[1])] = pattern[0].float().cpu().numpy()
 
     names = [HOOK_PATTERN.format(layer) for layer in sorted({layer for layer, _ in heads})]
-    with torch.no_grad(), model.hooks(fwd_hooks=[(name, keep) for name in names]):
-        model(**inputs)
-    soft = [f"soft {i + 1}" for i in range(layouts[0].soft)]
-    tokens = [*soft, *token_texts(model.tokenizer, "", layouts[0].ids)]
+    with torch.no_grad():
+        text_logits(model, [(example, 0)], [(name, keep) for name in names])
+    layout = with_text(example.layouts[0], example.text)
+    soft = [f"soft {i + 1}" for i in range(layout.soft)]
+    tokens = [*soft, *token_texts(model.tokenizer, "", layout.ids)]
     attention = [np.round(patterns[layer][head], 4).tolist() for layer, head in heads]
     names = [f"{layer}.{head}" for layer, head in heads]
     return {"tokens": tokens, "heads": names, "attention": attention}

@@ -22,12 +22,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
-from lapa2_interp.attention.cache import BridgeRows
+from lapa2_interp.attention.cache import BridgeRows, soft_inputs
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import (
     Augmentation,
@@ -220,7 +220,6 @@ def _forward_rows(
     """Logits of rows that share a batch: the prefix first, then prompt and text."""
     # Rows that need a copy, and the augmentations of each row.
     first = rows[0][0]
-    device = model.cfg.device
     layouts = [example.layouts[branch] for example, _, branch in rows]
     edits = [each if each and each.applies_to(branch) else None for _, each, branch in rows]
     copied = [i for i, edit in enumerate(edits) if edit and edit.replacement != "cut"]
@@ -235,26 +234,13 @@ def _forward_rows(
     phases = {rule.phase for rule in always} | {edit.phase for _, edit, _ in rows if edit}
     by_step = "predicting_only" in phases
     all_layouts = [*layouts, *(layouts[i] for i in copied)]  # copies stand at the end
-    prefixes = [example.prefixes[branch] for example, _, branch in rows]
-    # The prefix has a forward pass of its own.
-    state = BridgeRows(model)
-    fronts = [prefix_part(each) for each in layouts]
-    if layouts[0].soft:
-        state.start_after_prefix(layouts, prefixes)
-    else:
-        with augmented(model, None, fronts):
-            state.prompt_pass(fronts)
-    index = torch.tensor([*range(len(rows)), *copied], device=device)
-    width = len(layouts[0]) + first.n_steps - 1
-    state.expand(index, capacity=width)
+    # The prefix has a forward pass of its own; prompt and text follow it.
+    state, tokens = read_prefixes(model, [(example, branch) for example, _, branch in rows])
+    index = torch.tensor([*range(len(rows)), *copied], device=model.cfg.device)
+    state.expand(index, capacity=len(layouts[0]) + first.n_steps - 1)
     if copied:
-        _replace(state, rows, copied, fronts[0])
-    # Prompt and text follow it.
-    ids = [
-        [*each.ids[len(front.ids) :], *example.text[:-1]]
-        for (example, _, _), each, front in zip(rows, layouts, fronts, strict=True)
-    ]
-    tokens = torch.tensor([*ids, *(ids[i] for i in copied)], device=device)
+        _replace(state, rows, copied)
+    tokens = tokens[index]
     edited_heads = _EditedHeads(model, rows, copied) if copied else None
     with ExitStack() as stack:
         if edited_heads is not None:
@@ -296,10 +282,30 @@ def _check_rule(rule: Augmentation, layout: Layout) -> None:
         )
 
 
-def prefix_part(layout: Layout) -> Layout:
-    """The layout up to the end of its prefix."""
-    n = 0 if layout.soft else layout.n_bos + layout.l_pre
-    return replace(layout, ids=layout.ids[:n], tokens=layout.tokens[:n], l_pro=0)
+def read_prefixes(
+    model: Model, rows: Sequence[tuple[ContrastExample, int]]
+) -> tuple[BridgeRows, Int[Tensor, "row token"]]:
+    """Read the prefixes of examples' branches, in a pass of their own.
+
+    Returns:
+        The rows with the prefix in their cache, and the tokens of prompt and text that follow it.
+    """
+    state, layouts = BridgeRows(model), [example.layouts[branch] for example, branch in rows]
+    if layouts[0].soft:
+        n = 0
+        state.start_after_prefix(layouts, [example.prefixes[branch] for example, branch in rows])
+    else:
+        n = layouts[0].n_bos + layouts[0].l_pre
+        fronts = [
+            replace(each, ids=each.ids[:n], tokens=each.tokens[:n], l_pro=0) for each in layouts
+        ]
+        with augmented(model, None, fronts):
+            state.prompt_pass(fronts)
+    ids = [
+        with_text(layout, example.text).ids[n:]
+        for layout, (example, _) in zip(layouts, rows, strict=True)
+    ]
+    return state, torch.tensor(ids, device=model.cfg.device)
 
 
 def _forward_by_step(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row step vocab"]:
@@ -310,6 +316,48 @@ def _forward_by_step(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row st
         found.append(state.read_tokens(tokens[:, max(i - 1, 0) : i + 1]))
         state.crop(1)
     return torch.cat(found, dim=1)
+
+
+def check_has_hooks(model: Model, purpose: str, instead: str = "") -> None:
+    """Refuse a model that is not a TransformerBridge: `purpose` through hooks, or `instead`."""
+    if not is_bridge(model) or plain_network(model) is not None:
+        raise CircuitError(
+            f"{purpose} through hooks of a TransformerBridge, and this is a"
+            f' {type(model).__name__}; load it with model_class="TransformerBridge"{instead}'
+        )
+
+
+def with_text(layout: Layout, text: Sequence[int]) -> Layout:
+    """The layout with a text behind its prompt, without the text's last token, which predicts
+    nothing."""
+    return replace(layout, ids=(*layout.ids, *text[:-1]))
+
+
+def text_logits(
+    model: Model,
+    rows: Sequence[tuple[ContrastExample, int]],
+    hooks: Sequence[tuple[str, Callable]] = (),
+    augmentation: AugmentationLike = None,
+) -> Float[Tensor, "row step vocab"]:
+    """Logits of every step, by one pass over prefix, prompt and text.
+
+    Args:
+        rows: Examples of one shape, each with the number of its branch.
+        hooks: Names of the model's hooks, and functions of an activation and its hook.
+    """
+    layouts = [example.layouts[branch] for example, branch in rows]
+    inputs = soft_inputs(
+        model,
+        [
+            with_text(layout, example.text)
+            for layout, (example, _) in zip(layouts, rows, strict=True)
+        ],
+        [example.prefixes[branch] for example, branch in rows],
+    )
+    n = rows[0][0].n_steps
+    rules = active_augmentations(resolve_recipes(augmentation))
+    with augmented(model, rules, layouts), model.hooks(fwd_hooks=list(hooks)):
+        return model(**inputs, logits_to_keep=n)[:, -n:]
 
 
 def check_one_pass(
@@ -359,10 +407,11 @@ def unprefixed_logits(
     return torch.cat(logits, dim=1)
 
 
-def _replace(state: BridgeRows, rows: Sequence[_Row], copied: Sequence[int], front: Layout) -> None:
+def _replace(state: BridgeRows, rows: Sequence[_Row], copied: Sequence[int]) -> None:
     """Replace keys and values in the prefix's slots of the copies."""
     n_items = len(rows) // len(rows[0][0].attributes)
-    slots = np.arange(front.prefix.start, front.prefix.stop)
+    prefix = rows[0][0].layouts[0].prefix
+    slots = np.arange(prefix.start, prefix.stop)
     for layer in state.cache.layers:
         for copy, row in enumerate(copied, start=len(rows)):
             _, edit, branch = rows[row]

@@ -44,14 +44,10 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.attention.hooked import edit_scores, refuse_sinks
-from lapa2_interp.bias.augmentation import (
-    BIAS_CAP,
-    Augmentation,
-)
+from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
-from lapa2_interp.circuits.edits import Heads, items_per_batch, prefix_part
+from lapa2_interp.circuits.edits import Heads, items_per_batch, read_prefixes
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.result_store import (
@@ -61,7 +57,7 @@ from lapa2_interp.circuits.result_store import (
     rounding_share,
 )
 from lapa2_interp.circuits.statistics import share_interval
-from lapa2_interp.circuits.units import all_heads, make_units
+from lapa2_interp.circuits.units import all_heads, head_mask, make_units
 from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
 from lapa2_interp.models.card import Model, is_bridge, prepacked_model, smallest_window
 from lapa2_interp.models.load import accepts_model_name
@@ -391,7 +387,7 @@ def _measure_batch(
             "removed": (_held(away.log_odds), close),
         }
         for each, pairs in sets.items():
-            chosen = _mask(model, pairs)
+            chosen = head_mask(model, pairs)
             for bias, (rule, forward) in biases.items():
                 found[f"{length}, {bias}, {each}"] = value(forward.logits(rule, chosen))
     return found
@@ -446,14 +442,6 @@ def _head_sets(
 def _with_filler(example: ContrastExample, filler: int, tokens: int) -> ContrastExample:
     """The example with `filler` tokens of its text before the scored ones."""
     return replace(example, text=example.text[-filler - tokens :], raw=None)
-
-
-def _mask(model: Model, heads: Heads) -> Bool[Tensor, "layer head"]:
-    """True for the heads of a set."""
-    found = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
-    for layer, head in heads:
-        found[layer, head] = True
-    return found
 
 
 @dataclass(frozen=True)
@@ -517,27 +505,11 @@ class _CachedForward:
 
     def __init__(self, model: Model, examples: Sequence[ContrastExample], tokens: int) -> None:
         self.model, self.n = model, len(examples)
-        names = range(len(examples[0].attributes))
-        rows = [
-            (example, example.layouts[i], example.prefixes[i])
-            for i in names
-            for example in examples
-        ]
-        layouts = [layout for _, layout, _ in rows]
-        first, fronts = layouts[0], [prefix_part(layout) for layout in layouts]
+        rows = [(each, i) for i in range(len(examples[0].attributes)) for each in examples]
+        first, device = examples[0].layouts[0], model.cfg.device
         self.prefix, self.bos = first.prefix, first.bos
-        self.state = BridgeRows(model)
-        if first.soft:
-            self.state.start_after_prefix(layouts, [prefix for *_, prefix in rows])
-        else:
-            self.state.prompt_pass(fronts)
+        self.state, every = read_prefixes(model, rows)
         # The token before the first scored one is the first scored query.
-        ids = [
-            [*layout.ids[len(front.ids) :], *example.text[:-1]]
-            for (example, layout, _), front in zip(rows, fronts, strict=True)
-        ]
-        device = model.cfg.device
-        every = torch.tensor(ids, device=device)
         self.width = len(first) + examples[0].n_steps - 1
         self.state.expand(torch.arange(len(rows), device=device), capacity=self.width)
         size = max(1, SCORES_AT_ONCE // (len(rows) * model.cfg.n_heads * self.width))

@@ -29,13 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 from tqdm import tqdm
@@ -43,21 +43,21 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp.attention.cache import soft_inputs
-from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import (
-    AugmentationLike,
-    active_augmentations,
-)
+from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Span
-from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
-from lapa2_interp.circuits.edits import Heads, check_one_pass, items_per_batch, unprefixed_logits
+from lapa2_interp.circuits.edits import (
+    check_has_hooks,
+    check_one_pass,
+    items_per_batch,
+    text_logits,
+    unprefixed_logits,
+)
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
-from lapa2_interp.circuits.units import head_units, make_units
-from lapa2_interp.models.card import Model, check_not_quantised, is_bridge, plain_network
+from lapa2_interp.circuits.units import head_mask, head_units, make_units
+from lapa2_interp.models.card import Model, check_not_quantised
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.load import accepts_model_name
 
@@ -247,7 +247,8 @@ def integrated_gradients(
         for number, example in enumerate(contrast_set.examples):
             for first in range(0, len(items), most):
                 part = items[first : first + most]
-                chosen = _head_masks(model, tuple(unit.heads[i] for i, _ in part))
+                masks = [head_mask(model, (unit.heads[i],)) for i, _ in part]
+                chosen = torch.stack(masks, dim=1)  # layer item head
                 examples = [example] * len(part)
                 # The slope of each item's head at its node.
                 with recorded_gradients():
@@ -268,11 +269,7 @@ def integrated_gradients(
 
 def check_gradients(model: Model) -> None:
     """Refuse a model without gradients."""
-    if not is_bridge(model) or plain_network(model) is not None:
-        raise CircuitError(
-            "gradients are read through the hooks of a TransformerBridge, not from a"
-            f' {type(model).__name__}; load the model with model_class="TransformerBridge"'
-        )
+    check_has_hooks(model, "gradients are read")
     check_not_quantised(model, "gradients go through")
     if model.cfg.dtype not in (torch.float32, torch.float64):
         name = str(model.cfg.dtype).removeprefix("torch.")
@@ -305,10 +302,9 @@ def _forward_with_biases(
         Logits; and each layer's pattern, by which the values are multiplied. Rows are (branch,
         item), stacked.
     """
-    n, n_branches = examples[0].n_steps, len(examples[0].attributes)
+    n_branches = len(examples[0].attributes)
     rows = [(example, branch) for branch in range(n_branches) for example in examples]
-    layouts = [example.layouts[branch] for example, branch in rows]
-    span, patterns = layouts[0].prefix, []
+    span, patterns = examples[0].layouts[0].prefix, []
 
     def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
         n_queries, n_keys = scores.shape[2:]
@@ -325,16 +321,7 @@ def _forward_with_biases(
     for i in range(model.cfg.n_layers):
         scores = HOOK_SCORES.format(i), lambda scores, hook, i=i: on_scores(scores, hook, i)
         hooks += [scores, (HOOK_PATTERN.format(i), on_pattern)]
-    with_text = [
-        replace(layout, ids=layout.ids + example.text[:-1])
-        for layout, (example, _) in zip(layouts, rows, strict=True)
-    ]
-    inputs = soft_inputs(model, with_text, [example.prefixes[branch] for example, branch in rows])
-    with (
-        augmented(model, active_augmentations(resolve_recipes(augmentation)), layouts),
-        model.hooks(fwd_hooks=hooks),
-    ):
-        logits = model(**inputs, logits_to_keep=n)[:, -n:]
+    logits = text_logits(model, rows, hooks, augmentation)
     return logits.unflatten(0, (n_branches, len(examples))), patterns
 
 
@@ -359,14 +346,6 @@ def _text_control(
             " that torch can differentiate, without detach, argmax or item"
         )
     return control
-
-
-def _head_masks(model: Model, heads: Heads) -> Bool[Tensor, "layer item head"]:
-    """A mask of each item's head."""
-    found = torch.zeros(model.cfg.n_layers, len(heads), model.cfg.n_heads, dtype=torch.bool)
-    for item, (layer, head) in enumerate(heads):
-        found[layer, item, head] = True
-    return found.to(model.cfg.device)
 
 
 def _first_order_loss(

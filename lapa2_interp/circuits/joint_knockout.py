@@ -133,6 +133,9 @@ def joint_curve(
     whole = np.zeros(len(asked.examples))
     left: dict[tuple[str, int], Float[np.ndarray, "draw example"]] = {}
     for fold in (0, 1):
+        own_file = None
+        if file is not None:
+            own_file = Path(file).with_name(f"{Path(file).stem}-{fold}{Path(file).suffix}")
         # Heads in the order of their effects in one half of the prompts.
         held_out = set(prompts[fold::2])
         choosing = [i for i, prompt in enumerate(prompts) if prompt not in held_out]
@@ -161,7 +164,7 @@ def joint_curve(
             metric=metric,
             other_metrics=(),
             augmentation=table.augmentation,
-            file=None if file is None else _numbered(Path(file), fold),
+            file=own_file,
             progress=progress,
         )
         # Control of the other half, and what is left of it.
@@ -180,8 +183,3 @@ def joint_curve(
         rows.append(row | {"prompts": len(prompts)})
     frame = pd.DataFrame(rows).sort_values(["kind", "heads"], ignore_index=True)
     return JointCurve(metric_name, frame)
-
-
-def _numbered(file: Path, number: int) -> Path:
-    """The file with a number at the end of its name."""
-    return file.with_name(f"{file.stem}-{number}{file.suffix}")

@@ -26,18 +26,11 @@ from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp.bias.augmentation import (
-    AugmentationLike,
-    Phase,
-)
+from lapa2_interp.bias.augmentation import AugmentationLike, Phase
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import Edit, evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
-from lapa2_interp.circuits.result_store import (
-    CONTROL,
-    UnitStore,
-    rounding_share,
-)
+from lapa2_interp.circuits.result_store import CONTROL, UnitStore, rounding_share
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import Unit, all_heads, make_units
 from lapa2_interp.models.card import Model
@@ -55,12 +48,10 @@ class KnockOut(UnitTable):
     means over steps. The noise is the largest effect of the null unit in an example.
 
     Attributes:
-        units: The units that were knocked out.
         replacement, phase, metric, augmentation: As in `knock_out`.
         by_metric: By metric, (control, effects, noise).
     """
 
-    units: tuple[Unit, ...]
     whole: Float[np.ndarray, " example"]
     noise: float
     replacement: str

@@ -21,7 +21,7 @@ lost without it (`knockout`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -35,27 +35,20 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp.attention.cache import soft_inputs
-from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.augmentation import AugmentationLike, active_augmentations
-from lapa2_interp.bias.layout import Layout
-from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
-from lapa2_interp.circuits.edits import check_one_pass
+from lapa2_interp.circuits.edits import check_has_hooks, check_one_pass, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import head_units
 from lapa2_interp.models.card import (
     Model,
     check_not_quantised,
-    is_bridge,
     kv_heads,
-    plain_network,
     prepacked_model,
 )
 from lapa2_interp.models.liveness import HOOK_PATTERN
 from lapa2_interp.models.load import accepts_model_name
-from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.stats import bounds
 
 if TYPE_CHECKING:
@@ -214,11 +207,7 @@ def head_logit_attribution(
         CircuitError: A model without hooks; along lex without words; or blocks that add something
             else to the residual stream, or change the logits, so that parts would not sum.
     """
-    if not is_bridge(model) or plain_network(model) is not None:
-        raise CircuitError(
-            "what heads write is read at hooks; load the model as TransformerBridge, not as"
-            f" {type(model).__name__}"
-        )
+    check_has_hooks(model, "what heads write is read")
     contrast_set = ContrastSet.of(model, contrast, **settings)
     if along not in get_args(Along):
         raise CircuitError(unknown_choice("direction", along, get_args(Along)))
@@ -301,29 +290,13 @@ class _HeadOutputs:
     logits: Float[Tensor, "branch step vocab"]
 
 
-def layouts_with_text(example: ContrastExample) -> tuple[list[Layout], list[SoftPrefix | None]]:
-    """Layouts and prefixes of an example's branches, the text without its last token as part of the
-    prompt."""
-    more = example.text[:-1]
-    tokens = tuple(str(each) for each in more)
-    layouts = [
-        replace(
-            each, ids=each.ids + more, tokens=each.tokens + tokens, l_pro=each.l_pro + len(more)
-        )
-        for each in example.layouts
-    ]
-    return layouts, list(example.prefixes)
-
-
 def _collect_outputs(
     model: Model, example: ContrastExample, augmentation: AugmentationLike
 ) -> _HeadOutputs:
     """One forward pass of all branches, with hooks on what `_HeadOutputs` has."""
     # Keys of each part.
-    layouts, prefixes = layouts_with_text(example)
-    inputs = soft_inputs(model, layouts, prefixes)
     layout = example.layouts[0]
-    slots = torch.arange(len(layouts[0]), device=model.cfg.device)
+    slots = torch.arange(len(layout) + example.n_steps - 1, device=model.cfg.device)
     masks = {
         "prefix": (slots >= layout.prefix.start) & (slots < layout.prefix.stop),
         "bos": (slots >= layout.bos.start) & (slots < layout.bos.stop),
@@ -341,7 +314,9 @@ def _collect_outputs(
     def on_value(value: Tensor, hook: Any, layer: int) -> None:
         with_soft = value  # branch key kv_head d_head
         if layout.soft:
-            soft = torch.stack([each.values[layer] for each in prefixes if each is not None])
+            soft = torch.stack(
+                [each.values[layer] for each in example.prefixes if each is not None]
+            )
             with_soft = torch.cat([soft.transpose(1, 2).to(value), value], dim=1)
         values[layer] = with_soft.repeat_interleave(group, dim=2)
 
@@ -367,13 +342,8 @@ def _collect_outputs(
         ("ln_final.hook_in", partial(add, name="final")),
         ("ln_final.hook_scale", partial(add, name="scale")),
     ]
-    with (
-        augmented(
-            model, active_augmentations(resolve_recipes(augmentation)), list(example.layouts)
-        ),
-        model.hooks(fwd_hooks=hooks),
-    ):
-        logits = _wide(model(**inputs)[:, -example.n_steps :])
+    rows = [(example, branch) for branch in range(len(example.layouts))]
+    logits = _wide(text_logits(model, rows, hooks, augmentation))
     return _HeadOutputs(
         parts, mass, sums["mlp"], sums["embedding"], sums["final"], sums["scale"], logits
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, Literal, get_args
@@ -15,11 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import CircuitError, DeadHookError, unknown_choice
-from lapa2_interp.attention.cache import BridgeRows
 from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.edits import Branches, Edit, edited_logits
+from lapa2_interp.circuits.edits import Branches, Edit, check_has_hooks, edited_logits, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
-from lapa2_interp.models.card import Model, is_bridge, kv_heads, plain_network
+from lapa2_interp.circuits.units import Location, Unit
+from lapa2_interp.models.card import Model, kv_heads
 
 HOOKS: Mapping[str, str] = {
     "z": "blocks.{}.attn.hook_z",
@@ -38,26 +37,9 @@ NODES = (*PREFIX_NODES, *HOOKS, "head_to_logits")
 Slots = Literal["prefix", "bos", "prompt", "last", "generated"]
 """Parts of a text by name. The prompt's last token is also a part of the prompt."""
 CACHE_PARTS = ("k", "v", "kv")
-Location = tuple[int, Any]
-"""A layer, and a head, a KV head or a part of the text by name."""
 RESIDUAL_TOLERANCE = 1e-3
 """Largest distance of the final residual from the sum of what was written into it, relative to its
 largest number; or 8 rounding steps, where these are larger."""
-
-
-@dataclass(frozen=True)
-class PatchUnit:
-    """Locations of a node that are patched together.
-
-    Attributes:
-        labels: Its names in tables: layer and head, kv_head or slots, part of the cache, or name.
-        locations: Pairs of a layer and one of its heads, KV heads or parts of the text.
-        part: For nodes of the prefix: "k", "v", or "kv" for both.
-    """
-
-    labels: Mapping[str, Any]
-    locations: tuple[Location, ...]
-    part: str = ""
 
 
 def check_node(
@@ -99,12 +81,7 @@ def check_node(
     # Hooks of the model.
     if node in PREFIX_NODES:
         return
-    if not is_bridge(model) or plain_network(model) is not None:
-        raise CircuitError(
-            f"node {node} is patched through hooks of a TransformerBridge, and this is a"
-            f" {type(model).__name__}; load it as TransformerBridge, or take"
-            f" {' or '.join(PREFIX_NODES)}"
-        )
+    check_has_hooks(model, f"node {node} is patched", f", or take {' or '.join(PREFIX_NODES)}")
     for name in _hook_names(node, range(model.cfg.n_layers)):
         if name not in model.hook_dict:
             reason = (
@@ -133,7 +110,7 @@ def make_patch_units(
     slots: Sequence[str] | None,
     parts: Sequence[str] | None,
     together: Mapping[str, Sequence[Location]] | None,
-) -> list[PatchUnit]:
+) -> list[Unit]:
     """Units of a node: each location by itself, or sets by name.
 
     Raises:
@@ -174,10 +151,10 @@ def make_patch_units(
             if not pairs:
                 raise CircuitError(f"the set {labels['name']!r} is empty; give (layer, {kind})")
     if node not in PREFIX_NODES:
-        return [PatchUnit(labels, locations) for labels, locations in sets]
+        return [Unit(labels, locations) for labels, locations in sets]
     chosen = parts or (("k", "v") if node == "prefix_kv" else ("kv",))
     return [
-        PatchUnit(labels | {"part": part}, locations, part)
+        Unit(labels | {"part": part}, locations, part=part)
         for part, (labels, locations) in product(chosen, sets)
     ]
 
@@ -187,7 +164,7 @@ def _group(model: Model) -> int:
     return model.cfg.n_heads // kv_heads(model)
 
 
-PatchedRuns = Callable[[Sequence[ContrastExample], Sequence[PatchUnit], int], Tensor]
+PatchedRuns = Callable[[Sequence[ContrastExample], Sequence[Unit], int], Tensor]
 """Takes examples, units, and the branch that is patched (0 or 1); gives logits of the target's run,
 the opposite run, and a run for every unit."""
 
@@ -209,7 +186,7 @@ def _through_prefix(
     model: Model,
     group: int,
     examples: Sequence[ContrastExample],
-    units: Sequence[PatchUnit],
+    units: Sequence[Unit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch keys and values of the prefix, as query heads see them, by a resampling edit."""
@@ -217,7 +194,7 @@ def _through_prefix(
     edits = []
     for unit in units:
         heads = tuple(
-            (i, head) for i, j in unit.locations for head in range(j * group, (j + 1) * group)
+            (i, head) for i, j in unit.heads for head in range(j * group, (j + 1) * group)
         )
         edits.append(Edit(heads, "resample", branches=branches, parts=tuple(unit.part)))
     logits, _ = edited_logits(
@@ -232,7 +209,7 @@ def _through_hooks(
     node: str,
     slots: Sequence[str] | None,
     examples: Sequence[ContrastExample],
-    units: Sequence[PatchUnit],
+    units: Sequence[Unit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch at hooks in one forward pass: rows of both branches, and a row for every unit, which
@@ -243,7 +220,7 @@ def _through_hooks(
     taken: dict[int, list[tuple[tuple, tuple]]] = {}  # by layer, (taking, giving) indices
     for i, unit in enumerate(units):
         takes = slice((2 + i) * n, (3 + i) * n)
-        for layer, column in unit.locations:
+        for layer, column in unit.heads:
             names = slots if node in HEAD_NODES else (column,)
             queries = _queries(examples[0], names).tolist()
             index: tuple = (queries,)
@@ -257,9 +234,9 @@ def _through_hooks(
             hooks += _residual_hooks(model, layer, pairs)
         else:
             hooks.append((hook, lambda x, hook, pairs=pairs: _take(x, pairs)))
-    branches = [0] * n + [1] * n + [into] * (n * len(units))
+    branches = (0, 1, *[into] * len(units))
     with _hooked(model, hooks):
-        logits = _forward(model, examples, branches)
+        logits = text_logits(model, [(each, branch) for branch in branches for each in examples])
     return logits.unflatten(0, (2 + len(units), n))
 
 
@@ -305,7 +282,7 @@ def _to_logits(
     model: Model,
     weights: Sequence[tuple[Tensor, Tensor | None]],
     examples: Sequence[ContrastExample],
-    units: Sequence[PatchUnit],
+    units: Sequence[Unit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch heads' outputs in the final norm's input: after the last block, a row for every unit
@@ -321,7 +298,7 @@ def _to_logits(
         if bias is not None:
             total[0] = total[0] + bias
         for i, unit in enumerate(units):
-            for head in [head for each, head in unit.locations if each == layer]:
+            for head in [head for each, head in unit.heads if each == layer]:
                 written = (z[gives, :, head] - z[takes, :, head]) @ out[head]
                 change[i] = change[i] + written if i in change else written
         return z
@@ -343,7 +320,7 @@ def _to_logits(
         hooks.append((HOOKS["z"].format(layer), partial(on_z, layer=layer)))
         hooks.append((HOOKS["mlp_out"].format(layer), add))
     with _hooked(model, [*hooks, (FINAL, finish)]):
-        logits = _forward(model, examples, [0] * n + [1] * n)
+        logits = text_logits(model, [(each, branch) for branch in (0, 1) for each in examples])
     return logits.unflatten(0, (2 + len(units), n))
 
 
@@ -356,20 +333,6 @@ def _check_equal(model: Model, x: Tensor, expected: Tensor, node: str) -> None:
             f" {model.cfg.model_name} has norms or factors in between; take z, attn_out, resid_pre"
             " or resid_post"
         )
-
-
-def _forward(
-    model: Model, examples: Sequence[ContrastExample], branches: Sequence[int]
-) -> Float[Tensor, "row step vocab"]:
-    """Logits from one forward pass over prefix, prompt and text; row i has example i modulo their
-    number."""
-    rows = [(examples[i % len(examples)], branch) for i, branch in enumerate(branches)]
-    layouts = [
-        replace(example.layouts[branch], ids=example.layouts[branch].ids + example.text[:-1])
-        for example, branch in rows
-    ]
-    prefixes = [example.prefixes[branch] for example, branch in rows]
-    return BridgeRows(model).prompt_pass(layouts, prefixes, keep=examples[0].n_steps)
 
 
 @contextmanager

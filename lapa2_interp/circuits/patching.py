@@ -44,14 +44,9 @@ from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
-from lapa2_interp.circuits.patch_nodes import (
-    Location,
-    PatchUnit,
-    check_node,
-    make_patch_units,
-    patched_runs,
-)
+from lapa2_interp.circuits.patch_nodes import check_node, make_patch_units, patched_runs
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
+from lapa2_interp.circuits.units import Location, Unit
 from lapa2_interp.models.card import Model, prepacked_model
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import bounds
@@ -80,7 +75,7 @@ class Patching:
     contrast_set: ContrastSet
     node: str
     metric: str
-    units: tuple[PatchUnit, ...]
+    units: tuple[Unit, ...]
     source: Float[np.ndarray, " example"]
     destination: Float[np.ndarray, " example"]
     effects: Mapping[str, Float[np.ndarray, "example unit"]]

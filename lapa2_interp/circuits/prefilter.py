@@ -13,10 +13,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, pluralize
-from lapa2_interp.bias.augmentation import (
-    AugmentationLike,
-    Phase,
-)
+from lapa2_interp.bias.augmentation import AugmentationLike, Phase
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.gradients import ESTIMATES, Attribution, attribution, check_gradients
 from lapa2_interp.circuits.knockout import KnockOut, knock_out

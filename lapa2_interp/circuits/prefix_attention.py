@@ -21,11 +21,7 @@ from jaxtyping import Float
 
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.attention.tables import select_layer_type
-from lapa2_interp.bias.augmentation import (
-    ALPHA_BOUNDS,
-    Augmentation,
-    AugmentationLike,
-)
+from lapa2_interp.bias.augmentation import ALPHA_BOUNDS, Augmentation, AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model

@@ -16,7 +16,9 @@ and all later ones, as Pro-Aug adds its bias there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from contextlib import ExitStack
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,19 +32,12 @@ from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.circuits.contrast_set import words_in_order
-from lapa2_interp.circuits.edits import Heads
+from lapa2_interp.circuits.edits import Heads, with_text
 from lapa2_interp.circuits.examples import RAW, attribute_words, check_request, write_texts
 from lapa2_interp.circuits.gradients import check_gradients, recorded_gradients
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
-from lapa2_interp.circuits.units import all_heads, head_pairs
-from lapa2_interp.methods.base import (
-    FLOOR,
-    BatchStart,
-    Branch,
-    Method,
-    Prepared,
-    SoftPrefixKey,
-)
+from lapa2_interp.circuits.units import all_heads, head_mask, head_pairs
+from lapa2_interp.methods.base import FLOOR, BatchStart, Branch, Method, Prepared, SoftPrefixKey
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import accepts_model_name
@@ -221,11 +216,7 @@ class _BranchForwards:
         heads: Heads,
     ) -> None:
         self.model, self.prompt, self.texts = model, prompt, texts
-        self.soft, self.b = soft, b
-        chosen = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=b.dtype, device=b.device)
-        for layer, head in heads:
-            chosen[layer, head] = 1
-        self.chosen = chosen
+        self.soft, self.b, self.chosen = soft, b, head_mask(model, heads).to(b)
         self.cached: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def steered(
@@ -249,10 +240,26 @@ class _BranchForwards:
     def forward(
         self, branch: Branch
     ) -> tuple[Float[Tensor, "item step vocab"], Float[Tensor, " item"]]:
-        """Log-probabilities of every step, and the prompt's log-likelihood."""
+        """Log-probabilities of every step, and the prompt's log-likelihood; a gradient is recorded
+        for the raw branch alone."""
         key = branch.prefix, branch.join
-        if key not in self.cached:
-            self.cached[key] = self._forward(branch)
+        if key in self.cached:
+            return self.cached[key]
+        layout, n = self._layout(branch), self.texts.shape[1]
+        layouts = [with_text(layout, row) for row in self.texts.tolist()]
+        inputs = soft_inputs(self.model, layouts, [self.soft.get(branch)] * len(layouts))
+        keep = n + layout.l_pro
+        raw = branch.prefix is None
+        with torch.set_grad_enabled(raw):
+            with ExitStack() as stack:
+                if raw:
+                    stack.enter_context(edit_scores(self.model, partial(self._biased, layout)))
+                logits = self.model(**inputs, logits_to_keep=keep)[:, -keep:]
+            likely = prompt_log_likelihood(
+                logits[:, : layout.l_pro + 1].detach(), [layout] * len(layouts)
+            )
+            wide = logits[:, -n:].to(torch.promote_types(logits.dtype, torch.float32))
+            self.cached[key] = wide.log_softmax(dim=2), likely
         return self.cached[key]
 
     def _layout(self, branch: Branch) -> Layout:
@@ -260,25 +267,6 @@ class _BranchForwards:
         text = branch.prefix if isinstance(branch.prefix, str) else None
         slots = 0 if prefix is None else len(prefix)
         return Layout.of(self.model.tokenizer, text, branch.join + self.prompt, soft=slots)
-
-    def _forward(self, branch: Branch) -> tuple[Tensor, Tensor]:
-        """Compute what `forward` gives; a gradient is recorded for the raw branch alone."""
-        layout, n = self._layout(branch), self.texts.shape[1]
-        with_text = [replace(layout, ids=(*layout.ids, *row[:-1])) for row in self.texts.tolist()]
-        inputs = soft_inputs(self.model, with_text, [self.soft.get(branch)] * len(with_text))
-        keep = n + layout.l_pro
-        raw = branch.prefix is None
-        with torch.set_grad_enabled(raw):
-            if raw:
-                with edit_scores(self.model, lambda layer, each: self._biased(layout, layer, each)):
-                    logits = self.model(**inputs, logits_to_keep=keep)[:, -keep:]
-            else:
-                logits = self.model(**inputs, logits_to_keep=keep)[:, -keep:]
-            likely = prompt_log_likelihood(
-                logits[:, : layout.l_pro + 1].detach(), [layout] * len(with_text)
-            )
-            wide = logits[:, -n:].to(torch.promote_types(logits.dtype, torch.float32))
-            return wide.log_softmax(dim=2), likely
 
     def _biased(
         self, layout: Layout, layer: int, scores: Float[Tensor, "row head query key"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,25 +15,14 @@ from matplotlib.axes import Axes
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
+from lapa2_interp.circuits.units import Location, Unit
 from lapa2_interp.stats import FEW, bounds
 
 COLUMNS = ("head", "kv_head", "slots")
 """Labels that can be the columns of a map, whose rows are layers."""
 MOST_INTERVALS = 40
 """Units whose intervals are drawn, the largest first."""
-
-
-@runtime_checkable
-class TableUnit(Protocol):
-    """A unit of a table: its labels, and the heads or other locations that it has."""
-
-    @property
-    def labels(self) -> Mapping[str, Any]: ...
-
-    @property
-    def locations(self) -> tuple[tuple[int, Any], ...]: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ class UnitTable:
     """
 
     contrast_set: ContrastSet
-    units: tuple[TableUnit, ...]
+    units: tuple[Unit, ...]
     values: Float[np.ndarray, "example unit"]
     whole: Float[np.ndarray, " example"] | None = None
     noise: float | None = None
@@ -156,7 +145,7 @@ class UnitTable:
         means = np.abs(self.means) if absolute else self.means * self._sign
         return np.argsort(-means, kind="stable")
 
-    def best(self, n: int, absolute: bool = False) -> Heads:
+    def best(self, n: int, absolute: bool = False) -> tuple[Location, ...]:
         """The heads (or other locations) of the n largest units, by value or by its size.
 
         Example:
@@ -166,7 +155,7 @@ class UnitTable:
             ((1, 2),)
         """
         chosen = self.order(absolute)[:n]
-        return tuple(dict.fromkeys(pair for i in chosen for pair in self.units[i].locations))
+        return tuple(dict.fromkeys(pair for i in chosen for pair in self.units[i].heads))
 
     def map(self, part: str | None = None) -> Float[np.ndarray, "layer column"]:
         """Values, or shares, as a grid of layers and heads, KV heads, or slots in their order.

@@ -10,6 +10,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.parsing import parse_json, read_text
@@ -18,30 +22,31 @@ from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.models.card import Model, kv_heads
 from lapa2_interp.models.load import accepts_model_name
 
+Location = tuple[int, Any]
+"""A layer, and a head, a KV head or a part of the text by name."""
+
 
 @dataclass(frozen=True)
 class Unit:
-    """Heads, and positions of the prefix, that are knocked out together.
+    """Heads, and positions of the prefix, that are knocked out or patched together.
 
     Attributes:
-        labels: Its names in tables: layer, head, kv_head, position, or name.
-        heads: (layer, head) pairs.
+        labels: Its names in tables: layer, head, kv_head, slots, position, part, or name.
+        heads: (layer, head) pairs; for some nodes of `patch`, pairs of a layer and a KV head or a
+            part of the text.
         positions: Positions within the prefix; None for all.
+        part: For nodes of the prefix in `patch`: "k", "v", or "kv" for both.
     """
 
     labels: Mapping[str, Any]
-    heads: Heads
+    heads: tuple[Location, ...]
     positions: tuple[int, ...] | None = None
+    part: str = ""
 
     @property
     def name(self) -> str:
         """The labels' values, joined by dots."""
         return ".".join(str(value) for value in self.labels.values())
-
-    @property
-    def locations(self) -> Heads:
-        """The heads."""
-        return self.heads
 
     @property
     def key(self) -> str:
@@ -140,6 +145,14 @@ def load_heads(file: str | Path) -> Heads:
 def save_heads(heads: Sequence[Sequence[int]], file: str | Path) -> None:
     """Save heads to a JSON file, [[layer, head], ...]."""
     write_text(Path(file), json.dumps([list(pair) for pair in heads]) + "\n")
+
+
+def head_mask(model: Model, heads: Heads) -> Bool[Tensor, "layer head"]:
+    """True for these heads of a model."""
+    mask = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
+    for layer, head in heads:
+        mask[layer, head] = True
+    return mask.to(model.cfg.device)
 
 
 def all_heads(model: Model) -> Heads:

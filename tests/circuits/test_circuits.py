@@ -31,6 +31,7 @@ from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, answer_key
 from lapa2_interp.tasks.task import Task
 
 PAIR = {"plus": "ab cd:", "minus": "xy zw:"}
+WORDS = ((70, 71, 72), (90, 91))
 ALL = ("cut", "zero", "resample", "mean")
 
 
@@ -42,12 +43,8 @@ def examples_of(model, n=5, prompts=("efg hi", "jkl"), prefixes=PAIR):
     ]
 
 
-def words_of(model):
-    return ((70, 71, 72), (90, 91))
-
-
 def contrast_set(model, **settings):
-    return ContrastSet(tuple(examples_of(model, **settings)), words_of(model))
+    return ContrastSet(tuple(examples_of(model, **settings)), WORDS)
 
 
 def logits_of(model, examples, edit=None, **settings):
@@ -275,7 +272,7 @@ def divergence(p, q):
 
 
 def favour(log_probs):
-    plus, minus = words_of(None)
+    plus, minus = WORDS
     return log_probs[:, plus].exp().sum(1).log() - log_probs[:, minus].exp().sum(1).log()
 
 
@@ -291,7 +288,7 @@ def test_swapping_the_branches_negates_llr_and_lex(tiny):
 def test_equal_prefixes_have_exactly_no_control(tiny):
     model = load(tiny)
     examples = examples_of(model, prefixes={"a": "ab cd:", "b": "ab cd:"})
-    found = control_score(model, ContrastSet(tuple(examples), words_of(model)))
+    found = control_score(model, ContrastSet(tuple(examples), WORDS))
     assert all(not found.values[name].any() for name in ("llr", "lex", "js", "kl"))
 
 
@@ -613,7 +610,7 @@ def test_one_branch_at_a_time_is_averaged():
     """In a model that adds up, resampling one branch loses D - a, both at once D - 2a."""
     model = load("tiny-llama", "float64")
     example = examples_of(model)[0]
-    asked = ContrastSet((example,), words_of(model))
+    asked = ContrastSet((example,), WORDS)
     table = knock_out(
         model, asked, over={"x": [[1, 0], [2, 1]]}, replacement="resample", metric="lex"
     )
@@ -769,9 +766,9 @@ def test_a_function_a_name_or_one_case_is_enough():
     assert set(control_score(model, example, metrics=mine).values) == {"mine"}
     assert set(control_score(model, example, metrics="js").values) == {"js"}
     assert knock_out(model, example, over="layer", metric=mine).metric == "mine"
-    words = dict(zip(PAIR, words_of(model), strict=True))
+    words = dict(zip(PAIR, WORDS, strict=True))
     named = control_score(model, example, metrics="lex", words=dict(reversed(words.items())))
-    expected = control_score(model, ContrastSet((example,), words_of(model)), metrics="lex")
+    expected = control_score(model, ContrastSet((example,), WORDS), metrics="lex")
     assert (named.values["lex"] == expected.values["lex"]).all()
 
 
@@ -1051,7 +1048,7 @@ def test_a_joint_curve_takes_heads_by_prompts():
     one, two, three, four = (
         examples_of(model, prompts=(each,))[0] for each in ("a", "b", "c", "d")
     )
-    asked = ContrastSet((*[one] * 9, two, three, four), words_of(model))
+    asked = ContrastSet((*[one] * 9, two, three, four), WORDS)
     units = (Unit({"layer": 0, "head": 0}, ((0, 0),)), Unit({"layer": 0, "head": 1}, ((0, 1),)))
     table = knock_out(model, asked, units=units, metric="lex", other_metrics=())
     effects = np.array([[1.0, 0]] * 9 + [[9.0, 0], [0, 2], [9.0, 0]])  # b and d are judged first

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import hooks_left, load, soft_prefix
-from test_circuits import contrast_set, examples_of, planted_contrast_set, words_of
+from test_circuits import WORDS, contrast_set, examples_of, planted_contrast_set
 
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp._util.errors import CircuitError, ModelError
@@ -94,7 +94,7 @@ def test_soft_prefixes_have_slopes_too(tiny):
     layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
     hard = examples_of(model, n=3)[0]
     example = ContrastExample("efg", hard.attributes, layouts, (70, 80, 90), prefixes=tuple(soft))
-    asked = ContrastSet((example, hard), words_of(model))  # soft and hard in one set
+    asked = ContrastSet((example, hard), WORDS)  # soft and hard in one set
     found = attribution(model, asked, metric="lex", batch_size=2)
     heads = ((0, 1), (1, 0), (3, 3))
     for at in heads:
@@ -168,7 +168,7 @@ def by_hand(model, example):
             ids = torch.tensor([[*layout.ids, *example.text[:-1]]])
             logits.append(model(ids)[0, len(layout) - 1 :].log_softmax(-1))
         kept.append(state)
-    plus, minus = words_of(model)
+    plus, minus = WORDS
     d = sum(
         sign * (each[:, plus].logsumexp(1) - each[:, minus].logsumexp(1)).mean()
         for sign, each in zip((1, -1), logits, strict=True)
@@ -250,8 +250,8 @@ def test_cases_of_any_order_and_batch_size(tiny):
     model = load(tiny)
     examples = examples_of(model, n=4, prompts=("efg hi", "jkl", "tuvwxy"))
     examples += examples_of(model, n=3, prompts=("ab",), prefixes={"plus": "ab:", "minus": "cd:"})
-    asked = ContrastSet(tuple(examples), words_of(model))
-    turned = ContrastSet(tuple(examples[::-1]), words_of(model))
+    asked = ContrastSet(tuple(examples), WORDS)
+    turned = ContrastSet(tuple(examples[::-1]), WORDS)
     alone = attribution(model, asked, metric="lex")
     together = attribution(model, turned, metric="lex", batch_size=4)
     for name in ("slopes", "cut_hats", "control"):
@@ -615,7 +615,7 @@ def test_what_has_no_gradient_is_refused():
         lambda *given, **more: integrated_gradients(*given, [[0, 0]], **more),
     ):
         with pytest.raises(
-            CircuitError, match="TransformerBridge, not from a TransformersModel; load"
+            CircuitError, match="TransformerBridge, and this is a TransformersModel; load"
         ):
             call(load("tiny-gpt2", model_class="TransformersModel"), examples)
         with pytest.raises(ModelError, match="a object is no model of TransformerLens"):

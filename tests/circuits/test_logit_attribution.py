@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, soft_prefix
-from test_circuits import contrast_set, examples_of, planted_contrast_set, words_of
+from test_circuits import WORDS, contrast_set, examples_of, planted_contrast_set
 
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp._util.errors import CircuitError
@@ -37,7 +37,7 @@ def test_all_parts_sum_to_the_logit_difference(name, along):
             with torch.no_grad():
                 ids = torch.tensor([[*layout.ids, *example.text[:-1]]])
                 logits = model(ids)[0, len(layout) - 1 :].double()
-            plus, minus = words_of(model)
+            plus, minus = WORDS
             if along == "lex":
                 expected = sum(
                     sign * (logits[:, list(words)].softmax(1) * logits[:, list(words)]).sum(1)
@@ -144,7 +144,7 @@ def test_soft_prefixes_and_an_augmentation():
     soft = [soft_prefix(model, seed=seed) for seed in (0, 1)]
     layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in soft)
     example = ContrastExample("efg", ("a", "b"), layouts, (70, 80, 90), prefixes=tuple(soft))
-    asked = ContrastSet((example,), words_of(model))
+    asked = ContrastSet((example,), WORDS)
     plain, boosted = (
         head_logit_attribution(model, asked, augmentation=a) for a in (None, Augmentation(alpha=1))
     )
@@ -155,7 +155,9 @@ def test_soft_prefixes_and_an_augmentation():
 
 def test_what_cannot_be_attributed_is_refused():
     plain = load("tiny-gpt2", "float32", "TransformersModel")
-    with pytest.raises(CircuitError, match="load the model as TransformerBridge"):
+    with pytest.raises(
+        CircuitError, match="heads write is read through hooks of a TransformerBridge"
+    ):
         head_logit_attribution(plain, examples_of(plain))
     model = load("tiny-gpt2")
     with pytest.raises(CircuitError, match="give along='text'"):

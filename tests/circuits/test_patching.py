@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, soft_prefix
+from test_circuits import WORDS, contrast_set
 from transformer_lens import patching as lens
 
 from lapa2_interp import Layout
@@ -25,21 +26,9 @@ from lapa2_interp.models.planted import (
     answer_key,
 )
 
-PAIR = {"plus": "ab cd:", "minus": "xy zw:"}
 SENTIMENT = {"positive": "Very positive:", "negative": "Very negative:"}
-WORDS = ((70, 71, 72), (90, 91))
 EVERYWHERE = ("prefix", "prompt", "generated")
 CUT = (0.0, 0.0, 0.0)
-
-
-def contrast_set(model, n=5, prompts=("efg hi", "jkl"), prefixes=PAIR):
-    rng = np.random.default_rng(3)
-    texts = [rng.integers(60, 120, n).tolist() for _ in prompts]
-    examples = [
-        ContrastExample.of(model.tokenizer, prefixes, prompt, text)
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    return ContrastSet(tuple(examples), WORDS)
 
 
 def soft_contrast_set(model, n=5):
@@ -612,7 +601,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     sets = {"x": [(0, "last")]}
     refused("found slots prompt beside them", "resid_pre", slots=["prompt"], together=sets)
     refused("the set 'x' is empty", "z", together={"x": []})
-    refused("hooks of a TransformerBridge.*TransformersModel; load it as", "z", of=plain)
+    refused("hooks of a TransformerBridge.*TransformersModel; load it with", "z", of=plain)
     refused("resid_mid, which this model lacks: its blocks compute attention and MLP side by side",
             "resid_mid", of=load("tiny-neox"), contrast=contrast_set(load("tiny-neox")))  # fmt: skip
     refused(
@@ -628,7 +617,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     with model.hooks(fwd_hooks=skewed):
         refused("resid_mid needs a residual stream that is the sum", "resid_mid")
     monkeypatch.setattr(
-        patch_nodes, "_forward", lambda model, examples, rows: torch.zeros(len(rows), 5, 9)
+        patch_nodes, "text_logits", lambda model, rows: torch.zeros(len(rows), 5, 9)
     )
     refused("hook blocks.0.attn.hook_z does not run", "z", error=DeadHookError, contrast=asked)
 
