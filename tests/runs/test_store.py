@@ -285,7 +285,9 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     assert len(run.select(alpha=[0, "0.5"]).by_key) == 4
     with pytest.raises(RunError, match="no cell with method=1; method may be prefix"):
         run.select(method="1")
-    with pytest.raises(TraceError, match="several kinds .max_length: 14, 18. .*choose one, such as max_length=14"):
+    with pytest.raises(
+        TraceError, match="several kinds .max_length: 14, 18. .*choose one, such as max_length=14"
+    ):
         one_kind(run.attention().steps)
     assert len(run.attention(max_length="14").kinds[0][0]) == 2
     line = ["score", str(tmp_path / "run"), "--scorers", "repetition", "--out"]
