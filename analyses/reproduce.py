@@ -30,8 +30,8 @@ import pandas as pd
 
 from lapa2_interp._util.errors import Lapa2Error, NoGridError, RunError, unknown_choice
 from lapa2_interp._util.files import write_text
-from lapa2_interp._util.progress import format_duration
 from lapa2_interp._util.table_formats import as_markdown
+from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.cli.app import main as lapa2
 from lapa2_interp.paper.claims import (
     MARGINS,

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.files import read_checkpoint, temporary_folder, write_checkpoint
-from lapa2_interp._util.progress import progress_bar, stop_on_sigterm
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.terminal import stop_on_sigterm
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.methods.registry import load_task

@@ -32,8 +32,8 @@ from pydantic import TypeAdapter
 from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp._util.files import atomic_write, is_damage, write_json, write_netcdf, write_text
 from lapa2_interp._util.parsing import parse_object, read_text
-from lapa2_interp._util.progress import format_duration
 from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Phase
 from lapa2_interp.circuits.circuit_graph import attention_patterns, make_circuit_graph

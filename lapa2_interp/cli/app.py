@@ -5,16 +5,19 @@ Help is built from the types and docstrings of the commands; torch is imported w
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from cyclopts import App, CoercionError, CycloptsError, Group, Parameter, UnknownOptionError
 from rich.console import Console
 
 from lapa2_interp._util.errors import Lapa2Error, on_command_line
-from lapa2_interp._util.progress import (
+from lapa2_interp._util.terminal import (
     Terminated,
     escape_line,
     raw_stream,
@@ -22,61 +25,72 @@ from lapa2_interp._util.progress import (
     stop_on_sigterm,
 )
 from lapa2_interp._util.version import __version__
-from lapa2_interp.cli.chat import chat
-from lapa2_interp.cli.circuits import circuits, fading, select
-from lapa2_interp.cli.generate import generate, trace
-from lapa2_interp.cli.look import (
-    layout,
-    list_methods,
-    list_prefixes,
-    list_recipes,
-    list_tasks,
-    models,
-    probe,
-)
-from lapa2_interp.cli.options import name_of_setting
-from lapa2_interp.cli.paper import propositions, report
-from lapa2_interp.cli.prefix import app as prefix
-from lapa2_interp.cli.score import app as scorers
-from lapa2_interp.cli.score import score
-from lapa2_interp.cli.sweep import grids, power, runs, sweep
-from lapa2_interp.cli.view import view
-from lapa2_interp.cli.word_lists import word_lists
-from lapa2_interp.generation.settings import CellSettings, read_value, unknown_setting
+
+COMMANDS = {
+    "Steer and look": "look:layout generate:generate chat:chat generate:trace view:view",
+    "Experiments": "sweep:grids sweep:sweep sweep:runs sweep:power paper:report paper:propositions",
+    "Scores": "score:score scorers word_lists:word_lists",
+    "Circuits": "circuits:circuits circuits:select circuits:fading",
+    "Models and prefixes": "look:models look:probe prefix look:list_prefixes",
+    "Lists": "look:list_methods look:list_recipes look:list_tasks",
+}
+"""Commands by group, as the help shows them: MODULE:FUNCTION, or a name of `FAMILIES`."""
+FAMILIES = {
+    "prefix": (
+        "Train soft prefixes, measure them on held-out text, or import them.",
+        "prefix:train prefix:evaluate prefix:score prefix:import_ prefix:recipes",
+    ),
+    "scorers": (
+        "List, train and check scorers; make and read sheets for human raters.",
+        "score:list_scorers score:train score:check score:sheets score:answers",
+    ),
+}
+"""Commands of commands: their help, and what they have."""
+
+
+def add_command(app: App, path: str, **shown: Any) -> None:
+    """Add a function to an app. Its docstring is read from the file, so that a list of commands
+    imports none of their modules."""
+    module, _, function = path.partition(":")
+    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text("utf-8"))
+    (found,) = (
+        each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == function
+    )
+    name = function.removeprefix("list_").removesuffix("_").replace("_", "-")
+    app.command(
+        f"{__package__}.{path}",
+        name="list" if name == app.name[0] else name,
+        help=ast.get_docstring(found),
+        help_format="markdown",
+        **shown,
+    )
+
 
 app = App(
     name="lapa2",
     version=__version__,
-    help="""Length-aware attention augmentation (LaPA2) on TransformerLens models: steer a language
-model with a prefix, keep the prefix from fading as the text grows, and record where the attention
-goes.
-
-Start with `lapa2 layout` to see which keys a prefix covers and what is added to them, make texts
-with `lapa2 generate`, and whole experiments with `lapa2 sweep` (`lapa2 grids` lists them with what
-they take).""",
-    help_format="markdown",
+    help=(
+        "Length-aware attention augmentation (LaPA2) on TransformerLens models: steer a language"
+        " model with a prefix, keep the prefix from fading as the text grows, and record where the"
+        " attention goes.\n\nStart with `lapa2 layout` to see which keys a prefix covers and what"
+        " is added to them, make texts with `lapa2 generate`, and whole experiments with `lapa2"
+        " sweep` (`lapa2 grids` lists them with what they take)."
+    ),
+    help_format="plaintext",  # of the list of commands; markdown takes a third of its time
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
 )
-
-COMMANDS = {
-    "Steer and look": (layout, generate, chat, trace, view),
-    "Experiments": (grids, sweep, runs, power, report, propositions),
-    "Scores": (score, scorers, word_lists),
-    "Circuits": (circuits, select, fading),
-    "Models and prefixes": (models, probe, prefix, list_prefixes),
-    "Lists": (list_methods, list_recipes, list_tasks),
-}
-"""Commands by group, as the help shows them."""
-for number, (title, commands) in enumerate(COMMANDS.items(), 1):
-    group = Group(title, sort_key=number)
-    for command in commands:
-        if isinstance(command, App):
-            command.group = group
-            app.command(command)
+for number, (title, paths) in enumerate(COMMANDS.items(), 1):
+    shown: dict[str, Any] = {"group": Group(title, sort_key=number)}
+    for shown["sort_key"], path in enumerate(paths.split()):
+        if path in FAMILIES:
+            told, members = FAMILIES[path]
+            family = App(name=path, help=told, **shown)
+            for member in members.split():
+                add_command(family, member)
+            app.command(family)
         else:
-            name = command.__name__.removeprefix("list_").replace("_", "-")
-            app.command(command, name=name, group=group)
+            add_command(app, path, **shown)
 app.register_install_completion_command(help="Complete commands and options in this shell.")
 
 
@@ -86,6 +100,9 @@ def setting_problem(words: Sequence[str], error: CycloptsError) -> str | None:
     if list(words[:1]) != ["generate"]:
         return None
     token = getattr(error, "token", None)
+    from lapa2_interp.cli.options import name_of_setting
+    from lapa2_interp.generation.settings import CellSettings, read_value, unknown_setting
+
     if isinstance(error, UnknownOptionError):
         return unknown_setting(name_of_setting(str(token.keyword if token else "")))
     if isinstance(error, CoercionError) and token is not None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
 from lapa2_interp.cli.options import Unshown, settings
 from lapa2_interp.models.machine import Dtype, DtypeOrAuto
@@ -14,14 +14,7 @@ from lapa2_interp.models.machine import Dtype, DtypeOrAuto
 if TYPE_CHECKING:
     import pandas as pd
 
-app = App(
-    name="prefix",
-    help="Train soft prefixes, measure them on held-out text, or import them.",
-    help_format="plaintext",
-)
 
-
-@app.command
 def train(
     *,
     out: Path,
@@ -96,7 +89,6 @@ def train(
     _show(out, table)
 
 
-@app.command
 def evaluate(
     *folders: Path,
     data: Annotated[tuple[str, ...], Unshown],
@@ -138,8 +130,7 @@ def evaluate(
         _show(folder, table[table["set"] == str(folder)])
 
 
-@app.command(name="score")
-def score_generated(
+def score(
     *folders: Path,
     task: str | None = None,
     samples: int = 4,
@@ -184,7 +175,6 @@ def score_generated(
     print(table.to_string(index=False, float_format="%.3f"))
 
 
-@app.command
 def recipes() -> None:
     """List the training recipes and every field that --set changes."""
     from lapa2_interp.prefixes.recipes import RECIPES, TrainingRecipe
@@ -242,7 +232,6 @@ def _percent(found: object) -> str:
     return f"{100 * found.mean:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-@app.command(name="import")
 def import_(
     source: Path,
     /,

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App
-
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.cli.options import Several, Unshown, columns
 from lapa2_interp.models.machine import Dtype
@@ -19,13 +17,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from lapa2_interp.scoring.task_scorer import ScorerCard
-
-
-app = App(
-    name="scorers",
-    help="List, train and check scorers; make and read sheets for human raters.",
-    help_format="plaintext",
-)
 
 
 def score(
@@ -125,7 +116,6 @@ def score(
         print(f"\ntables in {out}")
 
 
-@app.command(name="list")
 def list_scorers() -> None:
     """List the scorers, and what the trained ones reach on held-out text, with 95 % intervals."""
     from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterCard
@@ -157,7 +147,6 @@ def _show_held_out(card: ScorerCard, lengths: Sequence[str] = ()) -> None:
             print(f"    {row.value:.3f}{interval:<17} {row.measure}, {row.data}{length}, {row.n}")
 
 
-@app.command
 def train(
     *,
     task: str,
@@ -201,7 +190,6 @@ def _show_training(data: Sequence[str], file: Path) -> None:
     print(f"{file}, {file.stat().st_size / 1e6:.2f} MB")
 
 
-@app.command
 def check(
     file: Path,
     /,
@@ -276,7 +264,6 @@ def check(
         print(f"tables in {out}")
 
 
-@app.command
 def sheets(
     source: Path,
     /,
@@ -311,7 +298,6 @@ def sheets(
     )
 
 
-@app.command
 def answers(key: Path, /, *files: Path, out: Path | None = None) -> None:
     """Read raters' answers: means per arm with 95 % intervals, and how far the raters agree.
 

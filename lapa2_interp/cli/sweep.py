@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from lapa2_interp._util.errors import RunError, pluralize
-from lapa2_interp._util.progress import escape_line
+from lapa2_interp._util.terminal import escape_line
 from lapa2_interp.cli.options import AsJson, Several, columns
 from lapa2_interp.models.machine import Dtype
 
@@ -31,7 +31,7 @@ def grids(
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS.
         as_json: Print JSON, cells in full.
     """
-    from lapa2_interp._util.progress import format_bytes, format_duration
+    from lapa2_interp._util.terminal import format_bytes, format_duration
     from lapa2_interp.models.machine import machine_memory, machine_workers
     from lapa2_interp.models.sizes import model_size
     from lapa2_interp.paper.estimates import scoring_seconds
@@ -224,7 +224,7 @@ def sweep(
         dry_run: Only say what is left to make, and what it takes.
         yes: Start also what would take a year, or more memory than there is.
     """
-    from lapa2_interp._util.progress import format_bytes, format_duration
+    from lapa2_interp._util.terminal import format_bytes, format_duration
     from lapa2_interp.runs.grid import parse_changes
     from lapa2_interp.runs.launch import launch
 

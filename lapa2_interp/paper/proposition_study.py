@@ -27,7 +27,8 @@ from lapa2_interp._util.errors import DataError, TraceError
 from lapa2_interp._util.files import refuse_foreign_files, result_folder, write_netcdf
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.parsing import parse_json, read_text
-from lapa2_interp._util.progress import format_duration, progress_bar
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.synthetic import draw_log_odds, geometric_lengths, log_odds_dataset

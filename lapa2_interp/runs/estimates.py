@@ -19,7 +19,8 @@ from time import perf_counter
 import torch
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.progress import CountingBar, format_bytes
+from lapa2_interp._util.progress import CountingBar
+from lapa2_interp._util.terminal import format_bytes
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import decode_batches

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from lapa2_interp._util.errors import EmptyDistributionError, Lapa2Error, ModelError
-from lapa2_interp._util.progress import format_duration, progress_bar
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.cell import Cell

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize, unknown_choice
-from lapa2_interp._util.progress import format_bytes, format_duration, stop_on_sigterm
+from lapa2_interp._util.terminal import format_bytes, format_duration, stop_on_sigterm
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids

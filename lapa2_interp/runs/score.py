@@ -13,8 +13,8 @@ import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError, pluralize
 from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
-from lapa2_interp._util.progress import format_duration
 from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
+from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.runs.estimates import LONG, reading_seconds

@@ -14,7 +14,8 @@ from time import perf_counter
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.progress import caused_by_stop, hidden_bar
+from lapa2_interp._util.progress import hidden_bar
+from lapa2_interp._util.terminal import caused_by_stop
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import EmptyGenerationError, decode_batches
 from lapa2_interp.generation.plan import BatchPlan, plan_batches

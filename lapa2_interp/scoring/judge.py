@@ -31,7 +31,7 @@ import httpx
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.parsing import parse_json
-from lapa2_interp._util.progress import deferred_interrupts
+from lapa2_interp._util.terminal import deferred_interrupts
 from lapa2_interp.scoring.http_client import BoundedClient
 from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
 

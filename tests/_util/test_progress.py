@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from lapa2_interp._util import progress
-from lapa2_interp._util.progress import (
+from lapa2_interp._util.progress import hidden_bar, progress_bar
+from lapa2_interp._util.terminal import (
     deferred_interrupts,
     escape_line,
-    hidden_bar,
-    progress_bar,
     raw_stream,
     sanitized_output,
     stop_on_sigterm,

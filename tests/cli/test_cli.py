@@ -387,7 +387,7 @@ def test_help_teaches(command, capsys):
 def test_help_and_import_are_quick_and_load_no_torch():
     code = (
         "import sys; from lapa2_interp.cli.app import main; main(['--help'])\n"
-        "print({'torch', 'transformers'}"
+        "print({'torch', 'transformers', 'numpy', 'pydantic'}"
         " & set(sys.modules))"
     )
     done = subprocess.run(

@@ -14,7 +14,7 @@ import pytest
 from conftest import load, soft_set
 
 from lapa2_interp._util.errors import GridError, ModelError
-from lapa2_interp._util.progress import format_bytes, format_duration
+from lapa2_interp._util.terminal import format_bytes, format_duration
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import RECIPES, parse_recipes, recipe_name
 from lapa2_interp.cli.app import main
