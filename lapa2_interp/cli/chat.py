@@ -8,8 +8,7 @@ from typing import Literal
 
 from lapa2_interp._util.errors import LayoutError
 from lapa2_interp._util.parsing import parse_json, read_text
-from lapa2_interp.cli.options import AsJson, AugmentationOptions
-from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
+from lapa2_interp.cli.options import AsJson, AugmentationOptions, FastModelOptions
 
 
 def chat(
@@ -25,10 +24,7 @@ def chat(
     top_k: int = 200,
     eos: Literal["keep", "stop", "block"] = "stop",
     augmentation: AugmentationOptions = AugmentationOptions(),
-    dtype: DtypeOrAuto = "auto",
-    device: str | None = None,
-    model_class: ModelClass = "TransformerBridge",
-    trust_remote_code: bool = False,
+    computing: FastModelOptions = FastModelOptions(),
     as_json: AsJson = False,
 ) -> None:
     """Continue a chat with attention steered to its system message, a turn or a phrase.
@@ -50,11 +46,6 @@ def chat(
         seed: Seed of the random streams.
         top_k: How many of the likeliest tokens are kept; 1 is greedy. Temperature is 1.
         eos: An end token stops the text, is kept as any other, or is never drawn (block).
-        dtype: Precision; auto is bfloat16 or float32, whichever this machine computes faster.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        model_class: HookedTransformer needs transformer-lens 3.9; TransformersModel works without
-            hooks, through transformers' attention interface.
-        trust_remote_code: Run code that comes with the model.
         as_json: Print JSON.
     """
     try:
@@ -75,21 +66,12 @@ def chat(
     from lapa2_interp.attention.tables import select_layer_type
     from lapa2_interp.bias.layout import Layout
     from lapa2_interp.generation.chat import continue_chats
-    from lapa2_interp.models.load import load_model, load_tokenizer
-    from lapa2_interp.models.machine import print_if_slow, resolve_dtype
+    from lapa2_interp.models.load import load_tokenizer
 
     rules = augmentation.build(0.5)
-    tokenizer = load_tokenizer(model, trust_remote_code)
+    tokenizer = load_tokenizer(model, computing.trust_remote_code)
     found = Layout.of_chat(tokenizer, given, span=span, template=arguments)
-    precision = resolve_dtype(dtype, device)
-    print_if_slow(precision, device)
-    loaded = load_model(
-        model,
-        dtype=precision,
-        device=device,
-        model_class=model_class,
-        trust_remote_code=trust_remote_code,
-    )
+    loaded = computing.load(model)
     augmentation.check(loaded)
     (made,) = continue_chats(
         loaded, [found], rules, length=length, samples=samples, seed=seed, top_k=top_k, eos=eos

@@ -5,26 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from lapa2_interp.cli.options import Several, Unshown
-from lapa2_interp.models.machine import Dtype
+from lapa2_interp.cli.options import ContrastOptions, ModelOptions, Several
 
 
 def circuits(
     model: str,
     /,
     *,
-    task: str = "sentiment",
     out: Path,
-    attribute: str | None = None,
-    prompt: Annotated[tuple[str, ...], Several, Unshown] = (),
-    tokens: int = 32,
-    samples: int = 1,
     best: int = 24,
-    seed: int = 1,
-    dtype: Dtype = "float32",
-    device: str | None = None,
-    model_class: Literal["TransformerBridge", "TransformersModel"] = "TransformerBridge",
-    trust_remote_code: bool = False,
+    texts: ContrastOptions = ContrastOptions(),
+    computing: ModelOptions = ModelOptions(),
 ) -> None:
     """Find the heads that carry a task's control, and write a page about them.
 
@@ -39,38 +30,21 @@ def circuits(
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder. planted has a known circuit.
-        task: A task of two attributes or more whose prefixes have equal lengths in tokens.
         out: The folder of tables and page (report.html).
-        attribute: The target; by default the task's first.
-        prompt: Prompts, instead of the task's. Fewer than 8 give numbers and no claims.
-        tokens: Tokens of each text that are scored.
-        samples: Texts of each prompt.
         best: How many of the best heads are tested again with the other replacements and phases. As
             many random heads are added.
-        seed: Seed of the texts.
-        dtype: Precision of weights and computation.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        model_class: TransformersModel works without hooks, and does not tell what heads write.
-        trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp._util.files import write_text
     from lapa2_interp.circuits.study import run_study
-    from lapa2_interp.models.load import load_model
-    from lapa2_interp.models.machine import print_if_slow
     from lapa2_interp.report.study_page import render_study
 
-    print_if_slow(dtype, device)
-    loaded = load_model(model, dtype, device, model_class, trust_remote_code)
+    loaded = computing.load(model)
     found = run_study(
         loaded,
-        task,
+        texts.task,
         out,
-        attribute=attribute,
-        prompts=prompt or None,
-        tokens=tokens,
-        samples=samples,
-        seed=seed,
         best=best,
+        **texts.parameters(),
     )
     page = out / "report.html"
     write_text(page, render_study(found))
@@ -82,22 +56,14 @@ def select(
     /,
     *,
     out: Path,
-    task: str = "sentiment",
-    attribute: str | None = None,
-    prompt: Annotated[tuple[str, ...], Several, Unshown] = (),
-    prompts: Path | None = None,
     score: Literal["cut", "slope", "dla", "mass", "random"] = "cut",
     heads: int = 8,
     positions: str = "all",
     metric: str = "js",
-    tokens: int = 32,
-    samples: int = 1,
-    seed: int = 1,
     file: Path | None = None,
     pro_aug: str | None = None,
-    dtype: Dtype = "float32",
-    device: str | None = None,
-    trust_remote_code: bool = False,
+    texts: ContrastOptions = ContrastOptions(),
+    computing: ModelOptions = ModelOptions(),
 ) -> None:
     """Choose the heads and tokens to steer, and write them as a card.
 
@@ -111,10 +77,6 @@ def select(
     Args:
         model: A name of `lapa2 models`, a hub id or a folder.
         out: The card, a JSON file.
-        task: A task of two attributes or more whose prefixes have equal lengths in tokens.
-        attribute: The target; by default the task's first.
-        prompt: Prompts, instead of the task's; at least 8, better 32.
-        prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
         score: What orders heads: the loss without their view of the prefix (cut, exact, slow);
             what a bias gains per unit (slope, one pass a text); what they write themselves (dla);
             their attention on the prefix (mass); nothing (random).
@@ -122,19 +84,12 @@ def select(
         positions: Tokens of the prefix: all, auto (the smallest set that keeps 90 % of the
             control), or positions within it such as 0,1.
         metric: By which control is measured: js, lex, llr or kl.
-        tokens: Tokens of each text that are scored.
-        samples: Texts of each prompt.
-        seed: Seed of the texts and of random heads.
         file: Where finished knock-outs are kept (score cut): the same command goes on from there.
         pro_aug: A method such as air-decoding: also decide whether its raw branch strengthens the
             prompt. `lapa2 generate --selection FILE --method METHOD` does as decided.
-        dtype: Precision of weights and computation.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp._util.errors import CircuitError
     from lapa2_interp.circuits.selection import select as choose
-    from lapa2_interp.models.load import load_model
 
     if file is not None and file.resolve() == out.resolve():
         raise CircuitError(f"--file and --out are both {out}; give each a file of its own")
@@ -147,19 +102,15 @@ def select(
                 f"--positions {positions!r} is not all, auto, or positions such as 0,1"
             ) from None
     found = choose(
-        load_model(model, dtype, device, trust_remote_code=trust_remote_code),
-        task,
+        computing.load(model),
+        texts.task,
         score=score,
         heads=heads,
         positions=kept,
         metric=metric,
-        seed=seed,
         file=file,
-        attribute=attribute,
-        prompts=_prompts(prompt, prompts),
-        tokens=tokens,
-        samples=samples,
         pro_aug=pro_aug,
+        **texts.parameters(),
     )
     found.save(out)
     n = len(found.heads)
@@ -183,23 +134,14 @@ def fading(
     /,
     *,
     out: Path,
-    task: str = "sentiment",
-    attribute: str | None = None,
-    prompt: Annotated[tuple[str, ...], Several, Unshown] = (),
-    prompts: Path | None = None,
     filler: Annotated[tuple[int, ...], Several] = (64, 128, 256),
-    tokens: int = 32,
     selection: Path | None = None,
     random: int = 0,
     alpha: float = 0.5,
     metric: str | None = None,
-    samples: int = 1,
-    seed: int = 1,
     file: Path | None = None,
-    dtype: Dtype = "float32",
-    device: str | None = None,
-    model_class: Literal["TransformerBridge", "TransformersModel"] = "TransformerBridge",
-    trust_remote_code: bool = False,
+    texts: ContrastOptions = ContrastOptions(),
+    computing: ModelOptions = ModelOptions(),
 ) -> None:
     """Ask why control fades: does it come back when the attention on the prefix does?
 
@@ -214,37 +156,25 @@ def fading(
         model: A name of `lapa2 models`, a hub id or a folder. planted and planted-gain have known
             answers.
         out: The folder of tables and figure.
-        task: A task of two attributes or more whose prefixes have equal lengths in tokens.
-        attribute: The target; by default the task's first.
-        prompt: Prompts, instead of the task's. Fewer than 8 give numbers and no claims.
-        prompts: A file of prompts: plain lines, or .jsonl with a field "prompt".
         filler: Numbers of tokens between prompt and scored tokens.
-        tokens: Tokens that are scored.
         selection: Heads of `lapa2 select`, whose mass is also changed alone.
         random: Sets of as many random heads.
         alpha: Of LaPA2's bias, for comparison.
         metric: js, lex, llr or kl; by default lex where the task has words.
-        samples: Texts of each prompt.
-        seed: Seed of the texts and random heads.
         file: Where the numbers of finished texts are kept: the same command goes on from there.
-        dtype: Precision of weights and computation.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        model_class: TransformersModel works without hooks.
-        trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp._util.errors import RunError
     from lapa2_interp._util.files import result_folder
     from lapa2_interp.circuits.fading import VERDICTS
     from lapa2_interp.circuits.fading import measure_fading as ask
     from lapa2_interp.circuits.selection import Selection
-    from lapa2_interp.models.load import load_model
 
     if file is not None and file.resolve().is_relative_to(out.resolve()):
         raise RunError(
             f"--file {file} would be in the new folder --out {out}; give a file beside it, such as"
             f" {out.parent / 'kept.jsonl'}"
         )
-    loaded = load_model(model, dtype, device, model_class, trust_remote_code)
+    loaded = computing.load(model)
     heads = {}
     if selection is not None:
         chosen = Selection.load(selection)
@@ -253,18 +183,14 @@ def fading(
     with result_folder(out, finished=lambda folder: (folder / "fading.csv").is_file()) as folder:
         found = ask(
             loaded,
-            task,
+            texts.task,
             filler=filler,
-            tokens=tokens,
             heads=heads,
             random=random,
             alpha=alpha,
             metric=metric,
-            seed=seed,
             file=file,
-            attribute=attribute,
-            prompts=_prompts(prompt, prompts),
-            samples=samples,
+            **texts.parameters(),
         )
         table = found.frame()
         table.to_csv(folder / "fading.csv", index=False)
@@ -275,9 +201,3 @@ def fading(
     print("\nshare of the fade that each bias brings back (removed: that its absence takes)")
     print(table.to_string(index=False, float_format="%.3f"))
     print(f"\n{found.verdict()}: {VERDICTS[found.verdict()]}\nwritten: {out}")
-
-
-def _prompts(prompt: tuple[str, ...], file: Path | None) -> list[str] | None:
-    from lapa2_interp.tasks.task import read_prompts
-
-    return [*prompt, *(read_prompts(file) if file else ())] or None

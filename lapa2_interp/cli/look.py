@@ -15,8 +15,7 @@ from lapa2_interp._util.errors import (
     PrefixError,
     unknown_choice,
 )
-from lapa2_interp.cli.options import AsJson, AugmentationOptions
-from lapa2_interp.models.machine import Dtype, ModelClass, print_if_slow
+from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelOptions
 
 MOST_STEPS = 1_000_000
 """Rows that `lapa2 layout` shows: more than any context has positions."""
@@ -162,26 +161,17 @@ def probe(
     model: str,
     /,
     *,
-    dtype: Dtype = "float32",
-    device: str | None = None,
-    model_class: ModelClass = "TransformerBridge",
-    trust_remote_code: bool = False,
+    computing: ModelOptions = ModelOptions(),
 ) -> None:
     """Tell whether an edit of a model's attention scores reaches its logits.
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder.
-        dtype: Precision of weights and computation.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        model_class: HookedTransformer needs transformer-lens 3.9; TransformersModel works without
-            hooks, through transformers' attention interface.
-        trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp.bias.layer_types import describe_layers
     from lapa2_interp.models.probing import probe_model
 
-    print_if_slow(dtype, device)
-    found = probe_model(model, dtype, device, model_class, trust_remote_code)
+    found = probe_model(model, **computing.parameters())
     card = found.card
     print(
         f"model            {card.name} ({card.architecture}, {card.model_class}, {card.dtype},"

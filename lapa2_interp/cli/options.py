@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 
 from lapa2_interp._util.errors import AugmentationError, Lapa2Error, MethodError, ScoringError
 from lapa2_interp.generation.settings import CellSettings, read_value
-from lapa2_interp.models.machine import DtypeOrAuto
+from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
 
 if TYPE_CHECKING:
     from lapa2_interp.bias.augmentation import Augmentation
@@ -99,6 +99,78 @@ def name_of_setting(option: str) -> str:
         if option in options:
             return name
     return option.lstrip("-").replace("-", "_")
+
+
+@Parameter(name="*", group=COMPUTING)
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is loaded and computes."""
+
+    dtype: DtypeOrAuto = "float32"
+    """Precision of weights and computation; auto is bfloat16 or float32, whichever this machine
+    computes faster."""
+    device: str | None = None
+    """cpu, cuda, cuda:1; CUDA when there is one, by default."""
+    model_class: ModelClass = "TransformerBridge"
+    """HookedTransformer needs transformer-lens 3.9; TransformersModel works without hooks, through
+    transformers' attention interface."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+
+    def parameters(self) -> dict[str, Any]:
+        """Arguments of `load_model`; a note is printed where the precision is slow here."""
+        from lapa2_interp.models.machine import print_if_slow, resolve_dtype
+
+        dtype = resolve_dtype(self.dtype, self.device)
+        print_if_slow(dtype, self.device)
+        return asdict(self) | {"dtype": dtype}
+
+    def load(self, name: str) -> Model:
+        """The model."""
+        from lapa2_interp.models.load import load_model
+
+        return load_model(name, **self.parameters())
+
+
+@dataclass(frozen=True)
+class FastModelOptions(ModelOptions):
+    """The same, in the faster precision by default."""
+
+    dtype: DtypeOrAuto = "auto"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ContrastOptions:
+    """The texts behind opposite prefixes in which circuits are looked for."""
+
+    task: str = "sentiment"
+    """A task of two attributes or more whose prefixes have equal lengths in tokens."""
+    attribute: str | None = None
+    """The target; by default the task's first."""
+    prompt: Annotated[tuple[str, ...], Several, Unshown] = ()
+    """Prompts, instead of the task's. Fewer than 8 give numbers and no claims; better are 32."""
+    prompts: Path | None = None
+    """A file of prompts: plain lines, or .jsonl with a field "prompt"."""
+    tokens: int = 32
+    """Tokens of each text that are scored."""
+    samples: int = 1
+    """Texts of each prompt."""
+    seed: int = 1
+    """Seed of the texts and of random heads."""
+
+    def parameters(self) -> dict[str, Any]:
+        """Arguments of `run_study`, `select` and `measure_fading`, but `task`."""
+        from lapa2_interp.tasks.task import read_prompts
+
+        prompts = [*self.prompt, *(read_prompts(self.prompts) if self.prompts else ())]
+        return {
+            "attribute": self.attribute,
+            "prompts": prompts or None,
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "seed": self.seed,
+        }
 
 
 @Parameter(name="*", group=BIAS)
