@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Which heads carry the control: the committed tables and pages of figures/circuits. Two hours of two cores; repeat it after a stop, and
-# it goes on. `circuits.sh paper`: those of the paper's GPT-2 medium, four times the work, in results/paper/circuits; DEVICE=cuda puts
+# it resumes. `circuits.sh paper`: those of the paper's GPT-2 medium, four times the work, in results/paper/circuits; DEVICE=cuda puts
 # them on a GPU.
 set -euo pipefail
 if [ "${1-}" = paper ]; then

@@ -10,8 +10,8 @@
    against length, same texts.
 3. Scores, fits and verdicts are taken from these, and the page is drawn.
 
-What is finished is never made again: stop it as you like, the same command goes on. Nothing is
-asked of the network.
+What is finished is never made again: stop it as you like, and run the same command again to resume.
+Nothing is asked of the network.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; what is finished is kept, and the same command goes on", file=sys.stderr)
+        print(
+            "\nstopped; what is finished is kept: run the same command again to resume",
+            file=sys.stderr,
+        )
         return 130
     return 0
 
@@ -89,7 +92,7 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
     _say(
         f"""The demo of lapa2_interp: how much a language model attends to the prefix that steers it, and what LaPA2 changes.
 
-  It takes    {_takes(model, page)}; stop it as you like, the same command goes on.
+  It takes    {_takes(model, page)}; stop it as you like; the same command resumes.
   It makes    {page}, one page that shows
               1 attention on the prefix against length, without LaPA2 and with it   5 the paper's claims, with verdicts
               2 the layers and heads it comes from                                   6 LaPA2 in half of the layers

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Why control fades: the committed numbers of figures/fading, on the first 64 of the steering prompts, in heads that were chosen on
-# others. An hour of a core for each task; repeat it after a stop, and it goes on. `make fading` writes the prompts first.
+# others. An hour of a core for each task; repeat it after a stop, and it resumes. `make fading` writes the prompts first.
 set -euo pipefail
 out=results/fading
 mkdir -p $out

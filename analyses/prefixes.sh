@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The soft prefixes that ship for SmolLM2, and a contrastive set for detox that does not: two hours of two cores; repeat it after a stop,
-# and it goes on. Corpora come from the hub; other files, and Jigsaw's comments, are given as SENTIMENT="--data FILE --held-out FILE"
+# and it resumes. Corpora come from the hub; other files, and Jigsaw's comments, are given as SENTIMENT="--data FILE --held-out FILE"
 # and so on.
 set -euo pipefail
 : "${SENTIMENT:=--data sst2 --data imdb}" "${TOPIC:=--data agnews}" "${DETOX:=--data jigsaw_train.jsonl}"

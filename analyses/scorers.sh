@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The scorers that ship: the linear ones take minutes, the adapters about six hours of one core; repeat it after a stop, and it goes on.
+# The scorers that ship: the linear ones take minutes, the adapters about six hours of one core; repeat it after a stop, and it resumes.
 # `scorers.sh DATA`: a folder of corpora as files of text and label: IMDb, SST-2, AG News, Jigsaw, ParaDetox, and RealToxicityPrompts
 # with Perspective's scores. bfloat16 halves the time where the processor has units for it; the weights then differ in their last digits.
 set -euo pipefail

@@ -148,7 +148,7 @@ ARMS = {
 # %%
 folder = options.out / "runs"
 dtype = options.dtype
-if dtype == "auto" and (folder / "run.json").is_file():  # goes on as it was begun
+if dtype == "auto" and (folder / "run.json").is_file():  # continues as it was begun
     dtype = next(iter(load_run(folder).by_key.values())).dtype
 cells = {
     arm: [

@@ -252,7 +252,7 @@ def test_interrupted_it_says_that_it_goes_on_and_does(stopped, made):
     assert status == 130
     assert (
         printed.rstrip().splitlines()[-1]
-        == "stopped; what is finished is kept, and the same command goes on"
+        == "stopped; what is finished is kept: run the same command again to resume"
     )
     assert "Traceback" not in printed
     assert early

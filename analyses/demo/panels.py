@@ -613,7 +613,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         "Does it help? So few texts cannot tell",
         f"Means with 95 % intervals over the {prompts} prompts, both attributes together; n texts"
         " an arm. Accuracy is the share of texts that a classifier finds to have the attribute"
-        " that was asked for, by two classifiers of different make: adapters on a small language"
+        " that was asked for, by two classifiers of different kinds: adapters on a small language"
         " model, and a linear one; echo is the share of texts that say the word of the prefix"
         " itself; low perplexity means fluent to the scoring model; distinct-n is the"
         " share of different n-grams.",

@@ -2,9 +2,9 @@
 
 A branch is one conditional model call: a soft prefix or BOS and a hard prefix, the prompt, and then
 the generated tokens. `Layout.of` tokenises prefix and prompt *together*, as the model will read
-them, and finds the spans from character offsets: a token that starts before the seam belongs to the
-prefix, and a token that crosses it is reported. A count of `len(encode(prefix))` would give wrong
-spans. `Layout.of_chat` does the same for a message, or a phrase, of a chat.
+them, and finds the spans from character offsets: a token that starts in the prefix belongs to the
+prefix, and a token that spans the boundary is reported. A count of `len(encode(prefix))` would give
+wrong spans. `Layout.of_chat` does the same for a message, or a phrase, of a chat.
 
 Slots are key positions in the cache: soft slots (keys without ids), padding, BOS, hard prefix,
 prompt, generated. A span is half-open, [start, stop). Slot numbers a user gives (an explicit span)
@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -121,7 +122,7 @@ class Layout:
         counted: The released code's span length: soft slots; else what the tokenizer counts for the
             prefix alone (for the prompt on the raw model), its automatic BOS included.
         soft: Soft slots in front of everything.
-        merged: The token that crosses the seam between prefix and prompt, if one does. It counts as
+        merged: The token that spans the boundary of prefix and prompt, if one does. It counts as
             prefix. Of a chat, the text of a span that shares a token with the template.
         pad: Padding slots between the soft slots and BOS.
         n_before: Tokens between BOS and the prefix: those before the span of a chat. They count as
@@ -191,8 +192,8 @@ class Layout:
                 "doubled_bos reproduces tokenizers that prepend BOS themselves; this one does not"
             )
 
-        # Tokenise prefix and prompt together, and divide the tokens at the seam.
-        seam = len(prefix or "")
+        # Tokenise prefix and prompt together, and divide the tokens at the boundary.
+        boundary = len(prefix or "")
         encoded = tokenizer(
             (prefix or "") + prompt, add_special_tokens=False, return_offsets_mapping=True
         )
@@ -203,7 +204,7 @@ class Layout:
             min(begin, stop)
             for (begin, _), stop in zip(encoded["offset_mapping"], stops, strict=False)
         ]
-        l_pre = sum(begin < seam for begin in begins)
+        l_pre = sum(begin < boundary for begin in begins)
         l_pro = len(begins) - l_pre
         if prefix is not None and not tokenizer(prefix, add_special_tokens=False).input_ids:
             raise LayoutError(
@@ -218,7 +219,7 @@ class Layout:
         alone = prefix if prefix is not None else prompt
         n_bos = 2 if doubled_bos else 1
         ids = (start,) * n_bos + tuple(encoded["input_ids"])
-        crosses = l_pre > 0 and stops[l_pre] > seam
+        crosses = l_pre > 0 and stops[l_pre] > boundary
         return cls(
             ids=ids,
             tokens=tuple(token_texts(tokenizer, "", ids)),
@@ -310,6 +311,21 @@ class Layout:
     def __len__(self) -> int:
         """Slots up to the end of the prompt, soft ones and padding included."""
         return self.soft + self.pad + len(self.ids)
+
+    def _repr_html_(self) -> str:
+        """Its keys by slot, coloured by part, for notebooks."""
+        keys = [f"soft {i + 1}" for i in range(self.soft)] + ["pad"] * self.pad + list(self.tokens)
+        colours = {"bos": "#9994", "prefix": "#E69F0066", "prompt": "#56B4E966"}
+        cells = ""
+        for slot, key in enumerate(keys):
+            parts = (name for name in ("bos", "prefix") if slot in range(*getattr(self, name)))
+            part = next(parts, "prompt")
+            cells += (
+                f'<span title="slot {slot}, {part}" style="background:{colours[part]};'
+                'white-space:pre;padding:0 2px;margin:1px;display:inline-block">'
+                f"{escape(repr(key)[1:-1])}</span>"
+            )
+        return f"<p>l_pre {self.l_pre}, l_pro {self.l_pro}, BOS {self.n_bos}</p><p>{cells}</p>"
 
     @property
     def n_live(self) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ TASK_SETTINGS = ("attribute", "prompts", "texts", "source", "tokens", "samples",
 """Settings of a task's examples, as `make_examples` takes them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ContrastSet:
     """Texts after opposite prefixes, and the words that distinguish the attributes.
 
@@ -46,7 +46,11 @@ class ContrastSet:
     """
 
     examples: tuple[ContrastExample, ...]
-    words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    words: tuple[tuple[int, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        names = " and ".join(map(repr, self.examples[0].attributes))
+        return f"<ContrastSet: {len(self.examples)} texts behind the prefixes of {names}>"
 
     def __post_init__(self) -> None:
         if not self.examples:

@@ -79,7 +79,8 @@ class ContrastExample:
         if len(tails) > 1 or len({each.n_bos for each in self.layouts}) > 1:
             raise CircuitError(
                 f"the prompt {self.prompt!r} is not the same tokens in every branch (a token"
-                " crosses the seam); end the prefixes alike, or begin the prompt with a space"
+                " spans prefix and prompt); end the prefixes alike, or begin the prompt with a"
+                " space"
             )
         if crossing := next((each for each in self.layouts if each.merged is not None), None):
             raise CircuitError(

@@ -40,7 +40,7 @@ NULL = "nothing"
 """Name of the null unit, in which every head's output changes by one rounding step and no more."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class KnockOut(UnitTable):
     """Effects of units: the control that each carries.
 

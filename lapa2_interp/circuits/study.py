@@ -221,7 +221,7 @@ def run_study(
     if not (folder / CONTRAST_SET_FILE).is_file():
         raise CircuitError(
             f"{folder} is gone: it was moved or removed; bring it back and repeat the command,"
-            " which goes on from what is there"
+            " which resumes from what is there"
         )
     write_json(folder / "circuit.json", make_circuit_graph(found))
     if plain_network(model) is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pandas as pd
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 
-from lapa2_interp._util.errors import CircuitError, unknown_choice
+from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
@@ -21,11 +22,13 @@ from lapa2_interp.stats import FEW, bounds
 
 COLUMNS = ("head", "kv_head", "slots")
 """Labels that can be the columns of a map, whose rows are layers."""
+SHOWN = 10
+"""Units in the representation for notebooks."""
 MOST_INTERVALS = 40
 """Units whose intervals are drawn, the largest first."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class UnitTable:
     """A value of every unit in every text.
 
@@ -187,6 +190,18 @@ class UnitTable:
             if part is None or unit.labels["part"] == part:
                 grid[unit.labels["layer"], columns.index(unit.labels[kind])] = value
         return grid
+
+    def __repr__(self) -> str:
+        name, units = type(self).__name__, pluralize(len(self.units), "unit")
+        return f"<{name}: {self.label}, of {units} in {self.contrast_set!r}>"
+
+    def _repr_html_(self) -> str:
+        """The largest units, for notebooks."""
+        columns = [*self.units[0].labels, self.name, "low", "high", "share", "p_max", "rank"]
+        shown = self.frame().head(SHOWN).filter(columns)
+        table = shown.to_html(index=False, border=0, float_format="{:.3g}".format)
+        told = f"the largest {SHOWN} of {len(self.units)}: " if len(self.units) > SHOWN else ""
+        return f"<p>{told}{escape(self.label)}, with 95 % intervals over prompts</p>{table}"
 
     def plot(self) -> Drawing:
         """Maps, or values with their intervals where units have no map.

@@ -115,7 +115,7 @@ def setting_problem(words: Sequence[str], error: CycloptsError) -> str | None:
     return None
 
 
-def goes_on(words: Sequence[str]) -> bool:
+def resumes(words: Sequence[str]) -> bool:
     """True if a command that is stopped keeps what it has finished."""
 
     def option(name: str) -> str | None:
@@ -178,8 +178,8 @@ def _run(words: list[str]) -> int:
             file=sys.stderr,
         )
     except (KeyboardInterrupt, Terminated) as stop:  # what was half-made is gone already
-        after = "goes on" if goes_on(words) else "begins again; nothing half-made is left"
-        print(f"lapa2: interrupted; the same command {after}", file=sys.stderr)
+        after = "resume" if resumes(words) else "start over; no partial output is left"
+        print(f"lapa2: interrupted; run the same command again to {after}", file=sys.stderr)
         return 130 if isinstance(stop, KeyboardInterrupt) else 143
     else:
         return 0

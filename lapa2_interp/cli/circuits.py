@@ -23,7 +23,7 @@ def circuits(
     control. How much of it is lost when a head cannot see the prefix is what that head carries.
     Layers, KV heads, heads and tokens of the prefix are knocked out one by one. The best heads are
     also knocked out in other ways, and several at a time, and what heads write is read directly.
-    Finished knock-outs are kept: the same command goes on where it stopped. For example
+    Finished knock-outs are kept: the same command resumes where it stopped. For example
 
         lapa2 circuits planted --task sentiment --out results/planted
         lapa2 circuits smollm2-135m --task sentiment --out results/circuits
@@ -84,7 +84,7 @@ def select(
         positions: Tokens of the prefix: all, auto (the smallest set that keeps 90 % of the
             control), or positions within it such as 0,1.
         metric: By which control is measured: js, lex, llr or kl.
-        file: Where finished knock-outs are kept (score cut): the same command goes on from there.
+        file: Where finished knock-outs are kept (score cut): the same command resumes from there.
         pro_aug: A method such as air-decoding: also decide whether its raw branch strengthens the
             prompt. `lapa2 generate --selection FILE --method METHOD` does as decided.
     """
@@ -161,7 +161,7 @@ def fading(
         random: Sets of as many random heads.
         alpha: Of LaPA2's bias, for comparison.
         metric: js, lex, llr or kl; by default lex where the task has words.
-        file: Where the numbers of finished texts are kept: the same command goes on from there.
+        file: Where the numbers of finished texts are kept: the same command resumes from there.
     """
     from lapa2_interp._util.errors import RunError
     from lapa2_interp._util.files import result_folder

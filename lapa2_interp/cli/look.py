@@ -139,7 +139,7 @@ def layout(
         print(f"layers by the keys they see: {describe_layers(seen)}")
     if facts["merged"] is not None:
         print(
-            f"note: the token {facts['merged']!r} crosses the seam between prefix and prompt and"
+            f"note: the token {facts['merged']!r} spans the boundary of prefix and prompt and"
             " counts as prefix"
         )
     if facts["augmentation"] is None:

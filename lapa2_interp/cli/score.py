@@ -75,7 +75,7 @@ def score(
         judge_temperature: Temperature of the judge, 0 to 2; server leaves it to the server, as some
             models refuse any.
         max_cost: Stop the judge before it has cost more US dollars than this (needs
-            --judge-prices). What was paid for is kept; the same command goes on with the rest, for
+            --judge-prices). What was paid for is kept; the same command continues with the rest, for
             as much again.
         only: Only texts with these values, as COLUMN=VALUE; a column given twice: either value.
         cache: Folder that keeps every score (default: in the user's cache), so that nothing is

@@ -160,10 +160,10 @@ class BatchPlan:
 
     @property
     def merged(self) -> list[str]:
-        """Tokens that cross the seam between a prefix and a prompt, in words."""
+        """Tokens that span the boundary of a prefix and a prompt, in words."""
         return [
-            f"in branch {name!r} of {prompt!r} the token {each.merged!r} crosses the seam and"
-            " counts as prefix"
+            f"in branch {name!r} of {prompt!r} the token {each.merged!r} spans the boundary of"
+            " prefix and prompt and counts as prefix"
             for name, row in zip(self.branches, self.layouts, strict=True)
             for prompt, each in zip(self.prompts, row, strict=True)
             if each.merged is not None

@@ -150,7 +150,7 @@ def load_grids(
     """Load grids for a run folder: a grid that leaves the dtype to the machine gets that of the
     run's cells.
 
-    A run begun in bfloat16 on one machine goes on in bfloat16 on another, so that nothing is made
+    A run begun in bfloat16 on one machine continues in bfloat16 on another, so that nothing is made
     twice.
 
     Args:

@@ -160,7 +160,7 @@ class RayPool:
         if self._home not in alive:
             raise RunError(
                 "Ray has ended on this machine (`ray stop`, or its process was killed); start it"
-                " again, and the same command goes on where this one stopped"
+                " again, and the same command resumes where this one stopped"
             )
         return list(alive.values())
 
@@ -210,7 +210,7 @@ class RayPool:
             if monotonic() - began > PATIENCE:
                 raise RunError(
                     f"the cluster has had no room for a worker for {PATIENCE / 60:.0f} minutes;"
-                    " `ray status` tells who has it, and the same command goes on where this one"
+                    " `ray status` tells who has it, and the same command resumes where this one"
                     " stopped"
                 )
 
@@ -272,7 +272,7 @@ class RayPool:
                 raise RunError(
                     f"the head of the Ray cluster at {self._head} has not answered for"
                     f" {ANSWER:g} s; start it again with `ray start --head`, and the same command"
-                    " goes on where this one stopped"
+                    " resumes where this one stopped"
                 )
             sleep(1)
 

@@ -73,7 +73,7 @@ class FinishedCell:
     trace: xr.Dataset | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """Cells, and what was made of them, in a folder or in memory.
 
@@ -87,7 +87,7 @@ class Run:
     folder: Path | None
     listing: Listing
     by_key: dict[str, Cell]
-    batches: dict[str, list[FinishedBatch]] = field(default_factory=dict, repr=False)
+    batches: dict[str, list[FinishedBatch]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -297,6 +297,9 @@ class Run:
         fitted C / (t + D); arguments and errors as `steps`."""
         return self.attention(branch, **wanted).plot()
 
+    def __repr__(self) -> str:
+        return f"<Run of {pluralize(len(self.by_key), 'cell')}: {self.name}>"
+
     def _repr_html_(self) -> str:
         """The run's cells as a short table, for notebooks."""
         columns = ["model", "task", "attribute", "method", "arm", "max_length", "samples", "state"]
@@ -435,7 +438,7 @@ class Run:
     def save(self, folder: str | Path, force: bool = False) -> Run:
         """Write the run to a new folder, which appears whole or not at all; the run as read back.
 
-        Cells that are not finished are planned there too: a sweep of their grid goes on with them.
+        Cells that are not finished are planned there too: a sweep of their grid makes them.
 
         Args:
             force: Replace a finished run that is there.

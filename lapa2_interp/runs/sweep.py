@@ -1,7 +1,7 @@
-"""Filling a run: `sweep` makes every cell of its grids, and goes on where it stopped.
+"""Filling a run: `sweep` makes every cell of its grids, and resumes where it stopped.
 
 A run is its finished batches, each of which appears whole or not at all. So a sweep may be stopped
-at any point, and goes on with the same command; what it makes is the same as without the stop.
+at any point, and resumes with the same command; what it makes is the same as without the stop.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class _Sweep:
         if not (self.run.home / LISTING).is_file() or self.run.home.stat().st_ino != self.inode:
             raise RunError(
                 f"{self.run.home} is gone: it was moved or removed; bring it back and repeat the"
-                " command, which goes on from what is there"
+                " command, which resumes from what is there"
             )
         work, shown = job.work, job.work.shown.pop(job.number, 0)
         if error := future.exception():  # its worker died

@@ -451,7 +451,7 @@ class Judge(Scorer):
                     raise ScoringError(
                         f"the next request may cost ${most:.4f}, and ${max(room, 0.0):.4f} is left"
                         f" of the cost allowed; the same command with --max-cost {most:.4f} or more"
-                        " goes on with the rest"
+                        " continues with the rest"
                     )
                 self._condition.wait()
             self.requests += 1

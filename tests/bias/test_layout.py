@@ -569,3 +569,11 @@ def test_a_chat_on_the_command_line(tmp_path, capsys, monkeypatch):
     ):
         assert main(wrong) == 2
         assert problem in capsys.readouterr().err
+
+
+def test_a_notebook_shows_the_keys_by_part():
+    shown = Layout.of(load("tiny-gpt2"), "Very <b>:", "The lake")._repr_html_()
+    assert "l_pre 9, l_pro 8, BOS 1" in shown
+    assert shown.count("<span") == 18
+    assert "&lt;" in shown
+    assert "<b>" not in shown

@@ -83,3 +83,11 @@ def test_the_largest_above_the_noise_are_named():
     axes = table([1, 3, -2, 0.1], noise=0.5).plot_against(np.arange(4.0), "x", named=4).axes[0]
     assert [each.get_text() for each in axes.texts] == ["0.1", "1.0", "0.0"]
     assert axes.texts[0].xy == pytest.approx((1, 3), abs=1e-2)
+
+
+def test_a_table_is_shown_in_few_words():
+    found = table([1, 3, -2, 0], label="lost js, nats a step")
+    assert repr(found).startswith("<UnitTable: lost js, nats a step, of 4 units in <ContrastSet: 9")
+    shown = found._repr_html_()
+    assert "95 % intervals over prompts" in shown
+    assert shown.count("<tr>") == 4

@@ -206,7 +206,7 @@ def test_layout_prints_spans_lengths_and_biases(capsys):
     ]
     assert facts["steps"][0]["l"] == 4
     assert lapa2("layout --prefix Ver --prompt 'y good'") == 0
-    assert "the token 'Very' crosses the seam" in capsys.readouterr().out
+    assert "the token 'Very' spans the boundary of prefix and prompt" in capsys.readouterr().out
 
 
 def test_probe_and_lists(capsys):
@@ -423,7 +423,7 @@ def test_an_interrupt_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("line", "goes_on"),
+    ("line", "resumes"),
     [
         ("sweep quick/alpha --out run", True),
         ("generate --out run", False),
@@ -438,14 +438,14 @@ def test_an_interrupt_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
         ("", False),
     ],
 )
-def test_a_stopped_command_says_whether_it_goes_on(line, goes_on, monkeypatch, capsys):
+def test_a_stopped_command_says_whether_it_resumes(line, resumes, monkeypatch, capsys):
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lapa2_interp.cli.app.app", stopped)
     assert lapa2(line) == 130
-    told = "goes on" if goes_on else "begins again; nothing half-made is left"
-    assert capsys.readouterr().err == f"lapa2: interrupted; the same command {told}\n"
+    told = "resume" if resumes else "start over; no partial output is left"
+    assert capsys.readouterr().err == f"lapa2: interrupted; run the same command again to {told}\n"
 
 
 def test_closed_streams_are_no_error(tmp_path):

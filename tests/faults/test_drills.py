@@ -120,7 +120,7 @@ def test_ctrl_c_and_sigterm(command, home, tmp_path, record_property):
         assert code == {"SIGINT": 130, "SIGTERM": 143}[kind], said
         assert seconds < SOON
         [line] = lapa2_lines(said)
-        assert line.startswith("lapa2: interrupted; the same command "), said
+        assert line.startswith("lapa2: interrupted; run the same command again to "), said
         assert "Traceback" not in said
     assert left_over(tmp_path) == []
     longest = max(seconds for _, seconds, _ in found.values())

@@ -150,7 +150,7 @@ def test_ctrl_c_kills_the_workers_of_a_cluster(home, tmp_path, record_property):
         took = time.monotonic() - began
         assert took < SOON
         last = log.read_text().splitlines()[-1]
-        assert last == "lapa2: interrupted; the same command goes on"
+        assert last == "lapa2: interrupted; run the same command again to resume"
         until(lambda: not actors(), log)
     done((SWEEP + LONGER).format(home=home, out=tmp_path / "run"), log)
     assert different(contents(tmp_path / "run"), contents(home / "run")) == []

@@ -317,7 +317,7 @@ def test_a_stopped_judge_keeps_every_answer_and_hides_the_key(
     assert process.exitcode == codes[kind]
     if kind != signal.SIGKILL:
         last = log.read_text().strip().splitlines()[-1]
-        assert last == "lapa2: interrupted; the same command goes on"
+        assert last == "lapa2: interrupted; run the same command again to resume"
     done(words, log, environment)
     again = len(server.answered) - len(texts)
     assert set(server.answered) == set(texts)

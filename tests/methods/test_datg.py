@@ -267,7 +267,7 @@ def test_too_long_drafts_and_unfit_scorers_are_found_before_drafting(cache):
 
 
 def test_the_sentence_of_form_p_leaves_the_prompt_whole():
-    """It ends before the space, so that no token crosses the seam, whatever the prompt."""
+    """It ends before the space, so that no token spans prefix and prompt, whatever the prompt."""
     from lapa2_interp.models.load import load_tokenizer
 
     tokenizer = load_tokenizer("smollm2-135m")

@@ -366,7 +366,7 @@ def test_ctrl_c_in_a_terminal_is_a_sentence_even_while_workers_start(files, tmp_
     assert process.wait(60) == 130
     printed = (tmp_path / "printed").read_text()
     assert "0 of 4 cells finished" in printed
-    assert printed.splitlines()[-1] == "lapa2: interrupted; the same command goes on"
+    assert printed.splitlines()[-1] == "lapa2: interrupted; run the same command again to resume"
     assert "Traceback" not in printed
     wait_for(lambda: is_over(process.pid), 20)
 
@@ -400,7 +400,7 @@ def test_signals_that_stop_it_are_told_what_is_finished(undisturbed, files, tmp_
     assert 1 <= len(finished) < 4
     assert log.read_text().splitlines()[-2:] == [
         f"{len(finished)} of 4 cells finished",
-        "lapa2: interrupted; the same command goes on",
+        "lapa2: interrupted; run the same command again to resume",
     ]
     assert "Traceback" not in log.read_text()
     assert not list(run.rglob(".writing-*")), "it had the time to clean up"
