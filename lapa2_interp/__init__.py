@@ -18,8 +18,8 @@ from lapa2_interp._util.version import __version__ as __version__
 
 if "OMP_WAIT_POLICY" not in os.environ:
     # Threads of PyTorch that wait for each other keep their core busy for a while. Beside another
-    # process that needs the cores, this makes both many times slower (docs/using.md, "Speed on a
-    # CPU"). So they wait for a shorter while. It is read when torch is first imported.
+    # process that needs the cores, this makes both many times slower (docs/your-model.md, "Speed on
+    # a CPU"). So they wait for a shorter while. It is read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 __all__ = [  # noqa: RUF022 (the order of use)
