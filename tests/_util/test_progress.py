@@ -18,6 +18,7 @@ import pytest
 from lapa2_interp._util import progress
 from lapa2_interp._util.progress import hidden_bar, progress_bar
 from lapa2_interp._util.terminal import (
+    Terminated,
     deferred_interrupts,
     escape_line,
     raw_stream,
@@ -172,7 +173,7 @@ def test_what_is_no_terminal_gets_texts_as_they_are(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "exception"),
-    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Terminated)],
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)],
 )
 def test_a_held_interrupt_counts_when_the_block_ends(kind, exception):
     stop, done = threading.Event(), []
@@ -188,7 +189,7 @@ def test_a_held_interrupt_counts_when_the_block_ends(kind, exception):
 
 @pytest.mark.parametrize(
     ("kind", "exception"),
-    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Terminated)],
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)],
 )
 def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_counts(kind, exception):
     """As matplotlib's renderer does."""
@@ -204,7 +205,7 @@ def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own_counts(kind,
 
 @pytest.mark.parametrize(
     ("kind", "exception"),
-    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, progress.Terminated)],
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)],
 )
 def test_an_interrupt_that_something_swallows_counts_at_the_end(kind, exception):
     with pytest.raises(exception), stop_on_sigterm():
