@@ -21,6 +21,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
@@ -44,6 +45,7 @@ from lapa2_interp.prefixes.parameters import text_keys_and_values
 from lapa2_interp.prefixes.recipes import TrainingRecipe
 from lapa2_interp.prefixes.soft_prefix import (
     PrefixCard,
+    PrefixShape,
     SoftPrefix,
     TrainingRecord,
     kv_shape_of,
@@ -90,22 +92,14 @@ def train_set(
         DataError: An attribute has no text, or the objective needs a second attribute.
         PrefixError: The folder holds other prefixes, or the loss is not a number.
     """
+    # Everything that decides the result. Only the same plan resumes a training.
     check_name(out)
-    attributes = tuple(dict.fromkeys(attributes or task.attributes))
-    for attribute in attributes:
-        task.prefix(attribute)
-    if recipe.objective == "contrastive" and len(attributes) < 2:
-        raise DataError(
-            "a contrastive objective needs texts of two attributes at least; found only"
-            f" {attributes[0]!r}"
-        )
+    attributes = _checked_attributes(task, attributes, recipe)
     network, tokenizer, weights = load_transformers(model, recipe.dtype, trust_remote_code)
     network.requires_grad_(False)
     move_to_device(network, device)
     shape = kv_shape_of(network.config, recipe.slots)
     check_context(network, tokenizer, task, attributes, recipe.slots, recipe.max_tokens)
-    start = (text_markers(tokenizer).start,)
-    # The plan has everything that decides the result: only the same plan resumes a training.
     plan = {
         "model": model,
         "weights": weights,
@@ -118,30 +112,26 @@ def train_set(
         plan["prefixes"] = {name: task.prefix(name) for name in attributes}
     first_set: dict[str, SoftPrefix] = {}
     if recipe.start == "set":
-        if start_from is None:
-            raise PrefixError("start 'set' needs the folder of a set to begin with (--from)")
-        first_set = {name: load_prefix(start_from, name) for name in attributes}
+        first_set = _load_first_set(start_from, attributes, model, weights, shape)
         plan["start_from"] = [prefix.card.sha256 for prefix in first_set.values()]
-        for prefix in first_set.values():
-            if prefix.card.shape != shape or prefix.card.weights != weights:
-                raise PrefixError(f"{prefix!r} in {start_from} does not fit {model} with {shape}")
     if _is_finished(out, attributes, plan):
         print(f"{out} is finished", file=sys.stderr)
         return [load_prefix(out, name) for name in attributes]
     with _locked_checkpoints(out, plan) as checkpoints:
-        # Tokenise the texts. The objective decides which attributes are trained together.
-        texts = {
-            name: tokenise_pieces(tokenizer, corpora, name, recipe.max_tokens, recipe.limit)
-            for name in attributes
-        }
+        # Texts, and the keys and values to begin with.
         contrastive = recipe.objective == "contrastive"
-        groups = [attributes] if contrastive else [(name,) for name in attributes]
-        per_name = max(1, HELD_OUT_ROWS // len(groups[0]) ** 2)
-        checks = {
-            name: tokenise_pieces(tokenizer, held_out, name, recipe.max_tokens, per_name)
-            for name in attributes
-        }
-        start_values = _start_values(network, tokenizer, start, task, recipe, texts, first_set)
+        groups = [attributes] if contrastive else [(name,) for name in attributes]  # trained as one
+        n_checked = max(1, HELD_OUT_ROWS // len(groups[0]) ** 2)
+        texts, checks = (
+            {
+                name: tokenise_pieces(tokenizer, found, name, recipe.max_tokens, most)
+                for name in attributes
+            }
+            for found, most in ((corpora, recipe.limit), (held_out, n_checked))
+        )
+        start = (text_markers(tokenizer).start,)
+        first = _start_values(network, tokenizer, start, task, recipe, texts, first_set)
+        # Train each group.
         jobs = [
             PrefixTraining(
                 network,
@@ -152,43 +142,15 @@ def train_set(
                 TrainingTexts.of([texts[name] for name in group]),
                 TrainingTexts.of([checks[name] for name in group]),
                 checkpoints / f"{'-'.join(group)}.pt",
-                None
-                if start_values is None
-                else torch.stack([start_values[name] for name in group], dim=1),
+                None if first is None else torch.stack([first[name] for name in group], dim=1),
             )
             for group in groups
         ]
         print(_announcement(jobs, recipe), file=sys.stderr)
-        # One prefix learns a little of all attributes first; every prefix then starts from it.
         if recipe.shared:
-            each = -(-recipe.shared // len(attributes))
-            shared = PrefixTraining(
-                network,
-                start,
-                shape,
-                recipe.model_copy(update={"objective": "mle"}),
-                ("shared",),
-                TrainingTexts.of([[text for name in attributes for text in texts[name][:each]]]),
-                TrainingTexts.of(
-                    [
-                        [
-                            text
-                            for name in attributes
-                            for text in checks[name][: HELD_OUT_ROWS // len(attributes)]
-                        ]
-                    ]
-                ),
-                checkpoints / ".shared.pt",
-                None if start_values is None else start_values[attributes[0]][:, None],
-            )
-            _train_with_bar(shared, f"{task.name} shared start")
-            for job in jobs:
-                job.begin(shared.best.expand(-1, len(job.attributes), -1, -1, -1, -1))
-        # Train each group, and save its prefixes with their cards.
-        prefixes = []
+            _begin_shared(jobs, task.name, texts, checks, first)
         for job in jobs:
             if all(prefix_files(out, name)[1].is_file() for name in job.attributes):
-                prefixes += [load_prefix(out, name) for name in job.attributes]
                 continue
             _train_with_bar(job, f"{task.name} {recipe.objective} {' '.join(job.attributes)}")
             for i, name in enumerate(job.attributes):
@@ -201,25 +163,47 @@ def train_set(
                     shape=shape,
                     shifted=recipe.shifted,
                     origin="trained",
-                    training=TrainingRecord(
-                        recipe=recipe.model_dump(mode="json"),
+                    training=_record(
+                        job,
                         started_from=first_set[name].card.sha256 if first_set else None,
                         data=tuple(corpus.summary for corpus in corpora),
                         data_sha256=tuple(corpus.sha256 for corpus in corpora),
                         texts=len(texts[name]),
-                        tokens=job.tokens,
-                        steps=job.step,
-                        best_step=job.kept_step,
-                        losses={step: round(loss, 5) for step, loss in job.losses.items()},
-                        seconds=round(job.seconds, 1),
-                        lapa2_interp=__version__,
                     ),
                 )
-                prefixes.append(save_prefix(SoftPrefix(job.best[0, i], job.best[1, i], card), out))
+                save_prefix(SoftPrefix(job.best[0, i], job.best[1, i], card), out)
         write_json(out / PLAN_FILE, plan)
         with temporary_folder(out) as beside:  # so that they go whole, or not at all
             checkpoints.rename(beside / checkpoints.name)
-        return prefixes
+    return [load_prefix(out, name) for name in attributes]
+
+
+def _checked_attributes(
+    task: Task, attributes: Sequence[str] | None, recipe: TrainingRecipe
+) -> tuple[str, ...]:
+    """The attributes to train, in the task's order unless some are given."""
+    chosen = tuple(dict.fromkeys(attributes or task.attributes))
+    for attribute in chosen:
+        task.prefix(attribute)
+    if recipe.objective == "contrastive" and len(chosen) < 2:
+        raise DataError(
+            "a contrastive objective needs texts of two attributes at least; found only"
+            f" {chosen[0]!r}"
+        )
+    return chosen
+
+
+def _load_first_set(
+    folder: Path | None, attributes: Sequence[str], model: str, weights: str, shape: PrefixShape
+) -> dict[str, SoftPrefix]:
+    """The set that a training begins with, which must be of the same model and shape."""
+    if folder is None:
+        raise PrefixError("start 'set' needs the folder of a set to begin with (--from)")
+    found = {name: load_prefix(folder, name) for name in attributes}
+    for prefix in found.values():
+        if prefix.card.shape != shape or prefix.card.weights != weights:
+            raise PrefixError(f"{prefix!r} in {folder} does not fit {model} with {shape}")
+    return found
 
 
 def check_context(
@@ -311,6 +295,44 @@ def _start_values(
     }
 
 
+def _begin_shared(
+    jobs: Sequence[PrefixTraining],
+    task: str,
+    texts: Mapping[str, TokenLists],
+    checks: Mapping[str, TokenLists],
+    first: Mapping[str, Float[Tensor, "two layer kv_head slot d_head"]] | None,
+) -> None:
+    """Train one prefix on a few texts of all attributes; every prefix then begins with it."""
+    job = jobs[0]
+    most = -(-job.recipe.shared // len(texts)), HELD_OUT_ROWS // len(texts)
+    shared = replace(
+        job,
+        recipe=job.recipe.model_copy(update={"objective": "mle"}),
+        attributes=("shared",),
+        train=TrainingTexts.of([[text for each in texts.values() for text in each[: most[0]]]]),
+        held_out=TrainingTexts.of([[text for each in checks.values() for text in each[: most[1]]]]),
+        checkpoint=job.checkpoint.with_name(".shared.pt"),
+        first=None if first is None else first[next(iter(texts))][:, None],
+    )
+    _train_with_bar(shared, f"{task} shared start")
+    for each in jobs:
+        each.begin(shared.best.expand(-1, len(each.attributes), -1, -1, -1, -1))
+
+
+def _record(job: PrefixTraining, **facts: Any) -> TrainingRecord:
+    """A finished training in its prefix's card."""
+    return TrainingRecord(
+        recipe=job.recipe.model_dump(mode="json"),
+        tokens=job.tokens,
+        steps=job.step,
+        best_step=job.kept_step,
+        losses={step: round(loss, 5) for step, loss in job.losses.items()},
+        seconds=round(job.seconds, 1),
+        lapa2_interp=__version__,
+        **facts,
+    )
+
+
 def _train_with_bar(job: PrefixTraining, label: str) -> None:
     with progress_bar(job.total, label, "step") as bar:
         job.run(bar)
@@ -336,8 +358,8 @@ def _announcement(jobs: Sequence[PrefixTraining], recipe: TrainingRecipe) -> str
         f"{sum(len(each.attributes) for each in jobs)} prefixes of {recipe.slots} slots"
         f" ({recipe.objective}, {recipe.parameterisation}): {len(texts)} pieces of text,"
         f" {sum(each.total for each in jobs)} steps, {total} tokens at most, about"
-        f" {total / rate / 60:.0f} min at {rate:.0f} tokens/s; kill and repeat the command to go on"
-        " later"
+        f" {total / rate / 60:.0f} min at {rate:.0f} tokens/s; after a stop the same"
+        " command resumes"
     )
 
 
