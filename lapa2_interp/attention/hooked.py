@@ -135,32 +135,12 @@ def augmented(
             dropped keys; or, under phase "predicting_only", a cache holds keys that were computed
             under the augmentation.
     """
-    # Check the arguments.
     plain = plain_network(model)
     refuse_mixed_rotary(network_of(model))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    given = [
-        resolve_recipes(row)
-        for row in broadcast_to_rows(resolve_recipes(augmentation), len(layouts))
-    ]
-    flat = [each for row in given for each in (row if isinstance(row, Sequence) else (row,))]
-    for each, kind in (
-        *((each, Augmentation) for each in flat if each is not None),
-        *((l, Layout) for l in layouts),
-    ):
-        if not isinstance(each, kind):
-            raise LayoutError(
-                f"augmented(model, augmentation, layout) was given {each!r} for its"
-                f" {kind.__name__.lower()}"
-            )
-    if not layouts or len(given) != len(layouts):
-        raise LayoutError(
-            f"{len(given)} augmentations for {len(layouts)} layouts; give one layout a row, and one"
-            " augmentation or as many"
-        )
     # The bias, and the check of each pass.
     bias = BatchBias(
-        [active_augmentations(row) for row in given],
+        _augmentations_of_rows(augmentation, layouts),
         layouts,
         n_layers_and_heads(model),
         layer_types(model),
@@ -225,6 +205,36 @@ def augmented(
     hooks += [(HOOK_PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in observed]
     with attach_hooks(model, hooks, passes.begin):
         yield
+
+
+def _augmentations_of_rows(
+    augmentation: Augmentation | Sequence[AugmentationLike] | str | None, layouts: Sequence[Layout]
+) -> list[tuple[Augmentation, ...]]:
+    """The active augmentations of each row.
+
+    Raises:
+        LayoutError: Another number than of layouts, or one that is none; or a layout that is none.
+    """
+    given = [
+        resolve_recipes(row)
+        for row in broadcast_to_rows(resolve_recipes(augmentation), len(layouts))
+    ]
+    flat = [each for row in given for each in (row if isinstance(row, Sequence) else (row,))]
+    for each, kind in (
+        *((each, Augmentation) for each in flat if each is not None),
+        *((l, Layout) for l in layouts),
+    ):
+        if not isinstance(each, kind):
+            raise LayoutError(
+                f"augmented(model, augmentation, layout) was given {each!r} for its"
+                f" {kind.__name__.lower()}"
+            )
+    if not layouts or len(given) != len(layouts):
+        raise LayoutError(
+            f"{len(given)} augmentations for {len(layouts)} layouts; give one layout a row, and one"
+            " augmentation or as many"
+        )
+    return [active_augmentations(row) for row in given]
 
 
 class _PassCheck:

@@ -225,26 +225,9 @@ def select(
             or of all heads, Pro-Aug for examples instead of a task, or as `knock_out` and
             `prompt_slope`.
     """
-    if score not in get_args(HeadScore):
-        raise CircuitError(unknown_choice("score", score, get_args(HeadScore)))
-    if heads < 0:
-        raise CircuitError(f"heads must be at least 1, or 0 for all of them; found {heads}")
-    if file is not None and score != "cut":
-        raise CircuitError(
-            f"a file keeps finished knock-outs, and the score {score} makes none; leave out the"
-            " file, or choose by cut"
-        )
-    if file is not None and not heads:
-        raise CircuitError(
-            "a file keeps finished knock-outs, and all heads (0) are taken without any; leave out"
-            " the file, or give heads=8"
-        )
+    _check_choice(contrast, score, heads, file, pro_aug)
     if isinstance(contrast, str | Task):
         settings |= {"seed": seed}
-    elif pro_aug is not None:
-        raise CircuitError(
-            "Pro-Aug belongs to a method on a task; give select a task, or leave out pro_aug"
-        )
     contrast_set = ContrastSet.of(model, contrast, **settings)
     if contrast_set.n_prompts < FEW:
         raise CircuitError(
@@ -298,6 +281,34 @@ def select(
         if pro_aug is None
         else _decide_pro_aug(model, contrast, pro_aug, contrast_set, found, metric),
     )
+
+
+def _check_choice(
+    contrast: ContrastLike,
+    score: str,
+    heads: int,
+    file: str | Path | None,
+    pro_aug: str | Method | None,
+) -> None:
+    """Refuse arguments of `select` that do not go together."""
+    if score not in get_args(HeadScore):
+        raise CircuitError(unknown_choice("score", score, get_args(HeadScore)))
+    if heads < 0:
+        raise CircuitError(f"heads must be at least 1, or 0 for all of them; found {heads}")
+    if file is not None and score != "cut":
+        raise CircuitError(
+            f"a file keeps finished knock-outs, and the score {score} makes none; leave out the"
+            " file, or choose by cut"
+        )
+    if file is not None and not heads:
+        raise CircuitError(
+            "a file keeps finished knock-outs, and all heads (0) are taken without any; leave out"
+            " the file, or give heads=8"
+        )
+    if pro_aug is not None and not isinstance(contrast, str | Task):
+        raise CircuitError(
+            "Pro-Aug belongs to a method on a task; give select a task, or leave out pro_aug"
+        )
 
 
 def _decide_pro_aug(
