@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--threads", type=whole_number(), default=torch.get_num_threads())
     parser.add_argument("--repeats", type=whole_number(), default=3)
     parser.add_argument("--out", type=Path, help="a new folder for bench.csv and bench.md")
-    options = parser.parse()
+    options = parser.parse_args()
     libraries = ("torch", "transformers", "transformer-lens", "lapa2-interp")
     versions = ", ".join(f"{name} {version(name)}" for name in libraries)
     machine = f"{processor_kind(options.device)}; {options.threads} threads; {versions}"

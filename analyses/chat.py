@@ -69,7 +69,7 @@ parser.add_argument(
 )
 parser.add_argument("--augmentation", default="lapa2", help="a recipe of `lapa2 recipes`")
 parser.add_argument("--out", type=Path, help="a CSV file for the table")
-options = parser.parse()
+options = parser.parse_args()
 
 # %%
 model = load_model("smollm2-135m", dtype="float32")

@@ -16,31 +16,21 @@
 #
 # `js` is the distance between the two distributions (Jensen-Shannon, in nats, at most log 2). It
 # needs no words and has no sign. `lex` says how much more each branch favours the words of its own
-# attribute. `llr` is how much more probable the text's own next token is. Set the environment
-# variable `LAPA2_MODEL`, or give `--model`, to look at another model.
+# attribute. `llr` is how much more probable the text's own next token is.
 
 # %%
 import os
-import sys
 
 import numpy as np
 
 from lapa2_interp import load_model
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.control import control_score
-from lapa2_interp.circuits.examples import RAW
+from lapa2_interp.circuits import RAW, ContrastSet, control_score
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
 from lapa2_interp.models.planted import answer_key
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
 from lapa2_interp.stats import paired_difference
 
-parser = ScriptOptions("Control by step, and where it fades.")
-parser.add_argument(
-    "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
-)
-sys.excepthook = print_error
-options = parser.parse()
+MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 
 # %% [markdown]
 # ## A model whose answer is known
@@ -65,7 +55,7 @@ known.plot(["lex", "js"])
 # more, than it does.
 
 # %%
-model = load_model(options.model)
+model = load_model(MODEL)
 print(model_card(model))
 tokens = 24
 chosen = load_task("sentiment").prompts.texts[:8]

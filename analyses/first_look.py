@@ -16,33 +16,24 @@
 # prefix?
 #
 # Everything here is TransformerLens as you know it; `augmented(...)` is a context manager around
-# any forward pass. Set the environment variable `LAPA2_MODEL`, or give `--model`, to look at
-# another model.
+# any forward pass.
 
 # %%
 import os
-import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
 
-from lapa2_interp import Augmentation, Layout, augmented, generate, load_model
-from lapa2_interp._util import plots
+from lapa2_interp import Augmentation, Layout, augmented, generate, load_model, plots
 from lapa2_interp.attention import head_table, pooled
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
-parser = ScriptOptions("One prefix, one prompt, every head.")
-parser.add_argument(
-    "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
-)
-sys.excepthook = print_error
-options = parser.parse()
+MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 torch.set_grad_enabled(False)
-model = load_model(options.model)
+model = load_model(MODEL)
 print(model_card(model))
 
 # %% [markdown]

@@ -224,7 +224,7 @@ def main() -> int:
     parser.add_argument("--address", help="of `lapa2 sweep`")
     add_scoring(parser, None, None)
     sys.excepthook = print_error
-    options = parser.parse()
+    options = parser.parse_args()
     # Options that go to the scripts, and the scale.
     for name in ("grids", "engine", "workers", "address"):
         if options.no_sweep and getattr(options, name):

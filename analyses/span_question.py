@@ -112,7 +112,7 @@ parser.add_argument(
     help="texts per prompt and attribute whose perplexity is measured",
 )
 sys.excepthook = print_error
-options = parser.parse()
+options = parser.parse_args()
 print_if_slow(options.dtype)
 
 # %% [markdown]

@@ -17,26 +17,18 @@
 #
 # More strength gives more control and does more damage, so a way to steer is a curve and not a
 # number. All ways read the same texts, which is cheap and paired. This is control on texts that are
-# given: how texts that are written freely compare is the question of `analyses/steering.py`. Set
-# the environment variable `LAPA2_MODEL`, or give `--model`, to look at another model.
+# given: how texts that are written freely compare is the question of `analyses/steering.py`.
 
 # %%
 import os
-import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.patches import Rectangle
 
-from lapa2_interp import Augmentation, load_model, teacher_forced
-from lapa2_interp._util.plots import COLOURS, plain_axes
-from lapa2_interp.bias.recipes import recipe, strength
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.control import control_score
-from lapa2_interp.circuits.gradients import attribution
-from lapa2_interp.circuits.metrics import METRICS
-from lapa2_interp.circuits.selection import select
+from lapa2_interp import Augmentation, load_model, plots, recipe, recipes, teacher_forced
+from lapa2_interp.circuits import METRICS, ContrastSet, attribution, control_score, select
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import answer_key
 from lapa2_interp.paper.equal_perplexity import (
@@ -45,15 +37,9 @@ from lapa2_interp.paper.equal_perplexity import (
     add_verdicts,
     resampled_interval,
 )
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
 from lapa2_interp.stats import paired_difference
 
-parser = ScriptOptions("Chosen heads and tokens, and other ways to steer, at equal cost.")
-parser.add_argument(
-    "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
-)
-sys.excepthook = print_error
-options = parser.parse()
+MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 
 # %% [markdown]
 # ## A model whose answer is known
@@ -101,12 +87,12 @@ def closed_form(heads, step):
 
 boosted, closed = {}, {}
 figure, axes = plt.subplots(figsize=(4.8, 2.8), layout="constrained")
-for (name, heads), colour in zip(sets.items(), COLOURS, strict=False):
+for (name, heads), colour in zip(sets.items(), plots.COLOURS, strict=False):
     rule = Augmentation(alpha=alpha, heads=heads) if heads else None
     boosted[name] = control_score(toy, asked, metrics="lex", augmentation=rule).values["lex"][0]
     closed[name] = np.array([closed_form(heads, step) for step in range(len(boosted[name]))])
     axes.plot(boosted[name], color=colour, lw=1.4, label=name)
-plain_axes(axes, "step", "control (lex), nats")
+plots.plain_axes(axes, "step", "control (lex), nats")
 figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=2)
 plt.show()
 
@@ -146,7 +132,7 @@ print("relay at later tokens, at most:", fixed[:, 1:, *relay].max())
 # heads, crosses heads that work against the prefix.
 
 # %%
-model = load_model(options.model)
+model = load_model(MODEL)
 TOKENS = 16
 prompts += (
     "The road to the lake", "The painting of the horse", "The president of the city",
@@ -175,7 +161,7 @@ for layer, head in chosen.heads:
     axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, lw=1.2))
 for layer, head in chosen.suppressors:
     axes.plot(head, layer, "x", color="black", ms=5)
-plain_axes(axes, "head", "layer")
+plots.plain_axes(axes, "head", "layer")
 axes.yaxis.get_major_locator().set_params(integer=True)
 bar = figure.colorbar(drawing, ax=axes)
 bar.set_label("slope: js per unit of bias", fontsize=7)
@@ -232,7 +218,7 @@ def measured(arms):
         found = control_score(model, held_out, metrics=metrics, augmentation=rules).values
         means = {"mass": mass} | {name: values.mean(1) for name, values in found.items()}
         parts.append(
-            pd.DataFrame({"prompt": held_out.prompts, "strength": strength(rules)} | means)
+            pd.DataFrame({"prompt": held_out.prompts, "strength": recipes.strength(rules)} | means)
         )
     return pd.concat(parts, ignore_index=True)
 
@@ -271,12 +257,12 @@ for axes, name in zip(panels, ("js", "lex"), strict=True):
             x["mean"], y["mean"],
             xerr=[x["mean"] - x["low"], x["high"] - x["mean"]],
             yerr=[y["mean"] - y["low"], y["high"] - y["mean"]],
-            color=COLOURS[i % len(COLOURS)], ls="-" if i < len(COLOURS) else "--",
+            color=plots.COLOURS[i % len(plots.COLOURS)], ls="-" if i < len(plots.COLOURS) else "--",
             marker="os^Dv"[i % 5], ms=3.5, lw=1, elinewidth=0.4, label=way,
         )  # fmt: skip
     axes.plot(1, 0, "*", color="black", ms=9, label="prefix alone")
     axes.axvline(RATIO, color="#999999", lw=0.8, ls=":", zorder=0)
-    plain_axes(axes, "cost, times that of the prefix alone", f"control gained ({name}), nats")
+    plots.plain_axes(axes, "cost, times that of the prefix alone", f"control gained ({name}), nats")
 legend = axes.get_legend_handles_labels()
 figure.legend(*legend, loc="outside upper center", frameon=False, fontsize=7, ncols=4)
 plt.show()
@@ -362,7 +348,7 @@ assert (estimates["js"]["high"] <= np.log(2) + 1e-6).all()
 for each in estimates.values():
     assert (each["low"] <= each["mean"] + 1e-9).all()
     assert (each["mean"] <= each["high"] + 1e-9).all()
-if options.model == "planted":
+if MODEL == "planted":
     for way in ("lapa2", "instaboost", "split-softmax"):
         assert estimates["mass"].loc[[BASELINE, way], "mean"].is_monotonic_increasing, way
     assert chosen.heads[0] == carrier

@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", help="cpu, cuda, cuda:1")
     parser.add_argument("--out", type=Path, required=True, help="folder of weights and card")
-    options = parser.parse()
+    options = parser.parse_args()
     task = load_task(options.task)
     labels = tuple(task.attributes)
     names = ("passes", "per_pass", "rank", "layers", "seed", "dtype")

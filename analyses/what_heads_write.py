@@ -21,24 +21,15 @@
 
 # %%
 import os
-import sys
 
 import numpy as np
 
 from lapa2_interp import load_model
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.knockout import knock_out
-from lapa2_interp.circuits.logit_attribution import head_logit_attribution
+from lapa2_interp.circuits import ContrastSet, head_logit_attribution, knock_out
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import POSITIVE, answer_key
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
-parser = ScriptOptions("Direct effects of heads, by part of the text, and the words they promote.")
-parser.add_argument(
-    "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
-)
-sys.excepthook = print_error
-options = parser.parse()
+MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 
 # %% [markdown]
 # ## A model whose answer is known
@@ -61,7 +52,7 @@ print("the carrier promotes", known.words(*key.heads["carrier"], n=6)[0])
 # ## The model: the sum, part by part
 
 # %%
-model = load_model(options.model)
+model = load_model(MODEL)
 prompts = load_task("sentiment").prompts.texts[:8]
 contrast_set = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
 found = head_logit_attribution(model, contrast_set)

@@ -21,7 +21,6 @@
 
 # %%
 import os
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -30,23 +29,17 @@ import pandas as pd
 
 import lapa2_interp
 from lapa2_interp import load_model
-from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.joint_knockout import joint_curve
-from lapa2_interp.circuits.knockout import (
+from lapa2_interp.circuits import (
+    ContrastSet,
+    joint_curve,
     knock_out,
+    make_units,
+    prefix_attention_by_head,
 )
-from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
-from lapa2_interp.circuits.units import make_units
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import answer_key
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
-parser = ScriptOptions("Knock-outs from layers down to tokens, and why attention misleads.")
-parser.add_argument(
-    "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
-)
-sys.excepthook = print_error
-options = parser.parse()
+MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 
 # %% [markdown]
 # ## A model whose answer is known
@@ -69,7 +62,7 @@ table[["layer", "head", "role", "effect", "low", "high", "p_max", "attention"]].
 # ## Layers of the model
 
 # %%
-model = load_model(options.model)
+model = load_model(MODEL)
 prompts = load_task("sentiment").prompts.texts[:8]
 contrast_set = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
 layers = knock_out(model, contrast_set, over="layer")
@@ -113,7 +106,7 @@ heads.with_metric("lex").frame().head(5).round(4)
 
 # %%
 shipped = Path(lapa2_interp.__file__).parents[1] / "figures" / "circuits" / "sentiment" / "head.csv"
-if options.model == "smollm2-135m" and shipped.is_file():
+if MODEL == "smollm2-135m" and shipped.is_file():
     whole_table = pd.read_csv(shipped).set_index(["layer", "head"])
     small = heads.frame().set_index(["layer", "head"])["effect"]
     agreed = small.corr(whole_table["effect"].loc[small.index], method="spearman")

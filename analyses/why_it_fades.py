@@ -15,26 +15,17 @@
 # paper takes this for the reason why control fades. Here it is tested. The same tokens are scored
 # near the prompt and after more text. Then every head gets the attention on the prefix that it had
 # near (`hold`). If mass mediates the fade, holding it must bring the control back (`restored`), and
-# taking the far mass near must take the control away (`removed`). Set the environment variable
-# `LAPA2_MODEL`, or give `--model`, to look at another model.
+# taking the far mass near must take the control away (`removed`).
 
 # %%
 import os
-import sys
 
 from lapa2_interp import load_model
-from lapa2_interp.circuits import measure_fading
-from lapa2_interp.circuits.selection import select
+from lapa2_interp.circuits import measure_fading, select
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import answer_key
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
 
-parser = ScriptOptions("Why control fades: does it come back when the attention does?")
-parser.add_argument(
-    "--model", default=os.environ.get("LAPA2_MODEL", "smollm2-135m"), help="of `lapa2 models`"
-)
-sys.excepthook = print_error
-options = parser.parse()
+MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 
 # %% [markdown]
 # ## Two models whose answer is known
@@ -69,7 +60,7 @@ known["planted"].frame()
 # a head's scores gains per unit. The other half answers the question.
 
 # %%
-model = load_model(options.model)
+model = load_model(MODEL)
 prompts = (*load_task("sentiment").prompts.texts, "The road to the lake")
 choosing, judging = prompts[:8], prompts[8:]
 chosen = select(model, "sentiment", score="slope", heads=8, prompts=choosing, tokens=16)
@@ -92,7 +83,7 @@ found.plot()
 found.frame()
 
 # %%
-print(f"{options.model}: {found.verdict()}")
+print(f"{MODEL}: {found.verdict()}")
 
 # %% [markdown]
 # ## Checks

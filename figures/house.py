@@ -43,7 +43,7 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
         help="folder with tables/, where figures/ goes; by default the run's own",
     )
     sys.excepthook = print_error
-    options = parser.parse()
+    options = parser.parse_args()
     out = options.out or options.run
     files = [
         out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{each}" for each in further))

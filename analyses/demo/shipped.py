@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("what", choices=("texts", "examples"))
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--n", type=whole_number(), default=4, help="how many texts to store")
-    options = parser.parse()
+    options = parser.parse_args()
     data = texts(options.runs, options.n) if options.what == "texts" else examples(options.runs[0])
     file = HERE / f"{options.what}.json"
     file.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -228,7 +228,7 @@ def open_item(
     for name, text in (files or {}).items():
         parser.add_argument(f"--{name}", nargs="+", type=Path, default=(), help=text)
     add_scoring(parser, perplexity, scorers)
-    options = parser.parse()
+    options = parser.parse_args()
     print_if_slow(options.dtype, options.device)
     data = ItemData(
         load_run(options.run),

@@ -1,14 +1,10 @@
-"""Options and error messages of the scripts in analyses/ and figures/, in the command line's style.
-
-A script may also be a notebook, where all options have their defaults.
-"""
+"""Options and errors of the scripts in analyses/ and figures/, in the command line's style."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from lapa2_interp._util.errors import Lapa2Error, ScoringError, unknown_choice
@@ -31,12 +27,6 @@ class ScriptOptions(argparse.ArgumentParser):
 
     def __init__(self, title: str, **settings: Any) -> None:
         super().__init__(description=title, allow_abbrev=False, **settings)
-
-    def parse(self) -> argparse.Namespace:
-        """The options of the command line; in a notebook, the defaults."""
-        if Path(sys.argv[0]).name.startswith(("ipykernel", "colab_kernel")):
-            return self.parse_args([])
-        return self.parse_args()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse options, with a hint for a misspelt option."""

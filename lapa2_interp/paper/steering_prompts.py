@@ -79,7 +79,9 @@ def main() -> None:
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     names = ("steering-prompts.txt", "steering-selection.txt")
-    for name, prompts in zip(names, choose_prompts(read_neutral(parser.parse().file)), strict=True):
+    for name, prompts in zip(
+        names, choose_prompts(read_neutral(parser.parse_args().file)), strict=True
+    ):
         write_text(Path(name), "".join(f"{prompt}\n" for prompt in prompts))
         print(f"{len(prompts)} prompts: {name}")
 

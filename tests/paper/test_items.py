@@ -608,7 +608,6 @@ def test_what_a_user_can_mend_is_one_line(run, tmp_path, capfd, monkeypatch):
         ("analyses", "reproduce --workers 0", "--workers: takes a whole number"),
         ("analyses", "reproduce --no-sweep --grids quick/alpha", "--grids belongs to a sweep"),
         ("analyses", "reproduce --no-sweep --engine local", "--engine belongs to a sweep"),
-        ("analyses", "first_look --modell tiny-gpt2", "did you mean '--model'"),
         ("analyses", "chat --lenght 1000", "did you mean '--length'"),
         ("analyses", "chat --chats 20", "--chats: takes a whole number, 1 to 12; found '20'"),
         ("analyses", "chat --length 3", "--length: takes a whole number, at least 4; found '3'"),
