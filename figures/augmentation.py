@@ -27,12 +27,14 @@ def draw(table: pd.DataFrame) -> Drawing:
                 "markevery": max(1, len(line) // 6),
                 "mfc": colour if plain else "white",
             }
-            name = paper_name(str(method)) + ("" if plain else f", {arm}")
+            name = paper_name(str(method)) if plain else None
             band(panel, line, "step", colour, ls="-" if plain else "--", lw=1.2, label=name, **look)
+        for name, ls in (("without LaPA2", "-"), ("with LaPA2", "--")):
+            panel.plot([], [], color="#777777", ls=ls, lw=1.2, label=name)
         panel.set_ylim(bottom=0)
         panel.set_title(task, fontsize=9)
         plain_axes(panel, "generation step t", "attention on the prefix")
-    legend_below(figure, panels, 2)
+    legend_below(figure, panels, 3)
     return figure
 
 

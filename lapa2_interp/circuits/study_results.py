@@ -165,7 +165,7 @@ def _joint_heads(found: CircuitStudy) -> list[str]:
         kind: format_interval(row["left"], row["low"], row["high"], ".0%")
         for kind, row in part.items()
     }
-    turned = " (below 0: it turns round)" if part["without"]["left"] < 0 else ""
+    turned = " (below 0: the preference is reversed)" if part["without"]["left"] < 0 else ""
     return [
         f"Without the best {pluralize(size, 'head')} (chosen in one half of the prompts,"
         f" judged in the other) {shares['without']} of the {measure} is left{turned}; with"

@@ -10,6 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {
+    "Ten lines to take home": (
+        "figures/quick/tables/*.csv",
+        "figures/steering/steering.*.csv",
+        "figures/fading/*/*.csv",
+    ),
     "Scale quick": ("figures/quick/tables/*.csv",),
     "Which heads carry the control?": (
         "figures/circuits/**/*.csv",
@@ -90,3 +95,25 @@ def test_a_wrong_number_is_found():
         asked = [numbers for _, numbers in quoted(section(title))]
         moved = [[(value + 5 * 10.0**-digits, digits), *ends] for (value, digits), *ends in asked]
         assert np.mean([is_known(numbers, known(title)) for numbers in moved]) < 0.2
+
+
+def test_verdicts_by_kind_are_those_of_the_table():
+    """A test that stands in two items counts once."""
+    table = pd.read_csv(ROOT / "figures/quick/tables/verdicts.csv", dtype={"compared": str})
+    table = table[table["whose"] == "paper"]
+    table = table[~table["compared"].duplicated() | table["compared"].isna()]
+    metrics = {
+        "attention on the prefix": "prefix attention",
+        "share of the nearest keys": "local ratio",
+        "slope of attention beyond 512 keys": "slope",
+        "accuracy": "acc",
+        "toxicity": "tox",
+        "perplexity": "ppl",
+    }
+    verdicts = ("as in the paper", "against the paper", "no difference", "inconclusive")
+    text = section("Scale quick")
+    for kind, metric in metrics.items():
+        found = table.loc[table["metric"] == metric, "verdict"].value_counts()
+        counts = " | ".join(str(found.get(verdict, 0)) for verdict in verdicts)
+        assert f"| {kind} | {counts} |" in text
+    assert set(table["metric"]) == set(metrics.values())
