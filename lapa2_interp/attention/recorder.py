@@ -230,9 +230,13 @@ class Recorder:
             name: (
                 (*axes, *heads),
                 sums[..., i],
-                {"long_name": f"attention on {name.replace('_', ' ')}"},
+                {
+                    "long_name": f"attention on {name.replace('_', ' ')}",
+                    "definition": f"sum of the attention on {keys}",
+                    "units": "1",
+                },
             )
-            for i, name in enumerate(SUMS)
+            for i, (name, keys) in enumerate(SUMS.items())
         }
         # The prefix tokens.
         tokens = unstack(self.tokens)  # branch sample step kind prefix_token
@@ -242,6 +246,11 @@ class Recorder:
         data["prefix_tokens"] = (
             (*axes, *by_kind, "prefix_token"),
             tokens if by_kind else tokens[:, :, :, 0],
+            {
+                "long_name": "attention on each token of the prefix",
+                "definition": "mean over layers (of a type) and heads",
+                "units": "1",
+            },
         )
         # The tokens in sight of sliding windows, the caps, and whole attention rows.
         if by_kind:
@@ -278,6 +287,8 @@ class Recorder:
             ),
             "l_kv": (axes, live[:, :, None] + np.arange(n_seen)),
         }
+        if self.kind == "full":
+            coords |= {name: np.arange(sums.shape[3 + i]) for i, name in enumerate(heads)}
         if by_kind:
             coords["layer_type"] = [str(each) for each in self.kinds]
         if self.kind == "full" and (by_kind or len(self.attending) < len(self.layer_types)):

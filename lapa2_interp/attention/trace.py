@@ -10,12 +10,8 @@ Axes
                   layer in `type_of_layer`; a layer without attention ("none") has NaN
     prefix_token  position within the prefix
 
-Per branch, sample, step, layer and head, the attention summed over (docs/methods.md, "Record
-definitions")
-
-    bos, prefix, prompt, generated    the four parts of the context; they add up to 1
-    released_slice                    the slots the released code boosts (GPT-2: BOS and all but the last prefix token)
-    nearest_2, _4, _6, _8             the last k live keys outside the prefix, the query's own included
+Per branch, sample, step, layer and head, the attention summed over parts of the context (`SUMS`; the
+first four add up to 1), as docs/methods.md, "Record definitions" has them,
 
 and, averaged over layers (of a type) and heads, `prefix_tokens`: the attention on each single prefix
 token. `in_sight`, of models with sliding windows: the number of tokens of the prefix, or of the prompt
@@ -31,11 +27,12 @@ from typing import Literal
 
 TraceKind = Literal["none", "pooled", "full"]
 NEAREST = (2, 4, 6, 8)
-SUMS = (
-    "prefix",
-    "bos",
-    "prompt",
-    "generated",
-    "released_slice",
-    *(f"nearest_{k}" for k in NEAREST),
-)
+SUMS = {
+    "prefix": "keys of the prefix",
+    "bos": "keys of BOS, one or two",
+    "prompt": "keys of the prompt",
+    "generated": "keys of generated tokens, the query's own included",
+    "released_slice": "keys that the released code boosts",
+    **{f"nearest_{k}": f"the last {k} live keys outside the prefix" for k in NEAREST},
+}
+"""Sums of a trace: name, and the keys whose attention they add up."""
