@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 from docutils import nodes
@@ -37,7 +38,7 @@ COLON = "\0"
 project = "lapa2_interp"
 author = copyright = "the authors of lapa2_interp"
 version = release = PROJECT["version"]
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.linkcode"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"lapa2_interp {release}"
@@ -91,7 +92,9 @@ def as_restructured_text(app, what, name, obj, options, lines):
     start = section.start() if section else len(text)
     prose = CODE_BLOCK.sub(lambda block: f"::\n\n{block[0]}", text[:start])
     text = INLINE.sub(inline_markup, prose + text[start:])
-    lines[:] = (text.replace(":", COLON) if what in ("attribute", "data") else text).split("\n")
+    if what in ("attribute", "data", "property"):
+        text = text.replace(":", COLON)
+    lines[:] = text.split("\n")
 
 
 def restore_colons(app, what, name, obj, options, lines):
@@ -113,6 +116,20 @@ def types_as_written(app, what, name, obj, options, signature, returned):
     return stringify_signature(written), None if returned is None else found.return_annotation
 
 
+def linkcode_resolve(domain, names):
+    """Address of the code of a class, a function or a method; None for other objects."""
+    found = import_module(names["module"])
+    for name in names["fullname"].split("."):
+        found = getattr(found, name, None)
+    found = inspect.unwrap(getattr(found, "fget", None) or found)
+    if not (inspect.isclass(found) or inspect.isfunction(found) or inspect.ismethod(found)):
+        return None
+    file = Path(inspect.getsourcefile(found))
+    if not file.is_relative_to(ROOT / "lapa2_interp"):
+        return None
+    return f"{CHECKOUT}/{file.relative_to(ROOT).as_posix()}#L{inspect.getsourcelines(found)[1]}"
+
+
 def link_the_checkout(app, doctree):
     """Links to files and folders outside docs/ go to the checkout; to a page of figures, to its
     copy on the site; to a top-level document that has a page, to that page."""
@@ -129,7 +146,7 @@ def link_the_checkout(app, doctree):
             if path.parent == ROOT and (page := path.stem.lower()) in app.env.found_docs:
                 link = addnodes.pending_xref(**node.attributes | {"reftarget": page})
             elif path.suffix == ".html":
-                link = nodes.reference(refuri=app.builder.get_relative_uri(document, "") + name)
+                link = nodes.reference(refuri="../" * document.count("/") + name)
             else:
                 link = nodes.reference(refuri=f"{CHECKOUT}/{name}")
             link += node.children
