@@ -91,10 +91,9 @@ def as_restructured_text(app, what, name, obj, options, lines):
     section = SECTION.search(text)
     start = section.start() if section else len(text)
     prose = CODE_BLOCK.sub(lambda block: f"::\n\n{block[0]}", text[:start])
-    text = INLINE.sub(inline_markup, prose + text[start:])
     if what in ("attribute", "data", "property"):
-        text = text.replace(":", COLON)
-    lines[:] = text.split("\n")
+        prose = prose.replace(":", COLON)
+    lines[:] = INLINE.sub(inline_markup, prose + text[start:]).split("\n")
 
 
 def restore_colons(app, what, name, obj, options, lines):
