@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from cyclopts import CycloptsError
 
+import lapa2_interp
 from lapa2_interp.cli.app import app
 
 ROOT = Path(__file__).parent.parent
@@ -18,7 +21,7 @@ KEEPS_THE_MODEL = "# needs smollm2-135m"
 """In a block of Python that a tiny model cannot run, such as one with shipped soft prefixes."""
 SMALL, TINY = "smollm2-135m", "tiny-gpt2"
 SHELL = ("sh", "bash", "console")
-PLAIN = ("text", "toml", "json", "yaml", "math", "mermaid")
+PLAIN = ("text", "toml", "json", "yaml", "math", "{include}", "{toctree}")
 """Languages of blocks that are not run: everything else is Python or commands."""
 
 
@@ -33,7 +36,7 @@ def blocks(file):
         mark = line.strip()
         if mark.startswith("```"):
             if opened is None:
-                opened = (number, mark[3:].strip(), [])
+                opened = (number, mark[3:].partition(" ")[0], [])
             else:
                 found.append((opened[0], opened[1], "\n".join(opened[2])))
                 opened = None
@@ -218,3 +221,35 @@ def test_no_line_of_a_document_is_long(file):
         for number, line in long
         if not line.startswith("|") and not re.search(r"\]\(\S+\)|https?://", line)
     ]
+
+
+def test_the_site_leads_to_every_page():
+    docs = ROOT / "docs"
+    listed = "\n".join(
+        text for _, language, text in blocks(docs / "index.md") if language == "{toctree}"
+    )
+    pages = [*docs.glob("*.md"), *docs.glob("api/*.md"), *docs.glob("notebooks/*.ipynb")]
+    names = [page.relative_to(docs).with_suffix("").as_posix() for page in pages]
+    assert sorted([*re.findall(r"^[\w/-]+$", listed, re.MULTILINE), "index"]) == sorted(names)
+
+
+ROOMS = [
+    import_module(".".join(file.parent.relative_to(ROOT).parts))
+    for file in (ROOT / "lapa2_interp").rglob("__init__.py")
+    if "__all__" in file.read_text("utf-8")
+]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
+def test_the_site_describes_every_public_name(room):
+    """Sphinx reads the constants of a room only where they are defined; and a name of the first day
+    is described on the page of that."""
+    api = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    described = re.search(rf"automodule:: {room.__name__}\n( +:exclude-members: (.+)\n)?", api)
+    assert set((described[2] or "").split(", ")) - {""} <= set(lapa2_interp.__all__)
+    for name in room.__all__:
+        value = getattr(room, name)
+        if inspect.ismodule(value):
+            assert f"automodule:: {value.__name__}\n" in api
+        elif not inspect.isfunction(value) and not inspect.isclass(value):
+            assert re.search(rf"autodata:: {room.__name__}\.\w+\.{name}\n", api)

@@ -127,7 +127,8 @@ class Augmentation(BaseModel):
             1. At 0 nothing is added.
         profile: "paper" (Algorithm 1) or "released" (what the released code computes); fills
             `span`, `length_rule` and `phase` where they are not given.
-        law: The bias as a function of l, or of the attention on the span (table above).
+        law: The bias as a function of l, or of the attention on the span
+            (docs/methods.md has the table).
         l0: The fixed length of the constant law (the paper's ablation uses 128); required there,
             refused elsewhere.
         tau: The attention on the span that the laws "target" and "ratio" aim at, in (0, 1);
@@ -146,13 +147,15 @@ class Augmentation(BaseModel):
             "kv" all of them.
         phase: The queries that are augmented, each with its own l:
 
-            | phase | span and before | prompt after it | last prompt token | generated |
-            |---|---|---|---|---|
-            | "decode" | no | no | no | yes |
-            | "last_query" (t >= T of Algorithm 1) | no | no | yes | yes |
-            | "after_span" | no | yes | yes | yes |
-            | "everywhere" | yes | yes | yes | yes |
-            | "predicting_only" | no | no | while it predicts | while it predicts |
+            ================= ====== ====== ============== ==========
+            phase             prefix prompt its last token generated
+            ================= ====== ====== ============== ==========
+            "decode"          no     no     no             yes
+            "last_query"      no     no     yes            yes
+            "after_span"      no     yes    yes            yes
+            "everywhere"      yes    yes    yes            yes
+            "predicting_only" no     no     predicting     predicting
+            ================= ====== ====== ============== ==========
 
             Under "predicting_only" a token is augmented only in the pass that predicts the next
             one, so the cached keys and values are those of a model without the augmentation. Of a

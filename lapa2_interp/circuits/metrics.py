@@ -114,6 +114,7 @@ METRICS: Mapping[str, Metric] = {
     "lex": lex,
     "from_raw": from_raw,
 }
+"""Metrics of control by name: llr, js, kl, lex and from_raw, in nats a step."""
 
 
 def metrics_by_name(

@@ -37,9 +37,12 @@ from lapa2_interp._util.errors import MethodError
 from lapa2_interp.tasks.task import Task
 
 State = Any
+"""A method's own memory of a sample, from one step to the next."""
 T = TypeVar("T")
 LogProbs = Mapping[str, Float[Tensor, "sample vocab"]]
+"""Log-probabilities of the next token, in nats, by branch."""
 LogLikelihoods = Mapping[str, Float[Tensor, " sample"]]
+"""Log-probability of the text so far, in nats, by branch."""
 FLOOR = -1e4
 """Log-probability of impossible tokens in methods that subtract branches, so that there is no
 difference of infinities."""
