@@ -165,7 +165,8 @@ def title_of(figure):
 def fill_the_gallery(app, document, source):
     """Every committed figure and page of figures, found in its folder."""
     if document == "gallery":
-        for figure in sorted(FIGURES.rglob("*.png")):
+        of_paper = FIGURES / "quick"
+        for figure in sorted(FIGURES.rglob("*.png"), key=lambda f: (of_paper not in f.parents, f)):
             path, title = figure.relative_to(ROOT), title_of(figure)
             source[0] += f"\n## {title}\n\n![{title}](../{path})\n\n[{path}](../{path})\n"
         source[0] += "\n## Pages\n\n"
