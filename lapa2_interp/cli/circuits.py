@@ -72,7 +72,8 @@ def select(
     those that chose them. `lapa2 generate --selection FILE` steers them. For example
 
         lapa2 select planted --positions auto --out results/planted.json
-        lapa2 select smollm2-135m --score slope --prompts neutral.txt --out results/selection.json
+        lapa2 select smollm2-135m --score slope --prompts neutral.txt \\
+            --out results/selection.json
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder.
@@ -150,7 +151,8 @@ def fading(
     more: --file keeps what is finished. For example
 
         lapa2 fading planted --filler 8 64 200 --out results/planted-fading
-        lapa2 fading smollm2-135m --selection selection.json --random 5 --out results/fading
+        lapa2 fading smollm2-135m --selection selection.json --random 5 \\
+            --out results/fading
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder. planted and planted-gain have known

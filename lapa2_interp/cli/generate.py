@@ -41,7 +41,8 @@ def generate(
     Writes a run (run.json; cells/KEY with cell.json and, of each batch of rows, 000.parquet,
     000.nc and 000.json). For example
 
-        lapa2 generate --attribute positive --prompt "The lake" --alpha 0.5 --samples 4 --out run
+        lapa2 generate --attribute positive --prompt "The lake" \\
+            --alpha 0.5 --samples 4 --out run
         lapa2 generate --prefix "Very formal:" --prompts "The lake" --out formal
 
     Args:
@@ -112,6 +113,11 @@ def trace(
     force: bool = False,
 ) -> None:
     """Read the attention a run recorded: the prefix against step, its decay fit, and the top heads.
+
+    For example
+
+        lapa2 trace results/first
+        lapa2 trace results/quick --only method=prefix task=sentiment --out tables
 
     Args:
         run: A run with traces.

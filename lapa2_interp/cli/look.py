@@ -86,6 +86,10 @@ def layout(
     """Show which keys a prefix covers, what l is, and the bias of every step.
 
     Mistakes are most often made in spans: look here before you generate. Loads only the tokenizer.
+    For example
+
+        lapa2 layout --prefix "Very positive:" --prompt "The lake"
+        lapa2 layout --prompt "The lake" --soft 20 --augmentation instaboost:M=5
 
     Args:
         prefix: The hard prefix, joined to the prompt as it stands; leave it out for the raw model.

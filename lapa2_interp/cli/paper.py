@@ -35,7 +35,9 @@ def propositions(
     paper, against the paper, or inconclusive. For example
 
         lapa2 propositions --out results/propositions
-        lapa2 propositions --text book.txt --out results/long      # and one text up to the model's context
+        lapa2 propositions --text book.txt --out results/long
+
+    where the second also reads one text up to the model's context.
 
     Args:
         out: A new folder: tables/, figures/, traces and report.html.
@@ -56,7 +58,7 @@ def propositions(
         device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         seed: Seed of texts and synthetic logits.
         force: Replace a finished folder.
-    """  # noqa: E501
+    """
     from lapa2_interp.paper.proposition_study import PropositionStudy, write_proposition_study
 
     for each in dict.fromkeys((dtype, long_dtype)):
@@ -89,7 +91,7 @@ def report(run: Path, /, *, tables: Path | None = None, out: Path | None = None)
     `lapa2 score RUN`. Pages of `lapa2 view` that lie beside it (view*.html) are linked. For example
 
         lapa2 report results/quick
-        lapa2 report results/quick --tables /tmp/again/tables --out /tmp/again/report.html
+        lapa2 report results/quick --tables again/tables --out again/report.html
 
     Args:
         run: The folder of `lapa2 sweep`.

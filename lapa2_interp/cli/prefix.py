@@ -37,8 +37,8 @@ def train(
     with them by `--set prefixes=FOLDER`. For example
 
         lapa2 prefix train --task sentiment --data imdb --out results/sentiment-mle
-        lapa2 prefix train --task sentiment --data reviews.jsonl --objective contrastive \\
-            --set lr=0.03 --set limit=2000 --out results/sentiment-contrastive
+        lapa2 prefix train --task sentiment --data reviews.jsonl \\
+            --objective contrastive --set lr=0.03 --out results/contrastive
 
     Args:
         out: The set's folder.

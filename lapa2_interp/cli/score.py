@@ -48,11 +48,14 @@ def score(
     against the baseline), and both as table.md and table.tex. `lapa2 report` shows the scores that
     lie in a run. For example
 
-        lapa2 score results/lake                                                    # into results/lake/scores
-        lapa2 score results/lake --scorers accuracy masked echo linear --out results/lake/fast
-        lapa2 score results/long --scorers accuracy --lengths 64 128 256 512 --out results/by-length
-        lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out results/texts
-        lapa2 score results/quick --only task=sentiment method=prefix --scorers judge=MODEL --out results/quick/judge
+        lapa2 score results/lake
+        lapa2 score results/lake --scorers accuracy masked echo linear --out fast
+        lapa2 score results/long --scorers accuracy --lengths 64 256 --out long
+        lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out new
+        lapa2 score results/quick --only task=sentiment method=prefix \\
+            --scorers judge=MODEL --out results/quick/judge
+
+    where the first writes into results/lake/scores.
 
     Args:
         source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet
@@ -160,7 +163,8 @@ def train(
 
     `analyses/train_adapters.py` trains adapters on SmolLM2, in hours. For example
 
-        lapa2 scorers train --task sentiment --data imdb --data sst2=3 --c 1 --test imdb --test sst2 --out results/scorers
+        lapa2 scorers train --task sentiment --data imdb --data sst2=3 \\
+            --c 1 --test imdb --test sst2 --out results/scorers
 
     Args:
         task: A task of `lapa2 tasks`, or the path of a task file; its attributes are the labels.
@@ -173,7 +177,7 @@ def train(
             as above.
         c: Inverse strength of the L2 penalty.
         out: Folder of the weights and the card.
-    """  # noqa: E501
+    """
     from lapa2_interp.methods.registry import load_task
     from lapa2_interp.scoring.training import make_scorer_files
 

@@ -159,11 +159,12 @@ def power(
         print(f"{grid.name}\n{table.to_string(index=False, float_format='%.2f')}")
         print(f"{summarize_power(table)}\n")
     print(
-        f"detectable: the smallest true difference that is found in {POWER:.0%} of runs; corrected:"
-        " after Holm's correction for the item's claims, the paper's and ours apart; if_zero: how often a"
-        " true 0 is shown to be smaller than the margin; decided: how often one or the other, if"
-        " the truth is as the earlier run says, within its error; required_prompts: prompts that"
-        f" would decide the claim in {POWER:.0%} of runs, for any true difference"
+        f"detectable: the smallest true difference that is found in {POWER:.0%} of runs;"
+        " corrected: after Holm's correction for the item's claims, the paper's and ours apart;"
+        " if_zero: how often a true 0 is shown to be smaller than the margin; decided: how often"
+        " one or the other, if the truth is as the earlier run says, within its error;"
+        f" required_prompts: prompts that would decide the claim in {POWER:.0%} of runs, for any"
+        " true difference"
     )
     if out is not None:
         write_text(out, as_csv(pd.concat(found, ignore_index=True)))

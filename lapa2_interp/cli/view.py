@@ -34,7 +34,8 @@ def view(
     with these sums. For example
 
         lapa2 view results/run
-        lapa2 view results/run --only method=prefix --prompt "The lake" --circuits results/circuits
+        lapa2 view results/run --only method=prefix --prompt "The lake" \\
+            --circuits results/circuits
 
     Args:
         run: A run's folder.

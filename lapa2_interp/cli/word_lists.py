@@ -21,11 +21,11 @@ def word_lists(
     """Derive FreeCtrl's word lists from labelled texts: the words that tell attributes apart.
 
     Words are ranked by the z of the log-odds ratio with a Dirichlet prior (Monroe, Colaresi and
-    Quinn 2008); function words are left out. For
-    example
+    Quinn 2008); function words are left out. For example
 
         lapa2 word-lists --task sentiment --data sst2 --data imdb --out words.json
-        lapa2 generate --method freectrl --set words=words.json --attribute positive --out results/run
+        lapa2 generate --method freectrl --set words=words.json \\
+            --attribute positive --out results/run
 
     Args:
         task: A task of `lapa2 tasks`, or the path of a task file: whose attributes are the labels.

@@ -13,6 +13,7 @@ import pytest
 from lapa2_interp.cli.app import main
 from lapa2_interp.runs.run import load_run
 
+ROOT = Path(__file__).parents[2]
 GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 20"
 
 
@@ -378,9 +379,16 @@ def test_help_teaches(command, capsys):
             "[default: smollm2-135m]",
             "--alpha",
             "[choices: keep, stop, block] [default: keep]",
-            '--prompt "The lake" --alpha 0.5 --samples 4 --out run',
+            "--alpha 0.5 --samples 4 --out run",
         ):
             assert expected in printed
+
+
+def test_examples_in_help_can_be_pasted_from_80_columns():
+    """A code block has a margin of one column, and longer lines would be broken."""
+    for file in (ROOT / "lapa2_interp" / "cli").glob("*.py"):
+        for found in re.findall(r"^ {8}( *(?:lapa2 |--).*)$", file.read_text("utf-8"), re.M):
+            assert len(found.replace("\\\\", "\\")) <= 78, found
 
 
 @pytest.mark.alone
