@@ -37,6 +37,7 @@ from lapa2_interp.bias.augmentation import (
 )
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.circuits.clean_pass import CleanPass, layers_to_keep
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions
@@ -50,6 +51,8 @@ Heads = tuple[tuple[int, int], ...]
 Z = "blocks.{}.attn.hook_z"
 LOGIT_BYTES = 2**28
 """Memory for the logits of a batch."""
+FEW_EDITS = 4
+"""Fewer edits are not worth a clean pass."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ def edited_logits(
     items: Sequence[tuple[ContrastExample, Edit | None]],
     augmentation: AugmentationLike = None,
     raw: bool = False,
+    clean: CleanPass | None = None,
 ) -> tuple[Float[Tensor, "branch item step vocab"], Float[Tensor, "item step vocab"] | None]:
     """Logits of every step of texts, in every branch, each under its edit.
 
@@ -111,6 +115,8 @@ def edited_logits(
         items: Pairs of an example and its edit (None for no edit); the examples have one shape.
         augmentation: One or more augmentations that act in every branch besides.
         raw: Also compute logits without a prefix.
+        clean: A clean pass of the examples, each of which stands at the same place in every run of
+            as many items.
 
     Returns:
         Logits by branch, the target first; and those without a prefix, or None.
@@ -128,7 +134,7 @@ def edited_logits(
         raise CircuitError("examples of a batch must have one shape; see `batches`")
     n_branches = len(items[0][0].attributes)
     rows = [(example, edit, branch) for branch in range(n_branches) for example, edit in items]
-    logits = _forward_rows(model, rows, augmentation)
+    logits = _forward_rows(model, rows, augmentation, clean)
     found = logits.unflatten(0, (n_branches, len(items)))
     if not raw:
         return found, None
@@ -178,13 +184,14 @@ def evaluate_edits(
     groups = list(batches(contrast_set.examples, most))
     size = max(1, most // max(map(len, groups)))  # edits in a batch
     with torch.no_grad(), prepacked_model(model):
+        clean = _clean_passes(model, contrast_set, groups, edits, augmentation)
         for first in range(0, len(edits), size):
             block = range(first, min(first + size, len(edits)))
-            for group in groups:
+            for group, group_pass in zip(groups, clean, strict=True):
                 items = [
                     (contrast_set.examples[i], edits[number]) for number in block for i in group
                 ]
-                logits, raw = edited_logits(model, items, augmentation, with_raw)
+                logits, raw = edited_logits(model, items, augmentation, with_raw, group_pass)
                 text = torch.tensor([example.text for example, _ in items], device=logits.device)
                 found = Predictions(logits, text, raw, contrast_set.words)
                 values = {
@@ -195,6 +202,34 @@ def evaluate_edits(
                     yield number, group, {name: each[part] for name, each in values.items()}
                 if progress is not None:
                     progress.update(sum(example.n_branch_steps for example, _ in items))
+
+
+def _clean_passes(
+    model: Model,
+    contrast_set: ContrastSet,
+    groups: Sequence[Sequence[int]],
+    edits: Sequence[Edit | None],
+    augmentation: AugmentationLike,
+) -> list[CleanPass | None]:
+    """A clean pass of each group; None where too few edits would begin with it, or none could."""
+    by_step = any(edit is not None and edit.phase == "predicting_only" for edit in edits)
+    if by_step or len(edits) < FEW_EDITS or active_augmentations(resolve_recipes(augmentation)):
+        return [None] * len(groups)
+    fronts = [
+        read_prefixes(
+            model,
+            [
+                (contrast_set.examples[i], branch)
+                for branch in range(len(contrast_set.attributes))
+                for i in group
+            ],
+        )
+        for group in groups
+    ]
+    n_tokens = sum(tokens.numel() for _, tokens in fronts)
+    size = torch.finfo(model.cfg.dtype).bits // 8
+    layers = layers_to_keep(model.cfg.n_layers, n_tokens * model.cfg.d_model * size)
+    return [CleanPass.read(model, *front, layers) for front in fronts]
 
 
 def _metric_values(name: str, metric: Metric, found: Predictions) -> Float[Tensor, "item step"]:
@@ -215,7 +250,10 @@ _Row = tuple[ContrastExample, Edit | None, int]
 
 
 def _forward_rows(
-    model: Model, rows: Sequence[_Row], augmentation: AugmentationLike
+    model: Model,
+    rows: Sequence[_Row],
+    augmentation: AugmentationLike,
+    clean: CleanPass | None,
 ) -> Float[Tensor, "row step vocab"]:
     """Logits of rows that share a batch: the prefix first, then prompt and text."""
     # Rows that need a copy, and the augmentations of each row.
@@ -235,14 +273,25 @@ def _forward_rows(
     by_step = "predicting_only" in phases
     all_layouts = [*layouts, *(layouts[i] for i in copied)]  # copies stand at the end
     # The prefix has a forward pass of its own; prompt and text follow it.
-    state, tokens = read_prefixes(model, [(example, branch) for example, _, branch in rows])
     index = torch.tensor([*range(len(rows)), *copied], device=model.cfg.device)
-    state.expand(index, capacity=len(layouts[0]) + first.n_steps - 1)
+    begin = 0
+    if clean is None:
+        state, tokens = read_prefixes(model, [(example, branch) for example, _, branch in rows])
+        state.expand(index, capacity=len(layouts[0]) + first.n_steps - 1)
+        tokens = tokens[index]
+    else:
+        n_branches = len(first.attributes)
+        items, group = len(rows) // n_branches, len(clean.tokens) // n_branches
+        index = index // items * group + index % items % group  # the row of the clean pass
+        state, tokens = clean.start(index)
+        lowest = [layer for edit in edits if edit for layer, _ in edit.heads]
+        begin = clean.first_layer(min(lowest, default=model.cfg.n_layers))
     if copied:
         _replace(state, rows, copied)
-    tokens = tokens[index]
-    edited_heads = _EditedHeads(model, rows, copied) if copied else None
+    edited_heads = _EditedHeads(model, rows, copied, begin) if copied else None
     with ExitStack() as stack:
+        if clean is not None:
+            stack.enter_context(clean.begin(model, state, begin, index))
         if edited_heads is not None:
             stack.enter_context(edited_heads.applied())
         acting = [*rules, *(rules[i] for i in copied)]
@@ -436,8 +485,10 @@ def _replace(state: BridgeRows, rows: Sequence[_Row], copied: Sequence[int]) -> 
 class _EditedHeads:
     """In every layer, originals and copies take the edited heads' output from the copies."""
 
-    def __init__(self, model: Model, rows: Sequence[_Row], copied: Sequence[int]) -> None:
-        self.model, self.copied = model, list(copied)
+    def __init__(
+        self, model: Model, rows: Sequence[_Row], copied: Sequence[int], begin: int
+    ) -> None:
+        self.model, self.copied, self.begin = model, list(copied), begin
         self.copies = [len(rows) + i for i in range(len(copied))]
         n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
         heads = np.zeros((n_layers, len(copied), n_heads), bool)
@@ -500,7 +551,7 @@ class _EditedHeads:
 
         hooks: list[tuple[str, Callable]] = [
             (Z.format(layer), lambda z, hook, layer=layer: on_z(z, hook, layer))
-            for layer in range(self.model.cfg.n_layers)
+            for layer in range(self.begin, self.model.cfg.n_layers)
         ]
         with attach_hooks(self.model, hooks, begin):
             yield
