@@ -279,6 +279,15 @@ def check_gradients(model: Model) -> None:
         )
 
 
+def has_gradients(model: Model) -> bool:
+    """True if `check_gradients` lets a model pass."""
+    try:
+        check_gradients(model)
+    except CircuitError:
+        return False
+    return True
+
+
 @contextmanager
 def recorded_gradients() -> Iterator[None]:
     """Record gradients, also inside `no_grad` or `inference_mode`."""

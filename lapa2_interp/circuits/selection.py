@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
@@ -50,13 +51,13 @@ from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.examples import prefix_texts
-from lapa2_interp.circuits.gradients import attribution
+from lapa2_interp.circuits.gradients import attribution, has_gradients
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.pro_aug import PromptSlope, prompt_slope
 from lapa2_interp.circuits.statistics import share_interval, split_half
-from lapa2_interp.circuits.units import Unit, all_heads
+from lapa2_interp.circuits.units import Unit, all_heads, make_units
 from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import accepts_model_name
@@ -69,6 +70,9 @@ SIGNED = ("cut", "slope", "dla")
 REQUIRED_SHARE, REQUIRED_BOUND = 0.9, 0.8
 """Tokens suffice if with them alone at least this share of the control is left, and its lower bound
 is at least the second number."""
+SCREENED = 60
+"""Heads that are knocked out by default. On SmolLM2, the 24 of largest estimate hold 92 % of the 24
+of largest effect."""
 MAX_EXHAUSTIVE = 8
 """The longest prefix for which all sets of its tokens are tried."""
 
@@ -97,6 +101,8 @@ class Selection(BaseModel):
         inputs: Hash of the texts, the model and the words (`ContrastSet.key`).
         stability: Spearman correlation of the scores of all heads between halves of the prompts;
             None where it is not defined.
+        screened: The number of heads that were knocked out, on the second half of the prompts, the
+            first half having ordered all heads by the gradient; None where there was no such order.
         seed: Seed of the texts and of random heads.
         created, version: Time of the choice, and the package's version.
         prompt: The slope by which Pro-Aug was decided for a method, in these heads; None if it was
@@ -117,6 +123,7 @@ class Selection(BaseModel):
     prompts: tuple[str, ...]
     inputs: str
     stability: float | None
+    screened: int | None = None
     seed: int
     created: datetime
     version: str = __version__
@@ -199,12 +206,17 @@ def select(
     heads: int = 8,
     positions: Literal["all", "auto"] | Sequence[int] = "all",
     metric: str = "js",
+    screen: int = SCREENED,
     seed: int = 1,
     file: str | Path | None = None,
     pro_aug: str | Method | None = None,
     **settings: Any,
 ) -> Selection:
     """Choose heads, and tokens of the prefix, on some prompts.
+
+    By cut, in a model of many heads with gradients, one half of the prompts screens and the other
+    decides: knock-outs are made only of the `screen` heads of largest estimate by the gradient,
+    which takes a tenth of the time. A head whose effect the gradient misses is then not chosen.
 
     Args:
         model: A TransformerBridge; by cut and mass also a `TransformersModel`.
@@ -214,6 +226,8 @@ def select(
         positions: Tokens of the prefix: "all", "auto" (`sufficient_tokens`), or positions within
             it.
         metric: The metric of control, for cut, slope, positions and Pro-Aug.
+        screen: The number of heads that are knocked out (by cut); 0 is all of them, on all prompts,
+            as are fewer than 16 prompts.
         seed: Seed of the texts and of random heads.
         file: A file for finished knock-outs (by cut), as in `knock_out`.
         pro_aug: A method for which Pro-Aug is also decided, on these texts and in the chosen heads
@@ -225,7 +239,7 @@ def select(
             or of all heads, Pro-Aug for examples instead of a task, or as `knock_out` and
             `prompt_slope`.
     """
-    _check_choice(contrast, score, heads, file, pro_aug)
+    _check_choice(contrast, score, heads, screen, file, pro_aug)
     if isinstance(contrast, str | Task):
         settings |= {"seed": seed}
     contrast_set = ContrastSet.of(model, contrast, **settings)
@@ -235,7 +249,7 @@ def select(
             " better 32"
         )
     # Heads in the order of their scores.
-    every = all_heads(model)
+    every: Heads = all_heads(model)
     chosen: list[int] = list(range(len(every))) if not heads else []
     against: list[int] = []
     scores = np.zeros((contrast_set.n_prompts, len(every)))
@@ -244,7 +258,10 @@ def select(
         most = min(heads, len(every))
         chosen = sorted(int(i) for i in rng.choice(len(every), most, replace=False))
     elif heads:
-        scores = _scores(model, contrast_set, score, metric, file)
+        deciding = contrast_set
+        if score == "cut":
+            every, deciding = _screened(model, contrast_set, metric, screen)
+        scores = _scores(model, deciding, score, every, metric, file)
         chosen, against = choose_units(scores, heads, signed=score in SIGNED)
     if not chosen:
         raise CircuitError(
@@ -275,6 +292,7 @@ def select(
         prompts=tuple(dict.fromkeys(contrast_set.prompts)),
         inputs=contrast_set.key(model),
         stability=None if np.isnan(stability) else stability,
+        screened=None if len(every) == len(all_heads(model)) else len(every),
         seed=seed,
         created=datetime.now(UTC),
         prompt=None
@@ -287,6 +305,7 @@ def _check_choice(
     contrast: ContrastLike,
     score: str,
     heads: int,
+    screen: int,
     file: str | Path | None,
     pro_aug: str | Method | None,
 ) -> None:
@@ -295,6 +314,11 @@ def _check_choice(
         raise CircuitError(unknown_choice("score", score, get_args(HeadScore)))
     if heads < 0:
         raise CircuitError(f"heads must be at least 1, or 0 for all of them; found {heads}")
+    if screen < 0 or (score == "cut" and 0 < screen < heads):
+        raise CircuitError(
+            f"screen must be at least the {heads} heads to choose, or 0 for all of them; found"
+            f" {screen}"
+        )
     if file is not None and score != "cut":
         raise CircuitError(
             f"a file keeps finished knock-outs, and the score {score} makes none; leave out the"
@@ -354,13 +378,41 @@ def choose_units(
     return [i for i in order if low[i] > 0][:most], [i for i in order[::-1] if high[i] < 0][:most]
 
 
+def _screened(
+    model: Model, contrast_set: ContrastSet, metric: str, most: int
+) -> tuple[Heads, ContrastSet]:
+    """The heads of largest estimate by the gradient, of either sign, on one half of the prompts,
+    and the texts of the other half. All heads and texts where that saves nothing, or prompts are
+    few, or the model has no gradients."""
+    every = all_heads(model)
+    names = list(dict.fromkeys(contrast_set.prompts))
+    if not 0 < most < len(every) or len(names) < 2 * FEW or not has_gradients(model):
+        return every, contrast_set
+    halves = [
+        replace(
+            contrast_set,
+            examples=tuple(each for each in contrast_set.examples if each.prompt in half),
+        )
+        for half in (names[::2], names[1::2])
+    ]
+    estimates = attribution(model, halves[0], metric=metric).table()
+    kept = set(estimates.best(most, absolute=True))
+    return tuple(head for head in every if head in kept), halves[1]
+
+
 def _scores(
-    model: Model, contrast_set: ContrastSet, score: HeadScore, metric: str, file: str | Path | None
+    model: Model,
+    contrast_set: ContrastSet,
+    score: HeadScore,
+    heads: Heads,
+    metric: str,
+    file: str | Path | None,
 ) -> Float[np.ndarray, "prompt head"]:
-    """The score of every head in every prompt."""
+    """The score of the heads in every prompt; only cut leaves heads out."""
     if score == "cut":
+        units = [unit for unit in make_units(model, contrast_set, "head") if unit.heads[0] in heads]
         found = knock_out(
-            model, contrast_set, over="head", metric=metric, other_metrics=(), file=file
+            model, contrast_set, units=units, metric=metric, other_metrics=(), file=file
         )
         return found.by_prompt
     if score == "slope":

@@ -60,6 +60,7 @@ def select(
     heads: int = 8,
     positions: str = "all",
     metric: str = "js",
+    screen: int = 60,
     file: Path | None = None,
     pro_aug: str | None = None,
     texts: ContrastOptions = ContrastOptions(),
@@ -78,13 +79,15 @@ def select(
     Args:
         model: A name of `lapa2 models`, a hub id or a folder.
         out: The card, a JSON file.
-        score: What orders heads: the loss without their view of the prefix (cut, exact, slow);
-            what a bias gains per unit (slope, one pass a text); what they write themselves (dla);
-            their attention on the prefix (mass); nothing (random).
+        score: What orders heads: the loss without their view of the prefix (cut); what a bias gains
+            per unit (slope, one pass a text); what they write themselves (dla); their attention on
+            the prefix (mass); nothing (random).
         heads: How many at most; 0 is all.
         positions: Tokens of the prefix: all, auto (the smallest set that keeps 90 % of the
             control), or positions within it such as 0,1.
         metric: By which control is measured: js, lex, llr or kl.
+        screen: How many heads are knocked out (score cut): of 16 prompts or more, one half orders
+            all heads by the gradient, and the other half decides; 0 knocks out all.
         file: Where finished knock-outs are kept (score cut): the same command resumes from there.
         pro_aug: A method such as air-decoding: also decide whether its raw branch strengthens the
             prompt. `lapa2 generate --selection FILE --method METHOD` does as decided.
@@ -109,6 +112,7 @@ def select(
         heads=heads,
         positions=kept,
         metric=metric,
+        screen=screen,
         file=file,
         pro_aug=pro_aug,
         **texts.parameters(),
@@ -121,6 +125,8 @@ def select(
         print(f"{layer}.{head:<4} {mean:.4f} [{low:.4f}, {high:.4f}]  {what}")
     if found.positions is not None:
         print(f"tokens of the prefix: {', '.join(map(str, found.positions))}")
+    if found.screened is not None:
+        print(f"{found.screened} heads of largest estimate by the gradient were knocked out")
     if found.stability is not None:
         print(f"halves of the prompts agree on the order of heads: Spearman {found.stability:.2f}")
     if (asked := found.prompt) is not None:

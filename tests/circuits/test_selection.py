@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,6 +13,7 @@ from lapa2_interp._util.errors import AugmentationError, CircuitError
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample
+from lapa2_interp.circuits.gradients import attribution
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.selection import Selection, choose_units, select, sufficient_tokens
 from lapa2_interp.cli.app import main
@@ -239,3 +241,39 @@ def test_more_random_heads_than_there_are_is_all_of_them():
     model = load("planted")
     found = select(model, "sentiment", score="random", heads=1000, tokens=4)
     assert len(found.heads) == model.cfg.n_layers * model.cfg.n_heads
+
+
+def test_one_half_of_the_prompts_screens_and_the_other_decides(monkeypatch):
+    """The kept heads and their effects are those of the two halves on their own."""
+    model = load("planted")
+    prompts = [
+        f"The {noun}" for noun in ["lake", "sea", "road", "book", "film", "food", "city", "house"]
+    ]
+    prompts += [
+        f"A {noun}" for noun in ["lake", "sea", "road", "book", "film", "food", "city", "house"]
+    ]
+    whole = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=8)
+    first, second = (
+        replace(whole, examples=tuple(e for e in whole.examples if e.prompt in prompts[i::2]))
+        for i in (0, 1)
+    )
+    found = select(model, whole, heads=2, metric="lex", screen=3)
+    kept = attribution(model, first, metric="lex").table().best(3, absolute=True)
+    exact = knock_out(model, second, metric="lex", other_metrics=())
+    key = answer_key("planted").heads
+    assert found.screened == 3
+    assert found.heads[0] == key["carrier"]
+    assert {*found.heads, *found.suppressors} <= set(kept)
+    effects = {unit.heads[0]: mean for unit, mean in zip(exact.units, exact.mean, strict=True)}
+    for head, (mean, _, _) in zip((*found.heads, *found.suppressors), found.scores, strict=True):
+        assert mean == pytest.approx(effects[head], rel=1e-6)
+    assert found.prompts == tuple(prompts)
+
+
+def test_few_prompts_or_heads_are_not_screened(contrast_set):
+    model = load("planted")
+    every = select(model, contrast_set, heads=2, metric="lex", screen=0)
+    assert every.screened is None
+    assert select(model, contrast_set, heads=2, metric="lex", screen=4).scores == every.scores
+    with pytest.raises(CircuitError, match="screen must be at least the 4 heads to choose"):
+        select(model, contrast_set, heads=4, screen=3)
