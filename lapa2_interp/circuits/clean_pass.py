@@ -56,10 +56,10 @@ class CleanPass:
         layers share more than this stream, it has others.
 
         Args:
-            layers: Numbers above 0, in increasing order; a model without `blocks` keeps none.
+            layers: Numbers above 0, in increasing order.
         """
-        blocks = getattr(model, "blocks", None)
-        if not layers or blocks is None:
+        blocks: Any = model.blocks
+        if not layers:
             return cls(rows, tokens, {})
         kept: dict[int, Tensor] = {}
         tuples: set[int] = set()  # lengths of what the blocks return, 0 for a tensor

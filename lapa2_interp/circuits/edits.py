@@ -213,7 +213,8 @@ def _clean_passes(
 ) -> list[CleanPass | None]:
     """A clean pass of each group; None where too few edits would begin with it, or none could."""
     by_step = any(edit is not None and edit.phase == "predicting_only" for edit in edits)
-    if by_step or len(edits) < FEW_EDITS or active_augmentations(resolve_recipes(augmentation)):
+    everywhere = active_augmentations(resolve_recipes(augmentation))
+    if by_step or everywhere or len(edits) < FEW_EDITS or plain_network(model) is not None:
         return [None] * len(groups)
     fronts = [
         read_prefixes(

@@ -264,7 +264,7 @@ def test_one_half_of_the_prompts_screens_and_the_other_decides(monkeypatch):
     assert found.screened == 3
     assert found.heads[0] == key["carrier"]
     assert {*found.heads, *found.suppressors} <= set(kept)
-    effects = {unit.heads[0]: mean for unit, mean in zip(exact.units, exact.mean, strict=True)}
+    effects = {unit.heads[0]: mean for unit, mean in zip(exact.units, exact.means, strict=True)}
     for head, (mean, _, _) in zip((*found.heads, *found.suppressors), found.scores, strict=True):
         assert mean == pytest.approx(effects[head], rel=1e-6)
     assert found.prompts == tuple(prompts)
