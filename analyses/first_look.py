@@ -40,7 +40,7 @@ print(model_card(model))
 # ## Which keys are the prefix?
 #
 # `layout` tokenises prefix and prompt together and finds the spans from character offsets. The bias
-# of Eq. 7 goes to the slots `prefix`; `released` is what the paper's code boosts instead.
+# of Eq. 9 goes to the slots `prefix`; `released` is what the paper's code boosts instead.
 
 # %%
 branch = Layout.of(model.tokenizer, "Very positive:", "The lake")

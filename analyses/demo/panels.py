@@ -286,7 +286,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
         f"{n} texts that SmolLM2 wrote before are read again under each alpha, so that alpha is all"
         " that differs. Each line is the share of attention that the prefix gets, mean over all"
         " layers, heads and texts; both axes are logarithmic, so a power of l is a straight line."
-        " Bands are 95 % intervals over texts; dotted is the closed form (Eq. 8) with the scores"
+        " Bands are 95 % intervals over texts; dotted is the closed form (Eq. 11) with the scores"
         " as they are without LaPA2.",
         f"lapa2 propositions --model {grid.cells[0].model} --text my-text.txt --long-length 400"
         " --long-texts 6 --out results/my-curves",

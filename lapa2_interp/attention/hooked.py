@@ -8,7 +8,7 @@ transformers model through its attention interface.
    slot and l. The last dimension of a score tensor would not give l: padding and fixed-size caches
    make it larger than l.
 2. At `blocks.{i}.attn.hook_attn_scores` ([row, head, query, key], masked, before softmax) add b(l)
-   to the span's keys, row by row, in at least float32 (Eq. 7).
+   to the span's keys, row by row, in at least float32 (Eq. 9).
 3. At `blocks.{i}.attn.hook_pattern` let an observer read the pattern, and give half-precision
    models their dtype back.
 

@@ -1,7 +1,7 @@
 """The bias as a value: how much is added to which attention scores, for which queries, layers and
 heads.
 
-LaPA2 (Eq. 7) adds `b(l) = alpha * log(l / n)` to the scores of the prefix keys before the softmax,
+LaPA2 (Eq. 9) adds `b(l) = alpha * log(l / n)` to the scores of the prefix keys before the softmax,
 with `n` the prefix length and `l` the number of keys. An `Augmentation` states every choice in that
 sentence and nothing about a network: this module is pure arithmetic and imports no model code.
 
@@ -11,7 +11,7 @@ law differs. With A the attention on the span and n, l as above:
 =========  =====================================  =================================================
 law        b                                      source
 =========  =====================================  =================================================
-log        alpha * log(l / n)                     LaPA2, Eq. 7
+log        alpha * log(l / n)                     LaPA2, Eq. 9
 linear     alpha * l / n                          LaPA2, Table "scaling"
 sqrt       alpha * sqrt(l / n)                    LaPA2, Table "scaling"
 constant   alpha * log(l0 / n)                    LaPA2, Table "scaling"
@@ -114,7 +114,7 @@ class Augmentation(BaseModel):
     """One bias: a frozen value that round-trips through JSON (`to_json`, `from_json`).
 
     It belongs to a branch. On a branch without a prefix (the raw language model) it acts on the
-    prompt: the paper's Contextual Anchor Reinforcement, Eq. 9.
+    prompt: the paper's Contextual Anchor Reinforcement, Eq. 15.
 
     Example:
         >>> from lapa2_interp import Augmentation
@@ -272,7 +272,7 @@ class Augmentation(BaseModel):
     def bias(
         self, l: Real[np.ndarray, "*shape"], n: int | Int[np.ndarray, "*shape"]
     ) -> Float[np.ndarray, "*shape"]:
-        """b(l), the number added to the attention score of every key of the span (Eq. 7; the laws
+        """b(l), the number added to the attention score of every key of the span (Eq. 9; the laws
         of Table "scaling").
 
         Args:

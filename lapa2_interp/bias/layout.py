@@ -353,7 +353,7 @@ class Layout:
     @property
     def controlled(self) -> Span:
         """The span that an augmentation strengthens: the prefix, or the prompt on the raw model
-        (Eq. 9)."""
+        (Eq. 15)."""
         return self.prefix if self.l_pre else self.prompt
 
     @property

@@ -152,7 +152,7 @@ RECIPES: dict[str, Recipe] = {
     "lapa2": Recipe(
         _lapa2,
         "adds alpha ln(l/n) to the prefix, more the longer the text",
-        f"{LAPA2_SOURCE}, Eq. 7 and Algorithm 1",
+        f"{LAPA2_SOURCE}, Eq. 9 and Algorithm 1",
         "alpha: the paper's for most methods; PREADD and Palette have 2, NegPrompt 1",
     ),
     "lapa2-linear": Recipe(_linear, "adds alpha l/n", f"{LAPA2_SOURCE}, Table scaling", ABLATION),

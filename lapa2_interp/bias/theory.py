@@ -38,7 +38,7 @@ def prefix_share(
 def augmented_share(
     l: Real[np.ndarray, "*shape"] | float | int, l_pre: int, alpha: float
 ) -> Float[np.ndarray, "*shape"]:
-    """Proposition 2 (Eq. 8): A' = r^alpha / (r^alpha + r - 1) with r = l / l_pre.
+    """Proposition 2 (Eq. 11): A' = r^alpha / (r^alpha + r - 1) with r = l / l_pre.
 
     Its limits: Theta(l^(alpha-1)) for 0 < alpha < 1, 1/2 at alpha = 1, 1 for alpha > 1.
     """

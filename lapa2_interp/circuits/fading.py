@@ -486,7 +486,7 @@ def _dilution(more: int) -> _Rule:
 
 
 def _lapa2(alpha: float) -> _Rule:
-    """LaPA2's bias, Eq. 7; l without BOS."""
+    """LaPA2's bias, Eq. 9; l without BOS."""
     law = Augmentation(alpha=alpha)
 
     def rule(_layer: int, scores: _LayerScores) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pro-Aug (Eq. 9): decide by a gradient if a stronger prompt in the raw branch adds control.
+"""Pro-Aug (Eq. 15): decide by a gradient if a stronger prompt in the raw branch adds control.
 
 The paper switches Pro-Aug on by task. Here a gradient decides, on prompts of selection:
 

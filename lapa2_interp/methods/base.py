@@ -187,7 +187,7 @@ class Method(ABC):
         equation: The formula by which it combines its branches.
         alpha: The paper's strength of LaPA2 for it (section 5.1).
         pro_aug: True if LaPA2 also acts on the prompt of the base branch (Contextual Anchor
-            Reinforcement, Eq. 9).
+            Reinforcement, Eq. 15).
         text_names: The texts it reads from a task file; None if it accepts any.
         files: Parameters that name files whose contents decide its texts.
         when_empty: The reason why no token may have positive weight, and what to change.

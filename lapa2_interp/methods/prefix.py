@@ -26,7 +26,7 @@ from lapa2_interp.tasks.task import Task
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class NoControl(Method):
-    """The raw model on the prompt alone; an augmentation strengthens the prompt (Eq. 9)."""
+    """The raw model on the prompt alone; an augmentation strengthens the prompt (Eq. 15)."""
 
     name: ClassVar[str] = "none"
     paper_name: ClassVar[str] = "raw model"

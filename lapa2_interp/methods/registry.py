@@ -174,7 +174,7 @@ def assign_augmentations(
     """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch of
     methods with `pro_aug`.
 
-    Beside prefix branches, Pro-Aug takes the paper's laws only (Eq. 9): a knock-out of the prefix,
+    Beside prefix branches, Pro-Aug takes the paper's laws only (Eq. 15): a knock-out of the prefix,
     or a target share of attention, has no meaning for the prompt. Explicit slots and positions
     count the keys of prefix branches, so the base branch gets the profile's span instead.
 

@@ -49,14 +49,14 @@ TYPICAL_RATIO = Claim(
     "uniform logits",
 )
 CLOSED_FORM = Claim(
-    "A' is what Eq. 8 says", "mean of A' / Eq. 8 at the longest l", "same", 0.05, "Prop. 2, Eq. 8"
+    "A' is what Eq. 11 says", "mean of A' / Eq. 11 at the longest l", "same", 0.05, "Prop. 2, Eq. 11"
 )
 FIRST_LAYER_RISE = Claim(
     "the bias adds alpha log(l/l_pre)",
     "slope of the log-odds' rise, first layer",
     "same",
     0.001,
-    "Eq. 7",
+    "Eq. 9",
 )
 POOLED_RISE = Claim(
     "it adds that over all layers",

@@ -17,7 +17,7 @@ SHADES = ("#000000", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC
 
 def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)) -> Drawing:
     """A' against l on synthetic logits, one panel per alpha and one line per family. Dotted: the
-    closed form of Eq. 8.
+    closed form of Eq. 11.
 
     Args:
         shares: From `synthetic_propositions.synthetic_shares`.
@@ -37,7 +37,7 @@ def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.
                 curve["l"], curve["low"], curve["high"], color=colour, alpha=0.12, lw=0
             )
         first = part[part["family"] == part["family"].iloc[0]]
-        panel.plot(first["l"], first["predicted"], color="black", lw=1.6, ls=":", label="Eq. 8")
+        panel.plot(first["l"], first["predicted"], color="black", lw=1.6, ls=":", label="Eq. 11")
         panel.set_xscale("log")
         if alpha < 1:
             panel.set_yscale("log")

@@ -465,7 +465,7 @@ def draw_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plo
         found["regimes"] = (
             (
                 "Three regimes under equal logits, and what other logits make of them. Lines: means"
-                " over texts; dotted: Eq. 8."
+                " over texts; dotted: Eq. 11."
             ),
             proposition_plots.regimes(shares),
         )

@@ -36,7 +36,7 @@ def synthetic_shares(
     alphas: Sequence[float] = ALPHAS,
 ) -> pd.DataFrame:
     """A' of every family, alpha and length: columns family, alpha, l, mean, low, high (95 %, texts
-    resampled), texts, predicted (Eq. 8), ratio (mean e_P / e_R)."""
+    resampled), texts, predicted (Eq. 11), ratio (mean e_P / e_R)."""
     r, rows = lengths / l_pre, []
     for name, odds in drawn.items():
         ratio = np.exp(odds + np.log(r - 1)).mean((0, 1))

@@ -46,7 +46,7 @@ RATE, SHARE, MEAN, TYPICAL = (
     "a typical A keeps e_P/e_R",
 )
 REACHED, LAW, ODDS = (
-    "A' is what Eq. 8 says",
+    "A' is what Eq. 11 says",
     "the bias adds alpha log(l/l_pre)",
     "odds go as r^alpha / (r-1)",
 )

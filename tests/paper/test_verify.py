@@ -109,7 +109,7 @@ def test_figures_are_drawn_from_their_tables(folder):
         for family, curve in part.groupby("family", sort=False):
             line = next(each for each in panel.lines if each.get_label() == family)
             assert line.get_ydata() == pytest.approx(curve["mean"].to_numpy())
-        (closed,) = (each for each in panel.lines if each.get_label() == "Eq. 8")
+        (closed,) = (each for each in panel.lines if each.get_label() == "Eq. 11")
         assert closed.get_ydata() == pytest.approx(
             part["predicted"].to_numpy()[: len(closed.get_ydata())]
         )

@@ -265,7 +265,7 @@ def test_one_text_in_both_arms_differs_by_the_augmentation_alone(run):
     found = view(run, same_text=True, model=load("planted"), sample=1, prompt="The b").text
     assert found.selected.prompt == "The book"
     assert found.arms[0].tokens == found.arms[1].tokens
-    # In layer 0 nothing else differs: log-odds of the prefix rise by alpha ln(l/n), Eq. 7.
+    # In layer 0 nothing else differs: log-odds of the prefix rise by alpha ln(l/n), Eq. 9.
     plain, raised = (np.log(each.masses[0] / each.masses[1:].sum(0)) for each in found.arms)
     l = found.layout.n_live - found.layout.n_bos + np.arange(len(plain))
     bias = 0.5 * np.log(l / found.layout.l_pre)
