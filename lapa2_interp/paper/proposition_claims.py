@@ -49,7 +49,11 @@ TYPICAL_RATIO = Claim(
     "uniform logits",
 )
 CLOSED_FORM = Claim(
-    "A' is what Eq. 11 says", "mean of A' / Eq. 11 at the longest l", "same", 0.05, "Prop. 2, Eq. 11"
+    "A' is what Eq. 11 says",
+    "mean of A' / Eq. 11 at the longest l",
+    "same",
+    0.05,
+    "Prop. 2, Eq. 11",
 )
 FIRST_LAYER_RISE = Claim(
     "the bias adds alpha log(l/l_pre)",
