@@ -226,13 +226,13 @@ function make(tag, properties = {}, ...children) {
 /**
  * Shows a view in an element.
  *
- * @param model Has get("data"), which is `View.data`.
+ * @param model A model of anywidget, or a plain object with get, set, save_changes, on and off. It has "data" (`View.data`), the
+ *   chosen "head" as [layer, head] or null for the mean, the chosen "token", and "address": the page's address holds the state.
  * @param el Where to. Its data-* attributes hold the current readout.
- * @param hash Whether the address of the page holds the state.
  * @returns A function that lets go of what was listened to.
  */
-export async function render({ model, el, hash = false }) {
-  const data = model.get("data"), root = make("div", { className: "lapa2-view" });
+export async function render({ model, el }) {
+  const data = model.get("data"), hash = model.get("address"), root = make("div", { className: "lapa2-view" });
   el.append(root);
   if (typeof DecompressionStream === "undefined") {
     root.append("This browser cannot unpack the page's numbers; use one of 2023 or later.");
@@ -261,7 +261,8 @@ export async function render({ model, el, hash = false }) {
   if (arms[0].run.mean) grids.run = `attention on the ${data.steered}, all texts of the run, steps 0-${data.runSteps - 1}`;
   for (const [name, each] of Object.entries(data.study)) grids[name] = `${each.about} (${each.unit})`;
 
-  const usual = { step: 0, head: "mean", key: 0, pin: "", colour: "mass", grid: "mass", scale: "shared", log: "", bos: "", order: "", sort: "head", down: "" };
+  const chosen = () => ({ step: model.get("token"), head: model.get("head")?.join(".") ?? "mean" });
+  const usual = { ...chosen(), key: 0, pin: "", colour: "mass", grid: "mass", scale: "shared", log: "", bos: "", order: "", sort: "head", down: "" };
   const state = { ...usual };
   let hover = null;
 
@@ -292,6 +293,9 @@ export async function render({ model, el, hash = false }) {
     take(wanted);
     hover = null;
     show();
+    model.set("head", state.head === "mean" ? null : state.head.split(".").map(Number));
+    model.set("token", state.step);
+    model.save_changes();
     try {
       if (hash) writeHash();
     } catch { /* a browser that limits how often: the next move writes it */ }
@@ -830,6 +834,12 @@ export async function render({ model, el, hash = false }) {
   // --- life
 
   const dark = matchMedia("(prefers-color-scheme: dark)"), followed = () => { readHash(); show(); };
+  const follow = () => {
+    const { step, head } = chosen();
+    if (step === state.step && head === state.head) return;  // what `set` wrote
+    take({ step, head });
+    show();
+  };
   let width = 0;
   const resized = new ResizeObserver(() => {
     if (root.clientWidth !== width) {
@@ -845,12 +855,16 @@ export async function render({ model, el, hash = false }) {
   width = root.clientWidth;
   resized.observe(root);
   dark.addEventListener("change", show);
+  model.on("change:head", follow);
+  model.on("change:token", follow);
   el.viewer = { set, state, file: fileOf, numbers };
   el.dataset.ready = "yes";
   return () => {
     resized.disconnect();
     dark.removeEventListener("change", show);
     removeEventListener("hashchange", followed);
+    model.off("change:head", follow);
+    model.off("change:token", follow);
   };
 }
 

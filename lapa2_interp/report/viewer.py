@@ -6,8 +6,8 @@ loads nothing.
     shown = view(load_run("results/run"))     # in a notebook this is the viewer itself
     shown.save("view.html")
 
-The page is plain canvas and one ES module, `view.js`, in the form that anywidget takes (`export
-default { render }`). Its trait `data` is `View.data`.
+Page and notebook widget share one ES module, `view.js`, in the form that anywidget takes: `render`
+reads a model's `data`, and reads and writes its `head` and `token`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from markupsafe import escape
 
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import (
-    is_html,
-    write_text,
-)
+from lapa2_interp._util.errors import RunError, TraceError
+from lapa2_interp._util.files import is_html, write_text
 from lapa2_interp._util.page import embedded, template
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import token_texts
@@ -50,9 +49,12 @@ PAGE_BYTES = 5_000_000
 """Largest page with 16-bit numbers, in bytes; larger pages have 8-bit numbers."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class View:
     """A text of a run in the viewer. In a notebook the object is shown as the viewer.
+
+    With the extra `widget`, the viewer is a widget: a head and a token that are chosen in it are
+    `head` and `token` here, and those set here are shown in it.
 
     Attributes:
         text: The text and its attention.
@@ -63,6 +65,35 @@ class View:
     text: ViewedText = field(repr=False)
     heads: Mapping[str, HeadValues] = field(default_factory=dict, repr=False)
     bits: Bits | None = None
+    _chosen: Any = field(
+        default_factory=lambda: SimpleNamespace(head=None, token=0), init=False, repr=False
+    )  # or the widget, once it is shown
+
+    @property
+    def head(self) -> tuple[int, int] | None:
+        """The chosen head as (layer, head), from 0; None is the mean of all heads."""
+        return self._chosen.head
+
+    @head.setter
+    def head(self, chosen: tuple[int, int] | None) -> None:
+        layers, heads = self.text.arms[0].masses.shape[2:]
+        if chosen is not None and not (0 <= chosen[0] < layers and 0 <= chosen[1] < heads):
+            raise TraceError(
+                f"head must be None or (layer, head) below ({layers}, {heads}), found {chosen}"
+            )
+        self._chosen.head = chosen
+
+    @property
+    def token(self) -> int:
+        """The chosen token of the text, from 0; it is also the step that predicts it."""
+        return self._chosen.token
+
+    @token.setter
+    def token(self, chosen: int) -> None:
+        steps = max(len(arm.tokens) for arm in self.text.arms)
+        if not 0 <= chosen < steps:
+            raise TraceError(f"token must be from 0 to {steps - 1}, found {chosen}")
+        self._chosen.token = chosen
 
     @cached_property
     def data(self) -> dict[str, Any]:
@@ -76,14 +107,14 @@ class View:
             else _view_data(self.text, self.heads, 8)
         )
 
-    @cached_property
+    @property
     def html(self) -> str:
-        """The page as one string. Equal numbers give equal pages."""
+        """The page as one string. Equal numbers and choices give equal pages."""
         return template("view.html.j2", HERE).render(
             title=self.data["title"],
             style=STYLE.read_text("utf-8"),
             module=MODULE.read_text("utf-8"),
-            data=embedded(self.data),
+            values=embedded({"data": self.data, "head": self.head, "token": self.token}),
         )
 
     def save(self, file: str | Path) -> Path:
@@ -108,15 +139,35 @@ class View:
             ) from error
         return place
 
-    def _repr_html_(self) -> str:
-        """The page in a separate frame, which can neither read nor change the notebook."""
-        from markupsafe import escape
+    def _widget(self) -> Any:
+        """The viewer as an anywidget, the same at every call; None where anywidget is missing."""
+        try:
+            import anywidget
+            import traitlets
+        except ImportError:
+            return None
+        if not isinstance(self._chosen, anywidget.AnyWidget):
 
-        return (
+            class Viewer(anywidget.AnyWidget):
+                _esm, _css = MODULE, STYLE
+                data = traitlets.Dict().tag(sync=True)
+                head = traitlets.Tuple(allow_none=True).tag(sync=True)
+                token = traitlets.Int().tag(sync=True)
+
+            self._chosen = Viewer(data=self.data, head=self.head, token=self.token)
+        return self._chosen
+
+    def _repr_mimebundle_(self, **selected: Any) -> Any:
+        """The widget; or the page in a separate frame, which can neither read nor change the
+        notebook."""
+        if (widget := self._widget()) is not None:
+            return widget._repr_mimebundle_(**selected)
+        frame = (
             '<iframe title="Attention of a text, head by head" sandbox="allow-scripts'
             ' allow-downloads" style="width:100%;height:56rem;border:0"'
             f' srcdoc="{escape(self.html)}"></iframe>'
         )
+        return {"text/html": frame, "text/plain": repr(self)}
 
 
 def view(

@@ -287,7 +287,10 @@ def test_ctrl_c_ends_the_workers_and_those_that_start(pretend, grid, tmp_path, m
             lambda ray: setattr(ray, "n_ready", 0),
             "no room for a worker for 10 minutes; `ray status`",
         ),
-        (lambda ray: ray.resources.clear(), "Ray has ended on this machine.*the same command resumes"),
+        (
+            lambda ray: ray.resources.clear(),
+            "Ray has ended on this machine.*the same command resumes",
+        ),
         (
             lambda ray: ray.head.close(),
             "the head of the Ray cluster at 127.0.0.1:.* has not answered",
