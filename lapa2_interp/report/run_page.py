@@ -24,11 +24,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import (
-    is_html,
-    write_text,
-)
-from lapa2_interp._util.page import embedded, template
+from lapa2_interp._util.page import embedded, template, write_page
 from lapa2_interp._util.plots import COLOURS
 from lapa2_interp.paper.gallery import read_gallery
 from lapa2_interp.paper.tables import records
@@ -70,22 +66,8 @@ def write_report(run: Run, tables: Path | None = None, out: Path | None = None) 
             " makes those of an item"
         )
     file = run.home / "report.html" if out is None else out
-    if file.is_dir():
-        raise RunError(f"--out {file} is a folder; give a file, such as {file / 'report.html'}")
-    if not is_html(file):
-        raise RunError(
-            f"the name of a page ends in .html; found --out {file.name}, give"
-            f" {file.with_suffix('.html').name}"
-        )
     views = sorted(each.name for each in file.parent.glob("view*.html"))
-    html = run_report(run, folder, folder.parent / "figures", views=views)
-    try:
-        write_text(file, html)
-    except OSError as error:
-        raise RunError(
-            f"cannot write {file}: {error.strerror or error}; choose another --out"
-        ) from error
-    return file
+    return write_page(file, lambda: run_report(run, folder, folder.parent / "figures", views=views))
 
 
 def run_report(

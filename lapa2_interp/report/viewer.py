@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 from markupsafe import escape
 
-from lapa2_interp._util.errors import RunError, TraceError
-from lapa2_interp._util.files import is_html, write_text
-from lapa2_interp._util.page import embedded, template
+from lapa2_interp._util.errors import TraceError
+from lapa2_interp._util.page import embedded, template, write_page
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.methods.registry import find_class
@@ -101,11 +100,8 @@ class View:
         if self.bits is not None:
             return _view_data(self.text, self.heads, self.bits)
         fine = _view_data(self.text, self.heads, 16)
-        return (
-            fine
-            if len(json.dumps(fine)) < 0.98 * PAGE_BYTES
-            else _view_data(self.text, self.heads, 8)
-        )
+        fits = len(json.dumps(fine)) < 0.98 * PAGE_BYTES
+        return fine if fits else _view_data(self.text, self.heads, 8)
 
     @property
     def html(self) -> str:
@@ -121,23 +117,9 @@ class View:
         """Write the page, and replace an existing one.
 
         Raises:
-            RunError: The file cannot be written.
+            RunError: The name does not end in .html, or the file cannot be written.
         """
-        place = Path(file)
-        if place.is_dir():
-            raise RunError(f"{place} is a folder; give a file, such as {place / 'view.html'}")
-        if not is_html(place):
-            raise RunError(
-                f"the name of a page ends in .html; found {place.name}, give"
-                f" {place.with_suffix('.html').name}"
-            )
-        try:
-            write_text(place, self.html)
-        except OSError as error:
-            raise RunError(
-                f"cannot write {place}: {error.strerror or error}; choose another file"
-            ) from error
-        return place
+        return write_page(Path(file), lambda: self.html)
 
     def _widget(self) -> Any:
         """The viewer as an anywidget, the same at every call; None where anywidget is missing."""
@@ -222,15 +204,7 @@ def view(
     selected = select_text(loaded, only or {}, attribute, prompt, sample, arm)
     for cell in selected.cells.values():
         find_class(cell.method, allow_code)
-    text = recompute_attention(
-        loaded,
-        selected,
-        branch=branch,
-        steps=steps,
-        same_text=same_text,
-        model=model,
-        device=device,
-    )
+    text = recompute_attention(loaded, selected, branch, steps, same_text, model, device)
     heads = {} if circuits is None else load_head_values(Path(circuits), text)
     return View(text, heads, bits)
 
@@ -242,42 +216,38 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
     arrays, arms = {}, []
     start = [f"soft {i + 1}" for i in range(layout.soft)]
     for i, each in enumerate(text.arms):
-        keys = token_texts(text.tokenizer, "", [*layout.ids, *each.tokens])
-        arrays[f"pattern{i}"] = np.concatenate(
-            [quantise(step, bits).ravel() for step in each.patterns]
-        )
+        codes = [quantise(step, bits).ravel() for step in each.patterns]
+        arrays[f"pattern{i}"] = np.concatenate(codes)
         arrays[f"masses{i}"] = each.masses.astype(np.float32)
+        rules = [rule.to_json() for rule in active_augmentations(each.augmentation)]
         arms.append(
             {
                 "name": each.arm,
-                "rule": " + ".join(
-                    rule.to_json() for rule in active_augmentations(each.augmentation)
-                )
-                or "none",
-                "keys": [*start, *keys],
+                "rule": " + ".join(rules) or "none",
+                "keys": [*start, *token_texts(text.tokenizer, "", [*layout.ids, *each.tokens])],
                 "steps": len(each.tokens),
                 "end": each.end,
-                "control": {name: _json_numbers(np.array(v)) for name, v in each.control.items()},
+                "control": each.control,
                 "off": each.off,
-                "run": {name: _json_numbers(grid) for name, grid in each.of_run.items()},
+                "run": each.of_run,
             }
         )
     # The part of every key, and the page's data.
     parts = ["prefix"] * layout.soft + ["bos"] * layout.n_bos
     parts += ["prefix"] * (0 if layout.soft else layout.l_pre) + ["prompt"] * layout.l_pro
-    packed = encode_arrays(arrays)
+    index, packed = encode_arrays(arrays)
     n_layers, n_heads = text.arms[0].masses.shape[2:]
-    named = f"{cell.model}, {cell.task.name}, {cell.attribute}, {cell.method}"
-    return {
-        "title": f"{named}: {text.selected.prompt}",
+    prompt, sample = text.selected.prompt, text.selected.sample
+    data = {
+        "title": f"{cell.model}, {cell.task.name}, {cell.attribute}, {cell.method}: {prompt}",
         "facts": {
-            "model": f"{text.model['name']} ({text.model['dtype']})",
-            "weights": text.model["weights"],
+            "model": f"{text.card.name} ({text.card.dtype})",
+            "weights": text.card.weights,
             "task": f"{cell.task.name}, {cell.attribute}",
             "method": cell.method + (f" ({cell.variant})" if cell.variant else ""),
             "branch": f"{text.branch} (of {', '.join(text.branches)})",
             "prefix": text.prefix or "none",
-            "prompt": f"{text.selected.prompt} (sample {text.selected.sample}, seed {cell.seed})",
+            "prompt": f"{prompt} (sample {sample}, seed {cell.seed})",
         },
         "same": len({each.tokens for each in text.arms}) == 1,
         "layers": n_layers,
@@ -286,36 +256,30 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
         "steered": "prefix" if layout.l_pre else "prompt",
         "masses": list(MASSES),
         "arms": arms,
-        "differences": {name: _json_numbers(grid) for name, grid in text.differences.items()},
+        "differences": text.differences,
         "runSteps": text.steps,
         "noControl": text.no_control,
-        "study": {
-            name: {
-                "about": each.about,
-                "unit": each.unit,
-                "mean": _json_numbers(each.values),
-                "low": _json_numbers(each.low),
-                "high": _json_numbers(each.high),
-            }
-            for name, each in heads.items()
-        },
+        "study": {name: vars(each) for name, each in heads.items()},
+    }
+    return _plain(data) | {
         "bits": bits,
         "floor": FLOOR,
         "precision": quantisation_error(bits),
-        "arrays": packed.index,
-        "packed": packed.data,
+        "arrays": index,
+        "packed": packed,
     }
 
 
-def _json_numbers(values: np.ndarray) -> Any:
-    """An array as lists of numbers with seven digits; None for numbers that are not finite."""
-
-    def number(value: float) -> float | None:
+def _plain(value: Any) -> Any:
+    """Plain JSON: arrays as lists, floats with seven digits; None for floats that are not
+    finite."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(each) for each in value]
+    if isinstance(value, float | np.floating):
         return float(f"{value:.7g}") if math.isfinite(value) else None
-
-    if values.ndim == 1:
-        return [number(float(value)) for value in values]
-    return [_json_numbers(row) for row in values]
+    return value
 
 
 __all__ = ["MODULE", "STYLE", "View", "view"]

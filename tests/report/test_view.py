@@ -27,7 +27,6 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.report import view
 from lapa2_interp.report.encoding import (
     FLOOR,
-    dequantise,
     encode_arrays,
     quantisation_error,
     quantise,
@@ -100,6 +99,12 @@ def middle(browser, canvas, row, column, rows, columns):
 
 
 # --- numbers
+
+
+def dequantise(codes, bits):
+    """The attention that codes stand for, as `unpack` of view.js reads them."""
+    top = 2**bits - 1
+    return np.where(codes == 0, 0.0, FLOOR ** (1 - (codes.astype(np.float64) - 1) / (top - 1)))
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -240,7 +245,7 @@ def test_a_study_of_many_attributes_says_which_one_it_is_about(shown, study, tmp
     chosen = SimpleNamespace(
         task=SimpleNamespace(name="sentiment", attributes=dict.fromkeys("abc"))
     )
-    found = SimpleNamespace(model=shown.text.model, arms=shown.text.arms, selected=chosen)
+    found = SimpleNamespace(card=shown.text.card, arms=shown.text.arms, selected=chosen)
     about = [each.about for each in load_head_values(tmp_path / "study", found).values()]
     assert about
     assert all(each.endswith(", a against the others") for each in about)

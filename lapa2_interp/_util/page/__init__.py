@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+
+from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.files import write_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -55,6 +58,30 @@ def page(title: str, lead: str, sections: Sequence[Section], facts: Mapping[str,
         ],
         facts=facts,
     )
+
+
+def write_page(file: Path, render: Callable[[], str]) -> Path:
+    """Write a page, and replace an existing one; returns the file.
+
+    Raises:
+        RunError: The file is a folder, is no .html file, or cannot be written. The first two are
+            found before the page is made.
+    """
+    if file.is_dir():
+        raise RunError(f"{file} is a folder; give a file, such as {file / 'page.html'}")
+    if file.suffix.lower() not in (".html", ".htm"):  # a page replaces only a page
+        raise RunError(
+            f"the name of a page ends in .html; found {file.name}, give"
+            f" {file.with_suffix('.html').name}"
+        )
+    html = render()
+    try:
+        write_text(file, html)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {file}: {error.strerror or error}; choose another file"
+        ) from error
+    return file
 
 
 def template(name: str, folder: Path | None = None) -> Template:
