@@ -122,7 +122,7 @@ class Panel:
     how: str
     command: str
     found: Sequence[str] = ()
-    image: str | None = None
+    image: Mapping[str, Any] | None = None
     alt: str = ""
     tables: Sequence[Mapping[str, Any]] = ()
     part: str = ""
@@ -165,7 +165,6 @@ def page(
         title="A first look at LaPA2",
         lead=lead,
         panels=panels,
-        colours=plots.COLOURS,
         facts=_facts(out, run, grid, traces, seconds),
     )
 
@@ -227,10 +226,10 @@ def _axes(axes: Any, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _image(drawing: plots.Drawing) -> str:
-    from lapa2_interp._util.page import png
+def _image(drawing: plots.Drawing) -> dict[str, Any]:
+    from lapa2_interp._util.page import picture
 
-    return png(drawing)
+    return picture(drawing, 96)
 
 
 # --- 1: attention against length
@@ -371,12 +370,10 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
     order = np.sort(base.ravel())[::-1]
     half = int(np.searchsorted(order.cumsum(), order.sum() / 2) + 1)
     top = np.dstack(np.unravel_index(np.argsort(-base, axis=None)[:3], base.shape))[0]
-    best = ", ".join(
-        f"layer {layer} head {head} ({percent(base[layer, head])})" for layer, head in top
-    )
+    best = ", ".join(f"{layer}.{head} ({percent(base[layer, head])})" for layer, head in top)
     found = [
         f"Without LaPA2, {half} of {base.size} heads carry half of all attention on the prefix;"
-        f" those with most are {best}."
+        f" those with most are {best} (layer.head)."
     ]
     for alpha, each in zip(alphas, mass, strict=True):
         if alpha:
@@ -410,8 +407,8 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
     others = [(alpha, each - base) for alpha, each in zip(alphas, mass, strict=True) if alpha]
     figure = plots.Drawing(figsize=(WIDTH, 5.6), layout="constrained", dpi=150)
     axes = figure.subplots(1, 1 + len(others), sharey=True)
-    look: dict[str, Any] = {"aspect": "auto", "origin": "lower", "interpolation": "nearest"}
-    maps = [("without LaPA2", "attention, %", 100 * base, {"cmap": "viridis", "vmin": 0})]
+    look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
+    maps = [("without LaPA2", "attention, %", 100 * base, {"cmap": "Blues", "vmin": 0})]
     for alpha, each in others:
         reach = 100 * float(np.abs(each).max()) or 1.0
         scale = {"cmap": "RdBu_r", "vmin": -reach, "vmax": reach}

@@ -23,9 +23,8 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.page import embedded, template, write_page
-from lapa2_interp._util.plots import COLOURS
 from lapa2_interp.paper.gallery import read_gallery
 from lapa2_interp.paper.tables import records
 from lapa2_interp.report.intervals import format_numbers, interval_svg, mark_cell, shared_scale
@@ -74,7 +73,6 @@ def run_report(
     run: Run,
     tables: Path,
     figures: Path,
-    title: str = "A LaPA2 run",
     views: Sequence[str] = (),
 ) -> str:
     """The page of a run as one string; equal folders give equal pages.
@@ -106,8 +104,7 @@ def run_report(
     n_prompts, texts = texts_to_show(run, PAGE_BYTES - used)
     manifests = [run.manifest(key) for key in run.finished]
     return template("run_report.html.j2", Path(__file__).parent).render(
-        title=title,
-        colours=COLOURS,
+        title=_title(run),
         verdicts={word: VERDICT_MARKS[word] for group in groups for word in group["verdicts"]},
         states=STATES,
         names=names,
@@ -130,6 +127,23 @@ def run_report(
 
 
 # --- the run
+
+
+def _title(run: Run) -> str:
+    """The run's name and what it is of: models, tasks and methods, or how many where they are
+    more than two."""
+    cells = run.by_key.values()
+    found = {
+        "model": dict.fromkeys(cell.model for cell in cells),
+        "task": dict.fromkeys(cell.task.name for cell in cells),
+        "method": dict.fromkeys(cell.method for cell in cells),
+    }
+    name = "A run" if run.folder is None else f"Run {run.folder.name}"
+    parts = [
+        " and ".join(each) if len(each) < 3 else pluralize(len(each), what)
+        for what, each in found.items()
+    ]
+    return f"{name}: {', '.join(filter(None, parts))}"
 
 
 def _overview(run: Run, cells: pd.DataFrame) -> dict[str, Any]:

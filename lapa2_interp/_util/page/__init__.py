@@ -7,19 +7,20 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from matplotlib import rc_context
 
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import write_text
+from lapa2_interp._util.plots import COLOURS, Drawing
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from markupsafe import Markup
-
-    from lapa2_interp._util.plots import Drawing
 
 HERE = Path(__file__).parent
 TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")
@@ -36,25 +37,33 @@ class Section:
     table: pd.DataFrame | None = None
 
 
-def page(title: str, lead: str, sections: Sequence[Section], facts: Mapping[str, str]) -> str:
+def page(
+    title: str,
+    findings: Sequence[str],
+    sections: Sequence[Section],
+    facts: Mapping[str, str],
+    details: Sequence[str] = (),
+) -> str:
     """The page as one string; it loads nothing from anywhere.
 
     Args:
-        title, lead: What the run was and its main finding.
+        title, findings: What the run was, and its main findings, a paragraph each.
         sections: In order.
         facts: Settings, by name.
+        details: Further sentences about the findings, folded.
     """
     return template("report.html.j2").render(
         title=title,
-        lead=lead,
+        findings=findings,
+        details=details,
         sections=[
             {
-                "title": s.title,
-                "text": s.text,
-                "image": s.figure and png(s.figure),
-                "table": _cells(s.table),
+                "title": each.title,
+                "text": each.text,
+                "picture": each.figure and picture(each.figure, 120),
+                "table": each.table,
             }
-            for s in sections
+            for each in sections
         ],
         facts=facts,
     )
@@ -85,13 +94,15 @@ def write_page(file: Path, render: Callable[[], str]) -> Path:
 
 
 def template(name: str, folder: Path | None = None) -> Template:
-    """A template of a folder, or of this one; both may include `report.css.j2`."""
+    """A template of a folder, or of this one; both may extend `base.html.j2`."""
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader([folder, HERE] if folder else [HERE])
-    return Environment(
+    environment = Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_straight
-    ).get_template(name)
+    )
+    environment.globals["colours"] = COLOURS
+    return environment.get_template(name)
 
 
 def embedded(data: Any) -> Markup:
@@ -116,12 +127,17 @@ def _straight(value: Any) -> Any:
     return type(value)(TURNS.sub(lambda found: f"\\u{ord(found[0]):04x}", value))
 
 
-def png(drawing: Drawing) -> str:
-    """A drawing as the base64 of its PNG file."""
-    return base64.b64encode(drawing._repr_png_()).decode("ascii")
+def picture(drawing: Drawing, scale: int) -> dict[str, Any]:
+    """A drawing as the source and the width of an image.
 
-
-def _cells(table: pd.DataFrame | None) -> dict[str, list] | None:
-    return (
-        None if table is None else {"head": list(table.columns), "rows": table.to_numpy().tolist()}
-    )
+    Args:
+        scale: Pixels of the page per inch, so that the text of the drawing is as large as that
+            beside it: 9 points are 9 * scale / 72 pixels.
+    """
+    buffer = BytesIO()
+    with rc_context({"svg.hashsalt": "lapa2"}):
+        drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return {
+        "source": f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}",
+        "width": round(drawing.get_figwidth() * scale),
+    }
