@@ -393,7 +393,7 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
         "The layers and heads that attend to the prefix",
         "Each square is one head of one layer. Left: its attention on the prefix without LaPA2."
         " Right: what LaPA2 adds (red) or takes (blue). The same texts as above, mean over texts"
-        " and steps. Each map has its own scale.",
+        " and steps. The changes have one scale.",
         f'lapa2 generate --model {model} --attribute positive --prompt "Your prompt" --out'
         " results/my-map && lapa2 trace results/my-map --out results/my-map-figures",
         found,
@@ -409,8 +409,8 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
     axes = figure.subplots(1, 1 + len(others), sharey=True)
     look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     maps = [("without LaPA2", "attention, %", 100 * base, {"cmap": "Blues", "vmin": 0})]
+    reach = 100 * max(float(np.abs(each).max()) for _, each in others) or 1.0
     for alpha, each in others:
-        reach = 100 * float(np.abs(each).max()) or 1.0
         scale = {"cmap": "RdBu_r", "vmin": -reach, "vmax": reach}
         maps.append((f"alpha {number(alpha)}", "change, points", 100 * each, scale))
     for panel, (title, label, found, scale) in zip(axes, maps, strict=True):

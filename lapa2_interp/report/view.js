@@ -248,7 +248,10 @@ export async function render({ model, el }) {
     return parts && +parts[1] < data.layers && +parts[2] < data.heads ? parts[1] * data.heads + +parts[2] : "mean";
   };
   const partOf = key => key < first ? data.parts[key] : "generated";
-  const armsAt = step => arms.map((arm, i) => i).filter(i => step < arms[i].steps);
+  /** A number (or row) of every arm at a step; MISSING where the arm's text has ended. */
+  const atStep = (step, read) => arms.map((arm, i) => step < arm.steps ? read(i) : MISSING);
+  /** The pinned head, where it is drawn beside the chosen one. */
+  const second = () => state.pin === state.head ? "" : state.pin;
 
   const colours = { mass: `attention on the ${data.steered}`, read: "attention of the step's query", bos: "attention on BOS" };
   for (const metric of metrics) colours[metric] = `control (${metric}, nats)`;
@@ -424,6 +427,12 @@ export async function render({ model, el }) {
     choice("scale", "Colour scale", { shared: "shared by the arms", own: "each its own" }),
     tick("log", "log scale"), tick("bos", "without BOS"));
 
+  /** A bar of a scale's colours between its ends. */
+  function keyOf(scale) {
+    const stops = (scale.split ? SPLITS : RAMPS)[theme()].map(css).join(",");
+    return make("span", { className: "key" }, make("span", { className: "least" }, shown(scale.min)),
+      make("i", { className: "bar", style: `background: linear-gradient(90deg, ${stops})` }), make("span", { className: "most" }, shown(scale.max)));
+  }
   const exports = (panel, name) => make("span", { className: "exports", role: "group", "aria-label": `Save ${name}` },
     ...["PNG", "SVG", "CSV"].map(kind => button(kind, `Save ${name} as ${kind}`, () => save(panel, kind))));
   const section = (panel, title, ...children) => make("section", { className: panel, "aria-label": title },
@@ -480,11 +489,7 @@ export async function render({ model, el }) {
       const ctx = canvas.getContext("2d");
       ctx.setTransform(dense, 0, 0, dense, 0, 0);
       drawPanel(ctx, marked(panel, look), width, height, look);
-      const bar = figure.querySelector(".bar");
-      figure.querySelector("figcaption b").textContent = panel.title;
-      bar.style.background = `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(t => css(mixed((panel.split ? SPLITS : RAMPS)[theme()], t))).join(",")})`;
-      figure.querySelector(".least").textContent = shown(panel.scale.min);
-      figure.querySelector(".most").textContent = shown(panel.scale.max);
+      figure.querySelector("figcaption").replaceChildren(make("b", {}, panel.title), keyOf(panel.scale));
       drawn.set(canvas, { panel, box: boxOf(panel, width, height) });
     });
   }
@@ -522,8 +527,7 @@ export async function render({ model, el }) {
       event.preventDefault();
       set(to);
     });
-    return make("figure", {}, make("figcaption", {}, make("b", {}),
-      make("span", { className: "key" }, make("span", { className: "least" }), make("i", { className: "bar" }), make("span", { className: "most" }))), canvas);
+    return make("figure", {}, make("figcaption"), canvas);
   }
   const hovered = ({ panel, cell: [r, c] }) => panel.kind === "grid" ? { head: headName(panel.order[r][c]) }
     : c < first + r ? { step: r, key: c, head: panel.head } : null;
@@ -590,8 +594,7 @@ export async function render({ model, el }) {
         token.setAttribute("aria-label", `${quoted(word.text)}, ${word.step >= 0 ? `step ${word.step}` : PARTS[word.part]}: ${shown(word.value)}`);
         return word.text.includes("\n") ? [token, make("br")] : [token];
       }).flat());
-      const column = make("div", { className: "arm" }, make("h3", {}, arm.name), line,
-        make("span", { className: "key" }, shown(scales[i].min), make("i", { className: "bar", style: `background: linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(t => css(mixed((scales[i].split ? SPLITS : RAMPS)[theme()], t))).join(",")})` }), shown(scales[i].max)));
+      const column = make("div", { className: "arm" }, make("h3", {}, arm.name), line, keyOf(scales[i]));
       column.dataset.arm = i;
       return column;
     }));
@@ -646,16 +649,17 @@ export async function render({ model, el }) {
     if (at >= 0) (same ?? focusable(box)[at])?.focus({ preventScroll: true });
   }
   function mapRows() {
-    const head = headOf(state.head), there = armsAt(state.step), rows = arms.map((arm, i) => there.includes(i) ? numbers.row(i, state.step, head) : null);
+    const rows = atStep(state.step, i => numbers.row(i, state.step, headOf(state.head)));
     return Array.from({ length: first + state.step }, (_, key) => {
-      const found = rows.map(row => row ? row[key] : MISSING);
-      return { key, words: arms.map(arm => arm.keys[key] ?? ""), part: PARTS[partOf(key)], found, difference: two ? found[1] - found[0] : MISSING };
+      const found = rows.map(row => row[key] ?? MISSING);
+      return [String(key), PARTS[partOf(key)], ...arms.flatMap((arm, i) => [quoted(arm.keys[key] ?? ""), shown(found[i])]),
+        ...(two ? [shown(found[1] - found[0], true)] : [])];
     });
   }
   const showTables = () => {
     fill(rowTable, () => tableOf(`Attention of head ${state.head} at step ${state.step}`,
       ["key", "part", ...arms.flatMap(arm => [`token, ${arm.name}`, arm.name]), ...(two ? ["difference"] : [])].map(name => [name, name]),
-      mapRows().map(row => [String(row.key), row.part, ...arms.flatMap((arm, i) => [quoted(row.words[i]), shown(row.found[i])]), ...(two ? [shown(row.difference, true)] : [])])));
+      mapRows()));
     fill(headTable, () => {
       const columns = columnsOf(), order = sortedHeads(columns);
       return tableOf("Every head at this step", [["head", "head"], ...Object.entries(columns).map(([name, each]) => [name, each.title])],
@@ -673,15 +677,15 @@ export async function render({ model, el }) {
   // --- the readout
 
   function tell() {
-    const now = { ...state, ...hover }, head = headOf(now.head), there = armsAt(now.step), key = Math.min(now.key, first + now.step - 1);
-    const values = arms.map((arm, i) => there.includes(i) ? numbers.row(i, now.step, head)[key] : MISSING);
-    const masses = arms.map((arm, i) => there.includes(i) ? numbers.mass(i, data.steered, now.step, head) : MISSING);
-    const odds = arms.map((arm, i) => there.includes(i) ? numbers.odds(i, now.step, head) : MISSING);
+    const now = { ...state, ...hover }, head = headOf(now.head), key = Math.min(now.key, first + now.step - 1);
+    const values = atStep(now.step, i => numbers.row(i, now.step, head)[key]);
+    const masses = atStep(now.step, i => numbers.mass(i, data.steered, now.step, head));
+    const odds = atStep(now.step, i => numbers.odds(i, now.step, head));
     const beside = (list, sign) => arms.map((arm, i) => `${arm.name} ${shown(list[i])}`).join(", ") + (two ? `, difference ${shown(list[1] - list[0], sign)}` : "");
     const rounding = two && !Number.isNaN(values[1] - values[0]) ? ` (±${numbers.unsure(...values).toPrecision(1)})` : "";
     const named = i => arms[i].keys[key] ?? "", same = new Set(arms.map((arm, i) => named(i))).size === 1;
     const word = same ? quoted(named(0)) : arms.map((arm, i) => quoted(named(i))).join(" / ");
-    const next = arms.map((arm, i) => there.includes(i) ? quoted(arm.keys[first + now.step]) : "none");
+    const next = arms.map(arm => now.step < arm.steps ? quoted(arm.keys[first + now.step]) : "none");
     const lines = [
       `Step ${now.step} predicts ${new Set(next).size === 1 ? next[0] : next.join(" / ")}. ${head === "mean" ? "Mean of all heads" : `Head ${now.head}`}, key ${key} ${word} (${PARTS[partOf(key)]}): ${beside(values, true)}${rounding}.`,
       `On the ${data.steered}: ${beside(masses, true)}. Log-odds: ${beside(odds, true)}.`,
@@ -724,10 +728,9 @@ export async function render({ model, el }) {
     const tall = width => Math.min(Math.max(steps * 6, 160), 420) * Math.min(1, 0.55 + width / 900) + SPACE.top + SPACE.bottom;
     mapTitle.textContent = state.head === "mean" ? "Mean of all heads" : `Head ${state.head}`;
     figuresIn(maps, mapsOf(state.head), tall);
-    const second = state.pin && state.pin !== state.head;
-    pinTitle.textContent = second ? `Pinned: head ${state.pin}` : "";
-    pinTitle.hidden = !second;
-    figuresIn(pinned, second ? mapsOf(state.pin) : [], tall);
+    pinTitle.textContent = second() && `Pinned: head ${state.pin}`;
+    pinTitle.hidden = !second();
+    figuresIn(pinned, second() ? mapsOf(state.pin) : [], tall);
     figuresIn(heads, gridsOf(), () => Math.min(Math.max(data.layers * 12, 72), 480) + SPACE.top + SPACE.bottom);
     showTexts();
     showTables();
@@ -743,7 +746,7 @@ export async function render({ model, el }) {
     }
     if (panel === "map") {
       const rows = [["layer", "head", "arm", "step", "key", "part", "token", "attention", ...(two ? ["difference from the other arm"] : [])]];
-      for (const head of [state.head, ...(state.pin && state.pin !== state.head ? [state.pin] : [])]) {
+      for (const head of [state.head, second()].filter(Boolean)) {
         const names = head === "mean" ? ["mean", "mean"] : head.split(".").map(Number);
         arms.forEach((arm, i) => {
           for (let step = 0; step < arm.steps; step++) {
@@ -794,7 +797,7 @@ export async function render({ model, el }) {
       }
       return ctx;
     }
-    const groups = panel === "grid" ? [["", gridsOf()]] : [[state.head, mapsOf(state.head)], ...(state.pin && state.pin !== state.head ? [[state.pin, mapsOf(state.pin)]] : [])];
+    const groups = panel === "grid" ? [["", gridsOf()]] : [state.head, second()].filter(Boolean).map(head => [head, mapsOf(head)]);
     const w = 340, h = panel === "grid" ? Math.max(data.layers * 12, 72) + 26 : 360, across = groups[0][1].length;
     const tall = h + 53, ctx = start(across * w + 10, groups.length * tall + 10);
     ctx.fillStyle = look.page;
