@@ -138,7 +138,7 @@ def _title(run: Run) -> str:
         "task": dict.fromkeys(cell.task.name for cell in cells),
         "method": dict.fromkeys(cell.method for cell in cells),
     }
-    name = "A run" if run.folder is None else f"Run {run.folder.name}"
+    name = "A run" if run.folder is None else run.folder.name
     parts = [
         " and ".join(each) if len(each) < 3 else pluralize(len(each), what)
         for what, each in found.items()

@@ -306,7 +306,7 @@ export async function render({ model, el }) {
 
   // --- panels
 
-  const theme = () => matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  const theme = () => matchMedia("screen and (prefers-color-scheme: dark)").matches ? "dark" : "light";
   const lookOf = () => {
     const style = getComputedStyle(root), read = name => style.getPropertyValue(name).trim();
     return { ink: read("--ink"), pale: read("--pale"), hole: read("--hole"), page: read("--page"), mark: read("--mark"), pin: read("--pin") };
@@ -836,7 +836,7 @@ export async function render({ model, el }) {
 
   // --- life
 
-  const dark = matchMedia("(prefers-color-scheme: dark)"), followed = () => { readHash(); show(); };
+  const dark = matchMedia("screen and (prefers-color-scheme: dark)"), followed = () => { readHash(); show(); };
   const follow = () => {
     const { step, head } = chosen();
     if (step === state.step && head === state.head) return;  // what `set` wrote
