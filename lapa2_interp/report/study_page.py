@@ -226,7 +226,7 @@ def _position_figure(found: CircuitStudy) -> Drawing:
     """Control lost without each token of the prefix."""
     frame = found.tables["position"].frame().sort_values("position")
     names = _tokens(found.contrast_set.examples[0])
-    figure = new_figure(5.4, 0.8 + 0.26 * len(frame))
+    figure = new_figure(3.3, 0.8 + 0.26 * len(frame))
     axes = figure.subplots()
     at = np.arange(len(frame))[::-1]
     errors = [frame["effect"] - frame["low"], frame["high"] - frame["effect"]]

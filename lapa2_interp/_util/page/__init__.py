@@ -60,7 +60,7 @@ def page(
             {
                 "title": each.title,
                 "text": each.text,
-                "picture": each.figure and picture(each.figure, 120),
+                "picture": each.figure and picture(each.figure, 112),
                 "table": each.table,
             }
             for each in sections
