@@ -242,11 +242,8 @@ export async function render({ model, el }) {
   const steps = Math.max(...arms.map(arm => arm.steps)), keys = first + steps - 1;
   const both = Math.min(...arms.map(arm => arm.steps));  // attention falls with the step: means are over the same ones
   const metrics = Object.keys(arms[0].control);
-  const headName = head => head === "mean" ? "mean" : `${Math.floor(head / data.heads)}.${head % data.heads}`;
-  const headOf = text => {
-    const parts = /^(\d+)\.(\d+)$/.exec(text ?? "");
-    return parts && +parts[1] < data.layers && +parts[2] < data.heads ? parts[1] * data.heads + +parts[2] : "mean";
-  };
+  const headNames = Array.from({ length: n }, (_, head) => `${Math.floor(head / data.heads)}.${head % data.heads}`);
+  const headName = head => headNames[head] ?? "mean", headOf = name => headNames.includes(name) ? headNames.indexOf(name) : "mean";
   const partOf = key => key < first ? data.parts[key] : "generated";
   /** A number (or row) of every arm at a step; MISSING where the arm's text has ended. */
   const atStep = (step, read) => arms.map((arm, i) => step < arm.steps ? read(i) : MISSING);
@@ -269,20 +266,15 @@ export async function render({ model, el }) {
   const state = { ...usual };
   let hover = null;
 
+  const upTo = stop => Array.from({ length: stop }, (_, i) => String(i));
+  const allowed = {
+    step: upTo(steps), key: upTo(keys), head: ["mean", ...headNames], pin: ["", ...headNames], colour: Object.keys(colours), grid: Object.keys(grids),
+    scale: ["shared", "own"], sort: ["head", ...Object.keys(columnsOf())], log: ["", "1"], bos: ["", "1"], order: ["", "1"], down: ["", "1"],
+  };
+  /** Takes values that are allowed, and leaves the others as they are. */
   function take(wanted) {
-    const whole = (value, stop, old) => /^\d+$/.test(value) && +value < stop ? +value : old;
-    const among = (value, allowed, old) => allowed.includes(value) ? value : old;
     for (const [name, given] of Object.entries(wanted)) {
-      const value = String(given);
-      if (name === "step") state.step = whole(value, steps, state.step);
-      if (name === "key") state.key = whole(value, keys, state.key);
-      if (name === "head") state.head = headName(headOf(value));
-      if (name === "pin") state.pin = headOf(value) === "mean" ? "" : headName(headOf(value));
-      if (name === "colour") state.colour = among(value, Object.keys(colours), state.colour);
-      if (name === "grid") state.grid = among(value, Object.keys(grids), state.grid);
-      if (name === "scale") state.scale = among(value, ["shared", "own"], state.scale);
-      if (name === "sort") state.sort = among(value, ["head", ...Object.keys(columnsOf())], state.sort);
-      if (["log", "bos", "order", "down"].includes(name)) state[name] = value === "1" ? "1" : "";
+      if (allowed[name]?.includes(String(given))) state[name] = typeof usual[name] === "number" ? +given : String(given);
     }
     state.key = Math.min(state.key, first + state.step - 1);
   }
@@ -412,8 +404,7 @@ export async function render({ model, el }) {
   const button = (text, label, click) => make("button", { type: "button", "aria-label": label, onclick: click }, text);
 
   const slider = make("input", { type: "range", name: "step", min: 0, max: steps - 1, step: 1, oninput: event => set({ step: event.target.value }) });
-  const headChoice = choice("head", "Head", Object.fromEntries(["mean", ...Array.from({ length: n }, (_, head) => headName(head))]
-    .map(name => [name, name === "mean" ? "mean of all heads" : name])));
+  const headChoice = choice("head", "Head", Object.fromEntries(allowed.head.map(name => [name, name === "mean" ? "mean of all heads" : name])));
   const pinButton = make("button", { type: "button", onclick: () => set(pinOf(state.head)) });
   /** What pins a head or lets go of it; the mean of all heads leaves the pin. */
   const pinOf = head => head === "mean" ? {} : { pin: head === state.pin ? "" : head };
