@@ -66,6 +66,11 @@ def test_the_page_answers_in_words(folder, capsys):
         in page
     )
     assert "Not tested:" in page
+    assert (
+        page.index(f"largest first: {first}") < page.index("<details>") < page.index("Not tested:")
+    )
+    layer = first.partition(".")[0]
+    assert f"Less is lost without layer {layer} (" in page, "than without its carrier alone"
     assert "Gradient, 8 heads: Spearman" in page
     assert "A ranking of heads by their attention on the prefix has rank correlation" in page
     assert "With fewer than 32 prompts weak heads are missed" in page
