@@ -105,7 +105,7 @@ def run_report(
     manifests = [run.manifest(key) for key in run.finished]
     return template("run_report.html.j2", Path(__file__).parent).render(
         title=_title(run),
-        verdicts={word: VERDICT_MARKS[word] for group in groups for word in group["verdicts"]},
+        verdicts=VERDICT_MARKS,
         states=STATES,
         names=names,
         run=_overview(run, cells),
@@ -115,7 +115,6 @@ def run_report(
         scores=[] if run.folder is None else _score_sections(run, run.folder),
         absent=[name for name in ITEM_ORDER if name not in {item["name"] for item in items}],
         groups=groups,
-        claims=[claim for group in groups for claim in group["claims"]],
         cells=_cell_rows(cells),
         n_prompts=n_prompts,
         max_prompts=MAX_PROMPTS,
