@@ -37,8 +37,8 @@ L_PRE = 3
 SYNTHETIC = {"longest": 100_000, "texts": 12}
 """Length of synthetic logits, and texts per family: seconds of work, where `lapa2 propositions`
 takes minutes."""
-WIDTH = 7.2
-"""Inches of a drawing: its letters are still read on a telephone."""
+WIDTH, NARROW = 7.2, 3.9
+"""Inches of a drawing, and of its form for a telephone."""
 SHOWN_FIRST = 2
 """Prompts whose texts are open; the others are folded away."""
 
@@ -122,7 +122,7 @@ class Panel:
     how: str
     command: str
     found: Sequence[str] = ()
-    image: Mapping[str, Any] | None = None
+    image: Sequence[Mapping[str, Any]] = ()
     alt: str = ""
     tables: Sequence[Mapping[str, Any]] = ()
     part: str = ""
@@ -226,10 +226,10 @@ def _axes(axes: Any, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _image(drawing: plots.Drawing) -> dict[str, Any]:
+def _image(drawing: plots.Drawing) -> list[dict[str, Any]]:
     from lapa2_interp._util.page import picture
 
-    return picture(drawing, 96)
+    return picture(drawing, 96, NARROW)
 
 
 # --- 1: attention against length
@@ -351,7 +351,7 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
         loc="outside upper center",
         frameon=False,
         fontsize=11,
-        ncols=4,
+        ncols=2,
         handlelength=1.5,
         columnspacing=1.2,
     )

@@ -127,17 +127,22 @@ def _straight(value: Any) -> Any:
     return type(value)(TURNS.sub(lambda found: f"\\u{ord(found[0]):04x}", value))
 
 
-def picture(drawing: Drawing, scale: int) -> dict[str, Any]:
-    """A drawing as the source and the width of an image.
+def picture(drawing: Drawing, scale: int, narrow: float | None = None) -> list[dict[str, Any]]:
+    """A drawing as sources and widths of an image: as it is, and laid out again for a narrow page.
 
     Args:
         scale: Pixels of the page per inch, so that the text of the drawing is as large as that
             beside it: 9 points are 9 * scale / 72 pixels.
+        narrow: Width of the narrow form in inches; None makes none.
     """
-    buffer = BytesIO()
-    with rc_context({"svg.hashsalt": "lapa2"}):
-        drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return {
-        "source": f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}",
-        "width": round(drawing.get_figwidth() * scale),
-    }
+    found = []
+    for inches in (drawing.get_figwidth(), *([] if narrow is None else [narrow])):
+        drawing.set_figwidth(inches)
+        buffer = BytesIO()
+        with rc_context({"svg.hashsalt": "lapa2"}):
+            drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        data = base64.b64encode(buffer.getvalue()).decode()
+        found.append(
+            {"source": f"data:image/svg+xml;base64,{data}", "width": round(inches * scale)}
+        )
+    return found
