@@ -80,7 +80,7 @@ class View:
             raise TraceError(
                 f"head must be None or (layer, head) below ({layers}, {heads}), found {chosen}"
             )
-        self._chosen.head = chosen
+        self._chosen.head = chosen and (int(chosen[0]), int(chosen[1]))
 
     @property
     def token(self) -> int:
@@ -92,7 +92,7 @@ class View:
         steps = max(len(arm.tokens) for arm in self.text.arms)
         if not 0 <= chosen < steps:
             raise TraceError(f"token must be from 0 to {steps - 1}, found {chosen}")
-        self._chosen.token = chosen
+        self._chosen.token = int(chosen)
 
     @cached_property
     def data(self) -> dict[str, Any]:

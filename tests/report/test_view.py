@@ -431,6 +431,9 @@ def test_in_a_notebook_the_chosen_head_and_token_go_both_ways(shown):
     }
     widget.set_state({"head": [0, 3], "token": 6})  # as a message from the front end
     assert (again.head, again.token) == ((0, 3), 6)
+    again.head = np.unravel_index(6, shown.text.arms[0].masses.shape[2:])
+    assert widget.get_state(["head"]) == {"head": (1, 2)}
+    assert [type(each) for each in again.head] == [int, int]
     again.head = None
     assert widget.head is None
     assert (shown.head, shown.token) == (None, 0)
