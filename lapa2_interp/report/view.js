@@ -411,9 +411,9 @@ export async function render({ model, el }) {
   const stepName = make("output", {});
   const controls = make("form", { className: "controls", "aria-label": "What is shown", onsubmit: event => event.preventDefault() },
     make("div", { className: "stepper" },
-      button("‹", "One step back", () => set({ step: Math.max(0, state.step - 1) })),
+      button("‹", "One step back", () => set({ step: state.step - 1 })),
       make("label", {}, "Step", slider), stepName,
-      button("›", "One step on", () => set({ step: Math.min(steps - 1, state.step + 1) }))),
+      button("›", "One step on", () => set({ step: state.step + 1 }))),
     headChoice, pinButton,
     choice("scale", "Colour scale", { shared: "shared by the arms", own: "each its own" }),
     tick("log", "log scale"), tick("bos", "without BOS"));
@@ -464,6 +464,25 @@ export async function render({ model, el }) {
 
   // --- figures on the page
 
+  /**
+   * The pointer and the keys on an element.
+   *
+   * @param under What stands under the pointer of an event, or null.
+   * @param choose What a click on it chooses.
+   * @param move Where a key leads, or undefined.
+   */
+  function listen(element, under, choose, move) {
+    const point = found => { hover = found; tell(); };
+    element.addEventListener("pointermove", event => point(under(event)));
+    element.addEventListener("pointerleave", () => point(null));
+    element.addEventListener("click", event => { if (under(event)) set(choose(under(event))); });
+    element.addEventListener("keydown", event => {
+      const to = event.ctrlKey || event.altKey || event.metaKey ? undefined : move(event.key);
+      if (!to) return;
+      event.preventDefault();
+      set(to);
+    });
+  }
   const drawn = new Map();
   function figuresIn(place, panels, aspect) {
     while (place.children.length > panels.length) place.lastChild.remove();
@@ -496,37 +515,24 @@ export async function render({ model, el }) {
   }
   function newFigure() {
     const canvas = make("canvas", { tabIndex: 0, role: "application" });
-    const place = event => {
+    const under = event => {
       const { panel, box } = drawn.get(canvas), edge = canvas.getBoundingClientRect();
       const cell = box.at(event.clientX - edge.left, event.clientY - edge.top);
-      return cell && { panel, cell };
+      return cell && hovered(panel, cell);
     };
-    canvas.addEventListener("pointermove", event => {
-      const found = place(event);
-      hover = found && hovered(found);
-      tell();
-    });
-    canvas.addEventListener("pointerleave", () => { hover = null; tell(); });
-    canvas.addEventListener("click", event => {
-      const found = place(event), to = found && hovered(found);
-      if (to) set(found.panel.kind === "map" ? { step: to.step, key: to.key } : to);
-    });
-    canvas.addEventListener("keydown", event => {
-      if (event.ctrlKey || event.altKey || event.metaKey) return;
-      const { panel } = drawn.get(canvas), to = panel.kind === "map" ? movedInMap(event.key, panel) : movedInGrid(event.key, panel);
-      if (!to) return;
-      event.preventDefault();
-      set(to);
-    });
+    const move = pressed => {
+      const { panel } = drawn.get(canvas);
+      return panel.kind === "map" ? movedInMap(pressed, panel) : movedInGrid(pressed, panel);
+    };
+    listen(canvas, under, ({ step, key, head }) => drawn.get(canvas).panel.kind === "map" ? { step, key } : { head }, move);
     return make("figure", {}, make("figcaption"), canvas);
   }
-  const hovered = ({ panel, cell: [r, c] }) => panel.kind === "grid" ? { head: headName(panel.order[r][c]) }
+  const hovered = (panel, [r, c]) => panel.kind === "grid" ? { head: headName(panel.order[r][c]) }
     : c < first + r ? { step: r, key: c, head: panel.head } : null;
   function movedInMap(pressed, panel) {
     const { step, key } = state, last = first + step - 1;
     const moves = {
-      ArrowLeft: { key: Math.max(0, key - 1) }, ArrowRight: { key: Math.min(last, key + 1) },
-      ArrowUp: { step: Math.max(0, step - 1) }, ArrowDown: { step: Math.min(steps - 1, step + 1) },
+      ArrowLeft: { key: key - 1 }, ArrowRight: { key: key + 1 }, ArrowUp: { step: step - 1 }, ArrowDown: { step: step + 1 },
       PageUp: { step: Math.max(0, step - 10) }, PageDown: { step: Math.min(steps - 1, step + 10) },
       Home: { key: 0 }, End: { key: last },
       p: pinOf(panel.head),
@@ -591,22 +597,13 @@ export async function render({ model, el }) {
     }));
     if (inside) texts.querySelector(`[data-arm="${inside[0]}"] [aria-current], [data-arm="${inside[0]}"] [tabindex="0"]`)?.focus();
   }
-  const placed = target => target.closest?.(".token")?.dataset.key;
-  const ofToken = key => +key >= first ? { step: +key - first } : { key: +key };
-  texts.addEventListener("click", event => { if (placed(event.target)) set(ofToken(placed(event.target))); });
-  texts.addEventListener("pointerover", event => {
-    const key = placed(event.target);
-    hover = key ? ofToken(key) : null;
-    tell();
-  });
-  texts.addEventListener("pointerleave", () => { hover = null; tell(); });
-  texts.addEventListener("keydown", event => {
-    if (event.ctrlKey || event.altKey || event.metaKey) return;
-    const to = { ArrowLeft: state.step - 1, ArrowRight: state.step + 1, Home: 0, End: steps - 1 }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    set({ step: Math.min(Math.max(to, 0), steps - 1) });
-  });
+  const tokenUnder = event => {
+    const key = event.target.closest(".token")?.dataset.key;
+    return key === undefined ? null : +key >= first ? { step: +key - first } : { key: +key };
+  };
+  listen(texts, tokenUnder, found => found, pressed => ({
+    ArrowLeft: { step: state.step - 1 }, ArrowRight: { step: state.step + 1 }, Home: { step: 0 }, End: { step: steps - 1 },
+  })[pressed]);
 
   // --- tables
 
