@@ -272,14 +272,14 @@ def recompute_attention(
                 masses=masses,
                 control=values,
                 off=off,
-                of_run=_mean_interval(means_by_prompt[-1]),
+                of_run=_mean_interval(means_by_prompt[-1], 0.0),
             )
         )
     differences: dict[str, np.ndarray] = {}
     if len(means_by_prompt) == 2:
         before, after = means_by_prompt
         shared = sorted(before.keys() & after.keys())
-        differences = _mean_interval({text: after[text] - before[text] for text in shared})
+        differences = _mean_interval({text: after[text] - before[text] for text in shared}, -1.0)
     prefix = plans[0].prefix_names[branch]
     return ViewedText(
         selected=selected,
@@ -443,14 +443,18 @@ def _means_by_prompt(
 
 
 def _mean_interval(
-    by_prompt: Mapping[str, Float[np.ndarray, "layer head"]],
+    by_prompt: Mapping[str, Float[np.ndarray, "layer head"]], least: float
 ) -> dict[str, Float[np.ndarray, "layer head"]]:
-    """Mean over prompts, and its 95 % interval."""
+    """Mean over prompts of numbers from `least` to 1, and its 95 % interval within these ends."""
     if not by_prompt:
         return {}
     values = np.stack(list(by_prompt.values())).astype(np.float64)
     low, high = bounds(values, np.arange(len(values)))
-    return {"mean": values.mean(0), "low": low, "high": high}
+    return {
+        "mean": values.mean(0),
+        "low": np.maximum(low, least),
+        "high": np.minimum(high, 1.0),
+    }
 
 
 @dataclass(frozen=True)

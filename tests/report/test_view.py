@@ -31,7 +31,7 @@ from lapa2_interp.report.encoding import (
     quantisation_error,
     quantise,
 )
-from lapa2_interp.report.viewed_text import load_head_values
+from lapa2_interp.report.viewed_text import _mean_interval, load_head_values
 from lapa2_interp.report.viewer import MODULE
 
 HOSTILE = (
@@ -221,6 +221,14 @@ def test_attention_over_all_texts_is_over_steps_that_all_have(run):
             for prompt in dict.fromkeys(prompts)
         ]
         assert np.allclose(arm.of_run["mean"], np.mean(means, axis=0), atol=1e-6)
+
+
+def test_an_interval_of_attention_stays_within_0_and_1():
+    """Of two prompts alone it would be wider."""
+    by_prompt = {"a": np.array([[0.1]]), "b": np.array([[0.6]])}
+    share, change = (_mean_interval(by_prompt, least) for least in (0.0, -1.0))
+    assert [float(share[name][0, 0]) for name in ("mean", "low", "high")] == [0.35, 0, 1]
+    assert [float(change[name][0, 0]) for name in ("low", "high")] == [-1, 1]
 
 
 def test_arms_of_different_seeds_are_not_set_side_by_side(run):
