@@ -169,7 +169,7 @@ def test_panels_are_in_order_and_each_has_a_command(made):
 
 def test_the_page_loads_nothing_and_escapes_what_models_write(made):
     text = (made[0] / "report.html").read_text("utf-8")
-    assert all(place.startswith(("#", "data:image/png;base64,")) for place in Page(text).places)
+    assert all(place.startswith(("#", "data:image/svg+xml;base64,")) for place in Page(text).places)
     assert not re.search(r"url\(|@import", text[: text.index("</style>")])
     assert "default-src 'none'" in text
     assert "<|" not in text

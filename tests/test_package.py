@@ -195,7 +195,7 @@ def test_running_installs_nothing_that_it_does_not_need():
 
 PARTS = {
     "huggingface_hub": "transformers", "tokenizers": "transformers",
-    "markupsafe": "jinja2", "pydantic_core": "pydantic",
+    "markupsafe": "jinja2", "pydantic_core": "pydantic", "traitlets": "anywidget",
 }  # fmt: skip
 """Modules of their own that belong to what a declared package hands out or takes."""
 
@@ -207,7 +207,7 @@ def test_what_the_package_imports_is_declared():
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    texts = [*project["dependencies"], *extras["ray"], *extras["train"]]
+    texts = [*project["dependencies"], *extras["ray"], *extras["train"], *extras["widget"]]
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     of_module = packages_distributions()
     imported = {}

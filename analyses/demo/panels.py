@@ -37,8 +37,8 @@ L_PRE = 3
 SYNTHETIC = {"longest": 100_000, "texts": 12}
 """Length of synthetic logits, and texts per family: seconds of work, where `lapa2 propositions`
 takes minutes."""
-WIDTH = 7.2
-"""Inches of a drawing: its letters are still read on a telephone."""
+WIDTH, NARROW = 7.2, 3.9
+"""Inches of a drawing, and of its form for a telephone."""
 SHOWN_FIRST = 2
 """Prompts whose texts are open; the others are folded away."""
 
@@ -122,7 +122,7 @@ class Panel:
     how: str
     command: str
     found: Sequence[str] = ()
-    image: str | None = None
+    image: Sequence[Mapping[str, Any]] = ()
     alt: str = ""
     tables: Sequence[Mapping[str, Any]] = ()
     part: str = ""
@@ -165,7 +165,6 @@ def page(
         title="A first look at LaPA2",
         lead=lead,
         panels=panels,
-        colours=plots.COLOURS,
         facts=_facts(out, run, grid, traces, seconds),
     )
 
@@ -227,10 +226,10 @@ def _axes(axes: Any, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _image(drawing: plots.Drawing) -> str:
-    from lapa2_interp._util.page import png
+def _image(drawing: plots.Drawing) -> list[dict[str, Any]]:
+    from lapa2_interp._util.page import picture
 
-    return png(drawing)
+    return picture(drawing, 96, NARROW)
 
 
 # --- 1: attention against length
@@ -352,7 +351,7 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
         loc="outside upper center",
         frameon=False,
         fontsize=11,
-        ncols=4,
+        ncols=2,
         handlelength=1.5,
         columnspacing=1.2,
     )
@@ -371,12 +370,10 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
     order = np.sort(base.ravel())[::-1]
     half = int(np.searchsorted(order.cumsum(), order.sum() / 2) + 1)
     top = np.dstack(np.unravel_index(np.argsort(-base, axis=None)[:3], base.shape))[0]
-    best = ", ".join(
-        f"layer {layer} head {head} ({percent(base[layer, head])})" for layer, head in top
-    )
+    best = ", ".join(f"{layer}.{head} ({percent(base[layer, head])})" for layer, head in top)
     found = [
         f"Without LaPA2, {half} of {base.size} heads carry half of all attention on the prefix;"
-        f" those with most are {best}."
+        f" those with most are {best} (layer.head)."
     ]
     for alpha, each in zip(alphas, mass, strict=True):
         if alpha:
@@ -396,7 +393,7 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
         "The layers and heads that attend to the prefix",
         "Each square is one head of one layer. Left: its attention on the prefix without LaPA2."
         " Right: what LaPA2 adds (red) or takes (blue). The same texts as above, mean over texts"
-        " and steps. Each map has its own scale.",
+        " and steps. The changes have one scale.",
         f'lapa2 generate --model {model} --attribute positive --prompt "Your prompt" --out'
         " results/my-map && lapa2 trace results/my-map --out results/my-map-figures",
         found,
@@ -410,10 +407,10 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
     others = [(alpha, each - base) for alpha, each in zip(alphas, mass, strict=True) if alpha]
     figure = plots.Drawing(figsize=(WIDTH, 5.6), layout="constrained", dpi=150)
     axes = figure.subplots(1, 1 + len(others), sharey=True)
-    look: dict[str, Any] = {"aspect": "auto", "origin": "lower", "interpolation": "nearest"}
-    maps = [("without LaPA2", "attention, %", 100 * base, {"cmap": "viridis", "vmin": 0})]
+    look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
+    maps = [("without LaPA2", "attention, %", 100 * base, {"cmap": "Blues", "vmin": 0})]
+    reach = 100 * max(float(np.abs(each).max()) for _, each in others) or 1.0
     for alpha, each in others:
-        reach = 100 * float(np.abs(each).max()) or 1.0
         scale = {"cmap": "RdBu_r", "vmin": -reach, "vmax": reach}
         maps.append((f"alpha {number(alpha)}", "change, points", 100 * each, scale))
     for panel, (title, label, found, scale) in zip(axes, maps, strict=True):

@@ -335,11 +335,6 @@ def acquire_lock(file: Path, timeout: float = 0.0) -> Iterator[None]:
         yield
 
 
-def is_html(file: Path) -> bool:
-    """True if a file's name is that of an HTML page: a page may replace only such a file."""
-    return file.suffix.lower() in (".html", ".htm")
-
-
 def cache_folder() -> Path:
     """The folder for results that are kept between runs: `LAPA2_CACHE`, or the platform's folder
     for caches."""

@@ -121,14 +121,12 @@ def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Drawing:
     panels = np.atleast_1d(figure.subplots(1, len(maps), sharey=True))
     for panel, (arm, found) in zip(panels, maps.items(), strict=True):
         if arm == first:
-            drawn = panel.imshow(found, aspect="auto", origin="lower", cmap="viridis", vmin=0)
+            drawn = panel.imshow(found, aspect="auto", cmap="Blues", vmin=0)
             panel.set_title(arm, fontsize=8)
         else:
             difference = found - maps[first]
             reach = float(np.abs(difference).max()) or 1.0
-            drawn = panel.imshow(
-                difference, aspect="auto", origin="lower", cmap="RdBu_r", vmin=-reach, vmax=reach
-            )
+            drawn = panel.imshow(difference, aspect="auto", cmap="RdBu_r", vmin=-reach, vmax=reach)
             panel.set_title(f"{arm}\nminus {first}", fontsize=8)
         bar = figure.colorbar(drawn, ax=panel, location="bottom", shrink=0.9)
         bar.ax.tick_params(labelsize=7)

@@ -90,12 +90,13 @@ class ControlScore:
         return pd.DataFrame(rows)
 
     def plot(self, metrics: Sequence[str] | None = None) -> Drawing:
-        """Every metric against the step, with 95 % bands."""
+        """Every metric against the step, with 95 % bands; three beside each other."""
         shown = list(self.values) if metrics is None else list(metrics)
-        figure = new_figure(2.6 * len(shown), 2.3)
-        for axes, metric, colour in zip(
-            np.atleast_1d(figure.subplots(1, len(shown))), shown, cycle(COLOURS), strict=False
-        ):
+        columns = min(3, len(shown))
+        rows = -(-len(shown) // columns)
+        figure = new_figure(2.6 * columns, 2.1 * rows)
+        for i, (metric, colour) in enumerate(zip(shown, cycle(COLOURS), strict=False)):
+            axes = figure.add_subplot(rows, columns, i + 1)
             curve = self.interval(metric)
             axes.plot(curve["step"], curve["mean"], color=colour, lw=1.4)
             axes.fill_between(

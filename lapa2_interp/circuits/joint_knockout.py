@@ -44,7 +44,7 @@ class JointCurve:
 
     def plot(self) -> Drawing:
         """The share of control left against the number of heads."""
-        figure = new_figure(4.4, 2.8)
+        figure = new_figure(3.3, 2.8)
         axes = figure.subplots()
         for colour, (kind, part) in zip(
             ("#D55E00", "#0072B2", "#777777", "#E69F00"),
@@ -61,7 +61,7 @@ class JointCurve:
         axes.set_xscale("log", base=2)
         axes.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)  # also where no share is defined
         axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.legend(fontsize=7, frameon=False)
+        figure.legend(loc="outside upper left", fontsize=8, frameon=False, ncols=4, handlelength=1)
         plain_axes(axes, "heads", f"share of {self.metric} left")
         return figure
 

@@ -80,8 +80,9 @@ class CircuitStudy:
             rows.append(("direct effect", effects.size, spearman(effects, direct)))
         return pd.DataFrame(rows, columns=["ranking", "heads", "spearman"])
 
-    def summary(self) -> str:
-        """The answer in words: the heads, the tests, their share of the control, and the limits."""
+    def findings(self) -> tuple[list[str], list[str]]:
+        """The answer in sentences: how strong the control is, the heads, and heads together; and
+        further tests and limits."""
         n = self.contrast_set.n_prompts
         names = " and ".join(repr(each) for each in self.contrast_set.attributes)
         score = records(self.control[RAW].interval("js", None))[0]
@@ -91,12 +92,18 @@ class CircuitStudy:
             " (js)."
         )
         if np.abs(self.heads.whole).max() <= self.heads.noise:
-            return (
+            nothing = (
                 f"{control} That is no more than rounding: in these texts the model does not tell"
                 " the prefixes apart, so there is no control that a head could carry."
             )
-        heads = _untested_heads(self) if n < FEW else _tested_heads(self)
-        return " ".join([control, *heads, *_joint_heads(self), *_limits(self)])
+            return [nothing], []
+        first, *others = _untested_heads(self) if n < FEW else _tested_heads(self)
+        return [control, first, *_joint_heads(self)], [*others, *_limits(self)]
+
+    def summary(self) -> str:
+        """`findings` as one text."""
+        found, others = self.findings()
+        return " ".join([*found, *others])
 
 
 def _untested_heads(found: CircuitStudy) -> list[str]:

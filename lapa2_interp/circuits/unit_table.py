@@ -216,7 +216,7 @@ class UnitTable:
     def plot_against(self, x: Float[np.ndarray, " unit"], xlabel: str, named: int = 8) -> Drawing:
         """Values against another number of each unit, with the names of the largest above the
         noise."""
-        means, figure = self.means, new_figure(4.6, 3.2)
+        means, figure = self.means, new_figure(3.3, 2.8)
         axes = figure.subplots()
         axes.axhline(0, color="0.7", lw=0.6)
         axes.scatter(x, means, s=9, color="#0072B2", lw=0)
@@ -267,7 +267,7 @@ def draw_tables(tables: Mapping[str, UnitTable]) -> Drawing:
     first = next(iter(tables.values()))
     if not first._column:
         n = min(len(first.units), MOST_INTERVALS)
-        figure = new_figure(5.2 * len(tables), 0.6 + 0.16 * n)
+        figure = new_figure(3.3 * len(tables), 0.7 + 0.16 * n)
         for axes, (title, table) in zip(
             np.atleast_1d(figure.subplots(1, len(tables))), tables.items(), strict=True
         ):

@@ -141,7 +141,7 @@ def growth_map(heads: pd.DataFrame) -> Drawing:
     kinds = base.pivot(index="layer", columns="head", values="kind").to_numpy()
     figure = new_figure(6.4, 5.4)
     left, right = figure.subplots(1, 2, sharey=True)
-    drawn = left.imshow(found, aspect="auto", origin="lower", cmap="RdBu_r", vmin=-1, vmax=1)
+    drawn = left.imshow(found, aspect="auto", cmap="RdBu_r", vmin=-1, vmax=1)
     figure.colorbar(drawn, ax=left, location="bottom", shrink=0.9, extend="both")
     left.set_title("slope of log(e_P/e_R) on log l\nblue: faster than 1/l, red: slower", fontsize=8)
     names = ("mixed", "sink", "local", "prefix")
@@ -149,7 +149,7 @@ def growth_map(heads: pd.DataFrame) -> Drawing:
     pixels = np.array(
         [[[int(tints[kind][i : i + 2], 16) for i in (1, 3, 5)] for kind in row] for row in kinds]
     )
-    right.imshow(pixels, aspect="auto", origin="lower")
+    right.imshow(pixels, aspect="auto")
     for name in names:
         right.scatter(
             [], [], color=tints[name], marker="s", label=f"{name} ({(kinds == name).sum()})"

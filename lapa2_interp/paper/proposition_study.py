@@ -565,7 +565,7 @@ def _study_page(
             verdict_page_table(verdicts),
         )
     )
-    return page("Do the propositions hold?", lead, sections, facts)
+    return page("Do the propositions hold?", [lead], sections, facts)
 
 
 def _study_facts(study: PropositionStudy, found: PropositionResults) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 A pattern entry p in [0, 1] is stored as
 
-    0                                      below FLOOR: restored as 0
+    0                                      below FLOOR: read as 0
     1 + round((top - 1) (1 - ln p / ln FLOOR))      else, with top = 2^bits - 1
 
 so every stored number has the same relative error, `quantisation_error(bits)`.
@@ -14,7 +14,6 @@ import base64
 import gzip
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -34,33 +33,19 @@ def quantise(values: Float[np.ndarray, "*axes"], bits: Bits) -> np.ndarray:
     return np.minimum(codes, top).astype(np.uint8 if bits == 8 else np.uint16)
 
 
-def dequantise(codes: np.ndarray, bits: Bits) -> Float[np.ndarray, "*axes"]:
-    """The attention that codes of `quantise` stand for, float64, same shape."""
-    top = 2**bits - 1
-    return np.where(codes == 0, 0.0, FLOOR ** (1 - (codes.astype(np.float64) - 1) / (top - 1)))
-
-
 def quantisation_error(bits: Bits) -> float:
     """The largest relative error of a stored number above FLOOR."""
     return math.expm1(-math.log(FLOOR) / (2**bits - 2) / 2)
 
 
-@dataclass(frozen=True)
-class EncodedArrays:
-    """Arrays as one text.
+def encode_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, dict[str, Any]], str]:
+    """Encode arrays of uint8, uint16 or float32 as one text; equal arrays give equal text.
 
-    Attributes:
-        index: {"type", "length"} by name, in the order of the data.
-        data: base64 of gzip of the arrays' bytes, little-endian. All low bytes of 16-bit numbers
-            stand before their high bytes, which compresses better.
+    Returns:
+        {"type", "length"} by name, in the order of the data; and base64 of gzip of the arrays'
+        bytes, little-endian. All low bytes of 16-bit numbers stand before their high bytes, which
+        compresses better.
     """
-
-    index: Mapping[str, Mapping[str, Any]]
-    data: str
-
-
-def encode_arrays(arrays: Mapping[str, np.ndarray]) -> EncodedArrays:
-    """Encode arrays of uint8, uint16 or float32; equal arrays give equal text."""
     index, parts = {}, []
     for name, array in arrays.items():
         flat = np.ascontiguousarray(array).ravel()
@@ -70,4 +55,4 @@ def encode_arrays(arrays: Mapping[str, np.ndarray]) -> EncodedArrays:
             raw = raw.reshape(-1, 2).T.ravel()
         parts.append(raw.tobytes())
     squeezed = gzip.compress(b"".join(parts), compresslevel=9, mtime=0)
-    return EncodedArrays(index, base64.b64encode(squeezed).decode("ascii"))
+    return index, base64.b64encode(squeezed).decode("ascii")

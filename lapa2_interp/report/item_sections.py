@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,27 +139,35 @@ def _task_and_method(
 
 
 def claim_groups(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The claims of all items, the paper's and, if there are any, ours: {"whose", "verdicts":
-    possible verdicts, "claims", "disputed": a sentence on second scorers}. A claim whose comparison
-    counts in another row has the mark "again"."""
+    """The claims of all items, the paper's and ours, where there are any: {"whose", "verdicts":
+    possible verdicts, "claims", "total": numbers of claims by verdict, each comparison once,
+    "by_item": the same of every item's rows, "disputed": a sentence on second scorers}. A claim
+    whose comparison counts in another row has the mark "again"."""
     tables = [item["judged"] for item in items if item["claims"]]
     if not tables:
-        return [{"whose": "paper", "verdicts": VERDICTS["paper"], "claims": [], "disputed": ""}]
+        return []
     judged = pd.concat(tables, ignore_index=True)
     once = set(unique_comparisons(judged).index)
     claims = [claim for item in items for claim in item["claims"]]
     for number, claim in enumerate(claims):
         claim["again"] = number not in once
-    return [
-        {
-            "whose": whose,
-            "verdicts": verdicts,
-            "claims": [claim for claim in claims if claim["whose"] == whose],
-            "disputed": summarize_disagreement(judged[judged["whose"] == whose]),
-        }
-        for whose, verdicts in VERDICTS.items()
-        if whose == "paper" or (judged["whose"] == whose).any()
-    ]
+    groups = []
+    for whose, verdicts in VERDICTS.items():
+        own = [claim for claim in claims if claim["whose"] == whose]
+        by_item: dict[str, Counter[str]] = {claim["item"]: Counter() for claim in own}
+        for claim in own:
+            by_item[claim["item"]][claim["verdict"]] += 1
+        groups.append(
+            {
+                "whose": whose,
+                "verdicts": verdicts,
+                "claims": own,
+                "total": Counter(claim["verdict"] for claim in own if not claim["again"]),
+                "by_item": by_item,
+                "disputed": summarize_disagreement(judged[judged["whose"] == whose]),
+            }
+        )
+    return [group for group in groups if group["claims"]]
 
 
 def _claim_rows(

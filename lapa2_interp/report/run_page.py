@@ -23,13 +23,8 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import (
-    is_html,
-    write_text,
-)
-from lapa2_interp._util.page import embedded, template
-from lapa2_interp._util.plots import COLOURS
+from lapa2_interp._util.errors import RunError, pluralize
+from lapa2_interp._util.page import embedded, template, write_page
 from lapa2_interp.paper.gallery import read_gallery
 from lapa2_interp.paper.tables import records
 from lapa2_interp.report.intervals import format_numbers, interval_svg, mark_cell, shared_scale
@@ -70,29 +65,14 @@ def write_report(run: Run, tables: Path | None = None, out: Path | None = None) 
             " makes those of an item"
         )
     file = run.home / "report.html" if out is None else out
-    if file.is_dir():
-        raise RunError(f"--out {file} is a folder; give a file, such as {file / 'report.html'}")
-    if not is_html(file):
-        raise RunError(
-            f"the name of a page ends in .html; found --out {file.name}, give"
-            f" {file.with_suffix('.html').name}"
-        )
     views = sorted(each.name for each in file.parent.glob("view*.html"))
-    html = run_report(run, folder, folder.parent / "figures", views=views)
-    try:
-        write_text(file, html)
-    except OSError as error:
-        raise RunError(
-            f"cannot write {file}: {error.strerror or error}; choose another --out"
-        ) from error
-    return file
+    return write_page(file, lambda: run_report(run, folder, folder.parent / "figures", views=views))
 
 
 def run_report(
     run: Run,
     tables: Path,
     figures: Path,
-    title: str = "A LaPA2 run",
     views: Sequence[str] = (),
 ) -> str:
     """The page of a run as one string; equal folders give equal pages.
@@ -124,9 +104,8 @@ def run_report(
     n_prompts, texts = texts_to_show(run, PAGE_BYTES - used)
     manifests = [run.manifest(key) for key in run.finished]
     return template("run_report.html.j2", Path(__file__).parent).render(
-        title=title,
-        colours=COLOURS,
-        verdicts={word: VERDICT_MARKS[word] for group in groups for word in group["verdicts"]},
+        title=_title(run),
+        verdicts=VERDICT_MARKS,
         states=STATES,
         names=names,
         run=_overview(run, cells),
@@ -136,7 +115,6 @@ def run_report(
         scores=[] if run.folder is None else _score_sections(run, run.folder),
         absent=[name for name in ITEM_ORDER if name not in {item["name"] for item in items}],
         groups=groups,
-        claims=[claim for group in groups for claim in group["claims"]],
         cells=_cell_rows(cells),
         n_prompts=n_prompts,
         max_prompts=MAX_PROMPTS,
@@ -148,6 +126,23 @@ def run_report(
 
 
 # --- the run
+
+
+def _title(run: Run) -> str:
+    """The run's name and what it is of: models, tasks and methods, or how many where they are
+    more than two."""
+    cells = run.by_key.values()
+    found = {
+        "model": dict.fromkeys(cell.model for cell in cells),
+        "task": dict.fromkeys(cell.task.name for cell in cells),
+        "method": dict.fromkeys(cell.method for cell in cells),
+    }
+    name = "A run" if run.folder is None else run.folder.name
+    parts = [
+        " and ".join(each) if len(each) < 3 else pluralize(len(each), what)
+        for what, each in found.items()
+    ]
+    return f"{name}: {', '.join(filter(None, parts))}"
 
 
 def _overview(run: Run, cells: pd.DataFrame) -> dict[str, Any]:

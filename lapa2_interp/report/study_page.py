@@ -24,6 +24,15 @@ from lapa2_interp.circuits.study_results import (
 )
 from lapa2_interp.stats import FEW
 
+METRIC_TEXTS = {
+    "js": "js is the distance between the branches' predictions (Jensen-Shannon divergence).",
+    "lex": "lex says how much more each branch favours the words of its own attribute.",
+    "llr": "llr is the log-likelihood ratio of the text behind the first prefix and the other.",
+    "kl": "kl is the divergence of the first branch's predictions from the other's.",
+    "from_raw": "from_raw is the distance of the branches from the predictions without a prefix.",
+}
+"""Sentences on the metrics of `circuits.metrics`."""
+
 
 def render_study(found: CircuitStudy) -> str:
     """The HTML page of a study."""
@@ -32,8 +41,8 @@ def render_study(found: CircuitStudy) -> str:
     sections = [
         Section(
             "How strong the control is, step by step",
-            "On texts that the model wrote without a prefix. js is the distance between the"
-            " branches' predictions; lex says how much more each favours its own words. The table"
+            "In nats, on texts that the model wrote without a prefix."
+            f" {' '.join(METRIC_TEXTS[name] for name in found.control[RAW].values)} The table"
             " compares texts that were written behind a prefix: they already say what it wants.",
             found.control[RAW].plot(),
             _score_table(found.control),
@@ -41,7 +50,8 @@ def render_study(found: CircuitStudy) -> str:
         Section(
             "Layers and KV heads",
             "How much js is lost when heads cannot see the prefix, at any query after it. The"
-            " figure shows whole layers, the table the KV heads with the largest loss.",
+            " figure shows whole layers, the table the KV heads with the largest loss."
+            + _weak_layers(found),
             found.tables["layer"].plot(),
             _table_of(found.tables["kv"], 8),
         ),
@@ -110,7 +120,25 @@ def render_study(found: CircuitStudy) -> str:
         )
     name = found.facts["model"].split(" ")[0]
     title = f"Which heads of {name} carry {found.facts['task']} control?"
-    return page(title, found.summary(), sections, found.facts)
+    findings, details = found.findings()
+    return page(title, findings, sections, found.facts, details)
+
+
+def _weak_layers(found: CircuitStudy) -> str:
+    """A sentence about layers that lose less than one of their heads."""
+    layers = {row["layer"]: row["effect"] for row in records(found.tables["layer"].frame())}
+    weak = {
+        row["layer"]: f"layer {row['layer']} ({layers[row['layer']]:.3g}) than its head"
+        f" {head_name(row)} ({row['effect']:.3g})"
+        for row in records(found.heads.frame())[::-1]
+        if row["effect"] > max(layers[row["layer"]], 0) + found.heads.noise
+    }
+    if not weak:
+        return ""
+    return (
+        f" Less is lost without {', '.join(weak.values())}: losses do not add up, because other"
+        " heads of a layer work against its best, or do what it did."
+    )
 
 
 def _rounded(table: pd.DataFrame) -> pd.DataFrame:
@@ -198,7 +226,7 @@ def _position_figure(found: CircuitStudy) -> Drawing:
     """Control lost without each token of the prefix."""
     frame = found.tables["position"].frame().sort_values("position")
     names = _tokens(found.contrast_set.examples[0])
-    figure = new_figure(5.4, 0.8 + 0.26 * len(frame))
+    figure = new_figure(3.3, 0.8 + 0.26 * len(frame))
     axes = figure.subplots()
     at = np.arange(len(frame))[::-1]
     errors = [frame["effect"] - frame["low"], frame["high"] - frame["effect"]]

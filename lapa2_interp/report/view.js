@@ -226,13 +226,13 @@ function make(tag, properties = {}, ...children) {
 /**
  * Shows a view in an element.
  *
- * @param model Has get("data"), which is `View.data`.
+ * @param model A model of anywidget, or a plain object with get, set, save_changes, on and off. It has "data" (`View.data`), the
+ *   chosen "head" as [layer, head] or null for the mean, the chosen "token", and "address": the page's address holds the state.
  * @param el Where to. Its data-* attributes hold the current readout.
- * @param hash Whether the address of the page holds the state.
  * @returns A function that lets go of what was listened to.
  */
-export async function render({ model, el, hash = false }) {
-  const data = model.get("data"), root = make("div", { className: "lapa2-view" });
+export async function render({ model, el }) {
+  const data = model.get("data"), hash = model.get("address"), root = make("div", { className: "lapa2-view" });
   el.append(root);
   if (typeof DecompressionStream === "undefined") {
     root.append("This browser cannot unpack the page's numbers; use one of 2023 or later.");
@@ -242,13 +242,13 @@ export async function render({ model, el, hash = false }) {
   const steps = Math.max(...arms.map(arm => arm.steps)), keys = first + steps - 1;
   const both = Math.min(...arms.map(arm => arm.steps));  // attention falls with the step: means are over the same ones
   const metrics = Object.keys(arms[0].control);
-  const headName = head => head === "mean" ? "mean" : `${Math.floor(head / data.heads)}.${head % data.heads}`;
-  const headOf = text => {
-    const parts = /^(\d+)\.(\d+)$/.exec(text ?? "");
-    return parts && +parts[1] < data.layers && +parts[2] < data.heads ? parts[1] * data.heads + +parts[2] : "mean";
-  };
+  const headNames = Array.from({ length: n }, (_, head) => `${Math.floor(head / data.heads)}.${head % data.heads}`);
+  const headName = head => headNames[head] ?? "mean", headOf = name => headNames.includes(name) ? headNames.indexOf(name) : "mean";
   const partOf = key => key < first ? data.parts[key] : "generated";
-  const armsAt = step => arms.map((arm, i) => i).filter(i => step < arms[i].steps);
+  /** A number (or row) of every arm at a step; MISSING where the arm's text has ended. */
+  const atStep = (step, read) => arms.map((arm, i) => step < arm.steps ? read(i) : MISSING);
+  /** The pinned head, where it is drawn beside the chosen one. */
+  const second = () => state.pin === state.head ? "" : state.pin;
 
   const colours = { mass: `attention on the ${data.steered}`, read: "attention of the step's query", bos: "attention on BOS" };
   for (const metric of metrics) colours[metric] = `control (${metric}, nats)`;
@@ -261,24 +261,20 @@ export async function render({ model, el, hash = false }) {
   if (arms[0].run.mean) grids.run = `attention on the ${data.steered}, all texts of the run, steps 0-${data.runSteps - 1}`;
   for (const [name, each] of Object.entries(data.study)) grids[name] = `${each.about} (${each.unit})`;
 
-  const usual = { step: 0, head: "mean", key: 0, pin: "", colour: "mass", grid: "mass", scale: "shared", log: "", bos: "", order: "", sort: "head", down: "" };
+  const chosen = () => ({ step: model.get("token"), head: model.get("head")?.join(".") ?? "mean" });
+  const usual = { ...chosen(), key: 0, pin: "", colour: "mass", grid: "mass", scale: "shared", log: "", bos: "", order: "", sort: "head", down: "" };
   const state = { ...usual };
   let hover = null;
 
+  const upTo = stop => Array.from({ length: stop }, (_, i) => String(i));
+  const allowed = {
+    step: upTo(steps), key: upTo(keys), head: ["mean", ...headNames], pin: ["", ...headNames], colour: Object.keys(colours), grid: Object.keys(grids),
+    scale: ["shared", "own"], sort: ["head", ...Object.keys(columnsOf())], log: ["", "1"], bos: ["", "1"], order: ["", "1"], down: ["", "1"],
+  };
+  /** Takes values that are allowed, and leaves the others as they are. */
   function take(wanted) {
-    const whole = (value, stop, old) => /^\d+$/.test(value) && +value < stop ? +value : old;
-    const among = (value, allowed, old) => allowed.includes(value) ? value : old;
     for (const [name, given] of Object.entries(wanted)) {
-      const value = String(given);
-      if (name === "step") state.step = whole(value, steps, state.step);
-      if (name === "key") state.key = whole(value, keys, state.key);
-      if (name === "head") state.head = headName(headOf(value));
-      if (name === "pin") state.pin = headOf(value) === "mean" ? "" : headName(headOf(value));
-      if (name === "colour") state.colour = among(value, Object.keys(colours), state.colour);
-      if (name === "grid") state.grid = among(value, Object.keys(grids), state.grid);
-      if (name === "scale") state.scale = among(value, ["shared", "own"], state.scale);
-      if (name === "sort") state.sort = among(value, ["head", ...Object.keys(columnsOf())], state.sort);
-      if (["log", "bos", "order", "down"].includes(name)) state[name] = value === "1" ? "1" : "";
+      if (allowed[name]?.includes(String(given))) state[name] = typeof usual[name] === "number" ? +given : String(given);
     }
     state.key = Math.min(state.key, first + state.step - 1);
   }
@@ -292,6 +288,9 @@ export async function render({ model, el, hash = false }) {
     take(wanted);
     hover = null;
     show();
+    model.set("head", state.head === "mean" ? null : state.head.split(".").map(Number));
+    model.set("token", state.step);
+    model.save_changes();
     try {
       if (hash) writeHash();
     } catch { /* a browser that limits how often: the next move writes it */ }
@@ -299,7 +298,7 @@ export async function render({ model, el, hash = false }) {
 
   // --- panels
 
-  const theme = () => matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  const theme = () => matchMedia("screen and (prefers-color-scheme: dark)").matches ? "dark" : "light";
   const lookOf = () => {
     const style = getComputedStyle(root), read = name => style.getPropertyValue(name).trim();
     return { ink: read("--ink"), pale: read("--pale"), hole: read("--hole"), page: read("--page"), mark: read("--mark"), pin: read("--pin") };
@@ -405,21 +404,26 @@ export async function render({ model, el, hash = false }) {
   const button = (text, label, click) => make("button", { type: "button", "aria-label": label, onclick: click }, text);
 
   const slider = make("input", { type: "range", name: "step", min: 0, max: steps - 1, step: 1, oninput: event => set({ step: event.target.value }) });
-  const headChoice = choice("head", "Head", Object.fromEntries(["mean", ...Array.from({ length: n }, (_, head) => headName(head))]
-    .map(name => [name, name === "mean" ? "mean of all heads" : name])));
+  const headChoice = choice("head", "Head", Object.fromEntries(allowed.head.map(name => [name, name === "mean" ? "mean of all heads" : name])));
   const pinButton = make("button", { type: "button", onclick: () => set(pinOf(state.head)) });
   /** What pins a head or lets go of it; the mean of all heads leaves the pin. */
   const pinOf = head => head === "mean" ? {} : { pin: head === state.pin ? "" : head };
   const stepName = make("output", {});
   const controls = make("form", { className: "controls", "aria-label": "What is shown", onsubmit: event => event.preventDefault() },
     make("div", { className: "stepper" },
-      button("‹", "One step back", () => set({ step: Math.max(0, state.step - 1) })),
+      button("‹", "One step back", () => set({ step: state.step - 1 })),
       make("label", {}, "Step", slider), stepName,
-      button("›", "One step on", () => set({ step: Math.min(steps - 1, state.step + 1) }))),
+      button("›", "One step on", () => set({ step: state.step + 1 }))),
     headChoice, pinButton,
     choice("scale", "Colour scale", { shared: "shared by the arms", own: "each its own" }),
     tick("log", "log scale"), tick("bos", "without BOS"));
 
+  /** A bar of a scale's colours between its ends. */
+  function keyOf(scale) {
+    const stops = (scale.split ? SPLITS : RAMPS)[theme()].map(css).join(",");
+    return make("span", { className: "key" }, make("span", { className: "least" }, shown(scale.min)),
+      make("i", { className: "bar", style: `background: linear-gradient(90deg, ${stops})` }), make("span", { className: "most" }, shown(scale.max)));
+  }
   const exports = (panel, name) => make("span", { className: "exports", role: "group", "aria-label": `Save ${name}` },
     ...["PNG", "SVG", "CSV"].map(kind => button(kind, `Save ${name} as ${kind}`, () => save(panel, kind))));
   const section = (panel, title, ...children) => make("section", { className: panel, "aria-label": title },
@@ -460,6 +464,25 @@ export async function render({ model, el, hash = false }) {
 
   // --- figures on the page
 
+  /**
+   * The pointer and the keys on an element.
+   *
+   * @param under What stands under the pointer of an event, or null.
+   * @param choose What a click on it chooses.
+   * @param move Where a key leads, or undefined.
+   */
+  function listen(element, under, choose, move) {
+    const point = found => { hover = found; tell(); };
+    element.addEventListener("pointermove", event => point(under(event)));
+    element.addEventListener("pointerleave", () => point(null));
+    element.addEventListener("click", event => { if (under(event)) set(choose(under(event))); });
+    element.addEventListener("keydown", event => {
+      const to = event.ctrlKey || event.altKey || event.metaKey ? undefined : move(event.key);
+      if (!to) return;
+      event.preventDefault();
+      set(to);
+    });
+  }
   const drawn = new Map();
   function figuresIn(place, panels, aspect) {
     while (place.children.length > panels.length) place.lastChild.remove();
@@ -476,11 +499,7 @@ export async function render({ model, el, hash = false }) {
       const ctx = canvas.getContext("2d");
       ctx.setTransform(dense, 0, 0, dense, 0, 0);
       drawPanel(ctx, marked(panel, look), width, height, look);
-      const bar = figure.querySelector(".bar");
-      figure.querySelector("figcaption b").textContent = panel.title;
-      bar.style.background = `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(t => css(mixed((panel.split ? SPLITS : RAMPS)[theme()], t))).join(",")})`;
-      figure.querySelector(".least").textContent = shown(panel.scale.min);
-      figure.querySelector(".most").textContent = shown(panel.scale.max);
+      figure.querySelector("figcaption").replaceChildren(make("b", {}, panel.title), keyOf(panel.scale));
       drawn.set(canvas, { panel, box: boxOf(panel, width, height) });
     });
   }
@@ -496,38 +515,24 @@ export async function render({ model, el, hash = false }) {
   }
   function newFigure() {
     const canvas = make("canvas", { tabIndex: 0, role: "application" });
-    const place = event => {
+    const under = event => {
       const { panel, box } = drawn.get(canvas), edge = canvas.getBoundingClientRect();
       const cell = box.at(event.clientX - edge.left, event.clientY - edge.top);
-      return cell && { panel, cell };
+      return cell && hovered(panel, cell);
     };
-    canvas.addEventListener("pointermove", event => {
-      const found = place(event);
-      hover = found && hovered(found);
-      tell();
-    });
-    canvas.addEventListener("pointerleave", () => { hover = null; tell(); });
-    canvas.addEventListener("click", event => {
-      const found = place(event), to = found && hovered(found);
-      if (to) set(found.panel.kind === "map" ? { step: to.step, key: to.key } : to);
-    });
-    canvas.addEventListener("keydown", event => {
-      if (event.ctrlKey || event.altKey || event.metaKey) return;
-      const { panel } = drawn.get(canvas), to = panel.kind === "map" ? movedInMap(event.key, panel) : movedInGrid(event.key, panel);
-      if (!to) return;
-      event.preventDefault();
-      set(to);
-    });
-    return make("figure", {}, make("figcaption", {}, make("b", {}),
-      make("span", { className: "key" }, make("span", { className: "least" }), make("i", { className: "bar" }), make("span", { className: "most" }))), canvas);
+    const move = pressed => {
+      const { panel } = drawn.get(canvas);
+      return panel.kind === "map" ? movedInMap(pressed, panel) : movedInGrid(pressed, panel);
+    };
+    listen(canvas, under, ({ step, key, head }) => drawn.get(canvas).panel.kind === "map" ? { step, key } : { head }, move);
+    return make("figure", {}, make("figcaption"), canvas);
   }
-  const hovered = ({ panel, cell: [r, c] }) => panel.kind === "grid" ? { head: headName(panel.order[r][c]) }
+  const hovered = (panel, [r, c]) => panel.kind === "grid" ? { head: headName(panel.order[r][c]) }
     : c < first + r ? { step: r, key: c, head: panel.head } : null;
   function movedInMap(pressed, panel) {
     const { step, key } = state, last = first + step - 1;
     const moves = {
-      ArrowLeft: { key: Math.max(0, key - 1) }, ArrowRight: { key: Math.min(last, key + 1) },
-      ArrowUp: { step: Math.max(0, step - 1) }, ArrowDown: { step: Math.min(steps - 1, step + 1) },
+      ArrowLeft: { key: key - 1 }, ArrowRight: { key: key + 1 }, ArrowUp: { step: step - 1 }, ArrowDown: { step: step + 1 },
       PageUp: { step: Math.max(0, step - 10) }, PageDown: { step: Math.min(steps - 1, step + 10) },
       Home: { key: 0 }, End: { key: last },
       p: pinOf(panel.head),
@@ -586,29 +591,19 @@ export async function render({ model, el, hash = false }) {
         token.setAttribute("aria-label", `${quoted(word.text)}, ${word.step >= 0 ? `step ${word.step}` : PARTS[word.part]}: ${shown(word.value)}`);
         return word.text.includes("\n") ? [token, make("br")] : [token];
       }).flat());
-      const column = make("div", { className: "arm" }, make("h3", {}, arm.name), line,
-        make("span", { className: "key" }, shown(scales[i].min), make("i", { className: "bar", style: `background: linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(t => css(mixed((scales[i].split ? SPLITS : RAMPS)[theme()], t))).join(",")})` }), shown(scales[i].max)));
+      const column = make("div", { className: "arm" }, make("h3", {}, arm.name), line, keyOf(scales[i]));
       column.dataset.arm = i;
       return column;
     }));
     if (inside) texts.querySelector(`[data-arm="${inside[0]}"] [aria-current], [data-arm="${inside[0]}"] [tabindex="0"]`)?.focus();
   }
-  const placed = target => target.closest?.(".token")?.dataset.key;
-  const ofToken = key => +key >= first ? { step: +key - first } : { key: +key };
-  texts.addEventListener("click", event => { if (placed(event.target)) set(ofToken(placed(event.target))); });
-  texts.addEventListener("pointerover", event => {
-    const key = placed(event.target);
-    hover = key ? ofToken(key) : null;
-    tell();
-  });
-  texts.addEventListener("pointerleave", () => { hover = null; tell(); });
-  texts.addEventListener("keydown", event => {
-    if (event.ctrlKey || event.altKey || event.metaKey) return;
-    const to = { ArrowLeft: state.step - 1, ArrowRight: state.step + 1, Home: 0, End: steps - 1 }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    set({ step: Math.min(Math.max(to, 0), steps - 1) });
-  });
+  const tokenUnder = event => {
+    const key = event.target.closest(".token")?.dataset.key;
+    return key === undefined ? null : +key >= first ? { step: +key - first } : { key: +key };
+  };
+  listen(texts, tokenUnder, found => found, pressed => ({
+    ArrowLeft: { step: state.step - 1 }, ArrowRight: { step: state.step + 1 }, Home: { step: 0 }, End: { step: steps - 1 },
+  })[pressed]);
 
   // --- tables
 
@@ -642,16 +637,17 @@ export async function render({ model, el, hash = false }) {
     if (at >= 0) (same ?? focusable(box)[at])?.focus({ preventScroll: true });
   }
   function mapRows() {
-    const head = headOf(state.head), there = armsAt(state.step), rows = arms.map((arm, i) => there.includes(i) ? numbers.row(i, state.step, head) : null);
+    const rows = atStep(state.step, i => numbers.row(i, state.step, headOf(state.head)));
     return Array.from({ length: first + state.step }, (_, key) => {
-      const found = rows.map(row => row ? row[key] : MISSING);
-      return { key, words: arms.map(arm => arm.keys[key] ?? ""), part: PARTS[partOf(key)], found, difference: two ? found[1] - found[0] : MISSING };
+      const found = rows.map(row => row[key] ?? MISSING);
+      return [String(key), PARTS[partOf(key)], ...arms.flatMap((arm, i) => [quoted(arm.keys[key] ?? ""), shown(found[i])]),
+        ...(two ? [shown(found[1] - found[0], true)] : [])];
     });
   }
   const showTables = () => {
     fill(rowTable, () => tableOf(`Attention of head ${state.head} at step ${state.step}`,
       ["key", "part", ...arms.flatMap(arm => [`token, ${arm.name}`, arm.name]), ...(two ? ["difference"] : [])].map(name => [name, name]),
-      mapRows().map(row => [String(row.key), row.part, ...arms.flatMap((arm, i) => [quoted(row.words[i]), shown(row.found[i])]), ...(two ? [shown(row.difference, true)] : [])])));
+      mapRows()));
     fill(headTable, () => {
       const columns = columnsOf(), order = sortedHeads(columns);
       return tableOf("Every head at this step", [["head", "head"], ...Object.entries(columns).map(([name, each]) => [name, each.title])],
@@ -669,15 +665,15 @@ export async function render({ model, el, hash = false }) {
   // --- the readout
 
   function tell() {
-    const now = { ...state, ...hover }, head = headOf(now.head), there = armsAt(now.step), key = Math.min(now.key, first + now.step - 1);
-    const values = arms.map((arm, i) => there.includes(i) ? numbers.row(i, now.step, head)[key] : MISSING);
-    const masses = arms.map((arm, i) => there.includes(i) ? numbers.mass(i, data.steered, now.step, head) : MISSING);
-    const odds = arms.map((arm, i) => there.includes(i) ? numbers.odds(i, now.step, head) : MISSING);
+    const now = { ...state, ...hover }, head = headOf(now.head), key = Math.min(now.key, first + now.step - 1);
+    const values = atStep(now.step, i => numbers.row(i, now.step, head)[key]);
+    const masses = atStep(now.step, i => numbers.mass(i, data.steered, now.step, head));
+    const odds = atStep(now.step, i => numbers.odds(i, now.step, head));
     const beside = (list, sign) => arms.map((arm, i) => `${arm.name} ${shown(list[i])}`).join(", ") + (two ? `, difference ${shown(list[1] - list[0], sign)}` : "");
     const rounding = two && !Number.isNaN(values[1] - values[0]) ? ` (±${numbers.unsure(...values).toPrecision(1)})` : "";
     const named = i => arms[i].keys[key] ?? "", same = new Set(arms.map((arm, i) => named(i))).size === 1;
     const word = same ? quoted(named(0)) : arms.map((arm, i) => quoted(named(i))).join(" / ");
-    const next = arms.map((arm, i) => there.includes(i) ? quoted(arm.keys[first + now.step]) : "none");
+    const next = arms.map(arm => now.step < arm.steps ? quoted(arm.keys[first + now.step]) : "none");
     const lines = [
       `Step ${now.step} predicts ${new Set(next).size === 1 ? next[0] : next.join(" / ")}. ${head === "mean" ? "Mean of all heads" : `Head ${now.head}`}, key ${key} ${word} (${PARTS[partOf(key)]}): ${beside(values, true)}${rounding}.`,
       `On the ${data.steered}: ${beside(masses, true)}. Log-odds: ${beside(odds, true)}.`,
@@ -720,10 +716,9 @@ export async function render({ model, el, hash = false }) {
     const tall = width => Math.min(Math.max(steps * 6, 160), 420) * Math.min(1, 0.55 + width / 900) + SPACE.top + SPACE.bottom;
     mapTitle.textContent = state.head === "mean" ? "Mean of all heads" : `Head ${state.head}`;
     figuresIn(maps, mapsOf(state.head), tall);
-    const second = state.pin && state.pin !== state.head;
-    pinTitle.textContent = second ? `Pinned: head ${state.pin}` : "";
-    pinTitle.hidden = !second;
-    figuresIn(pinned, second ? mapsOf(state.pin) : [], tall);
+    pinTitle.textContent = second() && `Pinned: head ${state.pin}`;
+    pinTitle.hidden = !second();
+    figuresIn(pinned, second() ? mapsOf(state.pin) : [], tall);
     figuresIn(heads, gridsOf(), () => Math.min(Math.max(data.layers * 12, 72), 480) + SPACE.top + SPACE.bottom);
     showTexts();
     showTables();
@@ -739,7 +734,7 @@ export async function render({ model, el, hash = false }) {
     }
     if (panel === "map") {
       const rows = [["layer", "head", "arm", "step", "key", "part", "token", "attention", ...(two ? ["difference from the other arm"] : [])]];
-      for (const head of [state.head, ...(state.pin && state.pin !== state.head ? [state.pin] : [])]) {
+      for (const head of [state.head, second()].filter(Boolean)) {
         const names = head === "mean" ? ["mean", "mean"] : head.split(".").map(Number);
         arms.forEach((arm, i) => {
           for (let step = 0; step < arm.steps; step++) {
@@ -790,7 +785,7 @@ export async function render({ model, el, hash = false }) {
       }
       return ctx;
     }
-    const groups = panel === "grid" ? [["", gridsOf()]] : [[state.head, mapsOf(state.head)], ...(state.pin && state.pin !== state.head ? [[state.pin, mapsOf(state.pin)]] : [])];
+    const groups = panel === "grid" ? [["", gridsOf()]] : [state.head, second()].filter(Boolean).map(head => [head, mapsOf(head)]);
     const w = 340, h = panel === "grid" ? Math.max(data.layers * 12, 72) + 26 : 360, across = groups[0][1].length;
     const tall = h + 53, ctx = start(across * w + 10, groups.length * tall + 10);
     ctx.fillStyle = look.page;
@@ -829,7 +824,13 @@ export async function render({ model, el, hash = false }) {
 
   // --- life
 
-  const dark = matchMedia("(prefers-color-scheme: dark)"), followed = () => { readHash(); show(); };
+  const dark = matchMedia("screen and (prefers-color-scheme: dark)"), followed = () => { readHash(); show(); };
+  const follow = () => {
+    const { step, head } = chosen();
+    if (step === state.step && head === state.head) return;  // what `set` wrote
+    take({ step, head });
+    show();
+  };
   let width = 0;
   const resized = new ResizeObserver(() => {
     if (root.clientWidth !== width) {
@@ -845,12 +846,16 @@ export async function render({ model, el, hash = false }) {
   width = root.clientWidth;
   resized.observe(root);
   dark.addEventListener("change", show);
+  model.on("change:head", follow);
+  model.on("change:token", follow);
   el.viewer = { set, state, file: fileOf, numbers };
   el.dataset.ready = "yes";
   return () => {
     resized.disconnect();
     dark.removeEventListener("change", show);
     removeEventListener("hashchange", followed);
+    model.off("change:head", follow);
+    model.off("change:token", follow);
   };
 }
 

@@ -20,9 +20,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import CircuitError, Lapa2Error, TraceError, unknown_choice
-from lapa2_interp._util.files import (
-    check_regular_file,
-)
+from lapa2_interp._util.files import check_regular_file
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.tables import select_layer_type, traced_layer_types
@@ -33,7 +31,7 @@ from lapa2_interp.circuits.control import control_score
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.teacher_forcing import teacher_forced
-from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import usable_memory
 from lapa2_interp.runs.attention import ALIKE
@@ -117,7 +115,7 @@ class ViewedText:
         no_control: The reason why control is not computed; "" if it is.
         differences: `ArmAttention.of_run` of the second arm minus the first, paired by prompt.
         steps: Steps that every text of the arms has; texts without tokens do not count.
-        model: The card's name, dtype and weights.
+        card: The model's card.
         tokenizer: The model's tokenizer.
     """
 
@@ -130,7 +128,7 @@ class ViewedText:
     no_control: str
     differences: Mapping[str, Float[np.ndarray, "layer head"]]
     steps: int
-    model: Mapping[str, str]
+    card: ModelCard
     tokenizer: Any
 
 
@@ -198,21 +196,16 @@ def select_text(
 def recompute_attention(
     run: Run,
     selected: SelectedText,
-    *,
-    branch: str | None = None,
-    steps: int = 64,
-    same_text: bool = False,
-    model: Model | None = None,
-    device: str | None = None,
+    branch: str | None,
+    steps: int,
+    same_text: bool,
+    model: Model | None,
+    device: str | None,
 ) -> ViewedText:
     """Compute the attention of the selected text in every arm, by teacher forcing.
 
     Args:
-        branch: The method's branch; by default the first with a prefix.
-        steps: Largest number of the text's first tokens.
-        same_text: Use the first arm's text in every arm, so that only the augmentation differs.
-        model: The cells' model; loaded if not given.
-        device: Device on which it is loaded.
+        branch, steps, same_text, model, device: See `viewer.view`.
 
     Raises:
         TraceError: There is no such branch, the method changes the network while it decodes, the
@@ -229,35 +222,28 @@ def recompute_attention(
         )
     if model is None:
         model = load_model(first.model, first.dtype, device, first.model_class)
-    finished = {name: run.finished_cell(cell.key) for name, cell in selected.cells.items()}
-    plans = {
-        name: _plan_prompt(model, run, cell, selected.prompt)
-        for name, cell in selected.cells.items()
-    }
+    cells = list(selected.cells.values())
+    finished = [run.finished_cell(cell.key) for cell in cells]
+    plans = [_plan_prompt(model, run, cell, selected.prompt) for cell in cells]
     # The branch, whose keys must be the same in all arms.
-    one = next(iter(plans.values()))
-    number = _branch_number(one, branch)
-    branch, layout = one.branches[number], one.layouts[number][0]
-    for other in plans.values():
-        if other.layouts[number][0].ids != layout.ids or (
-            other.layouts[number][0].soft != layout.soft
-        ):
-            raise TraceError(
-                "the arms have different prefixes; choose one arm with --only arm=NAME"
-            )
+    number = _branch_number(plans[0], branch)
+    branch, layouts = plans[0].branches[number], [each.layouts[number][0] for each in plans]
+    layout = layouts[0]
+    if len({(each.ids, each.soft) for each in layouts}) > 1:
+        raise TraceError("the arms have different prefixes; choose one arm with --only arm=NAME")
     # One teacher-forced pass over the texts of all arms.
-    texts = {name: _selected_tokens(made, selected) for name, made in finished.items()}
-    rows = [list(tokens[:steps]) for tokens, _, _ in texts.values()]
+    texts = [_selected_tokens(made, selected) for made in finished]
+    rows = [tokens[:steps] for tokens, _, _ in texts]
     if same_text:
         rows = [rows[0]] * len(rows)
-    trace = _attention_trace(model, list(plans.values()), number, rows)
+    trace = _attention_trace(model, plans, number, rows)
     # Each arm's attention, compared with the run's trace; its control; its means over all texts.
-    lengths = [made.samples["tokens"].map(len) for made in finished.values()]
+    lengths = [made.samples["tokens"].map(len) for made in finished]
     shared_steps = min(int(each[each > 0].min()) for each in lengths)
     part = "prefix" if layout.l_pre else "prompt"
     arms, means_by_prompt, no_control = [], [], ""
     for i, (name, cell) in enumerate(selected.cells.items()):
-        own_text, (_, end, row), tokens = not (same_text and i), texts[name], rows[i]
+        own_text, (_, end, row), tokens = not (same_text and i), texts[i], rows[i]
         patterns = tuple(
             trace["pattern"]
             .to_numpy()[0, i, step, :, : layout.n_live + step]
@@ -265,7 +251,7 @@ def recompute_attention(
             for step in range(len(tokens))
         )
         masses = np.stack([trace[mass].to_numpy()[0, i, : len(tokens)] for mass in MASSES])
-        off, recorded = None, finished[name].trace
+        off, recorded = None, finished[i].trace
         if recorded is not None and own_text:
             off = _largest_difference(recorded, trace, branch, row, masses)
             if not off <= MASS_TOLERANCE.get(cell.dtype, HALF_TOLERANCE):
@@ -273,39 +259,39 @@ def recompute_attention(
                     f"attention that was read again differs from what the run recorded, by up to"
                     f" {off:.2g}; the model or its libraries are not those of the run"
                 )
-        values, reason = _step_control(model, cell, selected.prompt, tokens, plans[name], number)
+        values, reason = _step_control(model, cell, selected.prompt, tokens, plans[i], number)
         no_control = no_control or reason
-        means_by_prompt.append(_means_by_prompt(finished[name], branch, part, shared_steps))
+        means_by_prompt.append(_means_by_prompt(finished[i], branch, part, shared_steps))
         arms.append(
             ArmAttention(
                 arm=name,
-                augmentation=plans[name].augmentations[number],
+                augmentation=plans[i].augmentations[number],
                 tokens=tuple(tokens),
                 end=end if own_text else "",
                 patterns=patterns,
                 masses=masses,
                 control=values,
                 off=off,
-                of_run=_mean_interval(means_by_prompt[-1]),
+                of_run=_mean_interval(means_by_prompt[-1], 0.0),
             )
         )
     differences: dict[str, np.ndarray] = {}
     if len(means_by_prompt) == 2:
         before, after = means_by_prompt
         shared = sorted(before.keys() & after.keys())
-        differences = _mean_interval({text: after[text] - before[text] for text in shared})
-    prefix, card = one.prefix_names[branch], model_card(model)
+        differences = _mean_interval({text: after[text] - before[text] for text in shared}, -1.0)
+    prefix = plans[0].prefix_names[branch]
     return ViewedText(
         selected=selected,
         layout=layout,
         branch=branch,
-        branches=one.branches,
+        branches=plans[0].branches,
         prefix="" if prefix is None else str(prefix),
         arms=tuple(arms),
         no_control=no_control,
         differences=differences,
         steps=shared_steps,
-        model={"name": card.name, "dtype": card.dtype, "weights": card.weights},
+        card=model_card(model),
         tokenizer=model.tokenizer,
     )
 
@@ -457,14 +443,18 @@ def _means_by_prompt(
 
 
 def _mean_interval(
-    by_prompt: Mapping[str, Float[np.ndarray, "layer head"]],
+    by_prompt: Mapping[str, Float[np.ndarray, "layer head"]], least: float
 ) -> dict[str, Float[np.ndarray, "layer head"]]:
-    """Mean over prompts, and its 95 % interval."""
+    """Mean over prompts of numbers from `least` to 1, and its 95 % interval within these ends."""
     if not by_prompt:
         return {}
     values = np.stack(list(by_prompt.values())).astype(np.float64)
     low, high = bounds(values, np.arange(len(values)))
-    return {"mean": values.mean(0), "low": low, "high": high}
+    return {
+        "mean": values.mean(0),
+        "low": np.maximum(low, least),
+        "high": np.minimum(high, 1.0),
+    }
 
 
 @dataclass(frozen=True)
@@ -474,12 +464,12 @@ class HeadValues:
     Attributes:
         about: Description of the number.
         unit: Its unit, in nats or logits.
-        values, low, high: [layer, head]; NaN for heads without a number.
+        mean, low, high: [layer, head]; NaN for heads without a number.
     """
 
     about: str
     unit: str
-    values: Float[np.ndarray, "layer head"]
+    mean: Float[np.ndarray, "layer head"]
     low: Float[np.ndarray, "layer head"]
     high: Float[np.ndarray, "layer head"]
 
@@ -507,10 +497,10 @@ def load_head_values(folder: Path, found: ViewedText) -> dict[str, HeadValues]:
             " MODEL --out FOLDER` makes one"
         ) from error
     task = found.selected.task.name
-    if there != found.model["weights"] or about != task:
+    if there != found.card.weights or about != task:
         raise CircuitError(
             f"{folder} is about {settings['model']['name']} and {about}, and the run about"
-            f" {found.model['name']} and {task}; give a study of the run's model and task"
+            f" {found.card.name} and {task}; give a study of the run's model and task"
         )
     # Each column as a map of heads, with its interval.
     size = found.arms[0].masses.shape[2:]

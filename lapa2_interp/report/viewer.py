@@ -6,8 +6,8 @@ loads nothing.
     shown = view(load_run("results/run"))     # in a notebook this is the viewer itself
     shown.save("view.html")
 
-The page is plain canvas and one ES module, `view.js`, in the form that anywidget takes (`export
-default { render }`). Its trait `data` is `View.data`.
+Page and notebook widget share one ES module, `view.js`, in the form that anywidget takes: `render`
+reads a model's `data`, and reads and writes its `head` and `token`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from markupsafe import escape
 
-from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import (
-    is_html,
-    write_text,
-)
-from lapa2_interp._util.page import embedded, template
+from lapa2_interp._util.errors import TraceError
+from lapa2_interp._util.page import embedded, template, write_page
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.methods.registry import find_class
@@ -50,9 +48,12 @@ PAGE_BYTES = 5_000_000
 """Largest page with 16-bit numbers, in bytes; larger pages have 8-bit numbers."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class View:
     """A text of a run in the viewer. In a notebook the object is shown as the viewer.
+
+    With the extra `widget`, the viewer is a widget: a head and a token that are chosen in it are
+    `head` and `token` here, and those set here are shown in it.
 
     Attributes:
         text: The text and its attention.
@@ -63,6 +64,35 @@ class View:
     text: ViewedText = field(repr=False)
     heads: Mapping[str, HeadValues] = field(default_factory=dict, repr=False)
     bits: Bits | None = None
+    _chosen: Any = field(
+        default_factory=lambda: SimpleNamespace(head=None, token=0), init=False, repr=False
+    )  # or the widget, once it is shown
+
+    @property
+    def head(self) -> tuple[int, int] | None:
+        """The chosen head as (layer, head), from 0; None is the mean of all heads."""
+        return self._chosen.head
+
+    @head.setter
+    def head(self, chosen: tuple[int, int] | None) -> None:
+        layers, heads = self.text.arms[0].masses.shape[2:]
+        if chosen is not None and not (0 <= chosen[0] < layers and 0 <= chosen[1] < heads):
+            raise TraceError(
+                f"head must be None or (layer, head) below ({layers}, {heads}), found {chosen}"
+            )
+        self._chosen.head = chosen and (int(chosen[0]), int(chosen[1]))
+
+    @property
+    def token(self) -> int:
+        """The chosen token of the text, from 0; it is also the step that predicts it."""
+        return self._chosen.token
+
+    @token.setter
+    def token(self, chosen: int) -> None:
+        steps = max(len(arm.tokens) for arm in self.text.arms)
+        if not 0 <= chosen < steps:
+            raise TraceError(f"token must be from 0 to {steps - 1}, found {chosen}")
+        self._chosen.token = int(chosen)
 
     @cached_property
     def data(self) -> dict[str, Any]:
@@ -70,53 +100,56 @@ class View:
         if self.bits is not None:
             return _view_data(self.text, self.heads, self.bits)
         fine = _view_data(self.text, self.heads, 16)
-        return (
-            fine
-            if len(json.dumps(fine)) < 0.98 * PAGE_BYTES
-            else _view_data(self.text, self.heads, 8)
-        )
+        fits = len(json.dumps(fine)) < 0.98 * PAGE_BYTES
+        return fine if fits else _view_data(self.text, self.heads, 8)
 
-    @cached_property
+    @property
     def html(self) -> str:
-        """The page as one string. Equal numbers give equal pages."""
+        """The page as one string. Equal numbers and choices give equal pages."""
         return template("view.html.j2", HERE).render(
             title=self.data["title"],
             style=STYLE.read_text("utf-8"),
             module=MODULE.read_text("utf-8"),
-            data=embedded(self.data),
+            values=embedded({"data": self.data, "head": self.head, "token": self.token}),
         )
 
     def save(self, file: str | Path) -> Path:
         """Write the page, and replace an existing one.
 
         Raises:
-            RunError: The file cannot be written.
+            RunError: The name does not end in .html, or the file cannot be written.
         """
-        place = Path(file)
-        if place.is_dir():
-            raise RunError(f"{place} is a folder; give a file, such as {place / 'view.html'}")
-        if not is_html(place):
-            raise RunError(
-                f"the name of a page ends in .html; found {place.name}, give"
-                f" {place.with_suffix('.html').name}"
-            )
+        return write_page(Path(file), lambda: self.html)
+
+    def _widget(self) -> Any:
+        """The viewer as an anywidget, the same at every call; None where anywidget is missing."""
         try:
-            write_text(place, self.html)
-        except OSError as error:
-            raise RunError(
-                f"cannot write {place}: {error.strerror or error}; choose another file"
-            ) from error
-        return place
+            import anywidget
+            import traitlets
+        except ImportError:
+            return None
+        if not isinstance(self._chosen, anywidget.AnyWidget):
 
-    def _repr_html_(self) -> str:
-        """The page in a separate frame, which can neither read nor change the notebook."""
-        from markupsafe import escape
+            class Viewer(anywidget.AnyWidget):
+                _esm, _css = MODULE, STYLE
+                data = traitlets.Dict().tag(sync=True)
+                head = traitlets.Tuple(allow_none=True).tag(sync=True)
+                token = traitlets.Int().tag(sync=True)
 
-        return (
+            self._chosen = Viewer(data=self.data, head=self.head, token=self.token)
+        return self._chosen
+
+    def _repr_mimebundle_(self, **selected: Any) -> Any:
+        """The widget; or the page in a separate frame, which can neither read nor change the
+        notebook."""
+        if (widget := self._widget()) is not None:
+            return widget._repr_mimebundle_(**selected)
+        frame = (
             '<iframe title="Attention of a text, head by head" sandbox="allow-scripts'
             ' allow-downloads" style="width:100%;height:56rem;border:0"'
             f' srcdoc="{escape(self.html)}"></iframe>'
         )
+        return {"text/html": frame, "text/plain": repr(self)}
 
 
 def view(
@@ -171,15 +204,7 @@ def view(
     selected = select_text(loaded, only or {}, attribute, prompt, sample, arm)
     for cell in selected.cells.values():
         find_class(cell.method, allow_code)
-    text = recompute_attention(
-        loaded,
-        selected,
-        branch=branch,
-        steps=steps,
-        same_text=same_text,
-        model=model,
-        device=device,
-    )
+    text = recompute_attention(loaded, selected, branch, steps, same_text, model, device)
     heads = {} if circuits is None else load_head_values(Path(circuits), text)
     return View(text, heads, bits)
 
@@ -191,42 +216,38 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
     arrays, arms = {}, []
     start = [f"soft {i + 1}" for i in range(layout.soft)]
     for i, each in enumerate(text.arms):
-        keys = token_texts(text.tokenizer, "", [*layout.ids, *each.tokens])
-        arrays[f"pattern{i}"] = np.concatenate(
-            [quantise(step, bits).ravel() for step in each.patterns]
-        )
+        codes = [quantise(step, bits).ravel() for step in each.patterns]
+        arrays[f"pattern{i}"] = np.concatenate(codes)
         arrays[f"masses{i}"] = each.masses.astype(np.float32)
+        rules = [rule.to_json() for rule in active_augmentations(each.augmentation)]
         arms.append(
             {
                 "name": each.arm,
-                "rule": " + ".join(
-                    rule.to_json() for rule in active_augmentations(each.augmentation)
-                )
-                or "none",
-                "keys": [*start, *keys],
+                "rule": " + ".join(rules) or "none",
+                "keys": [*start, *token_texts(text.tokenizer, "", [*layout.ids, *each.tokens])],
                 "steps": len(each.tokens),
                 "end": each.end,
-                "control": {name: _json_numbers(np.array(v)) for name, v in each.control.items()},
+                "control": each.control,
                 "off": each.off,
-                "run": {name: _json_numbers(grid) for name, grid in each.of_run.items()},
+                "run": each.of_run,
             }
         )
     # The part of every key, and the page's data.
     parts = ["prefix"] * layout.soft + ["bos"] * layout.n_bos
     parts += ["prefix"] * (0 if layout.soft else layout.l_pre) + ["prompt"] * layout.l_pro
-    packed = encode_arrays(arrays)
+    index, packed = encode_arrays(arrays)
     n_layers, n_heads = text.arms[0].masses.shape[2:]
-    named = f"{cell.model}, {cell.task.name}, {cell.attribute}, {cell.method}"
-    return {
-        "title": f"{named}: {text.selected.prompt}",
+    prompt, sample = text.selected.prompt, text.selected.sample
+    data = {
+        "title": f"{cell.model}, {cell.task.name}, {cell.attribute}, {cell.method}: {prompt}",
         "facts": {
-            "model": f"{text.model['name']} ({text.model['dtype']})",
-            "weights": text.model["weights"],
+            "model": f"{text.card.name} ({text.card.dtype})",
+            "weights": text.card.weights,
             "task": f"{cell.task.name}, {cell.attribute}",
             "method": cell.method + (f" ({cell.variant})" if cell.variant else ""),
             "branch": f"{text.branch} (of {', '.join(text.branches)})",
             "prefix": text.prefix or "none",
-            "prompt": f"{text.selected.prompt} (sample {text.selected.sample}, seed {cell.seed})",
+            "prompt": f"{prompt} (sample {sample}, seed {cell.seed})",
         },
         "same": len({each.tokens for each in text.arms}) == 1,
         "layers": n_layers,
@@ -235,36 +256,30 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
         "steered": "prefix" if layout.l_pre else "prompt",
         "masses": list(MASSES),
         "arms": arms,
-        "differences": {name: _json_numbers(grid) for name, grid in text.differences.items()},
+        "differences": text.differences,
         "runSteps": text.steps,
         "noControl": text.no_control,
-        "study": {
-            name: {
-                "about": each.about,
-                "unit": each.unit,
-                "mean": _json_numbers(each.values),
-                "low": _json_numbers(each.low),
-                "high": _json_numbers(each.high),
-            }
-            for name, each in heads.items()
-        },
+        "study": {name: vars(each) for name, each in heads.items()},
+    }
+    return _plain(data) | {
         "bits": bits,
         "floor": FLOOR,
         "precision": quantisation_error(bits),
-        "arrays": packed.index,
-        "packed": packed.data,
+        "arrays": index,
+        "packed": packed,
     }
 
 
-def _json_numbers(values: np.ndarray) -> Any:
-    """An array as lists of numbers with seven digits; None for numbers that are not finite."""
-
-    def number(value: float) -> float | None:
+def _plain(value: Any) -> Any:
+    """Plain JSON: arrays as lists, floats with seven digits; None for floats that are not
+    finite."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_plain(each) for each in value]
+    if isinstance(value, float | np.floating):
         return float(f"{value:.7g}") if math.isfinite(value) else None
-
-    if values.ndim == 1:
-        return [number(float(value)) for value in values]
-    return [_json_numbers(row) for row in values]
+    return value
 
 
 __all__ = ["MODULE", "STYLE", "View", "view"]

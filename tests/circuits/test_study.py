@@ -66,12 +66,17 @@ def test_the_page_answers_in_words(folder, capsys):
         in page
     )
     assert "Not tested:" in page
+    assert (
+        page.index(f"largest first: {first}") < page.index("<details>") < page.index("Not tested:")
+    )
+    layer = first.partition(".")[0]
+    assert f"Less is lost without layer {layer} (" in page, "than without its carrier alone"
     assert "Gradient, 8 heads: Spearman" in page
     assert "A ranking of heads by their attention on the prefix has rank correlation" in page
     assert "With fewer than 32 prompts weak heads are missed" in page
     assert "of the preference for the attribute&#39;s words is left" in page
     assert "what heads write" not in page.split("Not tested:")[1].split(".")[0]
-    assert page.count("data:image/png;base64,") == 7
+    assert page.count("data:image/svg+xml;base64,") == 7
     for asked in ("http://", "https://", "<script"):
         assert asked not in page
     for table in ("layer", "kv", "head", "position", "edge", "cut-predicting_only", "together", "writes",

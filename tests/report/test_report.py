@@ -267,6 +267,9 @@ def test_the_run_is_told(html, finished):
     assert "5 of 5 cells are finished: 20 texts" in " ".join(text.split())
     assert all(key in text for key in load_run(finished).by_key)
     assert "no judge" in text
+    name = f"{finished.name}: tiny-gpt2, sentiment, "
+    assert f"<title>{name}" in html
+    assert f"<h1>{name}" in html
 
 
 def test_other_runs_whose_tables_are_there_are_told(run, html):

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -26,12 +27,11 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.report import view
 from lapa2_interp.report.encoding import (
     FLOOR,
-    dequantise,
     encode_arrays,
     quantisation_error,
     quantise,
 )
-from lapa2_interp.report.viewed_text import load_head_values
+from lapa2_interp.report.viewed_text import _mean_interval, load_head_values
 from lapa2_interp.report.viewer import MODULE
 
 HOSTILE = (
@@ -99,6 +99,12 @@ def middle(browser, canvas, row, column, rows, columns):
 
 
 # --- numbers
+
+
+def dequantise(codes, bits):
+    """The attention that codes stand for, as `unpack` of view.js reads them."""
+    top = 2**bits - 1
+    return np.where(codes == 0, 0.0, FLOOR ** (1 - (codes.astype(np.float64) - 1) / (top - 1)))
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -217,6 +223,14 @@ def test_attention_over_all_texts_is_over_steps_that_all_have(run):
         assert np.allclose(arm.of_run["mean"], np.mean(means, axis=0), atol=1e-6)
 
 
+def test_an_interval_of_attention_stays_within_0_and_1():
+    """Of two prompts alone it would be wider."""
+    by_prompt = {"a": np.array([[0.1]]), "b": np.array([[0.6]])}
+    share, change = (_mean_interval(by_prompt, least) for least in (0.0, -1.0))
+    assert [float(share[name][0, 0]) for name in ("mean", "low", "high")] == [0.35, 0, 1]
+    assert [float(change[name][0, 0]) for name in ("low", "high")] == [-1, 1]
+
+
 def test_arms_of_different_seeds_are_not_set_side_by_side(run):
     other = run_of(
         load("planted"), "prefix", "sentiment", ["positive"], ["The lake", "The book"],
@@ -239,7 +253,7 @@ def test_a_study_of_many_attributes_says_which_one_it_is_about(shown, study, tmp
     chosen = SimpleNamespace(
         task=SimpleNamespace(name="sentiment", attributes=dict.fromkeys("abc"))
     )
-    found = SimpleNamespace(model=shown.text.model, arms=shown.text.arms, selected=chosen)
+    found = SimpleNamespace(card=shown.text.card, arms=shown.text.arms, selected=chosen)
     about = [each.about for each in load_head_values(tmp_path / "study", found).values()]
     assert about
     assert all(each.endswith(", a against the others") for each in about)
@@ -399,10 +413,86 @@ def test_the_module_asks_for_nothing_and_writes_no_html():
     assert "export default { render }" in text
 
 
-def test_in_a_notebook_the_page_stands_in_a_frame(shown):
-    framed = shown._repr_html_()
-    assert 'sandbox="allow-scripts allow-downloads"' in framed
-    assert html_of.unescape(re.search(r'srcdoc="([^"]*)"', framed)[1]) == shown.html
+def framed(shown, monkeypatch):
+    """What a notebook without anywidget shows."""
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    return shown._repr_mimebundle_()["text/html"]
+
+
+def test_in_a_notebook_without_anywidget_the_page_stands_in_a_frame(shown, monkeypatch):
+    frame = framed(shown, monkeypatch)
+    assert 'sandbox="allow-scripts allow-downloads"' in frame
+    assert html_of.unescape(re.search(r'srcdoc="([^"]*)"', frame)[1]) == shown.html
+
+
+def test_in_a_notebook_the_chosen_head_and_token_go_both_ways(shown):
+    again = dataclasses.replace(shown)
+    again.head, again.token = (1, 2), 4
+    bundle = again._repr_mimebundle_()
+    bundle = bundle[0] if isinstance(bundle, tuple) else bundle
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    widget = again._widget()
+    assert widget.get_state(["data", "head", "token"]) == {
+        "data": again.data,
+        "head": (1, 2),
+        "token": 4,
+    }
+    widget.set_state({"head": [0, 3], "token": 6})  # as a message from the front end
+    assert (again.head, again.token) == ((0, 3), 6)
+    again.head = np.unravel_index(6, shown.text.arms[0].masses.shape[2:])
+    assert widget.get_state(["head"]) == {"head": (1, 2)}
+    assert [type(each) for each in again.head] == [int, int]
+    again.head = None
+    assert widget.head is None
+    assert (shown.head, shown.token) == (None, 0)
+
+
+def test_a_choice_that_is_not_there_is_refused(shown):
+    again = dataclasses.replace(shown)
+    layers, heads = shown.text.arms[0].masses.shape[2:]
+    with pytest.raises(TraceError, match=rf"head must be None or \(layer, head\) below .*{heads}"):
+        again.head = (layers, 0)
+    steps = len(shown.text.arms[0].tokens)
+    with pytest.raises(TraceError, match=f"token must be from 0 to {steps - 1}, found {steps}"):
+        again.token = steps
+    assert (again.head, again.token) == (None, 0)
+
+
+def test_a_page_opens_at_what_was_chosen(browser, shown, tmp_path):
+    again = dataclasses.replace(shown)
+    again.head, again.token = (1, 2), 4
+    opened(browser, again.save(tmp_path / "view.html"))
+    assert (state_of(browser)["head"], state_of(browser)["step"]) == ("1.2", "4")
+
+
+def test_a_model_gets_what_is_chosen_and_is_followed(browser, shown, tmp_path):
+    """The module with a model as a notebook's front end has one."""
+    page = re.sub(
+        r"const model = .*",
+        """const model = window.model = { written: [], listeners: {},
+          get: name => values[name], set: (name, value) => { values[name] = value; model.written.push([name, value]); },
+          save_changes: () => model.written.push(["saved"]),
+          on: (name, f) => (model.listeners[name] ??= new Set()).add(f), off: (name, f) => model.listeners[name].delete(f),
+          change: (name, value) => { values[name] = value; model.listeners[`change:${name}`].forEach(f => f()); } };
+        values.address = false;""",
+        shown.html,
+    ).replace("\nrender({ model,", "\nwindow.stop = await render({ model,")
+    place = tmp_path / "widget.html"
+    place.write_text(page, encoding="utf-8")
+    opened(browser, place)
+    layers, heads = shown.text.arms[0].masses.shape[2:]
+    browser.click(*middle(browser, 3, 1, 2, layers, heads))
+    assert browser.ask("model.written") == [["head", [1, 2]], ["token", 0], ["saved"]]
+    browser.ask("model.change('head', [0, 1]); model.change('token', 5)")
+    assert (state_of(browser)["head"], state_of(browser)["step"]) == ("0.1", "5")
+    assert browser.ask("document.querySelector('.map h3').textContent") == "Head 0.1"
+    assert len(browser.ask("model.written")) == 3, "what came from outside is not written back"
+    browser.ask("model.change('head', null)")
+    assert state_of(browser)["head"] == "mean"
+    assert browser.ask("location.hash") == ""
+    browser.ask("stop()")
+    assert browser.ask("Object.values(model.listeners).every(each => each.size === 0)")
+    quiet(browser, place)
 
 
 def test_the_page_reads_the_numbers_of_the_trace(browser, place, shown):
@@ -798,18 +888,18 @@ def test_hostile_text_does_not_act(browser, tmp_path):
     quiet(browser, place)
 
 
-def test_a_frame_of_a_notebook_shows_it(browser, shown, tmp_path):
+def test_a_frame_of_a_notebook_shows_it(browser, shown, tmp_path, monkeypatch):
     place = tmp_path / "notebook.html"
     listen = (
         "<script>addEventListener('message', event => { document.title = event.data; });</script>"
     )
-    framed = shown._repr_html_().replace(
+    frame = framed(shown, monkeypatch).replace(
         "&lt;/body&gt;",
         html_of.escape(
             "<script type='module'>const el = document.getElementById('view'); const at = () => el.dataset.ready ? parent.postMessage(el.dataset.value0, '*') : setTimeout(at, 20); at();</script></body>"
         ),
     )
-    place.write_text(f"<!doctype html><meta charset=utf-8>{listen}{framed}", encoding="utf-8")
+    place.write_text(f"<!doctype html><meta charset=utf-8>{listen}{frame}", encoding="utf-8")
     browser.goto(place.as_uri())
     value = browser.ask(
         "new Promise(done => { const at = () => document.title ? done(document.title) : setTimeout(at, 20); at(); })"

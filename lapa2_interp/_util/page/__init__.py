@@ -5,18 +5,22 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from matplotlib import rc_context
+
+from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.files import write_text
+from lapa2_interp._util.plots import COLOURS, Drawing
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from markupsafe import Markup
-
-    from lapa2_interp._util.plots import Drawing
 
 HERE = Path(__file__).parent
 TURNS = re.compile("[\u202a-\u202e\u2066-\u2069]")
@@ -33,38 +37,72 @@ class Section:
     table: pd.DataFrame | None = None
 
 
-def page(title: str, lead: str, sections: Sequence[Section], facts: Mapping[str, str]) -> str:
+def page(
+    title: str,
+    findings: Sequence[str],
+    sections: Sequence[Section],
+    facts: Mapping[str, str],
+    details: Sequence[str] = (),
+) -> str:
     """The page as one string; it loads nothing from anywhere.
 
     Args:
-        title, lead: What the run was and its main finding.
+        title, findings: What the run was, and its main findings, a paragraph each.
         sections: In order.
         facts: Settings, by name.
+        details: Further sentences about the findings, folded.
     """
     return template("report.html.j2").render(
         title=title,
-        lead=lead,
+        findings=findings,
+        details=details,
         sections=[
             {
-                "title": s.title,
-                "text": s.text,
-                "image": s.figure and png(s.figure),
-                "table": _cells(s.table),
+                "title": each.title,
+                "text": each.text,
+                "picture": each.figure and picture(each.figure, 112),
+                "table": each.table,
             }
-            for s in sections
+            for each in sections
         ],
         facts=facts,
     )
 
 
+def write_page(file: Path, render: Callable[[], str]) -> Path:
+    """Write a page, and replace an existing one; returns the file.
+
+    Raises:
+        RunError: The file is a folder, is no .html file, or cannot be written. The first two are
+            found before the page is made.
+    """
+    if file.is_dir():
+        raise RunError(f"{file} is a folder; give a file, such as {file / 'page.html'}")
+    if file.suffix.lower() not in (".html", ".htm"):  # a page replaces only a page
+        raise RunError(
+            f"the name of a page ends in .html; found {file.name}, give"
+            f" {file.with_suffix('.html').name}"
+        )
+    html = render()
+    try:
+        write_text(file, html)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {file}: {error.strerror or error}; choose another file"
+        ) from error
+    return file
+
+
 def template(name: str, folder: Path | None = None) -> Template:
-    """A template of a folder, or of this one; both may include `report.css.j2`."""
+    """A template of a folder, or of this one; both may extend `base.html.j2`."""
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader([folder, HERE] if folder else [HERE])
-    return Environment(
+    environment = Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_straight
-    ).get_template(name)
+    )
+    environment.globals["colours"] = COLOURS
+    return environment.get_template(name)
 
 
 def embedded(data: Any) -> Markup:
@@ -89,12 +127,22 @@ def _straight(value: Any) -> Any:
     return type(value)(TURNS.sub(lambda found: f"\\u{ord(found[0]):04x}", value))
 
 
-def png(drawing: Drawing) -> str:
-    """A drawing as the base64 of its PNG file."""
-    return base64.b64encode(drawing._repr_png_()).decode("ascii")
+def picture(drawing: Drawing, scale: int, narrow: float | None = None) -> list[dict[str, Any]]:
+    """A drawing as sources and widths of an image: as it is, and laid out again for a narrow page.
 
-
-def _cells(table: pd.DataFrame | None) -> dict[str, list] | None:
-    return (
-        None if table is None else {"head": list(table.columns), "rows": table.to_numpy().tolist()}
-    )
+    Args:
+        scale: Pixels of the page per inch, so that the text of the drawing is as large as that
+            beside it: 9 points are 9 * scale / 72 pixels.
+        narrow: Width of the narrow form in inches; None makes none.
+    """
+    found = []
+    for inches in (drawing.get_figwidth(), *([] if narrow is None else [narrow])):
+        drawing.set_figwidth(inches)
+        buffer = BytesIO()
+        with rc_context({"svg.hashsalt": "lapa2"}):
+            drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        data = base64.b64encode(buffer.getvalue()).decode()
+        found.append(
+            {"source": f"data:image/svg+xml;base64,{data}", "width": round(inches * scale)}
+        )
+    return found
