@@ -15,7 +15,7 @@ SOURCES = {
         "figures/steering/steering.*.csv",
         "figures/fading/*/*.csv",
     ),
-    "Scale quick": ("figures/quick/tables/*.csv",),
+    "Scale quick": ("figures/quick/tables/*.csv", "figures/steering/steering.curves.csv"),
     "Which heads carry the control?": (
         "figures/circuits/**/*.csv",
         "figures/circuits/*/report.html",
