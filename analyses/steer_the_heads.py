@@ -156,7 +156,7 @@ figure, axes = plt.subplots(
     figsize=(1.8 + 0.25 * slopes.shape[1], 1.2 + 0.13 * slopes.shape[0]), layout="constrained"
 )
 reach = np.abs(slopes).max()
-drawing = axes.imshow(slopes, "RdBu_r", aspect="auto", origin="lower", vmin=-reach, vmax=reach)
+drawing = axes.imshow(slopes, "RdBu_r", aspect="auto", vmin=-reach, vmax=reach)
 for layer, head in chosen.heads:
     axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, lw=1.2))
 for layer, head in chosen.suppressors:

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -13,12 +14,16 @@ from lapa2_interp.models.card import network_of
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("bench", ROOT / "analyses" / "bench.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "analyses" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return script("bench")
 
 
 def run(bench, monkeypatch, words):
@@ -83,3 +88,16 @@ def test_shapes_have_the_size_of_their_models(bench, shape, size):
     with torch.device("meta"):
         network = bench.AutoModelForCausalLM.from_config(config(**fields))
     assert network.num_parameters() == size
+
+
+def test_growth_measures_its_points_and_finds_exponents():
+    growth = script("growth")
+    for what, n in (("keys", 64), ("rows", 2), ("heads", 4), ("cells", 3)):
+        found = growth.measure("tiny-gpt2", what, n)
+        assert found["seconds"] > 0
+        assert found["bytes"] >= 0
+    n = np.array([1, 2, 4, 8, 16, 32])
+    table = pd.DataFrame({"what": "rows", "n": n, "seconds": 0.1 * n**1.5, "bytes": 7.0 * n**2})
+    fits = growth.exponents(table)
+    assert fits[["seconds", "bytes"]].to_numpy() == pytest.approx(np.array([[1.5, 2.0]]))
+    assert len(growth.draw(table, fits).axes) == 2

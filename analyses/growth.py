@@ -1,0 +1,203 @@
+"""Growth of time and memory with keys, rows, traced heads and the cells of a run, on this machine.
+
+    python analyses/growth.py --model tiny-gpt2 --most 4 --out results/growth      # a first look
+    python analyses/growth.py --out results/growth --threads 2
+
+One of these is varied, and the others stay small:
+
+- keys: tokens of the prompt, with one row;
+- rows: texts that are decoded together, behind 64 keys;
+- heads: heads whose whole attention rows are kept, with four rows behind 64 keys;
+- cells: cells of a run folder that is opened and asked for the state of each.
+
+The time of a step is that of a text of 18 tokens less that of a text of 2, divided by 16, and of
+several the shortest. Memory is the most that a process had, less what it had with the model alone;
+each point has a process of its own. The exponent is the slope of a line through the logarithms of
+the upper half of the points: 1 is linear, below 1 a constant part is still large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from lapa2_interp import plots
+from lapa2_interp._util.files import result_folder
+from lapa2_interp._util.progress import hidden_bar, progress_bar
+from lapa2_interp.generation.cell import CELL
+from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.plan import plan_batches
+from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.load import load_model
+from lapa2_interp.models.machine import processor_kind
+from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
+from lapa2_interp.runs.generate import generate
+from lapa2_interp.runs.run import load_run
+from lapa2_interp.runs.store import (
+    CELLS,
+    Listing,
+    read_batch,
+    write_batch,
+    write_cell,
+    write_listing,
+)
+
+POINTS = {
+    "keys": (64, 128, 256, 512, 1024, 2048, 4096),
+    "rows": (1, 2, 4, 8, 16, 32, 64, 128),
+    "heads": (1, 4, 16, 64, 256),
+    "cells": (8, 32, 128, 512, 2048),
+}
+LABELS = {
+    "keys": "keys in front of a step",
+    "rows": "rows decoded together",
+    "heads": "heads with whole attention rows",
+    "cells": "cells of a run",
+}
+SHORT, LONG, REPEATS = 2, 18, 3
+
+
+def main() -> None:
+    """Measure all points, each in a process; print exponents, and write table and figure."""
+    parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--most", type=whole_number(2), help="points of each curve; default all")
+    parser.add_argument("--threads", type=whole_number(), default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, required=True, help="a new folder: growth.csv, .png")
+    parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)  # of a child
+    options = parser.parse_args()
+    if options.point is not None:
+        torch.set_num_threads(options.threads)
+        what, n = options.point
+        print(json.dumps(measure(options.model, what, int(n))))
+        return
+    points = [(what, n) for what, every in POINTS.items() for n in every[: options.most]]
+    rows = []
+    with result_folder(options.out) as folder, progress_bar(len(points), "growth", "point") as bar:
+        for what, n in points:
+            words = [sys.executable, __file__, *sys.argv[1:], "--point", what, str(n)]
+            made = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+            rows.append({"what": what, "n": n} | json.loads(made.stdout.splitlines()[-1]))
+            bar.update()
+        table = pd.DataFrame(rows)
+        fits = exponents(table)
+        print(fits.to_string(index=False, float_format="%.2f"))
+        machine = f"{processor_kind('cpu')}; {options.threads} threads; torch {version('torch')}"
+        table.assign(model=options.model, machine=machine).to_csv(
+            folder / "growth.csv", index=False, float_format="%.6g"
+        )
+        draw(table, fits).savefig(folder / "growth.png")
+
+
+def measure(model: str, what: str, n: int) -> dict[str, float]:
+    """Seconds and bytes of one point."""
+    if what == "cells":
+        return measure_run(n)
+    loaded = load_model(model)
+    every = [(i, j) for i in range(loaded.cfg.n_layers) for j in range(loaded.cfg.n_heads)]
+    rows = {"keys": 1, "rows": n, "heads": 4}[what]
+    ids = loaded.tokenizer(" word" * 2 * n, add_special_tokens=False).input_ids
+    prompt = loaded.tokenizer.decode(ids[: n if what == "keys" else 64])
+    task = load_task("sentiment").model_copy(update={"length_counts_prompt": False})
+    planned = partial(
+        cell_of,
+        loaded,
+        task=task,
+        attribute="positive",
+        prompts=[prompt],
+        alpha=0.5,
+        samples=rows,
+        max_rows=rows,
+        trace="pooled",
+        patterns=every[:n] if what == "heads" else (),
+    )
+    before = peak()
+    least = dict.fromkeys((SHORT, LONG), np.inf)
+    for _ in range(REPEATS):
+        for length in least:
+            plan = plan_batches(loaded, planned(length=length))
+            begun = perf_counter()
+            decode_batches(loaded, plan, progress=hidden_bar())
+            least[length] = min(least[length], perf_counter() - begun)
+    seconds = (least[LONG] - least[SHORT]) / (LONG - SHORT)
+    return {"seconds": seconds, "bytes": peak() - before}
+
+
+def measure_run(n: int) -> dict[str, float]:
+    """Seconds and bytes of opening a run of so many cells, and of the state of each."""
+    made = generate("tiny-gpt2", "The lake", attribute="positive", length=16)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        made.save(folder / "one")
+        (first,) = load_run(folder / "one").by_key.values()
+        batch = read_batch(folder / "one" / CELLS / first.key, 0, first)
+        keys = []
+        for seed in range(n):
+            cell = CELL.validate_python(first.model_dump(mode="json") | {"seed": seed})
+            (place := folder / "many" / CELLS / cell.key).mkdir(parents=True)
+            write_cell(place, cell)
+            record = batch.record.model_copy(update={"key": cell.key})
+            write_batch(place, 0, type(batch)(record, batch.samples, batch.trace))
+            keys.append(cell.key)
+        write_listing(folder / "many", Listing(grids={"many": tuple(keys)}))
+        before, begun = peak(), perf_counter()
+        assert len(load_run(folder / "many").finished) == n
+        return {"seconds": perf_counter() - begun, "bytes": peak() - before}
+
+
+def peak() -> int:
+    """The most bytes that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def exponents(table: pd.DataFrame) -> pd.DataFrame:
+    """Slopes of time and memory on logarithmic axes, through the upper half of each curve."""
+    found: list[dict[str, Any]] = []
+    for what, part in table.groupby("what", sort=False):
+        upper = part.tail(max(2, (len(part) + 1) // 2))
+        slopes = {
+            name: np.polyfit(np.log(upper["n"]), np.log(upper[name].clip(lower=1e-9)), 1)[0]
+            for name in ("seconds", "bytes")
+        }
+        found.append({"what": what, **slopes})
+    return pd.DataFrame(found)
+
+
+def draw(table: pd.DataFrame, fits: pd.DataFrame) -> plots.Drawing:
+    """Time above, memory below; the exponent in each panel."""
+    whats = table["what"].unique()
+    figure = plots.new_figure(2.3 * len(whats), 4)
+    panels = figure.subplots(2, len(whats), squeeze=False)
+    for column, what in enumerate(whats):
+        part = table[table["what"] == what]
+        fit = fits[fits["what"] == what].iloc[0]
+        asked = "opening, s" if what == "cells" else "a step, ms"
+        for row, (name, label, scale) in enumerate(
+            (("seconds", asked, 1 if what == "cells" else 1e3), ("bytes", "memory, MB", 1e-6))
+        ):
+            axes = panels[row, column]
+            axes.plot(part["n"], part[name] * scale, "o-", ms=3, lw=1, color=plots.COLOURS[1])
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_title(f"exponent {fit[name]:.2f}", fontsize=8)
+            plots.plain_axes(axes, LABELS[what] if row else "", label)
+    return figure
+
+
+if __name__ == "__main__":
+    sys.excepthook = print_error
+    main()
