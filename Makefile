@@ -1,5 +1,5 @@
 # Users: demo, reproduce. Committed results: gallery, circuits, fading, notebooks. What ships with the package: prefixes, scorers.
-# Developers: test, test-long, test-hooked, lint, types (all five: check), docs, drills, lowest, audit, sbom, dist, locks, clean.
+# Developers: test, test-long, test-hooked, lint, types (all five: check), docs, drills, lowest, newest, audit, sbom, dist, locks, clean.
 SCALE ?= quick
 DATA ?= data
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE =
 RUN := .venv/.run-installed
 DEV := .venv/.installed
 HOOKED := .venv-hooked/.installed
-.PHONY: demo reproduce gallery circuits fading notebooks prefixes scorers steering-prompts test test-long drills test-hooked lint types check docs lowest audit dist sbom locks clean
+.PHONY: demo reproduce gallery circuits fading notebooks prefixes scorers steering-prompts test test-long drills test-hooked lint types check docs lowest newest audit dist sbom locks clean
 .DELETE_ON_ERROR:
 
 # A first look, in a minute or two: results/demo/report.html.
@@ -70,7 +70,9 @@ check: test test-long test-hooked lint types
 # The site: docs/_build/html/index.html.
 docs: $(DEV)
 	python -m sphinx -W --keep-going --quiet -d docs/_build/doctrees docs docs/_build/html
-lowest audit dist: $(DEV)
+lowest newest: $(DEV)
+	.ci/bounds $@
+audit dist: $(DEV)
 	.ci/$@
 sbom: $(RUN)
 	.ci/sbom
