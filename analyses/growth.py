@@ -1,7 +1,7 @@
 """Growth of time and memory with keys, rows, traced heads and the cells of a run, on this machine.
 
     python analyses/growth.py --model tiny-gpt2 --most 4 --out results/growth      # a first look
-    python analyses/growth.py --out results/growth --threads 2
+    python analyses/growth.py --out results/growth
 
 One of these is varied, and the others stay small:
 
@@ -11,9 +11,10 @@ One of these is varied, and the others stay small:
 - cells: cells of a run folder that is opened and asked for the state of each.
 
 The time of a step is that of a text of 18 tokens less that of a text of 2, divided by 16, and of
-several the shortest. Memory is the most that a process had, less what it had with the model alone;
-each point has a process of its own. The exponent is the slope of a line through the logarithms of
-the upper half of the points: 1 is linear, below 1 a constant part is still large.
+several the shortest. It is the processor's time of one thread, so that other processes matter
+little. Memory is the most that a process had, less what it had with the model alone; each point has
+a process of its own. The exponent is the slope of a line through the logarithms of the upper half
+of the points: 1 is linear, below 1 a constant part is still large.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import tempfile
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -76,12 +77,11 @@ def main() -> None:
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--most", type=whole_number(2), help="points of each curve; default all")
-    parser.add_argument("--threads", type=whole_number(), default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, required=True, help="a new folder: growth.csv, .png")
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)  # of a child
     options = parser.parse_args()
     if options.point is not None:
-        torch.set_num_threads(options.threads)
+        torch.set_num_threads(1)
         what, n = options.point
         print(json.dumps(measure(options.model, what, int(n))))
         return
@@ -96,7 +96,7 @@ def main() -> None:
         table = pd.DataFrame(rows)
         fits = exponents(table)
         print(fits.to_string(index=False, float_format="%.2f"))
-        machine = f"{processor_kind('cpu')}; {options.threads} threads; torch {version('torch')}"
+        machine = f"{processor_kind('cpu')}; one thread; torch {version('torch')}"
         table.assign(model=options.model, machine=machine).to_csv(
             folder / "growth.csv", index=False, float_format="%.6g"
         )
@@ -130,9 +130,9 @@ def measure(model: str, what: str, n: int) -> dict[str, float]:
     for _ in range(REPEATS):
         for length in least:
             plan = plan_batches(loaded, planned(length=length))
-            begun = perf_counter()
+            begun = process_time()
             decode_batches(loaded, plan, progress=hidden_bar())
-            least[length] = min(least[length], perf_counter() - begun)
+            least[length] = min(least[length], process_time() - begun)
     seconds = (least[LONG] - least[SHORT]) / (LONG - SHORT)
     return {"seconds": seconds, "bytes": peak() - before}
 
@@ -154,9 +154,9 @@ def measure_run(n: int) -> dict[str, float]:
             write_batch(place, 0, type(batch)(record, batch.samples, batch.trace))
             keys.append(cell.key)
         write_listing(folder / "many", Listing(grids={"many": tuple(keys)}))
-        before, begun = peak(), perf_counter()
+        before, begun = peak(), process_time()
         assert len(load_run(folder / "many").finished) == n
-        return {"seconds": perf_counter() - begun, "bytes": peak() - before}
+        return {"seconds": process_time() - begun, "bytes": peak() - before}
 
 
 def peak() -> int:
