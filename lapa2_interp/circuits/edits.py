@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
-from lapa2_interp.attention.cache import BridgeRows, soft_inputs
+from lapa2_interp.attention.cache import BridgeRows, SlotLayer, soft_inputs
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import (
     Augmentation,
@@ -227,10 +227,13 @@ def _clean_passes(
         )
         for group in groups
     ]
+    layers = fronts[0][0].cache.layers
+    if not all(isinstance(each, SlotLayer) for each in layers):  # others hold more than own keys
+        return [None] * len(groups)
     n_tokens = sum(tokens.numel() for _, tokens in fronts)
     size = torch.finfo(model.cfg.dtype).bits // 8
-    layers = layers_to_keep(model.cfg.n_layers, n_tokens * model.cfg.d_model * size)
-    return [CleanPass.read(model, *front, layers) for front in fronts]
+    kept = layers_to_keep(model.cfg.n_layers, n_tokens * model.cfg.d_model * size)
+    return [CleanPass.read(model, *front, kept) for front in fronts]
 
 
 def _metric_values(name: str, metric: Metric, found: Predictions) -> Float[Tensor, "item step"]:
