@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from lapa2_interp._util.errors import Lapa2Error, ScoringError, unknown_choice
@@ -29,7 +30,9 @@ class ScriptOptions(argparse.ArgumentParser):
         super().__init__(description=title, allow_abbrev=False, **settings)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse options, with a hint for a misspelt option."""
+        """Parse options, with a hint for a misspelt option; in a notebook, take the defaults."""
+        if args is None and Path(sys.argv[0]).name.startswith(("ipykernel", "colab_kernel")):
+            args = []
         found, rest = self.parse_known_args(args, namespace)
         if rest and rest[0].startswith("-"):
             names = [name for name in self._option_string_actions if name.startswith("--")]
