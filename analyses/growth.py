@@ -10,11 +10,10 @@ One of these is varied, and the others stay small:
 - heads: heads whose whole attention rows are kept, with four rows behind 64 keys;
 - cells: cells of a run folder that is opened and asked for the state of each.
 
-The time of a step is that of a text of 18 tokens less that of a text of 2, divided by 16, and of
-several the shortest. It is the processor's time of one thread, so that other processes matter
-little. Memory is the most that a process had, less what it had with the model alone; each point has
-a process of its own. The exponent is the slope of a line through the logarithms of the upper half
-of the points: 1 is linear, below 1 a constant part is still large.
+The time of a step is the median of 16, in the processor's time of one thread, so that other
+processes matter little. Memory is the most that a process had, less what it had with the model
+alone; each point has a process of its own. The exponent is the slope of a line through the
+logarithms of the upper half of the points: 1 is linear, below 1 a constant part is still large.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ import torch
 
 from lapa2_interp import plots
 from lapa2_interp._util.files import result_folder
-from lapa2_interp._util.progress import hidden_bar, progress_bar
+from lapa2_interp._util.progress import CountingBar, progress_bar
 from lapa2_interp.generation.cell import CELL
 from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.generation.plan import plan_batches
@@ -61,7 +60,7 @@ POINTS = {
     "keys": (64, 128, 256, 512, 1024, 2048, 4096),
     "rows": (1, 2, 4, 8, 16, 32, 64, 128),
     "heads": (1, 4, 16, 64, 256),
-    "cells": (8, 32, 128, 512, 2048),
+    "cells": (8, 32, 128, 512),
 }
 LABELS = {
     "keys": "keys in front of a step",
@@ -69,7 +68,7 @@ LABELS = {
     "heads": "heads with whole attention rows",
     "cells": "cells of a run",
 }
-SHORT, LONG, REPEATS = 2, 18, 3
+STEPS, REPEATS = 16, 3
 
 
 def main() -> None:
@@ -125,16 +124,10 @@ def measure(model: str, what: str, n: int) -> dict[str, float]:
         trace="pooled",
         patterns=every[:n] if what == "heads" else (),
     )
-    before = peak()
-    least = dict.fromkeys((SHORT, LONG), np.inf)
-    for _ in range(REPEATS):
-        for length in least:
-            plan = plan_batches(loaded, planned(length=length))
-            begun = process_time()
-            decode_batches(loaded, plan, progress=hidden_bar())
-            least[length] = min(least[length], process_time() - begun)
-    seconds = (least[LONG] - least[SHORT]) / (LONG - SHORT)
-    return {"seconds": seconds, "bytes": peak() - before}
+    before, times = peak(), list[float]()
+    bar = CountingBar(lambda _: times.append(process_time()))
+    decode_batches(loaded, plan_batches(loaded, planned(length=STEPS + 1)), progress=bar)
+    return {"seconds": float(np.median(np.diff(times))), "bytes": peak() - before}
 
 
 def measure_run(n: int) -> dict[str, float]:
@@ -154,9 +147,12 @@ def measure_run(n: int) -> dict[str, float]:
             write_batch(place, 0, type(batch)(record, batch.samples, batch.trace))
             keys.append(cell.key)
         write_listing(folder / "many", Listing(grids={"many": tuple(keys)}))
-        before, begun = peak(), process_time()
-        assert len(load_run(folder / "many").finished) == n
-        return {"seconds": process_time() - begun, "bytes": peak() - before}
+        before, least = peak(), np.inf
+        for _ in range(REPEATS):
+            begun = process_time()
+            assert len(load_run(folder / "many").finished) == n
+            least = min(least, process_time() - begun)
+        return {"seconds": least, "bytes": peak() - before}
 
 
 def peak() -> int:
