@@ -516,7 +516,7 @@ def slow_to_begin(*_):
     time.sleep(30)
 
 
-def test_a_worker_that_has_not_begun_is_not_waited_for(cell, monkeypatch, quick_processes):
+def test_a_worker_that_has_not_begun_is_not_waited_for(cell, monkeypatch):
     monkeypatch.setattr(engines, "_begin", slow_to_begin)
     with LocalPool(1, "cpu") as engine:
         engine.submit(cell, 0, None, tqdm(disable=True))
