@@ -465,11 +465,11 @@ def test_a_stopped_command_says_whether_it_resumes(line, resumes, monkeypatch, c
 
 
 def test_closed_streams_are_no_error(tmp_path):
-    """As `lapa2 tasks >&-` has it; without both, a model is loaded too."""
+    """As `lapa2 models >&-` has it; without both, a model is loaded too."""
     program = Path(sys.executable).parent / "lapa2"
     for line in (
-        "tasks >&-",
-        "tasks 2>&-",
+        "models >&-",
+        "models 2>&-",
         "layout --model tiny-gpt2 --prefix a --prompt b >&- 2>&-",
     ):
         done = subprocess.run(f"{program} {line}", shell=True, capture_output=True)
