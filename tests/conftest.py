@@ -106,6 +106,13 @@ def pytest_runtest_setup(item):
     jaxtyping.config.update("jaxtyping_disable", not (drawn or CHECK_ALL))
 
 
+@pytest.fixture
+def without_types():
+    """Signatures are not checked at run time, as for a user: the package's own checks are
+    reached."""
+    jaxtyping.config.update("jaxtyping_disable", True)  # every test sets it anew
+
+
 def drill_table(terminalreporter):
     """Lines of a table of the drills: promise (docs/reliability.md), case, result."""
     rows = set()

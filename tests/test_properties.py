@@ -179,33 +179,33 @@ def test_small_and_large_vocabularies(vocab, k):
     assert draw(weights, high, top_k=k)[1] == vocab - 1
 
 
-@pytest.fixture(params=[2, 250_000])
-def of_words(request, tmp_path):
-    """A folder of a model with a vocabulary of whole words, and their number."""
+@pytest.fixture(scope="module", params=[2, 250_000])
+def of_words(request, tmp_path_factory):
+    """A model with a vocabulary of whole words, and their number."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    folder = str(tmp_path_factory.mktemp("words"))
     words = {f"w{i}": i for i in range(request.param)}
     stored = Tokenizer(models.WordLevel(words, unk_token="w0"))
     stored.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     last = f"w{request.param - 1}"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=stored, bos_token=last, eos_token=last)
-    PreTrainedTokenizerFast.save_pretrained(tokenizer, tmp_path)
+    PreTrainedTokenizerFast.save_pretrained(tokenizer, folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(words), hidden_size=8, intermediate_size=8, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    return str(tmp_path), len(words)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return load_model(folder, device="cpu", dtype="float32"), len(words)
 
 
 @pytest.mark.parametrize(
     "method", [methods.get("prefix"), methods.get("air-decoding"), methods.get("preadd", lam=2)]
 )
 def test_models_with_small_and_large_vocabularies_write_what_the_oracle_draws(of_words, method):
-    folder, vocab = of_words
-    model = load_model(folder, device="cpu", dtype="float32")
+    model, vocab = of_words
     task = load_task("sentiment").model_copy(
         update={"attributes": {"a": Attribute(prefix="w0"), "b": Attribute(prefix="w0 w0")}}
     )
@@ -227,8 +227,7 @@ def test_models_with_small_and_large_vocabularies_write_what_the_oracle_draws(of
 
 def test_a_token_without_an_embedding_is_named(of_words):
     """A tokenizer that knows more words than its model."""
-    folder, vocab = of_words
-    model = load_model(folder, device="cpu", dtype="float32")
+    model, vocab = of_words
     layout = Layout.of(model.tokenizer, "w0", "w0 w1")
     wrong = replace(layout, ids=(*layout.ids[:-1], vocab))
     told = f"token {vocab} has no embedding: the model has {vocab} tokens"

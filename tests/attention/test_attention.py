@@ -1,16 +1,13 @@
 """The bias inside a network: exact, confined to what was selected, and gone afterwards."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 from conftest import TINY, hooks_left, load
 from oracle import oracle_logits
 
-from lapa2_interp import Augmentation, augmented
-from lapa2_interp._util.errors import AugmentationError, DeadHookError, LayoutError
+from lapa2_interp import Augmentation, augmented, generate
+from lapa2_interp._util.errors import AugmentationError, DeadHookError, Lapa2Error, LayoutError
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.theory import shifted_share
 from lapa2_interp.models import probe
@@ -473,55 +470,50 @@ def test_padding_that_is_not_the_layouts_is_an_error(tiny, model_class, layouts,
         model(ids, **settings)
 
 
-def test_arguments_of_the_wrong_kind_are_named_without_runtime_types():
-    """In a process of its own: under the tests' run-time types the package's own checks would never
-    be reached."""
-    program = """
-from lapa2_interp import Augmentation, Lapa2Error, Layout, augmented, generate, load_model
-
-model = load_model("tiny-gpt2")
-found = Layout.of(model.tokenizer, "ab:", "cd")
-calls = [
-    lambda: augmented(model, 0.5, [found]).__enter__(),
-    lambda: augmented(model, [0.5], found).__enter__(),
-    lambda: augmented(model, found, Augmentation(alpha=1)).__enter__(),
-    lambda: generate(model, attribute="positive", prompts=[]),
-    lambda: generate(model, method=3, attribute="positive"),
-    lambda: generate(model, method="prefixx", attribute="positive"),
-    lambda: generate(model, attribute="positive", augmentation=0.5),
-    lambda: generate(model, attribute="positive", alpha=1.0, augmentation=Augmentation(alpha=1)),
-    lambda: generate(model, attribute="positive", trace="ful"),
-    lambda: generate(model, attribute="positive", eos="Stop"),
-    lambda: generate(model, attribute=3),
-]
-for call in calls:
-    try:
-        call()
-    except Lapa2Error as error:
-        print(error)
-    except Exception as error:
-        print("untyped", repr(error))
-    else:
-        print("accepted")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    expected = [
-        *["was given"] * 3,
-        "prompts is an empty list; give at least one text",
-        "method must be a name, or come from methods.get or get_for_task, found 3",
-        "unknown method 'prefixx'; allowed: none, prefix",
-        "recipes as one text such as 'lapa2 + instaboost:M=5', or None; found 0.5",
-        "give alpha 1, or an augmentation that has its own, not both",
-        "trace: input should be 'none', 'pooled' or 'full', found 'ful'",
-        "eos: input should be 'keep', 'stop' or 'block', found 'Stop'",
-        "attribute: input should be a valid string, found 3",
-    ]
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(expected), done.stdout
-    for line, words in zip(lines, expected, strict=True):
-        assert words in line
+def test_arguments_of_the_wrong_kind_are_named_without_runtime_types(without_types):
+    model = load("tiny-gpt2")
+    found, whole = Layout.of(model.tokenizer, "ab:", "cd"), Augmentation(alpha=1)
+    asked = {"attribute": "positive"}
+    for call, words in (
+        (lambda: augmented(model, 0.5, [found]).__enter__(), "was given"),
+        (lambda: augmented(model, [0.5], found).__enter__(), "was given"),
+        (lambda: augmented(model, found, whole).__enter__(), "was given"),
+        (
+            lambda: generate(model, **asked, prompts=[]),
+            "prompts is an empty list; give at least one text",
+        ),
+        (
+            lambda: generate(model, **asked, method=3),
+            "method must be a name, or come from methods.get or get_for_task, found 3",
+        ),
+        (
+            lambda: generate(model, **asked, method="prefixx"),
+            "unknown method 'prefixx'; allowed: none, prefix",
+        ),
+        (
+            lambda: generate(model, **asked, augmentation=0.5),
+            "recipes as one text such as 'lapa2 + instaboost:M=5', or None; found 0.5",
+        ),
+        (
+            lambda: generate(model, **asked, alpha=1.0, augmentation=whole),
+            "give alpha 1, or an augmentation that has its own, not both",
+        ),
+        (
+            lambda: generate(model, **asked, trace="ful"),
+            "trace: input should be 'none', 'pooled' or 'full', found 'ful'",
+        ),
+        (
+            lambda: generate(model, **asked, eos="Stop"),
+            "eos: input should be 'keep', 'stop' or 'block', found 'Stop'",
+        ),
+        (
+            lambda: generate(model, attribute=3),
+            "attribute: input should be a valid string, found 3",
+        ),
+    ):
+        with pytest.raises(Lapa2Error) as error:
+            call()
+        assert words in str(error.value)
 
 
 def test_augmentations_without_layouts_are_an_error():

@@ -31,7 +31,7 @@ PROMPTS = ["The lake", "Once upon a time"]
 
 
 def made(model, **settings):
-    settings = {"length": 34, "samples": 2, "augmentation": Augmentation(alpha=1)} | settings
+    settings = {"length": 26, "samples": 2, "augmentation": Augmentation(alpha=1)} | settings
     return generate(
         model, methods.get("prefix"), load_task("sentiment"), "positive", PROMPTS, **settings
     )

@@ -87,6 +87,8 @@ def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
     from lapa2_interp.circuits import fading as module
 
     file, read = tmp_path / "kept", []
+    names = ("lake", "road", "book", "city", "horse", "movie")
+    few = {"prompts": [f"The {name}" for name in names], "batch_size": 2}
 
     def once(model, examples, *rest):
         read.append(len(examples))
@@ -94,22 +96,22 @@ def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
 
     made = module._measure_batch
     monkeypatch.setattr(module, "_measure_batch", once)
-    first = found_of(filler=(8,), batch_size=4, file=file)
+    first = found_of(filler=(8,), **few, file=file)
     lines = file.read_text().splitlines()
     assert len(lines) == 1 + len(read) > 3
     file.write_text(
         "\n".join([*lines[:2], lines[3][: len(lines[3]) // 2]])
     )  # stopped while it wrote
     read.clear()
-    second = found_of(filler=(8,), batch_size=4, file=file)
+    second = found_of(filler=(8,), **few, file=file)
     assert read[0] == 2, "texts by which the model is known again"
     assert len(read[1:]) == len(lines) - 2
     pd.testing.assert_frame_equal(first.frame(), second.frame())
     told = r"other inputs: texts \w+, here \w+; fading \[8\], here \[8, 32\]; give another file"
     with pytest.raises(CircuitError, match=told):
-        found_of(filler=(8, 32), batch_size=4, file=file)
+        found_of(filler=(8, 32), **few, file=file)
     with pytest.raises(CircuitError, match=r"other inputs: alpha 0.5, here 1.0; give another"):
-        found_of(filler=(8,), alpha=1.0, batch_size=4, file=file)
+        found_of(filler=(8,), alpha=1.0, **few, file=file)
 
 
 def test_verdicts_of_the_planted_models(planted_fading):
@@ -188,9 +190,10 @@ def test_a_window_that_hides_keys_is_refused(monkeypatch):
     from lapa2_interp.circuits import fading as module
 
     monkeypatch.setattr(module, "smallest_window", lambda model: 30)
-    found_of(filler=(8,))
+    few = {"prompts": ["The lake"]}
+    found_of(filler=(8,), **few)
     with pytest.raises(CircuitError, match="some layers of this model see 30 keys, and prompt"):
-        found_of(filler=(40,))
+        found_of(filler=(40,), **few)
 
 
 def test_short_texts_are_refused():

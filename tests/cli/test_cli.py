@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import load
 
+from lapa2_interp import Layout, generate, load_model, teacher_forced
+from lapa2_interp._util.errors import Lapa2Error, LayoutError, ModelError, TaskError, TraceError
 from lapa2_interp.cli.app import main
 from lapa2_interp.runs.run import load_run
 
@@ -462,10 +465,15 @@ def test_a_stopped_command_says_whether_it_resumes(line, resumes, monkeypatch, c
 
 
 def test_closed_streams_are_no_error(tmp_path):
-    """As `lapa2 tasks >&-` has it."""
-    for closed in (">&-", "2>&-", ">&- 2>&-"):
-        command = f"{Path(sys.executable).parent / 'lapa2'} layout --model tiny-gpt2 --prefix a --prompt b {closed}"
-        assert subprocess.run(command, shell=True, capture_output=True).returncode == 0, closed
+    """As `lapa2 models >&-` has it; without both, a model is loaded too."""
+    program = Path(sys.executable).parent / "lapa2"
+    for line in (
+        "models >&-",
+        "models 2>&-",
+        "layout --model tiny-gpt2 --prefix a --prompt b >&- 2>&-",
+    ):
+        done = subprocess.run(f"{program} {line}", shell=True, capture_output=True)
+        assert done.returncode == 0, line
 
 
 @pytest.mark.parametrize(
@@ -488,39 +496,25 @@ def test_places_that_would_fail_later_are_refused_at_once(line, message, tmp_pat
     assert [each.name for each in tmp_path.iterdir()] == ["g.toml"]
 
 
-WRONG = """
-from lapa2_interp import Layout, generate, load_model, teacher_forced
-from lapa2_interp._util.errors import Lapa2Error
-model = load_model("tiny-gpt2", device="cpu")
-given = {"attribute": "positive", "prompts": ["a"], "length": 40, "samples": 1}
-layout = Layout.of(model.tokenizer, "Very", "lake")
-for call in (
-    lambda: generate(model, **given | {"samples": 1.5}),
-    lambda: generate(model, **given | {"prompts": [None]}),
-    lambda: generate(model, **given | {"attribute": 5}),
-    lambda: generate(model, **given | {"task": {}}),
-    lambda: load_model(None),
-    lambda: Layout.of(model.tokenizer, "Very", 5),
-    lambda: Layout.of(model.tokenizer, 5, "lake"),
-    lambda: teacher_forced(model, layout, [1, 2]),
-    lambda: teacher_forced(model, layout, ["was"]),
-    lambda: teacher_forced(model, layout, [[5.7]]),
-):
-    try:
-        print("no error", call())
-    except Lapa2Error as error:
-        print(type(error).__name__)
-"""
-
-
-def test_values_of_a_wrong_type_are_named_errors():
-    """In a process without the type checks of these tests."""
-    done = subprocess.run([sys.executable, "-c", WRONG], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [
-        "Lapa2Error", "Lapa2Error", "Lapa2Error", "TaskError", "ModelError", "LayoutError",
-        "LayoutError", "TraceError", "TraceError", "TraceError",
-    ]  # fmt: skip
+def test_values_of_a_wrong_type_are_named_errors(without_types):
+    model = load("tiny-gpt2")
+    given = {"attribute": "positive", "prompts": ["a"], "length": 40, "samples": 1}
+    layout = Layout.of(model.tokenizer, "Very", "lake")
+    for error, call in (
+        (Lapa2Error, lambda: generate(model, **given | {"samples": 1.5})),
+        (Lapa2Error, lambda: generate(model, **given | {"prompts": [None]})),
+        (Lapa2Error, lambda: generate(model, **given | {"attribute": 5})),
+        (TaskError, lambda: generate(model, **given | {"task": {}})),
+        (ModelError, lambda: load_model(None)),
+        (LayoutError, lambda: Layout.of(model.tokenizer, "Very", 5)),
+        (LayoutError, lambda: Layout.of(model.tokenizer, 5, "lake")),
+        (TraceError, lambda: teacher_forced(model, layout, [1, 2])),
+        (TraceError, lambda: teacher_forced(model, layout, ["was"])),
+        (TraceError, lambda: teacher_forced(model, layout, [[5.7]])),
+    ):
+        with pytest.raises(Lapa2Error) as found:
+            call()
+        assert found.type is error
 
 
 def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):

@@ -8,12 +8,14 @@ writes both again.
 
 import functools
 import importlib
+import io
 import json
 import re
 import runpy
 import shutil
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -65,6 +67,8 @@ SCORES = ROOT / "tests" / "data" / "small_run.scores.csv.xz"
 TOOLS = ("bench", "growth", "train_adapters")
 """Scripts of analyses/ that read no run."""
 ITEMS = sorted({file.name.split(".")[0] for file in GOLDEN.glob("*.csv")})
+MADE = shutil.ignore_patterns("tables", "figures")
+"""Left out of copies: with the tables of all items, every claim is judged again."""
 FIGURES = ("decay", "dilution", "alpha", "augmentation", "augmentation_large", "local_attn", "eval")
 
 
@@ -109,6 +113,21 @@ def run(tmp_path_factory):
         )
         patched.setattr(store, "read_trace", read_trace)
         yield folder
+
+
+@pytest.fixture(scope="module")
+def printed(run):
+    """Runs a script on the stored run, once, without models; returns what it prints."""
+
+    @functools.cache
+    def make(item):
+        with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as found:
+            for each in MODELS:
+                patched.setattr(each, "score", lambda *_: pytest.fail("a score that is not stored"))
+            script("analyses", item, run)
+        return found.getvalue()
+
+    return make
 
 
 def figure(item):
@@ -182,11 +201,8 @@ def test_traces_of_every_head_and_of_two_steps(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("item", ITEMS)
-def test_every_script_makes_its_golden_table(item, run, capsys, monkeypatch):
-    for each in MODELS:
-        monkeypatch.setattr(each, "score", lambda *_: pytest.fail("a score that is not stored"))
-    script("analyses", item, run)
-    printed = capsys.readouterr().out
+def test_every_script_makes_its_golden_table(item, run, printed):
+    shown = printed(item)
     for golden in sorted(GOLDEN.glob(f"{item}.*csv")):
         made, kept = table(run / "tables" / golden.name), table(golden)
         assert list(made) == list(kept)
@@ -194,7 +210,7 @@ def test_every_script_makes_its_golden_table(item, run, capsys, monkeypatch):
         # rounding.
         pd.testing.assert_frame_equal(made, kept, check_dtype=False, rtol=1e-4, atol=1e-4)
     facts = json.loads((run / "tables" / f"{item}.json").read_text("utf-8"))
-    assert facts["title"] in printed
+    assert facts["title"] in shown
     assert (run / "tables" / f"{item}.md").read_text("utf-8").startswith(f"### {facts['title']}")
     assert r"\end{table}" in (run / "tables" / f"{item}.tex").read_text("utf-8")
 
@@ -221,11 +237,11 @@ def test_the_scripts_are_all_of_reproduce():
     assert drawn == {*FIGURES, "frontier", "steering", "long", "deep"}
 
 
-def test_numbers_are_those_of_the_raw_texts(run):
+def test_numbers_are_those_of_the_raw_texts(run, printed):
     """From the parquet files alone, by other code: accuracy, toxicity, distinct-n, n."""
     from lapa2_interp.scoring.linear import LinearScorer, LinearToxicity
 
-    script("analyses", "scaling", run)
+    assert printed("scaling")
     found = table(run / "tables" / "scaling.csv")
     seen = 0
     for cell in json.loads((run / "run.json").read_text())["grids"]["quick/scaling"]:
@@ -321,8 +337,9 @@ def test_a_figure_alone_makes_its_table_first(run, tmp_path, capsys):
 
 
 def drawn(axes):
-    """What every line of a panel shows: (x, y)."""
-    return [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines]
+    """What every line of a panel shows: (x, y). Lines of a legend alone have no points."""
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    return [line for line in lines if line[0]]
 
 
 def test_plotted_data_are_the_tables(run):
@@ -442,44 +459,30 @@ def test_the_arms_of_human_answers(tmp_path):
 
 
 def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
-    copy = shutil.copytree(run, tmp_path / "gap")
-    shutil.rmtree(copy / "tables", ignore_errors=True)
-    opened = load_run(copy).cells
-    gone = opened[
-        (opened["task"] == "detox") & (opened["method"] == "preadd") & (opened["law"] == "sqrt")
-    ]["key"]
+    """Half an arm is a gap too, and is not compared with a whole one."""
+    copy = shutil.copytree(run, tmp_path / "gap", ignore=MADE)
+    cells = load_run(copy).cells
+    whole = (cells["task"] == "detox") & (cells["method"] == "preadd") & (cells["law"] == "sqrt")
+    half = (cells["task"] == "sentiment") & (cells["method"] == "prefix")
+    half &= (cells["law"] == "linear") & (cells["attribute"] == "negative")
+    gone = cells["key"][whole | half]
+    assert whole.sum() == half.sum() == 1
     for key in gone:
         remove_batches(copy / "cells" / key)
-    script("analyses", "scaling", copy)
-    found = table(copy / "tables" / "scaling.csv")
-    assert found[found["state"] == "missing"][["method", "arm"]].to_numpy().tolist() == [
-        ["preadd", "alpha 2 paper, law sqrt"]
+    found = script("analyses", "scaling", copy)["table"]
+    gaps = found[found["state"] != "finished"]
+    assert gaps[["method", "arm", "attribute", "state"]].to_numpy().tolist() == [
+        ["prefix", "alpha 0.5 paper, law linear", "all", "incomplete and missing"],
+        ["preadd", "alpha 2 paper, law sqrt", "all", "missing"],
     ]
+    assert gaps["mean"].isna().all()
     text = (copy / "tables" / "scaling.md").read_text("utf-8")
     assert "| missing |" in text
-    assert "Gaps: 1 cell missing." in text
+    assert "Gaps: 1 cell incomplete and missing, 1 cell missing." in text
     claims = table(copy / "tables" / "scaling.claims.csv")
-    assert claims[claims["claim"].str.startswith("sqrt") & claims["claim"].str.contains("preadd")][
-        "verdict"
-    ].tolist() == ["missing", "missing"]
-
-
-def test_half_an_arm_is_a_gap_and_is_not_compared_with_a_whole_one(run, tmp_path):
-    copy = shutil.copytree(run, tmp_path / "half")
-    opened = load_run(copy).cells
-    arm = opened[
-        (opened["method"] == "prefix")
-        & (opened["law"] == "linear")
-        & (opened["task"] == "sentiment")
-    ]
-    remove_batches(copy / "cells" / arm["key"][arm["attribute"] == "negative"].item())
-    found = script("analyses", "scaling", copy)["table"]
-    row = found[(found["method"] == "prefix") & found["arm"].str.contains("linear")]
-    assert row[["attribute", "state"]].to_numpy().tolist() == [["all", "incomplete and missing"]]
-    assert np.isnan(row["mean"].item())
-    claims = table(copy / "tables" / "scaling.claims.csv")
-    mine = claims[claims["claim"].str.startswith("linear") & claims["claim"].str.contains("prefix")]
-    assert mine["verdict"].tolist() == ["missing", "missing"]
+    for law, method in (("sqrt", "preadd"), ("linear", "prefix")):
+        mine = claims[claims["claim"].str.startswith(law) & claims["claim"].str.contains(method)]
+        assert mine["verdict"].tolist() == ["missing", "missing"]
 
 
 @pytest.fixture
@@ -505,11 +508,16 @@ def test_a_grid_without_an_items_methods_is_refused(item, mine):
         mine(item, method=["negprompt"], arm=["alpha 1 paper"])
 
 
-@pytest.mark.parametrize("item", ["sent_topic", "detox"])
-def test_every_arm_is_compared_with_the_baseline(item, mine):
-    """Each by itself, named in its claim where there are several."""
-    task = "detox" if item == "detox" else "sentiment"
-    claims = mine(item, task=[task], method=["prefix", "preadd"], variant=[""], law=["", "log"])
+@pytest.mark.parametrize(
+    ("item", "task", "alphas"),
+    [("sent_topic", "sentiment", [0.0, 0.5]), ("detox", "detox", [0.0, 1.0, 1.5])],
+)
+def test_every_arm_is_compared_with_the_baseline(item, task, alphas, mine, monkeypatch):
+    """Each by itself, named in its claim where there are several; at the longest length, so texts
+    are scored at no other."""
+    monkeypatch.setattr(ItemData, "lengths", lambda *_: ())
+    own = {"task": [task], "method": ["prefix", "preadd"], "variant": [""], "law": ["", "log"]}
+    claims = mine(item, **own, alpha=alphas)
     for metric in set(claims["metric"]):
         texts = claims[claims["metric"] == metric]["claim"]
         assert len(set(texts)) == len(texts) > 1
@@ -635,7 +643,7 @@ def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys)
     reports = []
     page = importlib.import_module("lapa2_interp.report.run_page")
     monkeypatch.setattr(page, "write_report", lambda *given: reports.append(given) or SCORES)
-    copy = shutil.copytree(run, tmp_path / "copy")
+    copy = shutil.copytree(run, tmp_path / "copy", ignore=MADE)
     asked = [
         "--no-sweep",
         "--out",
@@ -665,7 +673,7 @@ def test_a_sweep_that_fails_is_no_success_and_a_refused_one_is_not_scored(
     monkeypatch.setattr(
         "lapa2_interp.cli.app.main", lambda words: answers[0]() if words[0] == "sweep" else 0
     )
-    copy = shutil.copytree(run, tmp_path / "copy")
+    copy = shutil.copytree(run, tmp_path / "copy", ignore=MADE)
     key = next(iter(load_run(copy).by_key))
     remove_batches(copy / "cells" / key)
 
@@ -693,8 +701,7 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     page = importlib.import_module("lapa2_interp.report.run_page")
     monkeypatch.setattr(page, "write_report", lambda *given: SCORES)
-    made = shutil.ignore_patterns("tables", "figures")
-    copy = shutil.copytree(run, tmp_path / "copy", ignore=made)
+    copy = shutil.copytree(run, tmp_path / "copy", ignore=MADE)
     beside = tmp_path / "beside"
     (beside / "tables").mkdir(parents=True)
     for item in ("decay", "layers"):

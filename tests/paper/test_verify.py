@@ -101,7 +101,7 @@ def test_figures_are_drawn_from_their_tables(folder):
     tables = {path.stem: pd.read_csv(path) for path in (folder / "tables").glob("*.csv")}
     assert {path.stem for path in (folder / "figures").glob("*.png")} == set(draw_figures(tables))
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/svg+xml") == len(draw_figures(tables))
+    assert page.count("data:image/svg+xml;base64,") == len(draw_figures(tables))
     assert "Texts side by side" not in page
     shares = tables["synthetic_shares"]
     for panel in proposition_plots.regimes(shares).axes:

@@ -1,5 +1,6 @@
 """Runs in folders appear complete or not at all, and read back as they were."""
 
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,17 @@ def run():
     return run_of(load("tiny-gpt2"), *ASKED, length=20, samples=2, seed=4)
 
 
+@pytest.fixture(scope="module")
+def stored(run, tmp_path_factory):
+    return run.save(tmp_path_factory.mktemp("stored") / "run").home
+
+
+@pytest.fixture
+def saved(stored, tmp_path):
+    """A copy of the run's folder."""
+    return load_run(shutil.copytree(stored, tmp_path / "run"))
+
+
 def same(one, two):
     assert one.manifest == two.manifest
     assert one.samples["tokens"].map(list).tolist() == two.samples["tokens"].map(list).tolist()
@@ -65,9 +77,9 @@ def test_a_run_reads_back_equal(run, tmp_path):
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"cells", "run.json"}
 
 
-def test_one_cell_is_a_run(run, tmp_path):
+def test_one_cell_is_a_run(run, saved, tmp_path):
     key = next(iter(run.by_key))
-    for whole in (run, run.save(tmp_path / "run")):
+    for whole in (run, saved):
         alone = whole.cell(key)
         assert list(alone.by_key) == [key]
         same(alone.finished_cell(), run.finished_cell(key))
@@ -112,8 +124,7 @@ def test_what_another_process_finished_meanwhile_is_not_replaced(run, tmp_path):
     assert (place / "notes.txt").read_text() == "of a user"
 
 
-def test_an_unfinished_run_is_not_replaced_even_by_force(run, tmp_path, capsys):
-    saved = run.save(tmp_path / "run")
+def test_an_unfinished_run_is_not_replaced_even_by_force(saved, tmp_path, capsys):
     (saved.place(next(iter(saved.by_key))) / "000.json").unlink()
     line = "generate --model tiny-gpt2 --attribute positive --prompt a --length 14 --force --out"
     assert main([*line.split(), str(tmp_path / "run")]) == 2
@@ -214,14 +225,13 @@ def test_a_folder_that_is_no_run_is_never_replaced(tmp_path, name):
     assert (tmp_path / "thesis" / name).exists()
 
 
-def test_reading_takes_a_listing_and_two_small_files_a_cell(run, tmp_path, monkeypatch):
-    run.save(tmp_path / "run")
+def test_reading_takes_a_listing_and_two_small_files_a_cell(saved, monkeypatch):
     opened, real = Counter(), store.read_text
     monkeypatch.setattr(store, "read_text", lambda file: opened.update([file.name]) or real(file))
     for name in ("sha256_of", "read_samples", "read_trace"):
         monkeypatch.setattr(store, name, lambda *_: pytest.fail("a large file is read"))
     store._record.cache_clear()
-    assert len(load_run(tmp_path / "run").cells) == 4
+    assert len(load_run(saved.home).cells) == 4
     assert opened == {"run.json": 1, "cell.json": 4, "000.json": 4}
 
 
@@ -345,25 +355,23 @@ def test_files_of_one_task_name_are_told_apart_by_their_texts():
     assert detox.variant == ""
 
 
-def test_what_cannot_be_read_off_a_run_is_told_apart(run, tmp_path):
+def test_what_cannot_be_read_off_a_run_is_told_apart(run, saved):
     """Nothing chosen, nothing finished, and damage are three things."""
     with pytest.raises(RunError, match="no cell with attribute=happy; .* positive, negative"):
         run.attention(attribute="happy")
-    saved = run.save(tmp_path / "run")
     key, *_, last = saved.by_key
     (saved.place(last) / "000.json").unlink()
     asked = {"attribute": saved.by_key[last].attribute, "arm": saved.by_key[last].arm}
     with pytest.raises(TraceError, match=f"{last} .*/negative prefix.* is not finished"):
-        load_run(tmp_path / "run").attention(**asked)
+        load_run(saved.home).attention(**asked)
     (saved.place(key) / "000.nc").write_bytes(b"cut")
     with pytest.raises(RunError, match=f"{key}/000.nc is missing or damaged"):
-        load_run(tmp_path / "run").attention()
+        load_run(saved.home).attention()
 
 
-def test_a_copy_of_an_unfinished_run_says_what_is_missing(run, tmp_path):
-    saved = run.save(tmp_path / "run")
+def test_a_copy_of_an_unfinished_run_says_what_is_missing(saved, tmp_path):
     (saved.place(next(iter(saved.by_key))) / "000.json").unlink()
-    copy = load_run(tmp_path / "run").save(tmp_path / "copy")
+    copy = load_run(saved.home).save(tmp_path / "copy")
     assert copy.cells["state"].value_counts().to_dict() == {"finished": 3, "missing": 1}
 
 
@@ -376,16 +384,14 @@ def test_a_run_of_an_unknown_method_is_named(run, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": 2}'])
-def test_a_run_with_a_damaged_listing_is_replaced_only_by_force(run, tmp_path, text):
-    run.save(tmp_path / "run")
-    (tmp_path / "run" / "run.json").write_text(text)
+def test_a_run_with_a_damaged_listing_is_replaced_only_by_force(run, saved, text):
+    (saved.home / "run.json").write_text(text)
     with pytest.raises(RunError, match="force=True replaces it"):
-        run.save(tmp_path / "run")
-    assert len(run.save(tmp_path / "run", force=True).by_key) == 4
+        run.save(saved.home)
+    assert len(run.save(saved.home, force=True).by_key) == 4
 
 
-def test_a_batch_of_another_cell_is_damage(run, tmp_path):
-    saved = run.save(tmp_path / "run")
+def test_a_batch_of_another_cell_is_damage(saved):
     one, other, *_ = saved.by_key
     for each in saved.place(other).glob("000.*"):
         (saved.place(one) / each.name).write_bytes(each.read_bytes())
