@@ -174,7 +174,7 @@ def exponents(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame, fits: pd.DataFrame) -> plots.Drawing:
-    """Time above, memory below; the exponent in each panel."""
+    """Time above, memory below, on axes from 0; the exponent over each panel."""
     whats = table["what"].unique()
     figure = plots.new_figure(2.3 * len(whats), 4)
     panels = figure.subplots(2, len(whats), squeeze=False)
@@ -187,8 +187,7 @@ def draw(table: pd.DataFrame, fits: pd.DataFrame) -> plots.Drawing:
         ):
             axes = panels[row, column]
             axes.plot(part["n"], part[name] * scale, "o-", ms=3, lw=1, color=plots.COLOURS[1])
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
+            axes.set_ylim(bottom=0)
             axes.set_title(f"exponent {fit[name]:.2f}", fontsize=8)
             plots.plain_axes(axes, LABELS[what] if row else "", label)
     return figure

@@ -153,13 +153,14 @@ def link_the_checkout(app, doctree):
 
 
 def title_of(figure):
-    """The heading of the table beside a figure; without one, what docs/results.md calls it."""
+    """The heading of the table beside a figure; without one, what a page calls it."""
     tables = [*figure.parent.glob(f"tables/{figure.stem}.md"), *figure.parent.glob("*.md")]
     if tables:
         return tables[0].read_text("utf-8").splitlines()[0].strip("# ")
-    results = (DOCS / "results.md").read_text("utf-8")
-    title = re.search(rf"!\[(.+)\]\(\S+/{figure.name}\)", results)[1]
-    return f"{title}: {figure.parent.name}" if figure.parent.parent != FIGURES.parent else title
+    pages = "".join(each.read_text("utf-8") for each in sorted(DOCS.glob("*.md")))
+    title = re.search(rf"!\[(.+)\]\(\S+/{figure.name}\)", pages)[1]
+    of_several = figure.parent.parent not in (FIGURES, FIGURES.parent)
+    return f"{title}: {figure.parent.name}" if of_several else title
 
 
 def fill_the_gallery(app, document, source):
