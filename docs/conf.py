@@ -65,11 +65,10 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 nitpicky = True
+# Code in backticks need not be a name, and types may be any library's: only links, headings and
+# errors are checked.
 nitpick_ignore_regex = [
-    (
-        "py:(obj|class)",
-        ".*",
-    ),  # code in backticks need not be a name, and types may be any library's
+    ("py:(obj|class)", ".*"),
     ("py:exc", "(Type|Value|Attribute|Key|Index|FileNotFound|Import)Error"),
 ]
 

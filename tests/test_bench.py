@@ -93,9 +93,7 @@ def test_shapes_have_the_size_of_their_models(bench, shape, size):
 def test_growth_measures_its_points_and_finds_exponents():
     growth = script("growth")
     for what, n in (("keys", 64), ("rows", 2), ("heads", 4), ("cells", 3)):
-        found = growth.measure("tiny-gpt2", what, n)
-        assert found["seconds"] > 0
-        assert found["bytes"] >= 0
+        assert growth.measure("tiny-gpt2", what, n)["seconds"] > 0
     n = np.array([1, 2, 4, 8, 16, 32])
     table = pd.DataFrame({"what": "rows", "n": n, "seconds": 0.1 * n**1.5, "bytes": 7.0 * n**2})
     fits = growth.exponents(table)

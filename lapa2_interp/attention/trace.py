@@ -10,11 +10,9 @@ Axes
                   layer in `type_of_layer`; a layer without attention ("none") has NaN
     prefix_token  position within the prefix
 
-Per branch, sample, step, layer and head, the attention summed over parts of the context (`SUMS`; the
-first four add up to 1), as docs/methods.md, "Record definitions" has them,
-
-and, averaged over layers (of a type) and heads, `prefix_tokens`: the attention on each single prefix
-token. `in_sight`, of models with sliding windows: the number of tokens of the prefix, or of the prompt
+Per branch, sample, step, layer and head a trace has the attention summed over parts of the context
+(`SUMS`; docs/methods.md, "Record definitions"). The first four parts add up to 1. Averaged over layers
+(of a type) and heads it has `prefix_tokens`: the attention on each single prefix token. `in_sight`, of models with sliding windows: the number of tokens of the prefix, or of the prompt
 on the raw model, that the query of a step sees in a layer or type of layers.
 
 Ratios are computed by readers (`local_ratio`), never stored. Every reduction is in float32 inside the
@@ -32,7 +30,10 @@ SUMS = {
     "bos": "keys of BOS, one or two",
     "prompt": "keys of the prompt",
     "generated": "keys of generated tokens, the query's own included",
-    "released_slice": "keys that the released code boosts",
-    **{f"nearest_{k}": f"the last {k} live keys outside the prefix" for k in NEAREST},
+    "released_slice": "the slots that the released code boosts",
+    **{
+        f"nearest_{k}": f"the last {k} live keys outside the prefix, the query's own included"
+        for k in NEAREST
+    },
 }
 """Sums of a trace: name, and the keys whose attention they add up."""

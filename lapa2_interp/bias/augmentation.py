@@ -147,19 +147,20 @@ class Augmentation(BaseModel):
             "kv" all of them.
         phase: The queries that are augmented, each with its own l:
 
-            ================= ====== ====== ============== ==========
-            phase             prefix prompt its last token generated
-            ================= ====== ====== ============== ==========
-            "decode"          no     no     no             yes
-            "last_query"      no     no     yes            yes
-            "after_span"      no     yes    yes            yes
-            "everywhere"      yes    yes    yes            yes
-            "predicting_only" no     no     predicting     predicting
-            ================= ====== ====== ============== ==========
+            ================= =============== =============== ================= ==========
+            phase             span and before prompt after it last prompt token generated
+            ================= =============== =============== ================= ==========
+            "decode"          no              no              no                yes
+            "last_query"      no              no              yes               yes
+            "after_span"      no              yes             yes               yes
+            "everywhere"      yes             yes             yes               yes
+            "predicting_only" no              no              predicting        predicting
+            ================= =============== =============== ================= ==========
 
-            Under "predicting_only" a token is augmented only in the pass that predicts the next
-            one, so the cached keys and values are those of a model without the augmentation. Of a
-            span inside the prefix, "after_span" begins after the prefix.
+            "last_query" is t >= T of Algorithm 1. Under "predicting_only" a token is augmented only
+            in the pass that predicts the next one, so the cached keys and values are those of a
+            model without the augmentation. Of a span inside the prefix, "after_span" begins after
+            the prefix.
         steps: `(a, b)`: only the queries that predict the generated tokens a, ..., b - 1; 0 is the
             first.
         layers: "all", "bottom" (first half), "top" (second half), "even", "odd" or explicit layer

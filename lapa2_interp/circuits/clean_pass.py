@@ -31,8 +31,8 @@ class CleanPass:
     """A group of examples, read without an edit.
 
     Attributes:
-        rows: The prefixes, read.
-        tokens: Prompt and text behind them.
+        rows: The rows after their prefixes.
+        tokens: Prompt and text that follow.
         residuals: By layer, the residual stream before it.
         in_tuple: True if a block of this model returns a tuple.
     """
@@ -50,67 +50,68 @@ class CleanPass:
         tokens: Int[Tensor, "row token"],
         layers: Sequence[int],
     ) -> CleanPass:
-        """Read tokens behind prefixes, and keep the residual stream before some layers.
-
-        It is kept only where a pass that begins with it has the same logits. In a model whose
-        layers share more than this stream, it has others.
+        """Read tokens after prefixes, and keep the residual stream before some layers.
 
         Args:
-            layers: Numbers above 0, in increasing order.
+            layers: Numbers above 0. None are kept where a block returns more than this stream.
         """
-        blocks: Any = model.blocks
         if not layers:
             return cls(rows, tokens, {})
+        blocks: Any = model.blocks
         kept: dict[int, Tensor] = {}
-        tuples: set[int] = set()  # lengths of what the blocks return, 0 for a tensor
+        lengths: set[int] = set()  # of the tuples that blocks return; 0 for a tensor
 
         def keep(layer: int) -> Callable:
             def after(block: Any, args: Any, output: Any) -> None:
-                tuples.add(len(output) if isinstance(output, tuple) else 0)
+                lengths.add(len(output) if isinstance(output, tuple) else 0)
                 kept[layer] = output[0] if isinstance(output, tuple) else output
 
             return after
 
-        index = torch.arange(len(tokens), device=tokens.device)
+        found = cls(rows, tokens, kept)
         with ExitStack() as stack:
             for layer in layers:
                 handle = blocks[layer - 1].register_forward_hook(keep(layer))
                 stack.callback(handle.remove)
-            logits = cls(rows, tokens, {})._copy(index, tokens.shape[1]).read_tokens(tokens)
-        if tuples not in ({0}, {1}):
-            return cls(rows, tokens, {})
-        found = cls(rows, tokens, kept, tuples == {1})
-        begun = found._copy(index, tokens.shape[1])
-        with found.begin(model, begun, layers[len(layers) // 2], index):
-            again = begun.read_tokens(tokens)
-        return (
-            found if torch.allclose(logits, again, rtol=1e-3, atol=1e-3) else cls(rows, tokens, {})
-        )
+            found.copies(torch.arange(len(tokens), device=tokens.device)).read_tokens(tokens)
+        return cls(rows, tokens, kept if lengths in ({0}, {1}) else {}, lengths == {1})
 
-    def _copy(self, index: Int[Tensor, " row"], n: int) -> BridgeRows:
-        """Copies of rows that have read their prefixes, with room for `n` tokens more."""
+    def is_whole(self, model: Model) -> bool:
+        """True if a pass of the first row that begins at any of the layers has the logits of a
+        whole one. It has others where blocks share more than the residual stream, such as the
+        keys of an earlier layer."""
+        index = torch.zeros(1, dtype=torch.long, device=self.tokens.device)
+        tokens = self.tokens[:1]
+        alone = CleanPass.read(model, self.copies(index), tokens, list(self.residuals))
+        whole = alone.copies(index).read_tokens(tokens)
+        for layer in alone.residuals:
+            rows = alone.copies(index)
+            with alone.skip_below(layer, model, rows, index):
+                if not torch.equal(rows.read_tokens(tokens), whole):
+                    return False
+        return True
+
+    def copies(self, index: Int[Tensor, " row"]) -> BridgeRows:
+        """Copies of rows that have read their prefixes, with room for the tokens."""
         rows = copy(self.rows)
         rows.cache = Cache(layers=list(self.rows.cache.layers))
-        rows.expand(index, capacity=self.rows.cache.get_seq_length() + n)
+        rows.expand(index, capacity=rows.cache.get_seq_length() + self.tokens.shape[1])
         return rows
-
-    def start(self, index: Int[Tensor, " row"]) -> tuple[BridgeRows, Int[Tensor, "row token"]]:
-        """Copies of rows that have read their prefixes, and the tokens that follow."""
-        return self._copy(index, self.tokens.shape[1]), self.tokens[index]
 
     def first_layer(self, lowest: int) -> int:
         """The layer at which a pass begins whose lowest edit is in this layer."""
         return max((layer for layer in self.residuals if layer <= lowest), default=0)
 
     @contextmanager
-    def begin(
-        self, model: Model, rows: BridgeRows, layer: int, index: Int[Tensor, " row"]
+    def skip_below(
+        self, layer: int, model: Model, rows: BridgeRows, index: Int[Tensor, " row"]
     ) -> Iterator[None]:
         """Skip the blocks below a layer in the passes inside, which read all tokens at once.
 
         Args:
-            rows: They read the tokens, and count them in the skipped layers.
-            index: The clean row of each.
+            layer: 0, or one of `residuals`.
+            rows: The rows that read the tokens; those are counted in the skipped layers, too.
+            index: The row of this pass that each is a copy of.
         """
         if not layer:
             yield

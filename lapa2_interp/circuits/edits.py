@@ -115,8 +115,8 @@ def edited_logits(
         items: Pairs of an example and its edit (None for no edit); the examples have one shape.
         augmentation: One or more augmentations that act in every branch besides.
         raw: Also compute logits without a prefix.
-        clean: A clean pass of the examples, each of which stands at the same place in every run of
-            as many items.
+        clean: A clean pass of a group of examples, where the items are the whole group under one
+            edit, then the whole group under the next, and so on.
 
     Returns:
         Logits by branch, the target first; and those without a prefix, or None.
@@ -233,7 +233,9 @@ def _clean_passes(
     n_tokens = sum(tokens.numel() for _, tokens in fronts)
     size = torch.finfo(model.cfg.dtype).bits // 8
     kept = layers_to_keep(model.cfg.n_layers, n_tokens * model.cfg.d_model * size)
-    return [CleanPass.read(model, *front, kept) for front in fronts]
+    found = [CleanPass.read(model, *front, kept) for front in fronts]
+    whole = found[0].is_whole(model)
+    return [each if whole else replace(each, residuals={}) for each in found]
 
 
 def _metric_values(name: str, metric: Metric, found: Predictions) -> Float[Tensor, "item step"]:
@@ -286,8 +288,8 @@ def _forward_rows(
     else:
         n_branches = len(first.attributes)
         items, group = len(rows) // n_branches, len(clean.tokens) // n_branches
-        index = index // items * group + index % items % group  # the row of the clean pass
-        state, tokens = clean.start(index)
+        index = index // items * group + index % items % group  # rows of the clean pass
+        state, tokens = clean.copies(index), clean.tokens[index]
         lowest = [layer for edit in edits if edit for layer, _ in edit.heads]
         begin = clean.first_layer(min(lowest, default=model.cfg.n_layers))
     if copied:
@@ -295,7 +297,7 @@ def _forward_rows(
     edited_heads = _EditedHeads(model, rows, copied, begin) if copied else None
     with ExitStack() as stack:
         if clean is not None:
-            stack.enter_context(clean.begin(model, state, begin, index))
+            stack.enter_context(clean.skip_below(begin, model, state, index))
         if edited_heads is not None:
             stack.enter_context(edited_heads.applied())
         acting = [*rules, *(rules[i] for i in copied)]

@@ -99,8 +99,8 @@ class Selection(BaseModel):
         positions: Positions within the prefix; None for all of it.
         prompts: The prompts that chose them.
         inputs: Hash of the texts, the model and the words (`ContrastSet.key`).
-        stability: Spearman correlation of the scores of all heads between halves of the prompts;
-            None where it is not defined.
+        stability: Spearman correlation of the scores, of all heads or of those that were screened,
+            between halves of the prompts that decided; None where it is not defined.
         screened: The number of heads that were knocked out, on the second half of the prompts, the
             first half having ordered all heads by the gradient; None where there was no such order.
         seed: Seed of the texts and of random heads.
@@ -215,8 +215,8 @@ def select(
     """Choose heads, and tokens of the prefix, on some prompts.
 
     By cut, in a model of many heads with gradients, one half of the prompts screens and the other
-    decides: knock-outs are made only of the `screen` heads of largest estimate by the gradient,
-    which takes a tenth of the time. A head whose effect the gradient misses is then not chosen.
+    decides: knock-outs are made only of the `screen` heads of largest estimate by the gradient. A
+    head whose effect the gradient misses is then not chosen.
 
     Args:
         model: A TransformerBridge; by cut and mass also a `TransformersModel`.

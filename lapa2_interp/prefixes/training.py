@@ -163,7 +163,7 @@ def train_set(
                     shape=shape,
                     shifted=recipe.shifted,
                     origin="trained",
-                    training=_record(
+                    training=_training_record(
                         job,
                         started_from=first_set[name].card.sha256 if first_set else None,
                         data=tuple(corpus.summary for corpus in corpora),
@@ -319,7 +319,7 @@ def _begin_shared(
         each.begin(shared.best.expand(-1, len(each.attributes), -1, -1, -1, -1))
 
 
-def _record(job: PrefixTraining, **facts: Any) -> TrainingRecord:
+def _training_record(job: PrefixTraining, **facts: Any) -> TrainingRecord:
     """A finished training in its prefix's card."""
     return TrainingRecord(
         recipe=job.recipe.model_dump(mode="json"),

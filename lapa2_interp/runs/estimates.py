@@ -205,12 +205,12 @@ def rate(
     kind of machine, or a guess.
 
     Args:
-        step: Rows of a step and keys in front of it, rounded to powers of 2 and 4.
+        step: Rows of a step and keys in front of it, rounded to powers of 2.
         tokens: Row-tokens of the work. No step is timed for short work, nor with a model that is
             large or not on this machine.
         loaded: The model, if it is loaded already.
     """
-    rows, keys = (base ** round(math.log(n, base)) for base, n in zip((2, 4), step, strict=True))
+    rows, keys = (2 ** round(math.log2(each)) for each in step)
     name = f"{model} {dtype} {model_class}, {threads} threads, {rows} rows, {keys} keys"
     basis = f"{model} {dtype} as timed here"
     if stored := machine.stored_measurement(device, name):

@@ -1059,7 +1059,7 @@ def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(
     for dtype, rows, keys in itertools.product(
         ("float32", "bfloat16"),
         (1, 2, 4, 8, 16, 32, 64, 128),
-        (4, 16, 64, 256, 1024, 4096),
+        (32, 64, 128, 256, 512, 1024, 2048, 4096),
     ):
         known_rate(0.006, "smollm2-135m", dtype, (rows, keys))
     monkeypatch.setattr(estimates, "_step", lambda *_: pytest.fail("a rate that is known"))
