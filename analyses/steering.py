@@ -66,7 +66,7 @@ cells = item.cells
 # The family and the strength of an arm are read from its augmentations.
 
 # %%
-banned = [item.run.by_key[key].ban_prefix_words for key in cells["key"]]
+banned = [item.run.by_key[key].ban_words != "none" for key in cells["key"]]
 cells["words"] = np.where(banned, "prefix words banned", ALL_WORDS)
 rules = {key: item.run.by_key[key].active_augmentations for key in cells["key"]}
 for _, part in cells.groupby([*SETTING_COLUMNS], sort=False):

@@ -30,14 +30,14 @@ GROUPS = {
         "model", "prompts", "attribute", "method", "parameters", "task", "prefix", "length",
         "samples",
     ),
-    Group("Sampling", sort_key=3): ("seed", "top_k", "eos", "ban_prefix_words", "doubled_bos"),
+    Group("Sampling", sort_key=3): ("seed", "top_k", "eos", "ban_words", "doubled_bos"),
     Group("Recording", sort_key=4): ("trace", "patterns", "label"),
     COMPUTING: ("dtype", "model_class", "max_rows"),
 }  # fmt: skip
 """Groups of the options that are settings of a cell; `AugmentationOptions` has the bias."""
 AS_TEXT = (
-    "model", "attribute", "method", "task", "prefix", "label", "patterns", "eos", "trace", "dtype",
-    "model_class",
+    "model", "attribute", "method", "task", "prefix", "label", "patterns", "eos", "ban_words", "trace",
+    "dtype", "model_class",
 )  # fmt: skip
 """Settings whose values are texts, and are not read as TOML."""
 OTHER_NAMES = {"parameters": ("--set",), "prompts": ("--prompts", "--prompt")}

@@ -66,7 +66,7 @@ class BannedWords:
                 raise TaskError(
                     f"the word {word!r} cannot be banned: it has no spaces around it in its script,"
                     " or letters that this tokenizer spells in several tokens; set"
-                    " ban_prefix_words = false, and see the scorer echo"
+                    ' ban_words = "none", and see the scorer echo'
                 )
         # A letter may come before its mark, in a token of its own.
         self.words = tuple(dict.fromkeys(each for word in words for each in _forms(word)))

@@ -38,6 +38,7 @@ from lapa2_interp.bias.augmentation import (
     active_augmentations,
 )
 from lapa2_interp.generation.settings import (
+    BannedWordsPolicy,
     CellSettings,
     Count,
     EosPolicy,
@@ -102,9 +103,9 @@ class Cell(BaseModel):
     """Two BOS tokens in front, as the released scripts feed LLaMA."""
     patterns: tuple[Head, ...]
     """(layer, head) pairs whose whole attention rows are kept."""
-    ban_prefix_words: bool = False
-    """The words of the attribute's hard prefix, and its name, are never drawn
-    (`generation.banned_words`)."""
+    ban_words: BannedWordsPolicy = "none"
+    """The words of the attribute's hard prefix, and its name ("own"), or those of every attribute
+    ("all") are never drawn (`generation.banned_words`)."""
     files: dict[str, str] = {}
     """sha256 of the files that are read: soft prefixes by branch, word lists by parameter."""
     label: str = ""
@@ -175,7 +176,9 @@ class Cell(BaseModel):
     @property
     def banned_words(self) -> tuple[str, ...]:
         """The words that no text may say, in small letters; usually none."""
-        return self.task.words(self.attribute) if self.ban_prefix_words else ()
+        names = {"none": (), "own": (self.attribute,), "all": tuple(self.task.attributes)}
+        words = [word for name in names[self.ban_words] for word in self.task.words(name)]
+        return tuple(dict.fromkeys(words))
 
     @property
     def n_texts(self) -> int:
@@ -240,7 +243,7 @@ class Cell(BaseModel):
         if texts != (usual.methods.get(self.method, none).texts if built_in else {}):
             digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
             changed.append(f"texts {digest[:6]}")
-        changed += ["prefix words banned"] * self.ban_prefix_words
+        changed += [f"{self.ban_words} prefix words banned"] * (self.ban_words != "none")
         usual_top_k = CellSettings.model_fields["top_k"].default
         changed += [f"top-k {self.top_k}"] * (self.top_k != usual_top_k)
         changed += [f"eos {self.eos}"] * (self.eos != "keep")

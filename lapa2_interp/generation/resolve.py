@@ -199,7 +199,7 @@ def resolve(
 
 _UNCHANGED = (
     "length", "samples", "seed", "top_k", "eos", "trace", "max_rows", "doubled_bos",
-    "ban_prefix_words",
+    "ban_words",
 )  # fmt: skip
 
 

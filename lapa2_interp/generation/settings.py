@@ -46,6 +46,8 @@ else:  # `resolve` refuses what is none of these, in a sentence of its own
 
 EosPolicy = Literal["keep", "stop", "block"]
 """An end token is kept as any other, ends the text, or is never drawn."""
+BannedWordsPolicy = Literal["none", "own", "all"]
+"""Words that are never drawn: none, those of the attribute, or those of every attribute."""
 Count = Annotated[int, Field(ge=1)]
 Head = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
 PROMPT_FILES = (".txt", ".jsonl", ".csv")
@@ -143,8 +145,9 @@ class CellSettings(BaseModel):
     """Number of tokens of largest controlled weight that are kept; temperature is 1."""
     eos: EosPolicy = "keep"
     """keep an end token as any other (the paper), stop the text there, or block it."""
-    ban_prefix_words: bool = False
-    """Never draw a token that would say a word of the attribute's hard prefix, or its name."""
+    ban_words: BannedWordsPolicy = "none"
+    """own: never draw a token that would say a word of the attribute's hard prefix, or its name; all:
+    such a word of any attribute of the task."""
     trace: TraceKind = "full"
     """Recorded attention: full (every layer and head), pooled (their mean) or none."""
     patterns: str | Sequence[Head] = ()

@@ -28,6 +28,7 @@ from lapa2_interp.generation.plan import MAX_ROWS, BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
     AugmentationSetting,
+    BannedWordsPolicy,
     CellSettings,
     Count,
     EosPolicy,
@@ -84,7 +85,7 @@ def generate(
     seed: int | list[int] = 1,
     top_k: Count | list[Count] = 200,
     eos: EosPolicy | list[EosPolicy] = "keep",
-    ban_prefix_words: bool | list[bool] = False,
+    ban_words: BannedWordsPolicy | list[BannedWordsPolicy] = "none",
     trace: TraceKind | list[TraceKind] = "full",
     patterns: str | Sequence[Head] = (),
     dtype: DtypeOrAuto | TorchDtype = "auto",
@@ -133,7 +134,8 @@ def generate(
         seed: Seed of the random streams.
         top_k: Number of tokens of largest controlled weight that are kept; 1 is greedy.
         eos: "keep" an end token as any other, "stop" the text there, or "block" it.
-        ban_prefix_words: Never draw a token that would say a word of the prefix.
+        ban_words: Never draw a token that would say a word of the attribute's prefix ("own"), or of
+            any attribute's ("all").
         trace: Recorded attention: "full" (every layer and head), "pooled" (their mean) or "none".
         patterns: (layer, head) pairs whose whole attention rows are kept.
         dtype: float32, bfloat16, float16, float64 or torch's; "auto": the faster of the first two.

@@ -50,7 +50,10 @@ def test_barred_are_all_words_of_the_hard_prefix_and_the_name(task, attribute, w
     method = methods.get("prefix", prefixes="hard")
     cell = cell_of("tiny-gpt2", method, task, attribute, ["The lake"], length=40)
     assert cell.banned_words == ()
-    assert cell.model_copy(update={"ban_prefix_words": True}).banned_words == words
+    assert cell.model_copy(update={"ban_words": "own"}).banned_words == words
+    every = cell.model_copy(update={"ban_words": "all"}).banned_words
+    assert len(every) == len(set(every))
+    assert set(every) == {each for name in cell.task.attributes for each in cell.task.words(name)}
 
 
 BEFORE = ["The lake", "It is posit", "It is POSITIV", "unposit", "ver", "Positiv", "a v", ""]
@@ -109,7 +112,12 @@ def test_the_draw_is_that_of_the_other_tokens_with_the_same_numbers():
 
 def texts(method="prefix", attribute="a", bar=True, **settings):
     model = load("tiny-gpt2")
-    given = {"length": 36, "samples": 3, "trace": "none", "ban_prefix_words": bar} | settings
+    given = {
+        "length": 36,
+        "samples": 3,
+        "trace": "none",
+        "ban_words": "own" if bar else "none",
+    } | settings
     return generate(model, method, LETTERS, attribute, ["The lake", "z"], **given).samples
 
 
@@ -166,11 +174,11 @@ def test_a_text_does_not_depend_on_its_batch():
 
 def test_banning_has_its_own_key_and_name():
     plain = cell_of("tiny-gpt2", "prefix", "sentiment", "positive", length=30)
-    assert not plain.ban_prefix_words
-    banned = CELL.validate_python(plain.model_dump() | {"ban_prefix_words": True})
+    assert plain.ban_words == "none"
+    banned = CELL.validate_python(plain.model_dump() | {"ban_words": "own"})
     assert banned.key != plain.key
     assert CELL.validate_json(banned.model_dump_json()) == banned
-    assert (plain.variant, banned.variant) == ("", "prefix words banned")
+    assert (plain.variant, banned.variant) == ("", "own prefix words banned")
     assert plain.description != banned.description
 
 

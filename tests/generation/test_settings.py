@@ -33,7 +33,7 @@ WRONG = {
     "seed": ("x", '"x"'),
     "top_k": (1.5, "1.5"),
     "eos": ("end", '"end"'),
-    "ban_prefix_words": (7, "7"),
+    "ban_words": ("some", '"some"'),
     "trace": ("some", '"some"'),
     "patterns": ("3-1", '"3-1"'),
     "dtype": ("float33", '"float33"'),

@@ -48,7 +48,7 @@ task = "sentiment"
 augmentation = ["none", "lapa2:alpha=0.5", "lapa2:alpha=4", "set-point:tau=0.3", "set-point:tau=0.8"]
 [[block]]
 task = "sentiment"
-ban_prefix_words = true
+ban_words = "own"
 augmentation = ["none", "lapa2:alpha=4", "set-point:tau=0.8"]
 """
 
@@ -99,7 +99,7 @@ def test_the_grid_has_2300_texts_an_arm_and_task(tmp_path, monkeypatch):
     texts = {}
     for cell in grid.cells:
         name = name_families([cell.active_augmentations])[cell.active_augmentations]
-        key = (cell.task.name, cell.ban_prefix_words, name, strength(cell.active_augmentations))
+        key = (cell.task.name, cell.ban_words == "own", name, strength(cell.active_augmentations))
         texts[key] = texts.get(key, 0) + cell.n_texts
         assert (cell.length, cell.trace) == (64, "pooled")
     barred_sentiment = {n for key, n in texts.items() if key[:2] == ("sentiment", True)}
@@ -212,7 +212,7 @@ def test_texts_with_banned_words_are_told_apart(run):
     folder, found = run
     plan = load_run(folder).by_key
     for key, words in found["texts"][["cell", "words"]].drop_duplicates().itertuples(index=False):
-        assert (words == "prefix words banned") == plan[key].ban_prefix_words
+        assert (words == "prefix words banned") == (plan[key].ban_words == "own")
     assert set(table(folder, ".equal")["words"]) == {"all words", "prefix words banned"}
 
 

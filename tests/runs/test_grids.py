@@ -257,7 +257,7 @@ def test_a_key_is_what_it_was():
     cell = load_grid("quick/heads", {"dtype": "bfloat16"}).cells[0]
     assert (cell.description, cell.key) == (
         "smollm2-135m sentiment/positive prefix, baseline",
-        "b1cecec28f5344a4",
+        "ba00c2ce68261c80",
     )
 
 
@@ -291,7 +291,7 @@ CHANGES = {
     "max_rows": 7,
     "doubled_bos": True,
     "patterns": [(0, 1)],
-    "ban_prefix_words": True,
+    "ban_words": "own",
     "files": {"prefix": "0" * 64},
 }
 
@@ -339,7 +339,7 @@ def test_what_decides_texts_inside_a_field_is_in_the_key(grid, place, value):
         ("eos", "block"),
         ("trace", "none"),
         ("max_rows", 3),
-        ("ban_prefix_words", True),
+        ("ban_words", "all"),
     ],
 )
 def test_keys_of_a_grid_reach_its_cells(grid, key, value):

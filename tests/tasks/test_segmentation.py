@@ -147,7 +147,7 @@ def test_a_word_is_found_in_its_script(word, says, says_not, hidden):
 def test_what_barring_cannot_read_is_refused():
     tokenizer = load_tokenizer("smollm2-135m")
     for word in ("积极", "अच्छा"):
-        with pytest.raises(TaskError, match=f"'{word}' cannot be banned.*ban_prefix_words"):
+        with pytest.raises(TaskError, match=f"'{word}' cannot be banned.*ban_words"):
             BannedWords(tokenizer, (word,), ["a"])
     banned = BannedWords(tokenizer, ("very",), ["很", "e\u0301"])
     refused = banned.mask(torch.zeros(2, len(tokenizer))) < 0
