@@ -37,7 +37,7 @@ prefixes: $(RUN)
 scorers: $(DEV)
 	analyses/scorers.sh $(DATA)
 
-# The prompts of grid quick/steering (steering-prompts.txt), and others to choose strengths on (steering-selection.txt). In DATA are
+# The prompts of the grids quick/steering (steering-prompts.txt, steering-selection.txt) and quick/bases (bases/*.txt). In DATA are
 # DExperts' neutral OpenWebText prompts: https://github.com/alisawuffles/DExperts.
 steering-prompts: $(RUN)
 	python -m lapa2_interp.paper.steering_prompts $(DATA)/prompts/dexperts_owt_sentiment_10k.jsonl.xz

@@ -378,6 +378,28 @@ def choose_units(
     return [i for i in order if low[i] > 0][:most], [i for i in order[::-1] if high[i] < 0][:most]
 
 
+def random_heads(heads: Heads, every: Heads, seed: int) -> Heads:
+    """As many random heads of the same layers, none of them among the given ones.
+
+    A layer with too few other heads gives all of them; other layers give the rest.
+
+    Args:
+        heads: The heads to compare with, (layer, head).
+        every: All heads of the model (`units.all_heads`).
+        seed: Seed of the draw.
+    """
+    rng = np.random.default_rng(seed)
+    found: list[tuple[int, int]] = []
+    for layer in sorted({layer for layer, _ in heads}):
+        others = [each for each in every if each[0] == layer and each not in heads]
+        most = min(len(others), sum(each[0] == layer for each in heads))
+        found += [others[i] for i in rng.choice(len(others), most, replace=False)]
+    rest = [each for each in every if each not in (*heads, *found)]
+    missing = min(len(rest), len(heads) - len(found))
+    found += [rest[i] for i in rng.choice(len(rest), missing, replace=False)]
+    return tuple(sorted(found))
+
+
 def _screened(
     model: Model, contrast_set: ContrastSet, metric: str, most: int
 ) -> tuple[Heads, ContrastSet]:

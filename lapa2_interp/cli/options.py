@@ -36,8 +36,8 @@ GROUPS = {
 }  # fmt: skip
 """Groups of the options that are settings of a cell; `AugmentationOptions` has the bias."""
 AS_TEXT = (
-    "model", "attribute", "method", "task", "prefix", "label", "patterns", "eos", "ban_words", "trace",
-    "dtype", "model_class",
+    "model", "attribute", "method", "task", "prefix", "label", "patterns", "eos", "ban_words",
+    "trace", "dtype", "model_class",
 )  # fmt: skip
 """Settings whose values are texts, and are not read as TOML."""
 OTHER_NAMES = {"parameters": ("--set",), "prompts": ("--prompts", "--prompt")}

@@ -146,8 +146,8 @@ class CellSettings(BaseModel):
     eos: EosPolicy = "keep"
     """keep an end token as any other (the paper), stop the text there, or block it."""
     ban_words: BannedWordsPolicy = "none"
-    """own: never draw a token that would say a word of the attribute's hard prefix, or its name; all:
-    such a word of any attribute of the task."""
+    """own: never draw a token that would say a word of the attribute's hard prefix, or its name;
+    all: such a word of any attribute of the task."""
     trace: TraceKind = "full"
     """Recorded attention: full (every layer and head), pooled (their mean) or none."""
     patterns: str | Sequence[Head] = ()

@@ -1,17 +1,20 @@
-"""The prompts of grid quick/steering: the paper's 35, then neutral ones of DExperts (OpenWebText).
+"""The prompts of the grids quick/steering and quick/bases: the paper's 35, and neutral ones of
+DExperts (OpenWebText).
 
     python -m lapa2_interp.paper.steering_prompts dexperts_owt_sentiment_10k.jsonl.xz
 
-writes steering-prompts.txt (575 prompts) and steering-selection.txt (64 others, on which heads and
-strengths are selected), one prompt on each line, into the current folder. Prompts of more than 20
-words, prompts with a newline, and repeated prompts are left out. The 575 also exclude prompts that
-begin with punctuation, which tokenizers join with the prefix's colon.
+writes them into the current folder, one prompt on each line: steering-prompts.txt (575 prompts),
+steering-selection.txt (64 others, on which heads and strengths are selected), and the files of
+`BASES` in bases/, whose prompts are in no other file. Prompts of more than 20 words, prompts with a
+newline, and repeated prompts are left out. Only steering-selection.txt has prompts that begin with
+punctuation, which tokenizers join with the prefix's colon.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 import pandas as pd
@@ -24,6 +27,23 @@ from lapa2_interp.paper.scripts import ScriptOptions
 NEUTRAL, SELECTION = 540, 64
 """Numbers of neutral prompts of the grid, and of prompts for selection."""
 MOST_WORDS = 20
+BASES = {
+    "select-sentiment": 64,
+    "select-topic": 64,
+    "sentiment-1": 200,
+    "sentiment-2": 200,
+    "sentiment-3": 200,
+    "sentiment-4": 200,
+    "sentiment-5": 200,
+    "methods": 300,
+    "topic-1": 57,
+    "topic-2": 57,
+    "topic-3": 57,
+    "topic-4": 57,
+    "topic-5": 57,
+}
+"""Numbers of prompts by file of quick/bases, taken from the end of the neutral ones;
+bases/sentiment.txt and bases/topic.txt have all of their five parts."""
 
 
 def choose_prompts(
@@ -42,11 +62,7 @@ def choose_prompts(
         DataError: There are too few prompts.
     """
     own = [text for name in ("sentiment", "topic") for text in load_task(name).prompts.texts]
-    fit = [
-        text
-        for text in dict.fromkeys(texts)
-        if 0 < len(text.split()) <= MOST_WORDS and len(text.splitlines()) == 1 and text not in own
-    ]
+    fit = [text for text in dict.fromkeys(texts) if _fits(text) and text not in own]
     held_out = fit[neutral : neutral + selection]
     others = [text for text in fit[:neutral] + fit[neutral + selection :] if text[0].isalnum()]
     if len(held_out) < selection or len(others) < neutral:
@@ -56,6 +72,39 @@ def choose_prompts(
             " give a longer file"
         )
     return own + others[:neutral], held_out
+
+
+def bases_prompts(texts: Iterable[str]) -> dict[str, list[str]]:
+    """The prompts of quick/bases by file; none is in the files of quick/steering.
+
+    Args:
+        texts: Neutral prompts in order.
+
+    Raises:
+        DataError: There are too few prompts.
+    """
+    texts = list(texts)
+    used = {text for part in choose_prompts(texts) for text in part}
+    fit = [text for text in dict.fromkeys(texts) if _fits(text) and text[0].isalnum()]
+    unused = [text for text in reversed(fit) if text not in used]
+    if len(unused) < sum(BASES.values()):
+        raise DataError(
+            f"{sum(BASES.values())} neutral prompts of at most {MOST_WORDS} words that begin with a"
+            f" letter or digit are needed besides those of quick/steering; found {len(unused)};"
+            " give a longer file"
+        )
+    rest = iter(unused)
+    found = {name: list(islice(rest, n)) for name, n in BASES.items()}
+    whole = {
+        task: [text for i in range(1, 6) for text in found[f"{task}-{i}"]]
+        for task in ("sentiment", "topic")
+    }
+    return found | whole
+
+
+def _fits(text: str) -> bool:
+    """It is one line of 1 to 20 words."""
+    return 0 < len(text.split()) <= MOST_WORDS and len(text.splitlines()) == 1
 
 
 def read_neutral(file: Path) -> list[str]:
@@ -75,15 +124,17 @@ def read_neutral(file: Path) -> list[str]:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write the files."""
     parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    names = ("steering-prompts.txt", "steering-selection.txt")
-    for name, prompts in zip(
-        names, choose_prompts(read_neutral(parser.parse_args().file)), strict=True
-    ):
-        write_text(Path(name), "".join(f"{prompt}\n" for prompt in prompts))
-        print(f"{len(prompts)} prompts: {name}")
+    neutral = read_neutral(parser.parse_args().file)
+    prompts, selection = choose_prompts(neutral)
+    files = {"steering-prompts.txt": prompts, "steering-selection.txt": selection}
+    files |= {f"bases/{name}.txt": each for name, each in bases_prompts(neutral).items()}
+    Path("bases").mkdir(exist_ok=True)
+    for name, texts in files.items():
+        write_text(Path(name), "".join(f"{text}\n" for text in texts))
+        print(f"{len(texts)} prompts: {name}")
 
 
 if __name__ == "__main__":
