@@ -31,6 +31,7 @@ __all__ = [  # noqa: RUF022 (the order of use)
     "generate",
     "teacher_forced",
     "load_run",
+    "steer",
     "Selection",
     "Cell",
     "Lapa2Error",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from lapa2_interp.generation.cell import Cell
     from lapa2_interp.generation.teacher_forcing import teacher_forced
     from lapa2_interp.models.load import load_model
+    from lapa2_interp.report.steer import steer
     from lapa2_interp.runs.generate import generate
     from lapa2_interp.runs.run import load_run
 

@@ -107,6 +107,12 @@ class Selection(BaseModel):
         created, version: Time of the choice, and the package's version.
         prompt: The slope by which Pro-Aug was decided for a method, in these heads; None if it was
             not.
+        halves: The number of these heads that both halves of the prompts choose; None where heads
+            are taken at random or all.
+        wordings: By another wording of the prefixes, the number of these heads that are chosen with
+            it, too (`steer`).
+        alpha: The strength at which `steer` judged the heads; None where none was tuned.
+        gain: A sentence on what `steer` found; "" where the heads were not judged.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -128,6 +134,10 @@ class Selection(BaseModel):
     created: datetime
     version: str = __version__
     prompt: PromptSlope | None = None
+    halves: int | None = None
+    wordings: dict[str, int] = {}
+    alpha: float | None = None
+    gain: str = ""
 
     def parameters(self, method: str) -> dict[str, bool]:
         """The decision about a method as its parameter pro_aug; empty if there is none.
@@ -138,11 +148,12 @@ class Selection(BaseModel):
         decided = self.prompt is not None and self.prompt.method == method
         return {"pro_aug": self.prompt.boost} if decided and self.prompt else {}
 
-    def augmentation(self, alpha: float = 0.5, **fields: Any) -> Augmentation:
+    def augmentation(self, alpha: float | None = None, **fields: Any) -> Augmentation:
         """The bias in the chosen heads, on the chosen tokens.
 
         Args:
-            alpha, fields: As `Augmentation` takes them, without heads.
+            alpha: Strength; by default the card's, or 0.5 where it has none.
+            fields: As `Augmentation` takes them, without heads.
 
         Raises:
             AugmentationError: Heads are given, or as `Augmentation`.
@@ -154,6 +165,8 @@ class Selection(BaseModel):
             )
         if self.positions is not None:
             fields = {"span": ("prefix", self.positions)} | fields
+        if alpha is None:
+            alpha = 0.5 if self.alpha is None else self.alpha
         return Augmentation(alpha=alpha, heads=self.heads, **fields)
 
     def suppressed(self) -> Augmentation | None:
@@ -293,6 +306,7 @@ def select(
         inputs=contrast_set.key(model),
         stability=None if np.isnan(stability) else stability,
         screened=None if len(every) == len(all_heads(model)) else len(every),
+        halves=_chosen_by_halves(scores, len(chosen)) if heads and score != "random" else None,
         seed=seed,
         created=datetime.now(UTC),
         prompt=None
@@ -398,6 +412,12 @@ def random_heads(heads: Heads, every: Heads, seed: int) -> Heads:
     missing = min(len(rest), len(heads) - len(found))
     found += [rest[i] for i in rng.choice(len(rest), missing, replace=False)]
     return tuple(sorted(found))
+
+
+def _chosen_by_halves(scores: Float[np.ndarray, "prompt head"], most: int) -> int:
+    """The number of heads among the best of each half of the prompts, and of all."""
+    best = [set(choose_units(part, most, False)[0]) for part in (scores, scores[::2], scores[1::2])]
+    return len(set.intersection(*best))
 
 
 def _screened(

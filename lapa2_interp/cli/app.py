@@ -27,7 +27,8 @@ from lapa2_interp._util.terminal import (
 from lapa2_interp._util.version import __version__
 
 COMMANDS = {
-    "Steer and look": "look:layout generate:generate chat:chat generate:trace view:view",
+    "Steer and look": "look:layout generate:generate steer:steer chat:chat generate:trace"
+    " view:view",
     "Experiments": "sweep:grids sweep:sweep sweep:runs sweep:power paper:report paper:propositions",
     "Scores": "score:score scorers word_lists:word_lists",
     "Circuits": "circuits:circuits circuits:select circuits:fading",
@@ -126,7 +127,7 @@ def resumes(words: Sequence[str]) -> bool:
         return None
 
     match words:
-        case ["sweep" | "score" | "circuits", *_] | ["prefix", "train", *_]:
+        case ["sweep" | "score" | "circuits" | "steer", *_] | ["prefix", "train", *_]:
             return True
         case ["select" | "fading", *_]:
             return option("--file") is not None

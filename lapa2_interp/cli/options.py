@@ -222,8 +222,9 @@ class AugmentationOptions:
     heads: str = "all"
     """all, or layer.head pairs such as 3.1,4.0."""
     selection: Path | None = None
-    """A card of `lapa2 select`, which gives heads and, where --span names none, tokens of the
-    prefix; in `generate` also pro_aug of the method that it was decided for."""
+    """A card of `lapa2 steer` or `lapa2 select`, which gives heads, alpha if it was tuned, and,
+    where --span names none, tokens of the prefix; in `generate` also pro_aug of the method that
+    it was decided for."""
 
     def parameters(self, method: str) -> dict[str, bool]:
         """Parameters of a method that the selection decides."""
@@ -262,11 +263,7 @@ class AugmentationOptions:
             named = parse_recipes(recipes)
             return named if active_augmentations(named) else ()
         alpha = default_alpha if self.alpha is None else self.alpha
-        fields: dict[str, Any] = {"profile": self.profile, "law": self.law, "l0": self.l0}
-        fields |= {"tau": self.tau, "floor": self.floor, "pooled": self.pooled}
-        fields |= {"steps": _steps(self.only_steps)}
-        fields |= {"layers": layer_numbers(self.layers), "heads": pairs("heads", self.heads, ".")}
-        span = None if self.span is None else _span(self.span)
+        chosen = None
         if self.selection is not None:
             from lapa2_interp.circuits.selection import Selection
 
@@ -275,6 +272,14 @@ class AugmentationOptions:
                     "--selection gives the heads; leave out --heads, or --selection"
                 )
             chosen = Selection.load(self.selection)
+            if self.alpha is None and chosen.alpha is not None:
+                alpha = chosen.alpha
+        fields: dict[str, Any] = {"profile": self.profile, "law": self.law, "l0": self.l0}
+        fields |= {"tau": self.tau, "floor": self.floor, "pooled": self.pooled}
+        fields |= {"steps": _steps(self.only_steps)}
+        fields |= {"layers": layer_numbers(self.layers), "heads": pairs("heads", self.heads, ".")}
+        span = None if self.span is None else _span(self.span)
+        if chosen is not None:
             fields["heads"] = chosen.heads
             if span is None and chosen.positions is not None:
                 span = ("prefix", chosen.positions)

@@ -1,0 +1,486 @@
+"""Steering, from prompts to a judged setting: heads are chosen on one part of the prompts,
+strengths are tuned on a second, and the third says what they are worth.
+
+    found = steer("smollm2-135m", "sentiment", prompts, out="results/steer")
+    found.selection.augmentation()      # the bias in the chosen heads, at the tuned strength
+    print(found.summary())
+
+1. **Choose**: the heads of largest slope, or of largest effect by knock-out in a model without
+   gradients. The card says how many of them other halves of the prompts and other wordings of the
+   prefixes choose, too.
+2. **Tune**: three places of the bias (all heads, the chosen heads, as many random heads) at four
+   strengths. For each place, the strength is interpolated at which perplexity is `budget` times
+   that of the method without bias. A place that does not reach it is not comparable.
+3. **Judge**: five arms on prompts that decided nothing. Three tests, with Holm's correction: the
+   chosen heads against no bias, all heads, and random heads.
+
+Random heads are five sets, each on a fifth of the prompts; a set has as many heads in each layer as
+the chosen ones have, and none of these. All texts of a prompt have the same random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp._util.errors import CircuitError, RunError, pluralize
+from lapa2_interp._util.files import write_text
+from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp._util.terminal import format_duration
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.circuits.gradients import has_gradients
+from lapa2_interp.circuits.selection import Selection, select
+from lapa2_interp.circuits.units import all_heads
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.load import load_model
+from lapa2_interp.models.machine import resolve_dtype
+from lapa2_interp.models.sizes import model_size
+from lapa2_interp.paper.equal_perplexity import (
+    BASELINE,
+    SteeringCurves,
+    interpolate_at_cost,
+    resampled_interval,
+)
+from lapa2_interp.report.steer_settings import (
+    ALL,
+    CHOSEN,
+    NO_BIAS,
+    ORDER,
+    RANDOM,
+    SHARE,
+    STRENGTHS,
+    TUNED,
+    SteerSettings,
+    agree,
+    check_settings,
+    method_parameters,
+    shipped_classifiers,
+)
+from lapa2_interp.runs.engines import Engine, local_engine
+from lapa2_interp.runs.estimates import check_affordable, estimate, reading_seconds
+from lapa2_interp.runs.grid import Grid
+from lapa2_interp.runs.run import load_run
+from lapa2_interp.runs.sweep import sweep
+from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+from lapa2_interp.scoring.scorer import ScoreCache
+from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
+from lapa2_interp.stats import FEW, holm
+from lapa2_interp.tasks.task import Attribute, Prompts, Task
+
+WORDINGS = ("Extremely {attribute}:", "In a {attribute} tone:")
+"""Other prefixes, with which heads are chosen again."""
+CARD, TABLE, TESTS, TUNING = "selection.json", "table.csv", "tests.csv", "tuning.csv"
+"""Files of a result's folder; the texts are in the runs tune/ and judge/, the page is
+report.html."""
+
+
+@dataclass(frozen=True)
+class Steered:
+    """A result of `steer`.
+
+    Attributes:
+        folder: Its files.
+        settings: Its settings.
+        selection: The card: heads, alpha (None where the budget was not reached), and gain.
+        tuning: A row per place and strength: place, alpha, ratio of perplexity with low and high;
+            and for each place the interpolated strength, with `tuned` True.
+        table: A row per arm, attribute (and "all") and metric: mean, low, high, n, prompts.
+        tests: A row for each of the three tests: against, difference, low, high, p, p_holm,
+            detectable, prompts.
+        samples: The judged texts.
+    """
+
+    folder: Path
+    settings: SteerSettings
+    selection: Selection
+    tuning: pd.DataFrame
+    table: pd.DataFrame
+    tests: pd.DataFrame
+    samples: pd.DataFrame
+
+    def summary(self) -> str:
+        """What came out, in a few lines."""
+        lines = [
+            f"{row['place']}: does not reach {self.settings.budget:g} times the perplexity within"
+            f" alpha {STRENGTHS[-1]:g}, so it is not comparable"
+            if np.isnan(row["alpha"])
+            else f"{row['place']}: alpha {row['alpha']:.2f}, perplexity {row['ratio']:.2f} times"
+            f" that without bias{_interval(row['low'], row['high'], '.2f')} where it was tuned"
+            for row in self.tuning[self.tuning["tuned"]].to_dict("records")
+        ]
+        decisive = self.settings.metrics[0]
+        part = self.table[(self.table["attribute"] == "all") & (self.table["metric"] == decisive)]
+        lines += [
+            f"{row['arm']}: {decisive} {100 * row['mean']:.1f} %"
+            f"{_interval(100 * row['low'], 100 * row['high'], '.1f')}"
+            for row in part.to_dict("records")
+        ]
+        return "\n".join([*lines, *map(format_test, self.tests.to_dict("records"))])
+
+
+def steer(
+    model: str | Path,
+    task: str | Path | Task,
+    prompts: Sequence[str],
+    *,
+    out: str | Path,
+    method: str = "air-decoding",
+    parameters: Mapping[str, Any] | None = None,
+    budget: float = 1.25,
+    heads: int | None = None,
+    classifiers: Sequence[str] = (),
+    perplexity: str | None = None,
+    length: int = 64,
+    samples: int = 1,
+    seed: int = 1,
+    dtype: str = "auto",
+    model_class: str = "TransformerBridge",
+    device: str | None = None,
+    workers: int | None = None,
+    threads: int = 1,
+    yes: bool = False,
+    notify: Callable[[str], None] = print,
+) -> Steered:
+    """Choose heads to steer, tune the strength of the bias, and judge it on other prompts.
+
+    A stopped call goes on with the same arguments. Texts, scores and the card are files in `out`.
+
+    Example:
+        >>> from lapa2_interp import steer
+        >>> prompts = [f"The {i}th of the" for i in range(40)]
+        >>> found = steer("planted", "sentiment", prompts, out="steered", method="prefix",
+        ...     length=24, workers=1, notify=lambda line: None)
+        >>> list(found.tests["against"])
+        ['no bias', 'all heads', 'random heads']
+
+    Args:
+        model: A name or folder, as `load_model`.
+        task: A name of `lapa2 tasks`, a task file, or a task of two attributes or more, whose hard
+            prefixes have equal lengths in tokens.
+        prompts: At least 32: a quarter chooses heads, a quarter tunes (64 at most each), the rest
+            judges.
+        out: A folder for all results.
+        method: A name of `lapa2 methods`.
+        parameters: Its parameters. By default prefixes are hard and Pro-Aug is off.
+        budget: The perplexity that the bias may cost, as a multiple, above 1.
+        heads: The number of heads to choose; by default 9 % of all.
+        classifiers: As `accuracy=` of `lapa2 score`; the first decides. By default linear, which
+            shares no weights with the model, and adapter; a task of your own needs one.
+        perplexity: The model that measures perplexity; by default the model itself.
+        length, samples, seed: Tokens of a text, texts of each prompt and attribute, and their seed.
+        dtype, model_class, device: As `load_model`; heads are chosen in float32.
+        workers, threads, yes: As the options of `lapa2 sweep`.
+        notify: Called with lines about what is done.
+
+    Returns:
+        The result; its page is `out`/report.html.
+
+    Raises:
+        TaskError: The task lacks a second attribute or a classifier.
+        CircuitError: No head can be chosen, or the prefixes have different lengths.
+        RunError: Too few prompts, a budget not above 1, other settings in `out`, or a failed cell.
+    """
+    from lapa2_interp.report.steer_page import write_steer_page
+
+    chosen_task = task if isinstance(task, Task) else load_task(task)
+    size = model_size(str(model))
+    settings = SteerSettings(
+        model=str(model),
+        dtype=resolve_dtype(dtype, device),
+        model_class=model_class,
+        task=chosen_task.model_copy(update={"prompts": Prompts(texts=tuple(prompts))}),
+        prompts=tuple(dict.fromkeys(prompts)),
+        method=method,
+        parameters=method_parameters(method, chosen_task, parameters),
+        budget=budget,
+        heads=heads or max(1, round(SHARE * size.n_layers * size.n_heads)),
+        classifiers=tuple(classifiers) or shipped_classifiers(chosen_task),
+        perplexity=perplexity or str(model),
+        length=length,
+        samples=samples,
+        seed=seed,
+    )
+    check_settings(settings)
+    folder = Path(out)
+    settings = agree(folder, settings)
+    parts = settings.parts()
+    engine = partial(local_engine, workers, device, threads)  # a sweep closes its own
+    _announce(settings, parts, engine(), yes, notify)
+    selection = _choose(folder, settings, parts["choose"], device, notify)
+    tuning = _tune(folder, settings, parts["tune"], selection, engine(), device)
+    alphas = tuning[tuning["tuned"]].set_index("place")["alpha"].dropna().to_dict()
+    samples_made = _judged_texts(folder, settings, parts["judge"], selection, alphas, engine())
+    scores = _scores(folder, settings, samples_made, device, settings.metrics)
+    table = _judged_table(scores, samples_made)
+    tests = _tests(settings, scores)
+    selection = selection.model_copy(
+        update={"alpha": alphas.get(CHOSEN), "gain": _gain(settings, tests, table, alphas)}
+    )
+    selection.save(folder / CARD)
+    for name, each in ((TUNING, tuning), (TABLE, table), (TESTS, tests)):
+        write_text(folder / name, as_csv(each))
+    found = Steered(folder, settings, selection, tuning, table, tests, samples_made)
+    write_steer_page(folder / "report.html", found)
+    return found
+
+
+def format_test(test: Mapping[Any, Any]) -> str:
+    """A row of `Steered.tests` as a sentence."""
+    if np.isnan(test["difference"]):
+        return f"chosen heads against {test['against']}: not comparable at this budget"
+    p = test["p_holm"]
+    verdict = ("more" if test["difference"] > 0 else "less") if p < 0.05 else "not decided"
+    return (
+        f"chosen heads against {test['against']}: {100 * test['difference']:+.1f} points"
+        f"{_interval(100 * test['low'], 100 * test['high'], '+.1f')}, corrected p {p:.2g}:"
+        f" {verdict} (so many prompts can show {100 * test['detectable']:.1f} points)"
+    )
+
+
+def _interval(low: float, high: float, form: str) -> str:
+    return "" if np.isnan(low) else f" [{low:{form}}, {high:{form}}]"
+
+
+def _announce(
+    settings: SteerSettings,
+    parts: Mapping[str, Sequence[str]],
+    engine: Engine,
+    yes: bool,
+    notify: Callable[[str], None],
+) -> None:
+    """Say how many texts are made and how long it takes, before anything begins.
+
+    Raises:
+        RunError: It would take a year, or more memory than there is.
+    """
+    workers = engine.n_workers
+    engine.close()
+    size = model_size(settings.model)
+    first = tuple((i // size.n_heads, i % size.n_heads) for i in range(settings.heads))
+    bias = Augmentation(alpha=1.0, heads=first)
+    tuned = settings.cells(parts["tune"], CHOSEN, bias)
+    judged = settings.cells(parts["judge"], CHOSEN, bias)
+    arms = {"tune": 1 + len(TUNED) * len(STRENGTHS), "judge": len(settings.arms)}
+    each = estimate([*tuned * arms["tune"], *judged * arms["judge"]], workers, None, 1)
+    check_affordable(each, yes)
+    read = len(parts["choose"]) * len(settings.task.attributes) * 40 * 12 + each.texts * 2 * 64
+    seconds = each.seconds + reading_seconds(read)
+    notify(
+        f"{len(parts['choose'])} prompts choose {settings.heads} heads, {len(parts['tune'])} tune,"
+        f" {len(parts['judge'])} judge: {each.texts} texts, about {format_duration(seconds)} with"
+        f" {pluralize(workers, 'worker')}"
+    )
+
+
+def _choose(
+    folder: Path,
+    settings: SteerSettings,
+    prompts: Sequence[str],
+    device: str | None,
+    notify: Callable[[str], None],
+) -> Selection:
+    """The card of chosen heads, also under other wordings of the prefixes; from the folder if it is
+    there."""
+    if (folder / CARD).is_file():
+        return Selection.load(folder / CARD)
+    model = load_model(settings.model, "float32", device, settings.model_class)
+    score: Any = "slope" if has_gradients(model) else "cut"
+    given = {"score": score, "heads": settings.heads, "screen": 0, "seed": settings.seed}
+    found = select(model, settings.task, prompts=prompts, **given)
+    overlap = {}
+    for form in WORDINGS:
+        attributes = {
+            name: Attribute(prefix=form.replace("{attribute}", name))
+            for name in settings.task.attributes
+        }
+        reworded = settings.task.model_copy(update={"attributes": attributes})
+        try:
+            again = select(model, reworded, prompts=prompts[: max(FEW, len(prompts) // 2)], **given)
+        except CircuitError as error:
+            notify(f"wording {form!r} is left out: {error}")
+            continue
+        overlap[form] = len(set(again.heads) & set(found.heads))
+    found = found.model_copy(update={"wordings": overlap})
+    found.save(folder / CARD)
+    expected = len(found.heads) ** 2 / len(all_heads(model))
+    agreeing = [f"each half of the prompts {found.halves}"] * (found.halves is not None)
+    agreeing += [f"{form!r} {n}" for form, n in overlap.items()]
+    notify(
+        f"{len(found.heads)} heads chosen; of them choose again: {', '.join(agreeing)} (by chance"
+        f" {expected:.1f})"
+    )
+    return found
+
+
+def _make(folder: Path, name: str, cells: Sequence[Cell], engine: Engine) -> pd.DataFrame:
+    """The texts of cells, from a run in the folder.
+
+    Raises:
+        RunError: A cell failed.
+    """
+    unique = tuple({cell.key: cell for cell in cells}.values())
+    made = sweep(folder / name, [Grid(name, f"steer: {name}", unique)], engine, lambda line: None)
+    run = load_run(folder / name)
+    if made.failed or made.elsewhere:
+        reasons = [failure.reason for failure in run.failures.values()]
+        raise RunError(
+            f"{len(made.failed) + made.elsewhere} of {len(unique)} cells of {folder / name} are not"
+            f" finished: {reasons[0] if reasons else 'another command makes them'}; the same"
+            " command goes on"
+        )
+    return run.samples()
+
+
+def _tune(
+    folder: Path,
+    settings: SteerSettings,
+    prompts: Sequence[str],
+    chosen: Selection,
+    engine: Engine,
+    device: str | None,
+) -> pd.DataFrame:
+    """`Steered.tuning`."""
+    arms = {(BASELINE, 0.0): settings.cells(prompts, NO_BIAS)}
+    for place in TUNED:
+        for alpha in STRENGTHS:
+            arms[place, alpha] = settings.biased(prompts, place, alpha, chosen)
+    texts = _make(folder, "tune", [cell for cells in arms.values() for cell in cells], engine)
+    scores = _scores(folder, settings, texts, device, ["perplexity"])
+    of_cell = {cell.key: arm for arm, cells in arms.items() for cell in cells}
+    pairs = [of_cell[key] for key in scores["cell"]]
+    scores = scores.assign(
+        family=[family for family, _ in pairs],
+        strength=[alpha for _, alpha in pairs],
+        nll=np.log(scores["value"]),
+    )
+    curves = SteeringCurves(scores.assign(constant=0.0), ["constant"], resamples=4000)
+    tried = np.array([0.0, *STRENGTHS])
+    rows = []
+    for place in TUNED:
+        costs = curves.curve(place)[..., 0]  # resample arm: ln perplexity
+        target = costs[:1, 0] + np.log(settings.budget)
+        alpha = float(interpolate_at_cost(costs[:1], tried[None, :, None], target)[0, 0])
+        at_alpha = np.stack([np.interp([*STRENGTHS, alpha], tried, each) for each in costs])
+        ratio, low, high = resampled_interval(np.exp(at_alpha - costs[:, :1]), curves.prompts)
+        rows += [
+            {
+                "place": place,
+                "alpha": each,
+                "ratio": float(ratio[i]),
+                "low": float(low[i]),
+                "high": float(high[i]),
+                "tuned": i == len(STRENGTHS),
+            }
+            for i, each in enumerate([*STRENGTHS, alpha])
+        ]
+    return pd.DataFrame(rows)
+
+
+def _judged_texts(
+    folder: Path,
+    settings: SteerSettings,
+    prompts: Sequence[str],
+    chosen: Selection,
+    alphas: Mapping[Any, float],
+    engine: Engine,
+) -> pd.DataFrame:
+    """The texts of all arms that are comparable, with the arm's name."""
+    cells = {
+        arm: settings.biased(prompts, arm, alphas[arm], chosen)
+        if arm in TUNED
+        else settings.cells(prompts, arm)
+        for arm in settings.arms
+        if arm not in TUNED or arm in alphas
+    }
+    samples = _make(folder, "judge", [cell for each in cells.values() for cell in each], engine)
+    names = {cell.key: arm for arm, each in cells.items() for cell in each}
+    return samples.assign(arm=samples["cell"].map(names))
+
+
+def _scores(
+    folder: Path,
+    settings: SteerSettings,
+    samples: pd.DataFrame,
+    device: str | None,
+    metrics: Sequence[str],
+) -> pd.DataFrame:
+    """A row per text and metric; scores are kept in the folder."""
+    options = ScorerOptions(task=settings.task, device=device)
+    found = []
+    with ScoreCache(folder) as cache:
+        for metric in metrics:
+            name, _, by = metric.removesuffix(")").partition(" (")
+            model = settings.perplexity if name == "perplexity" else by
+            asked = f"{name}={model}" if model else name
+            found.append(score_samples(samples, [asked], options, cache).assign(metric=metric))
+    return pd.concat(found, ignore_index=True)
+
+
+def _judged_table(scores: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
+    """`Steered.table`. Perplexity is exp of the mean NLL over texts, as in the budget."""
+    rows = scores[["arm", "attribute", "prompt", "sample", "metric", "value", "skipped", "scorer"]]
+    of_perplexity = rows["metric"] == "perplexity"
+    nll = np.log(rows["value"].where(of_perplexity))
+    rows = rows.assign(value=rows["value"].where(~of_perplexity, nll))
+    rows["metric"] = rows["metric"].mask(of_perplexity, "nll")
+    table = pd.concat(
+        [cell_table(rows), distinct_cells(samples[["arm", "attribute", "prompt", "text"]])]
+    )
+    is_nll = table["metric"] == "nll"
+    for column in ("mean", "low", "high"):
+        table[column] = table[column].where(~is_nll, np.exp(table[column].astype(float)))
+    table["metric"] = table["metric"].mask(is_nll, "perplexity")
+    table["arm"] = pd.Categorical(table["arm"], ORDER, ordered=True)
+    return table.sort_values(["metric", "attribute", "arm"], kind="stable").reset_index(drop=True)
+
+
+def _tests(settings: SteerSettings, scores: pd.DataFrame) -> pd.DataFrame:
+    """`Steered.tests`; what is not comparable has p 1 in the correction."""
+    against = (NO_BIAS, ALL, RANDOM)
+    rows = scores[scores["metric"] == settings.metrics[0]]
+    rows = rows[["arm", "attribute", "prompt", "sample", "metric", "value", "skipped", "scorer"]]
+    found = difference_table(rows, CHOSEN)
+    found = found[found["attribute"] == "all"].set_index("arm") if len(found) else found
+    tests = pd.DataFrame({"against": against}).set_index("against")
+    for name in ("difference", "low", "high", "p", "detectable", "prompts"):
+        tests[name] = found[name].astype(float) if len(found) else np.nan
+    tests["difference"], tests["low"], tests["high"] = (
+        -tests["difference"],
+        -tests["high"],
+        -tests["low"],
+    )
+    return tests.assign(p_holm=holm(tests["p"].to_numpy())).reset_index()
+
+
+def _gain(
+    settings: SteerSettings,
+    tests: pd.DataFrame,
+    table: pd.DataFrame,
+    alphas: Mapping[Any, float],
+) -> str:
+    """A sentence on what the chosen heads gain."""
+    if CHOSEN not in alphas:
+        return (
+            f"The bias in these heads does not reach {settings.budget:g} times the perplexity of"
+            f" {settings.method} within alpha {STRENGTHS[-1]:g}; what it gains is not known."
+        )
+    test = tests.iloc[0]
+    points, p = 100 * test["difference"], test["p_holm"]
+    verdict = "no sure difference" if p >= 0.05 else "a gain" if points > 0 else "a loss"
+    perplexity = table[(table["metric"] == "perplexity") & (table["attribute"] == "all")]
+    cost = perplexity.set_index("arm")["mean"]
+    return (
+        f"On {test['prompts']:.0f} other prompts, {settings.method} with the bias in these heads at"
+        f" alpha {alphas[CHOSEN]:.2f} has {points:+.1f} points"
+        f"{_interval(100 * test['low'], 100 * test['high'], '+.1f')} of accuracy"
+        f" ({settings.classifiers[0]}, words of prefixes hidden) against the method without bias,"
+        f" at {cost[CHOSEN] / cost[NO_BIAS]:.2f} times its perplexity (corrected p {p:.2g}):"
+        f" {verdict}."
+    )

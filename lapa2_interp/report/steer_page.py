@@ -1,0 +1,172 @@
+"""The page of `steer`: what was chosen, tuned and judged, in one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp._util.errors import pluralize
+from lapa2_interp._util.page import Section, page, write_page
+from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp.models.sizes import model_size
+
+if TYPE_CHECKING:
+    from lapa2_interp.report.steer import Steered
+
+SHOWN_TEXTS = 3
+"""Prompts whose texts are on the page."""
+
+
+def write_steer_page(file: Path, found: Steered) -> Path:
+    """Write the page of a result.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
+    return write_page(file, lambda: _render(found))
+
+
+def _render(found: Steered) -> str:
+    settings, card = found.settings, found.selection
+    names = ", ".join(settings.task.attributes)
+    parts = settings.parts()
+    sections = [
+        Section(
+            "Judged",
+            "Accuracy with the words of all prefixes hidden, and 95 % intervals over prompts."
+            f" These {pluralize(len(parts['judge']), 'prompt')} decided nothing before. First come"
+            " all attributes together.",
+            judged_figure(found),
+            _wide(found),
+        ),
+        Section(
+            "Tuned",
+            f"Perplexity against that of {settings.method} without bias, with the bias in three"
+            f" places, on {pluralize(len(parts['tune']), 'prompt')}. Rings are the strengths that"
+            " are judged.",
+            tuning_figure(found),
+            None,
+        ),
+        Section(
+            "Chosen",
+            f"{pluralize(len(card.heads), 'head')} by {card.by} (red), and heads that work against"
+            f" the prefix (blue), on {pluralize(len(parts['choose']), 'prompt')}."
+            + _stability(found),
+            heads_figure(found),
+            None,
+        ),
+        Section("Texts", "The first prompts that judge, one text an arm.", None, _texts(found)),
+    ]
+    method = [settings.method, *(f"{name}={each}" for name, each in settings.parameters.items())]
+    facts = {
+        "model": f"{settings.model} ({settings.dtype})",
+        "task": f"{settings.task.name}: {names}",
+        "method": ", ".join(method),
+        "budget": f"{settings.budget:g} times the perplexity without bias ({settings.perplexity})",
+        "classifiers": ", ".join(settings.classifiers),
+        "texts": f"{settings.length} tokens, {settings.samples} for each prompt and attribute, seed"
+        f" {settings.seed}",
+        "heads": ", ".join(f"{layer}.{head}" for layer, head in card.heads),
+    }
+    return page(
+        f"Steering {settings.model} on {settings.task.name}",
+        [card.gain, *found.summary().splitlines()],
+        sections,
+        facts,
+    )
+
+
+def judged_figure(found: Steered) -> Drawing:
+    """Accuracy of every arm by the deciding classifier: all attributes, then each."""
+    part = found.table[found.table["metric"] == found.settings.metrics[0]]
+    attributes = ["all", *found.settings.task.attributes]
+    arms = list(dict.fromkeys(part["arm"]))
+    figure = new_figure(6.8, 0.7 + 0.17 * len(arms) * len(attributes))
+    axes = figure.subplots()
+    for i, arm in enumerate(arms):
+        rows = part[part["arm"] == arm].set_index("attribute").reindex(attributes)
+        y = np.arange(len(attributes)) + (i - (len(arms) - 1) / 2) * 0.15
+        mean, low, high = (100 * rows[name].to_numpy(float) for name in ("mean", "low", "high"))
+        errors = np.clip(np.stack([mean - low, high - mean]), 0, None)
+        axes.errorbar(mean, y, xerr=errors, fmt="o", ms=4, lw=1.4, color=COLOURS[i], label=str(arm))
+    axes.set_yticks(np.arange(len(attributes)), attributes)
+    axes.invert_yaxis()
+    plain_axes(axes, f"accuracy in %, {found.settings.metrics[0]}", "")
+    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=5)
+    return figure
+
+
+def tuning_figure(found: Steered) -> Drawing:
+    """Ratio of perplexity against alpha, a curve for each place of the bias."""
+    figure = new_figure(6.8, 3.2)
+    axes = figure.subplots()
+    places = found.tuning.groupby("place", sort=False)
+    for colour, (place, rows) in zip(COLOURS[2:], places, strict=False):
+        tuned = rows[rows["tuned"]]
+        first = pd.DataFrame({"alpha": [0.0], "ratio": [1.0], "low": [1.0], "high": [1.0]})
+        curve = pd.concat([first, rows.loc[~rows["tuned"], list(first)]])
+        alpha = curve["alpha"]
+        axes.plot(alpha, curve["ratio"], color=colour, lw=1.4, marker=".", label=str(place))
+        axes.fill_between(alpha, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
+        axes.plot(tuned["alpha"], tuned["ratio"], "o", ms=8, mfc="none", color=colour)
+    axes.axhline(found.settings.budget, color="0.6", lw=0.8, ls="--")
+    axes.set_yscale("log")
+    plain_axes(axes, "alpha", "perplexity, as a multiple")
+    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=3)
+    return figure
+
+
+def heads_figure(found: Steered) -> Drawing:
+    """Scores of the chosen heads and of those that work against the prefix, layer x head."""
+    card, size = found.selection, model_size(found.settings.model)
+    scores = np.full((size.n_layers, size.n_heads), np.nan)
+    for (layer, head), (mean, _, _) in zip(
+        (*card.heads, *card.suppressors), card.scores, strict=True
+    ):
+        scores[layer, head] = mean
+    reach = float(np.nanmax(np.abs(scores)))
+    figure = new_figure(6.8, 3.2)
+    axes = figure.subplots()
+    drawn = axes.imshow(scores.T, aspect="auto", cmap="RdBu_r", vmin=-reach, vmax=reach)
+    figure.colorbar(drawn, ax=axes, shrink=0.9).ax.tick_params(labelsize=7)
+    axes.set_xticks(range(0, size.n_layers, max(1, size.n_layers // 10)))
+    axes.set_yticks(range(0, size.n_heads, max(1, size.n_heads // 6)))
+    plain_axes(axes, "layer", "head")
+    return figure
+
+
+def _stability(found: Steered) -> str:
+    card, size = found.selection, model_size(found.settings.model)
+    chance = len(card.heads) ** 2 / (size.n_layers * size.n_heads)
+    said = [f"{form!r} chooses {n}" for form, n in card.wordings.items()]
+    said = [f"both halves of the prompts choose {card.halves}"] * (card.halves is not None) + said
+    if not said:
+        return ""
+    return f" Of these heads {', '.join(said)} again; by chance it would be {chance:.1f}."
+
+
+def _wide(found: Steered) -> pd.DataFrame:
+    """A row per arm, a column per metric, for all attributes together."""
+    part = found.table[found.table["attribute"] == "all"]
+    if part.empty:
+        part = found.table
+    shares = ("accuracy", "masked", "echo", "repetition", "distinct")
+
+    def cell(row: pd.Series) -> str:
+        scale, form = (100, ".1f") if str(row["metric"]).startswith(shares) else (1, ".1f")
+        mean, low, high = (scale * float(row[name]) for name in ("mean", "low", "high"))
+        return f"{mean:{form}}" + ("" if np.isnan(low) else f" [{low:{form}}, {high:{form}}]")
+
+    cells = part.assign(cell=part.apply(cell, axis=1))
+    wide = cells.pivot(index="arm", columns="metric", values="cell")
+    order = list(dict.fromkeys(found.table["metric"]))
+    return wide[order].rename_axis(columns=None).reset_index()
+
+
+def _texts(found: Steered) -> pd.DataFrame:
+    prompts = list(dict.fromkeys(found.samples["prompt"]))[:SHOWN_TEXTS]
+    part = found.samples[found.samples["prompt"].isin(prompts) & (found.samples["sample"] == 0)]
+    return part[["attribute", "arm", "text"]].sort_values(["attribute", "arm"], kind="stable")

@@ -1,0 +1,211 @@
+"""The settings of `steer`: parts of the prompts, arms, and the cells of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lapa2_interp._util.errors import RunError, TaskError, pluralize
+from lapa2_interp._util.files import write_json
+from lapa2_interp._util.parsing import parse_object, read_text
+from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.circuits.selection import Selection, random_heads
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.resolve import cells_of
+from lapa2_interp.methods.registry import get_for_task
+from lapa2_interp.models.sizes import model_size
+from lapa2_interp.scoring.linear import LINEAR_ENDING
+from lapa2_interp.scoring.scorer import CLASSIFIERS
+from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
+from lapa2_interp.stats import FEW
+from lapa2_interp.tasks.task import Task
+
+STRENGTHS = (0.5, 1.0, 2.0, 4.0)
+"""The alphas that are tried in each place of the bias."""
+SHARE = 24 / 270
+"""The share of heads that are chosen by default."""
+MOST_CHOOSING = 64
+"""Prompts that choose heads, and that tune strengths, at most; a quarter of all at most."""
+RANDOM_SETS = 5
+CHOSEN, ALL, RANDOM, NO_BIAS, PREFIX = (
+    "chosen heads",
+    "all heads",
+    "random heads",
+    "no bias",
+    "prefix alone",
+)
+TUNED = (CHOSEN, ALL, RANDOM)
+"""Places of the bias."""
+ORDER = (PREFIX, NO_BIAS, ALL, RANDOM, CHOSEN)
+"""All arms, as they are shown."""
+SETTINGS = "steer.json"
+"""Name of the settings' file in a result's folder."""
+
+
+@dataclass(frozen=True)
+class SteerSettings:
+    """Everything that decides a result.
+
+    Attributes:
+        model, dtype, model_class: As `load_model`.
+        task: The task.
+        prompts: All prompts; each is used in one part only.
+        method, parameters: The decoding method.
+        budget: The perplexity that the bias may cost, as a multiple of that of the method without
+            bias; above 1.
+        heads: The number of heads to choose.
+        classifiers: Classifiers of the task's attributes (`accuracy=` of `lapa2 score`). The first
+            one decides.
+        perplexity: The model that measures perplexity.
+        length, samples, seed: Of the texts.
+    """
+
+    model: str
+    dtype: str
+    model_class: str
+    task: Task
+    prompts: tuple[str, ...]
+    method: str
+    parameters: Mapping[str, Any]
+    budget: float
+    heads: int
+    classifiers: tuple[str, ...]
+    perplexity: str
+    length: int
+    samples: int
+    seed: int
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The arms that are judged; under the method prefix, no bias is the prefix alone."""
+        return ORDER[1:] if self.method == "prefix" else ORDER
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is measured of the judged texts; the first decides."""
+        names = [f"{name} ({by})" for name in ("masked", "accuracy") for by in self.classifiers]
+        return (*names, "echo", "repetition", "perplexity")
+
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """The prompts that choose, tune and judge, in random order."""
+        order = np.random.default_rng(self.seed).permutation(len(self.prompts))
+        mixed = [self.prompts[i] for i in order]
+        n = min(MOST_CHOOSING, len(mixed) // 4)
+        return {
+            "choose": tuple(mixed[:n]),
+            "tune": tuple(mixed[n : 2 * n]),
+            "judge": tuple(mixed[2 * n :]),
+        }
+
+    def cells(
+        self, prompts: Sequence[str], arm: str, augmentation: Augmentation | None = None
+    ) -> list[Cell]:
+        """The cells of one arm, one for each attribute."""
+        alone = arm == PREFIX
+        shared = {"length": self.length, "samples": self.samples, "seed": self.seed}
+        model = {"model": self.model, "dtype": self.dtype, "model_class": self.model_class}
+        method = {"name": "prefix", "prefixes": "hard"} if alone else self.method
+        return cells_of(
+            {
+                **model,
+                **shared,
+                "task": self.task,
+                "prompts": tuple(prompts),
+                "method": method,
+                "parameters": None if alone else dict(self.parameters),
+                "augmentation": "none" if augmentation is None else augmentation,
+                "label": "" if augmentation is None else arm,
+                "trace": "none",
+            }
+        )
+
+    def biased(
+        self, prompts: Sequence[str], place: str, alpha: float, chosen: Selection
+    ) -> list[Cell]:
+        """The cells of a place of the bias at one strength."""
+        if place == ALL:
+            return self.cells(prompts, place, Augmentation(alpha=alpha))
+        if place == CHOSEN:
+            return self.cells(prompts, place, chosen.augmentation(alpha=alpha))
+        size = model_size(self.model)
+        every = tuple((i, j) for i in range(size.n_layers) for j in range(size.n_heads))
+        found = []
+        for i in range(RANDOM_SETS):
+            heads = random_heads(chosen.heads, every, self.seed + i)
+            bias = Augmentation(alpha=alpha, heads=heads)
+            found += self.cells(prompts[i::RANDOM_SETS], place, bias)
+        return found
+
+
+def method_parameters(method: str, task: Task, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The method's parameters: hard prefixes and no Pro-Aug, unless others are given."""
+    known = {each.name for each in fields(get_for_task(method, task))}  # type: ignore[arg-type]
+    usual = {"prefixes": "hard", "pro_aug": False}
+    return {name: value for name, value in usual.items() if name in known} | dict(given or {})
+
+
+def shipped_classifiers(task: Task) -> tuple[str, ...]:
+    """linear, then adapter, for a task that has them.
+
+    Raises:
+        TaskError: It has none.
+    """
+    if not (SHIPPED_WEIGHTS / f"{task.name}{LINEAR_ENDING}").is_file():
+        raise TaskError(
+            f"no classifier of the task {task.name!r} comes with the package; give one:"
+            " --classifier FOLDER, or train one: lapa2 scorers train"
+        )
+    return tuple(reversed(CLASSIFIERS))
+
+
+def check_settings(settings: SteerSettings) -> None:
+    """Refuse settings that cannot work.
+
+    Raises:
+        TaskError: The task has one attribute.
+        RunError: Too few prompts, a budget not above 1, or no heads.
+    """
+    settings.task.others(next(iter(settings.task.attributes)))  # there is a second attribute
+    if not settings.budget > 1:
+        raise RunError(f"--budget must be above 1, such as 1.25; found {settings.budget:g}")
+    if (n := len(settings.prompts)) < 4 * FEW:
+        raise RunError(
+            f"{pluralize(n, 'prompt')} are too few to choose, to tune and to judge with; give at"
+            f" least {4 * FEW}, better 250 (--prompts FILE)"
+        )
+    if settings.heads < 1:
+        raise RunError(f"--heads must be at least 1; found {settings.heads}")
+
+
+def agree(folder: Path, settings: SteerSettings) -> SteerSettings:
+    """Note the settings in a folder; of a folder that has some, these must be the same.
+
+    Raises:
+        RunError: They differ, or the folder holds something else.
+    """
+    known = asdict(settings) | {"task": settings.task.model_dump(mode="json")}
+    known = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in known.items()
+    }
+    place = folder / SETTINGS
+    if not place.is_file():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise RunError(f"{folder} exists and is no result of steer; choose another --out")
+        write_json(place, known)
+        return settings
+    try:
+        before = parse_object(read_text(place))
+    except ValueError as error:
+        raise RunError(f"cannot read {place} ({error}); choose another --out") from error
+    differing = [name for name in known if before.get(name) != known[name]]
+    if differing:
+        name = differing[0]
+        found = (
+            "" if name in ("task", "prompts") else f": {before.get(name)!r}, not {known[name]!r}"
+        )
+        raise RunError(f"{folder} has results of another {name}{found}; choose another --out")
+    return settings
