@@ -23,7 +23,7 @@ def steer(
     parameters: Changes = (),
     budget: float = 1.25,
     heads: int | None = None,
-    classifier: Annotated[tuple[str, ...], Several] = (),
+    classifiers: Annotated[tuple[str, ...], Several] = (),
     perplexity: str | None = None,
     length: int = 64,
     samples: int = 1,
@@ -42,7 +42,7 @@ def steer(
 
         lapa2 steer smollm2-135m --prompts neutral.txt --out results/steer
         lapa2 steer smollm2-135m --task formal.toml --prompts neutral.txt \\
-            --classifier models/formality --out results/formal
+            --classifiers models/formality --out results/formal
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder.
@@ -57,7 +57,7 @@ def steer(
         budget: The perplexity that the bias may cost, as a multiple of that of the method without
             bias; above 1.
         heads: The number of heads to choose; by default 9 % of all.
-        classifier: Classifiers of the attributes: linear, adapter, a hub id, a folder, or a file of
+        classifiers: Classifiers of the attributes: linear, adapter, a hub id, a folder, or a file of
             `lapa2 scorers train`. The first decides. By default linear and adapter, for tasks that
             have them.
         perplexity: The model that measures perplexity; by default the model itself.
@@ -81,7 +81,7 @@ def steer(
         parameters={name: read_value(value) for name, value in pairs.items()},
         budget=budget,
         heads=heads,
-        classifiers=classifier,
+        classifiers=classifiers,
         perplexity=perplexity,
         length=length,
         samples=samples,

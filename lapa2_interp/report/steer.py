@@ -21,7 +21,6 @@ the chosen ones have, and none of these. All texts of a prompt have the same ran
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,8 @@ from lapa2_interp.paper.equal_perplexity import (
     interpolate_at_cost,
     resampled_interval,
 )
-from lapa2_interp.report.steer_settings import (
+from lapa2_interp.report.steer_page import write_steer_page
+from lapa2_interp.report.steer_result import (
     ALL,
     CHOSEN,
     NO_BIAS,
@@ -57,9 +57,11 @@ from lapa2_interp.report.steer_settings import (
     SHARE,
     STRENGTHS,
     TUNED,
+    Steered,
     SteerSettings,
     agree,
     check_settings,
+    interval_text,
     method_parameters,
     shipped_classifiers,
 )
@@ -79,50 +81,6 @@ WORDINGS = ("Extremely {attribute}:", "In a {attribute} tone:")
 CARD, TABLE, TESTS, TUNING = "selection.json", "table.csv", "tests.csv", "tuning.csv"
 """Files of a result's folder; the texts are in the runs tune/ and judge/, the page is
 report.html."""
-
-
-@dataclass(frozen=True)
-class Steered:
-    """A result of `steer`.
-
-    Attributes:
-        folder: Its files.
-        settings: Its settings.
-        selection: The card: heads, alpha (None where the budget was not reached), and gain.
-        tuning: A row per place and strength: place, alpha, ratio of perplexity with low and high;
-            and for each place the interpolated strength, with `tuned` True.
-        table: A row per arm, attribute (and "all") and metric: mean, low, high, n, prompts.
-        tests: A row for each of the three tests: against, difference, low, high, p, p_holm,
-            detectable, prompts.
-        samples: The judged texts.
-    """
-
-    folder: Path
-    settings: SteerSettings
-    selection: Selection
-    tuning: pd.DataFrame
-    table: pd.DataFrame
-    tests: pd.DataFrame
-    samples: pd.DataFrame
-
-    def summary(self) -> str:
-        """What came out, in a few lines."""
-        lines = [
-            f"{row['place']}: does not reach {self.settings.budget:g} times the perplexity within"
-            f" alpha {STRENGTHS[-1]:g}, so it is not comparable"
-            if np.isnan(row["alpha"])
-            else f"{row['place']}: alpha {row['alpha']:.2f}, perplexity {row['ratio']:.2f} times"
-            f" that without bias{_interval(row['low'], row['high'], '.2f')} where it was tuned"
-            for row in self.tuning[self.tuning["tuned"]].to_dict("records")
-        ]
-        decisive = self.settings.metrics[0]
-        part = self.table[(self.table["attribute"] == "all") & (self.table["metric"] == decisive)]
-        lines += [
-            f"{row['arm']}: {decisive} {100 * row['mean']:.1f} %"
-            f"{_interval(100 * row['low'], 100 * row['high'], '.1f')}"
-            for row in part.to_dict("records")
-        ]
-        return "\n".join([*lines, *map(format_test, self.tests.to_dict("records"))])
 
 
 def steer(
@@ -187,8 +145,6 @@ def steer(
         CircuitError: No head can be chosen, or the prefixes have different lengths.
         RunError: Too few prompts, a budget not above 1, other settings in `out`, or a failed cell.
     """
-    from lapa2_interp.report.steer_page import write_steer_page
-
     chosen_task = task if isinstance(task, Task) else load_task(task)
     size = model_size(str(model))
     settings = SteerSettings(
@@ -229,23 +185,6 @@ def steer(
     found = Steered(folder, settings, selection, tuning, table, tests, samples_made)
     write_steer_page(folder / "report.html", found)
     return found
-
-
-def format_test(test: Mapping[Any, Any]) -> str:
-    """A row of `Steered.tests` as a sentence."""
-    if np.isnan(test["difference"]):
-        return f"chosen heads against {test['against']}: not comparable at this budget"
-    p = test["p_holm"]
-    verdict = ("more" if test["difference"] > 0 else "less") if p < 0.05 else "not decided"
-    return (
-        f"chosen heads against {test['against']}: {100 * test['difference']:+.1f} points"
-        f"{_interval(100 * test['low'], 100 * test['high'], '+.1f')}, corrected p {p:.2g}:"
-        f" {verdict} (so many prompts can show {100 * test['detectable']:.1f} points)"
-    )
-
-
-def _interval(low: float, high: float, form: str) -> str:
-    return "" if np.isnan(low) else f" [{low:{form}}, {high:{form}}]"
 
 
 def _announce(
@@ -451,11 +390,8 @@ def _tests(settings: SteerSettings, scores: pd.DataFrame) -> pd.DataFrame:
     tests = pd.DataFrame({"against": against}).set_index("against")
     for name in ("difference", "low", "high", "p", "detectable", "prompts"):
         tests[name] = found[name].astype(float) if len(found) else np.nan
-    tests["difference"], tests["low"], tests["high"] = (
-        -tests["difference"],
-        -tests["high"],
-        -tests["low"],
-    )
+    ends = [("difference", "difference"), ("low", "high"), ("high", "low")]
+    tests = tests.assign(**{name: 0.0 - tests[other] for name, other in ends})
     return tests.assign(p_holm=holm(tests["p"].to_numpy())).reset_index()
 
 
@@ -479,7 +415,7 @@ def _gain(
     return (
         f"On {test['prompts']:.0f} other prompts, {settings.method} with the bias in these heads at"
         f" alpha {alphas[CHOSEN]:.2f} has {points:+.1f} points"
-        f"{_interval(100 * test['low'], 100 * test['high'], '+.1f')} of accuracy"
+        f"{interval_text(100 * test['low'], 100 * test['high'], '+.1f')} of accuracy"
         f" ({settings.classifiers[0]}, words of prefixes hidden) against the method without bias,"
         f" at {cost[CHOSEN] / cost[NO_BIAS]:.2f} times its perplexity (corrected p {p:.2g}):"
         f" {verdict}."

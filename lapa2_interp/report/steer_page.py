@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -12,9 +11,7 @@ from lapa2_interp._util.errors import pluralize
 from lapa2_interp._util.page import Section, page, write_page
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp.models.sizes import model_size
-
-if TYPE_CHECKING:
-    from lapa2_interp.report.steer import Steered
+from lapa2_interp.report.steer_result import Steered
 
 SHOWN_TEXTS = 3
 """Prompts whose texts are on the page."""

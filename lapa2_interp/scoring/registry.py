@@ -17,6 +17,7 @@ from lapa2_interp.scoring.linear import LINEAR_ENDING, LinearScorer, LinearToxic
 from lapa2_interp.scoring.scorer import SCORERS, ScoreCache, Scorer
 from lapa2_interp.scoring.tables import score_table
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
+from lapa2_interp.scoring.vader import VaderScorer
 from lapa2_interp.tasks.task import Task, read_task
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
             if model == "adapter":
                 return AdapterScorer(task, device=options.device)
             return LinearScorer(task)
+        case "accuracy", "vader":
+            return VaderScorer()
         case "accuracy", _ if model.endswith(LINEAR_ENDING):
             file = Path(model)
             return LinearScorer(file.name.removesuffix(LINEAR_ENDING), file.parent)

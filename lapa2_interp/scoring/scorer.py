@@ -72,8 +72,8 @@ def unreadable_reason(text: str) -> str:
 
 SCORERS = {
     "accuracy": (
-        "share of texts whose attribute a classifier recognises: adapter and linear, or =MODEL (hub"
-        " id, folder, or a file of `lapa2 scorers train`)"
+        "share of texts whose attribute a classifier recognises: adapter and linear, =vader"
+        " (sentiment), or =MODEL (hub id, folder, or a file of `lapa2 scorers train`)"
     ),
     "masked": (
         "accuracy, where the words of all prefixes are hidden from the classifier; =MODEL as for"

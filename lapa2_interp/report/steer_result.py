@@ -1,4 +1,4 @@
-"""The settings of `steer`: parts of the prompts, arms, and the cells of each."""
+"""Settings and result of `steer`: parts of the prompts, arms and their cells, and what came out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from lapa2_interp._util.errors import RunError, TaskError, pluralize
 from lapa2_interp._util.files import write_json
@@ -141,6 +142,68 @@ class SteerSettings:
         return found
 
 
+@dataclass(frozen=True)
+class Steered:
+    """A result of `steer`.
+
+    Attributes:
+        folder: Its files.
+        settings: Its settings.
+        selection: The card: heads, alpha (None where the budget was not reached), and gain.
+        tuning: A row per place and strength: place, alpha, ratio of perplexity with low and high;
+            and for each place the interpolated strength, with `tuned` True.
+        table: A row per arm, attribute (and "all") and metric: mean, low, high, n, prompts.
+        tests: A row for each of the three tests: against, difference, low, high, p, p_holm,
+            detectable, prompts.
+        samples: The judged texts.
+    """
+
+    folder: Path
+    settings: SteerSettings
+    selection: Selection
+    tuning: pd.DataFrame
+    table: pd.DataFrame
+    tests: pd.DataFrame
+    samples: pd.DataFrame
+
+    def summary(self) -> str:
+        """What came out, in a few lines."""
+        lines = [
+            f"{row['place']}: does not reach {self.settings.budget:g} times the perplexity within"
+            f" alpha {STRENGTHS[-1]:g}, so it is not comparable"
+            if np.isnan(row["alpha"])
+            else f"{row['place']}: alpha {row['alpha']:.2f}, perplexity {row['ratio']:.2f} times"
+            f" that without bias{interval_text(row['low'], row['high'], '.2f')} where it was tuned"
+            for row in self.tuning[self.tuning["tuned"]].to_dict("records")
+        ]
+        decisive = self.settings.metrics[0]
+        part = self.table[(self.table["attribute"] == "all") & (self.table["metric"] == decisive)]
+        lines += [
+            f"{row['arm']}: {decisive} {100 * row['mean']:.1f} %"
+            f"{interval_text(100 * row['low'], 100 * row['high'], '.1f')}"
+            for row in part.to_dict("records")
+        ]
+        return "\n".join([*lines, *map(format_test, self.tests.to_dict("records"))])
+
+
+def format_test(test: Mapping[Any, Any]) -> str:
+    """A row of `Steered.tests` as a sentence."""
+    if np.isnan(test["difference"]):
+        return f"chosen heads against {test['against']}: not comparable at this budget"
+    p = test["p_holm"]
+    verdict = ("more" if test["difference"] > 0 else "less") if p < 0.05 else "not decided"
+    return (
+        f"chosen heads against {test['against']}: {100 * test['difference']:+.1f} points"
+        f"{interval_text(100 * test['low'], 100 * test['high'], '+.1f')}, corrected p {p:.2g}:"
+        f" {verdict} (so many prompts can show {100 * test['detectable']:.1f} points)"
+    )
+
+
+def interval_text(low: float, high: float, form: str) -> str:
+    """ " [low, high]", or nothing where there is no interval."""
+    return "" if np.isnan(low) else f" [{low + 0.0:{form}}, {high + 0.0:{form}}]"  # no -0.0
+
+
 def method_parameters(method: str, task: Task, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """The method's parameters: hard prefixes and no Pro-Aug, unless others are given."""
     known = {each.name for each in fields(get_for_task(method, task))}  # type: ignore[arg-type]
@@ -157,7 +220,7 @@ def shipped_classifiers(task: Task) -> tuple[str, ...]:
     if not (SHIPPED_WEIGHTS / f"{task.name}{LINEAR_ENDING}").is_file():
         raise TaskError(
             f"no classifier of the task {task.name!r} comes with the package; give one:"
-            " --classifier FOLDER, or train one: lapa2 scorers train"
+            " --classifiers FOLDER, or train one: lapa2 scorers train"
         )
     return tuple(reversed(CLASSIFIERS))
 

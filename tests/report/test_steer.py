@@ -1,0 +1,260 @@
+"""`steer`: parts of the prompts, tuned strengths, tests, card and page of a small result."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from lapa2_interp import Augmentation, Selection, steer
+from lapa2_interp._util.errors import RunError, TaskError
+from lapa2_interp.circuits.selection import random_heads
+from lapa2_interp.cli.app import main
+from lapa2_interp.cli.options import AugmentationOptions
+from lapa2_interp.report.steer import CARD
+from lapa2_interp.report.steer_result import ALL, CHOSEN, NO_BIAS, RANDOM, STRENGTHS
+from lapa2_interp.runs.run import load_run
+from lapa2_interp.scoring.linear import LinearScorer
+from lapa2_interp.scoring.scorer import TextItem
+from lapa2_interp.stats import holm
+from lapa2_interp.tasks.task import Attribute, Prompts, Task
+
+PROMPTS = [f"{word} number {i} of a b c d e f" for i in range(16) for word in ("Lake", "House")]
+GIVEN = {
+    "method": "prefix",
+    "length": 40,
+    "budget": 1.0002,
+    "heads": 1,
+    "classifiers": ["linear"],
+    "workers": 1,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("steer") / "out"
+    lines = []
+    made = steer("tiny-gpt2", "sentiment", PROMPTS, out=folder, notify=lines.append, **GIVEN)
+    assert "8 prompts choose 1 heads, 8 tune, 16 judge" in lines[0]
+    return made
+
+
+def test_each_prompt_is_in_one_part(found):
+    parts = found.settings.parts()
+    assert {name: len(part) for name, part in parts.items()} == {
+        "choose": 8,
+        "tune": 8,
+        "judge": 16,
+    }
+    assert sorted(sum(parts.values(), ())) == sorted(PROMPTS)
+    assert set(found.selection.prompts) == set(parts["choose"])
+    for name in ("tune", "judge"):
+        assert set(load_run(found.folder / name).samples()["prompt"]) == set(parts[name])
+
+
+def test_random_heads_are_other_heads_of_the_same_layers():
+    every = tuple((layer, head) for layer in range(6) for head in range(4))
+    chosen = ((1, 0), (1, 3), (2, 2), (5, 1))
+    drawn = [random_heads(chosen, every, seed) for seed in range(40)]
+    assert len(set(drawn)) == 1 * 3 * 3  # all there are
+    for heads in drawn:
+        assert not set(heads) & set(chosen)
+        assert Counter(layer for layer, _ in heads) == Counter(layer for layer, _ in chosen)
+    # A layer with too few others: the rest is from other layers.
+    crowded = tuple((1, head) for head in range(3))
+    assert {len(random_heads(crowded, every, seed)) for seed in range(5)} == {3}
+    assert {(1, 3) in random_heads(crowded, every, seed) for seed in range(5)} == {True}
+
+
+def test_random_sets_share_the_prompts(found):
+    settings = found.settings
+    prompts = settings.parts()["judge"]
+    cells = settings.biased(prompts, RANDOM, 1.0, found.selection)
+    of_one = [cell for cell in cells if cell.attribute == "positive"]
+    assert sorted(prompt for cell in of_one for prompt in cell.prompts) == sorted(prompts)
+    assert len(of_one) == 5
+    assert {cell.arm for cell in cells} == {RANDOM}
+    (whole,) = settings.biased(prompts, ALL, 1.0, found.selection)[0].active_augmentations
+    assert whole == Augmentation(alpha=1.0)
+
+
+def nll_by_arm(found):
+    """Mean NLL of the tuning texts by (place, alpha), from the texts and the scorer alone."""
+    from lapa2_interp.scoring.transformer import Perplexity
+
+    run = load_run(found.folder / "tune")
+    texts = run.samples()
+    scorer = Perplexity("tiny-gpt2")
+    items = [TextItem(*each) for each in texts[["text", "prompt"]].to_numpy()]
+    nll = np.log([score[0] for score in scorer.score(items)])
+    arms = []
+    for key in texts["cell"]:
+        augmentations = run.by_key[key].active_augmentations
+        arms.append(
+            (run.by_key[key].arm if augmentations else NO_BIAS, *(a.alpha for a in augmentations))
+        )
+    return pd.Series(nll).groupby(pd.Series(arms)).mean()
+
+
+def test_strengths_are_interpolated_at_the_budget(found):
+    means = nll_by_arm(found)
+    target = means[NO_BIAS] + np.log(1.0002)
+    tuned = found.tuning[found.tuning["tuned"]].set_index("place")
+    for place in (CHOSEN, ALL, RANDOM):
+        curve = [means[NO_BIAS], *(means[f"{place} {alpha}"] for alpha in STRENGTHS)]
+        alphas = [0.0, *STRENGTHS]
+        crossing = [i for i in range(4) if (curve[i] - target) * (curve[i + 1] - target) <= 0]
+        i = crossing[0]
+        share = (target - curve[i]) / (curve[i + 1] - curve[i])
+        expected = alphas[i] + share * (alphas[i + 1] - alphas[i])
+        assert tuned.loc[place, "alpha"] == pytest.approx(expected, rel=1e-3)
+        assert tuned.loc[place, "ratio"] == pytest.approx(1.0002, rel=1e-6)
+
+
+def test_the_tests_are_paired_differences_of_the_masked_accuracy(found):
+    from lapa2_interp.scoring.echo import MASK
+
+    words = ("positive", "negative")
+    scorer = LinearScorer("sentiment")
+    hidden = found.samples["text"]
+    for word in words:
+        hidden = hidden.str.replace(rf"(?i)\b{word}\b", MASK, regex=True)
+    scores = scorer.score([TextItem(text) for text in hidden])
+    right = [
+        max(zip(score, scorer.columns, strict=True))[1] == wanted
+        for score, wanted in zip(scores, found.samples["attribute"], strict=True)
+    ]
+    by_prompt = found.samples.assign(right=np.array(right, float)).pivot_table(
+        index="prompt", columns="arm", values="right"
+    )
+    tests = found.tests.set_index("against")
+    for against in (NO_BIAS, ALL, RANDOM):
+        expected = (by_prompt[CHOSEN] - by_prompt[against]).mean()
+        assert tests.loc[against, "difference"] == pytest.approx(expected, abs=1e-12)
+        assert tests.loc[against, "prompts"] == 16
+    assert tests["p_holm"].to_numpy() == pytest.approx(holm(tests["p"].to_numpy()))
+
+
+def test_the_table_has_every_arm_attribute_and_metric(found):
+    table = found.table
+    assert set(table["metric"]) == {
+        *found.settings.metrics, "distinct-1", "distinct-2", "distinct-3"
+    }  # fmt: skip
+    for metric, part in table.groupby("metric"):
+        assert set(part["attribute"]) == {"all", "positive", "negative"}, metric
+        assert set(part["arm"]) == {NO_BIAS, ALL, RANDOM, CHOSEN}, metric
+    whole = table[(table["metric"] == "perplexity") & (table["attribute"] == "all")]
+    assert (whole["low"] < whole["mean"]).all()
+    assert (whole["mean"] < whole["high"]).all()
+
+
+def test_the_same_call_goes_on_and_other_settings_are_refused(found):
+    before = (found.folder / "tests.csv").read_bytes()
+    times = [file.stat().st_mtime_ns for file in found.folder.glob("*/cells/*/*.parquet")]
+    again = steer(
+        "tiny-gpt2", "sentiment", PROMPTS, out=found.folder, notify=lambda line: None, **GIVEN
+    )
+    assert (found.folder / "tests.csv").read_bytes() == before
+    assert [f.stat().st_mtime_ns for f in found.folder.glob("*/cells/*/*.parquet")] == times
+    pd.testing.assert_frame_equal(again.table, found.table)
+    for changed, message in (
+        ({"budget": 1.5}, r"another budget: 1\.0002, not 1\.5"),
+        ({"heads": 2}, "another heads: 1, not 2"),
+        ({"seed": 2}, "another seed"),
+    ):
+        with pytest.raises(RunError, match=f"{message}.*choose another place"):
+            steer("tiny-gpt2", "sentiment", PROMPTS, out=found.folder, **(GIVEN | changed))
+
+
+def test_the_card_steers_by_itself(found):
+    card = Selection.load(found.folder / CARD)
+    assert card == found.selection
+    tuned = found.tuning[found.tuning["tuned"]].set_index("place")["alpha"]
+    assert card.alpha == card.augmentation().alpha == pytest.approx(tuned[CHOSEN])
+    assert card.augmentation(alpha=2.0).alpha == 2.0
+    (built,) = AugmentationOptions(selection=found.folder / CARD).build(0.5)
+    assert built == card.augmentation()
+    (stronger,) = AugmentationOptions(selection=found.folder / CARD, alpha=3.0).build(0.5)
+    assert stronger.alpha == 3.0
+    assert set(card.wordings) == {"Extremely {attribute}:", "In a {attribute} tone:"}
+    assert all(0 <= n <= len(card.heads) for n in card.wordings.values())
+    assert "16 other prompts" in card.gain
+    assert "no sure difference" in card.gain  # of a random model
+
+
+def test_the_command_prints_what_so_many_prompts_can_show(found, tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS))
+    asked = ["--method", "prefix", "--length", "40", "--budget", "1.0002", "--heads", "1"]
+    asked += ["--classifiers", "linear", "--workers", "1", "--dtype", "float32"]
+    code = main(["steer", "tiny-gpt2", "--prompts", str(file), "--out", str(found.folder), *asked])
+    said = capsys.readouterr().out
+    assert code == 0
+    assert "so many prompts can show" in said
+    assert f"lapa2 generate --selection {found.folder / 'selection.json'} --method prefix" in said
+    page = (found.folder / "report.html").read_text()
+    assert found.selection.gain[:40] in page
+    assert page.count("<img") >= 3
+
+
+def test_a_place_that_is_not_comparable_has_no_number(found, tmp_path, monkeypatch):
+    """The budget is out of reach: no arm of a place is judged, and nothing is claimed."""
+    from lapa2_interp.report import steer as module
+
+    monkeypatch.setattr(module, "_choose", lambda *_: found.selection)
+    made = steer(
+        "tiny-gpt2", "sentiment", PROMPTS, out=tmp_path / "out", notify=lambda line: None,
+        **(GIVEN | {"budget": 50.0, "length": 40}),
+    )  # fmt: skip
+    assert made.selection.alpha is None
+    assert made.tests["difference"].isna().all()
+    assert (made.tests["p_holm"] == 1).all()
+    assert "does not reach 50 times the perplexity" in made.selection.gain
+    assert set(made.table["arm"]) == {NO_BIAS}
+    assert "not comparable" in made.summary()
+
+
+ONE = Task(
+    name="own",
+    length_counts_prompt=True,
+    attributes={"formal": Attribute(prefix="Formal:")},
+    prompts=Prompts(texts=("The lake",)),
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"prompts": PROMPTS[:31]}, RunError, "31 prompts are too few.*at least 32"),
+        ({"budget": 1.0}, RunError, "budget must be above 1, such as 1.25; found 1"),
+        ({"heads": -1}, RunError, "heads must be at least 1; found -1"),
+        ({"task": ONE}, TaskError, "has one attribute, 'formal'"),
+        ({"task": ONE, "classifiers": []}, TaskError, "no classifier of the task 'own'.*classifiers=FOLDER"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path, changed, error, message):
+    given = {"task": "sentiment", "prompts": PROMPTS} | GIVEN | changed
+    with pytest.raises(error, match=message):
+        steer("tiny-gpt2", given.pop("task"), given.pop("prompts"), out=tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match="exists and is no result of steer"):
+        steer("tiny-gpt2", "sentiment", PROMPTS, out=tmp_path, **GIVEN)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_parameters_are_hard_prefixes_without_pro_aug_unless_given(found):
+    from lapa2_interp.report.steer_result import method_parameters
+
+    task = found.settings.task
+    usual = {"prefixes": "hard", "pro_aug": False}
+    assert method_parameters("air-decoding", task, None) == usual
+    assert method_parameters("air-decoding", task, {"pro_aug": True}) == usual | {"pro_aug": True}
+    assert method_parameters("prefix", task, None) == {"prefixes": "hard"}
+    assert replace(found.settings, method="gedi").arms[0] == "prefix alone"
+    assert found.settings.arms[0] == NO_BIAS
