@@ -58,8 +58,8 @@ def steer(
             bias; above 1.
         heads: The number of heads to choose; by default 9 % of all.
         classifiers: Classifiers of the attributes: linear, adapter, a hub id, a folder, or a file
-            of `lapa2 scorers train`. The first decides. By default linear and adapter, for tasks that
-            have them.
+            of `lapa2 scorers train`. The first decides. By default linear and adapter, for tasks
+            that have them.
         perplexity: The model that measures perplexity; by default the model itself.
         length: Tokens of a text, as in `lapa2 generate`.
         samples: Texts for each prompt and attribute.

@@ -93,7 +93,8 @@ def nll_by_arm(found):
     for key in texts["cell"]:
         cell = run.by_key[key]
         alphas = [each.alpha for each in cell.active_augmentations]
-        arms.append(f"{cell.arm} {alphas[0]}" if alphas else NO_BIAS)
+        place = cell.arm.partition(" (")[0]
+        arms.append(f"{place} {alphas[0]}" if alphas else NO_BIAS)
     return pd.Series(nll).groupby(np.array(arms)).mean()
 
 
