@@ -83,7 +83,8 @@ class _Term:
         self.stop = int(np.flatnonzero(keys.any(0)).max(initial=-1)) + 1
         self.keys, self.heads = keys[:, : self.stop], heads
         self.layers = [layer for layer in range(size[0]) if heads[layer].any()]
-        self.every_head = bool(heads[self.layers].all())
+        given = [augmentation is not None for augmentation in augmentations]
+        self.every_head = bool(heads[self.layers][:, given].all())
         self.rows_by_rule = {
             augmentation: [row for row, other in enumerate(augmentations) if other == augmentation]
             for augmentation in set(augmentations)

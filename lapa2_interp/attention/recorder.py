@@ -141,6 +141,23 @@ class Recorder:
         if layer == self.attending[-1]:
             self._close_pass()
 
+    def observe_all(self, patterns: Float[Tensor, "layer row head query key"], first: int) -> None:
+        """Reduce the attention of all layers of a pass, each of which has attention, at once."""
+        self._begin_pass(first + patterns.shape[3], first, patterns.device)
+        patterns = patterns[:, :, :, int(self.slots[0]) - first :].float()
+        if self.kind == "full":
+            steps = patterns.transpose(0, 1)  # row layer head query key
+            sums = self._sums(steps.flatten(1, 2)).unflatten(1, steps.shape[1:3])
+            self.layers = list(sums.unbind(1))
+        else:
+            means = patterns.mean(2)  # layer row query key
+            for kind, layers in zip(self.kinds, self._layers_of_kinds(), strict=True):
+                self.means[kind] = means[layers].sum(0)[:, None]
+        self.pattern_rows = {
+            (layer, head): patterns[layer, :, head] for layer, head in self.patterns
+        }
+        self._close_pass()
+
     def _sums(
         self, steps: Float[Tensor, "row head query key"]
     ) -> Float[Tensor, "row head query sum"]:
