@@ -25,9 +25,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -35,7 +36,7 @@ from transformers.cache_utils import Cache
 
 from lapa2_interp._util.errors import ModelError
 from lapa2_interp.attention.batch_bias import BatchBias
-from lapa2_interp.attention.cache import BridgeRows, Rows, SlotLayer
+from lapa2_interp.attention.cache import BridgeRows, Rows, SlotLayer, check_window
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.augmentation import AugmentationLike, active_augmentations
@@ -63,6 +64,29 @@ StaticSteps = dict[tuple[int, int, bool], "StaticStep"]
 def bucket(n_keys: int) -> int:
     """The number of slots that a step reads if so many keys are live: a power of two."""
     return max(SMALLEST_BUCKET, 1 << (n_keys - 1).bit_length())
+
+
+def cuda_graph(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A function as a CUDA graph that writes its result to the same tensor each time."""
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):  # libraries choose their kernels in the first passes
+        for _ in range(WARM_UP):
+            run()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+CAPTURE: dict[str, Callable[[Callable[[], Tensor]], Callable[[], Tensor]]] = {"cuda": cuda_graph}
+"""By type of device, how a pass is captured; elsewhere it is called."""
 
 
 class StaticLayer(SlotLayer):
@@ -147,7 +171,13 @@ class StaticStep:
     def run(self, width: int) -> Float[Tensor, "row vocab"]:
         """The logits after the tokens, in a tensor that the next pass may write again."""
         if width not in self.passes:
-            self.passes[width] = self._captured(width)
+            run = self.passes[width] = partial(self._pass, width)
+            try:
+                if (capture := CAPTURE.get(self.tokens.device.type)) is not None:
+                    self.passes[width] = capture(run)
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                _print_note(f"the model's pass cannot be captured as a graph ({reason})")
         return self.passes[width]()
 
     def _pass(self, width: int) -> Float[Tensor, "row vocab"]:
@@ -161,26 +191,6 @@ class StaticStep:
             past_key_values=self.cache,
             logits_to_keep=1,
         )[:, -1]
-
-    def _captured(self, width: int) -> Callable[[], Tensor]:
-        """The pass as a function: a CUDA graph's replay, or on other devices the pass itself."""
-        if self.tokens.device.type != "cuda":
-            return lambda: self._pass(width)
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            for _ in range(WARM_UP):
-                self._pass(width)
-        torch.cuda.current_stream().wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = self._pass(width)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return logits
-
-        return replay
 
 
 class StaticRows(BridgeRows):
@@ -198,6 +208,7 @@ class StaticRows(BridgeRows):
         recorder: Recorder | None,
     ) -> None:
         super().__init__(rows.model)
+        self.layouts = rows.layouts
         self.step, self.bias, self.recorder = step, bias, recorder
         self.positions = rows.positions[index]
         step.take(rows, index)
@@ -207,13 +218,13 @@ class StaticRows(BridgeRows):
     ) -> Float[Tensor, "row query vocab"]:
         step = self.step
         first, width = step.first, bucket(step.first + 1)
+        check_window(self.model, self.layouts, first + 1)
         step.tokens.copy_(ids)
         step.positions.copy_(positions)
         step.slot.fill_(first)
         step.mask[..., first] = 0
-        nothing = torch.zeros_like(step.bias[0, ..., :width])  # row head 1 key
-        for layer in self.bias.layers if step.by_head else self.bias.layers[:1]:
-            step.bias[layer, ..., :width] = self.bias.add(layer, nothing, first)
+        for layer, b in enumerate(step.bias[..., :width]):
+            b.copy_(self.bias.add(layer, self._hidden(layer, torch.zeros_like(b)), first))
         is_new = width not in step.passes
         logits = step.run(width)
         if is_new and (step.patterns.gt(0) & step.mask.lt(0))[..., :width].any():
@@ -225,6 +236,18 @@ class StaticRows(BridgeRows):
             self.recorder.observe_all(step.patterns[..., : first + 1], first)
         step.first += 1
         return logits[:, None]
+
+    def _hidden(
+        self, layer: int, scores: Float[Tensor, "row head query=1 key"]
+    ) -> Float[Tensor, "row head query=1 key"]:
+        """The scores without the keys that the layer's type hides from the next query."""
+        kind, query = self.bias.layer_types[layer], np.array([self.step.first])
+        if kind == FULL_ATTENTION:
+            return scores
+        starts = [int(kind.first_seen(query, each.pad)[0]) for each in self.bias.layouts]
+        start = torch.tensor(starts, device=scores.device)[:, None, None, None]
+        slot = torch.arange(scores.shape[3], device=scores.device)
+        return scores.masked_fill(slot < start, torch.finfo(self.step.mask.dtype).min)
 
 
 @contextmanager
@@ -254,7 +277,7 @@ def continued(
         ModelError: The model does not keep to the mask that it is given.
     """
     if getattr(model, "static", False):
-        if (problem := _static_problem(rows, augmentations, capacity)) is None:
+        if (problem := _static_problem(rows, augmentations)) is None:
             with _static(rows, index, capacity, augmentations, layouts, recorder, made) as static:
                 yield static
             return
@@ -277,7 +300,7 @@ def _static(
     """`continued` with static steps."""
     size, kinds = n_layers_and_heads(rows.model), layer_types(rows.model)
     bias = BatchBias([active_augmentations(each) for each in augmentations], layouts, size, kinds)
-    one_for_all = len({*kinds}) == 1 and all(
+    one_for_all = {*kinds} == {FULL_ATTENTION} and all(
         term.every_head and len(term.layers) == size[0] for term in bias.length_terms
     )
     key = (len(index), bucket(capacity), not one_for_all)
@@ -291,9 +314,7 @@ def _static(
         yield StaticRows(rows, index, step, bias, recorder)
 
 
-def _static_problem(
-    rows: Any, augmentations: Sequence[AugmentationLike], capacity: int
-) -> str | None:
+def _static_problem(rows: Any, augmentations: Sequence[AugmentationLike]) -> str | None:
     """The reason why rows cannot be continued with static steps; None if they can."""
     network = network_of(rows.model)
     if not isinstance(rows, BridgeRows):
@@ -302,11 +323,8 @@ def _static_problem(
         return "a law reads the scores"
     if rotary_limit(network.config) is not None:
         return "the model's rotary factors depend on the length of a text"
-    if not all(isinstance(each, SlotLayer) for each in rows.cache.layers) or any(
-        each != FULL_ATTENTION and (each.kind != "sliding" or each.size < capacity)
-        for each in layer_types(rows.model)
-    ):
-        return f"not every layer sees all {capacity} keys"
+    if not all(isinstance(each, SlotLayer) for each in rows.cache.layers):
+        return "not every layer keeps keys and values"
     if len({each.device for each in network.parameters()}) > 1:
         return "the model lies on several devices"
     return None
@@ -314,5 +332,5 @@ def _static_problem(
 
 @cache
 def _print_note(problem: str) -> None:
-    """Print once why steps are not static."""
-    print(f"note: steps have no fixed size here, because {problem}", file=sys.stderr)
+    """Print once why steps are not replayed."""
+    print(f"note: decoding without CUDA graphs: {problem}", file=sys.stderr)
