@@ -106,11 +106,6 @@ class StaticLayer(SlotLayer):
         )
         self.slot, self.width, self.is_initialized = slot, capacity, True
 
-    def take(self, old: SlotLayer, index: Int[Tensor, " row"]) -> None:
-        """Make row i a copy of the old row index[i]."""
-        self.keys[:, :, : old.used] = old.keys[index, :, : old.used]
-        self.values[:, :, : old.used] = old.values[index, :, : old.used]
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -129,6 +124,7 @@ class StaticStep:
         by_head: Give every layer and head a bias of its own; otherwise they share one.
 
     Attributes:
+        first: The slot of the tokens.
         mask, bias: Numbers that are added to the scores: 0 on live keys, and b.
         patterns: The attention of the last pass.
     """
@@ -152,13 +148,14 @@ class StaticStep:
 
     def take(self, rows: BridgeRows, index: Int[Tensor, " row"]) -> None:
         """Begin with copies of rows that have read their prompts."""
-        for layer, old in zip(self.layers, rows.cache.layers, strict=True):
-            layer.take(old, index)
         live = rows.mask[index].bool()  # row key
-        self.first = live.shape[1]
-        masked = torch.finfo(self.mask.dtype).min
-        self.mask.fill_(masked)
-        self.mask[:, 0, 0, : self.first].masked_fill_(live, 0)
+        n = self.first = live.shape[1]
+        for layer, old in zip(self.layers, rows.cache.layers, strict=True):
+            layer.keys[:, :, :n] = old.keys[index, :, :n]
+            layer.values[:, :, :n] = old.values[index, :, :n]
+        self.bias.zero_()
+        self.mask.fill_(torch.finfo(self.mask.dtype).min)
+        self.mask[:, 0, 0, :n].masked_fill_(live, 0)
 
     def edit(self, layer: int, scores: Tensor, _first: int) -> Tensor:
         """Add the bias."""
@@ -277,7 +274,7 @@ def continued(
         ModelError: The model does not keep to the mask that it is given.
     """
     if getattr(model, "static", False):
-        if (problem := _static_problem(rows, augmentations)) is None:
+        if (problem := _static_problem(model, rows, augmentations)) is None:
             with _static(rows, index, capacity, augmentations, layouts, recorder, made) as static:
                 yield static
             return
@@ -308,15 +305,18 @@ def _static(
         made.clear()
         made[key] = StaticStep(rows, *key)
     step = made[key]
-    step.bias.zero_()
     hooks, network = AttentionHooks(step.edit, step.read), plain_network(rows.model)
     with hook_attention(network, hooks, lambda _given: 0, range(size[0])):
         yield StaticRows(rows, index, step, bias, recorder)
 
 
-def _static_problem(rows: Any, augmentations: Sequence[AugmentationLike]) -> str | None:
+def _static_problem(
+    model: Model, rows: Rows, augmentations: Sequence[AugmentationLike]
+) -> str | None:
     """The reason why rows cannot be continued with static steps; None if they can."""
-    network = network_of(rows.model)
+    network = plain_network(model)
+    if network is None:
+        return "the model has hooks, so load it with model class TransformersModel"
     if not isinstance(rows, BridgeRows):
         return "the method or the phase reads tokens again"
     if any(each.reads_scores for row in augmentations for each in active_augmentations(row)):

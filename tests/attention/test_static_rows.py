@@ -87,7 +87,7 @@ def passes(monkeypatch):
 
 
 @torch.no_grad()
-def forced(model, rule, static, steps=24, layouts=None):
+def forced(model, rule, static, steps=34, layouts=None):
     """The logits of given tokens, [row step vocab], by usual or static steps."""
     if layouts is None:
         layouts = [Layout.of(model.tokenizer, "Very good:", each) for each in PROMPTS]
@@ -112,10 +112,139 @@ def folder(tmp_path_factory):
     return functools.cache(lambda name: save_family(name, tmp_path_factory.mktemp("family")))
 
 
+NOTES = {
+    **dict.fromkeys(("Qwen3-Next", "Qwen3.5", "Granite 4", "Gemma 4"), "keeps keys and values"),
+    "Gemma 4 with images": "keeps keys and values",
+    "Phi-3": "rotary factors depend on the length",
+    # Routers choose experts in Python; these steps are static, and called.
+    **dict.fromkeys(("DeepSeek-V3", "gpt-oss", "Gemma 3 with images"), "cannot be captured"),
+}
+"""By family, the note."""
+
+
 @pytest.mark.parametrize("name", [n for n, each in FAMILIES.items() if PLAIN not in each.refused])
 def test_families(name, folder, passes, capsys):
+    """Rows of two lengths, windows and chunks of 16 keys, and a bucket crossed."""
     model = load_model(folder(name), dtype="float64", device="cpu", model_class=PLAIN)
     usual, static = (forced(model, RULE, each) for each in (False, True))
     torch.testing.assert_close(static, usual, atol=FAMILIES[name].atol, rtol=0)
-    print(name, passes, capsys.readouterr().err)
-    assert 0
+    note, found = NOTES.get(name), capsys.readouterr().err
+    assert found.count("note: ") == found.count(note or "note: ") == (note is not None)
+    if note is None:
+        assert passes["captured"] == [64, 128]
+    assert set(passes["run"]) == (set() if note and "captured" not in note else {64, 128})
+
+
+def same(model, *asked, **settings):
+    """The same texts, and traces to 1e-6, by usual and static steps; the texts."""
+    plan = plan_batches(model, cell_of(model, *asked, **settings))
+    usual = decode_batches(model, plan)
+    model.static = True
+    try:
+        static = decode_batches(model, plan)
+    finally:
+        model.static = False
+    for column in ("tokens", "n_tokens", "finish"):
+        assert static.samples[column].tolist() == usual.samples[column].tolist()
+    for name in usual.trace.data_vars:
+        np.testing.assert_allclose(
+            static.trace[name], usual.trace[name], atol=1e-6, rtol=0, err_msg=str(name)
+        )
+    return static.samples
+
+
+RULES = {
+    "layers": Augmentation(alpha=0.7, layers="even", length_rule="kv"),
+    "heads": Augmentation(alpha=1.2, heads=((0, 1), (2, 3), (2, 0))),
+    "two": (Augmentation(alpha=0.5), Augmentation(alpha=0.5, law="cut", span="bos")),
+    "decode": Augmentation(alpha=0.5, law="constant", l0=128, phase="decode"),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+def test_rules(name, rule, passes):
+    asked = ("prefix", load_task("sentiment"), "positive", PROMPTS, RULES[rule])
+    traced = {"trace": "full", "patterns": ((0, 1), (2, 0))}
+    same(load(name, "float32", PLAIN), *asked, length=40, samples=2, **traced)
+    assert passes["captured"] == [64, 128]
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox"])
+@pytest.mark.parametrize("method", ["air-decoding", "preadd", "soft"])
+def test_methods(name, method, passes, tmp_path):
+    model, task = load(name, "float32", PLAIN), load_task("sentiment")
+    if method == "soft":
+        folder = soft_set(tmp_path, model, task)
+        asked, more = ("prefix", task, "positive"), {"parameters": {"prefixes": folder}}
+    else:
+        task = task if method == "air-decoding" else load_task("detox")
+        asked, more = (method, task, next(iter(task.attributes))), {}
+    same(model, *asked, PROMPTS, RULE, length=40, samples=2, trace="pooled", **more)
+    assert passes["captured"]
+
+
+def test_rows_that_end_early_and_steps_that_are_used_again(passes, monkeypatch):
+    model = load("tiny-gpt2", "float32", PLAIN)
+    end = type(model.tokenizer).convert_tokens_to_ids
+    monkeypatch.setattr(  # one token in eight ends a text
+        type(model.tokenizer),
+        "convert_tokens_to_ids",
+        lambda self, tokens: [*range(0, 257, 8)] if isinstance(tokens, list) else end(self, tokens),
+    )
+    asked = ("prefix", load_task("sentiment"), "positive", [*PROMPTS, "A"], RULE)
+    texts = same(model, *asked, length=40, samples=4, max_rows=4, eos="stop", top_k=200)
+    assert texts["n_tokens"].nunique() > 3
+    assert {*texts["finish"]} == {"end", "length"} or {*texts["finish"]} == {"end"}
+    assert len(passes["captured"]) == len({*passes["captured"]}) < 4  # in three batches
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+def test_bfloat16_under_teacher_forcing(name):
+    """Logits to four units in the last place of the largest, as sums of other widths round."""
+    model = load(name, "bfloat16", PLAIN)
+    usual, static = (forced(model, RULE, each).float() for each in (False, True))
+    assert (static - usual).abs().max() <= 4 * 2**-8 * usual.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "note"),
+    [
+        (PLAIN, Augmentation(alpha=1, law="target", tau=0.4), "a law reads the scores"),
+        (PLAIN, Augmentation(alpha=0.7, phase="predicting_only"), "reads tokens again"),
+        ("TransformerBridge", RULE, "the model has hooks"),
+    ],
+)
+def test_usual_steps_and_a_note(kind, rule, note, passes, capsys):
+    asked = ("prefix", load_task("sentiment"), "positive", PROMPTS, rule)
+    for _ in range(2):
+        same(load("tiny-gpt2", "float32", kind), *asked, length=30, samples=2)
+    assert not passes["run"]
+    assert note in (found := capsys.readouterr().err)
+    assert found.count("note: ") == 1
+
+
+def test_a_model_that_reads_hidden_slots_is_refused(monkeypatch):
+    model = load("tiny-gpt2", "float32", PLAIN)
+    whole = model.original_model.forward
+
+    def forward(*args, attention_mask, **settings):
+        return whole(*args, attention_mask=torch.zeros_like(attention_mask), **settings)
+
+    layouts = [Layout.of(model.tokenizer, "Very good:", PROMPTS[0])] * 2
+    real = static_rows.StaticStep._pass
+
+    def ignores_the_mask(step, width):
+        monkeypatch.setattr(model.original_model, "forward", forward)
+        return real(step, width)
+
+    monkeypatch.setattr(static_rows.StaticStep, "_pass", ignores_the_mask)
+    with pytest.raises(ModelError, match="reads slots that its mask hides"):
+        forced(model, RULE, True, layouts=layouts)
+
+
+def test_a_step_reads_at_most_twice_the_live_keys(monkeypatch):
+    monkeypatch.undo()
+    assert [bucket(n) for n in (1, 128, 129, 256, 257)] == [128, 128, 256, 256, 512]
+    assert all(n <= bucket(n) < 2 * n for n in range(65, 5000))
