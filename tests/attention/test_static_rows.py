@@ -171,10 +171,13 @@ def test_rules(name, rule, passes):
     assert passes["captured"] == [64, 128]
 
 
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox"])
 @pytest.mark.parametrize("method", ["air-decoding", "preadd", "soft"])
-def test_methods(name, method, passes, tmp_path):
-    model, task = load(name, "float32", PLAIN), load_task("sentiment")
+def test_methods(name, method, device, passes, tmp_path):
+    """On a GPU with CUDA graphs."""
+    model = load_model(name, dtype="float32", device=device, model_class=PLAIN)
+    task = load_task("sentiment")
     if method == "soft":
         folder = soft_set(tmp_path, model, task)
         asked, more = ("prefix", task, "positive"), {"parameters": {"prefixes": folder}}
