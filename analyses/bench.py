@@ -11,7 +11,8 @@ All decode the same number of texts, of the same lengths, with the same weights,
 - transformer-lens: a TransformerBridge with hooks that add a number to the prefix's scores, read in
   the same way.
 - unpacked, packed: this package, branches in one batch, with bias, trace, combining and drawing;
-  without and with prepacked weights. packed-transformers: without TransformerLens.
+  without and with prepacked weights. packed-transformers: without TransformerLens. static: that,
+  with steps of a fixed size, which a GPU replays as CUDA graphs.
 - roofline: the matrix products of one step alone, for all rows at once. Each shape takes the
   fastest of F.linear, oneDNN and prepacked weights.
 
@@ -76,6 +77,7 @@ CONTENDERS = (
     "unpacked",
     "packed",
     "packed-transformers",
+    "static",
     "roofline",
 )
 ALPHA = 0.5
@@ -147,6 +149,7 @@ def bench(shape: str, dtype: str, options: argparse.Namespace) -> pd.DataFrame:
                 "unpacked": lambda n, p=plan: with_our_loop(bridge, p(n), "none"),
                 "packed": lambda n, p=plan: with_our_loop(bridge, p(n), "all"),
                 "packed-transformers": lambda n, p=plan: with_our_loop(direct, p(n), "all"),
+                "static": lambda n, p=plan: with_our_loop(direct, p(n), "all", static=True),
             }
             found = plan(options.length)
             steps = time_steps({name: runs[name] for name in options.only if name in runs}, options)
@@ -289,8 +292,9 @@ def with_transformer_lens(model: Any, plan: BatchPlan) -> None:
         one_after_another(read, prompt_tokens(plan, device), plan.steps[0])
 
 
-def with_our_loop(model: Any, plan: BatchPlan, packing: str) -> None:
+def with_our_loop(model: Any, plan: BatchPlan, packing: str, static: bool = False) -> None:
     """This package."""
+    model.static = static
     model.lapa2_card = model_card(model).model_copy(update={"prepacking": packing})
     decode_batches(model, plan, progress=hidden_bar())
 

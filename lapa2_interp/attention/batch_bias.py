@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
@@ -84,7 +83,8 @@ class _Term:
         self.stop = int(np.flatnonzero(keys.any(0)).max(initial=-1)) + 1
         self.keys, self.heads = keys[:, : self.stop], heads
         self.layers = [layer for layer in range(size[0]) if heads[layer].any()]
-        self.every_head = bool(heads[self.layers].all())
+        given = [augmentation is not None for augmentation in augmentations]
+        self.every_head = bool(heads[self.layers][:, given].all())
         self.rows_by_rule = {
             augmentation: [row for row, other in enumerate(augmentations) if other == augmentation]
             for augmentation in set(augmentations)
@@ -146,8 +146,16 @@ class _PassTerm:
     """
 
     term: _Term
-    keys: Bool[Tensor, "row key"]
+    keys: Bool[Tensor, "row _"]
     heads: Bool[Tensor, "layer row head"]
+
+    def of_heads(
+        self, layer: int, b: Float[Tensor, "row #head query key"]
+    ) -> Float[Tensor, "row #head query key"]:
+        """A bias in the term's heads of a layer, and 0 in all others."""
+        if self.term.every_head:
+            return b
+        return torch.where(self.heads[layer][:, :, None, None], b, 0.0)
 
     def to_device(self, device: torch.device) -> _PassTerm:
         """A copy on another device: a model may span several."""
@@ -163,9 +171,9 @@ class _PassTerm:
 
 @dataclass
 class _LengthPassTerm(_PassTerm):
-    """Its bias depends on the length: `b` holds that of each row and query."""
+    """Its bias `b` depends on the length, and is that of all its heads."""
 
-    b: Float[Tensor, "row query"]
+    b: Float[Tensor, "row 1 query key"]
 
 
 @dataclass
@@ -344,17 +352,20 @@ class BatchBias:
             slots, device = np.array(queries), scores.device
             wide = torch.promote_types(scores.dtype, torch.float32)
 
-            def copy_rows(values: np.ndarray, axis: int = 0) -> Tensor:
+            def copy_rows(
+                values: np.ndarray, axis: int = 0, dtype: torch.dtype = torch.bool
+            ) -> Tensor:
                 """In `generate`, copies of a row (sequences or beams) follow each other."""
-                return torch.from_numpy(values).to(device).repeat_interleave(copies, axis)
+                return torch.from_numpy(values).to(device, dtype).repeat_interleave(copies, axis)
 
             terms: list[_PassTerm] = []
             for term in self.length_terms:
                 b = term.length_biases(slots, layer_type)
                 if b.any():
                     keys, heads = copy_rows(term.keys), copy_rows(term.heads, 1)
-                    b_rows = torch.from_numpy(b).to(device, wide).repeat_interleave(copies, 0)
-                    terms.append(_LengthPassTerm(term, keys, heads, b_rows))
+                    b_rows = copy_rows(b, dtype=wide)[:, None]  # row 1 query
+                    b_keys = _on_keys(keys, b_rows, scores.shape[3])
+                    terms.append(_LengthPassTerm(term, keys, heads, b_keys))
             for term in self.score_terms:
                 acts = term.acting_queries(slots, layer_type)
                 if acts.any():
@@ -396,17 +407,18 @@ class BatchBias:
         if not terms:
             return scores
         # Add the biases that depend on the length, then those that depend on the scores.
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         for each in terms:
             if isinstance(each, _LengthPassTerm):
-                _add(scores, each, layer, rearrange(each.b, "row query -> row 1 query 1"))
+                scores = scores + each.of_heads(layer, each.b)
         score_terms = [each for each in terms if isinstance(each, _ScorePassTerm)]
         if score_terms:
             b = self._score_biases(scores, score_terms, layer)
             if self.capped is not None:
                 self.capped(layer, (b.abs() >= BIAS_CAP).any(0), first)
             for each, b_term in zip(score_terms, b, strict=True):
-                _add(scores, each, layer, rearrange(b_term, "row head query -> row head query 1"))
+                b_keys = _on_keys(each.keys, b_term, scores.shape[3])
+                scores = scores + each.of_heads(layer, b_keys)
         return scores
 
     def _score_biases(
@@ -470,17 +482,11 @@ class BatchBias:
         return [row * copies + i for row in rows for i in range(copies)]
 
 
-def _add(
-    scores: Float[Tensor, "row head query key"],
-    term: _PassTerm,
-    layer: int,
-    b: Float[Tensor, "row #head query 1"],
-) -> None:
-    """Add a bias to the keys of a term, in place."""
-    keys = rearrange(term.keys[:, : scores.shape[3]], "row key -> row 1 1 key")
-    if not term.term.every_head:
-        keys = keys & rearrange(term.heads[layer], "row head -> row head 1 1")
-    scores[..., : keys.shape[3]] += torch.where(keys, b, 0.0)
+def _on_keys(
+    keys: Bool[Tensor, "row _"], b: Float[Tensor, "row head query"], n_keys: int
+) -> Float[Tensor, "row head query key"]:
+    """A bias on some keys, and 0 on all others."""
+    return torch.where(pad(keys, (0, n_keys - keys.shape[1]))[:, None, None], b[..., None], 0.0)
 
 
 def _union(masks: Sequence[Bool[Tensor, "row _"]]) -> Bool[Tensor, "row key"]:

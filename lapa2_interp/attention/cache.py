@@ -32,6 +32,7 @@ from lapa2_interp.models.card import (
     is_bridge,
     model_short_context,
     network_of,
+    plain_network,
     smallest_window,
 )
 from lapa2_interp.models.rotary import refuse_mixed_rotary
@@ -241,13 +242,17 @@ def _positions(
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer in a buffer that is written in place and read as a view."""
+    """Keys and values of one layer in a buffer that is written in place and read as a view.
+
+    Args:
+        shared: Give the model views whose repetition costs nothing (`CachedHeads`).
+    """
 
     is_sliding = False
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, shared: bool) -> None:
         super().__init__()
-        self.capacity = capacity
+        self.capacity, self.shared = capacity, shared
         self.used = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -274,10 +279,11 @@ class SlotLayer(CacheLayerMixin):
         self.keys[:, :, self.used : end] = key_states
         self.values[:, :, self.used : end] = value_states
         self.used = end
-        return CachedHeads.of(self.keys[:, :, :end]), CachedHeads.of(self.values[:, :, :end])
+        keys, values = self.keys[:, :, :end], self.values[:, :, :end]
+        return (CachedHeads.of(keys), CachedHeads.of(values)) if self.shared else (keys, values)
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> SlotLayer:
-        wider = SlotLayer(capacity)
+        wider = SlotLayer(capacity, self.shared)
         index = index.to(self.keys.device)
         wider.update(self.keys[index, :, : self.used], self.values[index, :, : self.used])
         return wider
@@ -380,8 +386,8 @@ class BridgeRows:
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
     ) -> None:
         check_readable(self.model, layouts)
-        capacity = len(layouts[0])
-        layers = new_cache_layers(self.model, lambda: SlotLayer(capacity))
+        capacity, shared = len(layouts[0]), plain_network(self.model) is None
+        layers = new_cache_layers(self.model, lambda: SlotLayer(capacity, shared))
         soft = soft_keys_and_values(self.model, layouts, prefixes)
         if soft is not None:
             for layer, keys, values in zip(layers, *soft, strict=True):

@@ -9,18 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from lapa2_interp.models.attention_interface import shared_product
+
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
 class CachedHeads(Tensor):
     """A view of cached keys or values that replaces the repeated tensor.
 
     It has the repeated tensor's shape and transpose, and products that read each shared head once.
-    In half precision on a CPU, where products need dense matrices, the copy made here keeps the
-    order in memory; PyTorch's own copy would transpose, which is slow. Every other operation gets a
-    plain, repeated tensor.
+    Every other operation gets a plain, repeated tensor.
     """
 
     repeats = 1
@@ -36,10 +37,11 @@ class CachedHeads(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.matmul and isinstance(args[1], cls) and args[1].dim() == 4:
-                return args[1]._product(*tree_map_only(cls, cls._copied, args[:1]))
+                left = args[0]._copied() if isinstance(args[0], cls) else args[0]
+                return shared_product(left, args[1].as_subclass(Tensor))
             if isinstance(args[0], cls):
                 view = args[0]
-                if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
+                if func == _SHAPE:
                     return torch.Size((len(view), view.shape[1] * view.repeats, *view.shape[2:]))
                 if func is Tensor.transpose and args[1:] in ((-2, -1), (2, 3)):
                     return cls._repeated(view.transpose(-2, -1), view.repeats)
@@ -57,15 +59,6 @@ class CachedHeads(Tensor):
         view = heads.as_subclass(cls)
         view.repeats = repeats
         return view
-
-    def _product(
-        self, left: Float[Tensor, "row head query inner"]
-    ) -> Float[Tensor, "row head query outer"]:
-        grouped = left.reshape(*self.shape[:2], self.repeats * left.shape[2], left.shape[3])
-        right = self.as_subclass(Tensor)
-        if right.device.type == "cpu" and right.dtype in (torch.bfloat16, torch.float16):
-            right = right.clone()  # dense, in the order it has
-        return (grouped @ right).view(*left.shape[:3], self.shape[3])
 
     def _copied(self) -> Tensor:
         plain = self.as_subclass(Tensor)

@@ -115,6 +115,7 @@ class Recorder:
         )
         self.is_near = (age >= 0)[:, None].to(device)  # row 1 query last
         self.layers: list[Tensor] = []
+        self.means: dict[LayerType, Tensor] = {}
         self.pattern_rows: dict[tuple[int, int], Tensor] = {}
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
@@ -128,7 +129,39 @@ class Recorder:
         steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(
             self.weights.device, torch.float32
         )
-        # row head query sum
+        if self.kind == "full":
+            self.layers.append(self._sums(steps))
+        else:  # sums of a mean are the means of sums
+            kind, mean = self.layer_types[layer], steps.mean(1, keepdim=True)  # row 1 query key
+            self.means[kind] = self.means[kind] + mean if kind in self.means else mean
+        # by pair: row query key
+        self.pattern_rows |= {
+            pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer
+        }
+        if layer == self.attending[-1]:
+            self._close_pass()
+
+    def observe_all(self, patterns: Float[Tensor, "layer row head query key"], first: int) -> None:
+        """Reduce the attention of all layers of a pass, each of which has attention, at once."""
+        self._begin_pass(first + patterns.shape[3], first, patterns.device)
+        patterns = patterns[:, :, :, int(self.slots[0]) - first :].float()
+        if self.kind == "full":
+            steps = patterns.transpose(0, 1)  # row layer head query key
+            sums = self._sums(steps.flatten(1, 2)).unflatten(1, steps.shape[1:3])
+            self.layers = list(sums.unbind(1))
+        else:
+            means = patterns.mean(2)  # layer row query key
+            for kind, layers in zip(self.kinds, self._layers_of_kinds(), strict=True):
+                self.means[kind] = means[layers].sum(0)[:, None]
+        self.pattern_rows = {
+            (layer, head): patterns[layer, :, head] for layer, head in self.patterns
+        }
+        self._close_pass()
+
+    def _sums(
+        self, steps: Float[Tensor, "row head query key"]
+    ) -> Float[Tensor, "row head query sum"]:
+        """The sums of `SUMS`, then the attention on each token of the prefix."""
         parts = (steps.flatten(1, 2) @ self.weights).unflatten(1, steps.shape[1:3])
         # row head query last
         last = torch.where(
@@ -136,13 +169,7 @@ class Recorder:
         )
         nearest = last.cumsum(3)[..., [k - 1 for k in NEAREST]]  # row head query sum
         n_parts = len(SUMS) - len(NEAREST)
-        self.layers.append(torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3))
-        # by pair: row query key
-        self.pattern_rows |= {
-            pair: steps[:, pair[1]].clone() for pair in self.patterns if pair[0] == layer
-        }
-        if layer == self.attending[-1]:
-            self._close_pass()
+        return torch.cat([parts[..., :n_parts], nearest, parts[..., n_parts:]], dim=3)
 
     def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
         """Count the biases of a layer that were cut at +-BIAS_CAP."""
@@ -159,13 +186,19 @@ class Recorder:
             self.caps_of_pass = torch.zeros(n_rows, n_queries)
         self.caps += self._split_by_step(self.caps_of_pass[:, -n_queries:])
         self.caps_of_pass = None
-        sums = torch.stack(self.layers, dim=2).permute(0, 3, 2, 1, 4)  # row query layer head sum
-        # by kind of layer: row query kind sum
-        parts = [sums[:, :, each] for each in self._layers_of_kinds()] if self.kinds[1:] else [sums]
-        means = torch.stack([each.mean((2, 3)) for each in parts], 2)
-        # row query layer head sum, or row query kind sum
-        values = sums if self.kind == "full" else means
-        self.steps += self._split_by_step(values[..., : len(SUMS)])
+        if self.kind == "full":
+            # row query layer head sum
+            sums = torch.stack(self.layers, dim=2).permute(0, 3, 2, 1, 4)
+            of_kinds = [sums[:, :, each].mean((2, 3)) for each in self._layers_of_kinds()]
+        else:
+            of_kinds = [
+                self._sums(self.means[kind] / len(layers))[:, 0]
+                for kind, layers in zip(self.kinds, self._layers_of_kinds(), strict=True)
+            ]
+        means = torch.stack(of_kinds, dim=2)  # row query kind sum
+        self.steps += self._split_by_step(
+            (sums if self.kind == "full" else means)[..., : len(SUMS)]
+        )
         self.tokens += self._split_by_step(means[..., len(SUMS) :])
         if self.patterns:
             # row query pair key -> by query: sample pair key
@@ -175,7 +208,7 @@ class Recorder:
             self.rows += [
                 row[..., : slot + 1] for row, slot in zip(rows, self.slots.tolist(), strict=True)
             ]
-        self.layers, self.pattern_rows = [], {}
+        self.layers, self.means, self.pattern_rows = [], {}, {}
 
     def _layers_of_kinds(self) -> list[list[int]]:
         """By layer type, the indices of its layers among those with attention."""

@@ -31,6 +31,7 @@ from lapa2_interp.attention.cache import new_rows, prompt_log_likelihood
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.neurons import set_neurons
 from lapa2_interp.attention.recorder import Recorder
+from lapa2_interp.attention.static_rows import StaticSteps, continued
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import decode_continuation
 from lapa2_interp.generation.banned_words import BannedWords
@@ -127,10 +128,11 @@ def decode_batches(
     )
     bar = progress if own is None else own
     tables, traces, problems = [], [], []
+    steps: StaticSteps = {}
     try:
         with prepacked_model(model):
             for pairs in plan.batches if batches is None else batches:
-                table, trace = _decode_batch(model, plan, pairs, bar)
+                table, trace = _decode_batch(model, plan, pairs, steps, bar)
                 tables.append(table)
                 problems += [
                     f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
@@ -155,7 +157,11 @@ def decode_batches(
 
 
 def _decode_batch(
-    model: Model, plan: BatchPlan, pairs: Sequence[tuple[int, int]], bar: tqdm
+    model: Model,
+    plan: BatchPlan,
+    pairs: Sequence[tuple[int, int]],
+    steps: StaticSteps,
+    bar: tqdm,
 ) -> tuple[pd.DataFrame, xr.Dataset | None]:
     """The texts of a batch and their trace; those that the method does not accept are drawn
     again."""
@@ -170,7 +176,7 @@ def _decode_batch(
         if kind != "none":
             recorder = Recorder(*size, kind, plan.cell.patterns, layer_types(model))
         progress = bar if trial == 0 else hidden_bar()
-        drawn = _decode_steps(model, plan, batch, ending, recorder, progress)
+        drawn = _decode_steps(model, plan, batch, ending, recorder, steps, progress)
         tokens = torch.stack(list(drawn), dim=1)  # sample step
         table = _table(model, plan, batch, tokens, ending)
         # Keep what the method accepts; in the last trial, everything.
@@ -203,6 +209,7 @@ def _decode_steps(
     batch: Batch,
     ending: Ending,
     recorder: Recorder | None,
+    steps: StaticSteps,
     bar: tqdm,
 ) -> Iterator[Int[Tensor, " sample"]]:
     """Decode one batch step by step; yields the tokens of each step and marks how samples end."""
@@ -232,8 +239,7 @@ def _decode_steps(
     ):
         # row query vocab; row = branch x prompt
         read = rows.prompt_pass(batch.layouts, batch.prefixes, keep)
-    # Expand prompts to samples.
-    rows.expand(expansion.to(read.device), capacity=len(batch.layouts[0]) + max(batch.steps) - 1)
+    # Here prompts are expanded to samples.
     state = method.begin(_start(batch, branches, n_prompt, read if method.reads_prompt else None))
     logits = read[expansion, -1]  # row vocab; from here on row = branch x sample
     del read
@@ -254,9 +260,16 @@ def _decode_steps(
     uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
     if recorder is not None:
         recorder.begin(batch.sample_layouts)
-    with augmented(
-        model, [of_prompts[row] for row in batch.expansion], batch.sample_layouts, recorder
-    ):
+    with continued(
+        model,
+        rows,
+        expansion.to(logits.device),
+        len(batch.layouts[0]) + max(batch.steps) - 1,
+        [of_prompts[row] for row in batch.expansion],
+        batch.sample_layouts,
+        recorder,
+        steps,
+    ) as rows:
         for step in range(max(batch.steps)):
             log_probs = _of_branches(logits, branches)  # by branch: sample vocab
             masked_log_probs = mask_main_branch(log_probs, mask_forbidden)

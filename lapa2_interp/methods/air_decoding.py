@@ -75,7 +75,7 @@ class AirDecoding(Method):
         short = fits = None
         if len(log_probs) == 3 and self.posterior == "reconstructed":
             log_cond = self._log_cond_of_two(log_probs, state)
-            fits = log_cond.isfinite().all(dim=1, keepdim=True)  # sample 1
+            fits = log_cond.amin(dim=1, keepdim=True).isfinite()  # sample 1; all are <= 0, or NaN
             short = log_cond.mul_(self.omega).add_(log_probs["base"])
             if fits.all():
                 return short

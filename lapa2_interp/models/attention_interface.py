@@ -132,10 +132,8 @@ def attend(
             " attention, which cannot be augmented through transformers' interface; put the model"
             " in eval mode, or try TransformerBridge, which checks that its hooks are live"
         )
-    repeats = query.shape[1] // key.shape[1]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    # row head query key
-    scores = torch.matmul(query, _repeat_heads(key, repeats).transpose(2, 3)) * scale
+    scores = shared_product(query, key.transpose(2, 3)) * scale  # row head query key
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if attention_mask is not None:
@@ -154,21 +152,25 @@ def attend(
         hooks.state.seen.add(module.layer_idx)
     pattern = pattern.to(query.dtype)
     # row head query d_head -> row query head d_head
-    out = torch.matmul(pattern, _repeat_heads(value, repeats)).transpose(1, 2).contiguous()
+    out = shared_product(pattern, value).transpose(1, 2).contiguous()
     for hooks in lapa2:
         if hooks.edit_output is not None:
             out = hooks.edit_output(module.layer_idx, out, hooks.first)
     return out, pattern
 
 
-def _repeat_heads(heads: Tensor, repeats: int) -> Tensor:
-    """Repeat shared heads, once per query head: row kv_head key d_head -> row head key d_head."""
-    if repeats == 1:
-        return heads
-    rows, n_shared, n_keys, d_head = heads.shape
-    # `CachedHeads` recognises these two operations.
-    spread = heads[:, :, None, :, :].expand(rows, n_shared, repeats, n_keys, d_head)
-    return spread.reshape(rows, n_shared * repeats, n_keys, d_head)
+def shared_product(
+    left: Float[Tensor, "row head query inner"], right: Float[Tensor, "row kv_head inner outer"]
+) -> Float[Tensor, "row head query outer"]:
+    """The product of every head with the shared head of its group, which is read once.
+
+    In half precision on a CPU, where products need dense matrices, the copy made here keeps the
+    order in memory; PyTorch's own copy would transpose, which is slow.
+    """
+    if right.device.type == "cpu" and right.dtype in (torch.bfloat16, torch.float16):
+        right = right.clone()  # dense, in the order it has
+    grouped = left.reshape(*right.shape[:2], -1, left.shape[3])
+    return (grouped @ right).view(*left.shape[:3], right.shape[3])
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)

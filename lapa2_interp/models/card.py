@@ -38,12 +38,17 @@ class TransformersModel:
         network: A causal language model.
         tokenizer, name: The model's.
 
+    Attributes:
+        static: Decode with steps of a fixed size (`attention.static_rows`): on a GPU as CUDA
+            graphs. Set it to True before you generate.
+
     Raises:
         ModelError: The network is not a transformers model.
         LayoutError: The tokenizer is not a tokenizer.
     """
 
     hook_dict: Mapping[str, Any] = MappingProxyType({})
+    static = False
 
     def __init__(self, network: Any, tokenizer: Any, name: str) -> None:
         if not hasattr(type(network), "set_attn_implementation"):

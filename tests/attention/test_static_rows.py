@@ -1,0 +1,253 @@
+"""Static steps make the texts and traces of the usual ones.
+
+No GPU is needed: `replayed` stands for a CUDA graph. It notes the operations of one pass with their
+tensors, and repeats them on the same tensors without the model's Python code.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from conftest import cell_of, load, soft_set
+from families import FAMILIES, PLAIN, save_family
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lapa2_interp import Augmentation, Layout, augmented, load_model
+from lapa2_interp._util.errors import ModelError
+from lapa2_interp.attention import static_rows
+from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.static_rows import bucket, continued
+from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.plan import plan_batches
+from lapa2_interp.methods import load_task
+
+PROMPTS = ("The lake", "The book is on the table")
+RULE = Augmentation(alpha=0.7)
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"}
+"""Operations that a graph cannot hold: they wait for the device, or bring a tensor to it."""
+
+
+class Notes(TorchDispatchMode):
+    """The operations in a block, with their arguments and results."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name().partition(".")[0] in WAITS:
+            raise RuntimeError(f"{func.name()} waits for the device")
+        made = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, made))
+        return made
+
+
+def replayed(run):
+    with Notes() as notes:
+        result = run()
+
+    def replay():
+        for func, args, kwargs, made in notes.calls:
+            for old, new in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
+                # Views, and tensors that are changed in place, lie where they lay.
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+        return result
+
+    return replay
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    """Buckets of few keys, so that short texts cross them, and graphs on the CPU."""
+    monkeypatch.setattr(static_rows, "SMALLEST_BUCKET", 4)
+    monkeypatch.setitem(static_rows.CAPTURE, "cpu", replayed)
+    static_rows._print_note.cache_clear()
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The widths of all static passes, and of those that were captured."""
+    found = {"run": [], "captured": []}
+    run, captured = static_rows.StaticStep.run, static_rows.StaticStep._pass
+
+    def noted(name, real):
+        def call(step, width):
+            found[name].append(width)
+            return real(step, width)
+
+        return call
+
+    monkeypatch.setattr(static_rows.StaticStep, "run", noted("run", run))
+    monkeypatch.setattr(static_rows.StaticStep, "_pass", noted("captured", captured))
+    return found
+
+
+@torch.no_grad()
+def forced(model, rule, static, steps=34, layouts=None):
+    """The logits of given tokens, [row step vocab], by usual or static steps."""
+    if layouts is None:
+        layouts = [Layout.of(model.tokenizer, "Very good:", each) for each in PROMPTS]
+    padded, index = left_pad(layouts), torch.tensor([1, 0, 1])
+    rows, found = new_rows(model), []
+    with augmented(model, rule, padded):
+        rows.prompt_pass(padded)
+    rules, of_rows = [rule] * 3, [padded[i] for i in index]
+    tokens = (7 * torch.arange(3 * steps) % 200 + 40).view(3, steps)
+    model.static = static
+    try:
+        block = continued(model, rows, index, len(padded[0]) + steps, rules, of_rows, None, {})
+        with block as more:
+            found = [more.read_tokens(tokens[:, i : i + 1])[:, -1].clone() for i in range(steps)]
+    finally:
+        model.static = False
+    return torch.stack(found, dim=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return functools.cache(lambda name: save_family(name, tmp_path_factory.mktemp("family")))
+
+
+NOTES = {
+    **dict.fromkeys(("Qwen3-Next", "Qwen3.5", "Granite 4", "Gemma 4"), "keeps keys and values"),
+    "Gemma 4 with images": "keeps keys and values",
+    "Phi-3": "rotary factors depend on the length",
+    # Routers choose experts in Python; these steps are static, and called.
+    **dict.fromkeys(("DeepSeek-V3", "gpt-oss", "Gemma 3 with images"), "cannot be captured"),
+}
+"""By family, the note."""
+
+
+@pytest.mark.parametrize("name", [n for n, each in FAMILIES.items() if PLAIN not in each.refused])
+def test_families(name, folder, passes, capsys):
+    """Rows of two lengths, windows and chunks of 16 keys, and a bucket crossed."""
+    model = load_model(folder(name), dtype="float64", device="cpu", model_class=PLAIN)
+    usual, static = (forced(model, RULE, each) for each in (False, True))
+    torch.testing.assert_close(static, usual, atol=FAMILIES[name].atol, rtol=0)
+    note, found = NOTES.get(name), capsys.readouterr().err
+    assert found.count("note: ") == found.count(note or "note: ") == (note is not None)
+    if note is None:
+        assert passes["captured"] == [64, 128]
+    assert set(passes["run"]) == (set() if note and "captured" not in note else {64, 128})
+
+
+def same(model, *asked, **settings):
+    """The same texts, and traces to 1e-6, by usual and static steps; the texts."""
+    plan = plan_batches(model, cell_of(model, *asked, **settings))
+    usual = decode_batches(model, plan)
+    model.static = True
+    try:
+        static = decode_batches(model, plan)
+    finally:
+        model.static = False
+    for column in ("tokens", "n_tokens", "finish"):
+        assert static.samples[column].tolist() == usual.samples[column].tolist()
+    for name in usual.trace.data_vars:
+        np.testing.assert_allclose(
+            static.trace[name], usual.trace[name], atol=1e-6, rtol=0, err_msg=str(name)
+        )
+    return static.samples
+
+
+RULES = {
+    "layers": Augmentation(alpha=0.7, layers="even", length_rule="kv"),
+    "heads": Augmentation(alpha=1.2, heads=((0, 1), (2, 3), (2, 0))),
+    "two": (Augmentation(alpha=0.5), Augmentation(alpha=0.5, law="cut", span="bos")),
+    "decode": Augmentation(alpha=0.5, law="constant", l0=128, phase="decode"),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+def test_rules(name, rule, passes):
+    asked = ("prefix", load_task("sentiment"), "positive", PROMPTS, RULES[rule])
+    traced = {"trace": "full", "patterns": ((0, 1), (2, 0))}
+    same(load(name, "float32", PLAIN), *asked, length=40, samples=2, **traced)
+    assert passes["captured"] == [64, 128]
+
+
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox"])
+@pytest.mark.parametrize("method", ["air-decoding", "preadd", "soft"])
+def test_methods(name, method, device, passes, tmp_path):
+    """On a GPU with CUDA graphs."""
+    model = load_model(name, dtype="float32", device=device, model_class=PLAIN)
+    task = load_task("sentiment")
+    if method == "soft":
+        folder = soft_set(tmp_path, model, task)
+        asked, more = ("prefix", task, "positive"), {"parameters": {"prefixes": folder}}
+    else:
+        task = task if method == "air-decoding" else load_task("detox")
+        asked, more = (method, task, next(iter(task.attributes))), {}
+    same(model, *asked, PROMPTS, RULE, length=40, samples=2, trace="pooled", **more)
+    assert passes["captured"]
+
+
+def test_rows_that_end_early_and_steps_that_are_used_again(passes, monkeypatch):
+    model = load("tiny-gpt2", "float32", PLAIN)
+    end = type(model.tokenizer).convert_tokens_to_ids
+    monkeypatch.setattr(  # one token in eight ends a text
+        type(model.tokenizer),
+        "convert_tokens_to_ids",
+        lambda self, tokens: [*range(0, 257, 8)] if isinstance(tokens, list) else end(self, tokens),
+    )
+    asked = ("prefix", load_task("sentiment"), "positive", [*PROMPTS, "A"], RULE)
+    texts = same(model, *asked, length=40, samples=4, max_rows=4, eos="stop", top_k=200)
+    assert texts["n_tokens"].nunique() > 3
+    assert {*texts["finish"]} == {"end", "length"} or {*texts["finish"]} == {"end"}
+    assert len(passes["captured"]) == len({*passes["captured"]}) < 4  # in three batches
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+def test_bfloat16_under_teacher_forcing(name):
+    """Logits to four units in the last place of the largest, as sums of other widths round."""
+    model = load(name, "bfloat16", PLAIN)
+    usual, static = (forced(model, RULE, each).float() for each in (False, True))
+    assert (static - usual).abs().max() <= 4 * 2**-8 * usual.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "note"),
+    [
+        (PLAIN, Augmentation(alpha=1, law="target", tau=0.4), "a law reads the scores"),
+        (PLAIN, Augmentation(alpha=0.7, phase="predicting_only"), "reads tokens again"),
+        ("TransformerBridge", RULE, "the model has hooks"),
+    ],
+)
+def test_usual_steps_and_a_note(kind, rule, note, passes, capsys):
+    asked = ("prefix", load_task("sentiment"), "positive", PROMPTS, rule)
+    for _ in range(2):
+        same(load("tiny-gpt2", "float32", kind), *asked, length=30, samples=2)
+    assert not passes["run"]
+    assert note in (found := capsys.readouterr().err)
+    assert found.count("note: ") == 1
+
+
+def test_a_model_that_reads_hidden_slots_is_refused(monkeypatch):
+    model = load("tiny-gpt2", "float32", PLAIN)
+    whole = model.original_model.forward
+
+    def forward(*args, attention_mask, **settings):
+        return whole(*args, attention_mask=torch.zeros_like(attention_mask), **settings)
+
+    layouts = [Layout.of(model.tokenizer, "Very good:", PROMPTS[0])] * 2
+    real = static_rows.StaticStep._pass
+
+    def ignores_the_mask(step, width):
+        monkeypatch.setattr(model.original_model, "forward", forward)
+        return real(step, width)
+
+    monkeypatch.setattr(static_rows.StaticStep, "_pass", ignores_the_mask)
+    with pytest.raises(ModelError, match="reads slots that its mask hides"):
+        forced(model, RULE, True, layouts=layouts)
+
+
+def test_a_step_reads_at_most_twice_the_live_keys(monkeypatch):
+    monkeypatch.undo()
+    assert [bucket(n) for n in (1, 128, 129, 256, 257)] == [128, 128, 256, 256, 512]
+    assert all(n <= bucket(n) < 2 * n for n in range(65, 5000))
