@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -83,16 +83,26 @@ def _drawn_once(n: int, resamples: int, seed: int) -> Int[np.ndarray, "draw n"]:
     return picks
 
 
-def tails(clusters: int) -> list[float]:
+@cache
+def student_quantile(level: float, df: int) -> float:
+    """The quantile of Student's t at a level in (0, 1)."""
+    from scipy.stats import t
+
+    return float(t.ppf(level, df))
+
+
+@cache
+def tails(clusters: int) -> tuple[float, float]:
     """The percentiles of a 95 % interval from resampling so many clusters.
 
     They are 2.5 and 97.5, moved outwards because Student's t is wider than the normal and because
     resampled means vary too little (Hesterberg 2015).
     """
-    from scipy.stats import norm, t
+    from scipy.stats import norm
 
-    low = 100 * float(norm.cdf(-t.ppf(0.975, clusters - 1) * math.sqrt(clusters / (clusters - 1))))
-    return [low, 100 - low]
+    wider = math.sqrt(clusters / (clusters - 1))
+    low = 100 * float(norm.cdf(-student_quantile(0.975, clusters - 1) * wider))
+    return low, 100 - low
 
 
 def resampled_p(
@@ -142,15 +152,13 @@ def bounds(
             resampled_means(values, clusters, resamples, seed), tails(len(names)), axis=0
         )
         return np.asarray(low), np.asarray(high)
-    from scipy.stats import t
-
     # The mean is a ratio of sums over clusters, so its error comes from how far each cluster is
     # from its share of it.
     mean = values.mean(axis=0)
     rests = np.zeros((len(names), *values.shape[1:]))
     np.add.at(rests, codes, values - mean)
     error = np.sqrt(len(names) / (len(names) - 1) * (rests**2).sum(axis=0)) / len(values)
-    half = float(t.ppf(0.975, len(names) - 1)) * error
+    half = student_quantile(0.975, len(names) - 1) * error
     return np.asarray(mean - half), np.asarray(mean + half)
 
 
@@ -185,6 +193,10 @@ def mean_interval(
     )
 
 
+class NothingPairedError(ValueError):
+    """Two conditions share no cluster."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """A paired difference of means over the clusters two conditions share.
@@ -215,10 +227,8 @@ class Difference:
         """The smallest true difference whose 95 % interval would exclude 0 in 80 % of repetitions,
         with as many clusters of this spread: by Student's t, 2.80 standard errors where they are
         many."""
-        from scipy.stats import t as student
-
         df = self.clusters - 1
-        return float(student.ppf(0.975, df) + student.ppf(0.8, df)) * self.error
+        return (student_quantile(0.975, df) + student_quantile(0.8, df)) * self.error
 
     def p_within(self, margin: float) -> float:
         """p of "the true difference is as large as the margin, or larger": Student's two one-sided
@@ -274,7 +284,7 @@ def paired_difference(
             is a unit. They change `texts` and `noise` only.
 
     Raises:
-        ValueError: The two share no cluster.
+        NothingPairedError: The two share no cluster.
     """
     # Numbers of clusters, kinds and cells (cluster x kind) for the values of both conditions.
     values = np.concatenate([np.asarray(each, dtype=np.float64) for each in (before, after)])
@@ -291,17 +301,17 @@ def paired_difference(
     sides = (kept & ~later, kept & later)
     means, sizes = zip(*(_means(values[side], cells[side], n_cells) for side in sides), strict=True)
     both = (sizes[0] > 0) & (sizes[1] > 0)
-    in_both = both.reshape(-1, n_kinds)
+    in_both = both.reshape(len(names), n_kinds)
     shared = in_both.any(1)
 
     def by_cluster(of_cells: np.ndarray) -> np.ndarray:
-        return np.where(both, of_cells, 0.0).reshape(-1, n_kinds).sum(1)[shared]
+        return np.where(in_both, of_cells.reshape(in_both.shape), 0.0).sum(1)[shared]
 
     count = in_both.sum(1)[shared]
     gaps = by_cluster(means[1] - means[0]) / count
     n = len(gaps)
     if n == 0:
-        raise ValueError("the two conditions share no cluster, so nothing can be paired")
+        raise NothingPairedError("the two conditions share no cluster, so nothing can be paired")
     # The variance that texts inside a cluster give its difference.
     label = np.arange(len(values))
     if units is not None:

@@ -79,10 +79,11 @@ class CleanPass:
     def is_whole(self, model: Model) -> bool:
         """True if a pass of the first row that begins at any of the layers has the logits of a
         whole one. It has others where blocks share more than the residual stream, such as the
-        keys of an earlier layer."""
+        keys of an earlier layer. Two tokens show it."""
         index = torch.zeros(1, dtype=torch.long, device=self.tokens.device)
-        tokens = self.tokens[:1]
-        alone = CleanPass.read(model, self.copies(index), tokens, list(self.residuals))
+        tokens = self.tokens[:1, :2]
+        short = CleanPass(self.rows, tokens, {})
+        alone = CleanPass.read(model, short.copies(index), tokens, list(self.residuals))
         whole = alone.copies(index).read_tokens(tokens)
         for layer in alone.residuals:
             rows = alone.copies(index)

@@ -51,8 +51,8 @@ Heads = tuple[tuple[int, int], ...]
 Z = "blocks.{}.attn.hook_z"
 LOGIT_BYTES = 2**28
 """Memory for the logits of a batch."""
-FEW_EDITS = 4
-"""Fewer edits are not worth a clean pass."""
+LEAST_SAVED = 2
+"""Passes that edits must save by a clean pass, which takes one itself, to be worth it."""
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,12 @@ def _clean_passes(
     edits: Sequence[Edit | None],
     augmentation: AugmentationLike,
 ) -> list[CleanPass | None]:
-    """A clean pass of each group; None where too few edits would begin with it, or none could."""
+    """A clean pass of each group; None where edits would save too little by it, or nothing."""
     by_step = any(edit is not None and edit.phase == "predicting_only" for edit in edits)
     everywhere = active_augmentations(resolve_recipes(augmentation))
-    if by_step or everywhere or len(edits) < FEW_EDITS or plain_network(model) is not None:
+    saved = sum(min(layer for layer, _ in edit.heads) for edit in edits if edit)
+    too_little = saved < LEAST_SAVED * model.cfg.n_layers
+    if by_step or everywhere or too_little or plain_network(model) is not None:
         return [None] * len(groups)
     fronts = [
         read_prefixes(

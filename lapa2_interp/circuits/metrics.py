@@ -167,8 +167,14 @@ def _log_mean(log_probs: Sequence[Tensor]) -> Tensor:
     return top + (total / len(log_probs)).log()
 
 
-def _divergence(log_probs: Sequence[Tensor]) -> Tensor:
-    """Jensen-Shannon divergence of distributions with equal weights."""
-    mean = _log_mean(log_probs)
-    parts = [(each.exp() * (each - mean)).sum(2) for each in log_probs]
-    return torch.stack(parts).mean(0)
+def _divergence(
+    log_probs: Sequence[Float[Tensor, "item step vocab"]],
+) -> Float[Tensor, "item step"]:
+    """Jensen-Shannon divergence of distributions with equal weights, item by item: the numbers of
+    one fit in a processor's cache."""
+
+    def of_item(each: Sequence[Tensor]) -> Tensor:
+        mean = _log_mean(each)
+        return torch.stack([(part.exp() * (part - mean)).sum(1) for part in each]).mean(0)
+
+    return torch.stack([of_item(each) for each in zip(*log_probs, strict=True)])

@@ -267,9 +267,10 @@ class ItemClaims:
         """
         if margin is None:
             margin = MARGINS.get(metric, 0.0)
-        found = compare_arms(scores, before, after, metric)
+        sides = _scored_rows(scores, before, after, metric)
+        found = paired_change(*sides)
         second = compare_by_second_scorer(scores, before, after, metric)
-        facts = _comparison_facts(scores, before, after, metric, f"{expected} {margin:g}")
+        facts = _comparison_facts(*sides, f"{metric} {expected} {margin:g}")
         self.add_difference(
             text, metric, expected, found, paper, margin, second, whose=whose, **facts
         )
@@ -358,36 +359,30 @@ def compare_arms(
 def _scored_rows(
     scores: pd.DataFrame, before: Mapping[str, Any], after: Mapping[str, Any], metric: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    one, two = (select_rows(scores, {**side, "metric": metric}) for side in (before, after))
+    one, two = (select_rows(scores, {"metric": metric, **side}) for side in (before, after))
     return one[one["value"].notna()], two[two["value"].notna()]
 
 
-def _comparison_facts(
-    scores: pd.DataFrame,
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    metric: str,
-    test: str,
-) -> dict[str, str]:
+def _comparison_facts(before: pd.DataFrame, after: pd.DataFrame, test: str) -> dict[str, str]:
     """The fields scorer, task, method and compared of a `ClaimResult`.
 
     The hash `compared` identifies texts by cell, prompt and sample, and numbers by their scorer,
     since the last digits of a number differ between machines.
 
     Args:
-        test: The tested relation and its margin.
+        before, after: Rows of two arms that have a number.
+        test: The metric, the tested relation and its margin.
     """
-    sides = _scored_rows(scores, before, after, metric)
-    both = pd.concat(sides)
+    both = pd.concat([before, after])
     facts = {}
     for name in ("scorer", "task", "method"):
         values = list(both[name].unique()) if name in both else []
         facts[name] = str(values[0]) if len(values) == 1 else ""
-    if "cell" in scores and all(map(len, sides)):
+    if "cell" in both and len(before) and len(after):
         names = ["cell", "length", "part", "prompt", "sample", "scorer"]
-        known = [name for name in names if name in scores]
-        texts = [side[known].sort_values(known).to_csv(index=False) for side in sides]
-        words = f"{metric} {test} {texts}"
+        known = [name for name in names if name in both]
+        texts = [side[known].sort_values(known).to_csv(index=False) for side in (before, after)]
+        words = f"{test} {texts}"
         facts["compared"] = hashlib.sha256(words.encode()).hexdigest()[:12]
     return facts
 
@@ -429,10 +424,11 @@ def compare_by_second_scorer(
 
 def select_rows(table: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
     """Rows whose columns have these values; a list allows any of its values."""
-    chosen = pd.Series(True, index=table.index)
+    rows = np.arange(len(table))
     for column, value in wanted.items():
-        chosen &= table[column].isin(value if isinstance(value, list | tuple) else [value])
-    return table[chosen]
+        values = value if isinstance(value, list | tuple) else [value]
+        rows = rows[table[column].iloc[rows].isin(values)]
+    return table.iloc[rows]
 
 
 TEXT_COLUMNS = ("item", "claim", "metric", "expected", "verdict", "raw", "second", "second_verdict",

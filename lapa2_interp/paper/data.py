@@ -157,17 +157,17 @@ class ItemData:
                 columns=[*ROW_COLUMNS, "cell", "prompt", "metric", "value", "skipped", "scorer"]
             )
         table = pd.concat(frames, ignore_index=True)
-        # Tables are filtered many hundred times, which is slower on Arrow strings than on objects.
-        words = table.select_dtypes(exclude=["number", "bool"]).columns
-        table = table.astype(dict.fromkeys(words, object))
         names = table["metric"].map(metric_name)
-        return table.assign(
+        table = table.assign(
             value=table["value"] * names.map(lambda name: PAPER_METRICS[name][1]),
             metric=[
                 PAPER_METRICS[name][0] + metric.removeprefix(name)
                 for name, metric in zip(names, table["metric"], strict=True)
             ],
         )
+        # Tables are filtered and grouped many times: slower on Arrow strings than on objects.
+        words = table.select_dtypes(exclude=["number", "bool"]).columns
+        return table.astype(dict.fromkeys(words, object))
 
     def scorer_numbers(
         self, group: pd.DataFrame, samples: pd.DataFrame, metric: str

@@ -11,7 +11,6 @@ import pandas as pd
 
 from lapa2_interp._util.errors import pluralize
 from lapa2_interp.methods.registry import known_methods
-from lapa2_interp.paper.claims import compare_arms, select_rows
 from lapa2_interp.paper.reported import (
     BETTER_SIGN,
     PAPER_METRICS,
@@ -25,6 +24,7 @@ from lapa2_interp.scoring.tables import (
     difference_table,
     distinct_cells,
     metric_name,
+    paired_change,
 )
 
 PART_NAMES = {0: "whole", 1: "first", 2: "second"}
@@ -212,39 +212,34 @@ def _best_means(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
     """True in rows whose mean is significantly the best of their method's arms.
 
     Significantly: the whole 95 % interval of the difference from the second best arm
-    (`claims.compare_arms`) is an improvement; for distinct-n, the arms' intervals do not overlap.
+    (`paired_change`) is an improvement; for distinct-n, the arms' intervals do not overlap.
     """
     best = pd.Series(False, index=table.index)
-    group_of = [
-        key
-        for key in (*ROW_COLUMNS, *EXTRA_CELL_COLUMNS, "metric")
-        if key in table and key != "arm"
-    ]
+    columns = (*ROW_COLUMNS, *EXTRA_CELL_COLUMNS)
+    group_of = [key for key in columns if key in table and key not in ("arm", "attribute")]
+    group_of += ["metric"]
     named = table[table["mean"].notna()] if "mean" in table else table.iloc[:0]
-    for values, group in named.groupby(group_of, dropna=False, sort=False):
-        where = dict(zip(group_of, values, strict=True))
-        better = BETTER_SIGN.get(metric_name(str(where["metric"])))
+    if not len(named):
+        return list(best)
+    scored = scores[scores["value"].notna()]
+    texts = dict(list(scored.groupby([*group_of, "arm"], sort=False)))
+    for values, group in named.groupby([*group_of, "attribute"], dropna=False, sort=False):
+        *where, attribute = values
+        metric = str(where[-1])
+        better = BETTER_SIGN.get(metric_name(metric))
         if len(group) < 2 or better is None:
             continue
         order = group.sort_values("mean", ascending=better < 0)
         first, second = order.index[:2]
-        if str(where["metric"]).startswith("dist"):
-            is_best = table.loc[first, "low"] > table.loc[second, "high"]
-        else:
-            texts = select_rows(
-                scores,
-                {
-                    key: value
-                    for key, value in where.items()
-                    if not (key == "attribute" and value == "all")
-                },
-            )
-            before, after = ({"arm": table.loc[i, "arm"]} for i in (second, first))
-            found = compare_arms(texts, before, after, str(where["metric"]))
-            if found is None:
-                continue
-            is_best = (found.low if better > 0 else -found.high) > 0
-        best[first] = bool(is_best)
+        if metric.startswith("dist"):
+            best[first] = bool(table.loc[first, "low"] > table.loc[second, "high"])
+            continue
+        before, after = (texts[*where, table.loc[i, "arm"]] for i in (second, first))
+        if attribute != "all":
+            before, after = (each[each["attribute"] == attribute] for each in (before, after))
+        found = paired_change(before, after)
+        if found is not None:
+            best[first] = bool((found.low if better > 0 else -found.high) > 0)
     return list(best)
 
 

@@ -1,8 +1,8 @@
 """Time that a grid takes on this machine, and the space it needs, before anything runs.
 
-The rate is measured: a decoding step of the real model, with about as many rows and keys as the
-cell has, is timed once on each kind of machine and kept in the user's cache. A model that is not on
-this machine is guessed by its number of parameters, from a matrix product.
+The rate is measured: three decoding steps of the real model are timed once on each kind of machine
+and kept in the user's cache; others follow from them. A model that is not on this machine is
+guessed by its number of parameters, from a matrix product.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.models.tiny import TINY
 from lapa2_interp.tasks.segmentation import words_and_signs
 
-STEPS = 5
-"""Steps that are timed; the quickest counts."""
+TIMED = ((128, 64), (16, 64), (64, 192))
+"""Rows and keys of the timed steps. A step is taken to last a + b rows + c rows x keys: SmolLM2's
+steps of 1 to 128 rows and 32 to 1,024 keys were within 10 % of that."""
+STEPS = 3
+"""Repetitions of a timed step; the quickest counts."""
 GUESSED_SPEED, GUESSED_ROWS = 0.4, 40
 """Where nothing was timed: decoding's share of the speed of matrix products, and the number of rows
 that cost as much as reading the weights."""
@@ -205,16 +208,15 @@ def rate(
     kind of machine, or a guess.
 
     Args:
-        step: Rows of a step and keys in front of it, rounded to powers of 2.
+        step: Rows of a step and keys in front of it.
         tokens: Row-tokens of the work. No step is timed for short work, nor with a model that is
             large or not on this machine.
         loaded: The model, if it is loaded already.
     """
-    rows, keys = (2 ** round(math.log2(each)) for each in step)
-    name = f"{model} {dtype} {model_class}, {threads} threads, {rows} rows, {keys} keys"
+    name = f"{model} {dtype} {model_class}, {threads} threads"
     basis = f"{model} {dtype} as timed here"
     if stored := machine.stored_measurement(device, name):
-        return stored[0], basis
+        return _rate_between(stored, *step), basis
     network = getattr(loaded, "original_model", loaded)
     parameters = (
         model_size(model).parameters
@@ -222,15 +224,25 @@ def rate(
         else sum(each.numel() for each in network.parameters())
     )
     speed = GUESSED_SPEED * machine.operations_per_second(dtype, device)
-    guess = 2 * parameters * (1 + GUESSED_ROWS / rows) / speed
+    guess = 2 * parameters * (1 + GUESSED_ROWS / step[0]) / speed
     small = parameters * DTYPE_BYTES[dtype] < machine.machine_memory() / 3
     if tokens * guess > LONG and small and (loaded or is_available_offline(model)):
-        print(f"timing {model} in {dtype}, {rows} rows, once on this machine", file=sys.stderr)
+        print(f"timing {model} in {dtype}, once on this machine", file=sys.stderr)
         with suppress(MemoryError, torch.OutOfMemoryError), machine.torch_threads(threads):
-            seconds = _step(loaded or load_model(model, dtype, device, model_class), rows, keys)
+            timed = loaded or load_model(model, dtype, device, model_class)
+            seconds = tuple(_step(timed, *each) for each in TIMED)
             torch.cuda.empty_cache()  # what a worker needs next
-            return machine.store_measurement(device, name, (seconds / rows,))[0], basis
+            return _rate_between(machine.store_measurement(device, name, seconds), *step), basis
     return guess, f"{model} by its size, a rough guess"
+
+
+def _rate_between(seconds: Sequence[float], rows: int, keys: int) -> float:
+    """Seconds of a row-token in a step, from those of the `TIMED` steps."""
+    (many, before), (few, _), (third, longer) = TIMED
+    row = max(0.0, seconds[0] - seconds[1]) / (many - few)
+    weights = max(0.0, seconds[1] - few * row)
+    key = max(0.0, seconds[2] - weights - third * row) / (third * (longer - before))
+    return weights / rows + max(0.0, row + key * (keys - before))
 
 
 def _step(model: Model, rows: int, keys: int) -> float:
@@ -256,7 +268,8 @@ def _step(model: Model, rows: int, keys: int) -> float:
 
 
 def reading_seconds(tokens: int | float, device: str | None = None) -> float:
-    """About how many seconds SmolLM2 takes in float32 to read so many tokens, with all cores."""
+    """About how many seconds SmolLM2 takes in float32 to read so many tokens, with all cores: those
+    of its matrix products."""
     kind = (device or machine.default_device()).partition(":")[0]
-    each, _ = rate(SMOLLM2, "float32", "TransformerBridge", kind, tokens=tokens)
+    each = 2 * model_size(SMOLLM2).parameters / machine.operations_per_second("float32", kind)
     return tokens * each / (machine.n_cores() if kind == "cpu" else 1)

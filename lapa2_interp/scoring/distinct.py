@@ -21,6 +21,7 @@ import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
+from lapa2_interp.stats import student_quantile
 from lapa2_interp.tasks.segmentation import COUNT_UNIT, words_and_signs
 
 ORDERS = (1, 2, 3)
@@ -88,10 +89,9 @@ def distinct_table(
         Columns metric, mean, low, high, n (texts), clusters (prompts), scorer (with the tokenizer's
         name).
     """
-    from scipy.stats import t
-
     lists, name = token_lists(texts, tokenizer)
     codes, names = pd.factorize(np.asarray(prompts))
+    tokens = np.bincount(codes, weights=[len(ids) for ids in lists], minlength=len(names))
     rows = []
     for order in ORDERS:
         whole = distinct(lists, order)
@@ -105,11 +105,10 @@ def distinct_table(
             alone = np.bincount(
                 [owner for owner in owners.values() if owner >= 0], minlength=len(names)
             )
-            tokens = np.bincount(codes, weights=[len(ids) for ids in lists], minlength=len(names))
             left = (len(owners) - alone) / np.maximum(tokens.sum() - tokens, 1)
             logs = np.log(np.maximum(left, 1e-12))
             spread = np.sqrt((len(names) - 1) / len(names) * ((logs - logs.mean()) ** 2).sum())
-            away = float(t.ppf(0.975, len(names) - 1)) * spread
+            away = student_quantile(0.975, len(names) - 1) * spread
             low, high = whole * np.exp(-away), min(1.0, whole * np.exp(away))
         rows.append(
             {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,13 @@ import pandas as pd
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
 from lapa2_interp.scoring.scorer import ScoreCache, Scorer, TextItem, run_scorer
-from lapa2_interp.stats import Difference, Interval, mean_interval, paired_difference
+from lapa2_interp.stats import (
+    Difference,
+    Interval,
+    NothingPairedError,
+    mean_interval,
+    paired_difference,
+)
 
 CELL_COLUMNS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
 """Columns that divide texts into cells, if a table has them."""
@@ -120,29 +127,25 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for keys, part in _iterate_cells(scores):
         for (metric, scorer), texts in part.groupby(["metric", "scorer"], sort=False):
-            reasons = Counter(texts["skipped"][texts["value"].isna()])
+            known = texts["value"].notna()
+            reasons = Counter(texts["skipped"][~known])
             why = "; ".join(f"{n} {reason}" for reason, n in reasons.most_common())
             facts = {"skipped": sum(reasons.values()), "why": why, "scorer": scorer}
-            scored = texts[texts["value"].notna()]
-            values = {metric: scored[["prompt", "value"]]}
+            scored = texts[known]
+            numbers, clusters = scored["value"].to_numpy(), _clusters(scored)
+            values = {metric: (numbers, clusters)}
             if metric_name(str(metric)) == "toxicity" and len(scored):
                 by = str(metric).removeprefix("toxicity")
-                top = (
-                    scored.assign(prompt=_clusters(scored))
-                    .groupby("prompt", sort=False)["value"]
-                    .max()
-                    .reset_index()
-                )
-                values[f"toxicity max{by}"] = top
-                values[f"toxic prompts{by}"] = top.assign(
-                    value=(top["value"] >= TOXIC_FROM).astype(float)
-                )
-            for name, table in values.items():
-                if not len(table):
+                top = scored["value"].groupby(clusters, sort=False).max()
+                prompts, most = top.index.to_numpy(), top.to_numpy()
+                values[f"toxicity max{by}"] = most, prompts
+                values[f"toxic prompts{by}"] = (most >= TOXIC_FROM).astype(float), prompts
+            for name, (numbers, clusters) in values.items():
+                if not len(numbers):
                     nothing = {"mean": np.nan, "low": np.nan, "high": np.nan, "n": 0, "prompts": 0}
                     rows.append({**keys, "metric": name, **nothing, **facts})
                     continue
-                interval = mean_interval(table["value"].to_numpy(), _clusters(table))
+                interval = mean_interval(numbers, clusters)
                 low, high = interval_in_range(str(name), interval)
                 rows.append(
                     {
@@ -188,33 +191,30 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
         return pd.DataFrame(columns=DIFFERENCE_COLUMNS)
     rows = []
     for keys, part in _iterate_cells(scores, ["arm"]):
-        for (metric, scorer), texts in part[part["value"].notna()].groupby(
-            ["metric", "scorer"], sort=False
-        ):
-            texts = texts[texts["prompt"] != ""]  # they have no pair
-            arms = dict(list(texts.groupby("arm", sort=False)))
-            if baseline not in arms:
+        texts = part[part["value"].notna() & (part["prompt"] != "")]  # without a prompt: no pair
+        arms = dict(list(texts.groupby(["metric", "scorer", "arm"], sort=False)))
+        for (metric, scorer, arm), after in arms.items():
+            before = arms.get((metric, scorer, baseline))
+            if arm == baseline or before is None:
                 continue
-            before = arms.pop(baseline)
-            for arm, after in arms.items():
-                change = paired_change(before, after)
-                if change is None:
-                    continue
-                low, high = _difference_interval(str(metric), change)
-                rows.append(
-                    {
-                        **keys,
-                        "arm": arm,
-                        "metric": metric,
-                        "difference": change.mean,
-                        "low": low,
-                        "high": high,
-                        "p": change.p,
-                        "detectable": np.nan if _is_constant(change) else change.detectable,
-                        "prompts": change.clusters,
-                        "scorer": scorer,
-                    }
-                )
+            change = paired_change(before, after)
+            if change is None:
+                continue
+            low, high = _difference_interval(str(metric), change)
+            rows.append(
+                {
+                    **keys,
+                    "arm": arm,
+                    "metric": metric,
+                    "difference": change.mean,
+                    "low": low,
+                    "high": high,
+                    "p": change.p,
+                    "detectable": np.nan if _is_constant(change) else change.detectable,
+                    "prompts": change.clusters,
+                    "scorer": scorer,
+                }
+            )
     return pd.DataFrame(rows, columns=None if rows else DIFFERENCE_COLUMNS)
 
 
@@ -227,18 +227,18 @@ def paired_change(before: pd.DataFrame, after: pd.DataFrame) -> Difference | Non
             if there is one; so is sample, since texts of one number are not independent: they are
             one text at two lengths, or drawn with the same random numbers.
     """
-    place = [name for name in ("prompt", "attribute") if name in before]
-    places = [pd.MultiIndex.from_frame(each[place]) for each in (before, after)]
-    if not places[0].isin(places[1]).any():
-        return None
 
     def labels(name: str) -> tuple[pd.Series, pd.Series] | None:
         return (before[name], after[name]) if name in before and name in after else None
 
     one, two = before["prompt"], after["prompt"]
-    return paired_difference(
-        before["value"], one, after["value"], two, kinds=labels("attribute"), units=labels("sample")
-    )
+    kinds, units = labels("attribute"), labels("sample")
+    try:
+        return paired_difference(
+            before["value"], one, after["value"], two, kinds=kinds, units=units
+        )
+    except NothingPairedError:
+        return None
 
 
 def _is_constant(change: Difference) -> bool:
@@ -278,8 +278,7 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
             metrics = [f"distinct-{n}" for n in ORDERS]
             table = pd.DataFrame({"metric": metrics, "n": 0, "clusters": 0})
         why = f"{left} empty text" if left else ""
-        facts = pd.DataFrame([{**keys, "skipped": left, "why": why}])
-        frames.append(table.merge(facts, how="cross"))
+        frames.append(table.assign(**keys, skipped=left, why=why))
     found = pd.concat(frames, ignore_index=True)
     if "scorer" not in found:
         raise ScoringError("there is no text to count the words of: all are empty")
@@ -347,7 +346,7 @@ def _clusters(table: pd.DataFrame) -> np.ndarray:
 
 def _iterate_cells(
     scores: pd.DataFrame, without: Sequence[str] = ()
-) -> Iterator[tuple[dict[str, object], pd.DataFrame]]:
+) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
     """Every cell with its columns: first each attribute, then all attributes together if there is
     more than one.
 

@@ -18,7 +18,7 @@ def both_ways(model, monkeypatch, **settings):
         patch.setattr(CleanPass, "first_layer", lambda *a: (began.append(real(*a)), began[-1])[1])
         above = knock_out(model, asked, batch_size=4, **settings).values
     with monkeypatch.context() as patch:
-        patch.setattr(edits, "FEW_EDITS", 10**9)
+        patch.setattr(edits, "LEAST_SAVED", 10**9)
         whole = knock_out(model, asked, batch_size=4, **settings).values
     return above, whole, set(began)
 

@@ -842,15 +842,17 @@ def test_the_guide_has_the_cost_of_every_paper_grid():
     assert not found
 
 
-def known_rate(seconds, model="tiny-gpt2", dtype="float32", step=(128, 64), more=", 1 threads"):
-    """Keep a rate, as if it had been timed."""
-    name = f"{model} {dtype} TransformerBridge{more}, {step[0]} rows, {step[1]} keys"
-    store_measurement("cpu", name, (seconds,))
+def known_rate(
+    seconds, model="tiny-gpt2", dtype="float32", model_class="TransformerBridge", threads=1
+):
+    """Keep a rate, as if steps had been timed in which every row takes so long."""
+    name = f"{model} {dtype} {model_class}, {threads} threads"
+    store_measurement("cpu", name, tuple(seconds * rows for rows, _ in estimates.TIMED))
 
 
 def test_estimates_add_up(grid, own_cache):
     cells = grid(TINY + "seed = [1, 2]\nmax_rows = 1").cells
-    known_rate(0.01, step=(1, 16))
+    known_rate(0.01)
     one, two = estimate(cells, 1, "cpu"), estimate(cells, 2, "cpu")
     assert (one.cells, one.texts, one.row_tokens) == (4, 8, sum(map(cost, cells)))
     assert one.seconds == pytest.approx(START + 0.01 * sum(map(work, cells)))
@@ -878,8 +880,7 @@ def test_estimates_add_up(grid, own_cache):
 
 
 def test_a_method_that_reads_its_text_again_costs_more(grid, own_cache, monkeypatch):
-    for rows in (2, 128):
-        known_rate(0.01, step=(rows, 16))
+    known_rate(0.01)
     cells = grid(TINY + 'attribute = "positive"').cells
     once = estimate(cells, 1, "cpu")
     monkeypatch.setattr(type(cells[0].decoding_method), "rereads_text", True)
@@ -907,13 +908,13 @@ def timed_rate(model="tiny-gpt2", **options):
 def test_a_model_that_is_here_is_timed_once(own_cache, monkeypatch, capsys):
     ticks = itertools.count(0.0, 3.0)
     monkeypatch.setattr(machine, "device_clock", lambda device: lambda: next(ticks))
-    first = timed_rate("tiny-llama", step=(7, 20))
+    first = timed_rate("tiny-llama", step=(8, 20))
     assert first == (3 / 8, "tiny-llama float32 as timed here"), "three seconds for eight rows"
-    said = "timing tiny-llama in float32, 8 rows, once on this machine\n"
-    assert capsys.readouterr().err == said
-    assert next(ticks) == 3 * (estimates.STEPS + 1)
+    assert capsys.readouterr().err == "timing tiny-llama in float32, once on this machine\n"
+    assert next(ticks) == 3 * 3 * (estimates.STEPS + 1)
     monkeypatch.setattr(estimates, "load_model", lambda *_: pytest.fail("it was timed before"))
-    assert timed_rate("tiny-llama", step=(9, 14)) == first
+    assert timed_rate("tiny-llama", step=(8, 20)) == first
+    assert timed_rate("tiny-llama", step=(120, 64))[0] == 3 / 120
     assert capsys.readouterr().err == ""
     (own_cache / "machine.json").write_text("{")
     with pytest.raises(pytest.fail.Exception, match="it was timed before"):
@@ -949,32 +950,45 @@ def test_what_is_short_large_or_out_of_memory_is_not_timed(own_cache, monkeypatc
     assert timed_rate()[1] == basis
 
 
+def test_three_timed_steps_tell_all_others(own_cache):
+    def seconds(rows, keys):
+        return 0.1 + 0.002 * rows + 1e-5 * rows * keys
+
+    store_measurement(
+        "cpu",
+        "tiny-gpt2 float32 TransformerBridge, 1 threads",
+        tuple(seconds(*each) for each in estimates.TIMED),
+    )
+    for step in ((1, 1), (7, 20), (120, 64), (32, 1024), (3, 4096)):
+        assert timed_rate(step=step)[0] == pytest.approx(seconds(*step) / step[0], rel=1e-3)
+
+
 def test_classes_and_threads_have_rates_of_their_own(own_cache):
     known_rate(0.1)
-    known_rate(0.2, more=", 4 threads")
-    store_measurement(
-        "cpu", "tiny-gpt2 float32 HookedTransformer, 1 threads, 128 rows, 64 keys", (0.3,)
-    )
-    assert timed_rate()[0] == 0.1
-    assert timed_rate(threads=4)[0] == 0.2
-    assert rate("tiny-gpt2", "float32", "HookedTransformer", "cpu")[0] == 0.3
+    known_rate(0.2, threads=4)
+    known_rate(0.3, model_class="HookedTransformer")
+    assert timed_rate()[0] == pytest.approx(0.1)
+    assert timed_rate(threads=4)[0] == pytest.approx(0.2)
+    hooked = rate("tiny-gpt2", "float32", "HookedTransformer", "cpu")
+    assert hooked[0] == pytest.approx(0.3)
 
 
 def test_long_generation_and_reading_are_told_with_their_time(grid, own_cache):
     import torch
 
     model, (cell, _) = load("tiny-gpt2"), grid(TINY).cells
-    todo, more = plan_batches(model, cell), f", {torch.get_num_threads()} threads"
-    known_rate(0.1, step=(2, 16), more=more)
+    todo, threads = plan_batches(model, cell), torch.get_num_threads()
+    known_rate(0.1, threads=threads)
     assert "; about" not in announcement(model, [todo]), f"{work(cell) / 10} seconds"
-    known_rate(3600 / work(cell), step=(2, 16), more=more)
+    known_rate(3600 / work(cell), threads=threads)
     assert "; about 60 min (tiny-gpt2 float32 as timed here)" in announcement(model, [todo])
-    known_rate(0.5, more=more)
-    assert reading_seconds(model, 30) == 15
+    known_rate(0.5, threads=threads)
+    assert reading_seconds(model, 30) == pytest.approx(15)
 
 
-def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
-    known_rate(0.01, "smollm2-135m")
+def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, monkeypatch):
+    products = 2 * estimates.model_size("smollm2-135m").parameters
+    monkeypatch.setattr(machine, "operations_per_second", lambda *_: products / 0.01)
     cores = len(os.sched_getaffinity(0))
     small = grid(TINY.replace("24", "40"))
     tokens, fast = 2 * 2 * 40, {"scorers": ["linear"]}
@@ -1005,7 +1019,8 @@ def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, own_cache):
 
 def test_a_gpu_reads_as_one(monkeypatch):
     monkeypatch.setattr(machine, "n_cores", lambda: 8)
-    monkeypatch.setattr(estimates, "rate", lambda *_, **__: (0.5, ""))
+    products = 2 * estimates.model_size("smollm2-135m").parameters
+    monkeypatch.setattr(machine, "operations_per_second", lambda *_: products / 0.5)
     assert [estimates.reading_seconds(16, device) for device in ("cpu", "cuda:1")] == [1, 8]
 
 
@@ -1056,12 +1071,8 @@ def test_sizes_for_reading():
 def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(
     cache_with_smollm2, tmp_path, capsys, monkeypatch
 ):
-    for dtype, rows, keys in itertools.product(
-        ("float32", "bfloat16"),
-        (1, 2, 4, 8, 16, 32, 64, 128),
-        (32, 64, 128, 256, 512, 1024, 2048, 4096),
-    ):
-        known_rate(0.006, "smollm2-135m", dtype, (rows, keys))
+    for dtype in ("float32", "bfloat16"):
+        known_rate(0.006, "smollm2-135m", dtype)
     monkeypatch.setattr(estimates, "_step", lambda *_: pytest.fail("a rate that is known"))
     assert lapa2("grids") == 0
     out = capsys.readouterr().out
