@@ -6,15 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import LogLocator, NullLocator
 
 from lapa2_interp._util.errors import pluralize
 from lapa2_interp._util.page import Section, page, write_page
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp.models.sizes import model_size
-from lapa2_interp.report.steer_result import Steered
+from lapa2_interp.report.steer_result import ORDER, Steered, format_test
 
 SHOWN_TEXTS = 3
 """Prompts whose texts are on the page."""
+COLOUR = dict(zip(ORDER, COLOURS, strict=False))
+"""Of each arm."""
 
 
 def write_steer_page(file: Path, found: Steered) -> Path:
@@ -70,7 +73,7 @@ def _render(found: Steered) -> str:
     }
     return page(
         f"Steering {settings.model} on {settings.task.name}",
-        [card.gain, *found.summary().splitlines()],
+        [card.gain, *map(format_test, found.tests.to_dict("records"))],
         sections,
         facts,
     )
@@ -88,7 +91,8 @@ def judged_figure(found: Steered) -> Drawing:
         y = np.arange(len(attributes)) + (i - (len(arms) - 1) / 2) * 0.15
         mean, low, high = (100 * rows[name].to_numpy(float) for name in ("mean", "low", "high"))
         errors = np.clip(np.stack([mean - low, high - mean]), 0, None)
-        axes.errorbar(mean, y, xerr=errors, fmt="o", ms=4, lw=1.4, color=COLOURS[i], label=str(arm))
+        style = {"fmt": "o", "ms": 4, "lw": 1.4, "color": COLOUR[arm], "label": str(arm)}
+        axes.errorbar(mean, y, xerr=errors, **style)
     axes.set_yticks(np.arange(len(attributes)), attributes)
     axes.invert_yaxis()
     plain_axes(axes, f"accuracy in %, {found.settings.metrics[0]}", "")
@@ -100,8 +104,8 @@ def tuning_figure(found: Steered) -> Drawing:
     """Ratio of perplexity against alpha, a curve for each place of the bias."""
     figure = new_figure(6.8, 3.2)
     axes = figure.subplots()
-    places = found.tuning.groupby("place", sort=False)
-    for colour, (place, rows) in zip(COLOURS[2:], places, strict=False):
+    for place, rows in found.tuning.groupby("place", sort=False):
+        colour = COLOUR[str(place)]
         tuned = rows[rows["tuned"]]
         first = pd.DataFrame({"alpha": [0.0], "ratio": [1.0], "low": [1.0], "high": [1.0]})
         curve = pd.concat([first, rows.loc[~rows["tuned"], list(first)]])
@@ -111,6 +115,9 @@ def tuning_figure(found: Steered) -> Drawing:
         axes.plot(tuned["alpha"], tuned["ratio"], "o", ms=8, mfc="none", color=colour)
     axes.axhline(found.settings.budget, color="0.6", lw=0.8, ls="--")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     plain_axes(axes, "alpha", "perplexity, as a multiple")
     figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=3)
     return figure
@@ -139,10 +146,9 @@ def _stability(found: Steered) -> str:
     card, size = found.selection, model_size(found.settings.model)
     chance = len(card.heads) ** 2 / (size.n_layers * size.n_heads)
     said = [f"{form!r} chooses {n}" for form, n in card.wordings.items()]
-    said = [f"both halves of the prompts choose {card.halves}"] * (card.halves is not None) + said
-    if not said:
-        return ""
-    return f" Of these heads {', '.join(said)} again; by chance it would be {chance:.1f}."
+    halves = f" Each half of the prompts chooses {card.halves} of these heads, too."
+    again = f" With other wordings, {', '.join(said)}; by chance it would be {chance:.1f}."
+    return halves * (card.halves is not None) + again * bool(said)
 
 
 def _wide(found: Steered) -> pd.DataFrame:
@@ -166,4 +172,6 @@ def _wide(found: Steered) -> pd.DataFrame:
 def _texts(found: Steered) -> pd.DataFrame:
     prompts = list(dict.fromkeys(found.samples["prompt"]))[:SHOWN_TEXTS]
     part = found.samples[found.samples["prompt"].isin(prompts) & (found.samples["sample"] == 0)]
-    return part[["attribute", "arm", "text"]].sort_values(["attribute", "arm"], kind="stable")
+    part = part.assign(arm=pd.Categorical(part["arm"], ORDER, ordered=True))
+    part = part.sort_values(["prompt", "attribute", "arm"], kind="stable")
+    return part[["attribute", "arm", "text"]]
