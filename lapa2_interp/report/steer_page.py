@@ -91,8 +91,8 @@ def judged_figure(found: Steered) -> Drawing:
         y = np.arange(len(attributes)) + (i - (len(arms) - 1) / 2) * 0.15
         mean, low, high = (100 * rows[name].to_numpy(float) for name in ("mean", "low", "high"))
         errors = np.clip(np.stack([mean - low, high - mean]), 0, None)
-        style = {"fmt": "o", "ms": 4, "lw": 1.4, "color": COLOUR[arm], "label": str(arm)}
-        axes.errorbar(mean, y, xerr=errors, **style)
+        drawn = axes.errorbar(mean, y, xerr=errors, fmt="o", ms=4, lw=1.4, color=COLOUR[arm])
+        drawn.set_label(str(arm))
     axes.set_yticks(np.arange(len(attributes)), attributes)
     axes.invert_yaxis()
     plain_axes(axes, f"accuracy in %, {found.settings.metrics[0]}", "")
