@@ -34,7 +34,7 @@ import torch
 from lapa2_interp import Augmentation, Selection, load_model
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.files import write_text
-from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.progress import hidden_bar, progress_bar
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.circuits import ContrastSet, control_score
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
@@ -148,7 +148,9 @@ def same_attention(heads: tuple, seed: int) -> tuple:
 def gains(contrast_set: ContrastSet, heads: tuple, plain: dict) -> dict[str, np.ndarray]:
     """The gain of each metric by prompt."""
     bias = Augmentation(alpha=options.alpha, heads=heads if len(heads) < len(every) else "all")
-    found = control_score(model, contrast_set, metrics=list(plain), augmentation=bias).values
+    found = control_score(
+        model, contrast_set, metrics=list(plain), augmentation=bias, progress=hidden_bar()
+    ).values
     return {name: np.nanmean(found[name], axis=1) - plain[name] for name in plain}
 
 
@@ -162,19 +164,25 @@ for task_name, task in TASKS.items():
     metrics = [name for name in ("js", "lex") if name in contrast_set.metrics]
     values = control_score(model, contrast_set, metrics=metrics).values
     plain = {name: np.nanmean(values[name], axis=1) for name in metrics}
+    all_kinds = {}
     for set_name, heads in sets.items():
         kinds = {"": [heads]}
         if set_name in (*names, "shared"):
             matched = [random_heads(heads, every, seed) for seed in range(options.random)]
             alike = [same_attention(heads, seed) for seed in range(options.random)]
             kinds |= {"random, same layers": matched, "random, same attention": alike}
-        for kind, of_kind in kinds.items():
-            found = [gains(contrast_set, each, plain) for each in of_kind]
+        all_kinds |= {(set_name, kind): of_kind for kind, of_kind in kinds.items()}
+    with progress_bar(sum(map(len, all_kinds.values())), task_name, "set") as bar:
+        for (set_name, kind), of_kind in all_kinds.items():
+            found = []
+            for each in of_kind:
+                found.append(gains(contrast_set, each, plain))
+                bar.update()
             for metric in metrics:
                 by_prompt = np.mean([each[metric] for each in found], axis=0)
                 interval = mean_interval(by_prompt, np.array(contrast_set.prompts))
                 rows.append(
-                    {"task": task_name, "heads": set_name, "kind": kind, "n heads": len(heads)}
+                    {"task": task_name, "heads": set_name, "kind": kind, "n heads": len(of_kind[0])}
                     | {"attention": float(np.mean([attention[h] for s in of_kind for h in s]))}
                     | {"metric": metric, "without bias": float(plain[metric].mean())}
                     | {"gain": interval.mean, "low": interval.low, "high": interval.high}
