@@ -32,8 +32,8 @@ from lapa2_interp.prefixes.soft_prefix import kv_shape
 CLASSES = (BRIDGE, PLAIN)
 PROMPTS = ("The lake", "A book is on the")
 RULE = Augmentation(alpha=0.7)
-STEPS = 12
-"""Enough that every text exceeds a window of 16 tokens."""
+STEPS = 7
+"""Every prompt is longer than a window of 16 tokens; the second text begins a chunk of 16 on its way."""
 WORKING = [
     (name, kind)
     for name, family in FAMILIES.items()
