@@ -7,7 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from lapa2_interp.cli.options import FastModelOptions, Several
+from lapa2_interp.cli.options import Several, Unshown
+from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
 
 Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
 
@@ -23,12 +24,14 @@ def steer(
     parameters: Changes = (),
     budget: float = 1.25,
     heads: int | None = None,
-    classifiers: Annotated[tuple[str, ...], Several] = (),
+    classifiers: Annotated[tuple[str, ...], Several, Unshown] = (),
     perplexity: str | None = None,
     length: int = 64,
     samples: int = 1,
     seed: int = 1,
-    computing: FastModelOptions = FastModelOptions(),
+    dtype: DtypeOrAuto = "auto",
+    device: str | None = None,
+    model_class: ModelClass = "TransformerBridge",
     workers: int | None = None,
     yes: bool = False,
 ) -> None:
@@ -64,6 +67,11 @@ def steer(
         length: Tokens of a text, as in `lapa2 generate`.
         samples: Texts for each prompt and attribute.
         seed: Seed of the texts, of the split of the prompts, and of random heads.
+        dtype: Precision of the texts; auto is bfloat16 or float32, whichever this machine computes
+            faster. Heads are chosen in float32.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        model_class: HookedTransformer needs transformer-lens 3.9; TransformersModel works without
+            hooks, through transformers' attention interface, and chooses heads by knock-out.
         workers: By default one per GPU, or per CPU core.
         yes: Start also what would take a year, or more memory than there is.
     """
@@ -86,9 +94,9 @@ def steer(
         length=length,
         samples=samples,
         seed=seed,
-        dtype=computing.dtype,
-        model_class=computing.model_class,
-        device=computing.device,
+        dtype=dtype,
+        model_class=model_class,
+        device=device,
         workers=workers,
         yes=yes,
     )
