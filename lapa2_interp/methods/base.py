@@ -68,11 +68,13 @@ class Branch:
         name: "base" for the raw model; prefix branches have other names.
         prefix: The text before the prompt, or a soft prefix; None for the raw model.
         join: The text between prefix and prompt; it counts as prompt.
+        hidden: No query after the prefix sees it. The prompt keeps its position.
     """
 
     name: str
     prefix: str | SoftPrefixKey | None = None
     join: str = ""
+    hidden: bool = False
 
 
 @dataclass(frozen=True)

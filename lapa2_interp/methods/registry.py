@@ -23,6 +23,7 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp.bias.augmentation import (
     PAPER_LAWS,
+    Augmentation,
     AugmentationLike,
     Augmentations,
     active_augmentations,
@@ -45,13 +46,17 @@ from lapa2_interp.methods.preadd import Preadd
 from lapa2_interp.methods.prefix import NegPrompt, NoControl, PrefixConditioning
 from lapa2_interp.methods.rose import Rose
 from lapa2_interp.methods.rsa_control import RsaControl
+from lapa2_interp.methods.spa import Spa
 from lapa2_interp.tasks.task import MethodSettings, Task, read_task
+
+HIDDEN = Augmentation(alpha=1, law="cut", phase="after_span")
+"""It hides the prefix from every query after it."""
 
 
 def known_methods() -> dict[str, type[Method]]:
     """Method classes by name: the paper's in its order, its baselines, related decoders."""
     paper = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
-    known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic)
+    known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic, Spa)
     return {method.name: method for method in known}
 
 
@@ -172,7 +177,7 @@ def assign_augmentations(
     method: Method, branches: Sequence[Branch], augmentation: AugmentationLike
 ) -> tuple[Augmentations, ...]:
     """The augmentation of each branch: Pre-Aug on prefix branches, Pro-Aug on the base branch of
-    methods with `pro_aug`.
+    methods with `pro_aug`, and `HIDDEN` on branches whose prefix is hidden.
 
     Beside prefix branches, Pro-Aug takes the paper's laws only (Eq. 15): a knock-out of the prefix,
     or a target share of attention, has no meaning for the prompt. Explicit slots and positions
@@ -200,6 +205,9 @@ def assign_augmentations(
             rules if branch.prefix is not None else on_prompt if method.pro_aug else None
         )
         for branch in branches
+    )
+    by_branch = tuple(
+        HIDDEN if branch.hidden else each for branch, each in zip(branches, by_branch, strict=True)
     )
     if rules and not any(by_branch):
         raise AugmentationError(

@@ -19,7 +19,7 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import BatchStart, nucleus
-from lapa2_interp.models.card import model_card
+from lapa2_interp.models.card import model_card, network_of
 from lapa2_interp.runs.method_context import ModelContext
 
 CLASSES = [("target", "b"), ("target", "b", "c", "d")]
@@ -41,6 +41,38 @@ def test_rose(classes, strength):
                 for x in range(5)
             ]
             assert found[sample] == pytest.approx(unit(np.exp(z)), abs=1e-12)
+
+
+@pytest.mark.parametrize("omega", [0.0, 1.0, 1.4, -0.5])
+def test_spa(omega):
+    steps = distributions("prefix", "masked")
+    for p, found in zip(steps, run(methods.get("spa", omega=omega), steps), strict=True):
+        for sample in range(2):
+            weights = [
+                p["prefix"][sample][x] ** omega * p["masked"][sample][x] ** (1 - omega)
+                for x in range(5)
+            ]
+            assert found[sample] == pytest.approx(unit(weights), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+def test_the_hidden_prefix_of_spa_is_masked_and_keeps_its_positions(name):
+    """Against transformers' own attention mask: 0 on the prefix's keys, positions as they are."""
+    model = load(name)
+    given = {"length": 20, "trace": "full", "top_k": 1}
+    method = methods.get("spa", omega=0.0)  # the masked branch alone decides
+    made = generate(model, method, "sentiment", "positive", ["The lake"], **given)
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    new = [int(token) for token in made.samples["tokens"][0]]
+    ids = torch.tensor([[*layout.ids, *new]])
+    mask = torch.ones_like(ids)
+    mask[0, slice(*layout.prefix)] = 0
+    positions = torch.arange(ids.shape[1])[None]
+    with torch.no_grad():
+        logits = network_of(model)(ids, attention_mask=mask, position_ids=positions).logits
+    assert new == logits[0, len(layout.ids) - 1 : -1].argmax(-1).tolist()
+    assert np.abs(made.trace["prefix"].sel(branch="masked").to_numpy()).max() == 0
+    assert made.trace["prefix"].sel(branch="prefix").to_numpy().min() > 0
 
 
 @pytest.mark.parametrize("classes", CLASSES)
@@ -528,7 +560,7 @@ def test_methods_that_read_the_prompt_are_given_it(name, monkeypatch):
         )
 
 
-DECODERS = ["rose", "rsa-control", "gedi", "dexperts", "arithmetic"]
+DECODERS = ["rose", "rsa-control", "gedi", "dexperts", "arithmetic", "spa"]
 CELLS = [("sentiment", "negative"), ("topic", "sports"), ("detox", "nontoxic")]
 
 
