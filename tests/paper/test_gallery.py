@@ -26,6 +26,7 @@ SOURCES = {
         "figures/steering/steering.*.csv",
     ),
     "Does an instruction hold in a chat?": ("figures/chat.csv",),
+    "Do tasks share the heads that steer?": ("figures/shared_heads/transfer.csv",),
 }
 """Sections of docs/results.md whose numbers with intervals are checked, and where they come from."""
 NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)"
