@@ -39,7 +39,6 @@ from lapa2_interp.circuits.units import all_heads
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
@@ -63,6 +62,7 @@ from lapa2_interp.report.steer_result import (
     check_settings,
     interval_text,
     method_parameters,
+    settled_dtype,
     shipped_classifiers,
 )
 from lapa2_interp.runs.engines import Engine, local_engine
@@ -71,10 +71,10 @@ from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.scoring.registry import ScorerOptions, score_samples
-from lapa2_interp.scoring.scorer import ScoreCache
+from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
 from lapa2_interp.stats import FEW, holm
-from lapa2_interp.tasks.task import Attribute, Prompts, Task
+from lapa2_interp.tasks.task import Attribute, Task
 
 WORDINGS = ("Extremely {attribute}:", "In a {attribute} tone:")
 """Other prefixes, with which heads are chosen again."""
@@ -145,18 +145,18 @@ def steer(
         CircuitError: No head can be chosen, or the prefixes have different lengths.
         RunError: Too few prompts, a budget not above 1, other settings in `out`, or a failed cell.
     """
-    chosen_task = task if isinstance(task, Task) else load_task(task)
+    chosen_task, folder = task if isinstance(task, Task) else load_task(task), Path(out)
     size = model_size(str(model))
     settings = SteerSettings(
         model=str(model),
-        dtype=resolve_dtype(dtype, device),
+        dtype=settled_dtype(folder, dtype, device),
         model_class=model_class,
-        task=chosen_task.model_copy(update={"prompts": Prompts(texts=tuple(prompts))}),
+        task=chosen_task,
         prompts=tuple(dict.fromkeys(prompts)),
         method=method,
         parameters=method_parameters(method, chosen_task, parameters),
         budget=budget,
-        heads=heads or max(1, round(SHARE * size.n_layers * size.n_heads)),
+        heads=max(1, round(SHARE * size.n_layers * size.n_heads)) if heads is None else heads,
         classifiers=tuple(classifiers) or shipped_classifiers(chosen_task),
         perplexity=perplexity or str(model),
         length=length,
@@ -164,8 +164,8 @@ def steer(
         seed=seed,
     )
     check_settings(settings)
-    folder = Path(out)
-    settings = agree(folder, settings)
+    _check_scorers(settings, device)
+    agree(folder, settings)
     parts = settings.parts()
     engine = partial(local_engine, workers, device, threads)  # a sweep closes its own
     _announce(settings, parts, engine(), yes, notify)
@@ -185,6 +185,20 @@ def steer(
     found = Steered(folder, settings, selection, tuning, table, tests, samples_made)
     write_steer_page(folder / "report.html", found)
     return found
+
+
+def _check_scorers(settings: SteerSettings, device: str | None) -> None:
+    """Score a few words by every scorer: what is wrong with one is told before any text is made.
+
+    Raises:
+        ScoringError: A scorer cannot be loaded, or has no label for an attribute.
+    """
+    given = [f"accuracy ({each})" for each in settings.classifiers if each not in CLASSIFIERS]
+    given += ["perplexity"] * (settings.perplexity != settings.model)
+    if given:
+        names = list(settings.task.attributes)
+        words = {"prompt": "a", "attribute": names, "text": "a few words " * 4}
+        _scores(None, settings, pd.DataFrame(words), device, given)
 
 
 def _announce(
@@ -209,7 +223,11 @@ def _announce(
     arms = {"tune": 1 + len(TUNED) * len(STRENGTHS), "judge": len(settings.arms)}
     each = estimate([*tuned * arms["tune"], *judged * arms["judge"]], workers, None, 1)
     check_affordable(each, yes)
-    read = len(parts["choose"]) * len(settings.task.attributes) * 40 * 12 + each.texts * 2 * 64
+    # A gradient costs about three passes, a knock-out one; other wordings read half of the prompts
+    # twice. Each text is read by its scorers as if twice by the model.
+    passes = 3 if settings.model_class != "TransformersModel" else size.n_layers * size.n_heads
+    rows = len(parts["choose"]) * len(settings.task.attributes)
+    read = 2 * passes * rows * settings.length + 2 * each.texts * settings.length
     seconds = each.seconds + reading_seconds(read)
     notify(
         f"{len(parts['choose'])} prompts choose {settings.heads} heads, {len(parts['tune'])} tune,"
@@ -258,11 +276,13 @@ def _choose(
     return found
 
 
-def _make(folder: Path, name: str, cells: Sequence[Cell], engine: Engine) -> pd.DataFrame:
+def _make(
+    folder: Path, name: str, cells: Sequence[Cell], chosen: Selection, engine: Engine
+) -> pd.DataFrame:
     """The texts of cells, from a run in the folder.
 
     Raises:
-        RunError: A cell failed.
+        RunError: A cell failed, or other weights chose the heads.
     """
     unique = tuple({cell.key: cell for cell in cells}.values())
     made = sweep(folder / name, [Grid(name, f"steer: {name}", unique)], engine, lambda line: None)
@@ -273,6 +293,12 @@ def _make(folder: Path, name: str, cells: Sequence[Cell], engine: Engine) -> pd.
             f"{len(made.failed) + made.elsewhere} of {len(unique)} cells of {folder / name} are not"
             f" finished: {reasons[0] if reasons else 'another command makes them'}; the same"
             " command goes on"
+        )
+    weights = run.manifest(unique[0].key).model.weights
+    if weights != chosen.weights:
+        raise RunError(
+            f"the heads of {folder / CARD} were chosen in {chosen.weights}, and the texts are of"
+            f" {weights}; choose another --out"
         )
     return run.samples()
 
@@ -290,16 +316,17 @@ def _tune(
     for place in TUNED:
         for alpha in STRENGTHS:
             arms[place, alpha] = settings.biased(prompts, place, alpha, chosen)
-    texts = _make(folder, "tune", [cell for cells in arms.values() for cell in cells], engine)
+    cells = [cell for of_arm in arms.values() for cell in of_arm]
+    texts = _make(folder, "tune", cells, chosen, engine)
     scores = _scores(folder, settings, texts, device, ["perplexity"])
-    of_cell = {cell.key: arm for arm, cells in arms.items() for cell in cells}
+    of_cell = {cell.key: arm for arm, of_arm in arms.items() for cell in of_arm}
     pairs = [of_cell[key] for key in scores["cell"]]
     scores = scores.assign(
         family=[family for family, _ in pairs],
         strength=[alpha for _, alpha in pairs],
         nll=np.log(scores["value"]),
     )
-    curves = SteeringCurves(scores.assign(constant=0.0), ["constant"], resamples=4000)
+    curves = SteeringCurves(scores, [], resamples=4000)
     tried = np.array([0.0, *STRENGTHS])
     rows = []
     for place in TUNED:
@@ -338,19 +365,20 @@ def _judged_texts(
         for arm in settings.arms
         if arm not in TUNED or arm in alphas
     }
-    samples = _make(folder, "judge", [cell for each in cells.values() for cell in each], engine)
+    every = [cell for each in cells.values() for cell in each]
+    samples = _make(folder, "judge", every, chosen, engine)
     names = {cell.key: arm for arm, each in cells.items() for cell in each}
     return samples.assign(arm=samples["cell"].map(names))
 
 
 def _scores(
-    folder: Path,
+    folder: Path | None,
     settings: SteerSettings,
     samples: pd.DataFrame,
     device: str | None,
     metrics: Sequence[str],
 ) -> pd.DataFrame:
-    """A row per text and metric; scores are kept in the folder."""
+    """A row per text and metric; scores are kept in the folder, if there is one."""
     options = ScorerOptions(task=settings.task, device=device)
     found = []
     with ScoreCache(folder) as cache:

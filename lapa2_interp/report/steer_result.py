@@ -18,6 +18,7 @@ from lapa2_interp.circuits.selection import Selection, random_heads
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.methods.registry import get_for_task
+from lapa2_interp.models.machine import AUTO_DTYPE, resolve_dtype
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.scoring.linear import LINEAR_ENDING
 from lapa2_interp.scoring.scorer import CLASSIFIERS
@@ -230,7 +231,7 @@ def check_settings(settings: SteerSettings) -> None:
 
     Raises:
         TaskError: The task has one attribute.
-        RunError: Too few prompts, a budget not above 1, or no heads.
+        RunError: Too few prompts, a budget not above 1, or no or all heads.
     """
     settings.task.others(next(iter(settings.task.attributes)))  # there is a second attribute
     if not settings.budget > 1:
@@ -240,11 +241,32 @@ def check_settings(settings: SteerSettings) -> None:
             f"{pluralize(n, 'prompt')} are too few to choose, to tune and to judge with; give at"
             f" least {4 * FEW}, better 250 (--prompts FILE)"
         )
-    if settings.heads < 1:
-        raise RunError(f"--heads must be at least 1; found {settings.heads}")
+    size = model_size(settings.model)
+    every = size.n_layers * size.n_heads
+    if not 1 <= settings.heads < every:
+        raise RunError(
+            f"--heads must be at least 1 and less than the {every} heads of {settings.model}; found"
+            f" {settings.heads}"
+        )
 
 
-def agree(folder: Path, settings: SteerSettings) -> SteerSettings:
+def settled_dtype(folder: Path, dtype: str, device: str | None) -> str:
+    """A precision by name. "auto" is that of the texts in a folder, if it has some: another machine
+    may go on with them."""
+    place = folder / SETTINGS
+    if dtype == AUTO_DTYPE and place.is_file():
+        return str(_read_settings(place).get("dtype"))
+    return resolve_dtype(dtype, device)
+
+
+def _read_settings(place: Path) -> dict[str, Any]:
+    try:
+        return parse_object(read_text(place))
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {place} ({error}); choose another --out") from error
+
+
+def agree(folder: Path, settings: SteerSettings) -> None:
     """Note the settings in a folder; of a folder that has some, these must be the same.
 
     Raises:
@@ -259,11 +281,8 @@ def agree(folder: Path, settings: SteerSettings) -> SteerSettings:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise RunError(f"{folder} exists and is no result of steer; choose another --out")
         write_json(place, known)
-        return settings
-    try:
-        before = parse_object(read_text(place))
-    except ValueError as error:
-        raise RunError(f"cannot read {place} ({error}); choose another --out") from error
+        return
+    before = _read_settings(place)
     differing = [name for name in known if before.get(name) != known[name]]
     if differing:
         name = differing[0]
@@ -271,4 +290,3 @@ def agree(folder: Path, settings: SteerSettings) -> SteerSettings:
             "" if name in ("task", "prompts") else f": {before.get(name)!r}, not {known[name]!r}"
         )
         raise RunError(f"{folder} has results of another {name}{found}; choose another --out")
-    return settings

@@ -1,5 +1,6 @@
 """`steer`: parts of the prompts, tuned strengths, tests, card and page of a small result."""
 
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pandas as pd
 import pytest
 
 from lapa2_interp import Augmentation, Selection, steer
-from lapa2_interp._util.errors import RunError, TaskError
+from lapa2_interp._util.errors import RunError, ScoringError, TaskError
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.options import AugmentationOptions
@@ -168,6 +169,23 @@ def test_the_same_call_goes_on_and_other_settings_are_refused(found):
             steer("tiny-gpt2", "sentiment", PROMPTS, out=found.folder, **(GIVEN | changed))
 
 
+def test_precision_auto_is_that_of_the_texts_there(found, monkeypatch):
+    monkeypatch.setattr("lapa2_interp.report.steer_result.resolve_dtype", lambda *_: "bfloat16")
+    again = steer(
+        "tiny-gpt2", "sentiment", PROMPTS, out=found.folder, notify=lambda line: None,
+        **(GIVEN | {"dtype": "auto"}),
+    )  # fmt: skip
+    assert again.settings.dtype == "float32"
+
+
+def test_heads_of_other_weights_are_refused(found, tmp_path):
+    copy = tmp_path / "out"
+    shutil.copytree(found.folder, copy)
+    found.selection.model_copy(update={"weights": "others"}).save(copy / CARD)
+    with pytest.raises(RunError, match="were chosen in others, and the texts are of"):
+        steer("tiny-gpt2", "sentiment", PROMPTS, out=copy, notify=lambda line: None, **GIVEN)
+
+
 def test_the_card_steers_by_itself(found):
     card = Selection.load(found.folder / CARD)
     assert card == found.selection
@@ -229,7 +247,10 @@ ONE = Task(
     [
         ({"prompts": PROMPTS[:31]}, RunError, "31 prompts are too few.*at least 32"),
         ({"budget": 1.0}, RunError, "budget must be above 1, such as 1.25; found 1"),
-        ({"heads": -1}, RunError, "heads must be at least 1; found -1"),
+        ({"heads": 0}, RunError, "heads must be at least 1 and less than the 16 heads.*found 0"),
+        ({"heads": 16}, RunError, "heads must be at least 1 and less than the 16 heads.*found 16"),
+        ({"classifiers": ["nowhere/at-all"]}, ScoringError, "nowhere/at-all"),
+        ({"task": "topic", "classifiers": ["vader"]}, ScoringError, "not 'business'"),
         ({"task": ONE}, TaskError, "has one attribute, 'formal'"),
         ({"task": ONE, "classifiers": []}, TaskError, "no classifier of the task 'own'.*classifiers=FOLDER"),
     ],
