@@ -305,6 +305,8 @@ def list_methods(*names: str) -> None:
                 span = (
                     "not augmented"
                     if given is None
+                    else "prefix hidden"
+                    if branch.hidden
                     else "prefix augmented"
                     if branch.prefix
                     else "prompt augmented"
