@@ -22,7 +22,7 @@ from lapa2_interp.bias.recipes import (
 )
 from lapa2_interp.methods import load_task
 from lapa2_interp.paper.equal_perplexity import add_caveats, distinguishing_columns
-from lapa2_interp.paper.steering_prompts import choose_prompts, read_neutral
+from lapa2_interp.paper.steering_prompts import BASES, bases_prompts, choose_prompts, read_neutral
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.run import load_run, write_run
@@ -214,6 +214,21 @@ def test_texts_with_banned_words_are_told_apart(run):
     for key, words in found["texts"][["cell", "words"]].drop_duplicates().itertuples(index=False):
         assert (words == "prefix words banned") == (plan[key].ban_words == "own")
     assert set(table(folder, ".equal")["words"]) == {"all words", "prefix words banned"}
+
+
+def test_prompts_of_bases_are_in_no_other_file():
+    neutral = [f"Prompt {i} of many" for i in range(2400)] + ['"quoted']
+    steering, selection = choose_prompts(neutral)
+    files = bases_prompts(neutral)
+    assert {name: len(files[name]) for name in BASES} == BASES
+    parts = [text for name in BASES for text in files[name]]
+    assert len(set(parts)) == len(parts)
+    assert not set(parts) & {*steering, *selection, '"quoted'}
+    assert files["select-sentiment"][0] == neutral[-2], "from the end"
+    for task in ("sentiment", "topic"):
+        assert files[task] == [text for i in range(1, 6) for text in files[f"{task}-{i}"]]
+    with pytest.raises(DataError, match="besides those of quick/steering; found"):
+        bases_prompts(neutral[:2000])
 
 
 def test_verdicts_say_what_speaks_against_them():
