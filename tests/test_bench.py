@@ -33,6 +33,7 @@ def run(bench, monkeypatch, words):
     bench.main()
 
 
+@pytest.mark.alone  # it compares times
 def test_the_study_writes_a_table_and_a_page(bench, monkeypatch, tmp_path, capsys):
     threads = torch.get_num_threads()
     words = "--samples 1 3 --context 8 --length 6 --dtype float32 --repeats 2 --threads 1 --out"
@@ -43,7 +44,7 @@ def test_the_study_writes_a_table_and_a_page(bench, monkeypatch, tmp_path, capsy
     assert (table["rows"] == 3 * table["samples"]).all(), "Air-Decoding has three branches"
     for _, part in table.groupby("samples"):
         step = part.set_index("contender")["step"]
-        assert step["roofline"] < step.drop("roofline").max()
+        assert (step["roofline"] < step.drop("roofline")).all()
     page = (tmp_path / "new" / "bench" / "bench.md").read_text("utf-8")
     assert page in capsys.readouterr().out
     assert "x eager" in page

@@ -690,13 +690,14 @@ def test_a_device_is_known_or_named():
         check_device("gpu7")
 
 
-def test_a_dry_run_says_the_work_and_makes_nothing(tmp_path, capsys):
+def test_a_dry_run_says_the_work_and_makes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(estimates, "rate", lambda *_, **__: (1e-9, "as timed"))
     (tmp_path / "mine.toml").write_text(TINY)
     run = tmp_path / "run"
     command = ("sweep --workers 1 --device cpu", tmp_path / "mine.toml", "--out", run)
     assert lapa2(*command, "--dry-run") == 0
     printed = capsys.readouterr()
-    assert re.search(r"2 of 2 cells to make: 4 texts, .* row-tokens, about \d+ s with", printed.err)
+    assert re.search("2 of 2 cells to make: 4 texts, .* row-tokens, about 10 s with", printed.err)
     assert printed.out == f"0 cells there, and none made: {run}\n"
     assert not run.exists()
     assert lapa2(*command, "--only", "attribute=positive") == 0
