@@ -275,8 +275,12 @@ def continued(
     """
     if getattr(model, "static", False):
         if (problem := _static_problem(model, rows, augmentations)) is None:
-            with _static(rows, index, capacity, augmentations, layouts, recorder, made) as static:
-                yield static
+            assert isinstance(rows, BridgeRows)
+            step, bias = _static_step(rows, len(index), capacity, augmentations, layouts, made)
+            hooks, network = AttentionHooks(step.edit, step.read), plain_network(model)
+            n_layers, _ = n_layers_and_heads(model)
+            with hook_attention(network, hooks, lambda _given: 0, range(n_layers)):
+                yield StaticRows(rows, index, step, bias, recorder)
             return
         _print_note(problem)
     rows.expand(index, capacity)
@@ -284,30 +288,25 @@ def continued(
         yield rows
 
 
-@contextmanager
-def _static(
-    rows: Any,
-    index: Int[Tensor, " row"],
+def _static_step(
+    rows: BridgeRows,
+    n_rows: int,
     capacity: int,
     augmentations: Sequence[AugmentationLike],
     layouts: Sequence[Layout],
-    recorder: Recorder | None,
     made: StaticSteps,
-) -> Iterator[StaticRows]:
-    """`continued` with static steps."""
+) -> tuple[StaticStep, BatchBias]:
+    """A step that fits, made or used again, and the bias that it adds."""
     size, kinds = n_layers_and_heads(rows.model), layer_types(rows.model)
     bias = BatchBias([active_augmentations(each) for each in augmentations], layouts, size, kinds)
     one_for_all = {*kinds} == {FULL_ATTENTION} and all(
         term.every_head and len(term.layers) == size[0] for term in bias.length_terms
     )
-    key = (len(index), bucket(capacity), not one_for_all)
+    key = (n_rows, bucket(capacity), not one_for_all)
     if key not in made:
         made.clear()
         made[key] = StaticStep(rows, *key)
-    step = made[key]
-    hooks, network = AttentionHooks(step.edit, step.read), plain_network(rows.model)
-    with hook_attention(network, hooks, lambda _given: 0, range(size[0])):
-        yield StaticRows(rows, index, step, bias, recorder)
+    return made[key], bias
 
 
 def _static_problem(
