@@ -107,10 +107,10 @@ class Selection(BaseModel):
         created, version: Time of the choice, and the package's version.
         prompt: The slope by which Pro-Aug was decided for a method, in these heads; None if it was
             not.
-        halves: The number of these heads that both halves of the prompts choose; None where heads
-            are taken at random or all.
-        wordings: By another wording of the prefixes, the number of these heads that are chosen with
-            it, too (`steer`).
+        chosen_by_halves: The number of these heads that both halves of the prompts choose; None
+            where heads are taken at random or all.
+        chosen_by_wordings: By another wording of the prefixes, the number of these heads that are
+            chosen with it, too (`steer`).
         alpha: The strength at which `steer` judged the heads; None where none was tuned.
         gain: A sentence on what `steer` found; "" where the heads were not judged.
     """
@@ -134,8 +134,8 @@ class Selection(BaseModel):
     created: datetime
     version: str = __version__
     prompt: PromptSlope | None = None
-    halves: int | None = None
-    wordings: dict[str, int] = {}
+    chosen_by_halves: int | None = None
+    chosen_by_wordings: dict[str, int] = {}
     alpha: float | None = None
     gain: str = ""
 
@@ -306,7 +306,9 @@ def select(
         inputs=contrast_set.key(model),
         stability=None if np.isnan(stability) else stability,
         screened=None if len(every) == len(all_heads(model)) else len(every),
-        halves=_chosen_by_halves(scores, len(chosen)) if heads and score != "random" else None,
+        chosen_by_halves=_count_in_halves(scores, len(chosen))
+        if heads and score != "random"
+        else None,
         seed=seed,
         created=datetime.now(UTC),
         prompt=None
@@ -414,7 +416,7 @@ def random_heads(heads: Heads, every: Heads, seed: int) -> Heads:
     return tuple(sorted(found))
 
 
-def _chosen_by_halves(scores: Float[np.ndarray, "prompt head"], most: int) -> int:
+def _count_in_halves(scores: Float[np.ndarray, "prompt head"], most: int) -> int:
     """The number of heads among the best of each half of the prompts, and of all."""
     best = [set(choose_units(part, most, False)[0]) for part in (scores, scores[::2], scores[1::2])]
     return len(set.intersection(*best))

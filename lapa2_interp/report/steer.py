@@ -58,10 +58,10 @@ from lapa2_interp.report.steer_result import (
     TUNED,
     Steered,
     SteerSettings,
-    agree,
     check_settings,
     interval_text,
     method_parameters,
+    note_settings,
     settled_dtype,
     shipped_classifiers,
 )
@@ -165,7 +165,7 @@ def steer(
     )
     check_settings(settings)
     _check_scorers(settings, device)
-    agree(folder, settings)
+    note_settings(folder, settings)
     parts = settings.parts()
     engine = partial(local_engine, workers, device, threads)  # a sweep closes its own
     _announce(settings, parts, engine(), yes, notify)
@@ -264,14 +264,15 @@ def _choose(
             notify(f"wording {form!r} is left out: {error}")
             continue
         overlap[form] = len(set(again.heads) & set(found.heads))
-    found = found.model_copy(update={"wordings": overlap})
+    found = found.model_copy(update={"chosen_by_wordings": overlap})
     found.save(folder / CARD)
     expected = len(found.heads) ** 2 / len(all_heads(model))
-    agreeing = [f"each half of the prompts {found.halves}"] * (found.halves is not None)
-    agreeing += [f"{form!r} {n}" for form, n in overlap.items()]
+    again = [f"{n} with {form!r}" for form, n in overlap.items()]
     notify(
-        f"{len(found.heads)} heads chosen; of them choose again: {', '.join(agreeing)} (by chance"
-        f" {expected:.1f})"
+        f"{len(found.heads)} heads chosen; both halves of the prompts choose"
+        f" {found.chosen_by_halves} of them"
+        + f"; chosen again: {', '.join(again)} (by chance {expected:.1f})"
+        * bool(again)
     )
     return found
 
@@ -315,7 +316,7 @@ def _tune(
     arms = {(BASELINE, 0.0): settings.cells(prompts, NO_BIAS)}
     for place in TUNED:
         for alpha in STRENGTHS:
-            arms[place, alpha] = settings.biased(prompts, place, alpha, chosen)
+            arms[place, alpha] = settings.cells_with_bias(prompts, place, alpha, chosen)
     cells = [cell for of_arm in arms.values() for cell in of_arm]
     texts = _make(folder, "tune", cells, chosen, engine)
     scores = _scores(folder, settings, texts, device, ["perplexity"])
@@ -359,7 +360,7 @@ def _judged_texts(
 ) -> pd.DataFrame:
     """The texts of all arms that are comparable, with the arm's name."""
     cells = {
-        arm: settings.biased(prompts, arm, alphas[arm], chosen)
+        arm: settings.cells_with_bias(prompts, arm, alphas[arm], chosen)
         if arm in TUNED
         else settings.cells(prompts, arm)
         for arm in settings.arms

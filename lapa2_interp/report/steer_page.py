@@ -145,10 +145,10 @@ def heads_figure(found: Steered) -> Drawing:
 def _stability(found: Steered) -> str:
     card, size = found.selection, model_size(found.settings.model)
     chance = len(card.heads) ** 2 / (size.n_layers * size.n_heads)
-    said = [f"{form!r} chooses {n}" for form, n in card.wordings.items()]
-    halves = f" Each half of the prompts chooses {card.halves} of these heads, too."
-    again = f" With other wordings, {', '.join(said)}; by chance it would be {chance:.1f}."
-    return halves * (card.halves is not None) + again * bool(said)
+    said = [f"{form!r} chooses {n}" for form, n in card.chosen_by_wordings.items()]
+    halves = f" Both halves of the prompts choose {card.chosen_by_halves} of these heads."
+    again = f" Of these heads, {', '.join(said)}; by chance it would be {chance:.1f}."
+    return halves + again * bool(said)
 
 
 def _wide(found: Steered) -> pd.DataFrame:

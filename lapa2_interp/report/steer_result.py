@@ -125,7 +125,7 @@ class SteerSettings:
             }
         )
 
-    def biased(
+    def cells_with_bias(
         self, prompts: Sequence[str], place: str, alpha: float, chosen: Selection
     ) -> list[Cell]:
         """The cells of a place of the bias at one strength."""
@@ -266,7 +266,7 @@ def _read_settings(place: Path) -> dict[str, Any]:
         raise RunError(f"cannot read {place} ({error}); choose another --out") from error
 
 
-def agree(folder: Path, settings: SteerSettings) -> None:
+def note_settings(folder: Path, settings: SteerSettings) -> None:
     """Note the settings in a folder; of a folder that has some, these must be the same.
 
     Raises:

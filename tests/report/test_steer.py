@@ -72,12 +72,12 @@ def test_random_heads_are_other_heads_of_the_same_layers():
 def test_random_sets_share_the_prompts(found):
     settings = found.settings
     prompts = settings.parts()["judge"]
-    cells = settings.biased(prompts, RANDOM, 1.0, found.selection)
+    cells = settings.cells_with_bias(prompts, RANDOM, 1.0, found.selection)
     of_one = [cell for cell in cells if cell.attribute == "positive"]
     assert sorted(prompt for cell in of_one for prompt in cell.prompts) == sorted(prompts)
     assert len(of_one) == 5
     assert {cell.arm for cell in cells} == {RANDOM}
-    (whole,) = settings.biased(prompts, ALL, 1.0, found.selection)[0].active_augmentations
+    (whole,) = settings.cells_with_bias(prompts, ALL, 1.0, found.selection)[0].active_augmentations
     assert whole == Augmentation(alpha=1.0)
 
 
@@ -196,8 +196,8 @@ def test_the_card_steers_by_itself(found):
     assert built == card.augmentation()
     (stronger,) = AugmentationOptions(selection=found.folder / CARD, alpha=3.0).build(0.5)
     assert stronger.alpha == 3.0
-    assert set(card.wordings) == {"Extremely {attribute}:", "In a {attribute} tone:"}
-    assert all(0 <= n <= len(card.heads) for n in card.wordings.values())
+    assert set(card.chosen_by_wordings) == {"Extremely {attribute}:", "In a {attribute} tone:"}
+    assert all(0 <= n <= len(card.heads) for n in card.chosen_by_wordings.values())
     assert "16 other prompts" in card.gain
     assert "no sure difference" in card.gain  # of a random model
 
