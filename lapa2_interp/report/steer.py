@@ -267,12 +267,12 @@ def _choose(
     found = found.model_copy(update={"chosen_by_wordings": overlap})
     found.save(folder / CARD)
     expected = len(found.heads) ** 2 / len(all_heads(model))
-    again = [f"{n} with {form!r}" for form, n in overlap.items()]
+    reworded_too = [f"{n} with {form!r}" for form, n in overlap.items()]
     notify(
         f"{len(found.heads)} heads chosen; both halves of the prompts choose"
         f" {found.chosen_by_halves} of them"
-        + f"; chosen again: {', '.join(again)} (by chance {expected:.1f})"
-        * bool(again)
+        + f"; chosen again: {', '.join(reworded_too)} (by chance {expected:.1f})"
+        * bool(overlap)
     )
     return found
 
