@@ -71,3 +71,23 @@ def paper_number(table: str, **wanted: Any) -> float:
             f"{len(found)} numbers of the paper's table {table} fit {wanted}; name more columns"
         )
     return float(found["value"].iloc[0]) if len(found) else float("nan")
+
+
+def paper_place(
+    table: str, task: str, method: str, model: str, length: int
+) -> tuple[str, int] | None:
+    """The paper's model and length to show beside a result: the result's own model, or the first
+    of the paper's table; the result's length, or the table's only one. None if there is none."""
+    found = reported_numbers()
+    theirs = known_methods()[method].paper_name
+    found = found[(found["table"] == table) & (found["task"] == task) & (found["method"] == theirs)]
+    if not len(found):
+        return None
+    named = PAPER_MODELS.get(model, "")
+    models, lengths = set(found["model"]), set(found["length"].astype(int))
+    if length not in lengths and len(lengths) > 1:
+        return None
+    return (
+        named if named in models else str(found["model"].iloc[0]),
+        length if length in lengths else lengths.pop(),
+    )

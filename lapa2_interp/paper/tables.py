@@ -17,6 +17,7 @@ from lapa2_interp.paper.reported import (
     PAPER_MODELS,
     TABLE_OF_ITEM,
     paper_number,
+    paper_place,
 )
 from lapa2_interp.scoring.tables import (
     EXTRA_CELL_COLUMNS,
@@ -40,7 +41,7 @@ PAPER_SCORERS = {
     "dist": "roberta-large",
 }
 """Part of the name of the paper's scorer, by metric. Differences from the paper's numbers are shown
-only for these scorers."""
+only for these scorers and for the paper's models."""
 
 
 # --- tables
@@ -67,7 +68,8 @@ def item_table(
     Returns:
         Columns ROW_COLUMNS, max_length and dtype if only they distinguish rows, metric, mean, low,
         high, n, prompts, skipped, scorer, difference, difference_low, difference_high, p,
-        detectable (against the baseline of the same method), best, profile, paper, state.
+        detectable (against the baseline of the same method), best, profile, paper (the paper's
+        number), paper_of (its model, and its length if it is another), state.
     """
     keys = [key for key in ROW_COLUMNS if key in scores]
     keys += [
@@ -121,7 +123,9 @@ def item_table(
     arms = cells.drop_duplicates(ARM_COLUMNS)[[*ARM_COLUMNS, "profile", "alpha"]]
     found = found.merge(arms, on=ARM_COLUMNS, how="left")
     found["best"] = _best_means(found, scores)
-    found["paper"] = [_paper_mean(item, row, variants or {}) for row in records(found)]
+    beside = [_paper_mean(item, row, variants or {}) for row in records(found)]
+    found["paper"] = [number for number, _ in beside]
+    found["paper_of"] = [place for _, place in beside]
     return _in_grid_order(found.drop(columns="alpha"), cells)
 
 
@@ -151,13 +155,14 @@ def drop_parameter(variant: str, parameter: str) -> str:
     return ", ".join(part for part in variant.split(", ") if not part.startswith(f"{parameter}="))
 
 
-def _paper_mean(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) -> float:
-    if (
-        row["attribute"] not in ("all", "nontoxic")
-        or row["model"] not in PAPER_MODELS
-        or pd.isna(row["length"])
-    ):
-        return float("nan")
+def _paper_mean(
+    item: str, row: Mapping[str, Any], variants: Mapping[str, str]
+) -> tuple[float, str]:
+    """The paper's number for a row, and its model and, if it is another, its length; NaN and "" if
+    it has none."""
+    nothing = (float("nan"), "")
+    if row["attribute"] not in ("all", "nontoxic") or pd.isna(row["length"]):
+        return nothing
     wording, _ = split_variant(row["variant"])
     named = variants.get(wording) or variants.get(row["arm"], "")
     usual = row["alpha"] in (0.0, known_methods()[row["method"]].alpha) and row["profile"] in (
@@ -165,17 +170,26 @@ def _paper_mean(item: str, row: Mapping[str, Any], variants: Mapping[str, str]) 
         "paper",
     )
     if not usual or (not named and (variants or wording)):
-        return float("nan")
-    variant = PART_NAMES.get(part, named) if (part := int(row["part"])) else named
-    return paper_number(
-        TABLE_OF_ITEM.get(item, item),
+        return nothing
+    table = TABLE_OF_ITEM.get(item, item)
+    place = paper_place(table, row["task"], row["method"], row["model"], int(row["length"]))
+    if place is None:
+        return nothing
+    model, length = place
+    number = paper_number(
+        table,
         task=row["task"],
-        model=PAPER_MODELS[row["model"]],
+        model=model,
         method=row["method"],
         lapa2=row["arm"] != "baseline",
-        length=int(row["length"]),
+        length=length,
         metric=row["metric"],
-        variant=variant,
+        variant=PART_NAMES.get(part, named) if (part := int(row["part"])) else named,
+    )
+    return (
+        nothing
+        if pd.isna(number)
+        else (number, f"{model}, {length} tokens" * (length != row["length"]) or model)
     )
 
 
@@ -329,10 +343,13 @@ def format_item_table(table: pd.DataFrame) -> pd.DataFrame:
         )
         if part["paper"].notna().any():
             beside = part[[*keys, "paper"]].assign(
-                paper=[_format_mean(metric, value) for value in part["paper"]]
+                paper=[
+                    "" if pd.isna(value) else _format_mean(metric, value) for value in part["paper"]
+                ]
             )
             comparable = [
-                PAPER_SCORERS[metric.rstrip("123")] in str(scorer) for scorer in part["scorer"]
+                model in PAPER_MODELS and PAPER_SCORERS[metric.rstrip("123")] in str(scorer)
+                for model, scorer in zip(part["model"], part["scorer"], strict=True)
             ]
             gap = np.where(comparable, part["mean"] - part["paper"], np.nan)
             beside["paper"] += [
@@ -384,6 +401,7 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     profiles = (
         ", ".join(sorted({profile for profile in table["profile"].dropna() if profile})) or "none"
     )
+    theirs = _describe_paper_numbers(table)
     return [
         (
             f"acc and tox in percent{second}; {echo}{diversity}95 % intervals over prompts; n texts"
@@ -395,7 +413,22 @@ def footnotes(table: pd.DataFrame) -> list[str]:
             f"Models: {', '.join(dict.fromkeys(table['model']))}. Profile of the augmentation:"
             f" {profiles}. Scorers: {scorers}."
         ),
+        *([theirs] if theirs else []),
     ]
+
+
+def _describe_paper_numbers(table: pd.DataFrame) -> str:
+    """A note that names model and length of the paper's numbers; "" if there are none."""
+    if "paper_of" not in table or not len(shown := table[table["paper"].notna()]):
+        return ""
+    of_task = shown.groupby("task", sort=False)["paper_of"].agg(
+        lambda column: " or ".join(dict.fromkeys(column))
+    )
+    listed = "; ".join(f"{task}: {place}" for task, place in of_task.items())
+    return (
+        f"paper: the paper's numbers, at the same length unless one is named ({listed}). Its"
+        " scorers and prompts are others; with another model, too, compare directions, not sizes."
+    )
 
 
 def gaps_note(table: pd.DataFrame) -> str:

@@ -832,28 +832,41 @@ def test_the_papers_numbers_parse():
 
 
 def test_the_papers_number_stands_beside_a_cell_of_its_setting(run, monkeypatch):
-    """Pretend that SmolLM2 is GPT-2 medium and 48 tokens are 256: every cell of the table finds its
-    number."""
-    monkeypatch.setitem(reported.PAPER_MODELS, "smollm2-135m", "gpt2-medium")
-    real = reported.paper_number
-
-    def of_256(table, **wanted):
-        return real(table, **(wanted | {"length": 256}))
-
-    monkeypatch.setattr(tables, "paper_number", of_256)
+    """SmolLM2 at 48 tokens: beside it GPT-2 medium at 256, the only model and length of the table,
+    both named. A difference is shown only for the paper's own model and scorer."""
     made = script("analyses", "layers", run)["table"]
     found = tables.rows_of_all_attributes(made[made["task"] == "sentiment"]).set_index(
         ["method", "arm", "metric"]
-    )["paper"]
-    assert found["prefix", "baseline", "acc"] == 68.13
-    assert found["prefix", "alpha 0.5 paper, layers even", "ppl"] == 30.19
-    assert found["air-decoding", "alpha 0.5 paper", "dist3"] == 0.82
-    assert np.isnan(found["prefix", "alpha 0.5 paper, layers odd", "acc"])  # the paper has no odd
-    shown = tables.format_item_table(made)
-    assert "68.1" in shown["paper acc"].tolist()  # and no difference: the scorer is not the paper's
+    )
+    number = found["paper"]
+    assert number["prefix", "baseline", "acc"] == 68.13
+    assert number["prefix", "alpha 0.5 paper, layers even", "ppl"] == 30.19
+    assert number["air-decoding", "alpha 0.5 paper", "dist3"] == 0.82
+    assert np.isnan(number["prefix", "alpha 0.5 paper, layers odd", "acc"])  # the paper has no odd
+    assert set(found["paper_of"]) == {"", "gpt2-medium, 256 tokens"}
+    assert "sentiment: gpt2-medium, 256 tokens" in tables.footnotes(made)[-1]
     monkeypatch.setitem(tables.PAPER_SCORERS, "acc", "adapter")
+    assert "68.1" in tables.format_item_table(made)["paper acc"].tolist()  # another model
+    monkeypatch.setitem(reported.PAPER_MODELS, "smollm2-135m", "gpt2-medium")
     shown = tables.format_item_table(made)
     assert shown["paper acc"].str.contains(r"68\.1 \([+-]\d").any()
+    monkeypatch.undo()
+    assert "68.1" in tables.format_item_table(made)["paper acc"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        (("sent_topic", "topic", "prefix", "smollm2-135m", 128), ("gpt2-medium", 128)),
+        (("sent_topic", "topic", "prefix", "smollm2-135m", 32), None),  # five lengths, but no 32
+        (("detox", "detox", "preadd", "EleutherAI/pythia-12b", 512), ("pythia-12b", 512)),
+        (("components", "detox", "preadd", "smollm2-135m", 64), ("llama-2-7b", 256)),
+        (("components", "topic", "prefix", "smollm2-135m", 64), None),  # no such method
+        (("related", "topic", "prefix", "smollm2-135m", 64), None),  # no such table
+    ],
+)
+def test_the_place_of_the_papers_number(where, place):
+    assert reported.paper_place(*where) == place
 
 
 # --- verdicts and best cells
