@@ -60,11 +60,12 @@ ITEMS = (
     "related",
     "frontier",
     "steering",
+    "bases",
     "long",
     "deep",
 )
 """Items with a script in analyses/, in the order of the report; figures/ has the same names."""
-EXTRA = ("heads", "related", "frontier", "steering", "long", "deep")
+EXTRA = ("heads", "related", "frontier", "steering", "bases", "long", "deep")
 """Items of ours; one whose grid lacks a file is left out."""
 JOINED = ("prefix_types", "local_attn", "cases")
 """Items of several grids: with --beside they keep the rows that this run does not make."""

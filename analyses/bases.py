@@ -1,0 +1,179 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Does the bias in chosen heads improve other methods?
+#
+# Not in the paper. Methods without a bias, with LaPA2 in all heads, in chosen heads, and in random
+# heads. The grid has three parts: (a) sentiment, (b) further methods on sentiment, (c) topic. Arms,
+# prompts and tests were written down before the run (docs/results.md). A part that is not finished
+# has no tests.
+#
+#     make steering-prompts DATA=FOLDER && lapa2 sweep quick/bases --out results/bases
+#     python analyses/bases.py results/bases && python figures/bases.py results/bases
+
+# %%
+import sys
+from collections import Counter
+
+import pandas as pd
+
+from lapa2_interp._util.files import write_text
+from lapa2_interp._util.table_formats import as_csv, as_markdown
+from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.scripts import DEFAULT_SCORERS, print_error
+from lapa2_interp.paper.tables import format_item_table
+from lapa2_interp.scoring.tables import mean_interval, paired_change
+from lapa2_interp.stats import holm
+
+sys.excepthook = print_error
+item = open_item(
+    "bases",
+    "LaPA2 in chosen heads under several methods",
+    scorers=(*DEFAULT_SCORERS, "sentiment:accuracy=vader", "repetition"),
+)
+cells = item.cells
+cell_of = item.run.by_key
+DECIDES = "acc (linear)"
+"""The metric of the tests: its scorer shares no weights with the model."""
+CHAT_TAG = "<|im_"
+
+# %% [markdown]
+# An arm is a place of the bias and its strength; the sets of random heads are one arm. Part (a) has
+# the prompts of Air-Decoding on sentiment.
+
+# %%
+biases = {key: next(iter(cell_of[key].active_augmentations), None) for key in cells["key"]}
+counts: dict[str, Counter] = {}
+for key, bias in biases.items():
+    if bias is not None and bias.heads != "all":
+        counts.setdefault(cell_of[key].task.name, Counter())[bias.heads] += 1
+chosen = {task: count.most_common(1)[0][0] for task, count in counts.items()}
+of_air_decoding = {
+    prompt
+    for key in cells["key"]
+    if cell_of[key].method == "air-decoding"
+    for prompt in cell_of[key].prompts
+}
+
+
+def arm(key: str) -> str:
+    """The arm of a cell."""
+    if (bias := biases[key]) is None:
+        return "baseline"
+    if bias.heads == "all":
+        return f"all heads {bias.alpha:g}"
+    kind = "chosen" if bias.heads == chosen[cell_of[key].task.name] else "random"
+    return f"{kind} heads {bias.alpha:g}"
+
+
+def variant(key: str) -> str:
+    """The part of a cell, and its settings."""
+    cell = cell_of[key]
+    shared = of_air_decoding.issuperset(cell.prompts)
+    part = "(c)" if cell.task.name == "topic" else "(a)" if shared else "(b)"
+    omega = f"omega {cell.parameters['omega']:g}" if cell.method == "air-decoding" else ""
+    return ", ".join(filter(None, [part, omega, "eos block" * (cell.eos == "block")]))
+
+
+arms, variants = ({key: make(key) for key in cells["key"]} for make in (arm, variant))
+scores = item.data.scores(cells)
+for table in (cells, scores):
+    key = table["key" if "key" in table else "cell"]
+    table["arm"], table["variant"] = key.map(arms), key.map(variants)
+means = item.table(scores, cells)
+
+# %% [markdown]
+# Texts with a chat tag.
+
+# %%
+ARM = ["task", "method", "variant", "arm"]
+finished = cells[cells["state"] == "finished"]
+samples = item.run.samples(list(finished["key"]))
+tagged = 100.0 * samples["text"].str.contains(CHAT_TAG, regex=False)
+rows = []
+for where, part in samples.assign(
+    tag=tagged, arm=samples["cell"].map(arms), variant=samples["cell"].map(variants)
+).groupby(ARM, sort=False):
+    found = mean_interval(part["tag"].to_numpy(), part["prompt"].to_numpy())
+    numbers = {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
+    rows.append(dict(zip(ARM, where, strict=True)) | numbers)
+tags = pd.DataFrame(rows)
+shares = [f"{m:.1f} [{a:.1f}, {b:.1f}]" for m, a, b in tags[["mean", "low", "high"]].to_numpy()]
+formatted = format_item_table(means)
+shown = tags[ARM].rename(columns={"arm": "augmentation"}).assign(**{"chat tag %": shares})
+formatted = formatted.merge(shown, how="left").fillna("")
+note = (
+    "Ours, not the paper's. Texts of (a) and of random heads are paired on the prompts that both"
+    " have. chat tag: texts with a tag of the model's chat format."
+)
+item.write(means, [note], formatted)
+
+# %% [markdown]
+# The tests of each part, by linear, with Holm's correction over the part; beside them every other
+# measure and attribute.
+
+# %%
+AGAINST = ("baseline", "all heads 0.5")
+TESTS = {
+    "(a)": [
+        ("sentiment", "air-decoding", "(a), omega 140", "chosen heads 0.8", other)
+        for other in (*AGAINST, "random heads 0.8")
+    ],
+    "(b)": [
+        ("sentiment", method, "(b)", "chosen heads 0.8", "baseline")
+        for method in ("prefix", "gedi", "dexperts", "arithmetic")
+    ],
+    "(c)": [
+        ("topic", method, label, "chosen heads 1", other)
+        for method, label in (("prefix", "(c)"), ("air-decoding", "(c), omega 60"))
+        for other in (*AGAINST, "random heads 1")
+    ],
+}
+tests, notes = [], []
+for part, planned in TESTS.items():
+    of_part = cells[cells["variant"].str.startswith(part)]
+    missing = int((of_part["state"] != "finished").sum())
+    if not len(of_part):
+        continue
+    if missing:
+        notes.append(f"{part} has no tests: {missing} of {len(of_part)} cells are missing.")
+        continue
+    rows = []
+    for task, method, label, after, before in planned:
+        group = scores[(scores["task"] == task) & (scores["method"] == method)]
+        group = group[group["variant"] == label]
+        for metric, of_metric in group.groupby("metric", sort=False):
+            for attribute in ["all", *dict.fromkeys(of_metric["attribute"])]:
+                texts = of_metric[(of_metric["attribute"] == attribute) | (attribute == "all")]
+                found = paired_change(*(texts[texts["arm"] == each] for each in (before, after)))
+                if found is not None:
+                    where = {"part": part, "task": task, "method": method, "arm": after}
+                    change = {"difference": found.mean, "low": found.low, "high": found.high}
+                    rows.append(
+                        {**where, "against": before, "metric": metric, "attribute": attribute}
+                        | {**change, "p": found.p, "detectable": found.detectable}
+                        | {"prompts": found.clusters}
+                    )
+    table = pd.DataFrame(rows)
+    decisive = (table["metric"] == DECIDES) & (table["attribute"] == "all")
+    table.loc[decisive, "p_holm"] = holm(table.loc[decisive, "p"])
+    tests.append(table)
+
+# %%
+if tests:
+    folder, title = item.out / "tables", "Tests of chosen heads"
+    every = pd.concat(tests, ignore_index=True)
+    write_text(folder / "bases.tests.csv", as_csv(every, 6))
+    decisive = every[every["p_holm"].notna()].drop(columns=["metric", "attribute", "p"])
+    notes.append(f"Differences of {DECIDES} in points, paired on prompts; p_holm: over a part.")
+    write_text(folder / "bases.tests.md", as_markdown(title, decisive.round(4), notes))
+    print(f"\n{title}\n\n{decisive.round(4).to_string(index=False)}")
+print("\n".join(notes))

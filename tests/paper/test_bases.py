@@ -1,0 +1,129 @@
+"""The item bases: its parts, its arms, its tests and its figure, on a small run."""
+
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from lapa2_interp.cli.app import main
+from lapa2_interp.runs.run import load_run
+from lapa2_interp.runs.store import remove_batches
+from lapa2_interp.scoring.linear import LinearScorer
+from lapa2_interp.scoring.scorer import TextItem
+
+pytestmark = pytest.mark.long
+ROOT = Path(__file__).resolve().parents[2]
+AIR = 'method = { name = "air-decoding", omega = %d.0, pro_aug = false, prefixes = "hard" }'
+CHOSEN, RANDOM = "head-selective:heads=0.1/1.0,alpha=0.8", "head-selective:heads=0.0/1.1,alpha=0.8"
+PROMPTS = [f"The {word}" for word in ("lake", "road", "horse", "train", "king", "day")]
+GRID = f"""
+model = "tiny-gpt2"
+dtype = "float32"
+length = 24
+samples = 1
+trace = "none"
+description = "small"
+ban_words = "all"
+task = "sentiment"
+prompts = {PROMPTS}
+[[block]]
+{AIR % 140}
+augmentation = ["none", "lapa2:alpha=0.5", "{CHOSEN}", "{CHOSEN[:-1]}4"]
+[[block]]
+{AIR % 280}
+augmentation = ["none"]
+[[block]]
+prompts = {PROMPTS[:3]}
+{AIR % 140}
+augmentation = ["{RANDOM}"]
+[[block]]
+prompts = ["A", "B", "C"]
+method = [{{ name = "prefix", prefixes = "hard" }}, {{ name = "gedi", prefixes = "hard" }}]
+augmentation = ["none", "{CHOSEN}"]
+"""
+
+
+def script(kind, run):
+    before, path = sys.argv, list(sys.path)
+    sys.argv, sys.path = ["bases.py", str(run)], [str(ROOT / kind), *path]
+    try:
+        return runpy.run_path(str(ROOT / kind / "bases.py"), run_name="__main__")
+    finally:
+        sys.argv, sys.path = before, path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    (folder / "bases.toml").write_text(GRID)
+    out = folder / "run"
+    assert main(["sweep", str(folder / "bases.toml"), "--out", str(out), "--workers", "1"]) == 0
+    script("analyses", out)
+    return out
+
+
+def test_parts_arms_and_tests(run):
+    found = pd.read_csv(run / "tables" / "bases.csv", keep_default_na=False)
+    arms = set(found[["method", "variant", "arm"]].itertuples(index=False, name=None))
+    air = "air-decoding"
+    names = (
+        "baseline",
+        "all heads 0.5",
+        "chosen heads 0.8",
+        "chosen heads 0.4",
+        "random heads 0.8",
+    )
+    assert arms == {
+        *((air, "(a), omega 140", name) for name in names),
+        (air, "(a), omega 280", "baseline"),
+        *((method, "(b)", name) for method in ("prefix", "gedi") for name in (names[0], names[2])),
+    }
+    tests = pd.read_csv(run / "tables" / "bases.tests.csv")
+    decided = tests[tests["p_holm"].notna()]
+    assert decided[["part", "method", "against"]].to_numpy().tolist() == [
+        ["(a)", air, names[0]], ["(a)", air, names[1]], ["(a)", air, names[4]],
+        ["(b)", "prefix", names[0]], ["(b)", "gedi", names[0]],
+    ]  # fmt: skip
+    assert decided["prompts"].tolist() == [6, 6, 3, 3, 3]
+    assert set(tests["attribute"]) == {"all", "positive", "negative"}
+
+
+def test_a_difference_is_that_of_the_texts(run):
+    """Random heads against chosen heads, on the three prompts that both have, from the texts."""
+    opened, scorer = load_run(run), LinearScorer("sentiment")
+    rows = []
+    for key, cell in opened.by_key.items():
+        for bias in cell.active_augmentations:
+            if cell.method == "air-decoding" and bias.alpha == 0.8:
+                samples = opened.samples([key])
+                for attribute, prompt, text in samples[["attribute", "prompt", "text"]].to_numpy():
+                    (probabilities,) = scorer.score([TextItem(text)])
+                    label = scorer.columns[probabilities.index(max(probabilities))]
+                    rows.append((bias.heads == ((0, 1), (1, 0)), prompt, label == attribute))
+    table = pd.DataFrame(rows, columns=["chosen", "prompt", "right"])
+    both = table[table["prompt"].isin(PROMPTS[:3])].groupby("chosen")["right"].agg(["mean", "size"])
+    assert both["size"].tolist() == [6, 6]
+    expected = 100 * (both["mean"][True] - both["mean"][False])
+    tests = pd.read_csv(run / "tables" / "bases.tests.csv")
+    row = tests[(tests["against"] == "random heads 0.8") & tests["p_holm"].notna()]
+    assert row["difference"].tolist() == pytest.approx([expected], abs=1e-4)
+
+
+def test_the_figure_has_a_panel_for_each_part(run):
+    figure = script("figures", run)["draw"](pd.read_csv(run / "tables" / "bases.csv"))
+    assert [panel.get_title() for panel in figure.axes] == ["(a)", "(b)"]
+    assert (run / "figures" / "bases.png").is_file()
+
+
+def test_a_part_that_is_not_finished_has_no_tests(run, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    key = next(key for key, cell in load_run(copy).by_key.items()
+              if cell.method == "gedi" and cell.active_augmentations)  # fmt: skip
+    remove_batches(copy / "cells" / key)
+    script("analyses", copy)
+    assert set(pd.read_csv(copy / "tables" / "bases.tests.csv")["part"]) == {"(a)"}
+    assert "(b) has no tests: " in (said := capsys.readouterr().out) and "(a) has no" not in said
