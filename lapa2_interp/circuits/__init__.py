@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from lapa2_interp.circuits.control import ControlScore, control_score
     from lapa2_interp.circuits.examples import RAW, ContrastExample, make_examples
     from lapa2_interp.circuits.fading import Fading, measure_fading
-    from lapa2_interp.circuits.gradients import Attribution, attribution, integrated_gradients
+    from lapa2_interp.circuits.gradients import Attribution, attribution
     from lapa2_interp.circuits.joint_knockout import JointCurve, joint_curve
     from lapa2_interp.circuits.knockout import KnockOut, knock_out
     from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution, head_logit_attribution
     from lapa2_interp.circuits.metrics import METRICS, Predictions
     from lapa2_interp.circuits.patching import Patching, patch
-    from lapa2_interp.circuits.prefilter import prefilter_recall, prefiltered_knock_out
+    from lapa2_interp.circuits.prefilter import prefilter_recall
     from lapa2_interp.circuits.prefix_attention import (
         alpha_at_prefix_attention,
         mean_prefix_attention,
@@ -57,7 +57,6 @@ __all__ = [
     "attribution",
     "control_score",
     "head_logit_attribution",
-    "integrated_gradients",
     "joint_curve",
     "knock_out",
     "load_heads",
@@ -67,7 +66,6 @@ __all__ = [
     "measure_fading",
     "patch",
     "prefilter_recall",
-    "prefiltered_knock_out",
     "prefix_attention_by_head",
     "prompt_slope",
     "save_heads",

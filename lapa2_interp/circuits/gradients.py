@@ -6,7 +6,6 @@ With D the control, P a head's pattern and P' the pattern without the prefix, re
                                     after it and in every branch: the gain per unit of bias
     cut_hat = - <P' - P, dD/dP>     the knock-out of the head to first order: exact in the softmax,
                                     linear after it (as in AtP*, arXiv 2403.00745)
-    ig      = - integral of dD/db from 0 to b = -inf, along which the knock-out lies
 
 At each query cut_hat is slope / (1 - A), A the head's attention on the prefix. So the two
 differ: a head that gives the prefix nearly all its attention has slope 0, and may have a large
@@ -15,12 +14,12 @@ cut_hat.
 Neither includes the effect of a large loss on later heads and norms. In the planted model the
 carrier's cut_hat is less than half its effect. The relay's has the wrong sign: the reader needs its
 whole output, but a little more output would weaken the reader's attention, by the norm between
-them. So these are no effects, but a prefilter: `prefiltered_knock_out` knocks out the heads of
-largest cut_hat, and random others, exactly.
+them. So these are no effects, but a prefilter: knock out the best heads exactly.
 
-    found = attribution(model, "sentiment")
-    found.table().best(24)                  # heads of largest cut_hat
-    prefiltered_knock_out(model, "sentiment").recall  # agreement with exact effects
+    asked = ContrastSet.of(model, "sentiment")
+    found = attribution(model, asked)
+    best = found.table().best(24)                              # heads of largest cut_hat
+    exact = knock_out(model, asked, over={str(head): [head] for head in best})
 
 Gradients need the hooks of a TransformerBridge, and float32 or float64.
 """
@@ -56,7 +55,7 @@ from lapa2_interp.circuits.edits import (
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
-from lapa2_interp.circuits.units import head_mask, head_units, make_units
+from lapa2_interp.circuits.units import head_units
 from lapa2_interp.models.card import Model, check_not_quantised
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.load import accepts_model_name
@@ -64,8 +63,6 @@ from lapa2_interp.models.load import accepts_model_name
 ESTIMATES = ("cut_hat", "slope")
 SINK_TOLERANCE = 1e-3
 """Rounding of a pattern's sum over keys; a larger gap to 1 is a learned sink."""
-SHARE = 0.8
-"""Attention on the prefix for which the nodes of an integral are best placed."""
 
 
 @dataclass(frozen=True)
@@ -191,80 +188,6 @@ def attribution(
                 cut_hats[group, layer] = summed.cpu().numpy()
             bar.update(sum(example.n_branch_steps for example in examples))
     return Attribution(contrast_set, name, control, slopes, cut_hats)
-
-
-@accepts_model_name
-def integrated_gradients(
-    model: Model,
-    contrast: ContrastLike,
-    heads: Sequence[Sequence[int]],
-    *,
-    metric: str | Metric | Mapping[str, Metric] = "js",
-    nodes: int = 5,
-    augmentation: AugmentationLike = None,
-    batch_size: int = 8,
-    progress: tqdm | None = None,
-    **settings: Any,
-) -> Float[np.ndarray, "example head"]:
-    """Compute the knock-out of single heads as an integral of slopes, from 0 to a full cut.
-
-    With enough nodes it equals the mean over steps of `knock_out(replacement="cut",
-    phase="after_span")`. Each head is cut alone. With y from 0 to 1, and A = `SHARE`,
-
-        exp(b) = y (1 - A) / (1 - A y),     db = dy / (y (1 - A y))
-
-    is the path along which a head with attention A on the prefix has attention A y. The nodes are
-    those of Gauss-Legendre quadrature in y. A = 0 would be even steps of the cut's alpha, which is
-    worse: most heads that matter lose their attention in the last of them.
-
-    Args:
-        model, contrast, metric, augmentation, settings: As `attribution`.
-        heads: (layer, head) pairs.
-        nodes: Forward passes for each head.
-        batch_size: Heads and nodes in one forward pass; changes nothing but memory and time.
-
-    Raises:
-        CircuitError: As `attribution`; unknown heads, none, or no nodes.
-    """
-    check_gradients(model)
-    if nodes < 1:
-        raise CircuitError(f"an integral needs at least one node; found nodes={nodes}")
-    name, function = one_metric(metric)
-    contrast_set = ContrastSet.of(model, contrast, **settings)
-    check_one_pass(augmentation, contrast_set.examples, "gradients are taken through")
-    (unit,) = make_units(model, contrast_set, {"heads": heads})
-    if not unit.heads:
-        raise CircuitError("an integral needs at least one head; found none")
-    # Nodes y, their biases b, and weights dy db/dy.
-    roots, widths = np.polynomial.legendre.leggauss(nodes)
-    y = (roots + 1) / 2
-    b_at, weights = np.log(y * (1 - SHARE) / (1 - SHARE * y)), widths / 2 / (y * (1 - SHARE * y))
-    items = [(i, k) for i in range(len(unit.heads)) for k in range(nodes)]
-    most = items_per_batch(model, contrast_set.examples, batch_size)
-    found = np.zeros((len(contrast_set.examples), len(unit.heads)))
-    total = contrast_set.n_branch_steps * len(items)
-    with given_or_new_bar(progress, total, "integrated gradients", "step") as bar:
-        for number, example in enumerate(contrast_set.examples):
-            for first in range(0, len(items), most):
-                part = items[first : first + most]
-                masks = [head_mask(model, (unit.heads[i],)) for i, _ in part]
-                chosen = torch.stack(masks, dim=1)  # layer item head
-                examples = [example] * len(part)
-                # The slope of each item's head at its node.
-                with recorded_gradients():
-                    b = torch.tensor(
-                        [b_at[k] for _, k in part],
-                        dtype=model.cfg.dtype, device=model.cfg.device, requires_grad=True,
-                    )  # fmt: skip
-                    biases = torch.where(chosen, b[:, None], 0.0)[..., None]
-                    biases = biases.expand(*chosen.shape, example.layouts[0].l_pre)
-                    logits, _ = _forward_with_biases(model, examples, biases, augmentation)
-                    value = _text_control(model, contrast_set, examples, logits, name, function)
-                    (slopes,) = torch.autograd.grad(value.sum(), [b])
-                for (i, k), slope in zip(part, slopes.tolist(), strict=True):
-                    found[number, i] += weights[k] * slope
-                bar.update(example.n_branch_steps * len(part))
-    return found
 
 
 def check_gradients(model: Model) -> None:

@@ -3,6 +3,7 @@ closed form."""
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,15 +14,13 @@ from test_circuits import WORDS, contrast_set, examples_of, planted_contrast_set
 from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp._util.errors import CircuitError, ModelError
 from lapa2_interp.bias.layout import Span
-from lapa2_interp.circuits import gradients as module
-from lapa2_interp.circuits import prefilter
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.examples import ContrastExample
-from lapa2_interp.circuits.gradients import attribution, cut_pattern, integrated_gradients
+from lapa2_interp.circuits.gradients import attribution, cut_pattern
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import lex
-from lapa2_interp.circuits.prefilter import PrefilterRecall, prefilter_recall, prefiltered_knock_out
+from lapa2_interp.circuits.prefilter import PrefilterRecall, prefilter_recall
 from lapa2_interp.circuits.units import Unit, all_heads
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.planted import answer_key
@@ -102,10 +101,6 @@ def test_soft_prefixes_have_slopes_too(tiny):
         assert_close(np.nansum(found.slopes[:, *at], axis=1), expected)
     whole = control_score(model, asked, metrics=("lex",)).values["lex"].mean(1)
     assert np.abs(found.control - whole).max() < 1e-9
-    exact = knock_out(model, asked, over={"x": [heads[1]]}, metric="lex", other_metrics=())
-    assert_close(
-        integrated_gradients(model, asked, heads[1:2], metric="lex", nodes=40), exact.values
-    )
 
 
 def test_an_augmentation_of_the_user_is_part_of_the_pass():
@@ -117,33 +112,6 @@ def test_an_augmentation_of_the_user_is_part_of_the_pass():
     assert_close(found.slopes[:, *at].sum(1), expected)
     plain = attribution(model, asked, metric="lex")
     assert np.abs(found.slopes - plain.slopes).max() > 0.01 * np.abs(plain.slopes).max()
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        Augmentation(alpha=1.0),
-        Augmentation(alpha=1, law="target", tau=0.4, phase="after_span"),
-        Augmentation(alpha=0.5, law="cut", span=("prefix", (0,)), phase="decode"),
-    ],
-    ids=["log", "target", "cut"],
-)
-def test_integrals_are_knock_outs_under_an_augmentation(rule):
-    """Under a target, too: b comes on top of it, and later heads compute their scores again."""
-    model, heads = load("tiny-gpt2", "float64"), ((0, 1), (2, 3))
-    asked = contrast_set(model, n=4)
-    found = integrated_gradients(model, asked, heads, metric="lex", nodes=10, augmentation=rule)
-    exact = knock_out(
-        model,
-        asked,
-        over={str(at): [at] for at in heads},
-        metric="lex",
-        other_metrics=(),
-        augmentation=rule,
-    )
-    assert_close(found, exact.values)
-    slopes = attribution(model, asked, metric="lex", augmentation=rule).table("slope").map()
-    assert min(abs(slopes[at]) for at in heads) > 1e-6
 
 
 # --- against the same things by another way
@@ -228,24 +196,6 @@ def test_a_cut_of_heads_that_write_little_is_exact(name):
     assert np.abs(slopes - exact.values).max() > 0.1 * np.abs(exact.values).max()
 
 
-def test_integrals_are_exact_knock_outs(tiny):
-    model = load(tiny, "float64")
-    asked = contrast_set(model, n=4)
-    heads = ((0, 1), (1, 0), (2, 2), (3, 3))
-    exact = knock_out(
-        model, asked, over={str(at): [at] for at in heads}, metric="js", other_metrics=()
-    )
-    found = {
-        nodes: integrated_gradients(model, asked, heads, metric="js", nodes=nodes, batch_size=20)
-        for nodes in (2, 5, 20)
-    }
-    # In layer 0 of a model with small embeddings a head is most of the norm, and turns it sharply.
-    assert np.abs(found[5] - exact.values)[:, 1:].max() < 1e-3 * exact.whole.max()
-    assert_close(found[20], exact.values)
-    errors = [np.abs(each - exact.values).max() for each in found.values()]
-    assert errors == sorted(errors, reverse=True)
-
-
 def test_cases_of_any_order_and_batch_size(tiny):
     model = load(tiny)
     examples = examples_of(model, n=4, prompts=("efg hi", "jkl", "tuvwxy"))
@@ -261,10 +211,6 @@ def test_cases_of_any_order_and_batch_size(tiny):
     assert np.isnan(alone.slopes[-1, ..., 3:]).all()
     assert not np.isnan(alone.slopes[:-1]).any()
     assert np.isfinite(alone.table("slope").map()).all()
-    heads = ((1, 1), (3, 0))
-    one = integrated_gradients(model, asked, heads, metric="lex", nodes=3, batch_size=1)
-    other = integrated_gradients(model, turned, heads[::-1], metric="lex", nodes=3, batch_size=7)
-    assert np.abs(one - other[::-1, ::-1]).max() < 1e-5 * np.abs(one).max()
 
 
 def test_the_whole_is_the_control_and_units_are_means_over_steps(tiny):
@@ -336,33 +282,6 @@ def test_planted_slopes_and_integrals_are_the_closed_form(name, n):
     rest[tuple(np.array(list(key.heads.values())).T)] = False
     assert np.abs(slopes[:, rest]).max() < 1e-6
     assert np.abs(found.cut_hats[:, rest]).max() < 1e-6
-    heads = tuple(at for role, at in key.heads.items() if role != "decoy")
-    exact = knock_out(
-        model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
-    )
-    # A knock-out can be a sum of parts of both signs: the precision is one of the whole.
-    size = np.abs(found.control).max()
-    for nodes, precision in ((5, 0.07 if "spread" in name else 0.03), (12, 1e-3)):
-        ig = integrated_gradients(model, asked, heads, metric="lex", nodes=nodes)
-        assert np.abs(ig - exact.values).max() < precision * size
-
-
-def test_five_nodes_are_enough_in_the_planted_model_where_they_are_well_placed(monkeypatch):
-    """Even steps of alpha, which are the nodes for a share of 0, miss more than a tenth of the relay."""
-    model, key = load("planted"), answer_key("planted")
-    asked = planted_contrast_set(model, "planted", 24)
-    heads = tuple(key.heads.values())
-    exact = knock_out(
-        model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
-    )
-    found = integrated_gradients(model, asked, heads, metric="lex")
-    assert np.abs(found - exact.values).max() < 1e-3 * found.max()
-    assert found[:, heads.index(key.heads["decoy"])] == pytest.approx(0, abs=1e-6)
-    monkeypatch.setattr(module, "SHARE", 0.0)
-    even = integrated_gradients(model, asked, heads, metric="lex")
-    relay = heads.index(key.heads["relay"])
-    assert (even[:, relay] < 0.9 * exact.values[:, relay]).all()
-    assert (found[:, relay] > 0.99 * exact.values[:, relay]).all()
 
 
 def test_the_cut_hat_of_heads_that_write_on_u_is_the_closed_form():
@@ -447,56 +366,10 @@ def test_a_prefilter_that_is_wrong_is_seen_by_recall():
     # |cut_hat| of the relay is below the suppressor's, its effect above.
     assert (agreement.recall, agreement.missed) == (0.5, key.heads["relay"])
     assert agreement.largest_missed == pytest.approx(exact.map()[key.heads["relay"]])
-    made = prefiltered_knock_out(model, asked, n=2, random=0, metric="lex", other_metrics=())
-    heads = {unit.heads[0] for unit in made.exact.units}
-    assert heads == {key.heads["carrier"], key.heads["suppressor"]}
-    assert made.frame()["chosen"].all()
-
-
-def test_prefiltered_heads_are_knocked_out_exactly():
-    model = load("tiny-gpt2")
-    asked = contrast_set(model, n=3)
-    made = prefiltered_knock_out(model, asked, n=2, random=3, metric="lex", other_metrics=("js",))
-    best = made.attribution.table().best(2, absolute=True)
-    heads = [unit.heads[0] for unit in made.exact.units]
-    assert len(set(heads)) == 5
-    assert set(best) < set(heads)
-    again = knock_out(
-        model, asked, over={str(at): [at] for at in heads}, metric="lex", other_metrics=()
-    )
-    assert np.abs(made.exact.values - again.values).max() < 1e-6
-    assert made.exact.with_metric("js").metric == "js"
-    table = made.frame()
-    chosen = table[table["chosen"]]
-    assert set(zip(chosen["layer"], chosen["head"], strict=True)) == set(best)
-    assert table["cut_hat"].tolist() == [
-        made.attribution.table().map()[row.layer, row.head] for row in table.itertuples()
-    ]
-    agreement = made.recall
-    assert (agreement.heads, agreement.n) == (5, 2)
-    assert agreement.missed in set(heads) - set(best)
-    assert prefiltered_knock_out(model, asked, n=1, random=0, metric="lex").recall.missed is None
-
-
-def test_the_draw_depends_on_the_seed_alone(monkeypatch):
-    """And there may be fewer others than are asked for."""
-    model, asked, drawn = load("tiny-gpt2"), contrast_set(load("tiny-gpt2"), n=2), []
-    found = attribution(model, asked)
-    monkeypatch.setattr(prefilter, "attribution", lambda *_, **__: found)
-    real = prefilter.knock_out
-
-    def watched(model, contrast_set, units, **settings):
-        drawn.append([unit.name for unit in units])
-        return real(model, contrast_set, units=units[:1], **settings)
-
-    monkeypatch.setattr(prefilter, "knock_out", watched)
-    for seed in (0, 0, 1, 2):
-        prefiltered_knock_out(model, asked, n=3, random=5, seed=seed, other_metrics=())
-    prefiltered_knock_out(model, asked, n=15, random=1000, other_metrics=())
-    assert drawn[0] == drawn[1] != drawn[2] != drawn[3]
-    best = {f"{layer}.{head}" for layer, head in found.table().best(3, absolute=True)}
-    assert all(best < set(names) and len(set(names)) == 8 for names in drawn[:4])
-    assert len(set(drawn[4])) == 16
+    assert set(found.table().best(2, absolute=True)) == {
+        key.heads["carrier"],
+        key.heads["suppressor"],
+    }
 
 
 def test_a_table_a_map_a_drawing():
@@ -551,20 +424,17 @@ def test_nothing_is_left_behind():
 
     plain = attribution(model, asked)
     assert hooks_left(model) == ([], [])
-    for call in (
-        lambda **more: attribution(model, asked, augmentation=Augmentation(alpha=1), **more),
-        lambda **more: integrated_gradients(model, asked, ((0, 0),), **more),
+    call = partial(attribution, model, asked, augmentation=Augmentation(alpha=1))
+    call()
+    with pytest.raises(ZeroDivisionError):
+        call(metric={"fails": fails})
+    assert hooks_left(model) == ([], [])
+    with (
+        pytest.raises(ZeroDivisionError),
+        model.hooks(fwd_hooks=[("blocks.2.attn.hook_pattern", breaks)]),
     ):
         call()
-        with pytest.raises(ZeroDivisionError):
-            call(metric={"fails": fails})
-        assert hooks_left(model) == ([], [])
-        with (
-            pytest.raises(ZeroDivisionError),
-            model.hooks(fwd_hooks=[("blocks.2.attn.hook_pattern", breaks)]),
-        ):
-            call()
-        assert hooks_left(model) == ([], [])
+    assert hooks_left(model) == ([], [])
     assert seen
     assert all(each.grad is None for each in model.parameters())
     assert torch.is_grad_enabled()
@@ -609,50 +479,38 @@ def test_the_rest_of_a_pattern_is_its_softmax():
 def test_what_has_no_gradient_is_refused():
     model = load("tiny-gpt2")
     examples = examples_of(model, n=3)
-    for call in (
-        attribution,
-        prefiltered_knock_out,
-        lambda *given, **more: integrated_gradients(*given, [[0, 0]], **more),
+    with pytest.raises(
+        CircuitError, match="TransformerBridge, and this is a TransformersModel; load"
     ):
-        with pytest.raises(
-            CircuitError, match="TransformerBridge, and this is a TransformersModel; load"
-        ):
-            call(load("tiny-gpt2", model_class="TransformersModel"), examples)
-        with pytest.raises(ModelError, match="a object is no model of TransformerLens"):
-            call(object(), examples)
-        with pytest.raises(CircuitError, match='bfloat16 .*float32, float64.*dtype="float32"'):
-            call(load("tiny-gpt2", "bfloat16"), examples)
-        with pytest.raises(CircuitError, match="phase 'predicting_only'.*last_query"):
-            call(model, examples, augmentation=Augmentation(alpha=1, phase="predicting_only"))
-        with pytest.raises(CircuitError, match="unknown metric 'jz'; allowed: llr, js"):
-            call(model, examples, metric="jz")
-        with pytest.raises(CircuitError, match="one metric at a time; found 2 metrics: a, b"):
-            call(model, examples, metric=dict.fromkeys("ab", lex))
-        with pytest.raises(CircuitError, match="metric 'hit' has no gradient"):
-            call(model, examples, metric={"hit": lambda found: found.logits[0].argmax(2).float()})
-        with pytest.raises(CircuitError, match="needs the words"):
-            call(model, examples, metric="lex")
-        with pytest.raises(CircuitError, match="tokens belongs to a task"):
-            call(model, examples, tokens=3)
-        bare = [
-            ContrastExample(each.prompt, each.attributes, each.layouts, each.text)
-            for each in examples
-        ]
-        with pytest.raises(CircuitError, match="an example has no raw layout.*other than from_raw"):
-            call(model, bare, metric="from_raw")
+        attribution(load("tiny-gpt2", model_class="TransformersModel"), examples)
+    with pytest.raises(ModelError, match="a object is no model of TransformerLens"):
+        attribution(object(), examples)
+    with pytest.raises(CircuitError, match='bfloat16 .*float32, float64.*dtype="float32"'):
+        attribution(load("tiny-gpt2", "bfloat16"), examples)
+    with pytest.raises(CircuitError, match="phase 'predicting_only'.*last_query"):
+        attribution(model, examples, augmentation=Augmentation(alpha=1, phase="predicting_only"))
+    with pytest.raises(CircuitError, match="unknown metric 'jz'; allowed: llr, js"):
+        attribution(model, examples, metric="jz")
+    with pytest.raises(CircuitError, match="one metric at a time; found 2 metrics: a, b"):
+        attribution(model, examples, metric=dict.fromkeys("ab", lex))
+    with pytest.raises(CircuitError, match="metric 'hit' has no gradient"):
+        attribution(
+            model, examples, metric={"hit": lambda found: found.logits[0].argmax(2).float()}
+        )
+    with pytest.raises(CircuitError, match="needs the words"):
+        attribution(model, examples, metric="lex")
+    with pytest.raises(CircuitError, match="tokens belongs to a task"):
+        attribution(model, examples, tokens=3)
+    bare = [
+        ContrastExample(each.prompt, each.attributes, each.layouts, each.text) for each in examples
+    ]
+    with pytest.raises(CircuitError, match="an example has no raw layout.*other than from_raw"):
+        attribution(model, bare, metric="from_raw")
 
 
 def test_other_mistakes_are_refused():
     model = load("tiny-gpt2")
     asked = contrast_set(model, n=3)
-    with pytest.raises(CircuitError, match=r"head \(0, 9\) of 'heads' does not exist"):
-        integrated_gradients(model, asked, [(0, 9)])
-    with pytest.raises(CircuitError, match="at least one head; found none"):
-        integrated_gradients(model, asked, [])
-    with pytest.raises(CircuitError, match="at least one node; found nodes=0"):
-        integrated_gradients(model, asked, [(0, 1)], nodes=0)
-    with pytest.raises(CircuitError, match="found n=0, random=24"):
-        prefiltered_knock_out(model, asked, n=0)
     found = attribution(model, asked)
     over = {"a": [[0, 1]]}
     with pytest.raises(CircuitError, match="single heads.*found 'both'"):

@@ -78,8 +78,6 @@ def calls(model):
         ),
         "patch": lambda: circuits.patch(model, node="z", **contrast),
         "attribution": lambda: circuits.attribution(model, **contrast),
-        "integrated_gradients": lambda: circuits.integrated_gradients(model, **contrast),
-        "prefiltered_knock_out": lambda: circuits.prefiltered_knock_out(model, **contrast),
         "head_logit_attribution": lambda: circuits.head_logit_attribution(model, **contrast),
         "prompt_slope": lambda: circuits.prompt_slope(model, "sentiment"),
         "measure_fading": lambda: circuits.measure_fading(model, **contrast),
