@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lapa2_interp.circuits.pro_aug import PromptSlope, prompt_slope
     from lapa2_interp.circuits.selection import Selection, select, sufficient_tokens
     from lapa2_interp.circuits.unit_table import UnitTable
-    from lapa2_interp.circuits.units import Unit, load_heads, make_units, save_heads
+    from lapa2_interp.circuits.units import Unit, make_units
 
 __all__ = [
     "METRICS",
@@ -59,7 +59,6 @@ __all__ = [
     "head_logit_attribution",
     "joint_curve",
     "knock_out",
-    "load_heads",
     "make_examples",
     "make_units",
     "mean_prefix_attention",
@@ -68,7 +67,6 @@ __all__ = [
     "prefilter_recall",
     "prefix_attention_by_head",
     "prompt_slope",
-    "save_heads",
     "select",
     "sufficient_tokens",
 ]

@@ -47,7 +47,7 @@ from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.circuits.prefilter import prefilter_recall
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.study_results import EDGES, SIZES, CircuitStudy
-from lapa2_interp.circuits.units import Unit, make_units, save_heads
+from lapa2_interp.circuits.units import Unit, make_units
 from lapa2_interp.models.card import Model, model_card, plain_network
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW
@@ -217,7 +217,8 @@ def run_study(
     )
     if contrast_set.n_prompts >= FEW:
         carriers = heads.carriers()
-        save_heads(carriers[["layer", "head"]].to_numpy().tolist(), folder / "heads.json")
+        heads_list = carriers[["layer", "head"]].to_numpy().tolist()
+        write_text(folder / "heads.json", f"{json.dumps(heads_list)}\n")
     if not (folder / CONTRAST_SET_FILE).is_file():
         raise CircuitError(
             f"{folder} is gone: it was moved or removed; bring it back and repeat the command,"

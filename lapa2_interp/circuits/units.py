@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
-from lapa2_interp._util.files import write_text
-from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.models.card import Model, kv_heads
@@ -127,24 +124,6 @@ def head_pairs(pairs: Any) -> Heads:
             f"heads are pairs of whole numbers, [[layer, head], ...]; found {str(pairs)[:80]}"
         )
     return tuple((int(layer), int(head)) for layer, head in found)
-
-
-def load_heads(file: str | Path) -> Heads:
-    """Load heads from a JSON file, [[layer, head], ...].
-
-    Raises:
-        CircuitError: The file cannot be read, or holds something else.
-    """
-    try:
-        found = parse_json(read_text(Path(file)))
-    except (OSError, ValueError) as error:
-        raise CircuitError(f"cannot read heads from {file}: {error}") from error
-    return head_pairs(found)
-
-
-def save_heads(heads: Sequence[Sequence[int]], file: str | Path) -> None:
-    """Save heads to a JSON file, [[layer, head], ...]."""
-    write_text(Path(file), json.dumps([list(pair) for pair in heads]) + "\n")
 
 
 def head_mask(model: Model, heads: Heads) -> Bool[Tensor, "layer head"]:

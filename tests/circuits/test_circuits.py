@@ -25,7 +25,7 @@ from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.result_store import SHA256, ResultStore, result_line
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, spearman, split_half
-from lapa2_interp.circuits.units import Unit, all_heads, load_heads, save_heads
+from lapa2_interp.circuits.units import Unit, all_heads, head_pairs
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.planted import FILLERS, NEGATIVE, POSITIVE, answer_key
 from lapa2_interp.tasks.task import Task
@@ -795,14 +795,10 @@ def test_few_prompts_give_numbers_and_no_claims():
         table.carriers()
 
 
-def test_heads_are_plain_lists(tmp_path):
-    save_heads([(1, 2), (0, 3)], tmp_path / "heads.json")
-    assert json.loads((tmp_path / "heads.json").read_text()) == [[1, 2], [0, 3]]
-    assert load_heads(tmp_path / "heads.json") == ((1, 2), (0, 3))
-    for wrong in ("[1]", "[[1.7, 2]]", "[[true, 1]]", '["12"]', "[[1, 2, 3]]"):
-        (tmp_path / "heads.json").write_text(wrong)
+def test_heads_are_pairs_of_integers():
+    for wrong in ([1], [[1.7, 2]], [[True, 1]], ["12"], [[1, 2, 3]]):
         with pytest.raises(CircuitError, match="pairs"):
-            load_heads(tmp_path / "heads.json")
+            head_pairs(wrong)
 
 
 def test_in_bfloat16_what_is_noise_is_marked():

@@ -13,7 +13,6 @@ from conftest import load
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.circuits import study as module
 from lapa2_interp.circuits.study import run_study
-from lapa2_interp.circuits.units import load_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import answer_key
@@ -36,7 +35,8 @@ def folder(tmp_path_factory):
 
 def test_the_command_finds_the_planted_circuit(folder):
     key = answer_key("planted")
-    assert load_heads(folder / "heads.json") == (key.heads["carrier"], key.heads["relay"])
+    heads = json.loads((folder / "heads.json").read_text())
+    assert heads == [list(key.heads[role]) for role in ("carrier", "relay")]
     circuit = json.loads((folder / "circuit.json").read_text())
     lost = {edge["to"]: edge["lost"] for edge in circuit["edges"] if edge["from"] == "prefix"}
     names = {role: f"{layer}.{head}" for role, (layer, head) in key.heads.items()}
@@ -214,9 +214,8 @@ def test_the_gallery_agrees_with_itself(name):
     folder = ROOT / "figures" / "circuits" / name
     table = pd.read_csv(folder / "head.csv")
     carriers = table[(table["p_max"] < 0.05) & (table["effect"] > 0) & ~table["below_noise"]]
-    assert load_heads(folder / "heads.json") == tuple(
-        map(tuple, carriers[["layer", "head"]].to_numpy().tolist())
-    )
+    heads = json.loads((folder / "heads.json").read_text())
+    assert heads == carriers[["layer", "head"]].to_numpy().tolist()
     page = (folder / "report.html").read_text("utf-8")
     first = ", ".join(f"{row.layer}.{row.head}" for row in carriers.head(8).itertuples())
     assert f"carry control (family-wise p &lt; .05), the largest first: {first}" in page
