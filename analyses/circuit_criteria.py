@@ -1,0 +1,220 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Are the chosen heads a circuit?
+#
+# F(S) is lex, the preference for the attribute's words, where only the heads S see the prefix; M is
+# all heads, C those of a card of `lapa2 select`. On prompts that chose no head:
+#
+# - faithfulness: F(C) / F(M), for the best n heads, from none to all, and the area between this
+#   curve and 1;
+# - completeness: the largest |F(C without K) - F(M without K)| over subsets K of C, at random and
+#   by greedy search: large if other heads take over what C does;
+# - minimality: for each head of C, the largest |F(C without K) - F(C without K and it)| over
+#   random K: small if the head adds nothing.
+#
+# The K of the largest value is found on one half of the prompts and judged on the other.
+#
+#     lapa2 select smollm2-135m --task sentiment --score slope --heads 24 --out sentiment.json
+#     python analyses/circuit_criteria.py sentiment.json --task sentiment --prompts neutral.txt \
+#         --out FOLDER
+
+# %%
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from lapa2_interp import Selection, load_model
+from lapa2_interp._util.errors import CircuitError
+from lapa2_interp._util.files import write_text
+from lapa2_interp._util.plots import new_figure, plain_axes
+from lapa2_interp._util.progress import hidden_bar, progress_bar
+from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp.circuits import ContrastSet, attribution, knock_out
+from lapa2_interp.circuits.statistics import share_interval
+from lapa2_interp.circuits.units import Unit, all_heads
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
+from lapa2_interp.tasks.task import read_prompts
+
+sys.excepthook = print_error
+parser = ScriptOptions("Faithfulness, completeness and minimality of chosen heads")
+parser.add_argument("card", type=Path, help="a card of `lapa2 select`")
+parser.add_argument("--task", required=True, help="a built-in task, or a task file")
+parser.add_argument("--prompts", type=Path, required=True, help="prompts that chose no head")
+parser.add_argument("--n", type=int, default=32, help="prompts that are read")
+parser.add_argument("--tokens", type=int, default=32, help="tokens of a text")
+parser.add_argument("--random", type=int, default=20, help="random subsets K; orders: a quarter")
+parser.add_argument("--greedy", type=int, default=8, help="heads of the greedy K")
+parser.add_argument("--out", type=Path, required=True, help="folder of the tables")
+options = parser.parse_args()
+card = Selection.load(options.card)
+model = load_model(card.model)
+card.check(model)
+prompts = read_prompts(options.prompts)[: options.n]
+if used := set(prompts) & set(card.prompts):
+    raise CircuitError(f"the prompt {min(used)!r} chose the card; give --prompts others")
+every, chosen = all_heads(model), card.heads
+asked = ContrastSet.of(model, options.task, prompts=prompts, tokens=options.tokens)
+if "lex" not in asked.metrics:
+    raise CircuitError(f"task {options.task} has no words for lex; use sentiment or topic")
+rng = np.random.default_rng(0)
+
+
+def control(contrast_set: ContrastSet, sets: list, title: str) -> np.ndarray:
+    """F of each set, by prompt: [set, prompt]."""
+    units = [
+        Unit({"name": str(i)}, tuple(head for head in every if head not in set(heads)))
+        for i, heads in enumerate(sets)
+    ]
+    hidden = [unit for unit in units if unit.heads]
+    with progress_bar(1, title, "set") as bar:
+        found = knock_out(
+            model, contrast_set, units=hidden, metric="lex", other_metrics=(), progress=hidden_bar()
+        )
+        bar.update()
+    left = iter((found.whole[:, None] - found.values).T)
+    return np.array(
+        [contrast_set.by_prompt(next(left) if unit.heads else found.whole) for unit in units]
+    )
+
+
+def halves() -> tuple[ContrastSet, ContrastSet]:
+    """The texts of every other prompt, to find a set on, and the others, to judge it."""
+    names = list(dict.fromkeys(asked.prompts))
+    return tuple(
+        replace(asked, examples=tuple(e for e in asked.examples if names.index(e.prompt) % 2 == i))
+        for i in (0, 1)
+    )
+
+
+def without(heads: tuple, *left_out: tuple) -> tuple:
+    """Heads without others."""
+    return tuple(head for head in heads if head not in left_out)
+
+
+# %% [markdown]
+# ## Faithfulness
+#
+# The order is that of the slopes on the card's prompts.
+
+# %%
+sizes = [n for n in (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192) if n < len(every)]
+sizes.append(len(every))
+of_card = ContrastSet.of(model, options.task, prompts=card.prompts, tokens=options.tokens)
+slopes = attribution(model, of_card, metric=card.metric).table("slope")
+orders = {"by slope": [slopes.best(len(every))]}
+orders["random"] = [
+    tuple(every[i] for i in rng.permutation(len(every))) for _ in range(max(1, options.random // 4))
+]
+rows, areas = [], {}
+for kind, of_kind in orders.items():
+    found = np.array(
+        [control(asked, [order[:n] for n in sizes], f"faithfulness, {kind}") for order in of_kind]
+    )  # order size prompt
+    whole = found[0, -1]
+    for n, by_prompt in zip(sizes, found.mean(0), strict=True):
+        share, low, high = share_interval(by_prompt[:, None], whole)
+        rows.append(
+            {"order": kind, "heads": n, "lex": by_prompt.mean(), "share": share[0]}
+            | {"low": low[0], "high": high[0], "prompts": len(by_prompt)}
+        )
+    gap = np.abs(found.mean(2) / whole.mean() - 1)  # order size
+    areas[kind] = float(np.trapezoid(gap, np.array(sizes) / len(every), axis=1).mean())
+faithfulness = pd.DataFrame(rows).assign(area=lambda table: table["order"].map(areas))
+print(faithfulness.round(3).to_string(index=False))
+write_text(options.out / "faithfulness.csv", as_csv(faithfulness))
+figure = new_figure(3.6, 2.8)
+axes = figure.subplots()
+for colour, (kind, part) in zip(
+    ("#0072B2", "#777777"), faithfulness.groupby("order", sort=False), strict=True
+):
+    label = f"{kind}, area {areas[kind]:.2f}"
+    axes.plot(part["heads"], part["share"], color=colour, marker="o", ms=3, label=label)
+    axes.fill_between(part["heads"], part["low"], part["high"], color=colour, alpha=0.15, lw=0)
+axes.axhline(1, color="0.7", lw=0.6)
+axes.set_xscale("symlog", base=2, linthresh=1)
+axes.set_xticks(sizes[::2], [str(n) for n in sizes[::2]])
+figure.legend(loc="outside upper left", fontsize=8, frameon=False)
+plain_axes(axes, "heads that see the prefix", "F(C) / F(M), lex")
+figure.savefig(options.out / "faithfulness.png")
+
+# %% [markdown]
+# ## Completeness
+
+# %%
+finding, judging = halves()
+drawn = [
+    tuple(
+        head for head, picked in zip(chosen, rng.random(len(chosen)) < 0.5, strict=True) if picked
+    )
+    for _ in range(options.random)
+]
+
+
+def gaps(contrast_set: ContrastSet, subsets: list, title: str) -> np.ndarray:
+    """F(C without K) - F(M without K) of each K, by prompt: [K, prompt]."""
+    found = control(
+        contrast_set,
+        [without(heads, *subset) for heads in (chosen, every) for subset in subsets],
+        title,
+    )
+    return found[: len(subsets)] - found[len(subsets) :]
+
+
+greedy: tuple = ()
+for step in range(min(options.greedy, len(chosen))):
+    candidates = [(*greedy, head) for head in chosen if head not in greedy]
+    found = np.abs(gaps(finding, candidates, f"greedy, {step + 1} heads").mean(1))
+    greedy = candidates[int(found.argmax())]
+found = np.abs(gaps(finding, drawn, "random subsets").mean(1))
+kinds = {"none": (), "greedy": greedy, "worst of random": drawn[int(found.argmax())]}
+judged = gaps(judging, list(kinds.values()), "completeness")
+whole, _ = control(judging, [every, ()], "all heads")
+rows = []
+for (kind, subset), by_prompt in zip(kinds.items(), judged, strict=True):
+    share, low, high = share_interval(by_prompt[:, None], whole)
+    rows.append(
+        {"K": kind, "heads": len(subset), "gap": by_prompt.mean(), "share": share[0]}
+        | {"low": low[0], "high": high[0], "prompts": len(by_prompt)}
+        | {"which": " ".join(f"{layer}.{head}" for layer, head in subset)}
+    )
+completeness = pd.DataFrame(rows)
+print(completeness.round(3).to_string(index=False))
+write_text(options.out / "completeness.csv", as_csv(completeness))
+
+# %% [markdown]
+# ## Minimality
+
+# %%
+subsets = [(), *drawn]
+pairs = [(k, head) for k, subset in enumerate(subsets) for head in chosen if head not in subset]
+sets = [without(chosen, *subset) for subset in subsets]
+sets += [without(chosen, *subsets[k], head) for k, head in pairs]
+lost = {}
+for name, contrast_set in (("finding", finding), ("judging", judging)):
+    found = control(contrast_set, sets, f"minimality, {name}")
+    of_subset, of_pair = found[: len(subsets)], found[len(subsets) :]
+    lost[name] = np.array([of_subset[k] - one for (k, _), one in zip(pairs, of_pair, strict=True)])
+rows = []
+for head in chosen:
+    own = [i for i, (_, each) in enumerate(pairs) if each == head]
+    most = max(own, key=lambda i: abs(lost["finding"][i].mean()))
+    share, low, high = share_interval(lost["judging"][most][:, None], whole)
+    rows.append(
+        {"layer": head[0], "head": head[1], "K": len(subsets[pairs[most][0]])}
+        | {"share": share[0], "low": low[0], "high": high[0], "prompts": len(whole)}
+    )
+minimality = pd.DataFrame(rows)
+print(minimality.round(3).to_string(index=False))
+write_text(options.out / "minimality.csv", as_csv(minimality))
