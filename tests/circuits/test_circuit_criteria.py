@@ -1,0 +1,86 @@
+"""analyses/circuit_criteria.py: its three criteria, from control scores under a cut of the other
+heads."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import load
+
+from lapa2_interp import Augmentation
+from lapa2_interp.circuits import ContrastSet, control_score, select
+from lapa2_interp.circuits.units import all_heads
+
+pytestmark = pytest.mark.long
+SCRIPT = Path(__file__).resolve().parents[2] / "analyses" / "circuit_criteria.py"
+CHOOSING = ["A man", "It was", "One day", "He had", "She saw", "We are", "They go", "No one"]
+PROMPTS = [f"The {word} of the" for word in ("lake", "book", "city", "road", "king", "day")]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("criteria")
+    model = load("planted", "float32")
+    card = select(model, "sentiment", score="slope", heads=2, prompts=CHOOSING, tokens=6)
+    card.save(folder / "card.json")
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    given = {"task": "sentiment", "prompts": folder / "prompts.txt", "tokens": 6, "random": 4}
+    before = sys.argv
+    sys.argv = [SCRIPT.name, str(folder / "card.json"), "--out", str(folder)]
+    sys.argv += [f"--{name}={value}" for name, value in given.items()]
+    try:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    finally:
+        sys.argv = before
+    assert (folder / "faithfulness.png").is_file()
+    names = ("faithfulness", "completeness", "minimality")
+    return model, card, {name: pd.read_csv(folder / f"{name}.csv") for name in names}
+
+
+def lex(model, asked, heads):
+    """Mean lex by prompt where only these heads see the prefix."""
+    others = tuple(head for head in all_heads(model) if head not in heads)
+    rule = Augmentation(alpha=1, law="cut", phase="after_span", heads=others) if others else None
+    found = control_score(model, asked, metrics=("lex",), augmentation=rule).values["lex"]
+    return asked.by_prompt(np.nanmean(found, axis=1))
+
+
+def test_faithfulness_is_lex_of_these_heads_alone(tables):
+    model, card, found = tables
+    asked = ContrastSet.of(model, "sentiment", prompts=PROMPTS, tokens=6)
+    table = found["faithfulness"].query("order == 'by slope'").set_index("heads")
+    whole = lex(model, asked, all_heads(model)).sum()
+    for n in (1, 2):
+        share = lex(model, asked, card.heads[:n]).sum() / whole
+        assert table.loc[n, "share"] == pytest.approx(share, abs=1e-4)
+    assert table.loc[0, "share"] == pytest.approx(0, abs=1e-5)
+    assert table.loc[8, "share"] == 1
+    curve = table["share"]
+    expected = np.trapezoid(np.abs(curve - 1), np.array(curve.index) / 8)
+    assert table["area"].tolist() == pytest.approx([expected] * len(table), abs=1e-4)
+
+
+def test_completeness_and_minimality_are_judged_on_other_prompts(tables):
+    model, card, found = tables
+    judging = ContrastSet.of(model, "sentiment", prompts=PROMPTS, tokens=6)
+    judging = type(judging)(judging.examples[1::2], judging.words)
+    whole = lex(model, judging, all_heads(model)).sum()
+    for row in found["completeness"].to_dict("records"):
+        left_out = str(row["which"]).split() if row["heads"] else []
+        subset = [tuple(map(int, each.split("."))) for each in left_out]
+        of_c, of_m = (
+            lex(model, judging, tuple(head for head in heads if head not in subset)).sum()
+            for heads in (card.heads, all_heads(model))
+        )
+        assert row["share"] == pytest.approx((of_c - of_m) / whole, abs=1e-4)
+        assert row["prompts"] == 3
+    # With two heads, a K of the minimality of one holds nothing or the other head.
+    for row in found["minimality"].to_dict("records"):
+        head = (row["layer"], row["head"])
+        (other,) = (each for each in card.heads if each != head)
+        before, after = ((head,), ()) if row["K"] else ((head, other), (other,))
+        lost = lex(model, judging, before).sum() - lex(model, judging, after).sum()
+        assert row["share"] == pytest.approx(lost / whole, abs=1e-4)
