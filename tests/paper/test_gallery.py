@@ -89,6 +89,13 @@ def test_numbers_with_intervals_are_those_of_the_tables(title):
     assert not wrong
 
 
+def test_the_readmes_numbers_are_those_of_the_tables():
+    asked = list(quoted((ROOT / "README.md").read_text("utf-8")))
+    assert len(asked) > 5
+    rows = known("Ten lines to take home")
+    assert not [words for words, numbers in asked if not is_known(numbers, rows)]
+
+
 def test_a_wrong_number_is_found():
     """Of numbers moved by five units of their last digit, inside the same interval, nearly none is
     anywhere in the tables."""
