@@ -91,7 +91,10 @@ item.write(table, [note])
 
 # %%
 texts = scores.pivot(
-    index=["cell", "prompt", "sample", *(name for name in SETTING_COLUMNS if name != "words")],
+    index=[
+        *("cell", "prompt", "attribute", "sample"),
+        *(name for name in SETTING_COLUMNS if name != "words"),
+    ],
     columns="metric",
     values="value",
 ).reset_index()
@@ -111,7 +114,7 @@ for file in item.files["beside"]:
     texts = pd.concat([texts, other], ignore_index=True)
 settings = pd.concat([cells, texts])[[*SETTING_COLUMNS]].drop_duplicates().to_dict("records")
 metrics = [name for name in dict.fromkeys(scores["metric"]) if name != "ppl"]
-curves, equal, notes, waiting = [], [], [], []
+curves, equal, by_attribute, notes, waiting = [], [], [], [], []
 for setting in settings:
     group = texts[(texts[[*SETTING_COLUMNS]] == pd.Series(setting)).all(axis=1)]
     ratios = RATIOS if setting["words"] == ALL_WORDS else RATIOS[1:]
@@ -124,9 +127,12 @@ for setting in settings:
         where = ", ".join(filter(None, setting.values()))
         notes.append(f"No comparison for {where}: no finished {' and '.join(sorted(missing))}.")
         continue
-    made = SteeringCurves(group, metrics)
-    curves.append(made.points().assign(**setting))
-    equal.append(made.compare(REFERENCE, ratios).assign(**setting))
+    for attribute in ("all", *sorted(group["attribute"].unique())):
+        own = group if attribute == "all" else group[group["attribute"] == attribute]
+        made, where = SteeringCurves(own, metrics), setting | {"attribute": attribute}
+        curves.append(made.points().assign(**where))
+        compared = made.compare(REFERENCE, ratios).assign(**where)
+        (equal if attribute == "all" else by_attribute).append(compared)
 
 # %%
 folder = item.out / "tables"
@@ -142,10 +148,11 @@ if equal:
             f"No verdicts: {pluralize(unfinished, 'cell')} of {len(cells)} are not finished, or of"
             " an arm that is not."
         )
-    for name, each in (("curves", pd.concat(curves)), ("equal", found)):
-        ordered = each[
-            [*SETTING_COLUMNS, *(column for column in each if column not in SETTING_COLUMNS)]
-        ]
+    # Attributes have no tests.
+    every = pd.concat([found, *by_attribute], ignore_index=True)
+    first = [*SETTING_COLUMNS, "attribute"]
+    for name, each in (("curves", pd.concat(curves)), ("equal", every)):
+        ordered = each[[*first, *(column for column in each if column not in first)]]
         text = ordered.to_csv(index=False, float_format="%.6g")
         write_text(folder / f"steering.{name}.csv", text)
     wide = format_table(found, SETTING_COLUMNS)

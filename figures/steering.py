@@ -23,7 +23,7 @@ def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Draw
     """Figure steering: one row per task (and variant, where there are several). Left: accuracy
     against perplexity, a curve per way to steer, from the baseline through its strengths; dotted:
     the perplexities at which they are compared. Right, a panel for each: differences from LaPA2
-    there, with 95 % intervals; open where Holm's p is 0.05 or more.
+    there, with 95 % intervals; open where Holm's p is 0.05 or more. All attributes together.
 
     Args:
         table: tables/steering.csv, which is not drawn.
@@ -31,7 +31,8 @@ def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Draw
         equal: tables/steering.equal.csv.
     """
     curves, equal = (
-        each.assign(variant=each["variant"].astype(object).fillna("")) for each in (curves, equal)
+        each[each["attribute"] == "all"].assign(variant=each["variant"].astype(object).fillna(""))
+        for each in (curves, equal)
     )
     keys = distinguishing_columns(curves, ["task", "words", "model", "method", "variant"])
     names = [REFERENCE, *(name for name in dict.fromkeys(equal["family"]) if name != REFERENCE)]

@@ -145,6 +145,8 @@ def test_tables_are_those_of_the_texts(run):
         part = texts[(texts["task"] == row.task) & (texts["words"] == row.words)]
         part = part[(part["family"] == row.family) & np.isclose(part["strength"], row.strength)]
         assert len(part) == {"sentiment": 18, "topic": 9}[row.task]
+        if row.attribute != "all":
+            part = part[part["attribute"] == row.attribute]
         assert row.perplexity == pytest.approx(np.exp(part["nll"].mean()), rel=1e-5)
         assert row.mean == pytest.approx(part[row.metric].mean(), rel=1e-5)
         assert row.perplexity_low <= row.perplexity <= row.perplexity_high
@@ -160,6 +162,9 @@ def test_tables_are_those_of_the_texts(run):
         "set-point 0.8",
     }
     assert set(equal["family"]) == {"lapa2", "set-point"}
+    assert set(equal["attribute"]) == {"all", "positive", "negative", "world"}
+    assert equal.loc[equal["attribute"] != "all", ["p_holm", "verdict"]].isna().all(axis=None)
+    equal = equal[equal["attribute"] == "all"]
     assert len(equal) == (2 + 2 + 1) * 2 * len(metrics), "banned texts at one perplexity"
     assert set(equal["verdict"].dropna()) <= {"more", "less", "not decided", "not comparable"}
     assert (equal["verdict"].isna() == (equal["family"] == "lapa2")).all()
@@ -196,7 +201,7 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
         script("analyses", *asked, *(["--beside", *tables] if tables else []))
         tables.append(part / "tables" / "steering.texts.parquet")
     assert "No verdicts" in (tmp_path / "topic" / "tables" / "steering.equal.md").read_text()
-    keys = ["task", "words", "ratio", "family", "metric", "perplexity"]
+    keys = ["task", "words", "attribute", "ratio", "family", "metric", "perplexity"]
     whole, parts = (table(each, ".equal").sort_values(keys) for each in (folder, part))
     pd.testing.assert_frame_equal(whole.reset_index(drop=True), parts.reset_index(drop=True))
     stored = pd.read_parquet(tables[0])
@@ -306,7 +311,7 @@ def test_the_figure_shows_the_tables(run):
     assert len(drawing.axes) == across * 3
     left = drawing.axes[across]
     rows = curves[(curves["task"] == "sentiment") & (curves["words"] == "all words")]
-    rows = rows[rows["metric"] == "acc"].set_index("family")
+    rows = rows[(rows["metric"] == "acc") & (rows["attribute"] == "all")].set_index("family")
     first = next(line for line in left.lines if len(line.get_xdata()) == 3)
     assert first.get_xdata().tolist() == [
         rows.loc["baseline", "perplexity"],
