@@ -144,7 +144,10 @@ for colour, (kind, part) in zip(
     axes.fill_between(part["heads"], part["low"], part["high"], color=colour, alpha=0.15, lw=0)
 axes.axhline(1, color="0.7", lw=0.6)
 axes.set_xscale("symlog", base=2, linthresh=1)
-axes.set_xticks(sizes[::2], [str(n) for n in sizes[::2]])
+axes.set_xlim(0, 1.1 * len(every))
+ticks = [n for n in sizes if n in (0, 1, 2, 4, 8, 16, 32, 64, len(every))]
+axes.set_xticks(ticks, [str(n) for n in ticks])
+axes.minorticks_off()
 figure.legend(loc="outside upper left", fontsize=8, frameon=False)
 plain_axes(axes, "heads that see the prefix", "F(C) / F(M), lex")
 figure.savefig(options.out / "faithfulness.png")
