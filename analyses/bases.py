@@ -23,10 +23,12 @@
 import sys
 from collections import Counter
 
+import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, as_markdown
+from lapa2_interp.paper.equal_perplexity import SteeringCurves
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.scripts import DEFAULT_SCORERS, print_error
 from lapa2_interp.paper.tables import format_item_table
@@ -167,9 +169,49 @@ for part, planned in TESTS.items():
     table.loc[decisive, "p_holm"] = holm(table.loc[decisive, "p"])
     tests.append(table)
 
+# %% [markdown]
+# The curve of chosen heads and the way from the usual omega to another one, at equal perplexity:
+# three quarters of this way, in ln perplexity. A curve that does not reach it is not comparable.
+
+# %%
+folder = item.out / "tables"
+WAY = 0.75
+OMEGAS = {"(a)": (140, (70, 280)), "(c)": (60, (30, 120))}
+wide = scores.pivot(
+    index=["cell", "prompt", "attribute", "sample", "variant", "arm"],
+    columns="metric",
+    values="value",
+).reset_index()
+wide["nll"] = np.log(wide["ppl"])
+compared = []
+for part, (usual, others) in OMEGAS.items():
+    own = wide[wide["variant"] == f"{part}, omega {usual}"]
+    steered = own[own["arm"].str.match("baseline|chosen")]
+    for omega in others:
+        further = wide[wide["variant"] == f"{part}, omega {omega}"]
+        if not len(steered) or not len(further):
+            continue
+        texts = pd.concat(
+            [
+                steered.assign(
+                    family=steered["arm"].str.replace(r" [\d.]+$", "", regex=True),
+                    strength=steered["arm"].str.extract(r"([\d.]+)$")[0].astype(float).fillna(0.0),
+                ),
+                further.assign(family=f"omega {omega}", strength=1.0),
+            ]
+        )
+        metrics = [name for name in dict.fromkeys(scores["metric"]) if texts[name].notna().any()]
+        metrics.remove("ppl")
+        curves = SteeringCurves(texts, metrics)
+        first, last = curves.curve(f"omega {omega}")[0, :, 0]
+        found = curves.compare(f"omega {omega}", [float(np.exp(WAY * (last - first)))])
+        compared.append(found[found["family"] != f"omega {omega}"].assign(part=part, omega=omega))
+if compared:
+    write_text(folder / "bases.equal.csv", as_csv(pd.concat(compared, ignore_index=True), 6))
+
 # %%
 if tests:
-    folder, title = item.out / "tables", "Tests of chosen heads"
+    title = "Tests of chosen heads"
     every = pd.concat(tests, ignore_index=True)
     write_text(folder / "bases.tests.csv", as_csv(every, 6))
     decisive = every[every["p_holm"].notna()].drop(columns=["metric", "attribute", "p"])

@@ -1,5 +1,6 @@
 """The item bases: its parts, its arms, its tests and its figure, on a small run."""
 
+import math
 import runpy
 import shutil
 import sys
@@ -18,11 +19,14 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 AIR = 'method = { name = "air-decoding", omega = %d.0, pro_aug = false, prefixes = "hard" }'
 CHOSEN, RANDOM = "head-selective:heads=0.1/1.0,alpha=0.8", "head-selective:heads=0.0/1.1,alpha=0.8"
-PROMPTS = [f"The {word}" for word in ("lake", "road", "horse", "train", "king", "day")]
+PROMPTS = [
+    f"A {word} of a b c d e f g" for word in ("lake", "road", "horse", "train", "king", "day")
+]
+OTHERS = [f"Number {n} of a b c d e f" for n in range(3)]
 GRID = f"""
 model = "tiny-gpt2"
 dtype = "float32"
-length = 24
+length = 40
 samples = 1
 trace = "none"
 description = "small"
@@ -40,7 +44,7 @@ prompts = {PROMPTS[:3]}
 {AIR % 140}
 augmentation = ["{RANDOM}"]
 [[block]]
-prompts = ["A", "B", "C"]
+prompts = {OTHERS}
 method = [{{ name = "prefix", prefixes = "hard" }}, {{ name = "gedi", prefixes = "hard" }}]
 augmentation = ["none", "{CHOSEN}"]
 """
@@ -110,6 +114,18 @@ def test_a_difference_is_that_of_the_texts(run):
     tests = pd.read_csv(run / "tables" / "bases.tests.csv")
     row = tests[(tests["against"] == "random heads 0.8") & tests["p_holm"].notna()]
     assert row["difference"].tolist() == pytest.approx([expected], abs=1e-4)
+
+
+def test_chosen_heads_are_compared_with_omega_at_equal_perplexity(run):
+    found = script("analyses", run)
+    (curves,) = (found["curves"],)
+    first, last = curves.curve("omega 280")[0, :, 0]
+    table = pd.read_csv(run / "tables" / "bases.equal.csv")
+    assert set(table["family"]) == {"chosen heads"}
+    assert table["ratio"].notna().all()
+    assert table["ratio"].tolist() == pytest.approx([math.exp(0.75 * (last - first))] * len(table))
+    names = ["baseline", "chosen heads", "chosen heads", "omega 280"]
+    assert curves.arms.get_level_values("family").tolist() == names
 
 
 def test_the_figure_has_a_panel_for_each_part(run):
