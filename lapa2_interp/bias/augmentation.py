@@ -441,20 +441,6 @@ class Augmentation(BaseModel):
         """Every field, resolved, as one JSON object."""
         return self.model_dump_json()
 
-    @classmethod
-    def from_json(cls, text: str) -> Augmentation:
-        """The augmentation that `to_json` wrote.
-
-        Raises:
-            AugmentationError: The text is not the JSON of an augmentation.
-        """
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise AugmentationError(
-                f"augmentation {validation_message(error, FIELD_FORMS, cls.model_fields)}"
-            ) from None
-
 
 AugmentationLike = Augmentation | Sequence[Augmentation | None] | None
 """Augmentations of one row as a user gives them: none, one, or several that act together."""

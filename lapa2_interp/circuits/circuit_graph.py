@@ -1,19 +1,10 @@
-"""A circuit as nodes and edges, and attention patterns for CircuitsVis: plain JSON."""
+"""A circuit as nodes and edges: plain JSON."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from lapa2_interp.bias.tokens import token_texts
-from lapa2_interp.circuits.edits import Heads, text_logits, with_text
-from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.study_results import EDGES, CircuitStudy, head_name, records
-from lapa2_interp.models.card import Model
-from lapa2_interp.models.liveness import HOOK_PATTERN
 from lapa2_interp.stats import FEW
 
 
@@ -67,28 +58,3 @@ def make_circuit_graph(found: CircuitStudy) -> dict[str, Any]:
         "nodes": nodes,
         "edges": edges,
     }
-
-
-def attention_patterns(model: Model, example: ContrastExample, heads: Heads) -> dict[str, Any]:
-    """Attention patterns of heads in the target's branch of an example, for CircuitsVis.
-
-        found = attention_patterns(model, example, heads)
-        circuitsvis.attention.attention_patterns(found["tokens"], np.array(found["attention"]))
-
-    Returns:
-        tokens, the heads' names, and attention [head query key] with four digits.
-    """
-    patterns: dict[int, np.ndarray] = {}
-
-    def keep(pattern: Tensor, hook: Any) -> None:
-        patterns[int(hook.name.split(".")[1])] = pattern[0].float().cpu().numpy()
-
-    names = [HOOK_PATTERN.format(layer) for layer in sorted({layer for layer, _ in heads})]
-    with torch.no_grad():
-        text_logits(model, [(example, 0)], [(name, keep) for name in names])
-    layout = with_text(example.layouts[0], example.text)
-    soft = [f"soft {i + 1}" for i in range(layout.soft)]
-    tokens = [*soft, *token_texts(model.tokenizer, "", layout.ids)]
-    attention = [np.round(patterns[layer][head], 4).tolist() for layer, head in heads]
-    names = [f"{layer}.{head}" for layer, head in heads]
-    return {"tokens": tokens, "heads": names, "attention": attention}

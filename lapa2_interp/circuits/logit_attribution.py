@@ -10,9 +10,9 @@ w adds to the logits, along a direction u of the vocabulary,
 
     (C w) . (gamma u) / sigma            sigma that of the actual run: the norm is not folded away
 
-u is a gradient at this query: of the branch's preference for its attribute's words (`lex`), or of
-the log-probability of the text's next token (`text`). All parts of all heads, biases, MLPs, the
-embedding and the norm's bias sum to the logit difference itself.
+u is the gradient, at this query, of the branch's preference for its attribute's words (`lex`). All
+parts of all heads, biases, MLPs, the embedding and the norm's bias sum to the logit difference
+itself.
 
 This is the direct effect only. A head that writes for other heads has none, however much control is
 lost without it (`knockout`).
@@ -23,16 +23,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import CircuitError, unknown_choice
+from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.bias.augmentation import AugmentationLike
@@ -51,12 +51,8 @@ from lapa2_interp.models.liveness import HOOK_PATTERN
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import bounds
 
-if TYPE_CHECKING:
-    import xarray as xr
-
 PARTS = ("prefix", "bos", "prompt", "generated")
 OTHERS = ("mlp", "bias", "embedding", "norm bias")
-Along = Literal["lex", "text"]
 
 
 @dataclass(frozen=True)
@@ -85,27 +81,6 @@ class HeadLogitAttribution:
     size: Float[np.ndarray, "example branch step layer head part"]
     written: Float[np.ndarray, "layer head d_model"]
     unembed: tuple[Tensor, Any]
-
-    def dataset(self) -> xr.Dataset:
-        """All arrays with named axes: branch, sample, step, layer, head, part."""
-        import xarray as xr
-
-        axes = ("sample", "branch", "step", "layer", "head", "part")
-        return xr.Dataset(
-            {name: (axes, getattr(self, name)) for name in ("direct", "mass", "size")}
-            | {"others": ((*axes[:3], "other"), self.others), "total": (axes[:3], self.total)},
-            {
-                "branch": list(self.contrast_set.attributes),
-                "part": list(PARTS),
-                "other": list(OTHERS),
-                "prompt": ("sample", list(self.contrast_set.prompts)),
-            }
-            | {
-                name: np.arange(n)
-                for name, n in zip(axes, self.direct.shape, strict=True)
-                if name not in ("branch", "part")
-            },
-        )
 
     def _control(self, values: np.ndarray) -> np.ndarray:
         """Target minus the mean of the others, the mean over steps, by example."""
@@ -189,7 +164,6 @@ def head_logit_attribution(
     model: Model,
     contrast: ContrastLike,
     *,
-    along: Along = "lex",
     augmentation: AugmentationLike = None,
     progress: tqdm | None = None,
     **settings: Any,
@@ -199,20 +173,20 @@ def head_logit_attribution(
     Args:
         model: A TransformerBridge.
         contrast, settings: As `control_score`.
-        along: "lex", the preference for the target's words, or "text", the text's next token.
         augmentation: One or more augmentations that act in every branch.
         progress: A bar that counts texts.
 
     Raises:
-        CircuitError: A model without hooks; along lex without words; or blocks that add something
+        CircuitError: A model without hooks; no words; or blocks that add something
             else to the residual stream, or change the logits, so that parts would not sum.
     """
     check_has_hooks(model, "what heads write is read")
+    weights = _Weights(model)
     contrast_set = ContrastSet.of(model, contrast, **settings)
-    if along not in get_args(Along):
-        raise CircuitError(unknown_choice("direction", along, get_args(Along)))
-    if along == "lex" and len(contrast_set.words) < 2:
-        raise CircuitError("along lex needs the words of each attribute; give along='text'")
+    if len(contrast_set.words) < 2:
+        raise CircuitError(
+            "what heads write is measured on the words of each attribute; give words"
+        )
     check_one_pass(augmentation, contrast_set.examples, "what heads write is read from")
     # Arrays of all examples, filled one at a time.
     shape = (
@@ -228,12 +202,11 @@ def head_logit_attribution(
     others = np.full((*shape, len(OTHERS)), np.nan)
     total = np.full(shape, np.nan)
     written = np.zeros((*heads, model.cfg.d_model))
-    weights = _Weights(model)
     with given_or_new_bar(progress, len(contrast_set.examples), "writes", "text") as bar:
         for i, example in enumerate(contrast_set.examples):
             with torch.no_grad(), prepacked_model(model):
                 outputs = _collect_outputs(model, example, augmentation)
-                direct = _attribute(weights, outputs, contrast_set, example, along)
+                direct = _attribute(weights, outputs, contrast_set)
             for name in arrays:
                 arrays[name][i, :, : example.n_steps] = direct[name].cpu().numpy()
             others[i, :, : example.n_steps] = direct["others"].cpu().numpy()
@@ -353,13 +326,10 @@ def _attribute(
     weights: _Weights,
     outputs: _HeadOutputs,
     contrast_set: ContrastSet,
-    example: ContrastExample,
-    along: Along,
 ) -> dict[str, Tensor]:
     """The arrays of `HeadLogitAttribution` for one example."""
     _check_sum(weights, outputs)
-    text = torch.tensor([example.text], device=outputs.logits.device)
-    u, over_vocab = _direction(weights, outputs.logits, contrast_set.words, text, along)
+    u, over_vocab = _direction(weights, outputs.logits, contrast_set.words)
     scale = weights.gamma / outputs.scale  # branch step d_model
 
     def before_norm(direction: Tensor) -> Tensor:
@@ -401,20 +371,12 @@ def _direction(
     weights: _Weights,
     logits: Float[Tensor, "branch step vocab"],
     words: Sequence[Sequence[int]],
-    text: Int[Tensor, "1 step"],
-    along: Along,
 ) -> tuple[Float[Tensor, "branch step d_model"], Float[Tensor, "branch step vocab"]]:
     """u at each query, and its weights over the vocabulary."""
     over = torch.zeros_like(logits)
-    if along == "lex":
-        plus, minus = list(words[0]), [token for each in words[1:] for token in each]
-        over[..., plus] = logits[..., plus].softmax(2)
-        over[..., minus] -= logits[..., minus].softmax(2)
-    else:
-        over -= logits.softmax(2)
-        over.scatter_add_(
-            2, text.expand(len(logits), -1)[..., None], torch.ones_like(over[..., :1])
-        )
+    plus, minus = list(words[0]), [token for each in words[1:] for token in each]
+    over[..., plus] = logits[..., plus].softmax(2)
+    over[..., minus] -= logits[..., minus].softmax(2)
     return over @ weights.unembed.t(), over
 
 

@@ -14,8 +14,7 @@ Heads are ordered by one of five scores:
     random  nothing: a baseline
 
 A head is chosen where the 95 % interval of its score over prompts lies above 0 (by mass and at
-random: always). Heads whose interval lies below 0 work against the prefix. They are never chosen,
-and `suppressed()` cuts them.
+random: always). Heads whose interval lies below 0 work against the prefix. They are never chosen.
 
 With `pro_aug=METHOD` a selection also decides if this method's raw branch should strengthen the
 prompt (`prompt_slope`).
@@ -168,12 +167,6 @@ class Selection(BaseModel):
         if alpha is None:
             alpha = 0.5 if self.alpha is None else self.alpha
         return Augmentation(alpha=alpha, heads=self.heads, **fields)
-
-    def suppressed(self) -> Augmentation | None:
-        """An augmentation that hides the prefix from the suppressors; None if there are none."""
-        if not self.suppressors:
-            return None
-        return Augmentation(alpha=1, law="cut", heads=self.suppressors)
 
     def check(self, model: Model) -> None:
         """Refuse another model than the one that chose the heads.

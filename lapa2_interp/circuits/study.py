@@ -10,10 +10,9 @@ them; the rest is computed again:
     *.csv              their tables; columns that begin with lex_ are of that metric, others of js
     together.csv       heads knocked out together
     gradient.csv       the gradient's order of heads
-    writes.nc          direct effects of heads, and writes.csv their table
+    writes.csv         direct effects of heads
     heads.json         the heads that carry control, [[layer, head], ...]
     circuit.json       nodes and edges
-    patterns.json      attention of the best heads on one text, for CircuitsVis
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ import torch
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import CircuitError, pluralize
-from lapa2_interp._util.files import atomic_write, is_damage, write_json, write_netcdf, write_text
+from lapa2_interp._util.files import is_damage, write_json, write_text
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Phase
-from lapa2_interp.circuits.circuit_graph import attention_patterns, make_circuit_graph
+from lapa2_interp.circuits.circuit_graph import make_circuit_graph
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.examples import RAW, prefix_texts
@@ -188,8 +187,6 @@ def run_study(
     if contrast_set.words and plain_network(model) is None:
         report("reading what heads write")
         written = head_logit_attribution(model, contrast_set)
-        with atomic_write(folder / "writes.nc") as file:
-            write_netcdf(file, written.dataset())
         write_text(folder / "writes.csv", as_csv(written.frame()))
     # Facts for the page, and the last files.
     prefixes = prefix_texts(model.tokenizer, contrast_set.examples[0])
@@ -225,9 +222,6 @@ def run_study(
             " which resumes from what is there"
         )
     write_json(folder / "circuit.json", make_circuit_graph(found))
-    if plain_network(model) is None:
-        shown = attention_patterns(model, contrast_set.examples[0], heads.best(8))
-        write_text(folder / "patterns.json", json.dumps(shown))
     return found
 
 

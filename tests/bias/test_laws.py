@@ -476,7 +476,7 @@ def test_every_field_is_written_under_its_name():
     full = Augmentation(
         alpha=1, law="target", tau=0.3, floor=True, steps=(2, 9), span=("prefix", (1,))
     )
-    assert Augmentation.from_json(full.to_json()) == full
+    assert Augmentation.model_validate_json(full.to_json()) == full
     assert full.label == "alpha 1 paper, law target, tau 0.3, floor True, span prefix,1, steps 2,9"
 
 

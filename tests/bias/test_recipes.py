@@ -217,7 +217,7 @@ def test_spotlight_as_released_takes_one_share_a_pass():
 @pytest.mark.parametrize("text", [*FORMULAS, "lapa2:steps=0:2 + instaboost:steps=2:9"])
 def test_recipes_as_text_survive_json_cells_and_manifests(text):
     rules = parse_recipes(text)
-    assert tuple(Augmentation.from_json(rule.to_json()) for rule in rules) == rules
+    assert tuple(Augmentation.model_validate_json(rule.to_json()) for rule in rules) == rules
     made = cell_of(load("tiny-llama"), "prefix", "sentiment", "positive", ["ab"], rules, length=4)
     again = Cell.model_validate_json(made.model_dump_json())
     assert (again.active_augmentations, again.key, again.arm) == (rules, made.key, made.arm)

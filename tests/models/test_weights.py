@@ -246,7 +246,7 @@ def test_what_reads_weights_refuses_quantised_ones(quantised, monkeypatch):
         adapter.load_adapter_network("mine", 1, 2)
     bridge = wrap_in_bridge(network, tokenizer, "mine", "w")
     contrast_set = circuits.ContrastSet.of(bridge, "sentiment", prompts=["The lake"], tokens=2)
-    for call in (lambda: circuits.head_logit_attribution(bridge, contrast_set, along="text"),
+    for call in (lambda: circuits.head_logit_attribution(bridge, contrast_set),
                  lambda: circuits.attribution(bridge, contrast_set)):  # fmt: skip
         with pytest.raises(
             (ModelError, CircuitError), match="are quantised; load the model without"
