@@ -140,9 +140,14 @@ def holm(p: Sequence[float] | np.ndarray) -> Float[np.ndarray, " test"]:
 
 
 def bounds(
-    values: Float[np.ndarray, "n *rest"], clusters: Labels, resamples: int = 2000, seed: int = 0
+    values: Float[np.ndarray, "n *rest"],
+    clusters: Labels | None = None,
+    resamples: int = 2000,
+    seed: int = 0,
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
-    """Low and high end of the mean's 95 % interval; NaN where there is one cluster."""
+    """Low and high end of the mean's 95 % interval; NaN where there is one cluster. Without
+    clusters each value is its own."""
+    clusters = np.arange(len(values)) if clusters is None else clusters
     codes, names = pd.factorize(np.asarray(clusters))
     if len(names) < 2:
         nothing = np.full(values.shape[1:], np.nan)

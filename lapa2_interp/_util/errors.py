@@ -163,16 +163,20 @@ class GridError(Lapa2Error):
 
 
 def validation_message(
-    error: ValidationError, forms: Mapping[str, str] | None = None, fields: Iterable[str] = ()
+    error: Exception, forms: Mapping[str, str] | None = None, fields: Iterable[str] = ()
 ) -> str:
     """One line about an error of pydantic: the field, the problem, the value. A misspelt field
-    comes first.
+    comes first. Of another error, its own words.
 
     Args:
         forms: By name, the allowed values of fields that take more than one type; the message names
             them in place of the first type.
         fields: Names of all fields.
     """
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
     problem = main_error(error)
     place = ".".join(str(part) for part in problem["loc"])
     at = f"{place}: " if place else ""

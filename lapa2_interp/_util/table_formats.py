@@ -1,10 +1,10 @@
-"""Tables as CSV, Markdown and LaTeX."""
+"""Tables as CSV, Markdown, LaTeX and dictionaries."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,3 +72,8 @@ def _latex(text: str) -> str:
         text = text.replace(mark, "\\" + mark)
     text = text.replace("~", r"\textasciitilde ").replace("^", r"\textasciicircum ")
     return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text)
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a table as dictionaries by column."""
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]

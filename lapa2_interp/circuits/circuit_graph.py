@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lapa2_interp.circuits.study_results import EDGES, CircuitStudy, head_name, records
+from lapa2_interp._util.table_formats import records
+from lapa2_interp.circuits.study_results import EDGES, CircuitStudy, head_name
 from lapa2_interp.stats import FEW
 
 

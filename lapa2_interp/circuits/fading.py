@@ -117,7 +117,7 @@ class Fading:
             own, lost = (self.contrast_set.by_prompt(each) for each in (values, self.near - values))
             row = {"filler": filler, "control": own.mean()}
             for name, each in (("", own), ("fade_", lost)):
-                low, high = bounds(each, np.arange(len(each)))
+                low, high = bounds(each)
                 row |= {f"{name}low": float(low), f"{name}high": float(high)}
             rows.append(row | {"fade": lost.mean(), "prompts": len(own)})
         table = pd.DataFrame(rows)
@@ -173,7 +173,7 @@ class Fading:
             by_prompt = [self.contrast_set.by_prompt(each) for each in values]
             left.plot(lengths, [each.mean() for each in by_prompt], "o-", ms=3, lw=1.2,
                       color=colour, label=name)  # fmt: skip
-            low, high = np.transpose([bounds(each, np.arange(len(each))) for each in by_prompt])
+            low, high = np.transpose([bounds(each) for each in by_prompt])
             left.fill_between(lengths, low, high, color=colour, alpha=0.12, lw=0)
         plain_axes(left, "tokens in between", f"{self.metric}, nats a step")
         # Right: shares at the longest filler, a row for every set and a point for every bias.

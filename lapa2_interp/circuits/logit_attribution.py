@@ -128,7 +128,7 @@ class HeadLogitAttribution:
         found = []
         for name, values in rows.items():
             by_prompt = self.contrast_set.by_prompt(self._control(values))
-            low, high = bounds(by_prompt, np.arange(len(by_prompt)))
+            low, high = bounds(by_prompt)
             row = {"part": name, "direct": float(by_prompt.mean())}
             found.append(row | {"low": float(low), "high": float(high)})
         return pd.DataFrame(found)

@@ -121,7 +121,7 @@ class Patching:
         rows = []
         for run, (attribute, values) in runs.items():
             means = self.contrast_set.by_prompt(values)
-            low, high = bounds(means, np.arange(len(means)))
+            low, high = bounds(means)
             row = {"run": run, "attribute": attribute, "mean": means.mean()}
             rows.append(row | {"low": float(low), "high": float(high), "prompts": len(means)})
         return pd.DataFrame(rows)

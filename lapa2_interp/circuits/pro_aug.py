@@ -177,7 +177,7 @@ def prompt_slope(
                 " tokens no weight at all there; use another metric"
             )
         slopes.append(float(slope) if abs(slope) > ROUNDING_SHARE * abs(control) else 0.0)
-    low, high = bounds(np.array(slopes), np.arange(len(slopes)))
+    low, high = bounds(np.array(slopes))
     return PromptSlope(
         method=decoder.name,
         metric=name,

@@ -35,7 +35,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp._util.errors import (
     AugmentationError,
@@ -196,10 +196,9 @@ class Selection(BaseModel):
             return cls.model_validate_json(json.dumps(parse_object(read_text(Path(file)))))
         except OSError as error:
             raise CircuitError(f"cannot read {file}: {error.strerror or error}") from error
-        except (ValidationError, ValueError) as error:
-            reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
+        except ValueError as error:
             raise CircuitError(
-                f"{file} is not a selection ({reason}); `lapa2 select` makes one"
+                f"{file} is not a selection ({validation_message(error)}); `lapa2 select` makes one"
             ) from error
 
 
@@ -274,7 +273,7 @@ def select(
             f"no head has a {score} score whose interval lies above 0 on these"
             f" {contrast_set.n_prompts} prompts; give more prompts, or choose by another score"
         )
-    low, high = bounds(scores, np.arange(len(scores)))
+    low, high = bounds(scores)
     # Tokens of the prefix, and the card.
     tokens = _positions(model, contrast_set, positions, metric)
     if tokens is not None and len(tokens) == contrast_set.l_pre:
@@ -383,7 +382,7 @@ def choose_units(
     order = np.argsort(-scores.mean(0), kind="stable").tolist()
     if not signed:
         return order[:most], []
-    low, high = bounds(scores, np.arange(len(scores)))
+    low, high = bounds(scores)
     return [i for i in order if low[i] > 0][:most], [i for i in order[::-1] if high[i] < 0][:most]
 
 

@@ -155,7 +155,7 @@ def share_interval(
     share = part.sum(0) / whole.sum()
     n = len(whole)
     if n < FEW:
-        low, high = bounds((part - share * whole[:, None]) / whole.mean(), np.arange(n))
+        low, high = bounds((part - share * whole[:, None]) / whole.mean())
         return share, share + low, share + high
     both = np.concatenate([part, whole[:, None]], axis=1)
     drawn = resampled_means(both, np.arange(n), resamples, seed)

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import pluralize
+from lapa2_interp._util.table_formats import records
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW
@@ -196,11 +197,6 @@ def _limits(found: CircuitStudy) -> list[str]:
     longest = max(example.n_steps for example in found.contrast_set.examples)
     untested_line = f"Not tested: {', '.join(untested)}, and texts longer than {longest} tokens."
     return [ranking, untested_line]
-
-
-def records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows of a table as dictionaries."""
-    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
 
 def head_name(row: dict[str, Any]) -> str:

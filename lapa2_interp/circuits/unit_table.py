@@ -102,7 +102,7 @@ class UnitTable:
             [[1, 2, 1]]
         """
         values = self.by_prompt
-        low, high = bounds(values, np.arange(len(values)))
+        low, high = bounds(values)
         columns: dict[str, Any] = {self.name: self.means, "low": low, "high": high}
         if self.whole is not None:
             with np.errstate(divide="ignore", invalid="ignore"):

@@ -251,8 +251,8 @@ def _check_same_log_probs(
         )
 
 
-def move_to_device(network: PreTrainedModel, device: str | None) -> None:
-    """Put a network on a device, by default CUDA when there is one.
+def move_to_device(network: PreTrainedModel | Tensor, device: str | None) -> None:
+    """Put a network, or a tensor as a trial, on a device, by default CUDA when there is one.
 
     Raises:
         ModelError: There is no such device, or not enough memory on it.

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp._util.errors import (
     RunError,
@@ -102,9 +102,8 @@ def read_gallery(folder: Path) -> Gallery:
     try:
         return Gallery.model_validate(parse_json(read_text(file)))
     except ValueError as error:
-        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
         raise RunError(
-            f"{file} cannot be read: {reason}; `make gallery` writes it again"
+            f"{file} cannot be read: {validation_message(error)}; `make gallery` writes it again"
         ) from error
 
 

@@ -28,6 +28,7 @@ from lapa2_interp._util.files import refuse_foreign_files, result_folder, write_
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.table_formats import records
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -57,7 +58,6 @@ from lapa2_interp.paper.synthetic_propositions import (
     synthetic_slopes,
     synthetic_verdicts,
 )
-from lapa2_interp.paper.tables import records
 from lapa2_interp.runs.estimates import LONG
 from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
 from lapa2_interp.runs.manifest import library_versions, source_commit

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import pluralize
+from lapa2_interp._util.table_formats import records
 from lapa2_interp.methods.registry import known_methods
 from lapa2_interp.paper.reported import (
     BETTER_SIGN,
@@ -207,11 +208,6 @@ def format_step_curves(table: pd.DataFrame) -> pd.DataFrame:
     )
     formatted.columns = [f"step {step}" for step in formatted.columns]
     return formatted.reset_index().fillna("")
-
-
-def records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of a table as dictionaries by column."""
-    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
 
 def rows_of_all_attributes(table: pd.DataFrame) -> pd.DataFrame:

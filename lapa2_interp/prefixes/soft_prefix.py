@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from jaxtyping import Float
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from lapa2_interp._util.errors import PrefixError, validation_message
 from lapa2_interp._util.files import atomic_write, sha256_of, write_json
@@ -344,9 +344,9 @@ def read_card(file: Path) -> PrefixCard:
     try:
         return PrefixCard.model_validate_json(json.dumps(parse_object(read_text(file))))
     except ValueError as error:
-        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
         raise PrefixError(
-            f"{file} is not the card of a soft prefix: {reason}; save or import the prefix again"
+            f"{file} is not the card of a soft prefix: {validation_message(error)}; save or import"
+            " the prefix again"
         ) from error
 
 

@@ -14,6 +14,7 @@ import pandas as pd
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import check_regular_file
 from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.table_formats import records
 from lapa2_interp.paper.claims import (
     OUR_VERDICTS,
     deciding_p_values,
@@ -23,7 +24,6 @@ from lapa2_interp.paper.claims import (
     summarize_disagreement,
     unique_comparisons,
 )
-from lapa2_interp.paper.tables import records
 from lapa2_interp.report.intervals import format_numbers, interval_svg, mark_cell, shared_scale
 
 ITEM_ORDER = (

@@ -25,8 +25,8 @@ import pandas as pd
 
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.page import embedded, template, write_page
+from lapa2_interp._util.table_formats import records
 from lapa2_interp.paper.gallery import read_gallery
-from lapa2_interp.paper.tables import records
 from lapa2_interp.report.intervals import format_numbers, interval_svg, mark_cell, shared_scale
 from lapa2_interp.report.item_sections import ITEM_ORDER, VERDICT_MARKS, claim_groups, item_sections
 from lapa2_interp.report.run_texts import MAX_PROMPTS, each_text, texts_to_show

@@ -10,6 +10,7 @@ import pandas as pd
 from lapa2_interp._util.errors import pluralize
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.table_formats import records
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW, ContrastExample
 from lapa2_interp.circuits.joint_knockout import JointCurve
@@ -20,7 +21,6 @@ from lapa2_interp.circuits.study_results import (
     CircuitStudy,
     format_interval,
     head_name,
-    records,
 )
 from lapa2_interp.stats import FEW
 

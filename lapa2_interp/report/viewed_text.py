@@ -449,7 +449,7 @@ def _mean_interval(
     if not by_prompt:
         return {}
     values = np.stack(list(by_prompt.values())).astype(np.float64)
-    low, high = bounds(values, np.arange(len(values)))
+    low, high = bounds(values)
     return {
         "mean": values.mean(0),
         "low": np.maximum(low, least),

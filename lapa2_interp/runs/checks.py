@@ -12,7 +12,7 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.arrange import arrange
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.base import SoftPrefixKey
-from lapa2_interp.models.load import load_tokenizer
+from lapa2_interp.models.load import load_tokenizer, move_to_device
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.prefixes.soft_prefix import read_card, set_folder
 from lapa2_interp.runs.grid import Grid
@@ -66,12 +66,7 @@ def check_device(device: str | None) -> None:
     import torch
 
     if device is not None:
-        try:
-            torch.zeros(1, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise ModelError(
-                f"cannot use device {device!r}: {str(error).splitlines()[0]}"
-            ) from error
+        move_to_device(torch.zeros(1), device)
 
 
 @cache

@@ -102,8 +102,9 @@ def read_record(folder: Path, number: int) -> BatchRecord:
     except (OSError, ValueError) as error:
         if not is_damage(error):
             raise
-        told = validation_message(error) if isinstance(error, ValidationError) else str(error)
-        raise DamagedError(f"{file} is missing or damaged ({told}); {AGAIN}") from error
+        raise DamagedError(
+            f"{file} is missing or damaged ({validation_message(error)}); {AGAIN}"
+        ) from error
 
 
 @lru_cache(maxsize=8192)
@@ -240,8 +241,9 @@ def read_cell(folder: Path, key: str) -> Cell:
     except IsADirectoryError as error:
         raise DamagedError(f"{file} is a folder; remove it") from error
     except (ValueError, Lapa2Error) as error:
-        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
-        raise DamagedError(f"{file} is damaged or of another version: {reason}") from error
+        raise DamagedError(
+            f"{file} is damaged or of another version: {validation_message(error)}"
+        ) from error
     if cell.key != key:
         raise DamagedError(
             f"{file} has changed, or is of another version: its settings give the key {cell.key}"

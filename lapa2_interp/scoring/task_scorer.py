@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice, validation_message
 from lapa2_interp._util.files import sha256_of
@@ -89,10 +89,9 @@ def load_card(form: type[CardType], kind: str, task: str, folder: Path, ending: 
         )
     try:
         card = form.model_validate(parse_object(read_text(card_file)))
-    except (ValidationError, ValueError) as error:
-        reason = validation_message(error) if isinstance(error, ValidationError) else str(error)
+    except ValueError as error:
         raise ScoringError(
-            f"{card_file} is not the card of a scorer: {reason}; train it again:"
+            f"{card_file} is not the card of a scorer: {validation_message(error)}; train it again:"
             " `lapa2 scorers train`"
         ) from error
     if not file.is_file() or sha256_of(file) != card.sha256:
