@@ -432,52 +432,6 @@ def test_equal_classes_are_the_base(name):
     assert np.abs(np.array(found) - np.array([p["base"] for p in steps])).max() < 1e-9
 
 
-@pytest.mark.parametrize("name", ["rose", "dexperts", "gedi", "rsa-control", "arithmetic"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_extreme_log_probabilities_give_numbers_and_a_draw(name, dtype):
-    from test_methods import every_extreme
-
-    every_extreme(
-        methods.get(name),
-        [branch.name for branch in methods.get(name).branches(load_task("detox"), "toxic")],
-        dtype,
-    )
-
-
-@pytest.mark.parametrize("name", ["rose", "dexperts", "gedi", "rsa-control", "arithmetic"])
-def test_stacked_samples_equal_single_ones(name):
-    steps = distributions("base", "target", "b", "c", samples=2)
-    if name in ("rose", "arithmetic"):
-        steps = [{c: each for c, each in p.items() if c != "base"} for p in steps]
-    together = np.array(run(methods.get(name), steps))
-    for sample in range(2):
-        alone = [{c: each[[sample, sample]] for c, each in p.items()} for p in steps]
-        assert np.allclose(
-            np.array(run(methods.get(name), alone))[:, 0], together[:, sample], rtol=1e-12, atol=0
-        )
-
-
-@pytest.mark.parametrize(
-    ("name", "log_probs", "message"),
-    [
-        ("rose", {"base": (1, 4)}, "needs the branches target and 1 more; found base"),
-        ("gedi", {"base": (1, 4), "target": (1, 4)}, "needs the branches base, target and 1 more"),
-        ("rsa-control", {"target": (1, 4)}, "needs the branches base, target and 1 more"),
-        (
-            "dexperts",
-            {"base": (1, 4), "target": (1, 4), "b": (2, 4)},
-            r"\[sample, vocab\] of one shape",
-        ),
-        ("arithmetic", {"base": (1, 4)}, "needs the branches target, opponents; found base"),
-    ],
-)
-def test_log_probs_of_the_wrong_form(name, log_probs, message):
-    with pytest.raises(MethodError, match=message):
-        methods.get(name).combine(
-            {branch: torch.zeros(shape) - 1 for branch, shape in log_probs.items()}, None
-        )
-
-
 def test_the_prompts_log_likelihood(tiny, model_class):
     """Left-padded rows of several branches against one plain pass each; a soft prefix too."""
     model = load(tiny, "float64", model_class)

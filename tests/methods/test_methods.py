@@ -327,6 +327,7 @@ def distributions_with(base):
         ("air-decoding", {"posterior": "plain"}),
         ("palette", {}),
         ("con-prefix", {"form": "hard-contrast"}),
+        *((name, {}) for name in ("rose", "dexperts", "gedi", "rsa-control", "arithmetic", "spa")),
     ],
 )
 def test_extreme_log_probabilities_give_numbers_and_a_draw(name, parameters, dtype):
@@ -365,17 +366,29 @@ def numbers_in(state):
     return [each for value in values for each in numbers_in(value)]
 
 
-def test_stacked_samples_equal_single_ones():
-    for name in ("preadd", "air-decoding", "palette", "con-prefix"):
-        branches = ("target", "b", "c") if name == "con-prefix" else ("base", "target", "b") if name == "air-decoding" else (
-            ("base", "prefix") if name == "preadd" else ("base", "main", "anti")
-        )  # fmt: skip
-        steps = distributions(*branches, samples=2)
-        method = methods.get(name, **({"form": "hard-contrast"} if name == "con-prefix" else {}))
-        together = np.array(run(method, steps))
-        for sample in range(2):
-            alone = [{c: each[[sample, sample]] for c, each in p.items()} for p in steps]
-            assert np.array_equal(np.array(run(method, alone))[:, 0], together[:, sample])
+@pytest.mark.parametrize(
+    ("name", "branches"),
+    [
+        ("preadd", ("base", "prefix")),
+        ("air-decoding", ("base", "target", "b")),
+        ("palette", ("base", "main", "anti")),
+        ("con-prefix", ("target", "b", "c")),
+        ("rose", ("target", "b", "c")),
+        ("dexperts", ("base", "target", "b", "c")),
+        ("gedi", ("base", "target", "b", "c")),
+        ("rsa-control", ("base", "target", "b", "c")),
+        ("arithmetic", ("target", "b", "c")),
+        ("spa", ("prefix", "masked")),
+    ],
+)
+def test_stacked_samples_equal_single_ones(name, branches):
+    steps = distributions(*branches, samples=2)
+    method = methods.get(name, **({"form": "hard-contrast"} if name == "con-prefix" else {}))
+    together = np.array(run(method, steps))
+    for sample in range(2):
+        alone = [{c: each[[sample, sample]] for c, each in p.items()} for p in steps]
+        found = np.array(run(method, alone))[:, 0]
+        assert np.allclose(found, together[:, sample], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -398,6 +411,15 @@ def test_stacked_samples_equal_single_ones():
             r"\[sample, vocab\] of one shape; found .*\(3, 4\)",
         ),
         ("palette", {"main": (1, 4)}, "needs the branches base; found main"),
+        ("rose", {"base": (1, 4)}, "needs the branches target and 1 more; found base"),
+        ("gedi", {"base": (1, 4), "target": (1, 4)}, "needs the branches base, target and 1 more"),
+        ("rsa-control", {"target": (1, 4)}, "needs the branches base, target and 1 more"),
+        (
+            "dexperts",
+            {"base": (1, 4), "target": (1, 4), "b": (2, 4)},
+            r"\[sample, vocab\] of one shape",
+        ),
+        ("arithmetic", {"base": (1, 4)}, "needs the branches target, opponents; found base"),
     ],
 )
 def test_log_probs_of_the_wrong_form(name, log_probs, message):
