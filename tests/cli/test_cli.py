@@ -465,9 +465,8 @@ def test_a_stopped_command_says_whether_it_resumes(line, resumes, monkeypatch, c
 
 
 def test_closed_streams_are_no_error(tmp_path):
-    """As `lapa2 tasks >&-` has it; of two closed streams a command that loads all libraries."""
-    layout = "layout --model tiny-gpt2 --prefix a --prompt b"
-    for words in ("tasks >&-", "tasks 2>&-", f"{layout} >&- 2>&-"):
+    """As `lapa2 tasks >&-` has it."""
+    for words in ("tasks >&-", "tasks 2>&-", "tasks >&- 2>&-"):
         command = f"{Path(sys.executable).parent / 'lapa2'} {words}"
         assert subprocess.run(command, shell=True, capture_output=True).returncode == 0, words
 

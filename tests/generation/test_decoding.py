@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, generate, load, plan, run_of, soft_set
+from conftest import generate, load, plan, run_of, soft_set
 from oracle import oracle_logits
 
 from lapa2_interp import Augmentation, augmented
@@ -107,18 +107,12 @@ def test_generated_tokens_are_draws_from_the_recomputed_distribution(tiny, model
         assert draw(logits.log_softmax(1), streams, top_k=200).tolist() == sample.tokens
 
 
-@pytest.mark.parametrize("name", [*TINY, "smollm2-135m"])
-def test_alpha_zero_is_plain_greedy_transformers(name):
-    model = load(name)
-    network, _, _ = load_transformers(name)
+def test_alpha_zero_is_plain_greedy_transformers():
+    """Other models: `test_families.test_alpha_0_is_transformers_generate`."""
+    model = load("smollm2-135m")
+    network, _, _ = load_transformers("smollm2-135m")
     for augmentation in (None, Augmentation(alpha=0)):
-        found = made(
-            model,
-            ["The lake"],
-            augmentation=augmentation,
-            top_k=1,
-            length=16 if name in TINY else 6,
-        )
+        found = made(model, ["The lake"], augmentation=augmentation, top_k=1, length=6)
         ids = Layout.of(model.tokenizer, "Very positive:", "The lake").tensor
         for token in found.samples["tokens"][0]:
             with torch.no_grad():
