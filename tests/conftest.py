@@ -5,6 +5,7 @@ test's name alone, and they are others beside a HookedTransformer; LAPA2_TYPES=a
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -56,7 +57,7 @@ OF_BRIDGES = (
 )
 """Tests of what a HookedTransformer is refused: circuits are read from a TransformerBridge. The table
 of families is that of the newest transformer-lens."""
-OF_BOTH = ("hooked", "interface", "models")
+OF_BOTH = ("hooked", "models")
 """Beside a HookedTransformer all of these files, and of the others the tests that are given a model
 class: the rest would run the same code again."""
 collect_ignore = [*OF_BRIDGES] if HAS_HOOKED else ["attention/test_hooked.py"]
@@ -291,6 +292,13 @@ def model_class(request):
 @pytest.fixture(params=TINY)
 def tiny(request):
     return request.param
+
+
+def lapa2(line, *more):
+    """The exit code of a command line."""
+    from lapa2_interp.cli.app import main
+
+    return main([*shlex.split(line), *map(str, more)])
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import load
+from conftest import lapa2, load
 
 from lapa2_interp import Layout, generate, load_model, teacher_forced
 from lapa2_interp._util.errors import Lapa2Error, LayoutError, ModelError, TaskError, TraceError
@@ -18,10 +18,6 @@ from lapa2_interp.runs.run import load_run
 
 ROOT = Path(__file__).parents[2]
 GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 20"
-
-
-def lapa2(line, *more):
-    return main([*shlex.split(line), *map(str, more)])
 
 
 def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):

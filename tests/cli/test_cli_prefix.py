@@ -1,11 +1,11 @@
 """The prefix commands as a user meets them."""
 
 import json
-import shlex
 import shutil
 
 import pandas as pd
 import pytest
+from conftest import lapa2
 
 from lapa2_interp.cli.app import main
 from lapa2_interp.prefixes import soft_prefix
@@ -16,10 +16,6 @@ TRAIN = (
     "prefix train --model tiny-llama --task sentiment --set dtype=float32 --set slots=3 --set"
     " batch=4 --set lr=0.05"
 )
-
-
-def lapa2(line, *more):
-    return main([*shlex.split(line), *map(str, more)])
 
 
 @pytest.fixture(scope="module")

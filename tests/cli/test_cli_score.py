@@ -2,24 +2,18 @@
 
 import json
 import re
-import shlex
 
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import change_texts, load, run_of
+from conftest import change_texts, lapa2, load, run_of
 
 from lapa2_interp import Augmentation
-from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.paper.data import ItemData
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.tasks.task import Task
-
-
-def lapa2(line, *more):
-    return main([*shlex.split(line), *map(str, more)])
 
 
 @pytest.fixture(autouse=True)

@@ -5,19 +5,17 @@ import itertools
 import json
 import os
 import re
-import shlex
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from conftest import load, soft_set
+from conftest import lapa2, load, soft_set
 
 from lapa2_interp._util.errors import GridError, ModelError
 from lapa2_interp._util.terminal import format_bytes, format_duration
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import RECIPES, parse_recipes, recipe_name
-from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import CELL, Cell
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.settings import CellSettings
@@ -45,10 +43,6 @@ method = "prefix"
 """
 PAPER = [name for name in built_in() if name.startswith("paper/")]
 QUICK = [name for name in built_in() if name.startswith("quick/")]
-
-
-def lapa2(line, *more):
-    return main([*shlex.split(line), *map(str, more)])
 
 
 @pytest.fixture

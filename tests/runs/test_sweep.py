@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import shlex
 import shutil
 import signal
 import subprocess
@@ -28,7 +27,7 @@ import pandas as pd
 import pytest
 import torch
 import xarray as xr
-from conftest import MODEL_CLASSES, load, soft_prefix, soft_set, start, warm
+from conftest import MODEL_CLASSES, lapa2, load, soft_prefix, soft_set, start, warm
 from conftest import generate as decode
 from tqdm import tqdm
 
@@ -217,10 +216,6 @@ def stamps(run):
     records = [record.with_suffix("") for record in run.glob("cells/*/[0-9]*.json")]
     files = [batch.with_suffix(end) for batch in records for end in (".json", ".nc", ".parquet")]
     return {str(file): file.stat().st_mtime_ns for file in files if file.exists()}
-
-
-def lapa2(line, *more):
-    return main([*shlex.split(line), *map(str, more)])
 
 
 # --- stopping
