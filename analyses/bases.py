@@ -86,6 +86,12 @@ def variant(key: str) -> str:
 
 
 arms, variants = ({key: make(key) for key in cells["key"]} for make in (arm, variant))
+# Parts share arms, so they are complete or not by the names given here.
+finished = cells["key"].map(item.run.state) == "finished"
+complete = finished.groupby(
+    [cells["method"], cells["key"].map(variants), cells["key"].map(arms)]
+).transform("all")
+cells.loc[finished, "state"] = np.where(complete[finished], "finished", "incomplete")
 scores = item.data.scores(cells)
 for table in (cells, scores):
     key = table["key" if "key" in table else "cell"]
@@ -97,8 +103,7 @@ means = item.table(scores, cells)
 
 # %%
 ARM = ["task", "method", "variant", "arm"]
-finished = cells[cells["state"] == "finished"]
-samples = item.run.samples(list(finished["key"]))
+samples = item.run.samples(list(cells["key"][cells["state"] == "finished"]))
 tagged = 100.0 * samples["text"].str.contains(CHAT_TAG, regex=False)
 rows = []
 for where, part in samples.assign(
@@ -182,9 +187,8 @@ wide = scores.pivot(
     columns="metric",
     values="value",
 ).reset_index()
-wide["nll"] = np.log(wide["ppl"])
 compared = []
-for part, (usual, others) in OMEGAS.items():
+for part, (usual, others) in OMEGAS.items() if "ppl" in wide else ():
     own = wide[wide["variant"] == f"{part}, omega {usual}"]
     steered = own[own["arm"].str.match("baseline|chosen")]
     for omega in others:
@@ -200,6 +204,7 @@ for part, (usual, others) in OMEGAS.items():
                 further.assign(family=f"omega {omega}", strength=1.0),
             ]
         )
+        texts["nll"] = np.log(texts["ppl"])
         metrics = [name for name in dict.fromkeys(scores["metric"]) if texts[name].notna().any()]
         metrics.remove("ppl")
         curves = SteeringCurves(texts, metrics)
