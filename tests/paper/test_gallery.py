@@ -14,6 +14,7 @@ SOURCES = {
         "figures/quick/tables/*.csv",
         "figures/steering/steering.*.csv",
         "figures/fading/*/*.csv",
+        "figures/bases/*.csv",
     ),
     "Scale quick": ("figures/quick/tables/*.csv", "figures/steering/steering.curves.csv"),
     "Which heads carry the control?": (
@@ -27,6 +28,7 @@ SOURCES = {
     ),
     "Does an instruction hold in a chat?": ("figures/chat.csv",),
     "Do tasks share the heads that steer?": ("figures/shared_heads/transfer.csv",),
+    "Does the bias in chosen heads improve other methods?": ("figures/bases/*.csv",),
 }
 """Sections of docs/results.md whose numbers with intervals are checked, and where they come from."""
 NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)"
