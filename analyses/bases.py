@@ -26,6 +26,7 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 
+from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, as_markdown
 from lapa2_interp.paper.equal_perplexity import SteeringCurves
@@ -61,7 +62,7 @@ chosen = {task: count.most_common(1)[0][0] for task, count in counts.items()}
 of_air_decoding = {
     prompt
     for key in cells["key"]
-    if cell_of[key].method == "air-decoding"
+    if cell_of[key].method == "air-decoding" and cell_of[key].task.name == "sentiment"
     for prompt in cell_of[key].prompts
 }
 
@@ -93,6 +94,8 @@ complete = finished.groupby(
 ).transform("all")
 cells.loc[finished, "state"] = np.where(complete[finished], "finished", "incomplete")
 scores = item.data.scores(cells)
+if DECIDES not in set(scores["metric"]):
+    raise RunError("the tests are by linear, beside another scorer; give --scorers accuracy")
 for table in (cells, scores):
     key = table["key" if "key" in table else "cell"]
     table["arm"], table["variant"] = key.map(arms), key.map(variants)

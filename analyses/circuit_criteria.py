@@ -39,7 +39,6 @@ from lapa2_interp import Selection, load_model
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.plots import new_figure, plain_axes
-from lapa2_interp._util.progress import hidden_bar, progress_bar
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.circuits import ContrastSet, attribution, knock_out
 from lapa2_interp.circuits.statistics import share_interval
@@ -71,18 +70,14 @@ if "lex" not in asked.metrics:
 rng = np.random.default_rng(0)
 
 
-def control(contrast_set: ContrastSet, sets: list, title: str) -> np.ndarray:
+def control(contrast_set: ContrastSet, sets: list) -> np.ndarray:
     """F of each set, by prompt: [set, prompt]."""
     units = [
         Unit({"name": str(i)}, tuple(head for head in every if head not in set(heads)))
         for i, heads in enumerate(sets)
     ]
     hidden = [unit for unit in units if unit.heads]
-    with progress_bar(1, title, "set") as bar:
-        found = knock_out(
-            model, contrast_set, units=hidden, metric="lex", other_metrics=(), progress=hidden_bar()
-        )
-        bar.update()
+    found = knock_out(model, contrast_set, units=hidden, metric="lex", other_metrics=())
     left = iter((found.whole[:, None] - found.values).T)
     return np.array(
         [contrast_set.by_prompt(next(left) if unit.heads else found.whole) for unit in units]
@@ -119,9 +114,8 @@ orders["random"] = [
 ]
 rows, areas = [], {}
 for kind, of_kind in orders.items():
-    found = np.array(
-        [control(asked, [order[:n] for n in sizes], f"faithfulness, {kind}") for order in of_kind]
-    )  # order size prompt
+    # order size prompt
+    found = np.array([control(asked, [order[:n] for n in sizes]) for order in of_kind])
     whole = found[0, -1]
     for n, by_prompt in zip(sizes, found.mean(0), strict=True):
         share, low, high = share_interval(by_prompt[:, None], whole)
@@ -165,25 +159,24 @@ drawn = [
 ]
 
 
-def gaps(contrast_set: ContrastSet, subsets: list, title: str) -> np.ndarray:
+def gaps(contrast_set: ContrastSet, subsets: list) -> np.ndarray:
     """F(C without K) - F(M without K) of each K, by prompt: [K, prompt]."""
     found = control(
         contrast_set,
         [without(heads, *subset) for heads in (chosen, every) for subset in subsets],
-        title,
     )
     return found[: len(subsets)] - found[len(subsets) :]
 
 
 greedy: tuple = ()
-for step in range(min(options.greedy, len(chosen))):
+for _ in range(min(options.greedy, len(chosen))):
     candidates = [(*greedy, head) for head in chosen if head not in greedy]
-    found = np.abs(gaps(finding, candidates, f"greedy, {step + 1} heads").mean(1))
+    found = np.abs(gaps(finding, candidates).mean(1))
     greedy = candidates[int(found.argmax())]
-found = np.abs(gaps(finding, drawn, "random subsets").mean(1))
+found = np.abs(gaps(finding, drawn).mean(1))
 kinds = {"none": (), "greedy": greedy, "worst of random": drawn[int(found.argmax())]}
-judged = gaps(judging, list(kinds.values()), "completeness")
-whole, _ = control(judging, [every, ()], "all heads")
+judged = gaps(judging, list(kinds.values()))
+whole, _ = control(judging, [every, ()])
 rows = []
 for (kind, subset), by_prompt in zip(kinds.items(), judged, strict=True):
     share, low, high = share_interval(by_prompt[:, None], whole)
@@ -206,7 +199,7 @@ sets = [without(chosen, *subset) for subset in subsets]
 sets += [without(chosen, *subsets[k], head) for k, head in pairs]
 lost = {}
 for name, contrast_set in (("finding", finding), ("judging", judging)):
-    found = control(contrast_set, sets, f"minimality, {name}")
+    found = control(contrast_set, sets)
     of_subset, of_pair = found[: len(subsets)], found[len(subsets) :]
     lost[name] = np.array([of_subset[k] - one for (k, _), one in zip(pairs, of_pair, strict=True)])
 rows = []

@@ -55,7 +55,7 @@ def draw(table: pd.DataFrame) -> Drawing:
                     ls="",
                     label=f"{method}, {place}",
                 )
-        panel.set_title(part, fontsize=9)
+        panel.set_title(f"{part} {own['task'].iloc[0]}", fontsize=9)
         plain_axes(panel, METRIC_LABELS["ppl"], f"{METRIC_LABELS['acc']}, by linear")
     legend_below(figure, [("", panel, rows) for panel in panels], 4)
     return figure

@@ -5,7 +5,9 @@ test's name alone, and they are others beside a HookedTransformer; LAPA2_TYPES=a
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -292,6 +294,18 @@ def model_class(request):
 @pytest.fixture(params=TINY)
 def tiny(request):
     return request.param
+
+
+def script(kind, item, *arguments):
+    """The names of analyses/ITEM.py or figures/ITEM.py, run as the command line does; in this
+    process, so that libraries are loaded once."""
+    folder = Path(__file__).resolve().parents[1] / kind
+    before, path, hook = sys.argv, list(sys.path), sys.excepthook
+    sys.argv, sys.path = [f"{item}.py", *map(str, arguments)], [str(folder), *path]
+    try:
+        return runpy.run_path(str(folder / f"{item}.py"), run_name="__main__")
+    finally:
+        sys.argv, sys.path, sys.excepthook = before, path, hook
 
 
 def lapa2(line, *more):

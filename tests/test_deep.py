@@ -1,14 +1,12 @@
 """The items long and deep: small runs of their grids on tiny models, and numbers by other ways."""
 
-import runpy
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import load
+from conftest import load, script
 
 from lapa2_interp import Augmentation, Layout, load_run
 from lapa2_interp._util.errors import RunError
@@ -43,15 +41,6 @@ length = 48
 eos = "block"
 augmentation = ["none", "lapa2", "token-selective:tokens=1,alpha=0.55"]
 """
-
-
-def script(kind, item, *arguments):
-    before, path, hook = sys.argv, list(sys.path), sys.excepthook
-    sys.argv, sys.path = [f"{item}.py", *map(str, arguments)], [str(ROOT / kind), *path]
-    try:
-        return runpy.run_path(str(ROOT / kind / f"{item}.py"), run_name="__main__")
-    finally:
-        sys.argv, sys.path, sys.excepthook = before, path, hook
 
 
 def made(folder, name, text):

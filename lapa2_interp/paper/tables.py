@@ -187,11 +187,9 @@ def _paper_mean(
         metric=row["metric"],
         variant=PART_NAMES.get(part, named) if (part := int(row["part"])) else named,
     )
-    return (
-        nothing
-        if pd.isna(number)
-        else (number, f"{model}, {length} tokens" * (length != row["length"]) or model)
-    )
+    if pd.isna(number):
+        return nothing
+    return number, model if length == row["length"] else f"{model}, {length} tokens"
 
 
 def format_step_curves(table: pd.DataFrame) -> pd.DataFrame:

@@ -1,21 +1,16 @@
 """analyses/circuit_criteria.py: its three criteria, from control scores under a cut of the other
 heads."""
 
-import runpy
-import sys
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import load
+from conftest import load, script
 
 from lapa2_interp import Augmentation
 from lapa2_interp.circuits import ContrastSet, control_score, select
 from lapa2_interp.circuits.units import all_heads
 
 pytestmark = pytest.mark.long
-SCRIPT = Path(__file__).resolve().parents[2] / "analyses" / "circuit_criteria.py"
 CHOOSING = ["A man", "It was", "One day", "He had", "She saw", "We are", "They go", "No one"]
 PROMPTS = [f"The {word} of the" for word in ("lake", "book", "city", "road", "king", "day")]
 
@@ -28,13 +23,8 @@ def tables(tmp_path_factory):
     card.save(folder / "card.json")
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
     given = {"task": "sentiment", "prompts": folder / "prompts.txt", "tokens": 6, "random": 4}
-    before = sys.argv
-    sys.argv = [SCRIPT.name, str(folder / "card.json"), "--out", str(folder)]
-    sys.argv += [f"--{name}={value}" for name, value in given.items()]
-    try:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    finally:
-        sys.argv = before
+    options = [f"--{name}={value}" for name, value in given.items()]
+    script("analyses", "circuit_criteria", folder / "card.json", "--out", folder, *options)
     assert (folder / "faithfulness.png").is_file()
     names = ("faithfulness", "completeness", "minimality")
     return model, card, {name: pd.read_csv(folder / f"{name}.csv") for name in names}

@@ -1,14 +1,14 @@
 """The item bases: its parts, its arms, its tests and its figure, on a small run."""
 
 import math
-import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from conftest import script
 
+from lapa2_interp._util.errors import RunError
 from lapa2_interp.cli.app import main
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import remove_batches
@@ -50,22 +50,13 @@ augmentation = ["none", "{CHOSEN}"]
 """
 
 
-def script(kind, run):
-    before, path = sys.argv, list(sys.path)
-    sys.argv, sys.path = ["bases.py", str(run)], [str(ROOT / kind), *path]
-    try:
-        return runpy.run_path(str(ROOT / kind / "bases.py"), run_name="__main__")
-    finally:
-        sys.argv, sys.path = before, path
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
     (folder / "bases.toml").write_text(GRID)
     out = folder / "run"
     assert main(["sweep", str(folder / "bases.toml"), "--out", str(out), "--workers", "1"]) == 0
-    script("analyses", out)
+    script("analyses", "bases", out)
     return out
 
 
@@ -117,7 +108,7 @@ def test_a_difference_is_that_of_the_texts(run):
 
 
 def test_chosen_heads_are_compared_with_omega_at_equal_perplexity(run):
-    found = script("analyses", run)
+    found = script("analyses", "bases", run)
     (curves,) = (found["curves"],)
     first, last = curves.curve("omega 280")[0, :, 0]
     table = pd.read_csv(run / "tables" / "bases.equal.csv")
@@ -129,9 +120,23 @@ def test_chosen_heads_are_compared_with_omega_at_equal_perplexity(run):
 
 
 def test_the_figure_has_a_panel_for_each_part(run):
-    figure = script("figures", run)["draw"](pd.read_csv(run / "tables" / "bases.csv"))
-    assert [panel.get_title() for panel in figure.axes] == ["(a)", "(b)"]
+    figure = script("figures", "bases", run)["draw"](pd.read_csv(run / "tables" / "bases.csv"))
+    assert [panel.get_title() for panel in figure.axes] == ["(a) sentiment", "(b) sentiment"]
     assert (run / "figures" / "bases.png").is_file()
+
+
+def test_without_linear_there_are_no_tests(run):
+    with pytest.raises(RunError, match="the tests are by linear, beside another scorer"):
+        script(
+            "analyses",
+            "bases",
+            run,
+            "--scorers",
+            "accuracy=linear",
+            "masked=linear",
+            "echo",
+            "perplexity",
+        )
 
 
 def test_a_part_that_is_not_finished_has_no_tests(run, tmp_path, capsys):
@@ -140,7 +145,7 @@ def test_a_part_that_is_not_finished_has_no_tests(run, tmp_path, capsys):
     key = next(key for key, cell in load_run(copy).by_key.items()
               if cell.method == "gedi" and cell.active_augmentations)  # fmt: skip
     remove_batches(copy / "cells" / key)
-    script("analyses", copy)
+    script("analyses", "bases", copy)
     assert set(pd.read_csv(copy / "tables" / "bases.tests.csv")["part"]) == {"(a)"}
     said = capsys.readouterr().out
     assert "(b) has no tests: " in said

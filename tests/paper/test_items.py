@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from conftest import unpack
+from conftest import script, unpack
 from scipy.stats import t
 
 from lapa2_interp import load_run
@@ -138,16 +138,6 @@ def figure(item):
         return runpy.run_path(str(ROOT / "figures" / f"{item}.py"))["draw"]
     finally:
         sys.path[:] = before
-
-
-def script(kind, item, *arguments):
-    """Run a script as the command line does; in this process, so that libraries are loaded once."""
-    before, path = sys.argv, list(sys.path)
-    sys.argv, sys.path = [f"{item}.py", *map(str, arguments)], [str(ROOT / kind), *path]
-    try:
-        return runpy.run_path(str(ROOT / kind / f"{item}.py"), run_name="__main__")
-    finally:
-        sys.argv, sys.path = before, path
 
 
 def table(file):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import load
+from conftest import load, script
 
 from lapa2_interp._util.errors import DataError, GridError, RunError
 from lapa2_interp.bias.augmentation import Augmentation
@@ -53,15 +53,6 @@ augmentation = ["none", "lapa2:alpha=4", "set-point:tau=0.8"]
 """
 
 
-def script(kind, *arguments):
-    before, path = sys.argv, list(sys.path)
-    sys.argv, sys.path = ["steering.py", *map(str, arguments)], [str(ROOT / kind), *path]
-    try:
-        return runpy.run_path(str(ROOT / kind / "steering.py"), run_name="__main__")
-    finally:
-        sys.argv, sys.path = before, path
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of a custom grid, on a tiny model."""
@@ -77,7 +68,13 @@ def run(tmp_path_factory):
         patched.setattr(sys, "excepthook", sys.excepthook)
         scorers = ["--scorers", "linear", "accuracy", "masked", "echo", "repetition"]
         found = script(
-            "analyses", folder / "run", "--grids", "mine", *scorers, "perplexity=tiny-gpt2"
+            "analyses",
+            "steering",
+            folder / "run",
+            "--grids",
+            "mine",
+            *scorers,
+            "perplexity=tiny-gpt2",
         )
     return folder / "run", found
 
@@ -190,7 +187,7 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
         asked = [part, "--grids", "mine", "--scorers", "linear", "accuracy", "masked", "echo",
                  "repetition", "perplexity=tiny-gpt2"]  # fmt: skip
         if task == "sentiment":  # the two tests of topic have no texts here, and count as p = 1
-            found = script("analyses", *asked)
+            found = script("analyses", "steering", *asked)
             waiting = pd.DataFrame(found["waiting"])
             assert waiting[["task", "family"]].drop_duplicates().values.tolist() == [
                 ["topic", "set-point"]
@@ -198,7 +195,7 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
             assert len(waiting) == 2 * len(found["metrics"]), "at two perplexities"
             assert len(found["tests"]) == len(waiting) + len(found["found"])
             assert table(part, ".equal")["perplexity"].notna().all()
-        script("analyses", *asked, *(["--beside", *tables] if tables else []))
+        script("analyses", "steering", *asked, *(["--beside", *tables] if tables else []))
         tables.append(part / "tables" / "steering.texts.parquet")
     assert "No verdicts" in (tmp_path / "topic" / "tables" / "steering.equal.md").read_text()
     keys = ["task", "words", "attribute", "ratio", "family", "metric", "perplexity"]
@@ -207,10 +204,10 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
     stored = pd.read_parquet(tables[0])
     assert not stored["prompt"].str.contains(" ").any(), "no texts"
     with pytest.raises(RunError, match="cells that are there already; give each once"):
-        script("analyses", *asked, "--beside", tables[1])
+        script("analyses", "steering", *asked, "--beside", tables[1])
     (tmp_path / "bad").write_text("no table")
     with pytest.raises(RunError, match=r"cannot read .*bad.*give a steering.texts.parquet"):
-        script("analyses", *asked, "--beside", tmp_path / "bad")
+        script("analyses", "steering", *asked, "--beside", tmp_path / "bad")
 
 
 def test_texts_with_banned_words_are_told_apart(run):
@@ -279,6 +276,7 @@ def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypa
         remove_batches(copy / "cells" / each)
     found = script(
         "analyses",
+        "steering",
         copy,
         "--grids",
         "mine",
@@ -297,7 +295,7 @@ def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypa
 
 def test_the_figure_shows_the_tables(run):
     folder, _ = run
-    script("figures", folder)
+    script("figures", "steering", folder)
     assert (folder / "figures" / "steering.png").read_bytes().startswith(b"\x89PNG")
     before = list(sys.path)
     sys.path.insert(0, str(ROOT / "figures"))
@@ -333,7 +331,15 @@ def test_a_run_without_lapa2_says_what_is_missing(run, tmp_path, capsys, monkeyp
         "prompts.txt", str(run[0].parent / "prompts.txt")) + 'augmentation = ["none", "set-point"]\n')  # fmt: skip
     grid = load_grid(str(tmp_path / "g.toml"), {"task": "sentiment", "length": 40})
     write_run(tmp_path / "run", make_cells(load("tiny-gpt2"), grid.cells, name="steering"))
-    script("analyses", tmp_path / "run", "--scorers", "linear", "accuracy", "perplexity=tiny-gpt2")
+    script(
+        "analyses",
+        "steering",
+        tmp_path / "run",
+        "--scorers",
+        "linear",
+        "accuracy",
+        "perplexity=tiny-gpt2",
+    )
     printed = capsys.readouterr().out
     assert (
         "No comparison for sentiment, all words, tiny-gpt2, prefix: no finished lapa2." in printed
