@@ -30,7 +30,7 @@ from lapa2_interp.bias.augmentation import AugmentationLike, Phase
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import Edit, evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
-from lapa2_interp.circuits.result_store import CONTROL, UnitStore, rounding_share
+from lapa2_interp.circuits.result_store import CONTROL, ResultStore, check_unchanged
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import Unit, all_heads, make_units
 from lapa2_interp.models.card import Model
@@ -99,9 +99,8 @@ def knock_out(
         other_metrics: Further metrics, from the same passes; by default lex where there are words.
         augmentation: One or more augmentations that act in every branch besides.
         file: A file for finished units, a line each, from which the same call continues. The
-            control itself and the two stored units of largest effect are computed again: they must
-            equal the stored values but for rounding. New values are shifted by the difference that
-            rounding makes in the control.
+            control itself is computed again, and must equal the stored one but for rounding, by
+            which new values are shifted.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
 
     Raises:
@@ -134,18 +133,16 @@ def knock_out(
         "metrics": list(chosen),
         "augmentation": str(augmentation),
     }
-    store = UnitStore(
-        file,
-        contrast_set.key(model, **more_facts),
-        contrast_set.facts(model, **more_facts),
-        {unit.key: unit.name for unit in reversed(wanted)},  # the first of units with one key
-        rounding_share(model),
+    store = ResultStore(
+        file, contrast_set.key(model, **more_facts), contrast_set.facts(model, **more_facts)
     )
     # Metrics of every example under every edit: means over steps and over a unit's edits.
-    todo = [(key, edit) for key in store.to_compute(edits, first) for edit in edits[key]]
+    missing = [key for key in edits if key == CONTROL or key not in store]
+    todo = [(key, edit) for key in missing for edit in edits[key]]
     n = len(contrast_set.examples)
     pending = {key: n * len(edits[key]) for key, _ in todo}  # values that a unit still lacks
     means: dict[str, dict[str, np.ndarray]] = {}
+    shift = {name: np.zeros(n) for name in chosen}  # the stored control, less the one of now
     total = contrast_set.n_branch_steps * len(todo)
     with (
         closing(store),
@@ -160,7 +157,12 @@ def knock_out(
                 unit_means[name][group] += each.double().mean(1).cpu().numpy() / len(edits[key])
             pending[key] -= len(group)
             if not pending[key]:
-                store.finish(key, means.pop(key))
+                found = means.pop(key)
+                if key in store:
+                    check_unchanged(file, store[key], found)
+                    shift = {name: store[key][name] - found[name] for name in chosen}
+                else:
+                    store.add(key, {name: found[name] + shift[name] for name in chosen})
     # A unit's effect: the control that is lost without it.
     by_metric = {}
     for name in chosen:
@@ -169,7 +171,7 @@ def knock_out(
         noise = float(np.abs(whole - store[NULL][name]).max())
         by_metric[name] = whole, effects, noise
     whole, effects, noise = by_metric[first]
-    found = KnockOut(
+    table = KnockOut(
         contrast_set=contrast_set,
         units=tuple(wanted),
         values=effects,
@@ -181,7 +183,7 @@ def knock_out(
         by_metric=by_metric,
         augmentation=augmentation,
     )
-    return found.with_metric(first)
+    return table.with_metric(first)
 
 
 def _edits(unit: Unit, replacement: str, phase: Phase) -> list[Edit]:

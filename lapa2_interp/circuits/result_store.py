@@ -5,62 +5,49 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import torch
 from filelock import Timeout
 
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.files import acquire_lock, write_text
 from lapa2_interp._util.parsing import parse_json, parse_object
-from lapa2_interp.models.card import Model
 
 CONTROL = ""
 """Key of the control itself in a file of units."""
 SHA256 = "sha256"
 """The field of a line that holds the sha256 of its other fields."""
-RECHECKED = 2
-"""Stored results that are computed again and compared: units of largest effect, or texts of
-`fading`."""
+SAME = 1e-2
+"""The largest difference between a stored control and this model's, as a share: rounding."""
 
 
 def check_unchanged(
     file: str | Path | None,
     stored: Mapping[str, np.ndarray],
     now: Mapping[str, np.ndarray],
-    without: str = "",
-    control: Mapping[str, np.ndarray] | None = None,
-    share: float = 1e-2,
+    control: np.ndarray | None = None,
 ) -> None:
-    """Refuse a file whose stored values differ from those of this model.
+    """Refuse a file whose stored values differ from those of this model: a custom hook or a custom
+    metric of the same name is not in the file's key.
 
     Args:
-        without: The unit that was knocked out; "" for the control itself.
-        control: The control whose share is the largest difference allowed; by default `stored`.
-        share: That share.
+        control: Values whose `SAME` share is the largest difference allowed; by default the stored
+            ones.
 
     Raises:
         CircuitError: A value differs by more.
     """
     for name, old in stored.items():
-        top = np.abs((control or stored)[name]).max()
-        if np.abs(old - now[name]).max() > share * top + 1e-6:
-            label = f"{name} without {without}" if without else name
+        top = np.abs(old if control is None else control).max()
+        if np.abs(old - now[name]).max() > SAME * top + 1e-6:
             raise CircuitError(
-                f"{file} holds results of another model or metric: {label} was {old.mean():.4g},"
+                f"{file} holds results of another model or metric: {name} was {old.mean():.4g},"
                 f" and is {now[name].mean():.4g} now; give another file"
             )
-
-
-def rounding_share(model: Model) -> float:
-    """The share of the control by which rounding may move an effect. Norms are in float32 at
-    most."""
-    eps = max(torch.finfo(each).eps for each in (model.cfg.dtype, torch.float32))
-    return float(eps**0.5)
 
 
 class ResultStore:
@@ -137,64 +124,6 @@ class ResultStore:
     def close(self) -> None:
         """Close and unlock the file."""
         self._held.close()
-
-
-class UnitStore(ResultStore):
-    """Results of the control and of units by key, whose file must be of this model.
-
-    The control and the stored units of largest effect are computed again. They must equal the
-    stored values but for rounding, and the stored values stay. The difference that rounding makes
-    in the control is added to new values, so that effects are differences from one control.
-
-    Args:
-        file, key, facts: As `ResultStore`.
-        unit_names: Names of the units by key, for messages.
-        share: The share of the control by which rounding may move an effect.
-    """
-
-    def __init__(
-        self,
-        file: str | Path | None,
-        key: str,
-        facts: Mapping[str, str],
-        unit_names: Mapping[str, str],
-        share: float,
-    ) -> None:
-        super().__init__(file, key, facts)
-        self._name, self._unit_names, self._share = file, unit_names, share
-        self._expected: dict[str, dict[str, np.ndarray]] = {}
-        self._shift: dict[str, np.ndarray] = {}
-
-    def to_compute(self, keys: Iterable[str], metric: str) -> list[str]:
-        """Keys of results to compute, in order: the control, since the others need its shift; the
-        stored units of largest effect in this metric; and those keys that are not stored."""
-        if control := self.results.get(CONTROL):
-            stored = [key for key in dict.fromkeys(keys) if key in self and key in self._unit_names]
-            stored.sort(key=lambda key: -np.abs(control[metric] - self[key][metric]).max())
-            again = (CONTROL, *stored[:RECHECKED])
-            self._expected = {key: self.results.pop(key) for key in again}
-        order = dict.fromkeys((CONTROL, *self._expected, *keys))
-        return [key for key in order if key not in self]
-
-    def finish(self, key: str, values: dict[str, np.ndarray]) -> None:
-        """Store a computed result, or compare it with the stored one, which stays.
-
-        Raises:
-            CircuitError: They differ by more than rounding.
-        """
-        expected = self._expected.get(key)
-        if key == CONTROL and expected:
-            check_unchanged(self._name, expected, values)
-            self._shift = {name: expected[name] - values[name] for name in values}
-        elif self._shift:
-            values = {name: values[name] + self._shift[name] for name in values}
-        if expected is None:
-            self.add(key, values)
-            return
-        if key != CONTROL:
-            unit, control = self._unit_names[key], self[CONTROL]
-            check_unchanged(self._name, expected, values, unit, control, self._share)
-        self.results[key] = expected
 
 
 def result_line(fields: Mapping[str, Any]) -> str:
