@@ -3,9 +3,10 @@
     python analyses/demo.py                              # results/demo/report.html
     python analyses/demo.py --model gpt2 --out results/demo-gpt2
 
-1. SmolLM2 writes 60 short texts: 6 of the paper's prompts, 2 attributes, and 5 arms
-   (demo/demo.toml): without LaPA2, at alpha 1/2 and 1, and at 1/2 in the bottom or the top half of
-   the layers. They are a run, which `lapa2 runs`, `report` and `score` read.
+1. SmolLM2 writes 72 short texts: 12 of the paper's prompts, 2 attributes, and 3 arms
+   (demo/demo.toml): without LaPA2, at alpha 1/2 in all heads, and at 1 in 24 heads that were chosen
+   before (another model: at 1 in all heads). They are a run, which `lapa2 runs`, `report` and
+   `score` read.
 2. It reads long texts, which it wrote before (demo/texts.json), under alpha 0, 1/2 and 1: attention
    against length, same texts.
 3. Scores, fits and verdicts are taken from these, and the page is drawn.
@@ -95,8 +96,8 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
   It takes    {_takes(model, page)}; stop it as you like; the same command resumes.
   It makes    {page}, one page that shows
               1 attention on the prefix against length, without LaPA2 and with it   5 the paper's claims, with verdicts
-              2 the layers and heads it comes from                                   6 LaPA2 in half of the layers
-              3 the same prompt's texts side by side, coloured by attention          7 every decoding method, with a text
+              2 the layers and heads it comes from                                   6 every decoding method, with a text
+              3 the same prompt's texts side by side, coloured by attention
               4 accuracy, perplexity and diversity, with intervals
 """  # noqa: E501
     )
@@ -107,7 +108,9 @@ def _demo(out: Path, model: str, length: int, threads: int | None) -> None:
     from lapa2_interp.runs.worker import Worker
 
     load_tokenizer(model)  # refuses an unknown model before anything else, and converts SmolLM2
-    (grid,) = load_grids(out, [str(GRID)], {"model": model})
+    # Heads are chosen for one model.
+    arms = {} if model == MODEL else {"augmentation": ["none", {"alpha": 0.5}, {"alpha": 1.0}]}
+    (grid,) = load_grids(out, [str(GRID)], {"model": model, **arms})
     worker = Worker(threads=threads or min(MOST_THREADS, n_cores()))
     _stage(
         2,

@@ -152,7 +152,6 @@ def test_panels_are_in_order_and_each_has_a_command(made):
         "side by side",
         "cannot tell",
         "verdicts",
-        "half of the layers",
         "method",
     ]
     assert len(page.headings) == len(expected) + 1
@@ -184,13 +183,13 @@ def test_numbers_are_those_of_the_run_folder(made):
     from lapa2_interp.scoring.scorer import TextItem
 
     out, _ = made
-    rows = Page((out / "report.html").read_text("utf-8")).rows
+    text = (out / "report.html").read_text("utf-8")
+    rows = Page(text).rows
     run = load_run(out)
     scorers = {2: LinearScorer("sentiment"), 1: AdapterScorer("sentiment")}
-    names = {(0.0, ""): "without LaPA2", (0.5, "all"): "alpha 1/2", (0.5, "bottom"): "alpha 1/2, bottom half",
-             (0.5, "top"): "alpha 1/2, top half", (1.0, "all"): "alpha 1"}  # fmt: skip
-    for (alpha, layers), cells in run.cells.groupby(["alpha", "layers"]):
-        name = names[alpha, layers]
+    names = {0.0: "without LaPA2", 0.5: "alpha 1/2", 1.0: "alpha 1"}
+    for alpha, cells in run.cells.groupby("alpha"):
+        name = names[alpha]
         right, masses, echoes = {place: [] for place in scorers}, [], []
         for key, attribute in cells[["key", "attribute"]].to_numpy():
             cell = run.finished_cell(key)
@@ -200,21 +199,15 @@ def test_numbers_are_those_of_the_run_folder(made):
                     scorer.columns[int(np.argmax(score))] == attribute for score in scores
                 ]
             echoes += [attribute in text.lower().split() for text in cell.samples["text"]]
-            masses.append(cell.trace["prefix"].to_numpy()[0])
+            masses += [  # shorter prompts have more steps
+                float(np.nanmean(each)) for each in cell.trace["prefix"].to_numpy()[0]
+            ]
         mine = [row for row in rows if row and row[0] == name]
-        scored = next(row for row in mine if len(row) == 9 and row[-1] == "12")
+        scored = next(row for row in mine if len(row) == 9 and row[-1] == "24")
         for place, found in right.items():
             assert scored[place].split(" ")[0] == f"{100 * np.mean(found):.0f}"
         assert float(scored[3].split(" ")[0]) >= np.floor(100 * np.mean(echoes))
-        if alpha != 1.0:
-            by_layer = np.nanmean(
-                np.concatenate(masses), axis=(1, 3)
-            )  # shorter prompts have more steps
-            halves = next(row for row in mine if len(row) == 6 and row[-1] == "12")
-            assert halves[1:4] == [
-                f"{100 * part.mean():.1f} %"
-                for part in (by_layer[:, :2], by_layer[:, 2:], by_layer)
-            ]
+        assert f"{100 * np.mean(masses):.1f} % {'at ' * (alpha > 0)}{name}" in text
 
 
 def test_curves_are_those_of_the_stored_traces(made):
@@ -283,6 +276,15 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
     assert "is not a run" in printed
     assert "Traceback" not in printed
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_the_arms_of_the_default_model_name_heads_that_it_has(tmp_path):
+    from lapa2_interp.runs.launch import load_grids
+
+    (grid,) = load_grids(tmp_path, [str(SCRIPT.parent / "demo" / "demo.toml")])
+    biases = [each for cell in grid.cells for each in cell.active_augmentations]
+    assert len(grid.cells) == 6
+    assert sorted(each.head_mask(30, 9).sum() for each in biases) == [24, 24, 270, 270]
 
 
 def test_every_method_has_a_shipped_example_with_its_origin():

@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 SCORER_DTYPE = "float32"
-ALL_LAYERS = ("all", "")
-COLOURS = dict(
-    zip(("0", "1/2", "1", "1/2, bottom half", "1/2, top half"), plots.COLOURS, strict=False)
-)
+COLOURS = dict(zip(("0", "1/2", "1", "1 in 24 heads"), plots.COLOURS, strict=False))
 """An arm keeps its colour in every panel."""
 L_PRE = 3
 SYNTHETIC = {"longest": 100_000, "texts": 12}
@@ -148,7 +145,6 @@ def page(
         texts(run, grid, arms),
         numbers(grid, measured, arms),
         verdicts(grid, measured, traces),
-        halves(run, grid, measured, arms),
         methods(grid),
     ]
     cell = grid.cells[0]
@@ -159,7 +155,7 @@ def page(
         " · log(l / l_pre) to the attention scores of the prefix's l_pre tokens, where l is the"
         " number of tokens so far, so that attention on the prefix falls more slowly. This page"
         f" shows that on {cell.model}: in panels 1, 2 and 5 on longer texts that come with the"
-        " demo, read here; in panels 3, 4 and 6 on short texts written here."
+        " demo, read here; in panels 3 and 4 on short texts written here."
     )
     return template("page.html.j2", HERE).render(
         title="A first look at LaPA2",
@@ -183,7 +179,7 @@ def arm_name(cell: Cell) -> str:
     rule = cell.augmentation
     if rule is None:
         return "0"
-    return number(rule.alpha) + ("" if rule.layers in ALL_LAYERS else f", {rule.layers} half")
+    return number(rule.alpha) + ("" if rule.heads == "all" else f" in {len(rule.heads)} heads")
 
 
 def number(alpha: float) -> str:
@@ -437,7 +433,7 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
 
 
 def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
-    """Texts of one prompt side by side, from the arms that act on all layers."""
+    """Texts of one prompt side by side."""
     from lapa2_interp.models.load import load_tokenizer
     from lapa2_interp.report.run_texts import MASS_UNIT, colour_top, text_column
 
@@ -450,7 +446,6 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
             run.finished_cell(each.key), prompts, tokenizer
         )
         for each in grid.cells
-        if "half" not in arms[each.key]
     }
     names = list(dict.fromkeys(arm for _, arm in columns))
     masses = [
@@ -615,7 +610,10 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         " itself; low perplexity means fluent to the scoring model; distinct-n is the"
         " share of different n-grams.",
         "lapa2 score results/mine --scorers accuracy perplexity distinct",
-        [warning, *([against] if found else [])],
+        [
+            f"{warning} The file docs/results.md has hundreds of texts an arm.",
+            *([against] if found else []),
+        ],
         _image(_score_figure(table, names)),
         "accuracy and perplexity of the arms with intervals",
         [_table(["", *(name for name, _, _ in METRIC_FORMATS.values()), "n"], rows, note)],
@@ -724,94 +722,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     )
 
 
-# --- 6: half of the layers
-
-
-def halves(run: Run, grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
-    """LaPA2 in one half of the layers: attention by layer, and accuracy."""
-    chosen = [
-        cell for cell in grid.cells if arms[cell.key] in ("0", "1/2") or "half" in arms[cell.key]
-    ]
-    curves: dict[str, list[np.ndarray]] = {}
-    for cell in chosen:
-        trace = run.trace(cell.key)
-        assert trace is not None
-        part = trace.isel(
-            branch=int(np.flatnonzero((trace["l_pre"].to_numpy() > 0).any(axis=1))[0])
-        )
-        curves.setdefault(arms[cell.key], []).append(
-            part["prefix"].mean(("step", "head")).to_numpy().astype(float)
-        )
-    layers = {arm: np.concatenate(found) for arm, found in curves.items()}
-    middle = next(iter(layers.values())).shape[1] // 2
-    labels = {cell.arm: arms[cell.key] for cell in grid.cells}
-    scored = measured.cells[
-        (measured.cells["attribute"] == "all") & (measured.cells["metric"] == "accuracy")
-    ]
-    accuracy = scored.assign(arm=scored["arm"].map(labels)).set_index("arm")
-    rows = []
-    for arm, found in layers.items():
-        mean, low, high = (100 * accuracy.loc[arm, each] for each in ("mean", "low", "high"))
-        rows.append(
-            [
-                arm_label(arm),
-                percent(found[:, :middle].mean()),
-                percent(found[:, middle:].mean()),
-                percent(found.mean()),
-                f"{mean:.0f} {interval(low, high, 0)}",
-                str(len(found)),
-            ]
-        )
-    base = layers["0"]
-    lower, upper = layers["1/2, bottom half"], layers["1/2, top half"]
-    found = [
-        (
-            "With LaPA2 in the bottom half alone, attention on the prefix goes from"
-            f" {percent(base[:, :middle].mean())} to {percent(lower[:, :middle].mean())} there, and"
-            f" from {percent(base[:, middle:].mean())} to {percent(lower[:, middle:].mean())} in"
-            " the top half, where nothing is added. In the top half alone it goes from"
-            f" {percent(base[:, middle:].mean())} to {percent(upper[:, middle:].mean())} there."
-        ),
-        "Whether one half is enough for control, so few texts cannot tell (panel 4).",
-    ]
-    model = grid.cells[0].model
-    return Panel(
-        "LaPA2 in half of the layers",
-        "The same alpha, 1/2, in all layers, only in the bottom half, or only in the top half. The"
-        " lines are attention on the prefix by layer, mean over the short texts, steps and heads;"
-        " the dashed line parts the halves.",
-        f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set samples=20 --out"
-        " results/my-halves && lapa2 score results/my-halves",
-        found,
-        _image(_layer_figure(layers, middle)),
-        "attention on the prefix by layer",
-        [_table(["", "bottom half", "top half", "all layers", "accuracy, %", "n"], rows)],
-    )
-
-
-def _layer_figure(layers: Mapping[str, np.ndarray], middle: int) -> plots.Drawing:
-    figure = plots.Drawing(figsize=(WIDTH, 3.7), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    for arm, found in layers.items():
-        label = "alpha 1/2, all layers" if arm == "1/2" else arm_label(arm)
-        axes.plot(
-            100 * found.mean(0),
-            color=COLOURS.get(arm, "#777777"),
-            lw=1.8,
-            marker="o",
-            ms=3,
-            label=label,
-        )
-    axes.axvline(middle - 0.5, color="#888888", lw=1, ls="--")
-    axes.set_ylim(bottom=0)
-    axes.grid(color="#e8e8e8", lw=0.7)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    _axes(axes, "layer", "attention on the prefix, %")
-    figure.legend(loc="outside upper center", frameon=False, fontsize=11, ncols=2, handlelength=1.5)
-    return figure
-
-
-# --- 7: methods
+# --- 6: methods
 
 
 def methods(grid: Grid) -> Panel:
