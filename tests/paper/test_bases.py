@@ -10,8 +10,10 @@ from conftest import script
 
 from lapa2_interp._util.errors import RunError
 from lapa2_interp.cli.app import main
+from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import remove_batches
+from lapa2_interp.scoring.echo import Echo, prefix_words
 from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.scorer import TextItem
 
@@ -150,3 +152,22 @@ def test_a_part_that_is_not_finished_has_no_tests(run, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "(b) has no tests: " in said
     assert "(a) has no tests" not in said
+
+
+def test_the_texts_for_reading_are_forty_an_arm_without_a_word_of_a_prefix():
+    """The committed texts of figures/bases/texts.toml, which bans the words of both prefixes."""
+    texts = pd.read_csv(ROOT / "figures" / "bases" / "texts.csv")
+    assert set(texts.groupby(["method", "arm"]).size()) == {40}
+    cells = load_grid(str(ROOT / "figures" / "bases" / "texts.toml")).cells
+    assert {(cell.method, cell.arm) for cell in cells} == set(
+        zip(texts["method"], texts["arm"], strict=True)
+    )
+    assert set(texts["prompt"]) == set(cells[0].prompts)
+    scorer = Echo(prefix_words(cells[0].task))
+    items = [
+        TextItem(text, attribute=name)
+        for text in texts["text"]
+        for name in cells[0].task.attributes
+    ]
+    assert scorer.score([TextItem("A very good day", attribute="positive")]) == [(0.0,)]
+    assert set(scorer.score(items)) == {(0.0,)}
