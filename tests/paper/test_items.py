@@ -64,7 +64,14 @@ from lapa2_interp.stats import Difference, paired_difference
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "data" / "golden"
 SCORES = ROOT / "tests" / "data" / "small_run.scores.csv.xz"
-TOOLS = ("bench", "circuit_criteria", "growth", "shared_heads", "train_adapters")
+TOOLS = (
+    "attention_or_mlps",
+    "bench",
+    "circuit_criteria",
+    "growth",
+    "shared_heads",
+    "train_adapters",
+)
 """Scripts of analyses/ that read no run."""
 ITEMS = sorted({file.name.split(".")[0] for file in GOLDEN.glob("*.csv")})
 MADE = shutil.ignore_patterns("tables", "figures")
