@@ -112,9 +112,9 @@ def steer(
 
     Example:
         >>> from lapa2_interp import steer
-        >>> prompts = [f"The {i}th of the" for i in range(40)]
+        >>> prompts = [f"The {i}th of the" for i in range(32)]
         >>> found = steer("planted", "sentiment", prompts, out="steered", method="prefix",
-        ...     length=24, workers=1, notify=lambda line: None)
+        ...     length=12, workers=1, notify=lambda line: None)
         >>> list(found.tests["against"])
         ['no bias', 'all heads', 'random heads']
 

@@ -142,6 +142,7 @@ def _leaves(value: Any, name: str = "") -> dict[str, Any]:
     }
 
 
+@cache
 def library_versions() -> dict[str, str]:
     """Versions of the libraries that compute."""
     names = ("torch", "transformers", "transformer-lens", "numpy", "scipy")

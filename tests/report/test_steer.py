@@ -1,5 +1,6 @@
 """`steer`: parts of the prompts, tuned strengths, tests, card and page of a small result."""
 
+import json
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -14,7 +15,7 @@ from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.options import AugmentationOptions
 from lapa2_interp.report.steer import CARD
-from lapa2_interp.report.steer_result import ALL, CHOSEN, NO_BIAS, RANDOM, STRENGTHS
+from lapa2_interp.report.steer_result import ALL, CHOSEN, NO_BIAS, RANDOM, SETTINGS, STRENGTHS
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.scorer import TextItem
@@ -24,7 +25,7 @@ from lapa2_interp.tasks.task import Attribute, Prompts, Task
 PROMPTS = [f"{word} number {i} of a b c d e f" for i in range(16) for word in ("Lake", "House")]
 GIVEN = {
     "method": "prefix",
-    "length": 40,
+    "length": 35,
     "budget": 1.0002,
     "heads": 1,
     "classifiers": ["linear"],
@@ -205,7 +206,7 @@ def test_the_card_steers_by_itself(found):
 def test_the_command_prints_what_so_many_prompts_can_show(found, tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS))
-    asked = ["--method", "prefix", "--length", "40", "--budget", "1.0002", "--heads", "1"]
+    asked = ["--method", "prefix", "--length", "35", "--budget", "1.0002", "--heads", "1"]
     asked += ["--classifiers", "linear", "--workers", "1", "--dtype", "float32"]
     code = main(["steer", "tiny-gpt2", "--prompts", str(file), "--out", str(found.folder), *asked])
     said = capsys.readouterr().out
@@ -217,14 +218,15 @@ def test_the_command_prints_what_so_many_prompts_can_show(found, tmp_path, capsy
     assert page.count("<img") >= 3
 
 
-def test_a_place_that_is_not_comparable_has_no_number(found, tmp_path, monkeypatch):
+def test_a_place_that_is_not_comparable_has_no_number(found, tmp_path):
     """The budget is out of reach: no arm of a place is judged, and nothing is claimed."""
-    from lapa2_interp.report import steer as module
-
-    monkeypatch.setattr(module, "_choose", lambda *_: found.selection)
+    shutil.copytree(found.folder, tmp_path, dirs_exist_ok=True)  # with the texts that tune
+    shutil.rmtree(tmp_path / "judge")
+    settings = json.loads((tmp_path / SETTINGS).read_text("utf-8"))
+    (tmp_path / SETTINGS).write_text(json.dumps(settings | {"budget": 50.0}))
     made = steer(
-        "tiny-gpt2", "sentiment", PROMPTS, out=tmp_path / "out", notify=lambda line: None,
-        **(GIVEN | {"budget": 50.0, "length": 40}),
+        "tiny-gpt2", "sentiment", PROMPTS, out=tmp_path, notify=lambda line: None,
+        **(GIVEN | {"budget": 50.0}),
     )  # fmt: skip
     assert made.selection.alpha is None
     assert made.tests["difference"].isna().all()
