@@ -163,7 +163,7 @@ class Machines:
 
         self.head, self.resources, self.exceptions = head, [*resources], exceptions
         self.actors, self.n_ready, self.joined = [], None, 0
-        self.versions, self.slow, self.error = library_versions(), None, None
+        self.versions, self.slow, self.error = dict(library_versions()), None, None
         self.shutdown, self.kill = lambda: setattr(self, "joined", 0), self.actors.remove
 
     def nodes(self):
