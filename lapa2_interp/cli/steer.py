@@ -22,7 +22,7 @@ def steer(
     task: str = "sentiment",
     method: str = "air-decoding",
     parameters: Changes = (),
-    budget: float = 1.25,
+    budget: float = 1.1,
     heads: int | None = None,
     classifiers: Annotated[tuple[str, ...], Several, Unshown] = (),
     perplexity: str | None = None,

@@ -91,7 +91,7 @@ def steer(
     out: str | Path,
     method: str = "air-decoding",
     parameters: Mapping[str, Any] | None = None,
-    budget: float = 1.25,
+    budget: float = 1.1,
     heads: int | None = None,
     classifiers: Sequence[str] = (),
     perplexity: str | None = None,

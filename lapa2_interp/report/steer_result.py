@@ -235,7 +235,7 @@ def check_settings(settings: SteerSettings) -> None:
     """
     settings.task.others(next(iter(settings.task.attributes)))  # there is a second attribute
     if not settings.budget > 1:
-        raise RunError(f"--budget must be above 1, such as 1.25; found {settings.budget:g}")
+        raise RunError(f"--budget must be above 1, such as 1.1; found {settings.budget:g}")
     if (n := len(settings.prompts)) < 4 * FEW:
         raise RunError(
             f"{pluralize(n, 'prompt')} are too few to choose, to tune and to judge with; give at"

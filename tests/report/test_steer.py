@@ -248,7 +248,7 @@ ONE = Task(
     ("changed", "error", "message"),
     [
         ({"prompts": PROMPTS[:31]}, RunError, "31 prompts are too few.*at least 32"),
-        ({"budget": 1.0}, RunError, "budget must be above 1, such as 1.25; found 1"),
+        ({"budget": 1.0}, RunError, "budget must be above 1, such as 1.1; found 1"),
         ({"heads": 0}, RunError, "heads must be at least 1 and less than the 16 heads.*found 0"),
         ({"heads": 16}, RunError, "heads must be at least 1 and less than the 16 heads.*found 16"),
         ({"classifiers": ["nowhere/at-all"]}, ScoringError, "nowhere/at-all"),
