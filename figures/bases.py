@@ -20,7 +20,8 @@ def draw(table: pd.DataFrame) -> Drawing:
     """
     rows = rows_of_all_attributes(table[table["mean"].notna()])
     rows = rows[~rows["variant"].str.contains("eos block")]
-    parts = sorted(rows["variant"].str[:3].unique())
+    arms = rows.groupby(rows["variant"].str[:3])["arm"].nunique()
+    parts = sorted(arms.index[arms > 1])  # a part of one arm has nothing to compare
     figure = new_figure(3.6 * max(1, len(parts)), 3.4)
     panels = figure.subplots(1, max(1, len(parts)), squeeze=False)[0]
     for part, panel in zip(parts, panels, strict=False):

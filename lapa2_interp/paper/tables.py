@@ -205,7 +205,7 @@ def format_step_curves(table: pd.DataFrame) -> pd.DataFrame:
         index=keys, columns="step", values="cell", aggfunc="first", sort=False
     )
     formatted.columns = [f"step {step}" for step in formatted.columns]
-    return formatted.reset_index().fillna("")
+    return formatted.reset_index().astype(object).fillna("")
 
 
 def rows_of_all_attributes(table: pd.DataFrame) -> pd.DataFrame:
@@ -368,7 +368,7 @@ def format_item_table(table: pd.DataFrame) -> pd.DataFrame:
     found = found.merge(n.rename(columns={"change": "change (detectable)"}), on=keys, how="left")
     if "part" in found and set(found["part"]) <= PART_NAMES.keys():
         found["part"] = found["part"].map(PART_NAMES)
-    return found.fillna("").rename(columns={"arm": "augmentation"})
+    return found.astype(object).fillna("").rename(columns={"arm": "augmentation"})
 
 
 def _format_change(metric: str, value: float) -> str:

@@ -127,18 +127,16 @@ def test_the_figure_has_a_panel_for_each_part(run):
     assert (run / "figures" / "bases.png").is_file()
 
 
-def test_without_linear_there_are_no_tests(run):
-    with pytest.raises(RunError, match="the tests are by linear, beside another scorer"):
-        script(
-            "analyses",
-            "bases",
-            run,
-            "--scorers",
-            "accuracy=linear",
-            "masked=linear",
-            "echo",
-            "perplexity",
-        )
+def test_the_tests_are_by_linear(run):
+    """Beside another scorer or alone; without it there are none."""
+    before = pd.read_csv(run / "tables" / "bases.tests.csv").dropna(subset="p_holm")
+    script("analyses", "bases", run, "--scorers", "accuracy=linear", "echo", "perplexity")
+    alone = pd.read_csv(run / "tables" / "bases.tests.csv").dropna(subset="p_holm")
+    assert alone["difference"].tolist() == before["difference"].tolist()
+    assert len(alone) == 5
+    with pytest.raises(RunError, match="the tests are by linear; give scorers accuracy=linear"):
+        script("analyses", "bases", run, "--scorers", "accuracy=vader", "echo", "perplexity")
+    script("analyses", "bases", run)  # the tables of the other tests
 
 
 def test_a_part_that_is_not_finished_has_no_tests(run, tmp_path, capsys):
