@@ -233,6 +233,15 @@ def test_the_site_leads_to_every_page():
     assert sorted([*re.findall(r"^[\w/-]+$", listed, re.MULTILINE), "index"]) == sorted(names)
 
 
+def test_the_site_describes_nothing_that_is_gone():
+    pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    names = re.findall(r"auto(?:class|data|function|exception):: (lapa2_interp\.[\w.]+)", pages)
+    assert len(names) > 5
+    for name in names:
+        module, _, own = name.rpartition(".")
+        assert hasattr(import_module(module), own), name
+
+
 ROOMS = [
     import_module(".".join(file.parent.relative_to(ROOT).parts))
     for file in (ROOT / "lapa2_interp").rglob("__init__.py")
