@@ -50,7 +50,12 @@ from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import Heads, items_per_batch, read_prefixes
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
-from lapa2_interp.circuits.result_store import ResultStore, check_unchanged
+from lapa2_interp.circuits.result_store import (
+    RECHECKED,
+    ResultStore,
+    check_unchanged,
+    rounding_share,
+)
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, head_mask, make_units
 from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
@@ -313,7 +318,7 @@ def measure_fading(
     steps = tokens * (1 + len(lengths) * (1 + len(sets) * len(BIASES)))
     total = steps * sum(len(group) for key, group in groups.items() if key not in store)
     stored = next((key for key in groups if key in store), None)
-    again = [] if stored is None else [contrast_set.examples[i] for i in groups[stored][:2]]
+    again = [] if stored is None else [contrast_set.examples[i] for i in groups[stored][:RECHECKED]]
     total += tokens * (2 + len(BIASES)) * len(again)
     with (
         closing(store),
@@ -326,8 +331,7 @@ def measure_fading(
             now = _measure_batch(
                 model, again, contrast_set, lengths[-1:], tokens, every, alpha, measure, bar
             )
-            before = {name: store[stored][name][: len(again)] for name in now}
-            check_unchanged(file, before, now, control=store[stored]["near"])
+            _check_stored(file, store[stored], now, rounding_share(model))
         for key, group in groups.items():
             if key not in store:
                 examples = [contrast_set.examples[i] for i in group]
@@ -387,6 +391,27 @@ def _measure_batch(
             for bias, (rule, forward) in biases.items():
                 found[f"{length}, {bias}, {each}"] = value(forward.logits(rule, chosen))
     return found
+
+
+def _check_stored(
+    file: str | Path | None,
+    stored: Mapping[str, np.ndarray],
+    now: Mapping[str, np.ndarray],
+    share: float,
+) -> None:
+    """Refuse a file whose control near, or differences from it, are not those of this model.
+
+    Args:
+        now: Values of the first examples of `stored`.
+        share: The share of the control near by which rounding may move a difference from it.
+    """
+    near, n = stored["near"], len(now["near"])
+    before = {name: stored[name][:n] for name in now}
+    control = dict.fromkeys(now, near)
+    check_unchanged(file, {"near": before["near"]}, now, control=control)
+    shift = before["near"] - now["near"]
+    shifted = {name: values + shift for name, values in now.items()}
+    check_unchanged(file, before, shifted, control=control, share=share)
 
 
 def _head_sets(

@@ -30,7 +30,13 @@ from lapa2_interp.bias.augmentation import AugmentationLike, Phase
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import Edit, evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
-from lapa2_interp.circuits.result_store import CONTROL, ResultStore, check_unchanged
+from lapa2_interp.circuits.result_store import (
+    CONTROL,
+    RECHECKED,
+    ResultStore,
+    check_unchanged,
+    rounding_share,
+)
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import Unit, all_heads, make_units
 from lapa2_interp.models.card import Model
@@ -99,8 +105,9 @@ def knock_out(
         other_metrics: Further metrics, from the same passes; by default lex where there are words.
         augmentation: One or more augmentations that act in every branch besides.
         file: A file for finished units, a line each, from which the same call continues. The
-            control itself is computed again, and must equal the stored one but for rounding, by
-            which new values are shifted.
+            control itself and the two stored units of largest effect are computed again: they must
+            equal the stored values but for rounding. New values are shifted by the difference that
+            rounding makes in the control.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
 
     Raises:
@@ -136,9 +143,16 @@ def knock_out(
     store = ResultStore(
         file, contrast_set.key(model, **more_facts), contrast_set.facts(model, **more_facts)
     )
+    # What is computed: the control first, the stored units that are compared, and what is missing.
+    again: list[str] = []
+    if CONTROL in store:
+        of_units = [unit.key for unit in wanted if unit.key in store]
+        whole = store[CONTROL][first]
+        of_units.sort(key=lambda key: -np.abs(whole - store[key][first]).max())
+        again = [CONTROL, *list(dict.fromkeys(of_units))[:RECHECKED]]
+    keys = [*again, *(key for key in edits if key not in store)]
+    todo = [(key, edit) for key in keys for edit in edits[key]]
     # Metrics of every example under every edit: means over steps and over a unit's edits.
-    missing = [key for key in edits if key == CONTROL or key not in store]
-    todo = [(key, edit) for key in missing for edit in edits[key]]
     n = len(contrast_set.examples)
     pending = {key: n * len(edits[key]) for key, _ in todo}  # values that a unit still lacks
     means: dict[str, dict[str, np.ndarray]] = {}
@@ -158,11 +172,17 @@ def knock_out(
             pending[key] -= len(group)
             if not pending[key]:
                 found = means.pop(key)
-                if key in store:
+                if key == CONTROL and again:
                     check_unchanged(file, store[key], found)
                     shift = {name: store[key][name] - found[name] for name in chosen}
-                else:
-                    store.add(key, {name: found[name] + shift[name] for name in chosen})
+                    continue
+                found = {name: found[name] + shift[name] for name in chosen}
+                if key not in again:
+                    store.add(key, found)
+                    continue
+                label = next(unit.name for unit in wanted if unit.key == key)
+                share = rounding_share(model)
+                check_unchanged(file, store[key], found, label, store[CONTROL], share)
     # A unit's effect: the control that is lost without it.
     by_metric = {}
     for name in chosen:

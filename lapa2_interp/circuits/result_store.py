@@ -11,43 +11,57 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import torch
 from filelock import Timeout
 
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.files import acquire_lock, write_text
 from lapa2_interp._util.parsing import parse_json, parse_object
+from lapa2_interp.models.card import Model
 
 CONTROL = ""
 """Key of the control itself in a file of units."""
 SHA256 = "sha256"
 """The field of a line that holds the sha256 of its other fields."""
-SAME = 1e-2
-"""The largest difference between a stored control and this model's, as a share: rounding."""
+RECHECKED = 2
+"""Stored results that are computed again and compared: units of largest effect, or texts of
+`fading`."""
 
 
 def check_unchanged(
     file: str | Path | None,
     stored: Mapping[str, np.ndarray],
     now: Mapping[str, np.ndarray],
-    control: np.ndarray | None = None,
+    without: str = "",
+    control: Mapping[str, np.ndarray] | None = None,
+    share: float = 1e-2,
 ) -> None:
-    """Refuse a file whose stored values differ from those of this model: a custom hook or a custom
-    metric of the same name is not in the file's key.
+    """Refuse a file whose stored values differ from those of this model: custom hooks, and what a
+    custom metric computes, are not in the file's key.
 
     Args:
-        control: Values whose `SAME` share is the largest difference allowed; by default the stored
-            ones.
+        without: The unit that was knocked out; "" for the control itself.
+        control: The control whose share is the largest difference allowed; by default `stored`.
+        share: That share.
 
     Raises:
         CircuitError: A value differs by more.
     """
     for name, old in stored.items():
-        top = np.abs(old if control is None else control).max()
-        if np.abs(old - now[name]).max() > SAME * top + 1e-6:
+        top = np.abs((control or stored)[name]).max()
+        if np.abs(old - now[name]).max() > share * top + 1e-6:
+            label = f"{name} without {without}" if without else name
             raise CircuitError(
-                f"{file} holds results of another model or metric: {name} was {old.mean():.4g},"
+                f"{file} holds results of another model or metric: {label} was {old.mean():.4g},"
                 f" and is {now[name].mean():.4g} now; give another file"
             )
+
+
+def rounding_share(model: Model) -> float:
+    """The share of the control by which rounding may move an effect. Norms are in float32 at
+    most."""
+    eps = max(torch.finfo(each).eps for each in (model.cfg.dtype, torch.float32))
+    return float(eps**0.5)
 
 
 class ResultStore:

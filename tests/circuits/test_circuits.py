@@ -626,7 +626,7 @@ def test_one_branch_at_a_time_is_averaged():
 
 
 def test_units_that_knock_out_the_same_are_read_once_and_kept_once(tmp_path, monkeypatch):
-    """As the best head is the one with most attention."""
+    """As the best head is the one with most attention; a sweep that goes on knows the model by both."""
     from lapa2_interp.circuits import knockout
 
     model, file = load("tiny-gpt2"), tmp_path / "heads.jsonl"
@@ -641,7 +641,7 @@ def test_units_that_knock_out_the_same_are_read_once_and_kept_once(tmp_path, mon
 
     monkeypatch.setattr(knockout, "evaluate_edits", counts)
     found = [knock_out(model, asked, units=units, file=file).values for _ in range(2)]
-    assert seen == [4, 1], "the control, nothing, two units; the control"
+    assert seen == [4, 3], "the control, nothing, two units; the control and both units"
     assert np.array_equal(*found)
     apart = [knock_out(model, asked, units=[unit]).values for unit in units]
     assert np.array_equal(found[0], np.concatenate(apart, axis=1))
@@ -693,8 +693,9 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     found = knock_out(model, asked, file=file)
     assert np.array_equal(found.values, whole.values)
     knock_out(model, asked, file=file)
-    # The control itself is always read again.
-    assert seen == [len(whole.units) + 3 - (len(lines) - 2), 1]
+    # The control itself is always read again, and so are two units.
+    n_kept = max(0, len(lines) - 4)
+    assert seen == [len(whole.units) + 3 - (len(lines) - 2) + min(2, n_kept), 3]
     told = 'other inputs: replacement "cut", here "zero"; give another file'
     with pytest.raises(CircuitError, match=told):
         knock_out(model, asked, replacement="zero", file=file)
@@ -704,7 +705,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, capsys):
     lines[5] = f"{lines[5][:at]}{9 - int(lines[5][at])}{lines[5][at + 1 :]}"
     file.write_text("\n".join(lines) + "\n")
     assert np.array_equal(knock_out(model, asked, file=file).values, whole.values)
-    assert seen[2:] == [2], "the damaged unit, and the control itself"
+    assert seen[2:] == [4], "the damaged unit, two others, and the control itself"
     assert f"{file}: line 6 is damaged and made again" in capsys.readouterr().err
     file.write_text("{}")
     with pytest.raises(CircuitError, match="other inputs, or is damaged; give another file"):
@@ -733,6 +734,26 @@ def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):
         example = ContrastExample("efg", ("plus", "minus"), layouts, (70, 80), prefixes=pair)
         keys.append(ContrastSet((example,)).key(model))
     assert keys[0] != keys[1]
+
+
+def test_a_hook_that_hardly_moves_the_control_is_known_by_a_unit(tmp_path):
+    """Without one head the planted model has the control it had, but other effects."""
+    model, file = load_planted(), tmp_path / "units"
+    asked = planted_contrast_set(model, "planted", 12, prompts=("The lake", "The book"))
+
+    def silent(z, hook):
+        z = z.clone()
+        z[:, :, 0] = 0
+        return z
+
+    kept = knock_out(model, asked, metric="js", other_metrics=(), file=file)
+    same = knock_out(model, asked, metric="js", other_metrics=(), file=file, batch_size=1)
+    assert np.array_equal(kept.values, same.values)
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", silent)]):
+        fresh = knock_out(model, asked, metric="js", other_metrics=())
+        assert np.abs(fresh.whole - kept.whole).max() < 0.01 * kept.whole.max()
+        with pytest.raises(CircuitError, match="another model or metric: js without .* was"):
+            knock_out(model, asked, metric="js", other_metrics=(), file=file)
 
 
 def test_a_function_a_name_or_one_case_is_enough():

@@ -95,7 +95,8 @@ def test_repeated_nothing_is_knocked_out_again(folder, monkeypatch):
     )
     told = []
     run_study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=8, report=told.append)
-    assert set(asked) == {1}, "the control alone"
+    # The control and two units, which must be those that are kept; a swap is read in both branches.
+    assert set(asked) == {3, 5}
     assert (folder / "head.csv").read_bytes() == before[0]
     assert (folder / "circuit.json").read_bytes() == before[1]
     assert told[0].startswith("8 texts of 8 prompts, positive against negative")
