@@ -611,7 +611,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         " share of different n-grams.",
         "lapa2 score results/mine --scorers accuracy perplexity distinct",
         [
-            f"{warning} The file docs/results.md has hundreds of texts an arm.",
+            f"{warning} docs/results.md compares hundreds of texts an arm.",
             *([against] if found else []),
         ],
         _image(_score_figure(table, names)),

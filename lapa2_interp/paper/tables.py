@@ -205,7 +205,7 @@ def format_step_curves(table: pd.DataFrame) -> pd.DataFrame:
         index=keys, columns="step", values="cell", aggfunc="first", sort=False
     )
     formatted.columns = [f"step {step}" for step in formatted.columns]
-    return formatted.reset_index().astype(object).fillna("")
+    return formatted.reset_index().fillna("")
 
 
 def rows_of_all_attributes(table: pd.DataFrame) -> pd.DataFrame:
