@@ -207,14 +207,23 @@ def read_task(name: str | Path) -> Task:
     return task
 
 
+TABLES: dict[str, type[BaseModel]] = {
+    "attributes": Attribute,
+    "prompts": Prompts,
+    "methods": MethodSettings,
+}
+
+
 @lru_cache(maxsize=64)
 def _parse_task(name: str, stem: str, text: str) -> Task:
     """A task from its file's text; cached, since grids need the same task thousands of times."""
     try:
         return Task.model_validate({"name": stem} | parse_toml(text))
     except ValidationError as error:
-        line = _line_of(text, main_error(error)["loc"])
-        raise TaskError(f"task file {name}, line {line}: {validation_message(error)}") from None
+        place = main_error(error)["loc"]
+        table = TABLES.get(str(place[0]), Task) if len(place) > 1 else Task
+        problem = validation_message(error, fields=table.model_fields)
+        raise TaskError(f"task file {name}, line {_line_of(text, place)}: {problem}") from None
     except ValueError as error:
         raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
 

@@ -71,13 +71,16 @@ def test_a_users_task(tmp_path):
     ("text", "message"),
     [
         (GOOD.replace("[prompts]", "oops\n[prompts]"), "at line 5"),
-        (GOOD.replace("texts", "lines"), "line 6: prompts.lines: there is no such field"),
+        (
+            GOOD.replace("texts", "lines"),
+            "line 6: unknown field 'prompts.lines'; allowed: texts, source",
+        ),
         (
             GOOD.replace('"Very calm:"', '""'),
             "line 4: attributes.calm.prefix: string should have at least 1 character",
         ),
         (GOOD.replace('["The sea"]', "[]"), "prompts.texts: .*at least 1 item"),
-        ("speed = 3\n" + GOOD, "line 1: speed: there is no such field, found 3"),
+        ("speed = 3\n" + GOOD, "line 1: unknown field 'speed'; allowed: name, description"),
         (
             GOOD + "[methods.preaddd]\n",
             "methods: unknown method 'preaddd'; .*did you mean 'preadd'",
