@@ -7,6 +7,7 @@ from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp.paper.tables import rows_of_all_attributes
 
 LOOKS = {"baseline": "o", "all heads": "s", "chosen heads": "^", "random heads": "D"}
+NAMES = {"baseline": "no bias"}
 SCORER = "acc (linear)"
 
 
@@ -43,6 +44,7 @@ def draw(table: pd.DataFrame) -> Drawing:
             }
             for style, curve in curves.items():
                 panel.plot(curve["mean_ppl"], curve["mean"], color=colour, ls=style, lw=0.9)
+            panel.plot([], [], color=colour, label=str(method))
             for place, of_place in of_method.groupby("place", sort=False):
                 panel.errorbar(
                     of_place["mean_ppl"],
@@ -54,11 +56,13 @@ def draw(table: pd.DataFrame) -> Drawing:
                     ms=5,
                     lw=0.7,
                     ls="",
-                    label=f"{method}, {place}",
                 )
         panel.set_title(f"{part} {own['task'].iloc[0]}", fontsize=9)
         plain_axes(panel, METRIC_LABELS["ppl"], f"{METRIC_LABELS['acc']}, by linear")
-    legend_below(figure, [("", panel, rows) for panel in panels], 4)
+    for place in points["place"].unique() if parts else ():
+        look = {"marker": LOOKS[place], "ms": 5, "color": "0.4", "ls": ""}
+        panels[-1].plot([], [], **look, label=NAMES.get(place, place))
+    legend_below(figure, [("", panel, rows) for panel in panels], 5)
     return figure
 
 

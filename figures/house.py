@@ -88,6 +88,9 @@ METHOD_STYLES = {
     "palette": (COLOURS[6], "P"),
     "freectrl": (COLOURS[0], "X"),
     "datg": (COLOURS[0], "X"),
+    "gedi": (COLOURS[4], "<"),
+    "dexperts": (COLOURS[5], ">"),
+    "arithmetic": (COLOURS[6], "*"),
 }
 """A method keeps its colour and marker in every figure."""
 METRIC_LABELS = {"acc": "attribute accuracy (%)", "tox": "toxicity (%)", "ppl": "perplexity"}
