@@ -68,6 +68,7 @@ TOOLS = (
     "attention_or_mlps",
     "bench",
     "circuit_criteria",
+    "cross_judge",
     "growth",
     "shared_heads",
     "train_adapters",

@@ -1,6 +1,7 @@
 """`steer`: parts of the prompts, tuned strengths, tests, card and page of a small result."""
 
 import json
+import math
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -8,12 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from conftest import script
 
 from lapa2_interp import Augmentation, Selection, steer
 from lapa2_interp._util.errors import RunError, ScoringError, TaskError
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.options import AugmentationOptions
+from lapa2_interp.models.load import load_transformers
 from lapa2_interp.report.steer import CARD
 from lapa2_interp.report.steer_result import ALL, CHOSEN, NO_BIAS, RANDOM, SETTINGS, STRENGTHS
 from lapa2_interp.runs.run import load_run
@@ -281,3 +285,30 @@ def test_parameters_are_hard_prefixes_without_pro_aug_unless_given(found):
     assert method_parameters("prefix", task, None) == {"prefixes": "hard"}
     assert replace(found.settings, method="gedi").arms[0] == "prefix alone"
     assert found.settings.arms[0] == NO_BIAS
+
+
+@pytest.mark.parametrize("judge", ["tiny-gpt2", "tiny-llama"])
+def test_texts_are_read_by_another_model(found, judge, tmp_path):
+    """analyses/cross_judge.py: bits per character and ratios, from logits of one text at a time."""
+    script(
+        "analyses", "cross_judge", found.folder, "--judges", judge, "--n", 6,
+        "--out", tmp_path / "judged.csv",
+    )  # fmt: skip
+    table = pd.read_csv(tmp_path / "judged.csv").set_index("arm")
+    network, tokenizer, _ = load_transformers(judge, "float32")
+    texts = found.samples[found.samples["prompt"].isin(sorted(set(found.samples["prompt"]))[:6])]
+    bits, nll = {}, {}
+    for row in texts.itertuples():
+        ids = torch.tensor(
+            [[tokenizer.bos_token_id, *tokenizer(row.text, add_special_tokens=False).input_ids]]
+        )
+        log_probs = network(ids).logits[0, :-1].double().log_softmax(-1)
+        each = -log_probs[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
+        bits.setdefault(row.arm, []).append(each.sum().item() / math.log(2) / len(row.text))
+        nll.setdefault(row.arm, []).append(each.mean().item())
+    assert set(table.index) == set(bits) == {NO_BIAS, ALL, CHOSEN, RANDOM}
+    for arm, values in bits.items():
+        assert table.loc[arm, "texts"] == len(values)
+        assert table.loc[arm, "bits per character"] == pytest.approx(np.mean(values), rel=1e-5)
+        ratio = math.exp(np.mean(nll[arm]) - np.mean(nll[NO_BIAS]))
+        assert table.loc[arm, "ratio"] == pytest.approx(ratio, rel=1e-5)
