@@ -41,6 +41,10 @@ class ScorerOptions:
     trust_remote_code: bool = False
 
 
+TRAINED = (LINEAR_ENDING, ADAPTER_ENDING)
+"""Endings of the files of trained scorers."""
+
+
 def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
     """The scorer of a NAME or NAME=MODEL option.
 
@@ -70,6 +74,12 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
                 file.name.removesuffix(ADAPTER_ENDING), file.parent, options.device
             )
         case "accuracy", _:
+            files = [file for end in TRAINED for file in sorted(Path(model).glob(f"*{end}"))]
+            if files and not (Path(model) / "config.json").is_file():
+                raise ScoringError(
+                    f"the folder {model} has scorers of `lapa2 scorers train`; give the file of"
+                    f" one: {', '.join(map(str, files))}"
+                )
             return Classifier(
                 model,
                 options.labels,

@@ -158,6 +158,9 @@ def test_a_run_of_ones_own_task_is_scored_by_a_classifier_of_ones_own(tmp_path, 
     assert "accuracy (linear mood " in capsys.readouterr().out
     assert lapa2(f"score --labels A=calm --scorers {own} --out", tmp_path / "no", run) == 2
     assert "--labels belongs to" in capsys.readouterr().err.splitlines()[-1]
+    folder = f"--scorers accuracy={tmp_path / 'own'}"
+    assert lapa2(f"score {folder} --out", tmp_path / "no", run) == 2
+    assert f"give the file of one: {weights}" in capsys.readouterr().err
     assert lapa2("score --scorers accuracy --out", tmp_path / "no", run) == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert "unknown adapter scorer 'mood'; allowed: detox, sentiment, topic" in told
