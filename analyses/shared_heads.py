@@ -16,7 +16,7 @@
 # the bias in different sets of heads. Beside each set stand random sets of the same size: one kind
 # has as many heads in each layer, the other as much attention on the prefix. Last, what the shared
 # heads do without any prefix: attention to the token before, to the token after an earlier copy
-# (induction), and to BOS.
+# (induction), and to BOS; and what they write for the logits directly, from the prefix.
 #
 #     lapa2 select smollm2-135m --task sentiment --score slope --heads 24 --out sentiment.json
 #     lapa2 select smollm2-135m --task topic --score slope --heads 24 --out topic.json
@@ -36,7 +36,7 @@ from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import hidden_bar, progress_bar
 from lapa2_interp._util.table_formats import as_csv
-from lapa2_interp.circuits import ContrastSet, control_score
+from lapa2_interp.circuits import ContrastSet, control_score, head_logit_attribution
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.circuits.units import all_heads
@@ -200,8 +200,9 @@ print(shown.pivot(index="name", columns="task", values="gain").round(4).to_strin
 # ## What else the heads do
 #
 # On 16 sequences of 40 random tokens, said twice: attention of the second half to the token before,
-# and to the token after the same one in the first half. Attention on BOS is that of the texts'
-# prompts.
+# and to the token after the same one in the first half; and to BOS. Direct effects are in logits a
+# step, on the texts above: what a head writes from the prefix for the attribute's words, in the
+# target's branch minus the others.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -222,6 +223,9 @@ with progress_bar(model.cfg.n_layers, "patterns", "layer") as bar, torch.no_grad
             behaviour[name][layer] = picked.mean(dim=(0, 2, 3)).numpy()
         behaviour["bos"][layer] = pattern[..., 0].mean(dim=(0, 2)).numpy()
         bar.update()
+for task in (sentiment, topic):
+    written = head_logit_attribution(model, task, prompts=prompts, tokens=options.tokens)
+    behaviour[f"direct, {task.name}"] = written.table().means.reshape(model.cfg.n_layers, -1)
 rows = []
 for set_name, heads in sets.items():
     row = {"heads": set_name, "n heads": len(heads)}
