@@ -68,8 +68,8 @@ TOOLS = (
     "attention_or_mlps",
     "bench",
     "circuit_criteria",
-    "cross_judge",
     "growth",
+    "second_opinion",
     "shared_heads",
     "train_adapters",
 )

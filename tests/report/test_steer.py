@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -288,23 +289,28 @@ def test_parameters_are_hard_prefixes_without_pro_aug_unless_given(found):
 
 
 @pytest.mark.parametrize("judge", ["tiny-gpt2", "tiny-llama"])
-def test_texts_are_read_by_another_model(found, judge, tmp_path):
-    """analyses/cross_judge.py: bits per character and ratios, from logits of one text at a time."""
+def test_continuations_are_read_by_another_model(found, judge, tmp_path):
+    """analyses/second_opinion.py: bits per character and ratios, from logits of one text at a time."""
     script(
-        "analyses", "cross_judge", found.folder, "--judges", judge, "--n", 6,
-        "--out", tmp_path / "judged.csv",
+        "analyses", "second_opinion", found.folder / "judge", "--card", found.folder / CARD,
+        "--judges", judge, "--n", 6, "--out", tmp_path,
     )  # fmt: skip
-    table = pd.read_csv(tmp_path / "judged.csv").set_index("arm")
+    table = pd.read_csv(tmp_path / "fluency.csv")
+    table.index = table["arm"].str.replace(r" [\d.]+$", "", regex=True)
     network, tokenizer, _ = load_transformers(judge, "float32")
     texts = found.samples[found.samples["prompt"].isin(sorted(set(found.samples["prompt"]))[:6])]
     bits, nll = {}, {}
     for row in texts.itertuples():
-        ids = torch.tensor(
-            [[tokenizer.bos_token_id, *tokenizer(row.text, add_special_tokens=False).input_ids]]
+        ids = tokenizer(row.text, add_special_tokens=False).input_ids
+        # The tokens whose end lies behind the prompt.
+        first = next(
+            i for i in range(len(ids)) if len(tokenizer.decode(ids[: i + 1])) > len(row.prompt)
         )
-        log_probs = network(ids).logits[0, :-1].double().log_softmax(-1)
-        each = -log_probs[torch.arange(ids.shape[1] - 1), ids[0, 1:]]
-        bits.setdefault(row.arm, []).append(each.sum().item() / math.log(2) / len(row.text))
+        read = torch.tensor([[tokenizer.bos_token_id, *ids]])
+        log_probs = network(read).logits[0, :-1].double().log_softmax(-1)
+        each = -log_probs[torch.arange(len(ids)), read[0, 1:]][first:]
+        characters = len(row.text) - len(row.prompt)
+        bits.setdefault(row.arm, []).append(each.sum().item() / math.log(2) / characters)
         nll.setdefault(row.arm, []).append(each.mean().item())
     assert set(table.index) == set(bits) == {NO_BIAS, ALL, CHOSEN, RANDOM}
     for arm, values in bits.items():
@@ -312,3 +318,52 @@ def test_texts_are_read_by_another_model(found, judge, tmp_path):
         assert table.loc[arm, "bits per character"] == pytest.approx(np.mean(values), rel=1e-5)
         ratio = math.exp(np.mean(nll[arm]) - np.mean(nll[NO_BIAS]))
         assert table.loc[arm, "ratio"] == pytest.approx(ratio, rel=1e-5)
+
+
+def test_control_is_read_by_another_classifier(found, tmp_path):
+    """analyses/second_opinion.py: naive Bayes by its formula, and what is hidden from `linear`."""
+    lines = [
+        ("lovely fine day", "positive"),
+        ("bad sad day", "negative"),
+        ("a b c lake", "positive"),
+    ]
+    frame = pd.DataFrame(lines * 12, columns=["text", "label"])
+    frame["text"] += [f" w{i % 7} x{i}" for i in range(len(frame))]
+    frame.to_csv(tmp_path / "texts.csv", index=False)
+    script(
+        "analyses", "second_opinion", found.folder / "judge", "--card", found.folder / CARD,
+        "--train", tmp_path / "texts.csv", "--out", tmp_path,
+    )  # fmt: skip
+    table = pd.read_csv(tmp_path / "control.csv")
+    table["arm"] = table["arm"].str.replace(r" [\d.]+$", "", regex=True)
+    table = table.set_index(["measure", "arm"])["mean"]
+    held = set(np.random.default_rng(0).permutation(36)[:3])
+    order = [i for label in ("positive", "negative") for i in frame.index[frame["label"] == label]]
+    seen = frame.loc[[i for place, i in enumerate(order) if place not in held]]
+    words = [re.findall(r"\b\w\w+\b", text.lower()) for text in seen["text"]]
+    known = {word for word, n in Counter(w for each in words for w in set(each)).items() if n >= 2}
+    score = {}
+    for label in ("positive", "negative"):
+        own = [
+            w for each, its in zip(words, seen["label"], strict=True) if its == label for w in each
+        ]
+        total = sum(word in known for word in own) + len(known)
+        score[label] = (
+            math.log((seen["label"] == label).mean()),
+            {word: math.log((own.count(word) + 1) / total) for word in known},
+        )
+    inflected = re.compile(r"\b(positi|negati)\w*", re.IGNORECASE)
+    scorer = LinearScorer("sentiment")
+    for arm, part in found.samples.groupby("arm"):
+        right, hidden = [], []
+        for row in part.itertuples():
+            text = row.text[len(row.prompt) :]
+            its = [word for word in re.findall(r"\b\w\w+\b", text.lower()) if word in known]
+            value = {label: s + sum(each[w] for w in its) for label, (s, each) in score.items()}
+            right.append(max(sorted(value), key=value.get) == row.attribute)
+            (read,) = scorer.score([TextItem(inflected.sub(" ", text))])
+            hidden.append(scorer.columns[int(np.argmax(read))] == row.attribute)
+        assert table["naive Bayes", arm] == pytest.approx(100 * np.mean(right))
+        assert table["linear, inflections hidden", arm] == pytest.approx(100 * np.mean(hidden))
+        share = [bool(inflected.search(r.text[len(r.prompt) :])) for r in part.itertuples()]
+        assert table["has an inflection", arm] == pytest.approx(100 * np.mean(share))

@@ -1,0 +1,211 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Do other judges see the gains of chosen heads, too?
+#
+# Not in the paper. The continuations of steered texts, without the prompt and without chat tags,
+# are read again.
+#
+# Control (--train): by naive Bayes on words, trained here on labelled texts; by the classifier
+# `linear` with all inflections of the prefixes' words hidden ("scientists" for "science"); and the
+# share of texts with such a word. Differences from the chosen heads are paired on prompts.
+#
+# Fluency (--judges): perplexity by the model that wrote a text favours what sharpens this model,
+# and that of a whole text counts the prompt. Here several models read the continuation alone, given
+# the prompt. Tokenizers differ, so the unit is bits per character: -log2 P(continuation) over its
+# number of characters. Beside it is the ratio of perplexities to "no bias", by the same judge and
+# paired on prompts: exp of the mean difference of NLL a token. Texts with a chat tag are left out,
+# since only some models know it.
+#
+#     python analyses/second_opinion.py RUN --card CARD --train imdb sst2 \
+#         --judges smollm2-135m gemma --out FOLDER
+
+# %%
+import re
+import sys
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.naive_bayes import MultinomialNB
+
+from lapa2_interp import Selection
+from lapa2_interp._util.files import write_text
+from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.models.load import load_transformers
+from lapa2_interp.paper.scripts import ScriptOptions, print_error
+from lapa2_interp.prefixes.likelihood import TextRows, text_nll
+from lapa2_interp.runs.run import load_run
+from lapa2_interp.scoring.echo import prefix_words
+from lapa2_interp.scoring.linear import load_linear
+from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.tasks.corpora import read_corpus
+
+sys.excepthook = print_error
+parser = ScriptOptions("Control and fluency of steered continuations by other judges")
+parser.add_argument("run", type=Path, help="a run, such as judge/ of `lapa2 steer`")
+parser.add_argument("--card", type=Path, required=True, help="the card of the chosen heads")
+parser.add_argument("--only", nargs="+", default=[], help="cells with COLUMN=VALUE, of one task")
+parser.add_argument("--arms", nargs="+", default=[], help="arms, by default all")
+parser.add_argument(
+    "--train", nargs="+", default=[], help="labelled texts: imdb, sst2, agnews, files"
+)
+parser.add_argument("--judges", nargs="+", default=[], help="names or folders of models")
+parser.add_argument("--n", type=int, default=60, help="prompts that --judges read")
+parser.add_argument("--out", type=Path, required=True, help="folder of the tables")
+options = parser.parse_args()
+NO_BIAS, CHAT_TAG, ROWS = "no bias", "<|im_", 16
+heads = Selection.load(options.card).heads
+
+
+def arm(cell: Cell) -> str:
+    """The place of the bias and its strength."""
+    if (bias := next(iter(cell.active_augmentations), None)) is None:
+        return NO_BIAS
+    place = {"all": "all heads", heads: "chosen heads"}.get(bias.heads, "random heads")
+    return f"{place} {bias.alpha:.3g}"
+
+
+# %%
+run = load_run(options.run)
+texts = run.samples(**dict(each.split("=", 1) for each in options.only))
+texts["arm"] = texts["cell"].map({key: arm(cell) for key, cell in run.by_key.items()})
+texts = texts[texts["arm"].isin(options.arms or texts["arm"].unique())]
+GROUP = ["model", "task", "method", "variant"]
+
+# %% [markdown]
+# ## Control
+
+# %%
+task = run.by_key[texts["cell"].iloc[0]].task
+labels = list(task.attributes)
+stems = {word[: max(5, len(word) - 2)] for words in prefix_words(task).values() for word in words}
+inflection = re.compile(rf"\b(?:{'|'.join(sorted(stems))})\w*", re.IGNORECASE)
+
+
+def naive_bayes(sources: list[str]) -> tuple[CountVectorizer, MultinomialNB]:
+    """A classifier of words, and on standard error its accuracy on a tenth of the texts that it has
+    not seen."""
+    pairs = [
+        (text, label)
+        for source in sources
+        for label, found in read_corpus(source, labels).texts.items()
+        for text in found
+    ]
+    order = np.random.default_rng(0).permutation(len(pairs))
+    counts, model = CountVectorizer(min_df=2), MultinomialNB()
+    seen = [pairs[i] for i in order[len(order) // 10 :]]
+    model.fit(counts.fit_transform([text for text, _ in seen]), [label for _, label in seen])
+    held = [pairs[i] for i in order[: len(order) // 10]]
+    right = model.score(counts.transform([text for text, _ in held]), [label for _, label in held])
+    print(f"naive Bayes: accuracy {right:.3f} on {len(held)} held-out texts", file=sys.stderr)
+    return counts, model
+
+
+if options.train:
+    counts, bayes = naive_bayes(options.train)
+    linear, _ = load_linear(task.name)
+    read = [
+        re.sub(r"<\|im_\w*\|?>?", " ", text[len(prompt) :])
+        for text, prompt in zip(texts["text"], texts["prompt"], strict=True)
+    ]
+    chosen_by = linear.probabilities([inflection.sub(" ", text) for text in read]).argmax(1)
+    wanted = texts["attribute"].to_numpy()
+    measures = {
+        "naive Bayes": bayes.predict(counts.transform(read)) == wanted,
+        "linear, inflections hidden": np.array(linear.labels)[chosen_by] == wanted,
+        "has an inflection": np.array([bool(inflection.search(text)) for text in read]),
+    }
+    rows, changes = [], []
+    for where, group in texts.assign(**measures).groupby(GROUP, sort=False):
+        place = dict(zip(GROUP, (Path(where[0]).name, *where[1:]), strict=True))
+        by_arm = dict(iter(group.groupby("arm", sort=False)))
+        for measure in measures:
+            for name, part in by_arm.items():
+                found = mean_interval(100.0 * part[measure], part["prompt"])
+                row = {**place, "measure": measure, "arm": name, "mean": found.mean}
+                rows.append(row | {"low": found.low, "high": found.high, "texts": found.n})
+            for name, other in product(by_arm, by_arm):
+                if name.startswith("chosen") and not other.startswith("chosen"):
+                    before, after = by_arm[other], by_arm[name]
+                    change = paired_difference(
+                        100.0 * before[measure], before["prompt"],
+                        100.0 * after[measure], after["prompt"],
+                        kinds=(before["attribute"], after["attribute"]),
+                    )  # fmt: skip
+                    row = {**place, "measure": measure, "arm": name, "against": other}
+                    row |= {"difference": change.mean, "low": change.low, "high": change.high}
+                    changes.append(row | {"p": change.p, "prompts": change.clusters})
+    for name, each in (("control", rows), ("changes", changes)):
+        print(pd.DataFrame(each).round(3).to_string(index=False))
+        write_text(options.out / f"{name}.csv", as_csv(pd.DataFrame(each), 6))
+
+# %% [markdown]
+# ## Fluency
+
+
+# %%
+def nll(name: str, texts: pd.DataFrame) -> pd.DataFrame:
+    """Sum and mean of -ln P over the tokens of each continuation."""
+    network, tokenizer, _ = load_transformers(name, "float32")
+    bos = text_markers(tokenizer).start
+    order, found = texts["text"].str.len().sort_values().index, {}
+    with progress_bar(len(order), Path(name).name, "text") as bar:
+        for start in range(0, len(order), ROWS):
+            rows = texts.loc[order[start : start + ROWS]]
+            given = {"add_special_tokens": False, "return_offsets_mapping": True}
+            read = tokenizer(rows["text"].tolist(), **given)
+            with torch.no_grad():
+                values = text_nll(network, TextRows.of(read["input_ids"], (bos,), network.device))
+            for place, offsets, prompt, of_text in zip(
+                rows.index, read["offset_mapping"], rows["prompt"], values.double(), strict=True
+            ):
+                new = [i for i, (_, end) in enumerate(offsets) if end > len(prompt)]
+                found[place] = (of_text[new].sum().item(), of_text[new].mean().item())
+            bar.update(len(rows))
+    return pd.DataFrame.from_dict(found, orient="index", columns=["sum", "mean"])
+
+
+texts = texts[~texts["text"].str.contains(CHAT_TAG, regex=False)]
+of_group = []
+for _, group in texts.groupby(GROUP, sort=False):
+    prompts = set(group.loc[group["arm"] == NO_BIAS, "prompt"])
+    for name, part in group.groupby("arm"):
+        if not name.startswith("random"):  # each set of random heads has its own prompts
+            prompts &= set(part["prompt"])
+    of_group.append(group[group["prompt"].isin(sorted(prompts)[: options.n])])
+texts = pd.concat(of_group, ignore_index=True)
+rows = []
+for name in options.judges:
+    read = texts.join(nll(name, texts))
+    read["bits"] = read["sum"] / np.log(2) / (read["text"].str.len() - read["prompt"].str.len())
+    for where, group in read.groupby(GROUP, sort=False):
+        wide = group.pivot_table(index=["prompt", "attribute"], columns="arm", values="mean")
+        for each, part in group.groupby("arm", sort=False):
+            found = mean_interval(part["bits"].to_numpy(), part["prompt"].to_numpy())
+            row = dict(zip(GROUP, (Path(where[0]).name, *where[1:]), strict=True))
+            row |= {"judge": Path(name).name, "arm": each, "bits per character": found.mean}
+            row |= {"low": found.low, "high": found.high}
+            change = (wide[each] - wide[NO_BIAS]).dropna()
+            ratio = mean_interval(change.to_numpy(), change.index.get_level_values(0).to_numpy())
+            row |= {"ratio": np.exp(ratio.mean), "ratio low": np.exp(ratio.low)}
+            row |= {"ratio high": np.exp(ratio.high), "texts": found.n, "prompts": found.clusters}
+            rows.append(row)
+if rows:
+    fluency = pd.DataFrame(rows)
+    print(fluency.round(3).to_string(index=False))
+    write_text(options.out / "fluency.csv", as_csv(fluency, 6))
