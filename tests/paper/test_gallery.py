@@ -14,7 +14,7 @@ SOURCES = {
         "figures/quick/tables/*.csv",
         "figures/steering/steering.*.csv",
         "figures/fading/*/*.csv",
-        "figures/bases/*.csv",
+        "figures/bases/**/*.csv",
     ),
     "Scale quick": ("figures/quick/tables/*.csv", "figures/steering/steering.curves.csv"),
     "Which heads carry the control?": (
@@ -28,7 +28,9 @@ SOURCES = {
     ),
     "Does an instruction hold in a chat?": ("figures/chat.csv",),
     "Do tasks share the heads that steer?": ("figures/shared_heads/transfer.csv",),
-    "Does the bias in chosen heads improve other methods?": ("figures/bases/*.csv",),
+    "Does the bias in chosen heads improve other methods?": ("figures/bases/**/*.csv",),
+    "Does it hold in a second family?": ("figures/gemma/*.csv",),
+    "What does `lapa2 steer` find?": ("figures/steer/*/*.csv",),
 }
 """Sections of docs/results.md whose numbers with intervals are checked, and where they come from."""
 NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)"
