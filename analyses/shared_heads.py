@@ -224,7 +224,11 @@ with progress_bar(model.cfg.n_layers, "patterns", "layer") as bar, torch.no_grad
         behaviour["bos"][layer] = pattern[..., 0].mean(dim=(0, 2)).numpy()
         bar.update()
 for task in (sentiment, topic):
-    written = head_logit_attribution(model, task, prompts=prompts, tokens=options.tokens)
+    try:
+        written = head_logit_attribution(model, task, prompts=prompts, tokens=options.tokens)
+    except CircuitError as error:
+        print(f"direct effects are left out: {error}", file=sys.stderr)
+        break
     behaviour[f"direct, {task.name}"] = written.table().means.reshape(model.cfg.n_layers, -1)
 rows = []
 for set_name, heads in sets.items():

@@ -16,7 +16,11 @@ SOURCES = {
         "figures/fading/*/*.csv",
         "figures/bases/**/*.csv",
     ),
-    "Scale quick": ("figures/quick/tables/*.csv", "figures/steering/steering.curves.csv"),
+    "Scale quick": (
+        "figures/quick/tables/*.csv",
+        "figures/steering/steering.curves.csv",
+        "figures/propositions/*.csv",
+    ),
     "Which heads carry the control?": (
         "figures/circuits/**/*.csv",
         "figures/circuits/*/report.html",
