@@ -15,6 +15,7 @@ SOURCES = {
         "figures/steering/steering.*.csv",
         "figures/fading/*/*.csv",
         "figures/bases/**/*.csv",
+        "figures/gemma/*.csv",
     ),
     "Scale quick": (
         "figures/quick/tables/*.csv",
