@@ -27,7 +27,7 @@ SOURCES = {
         "figures/circuits/*/report.html",
     ),
     "Why does control fade?": ("figures/fading/*/*.csv",),
-    "Ways to steer attention, at their defaults": ("figures/frontier/frontier.csv",),
+    "Ways to steer attention, at their defaults": ("figures/frontier/*.csv",),
     "Does other steering control more than LaPA² at equal perplexity?": (
         "figures/steering/steering.*.csv",
     ),
