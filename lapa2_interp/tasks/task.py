@@ -212,6 +212,7 @@ TABLES: dict[str, type[BaseModel]] = {
     "prompts": Prompts,
     "methods": MethodSettings,
 }
+"""What the tables of a task file hold."""
 
 
 @lru_cache(maxsize=64)
