@@ -15,11 +15,14 @@ All decode the same number of texts, of the same lengths, with the same weights,
   with steps of a fixed size, which a GPU replays as CUDA graphs.
 - roofline: the matrix products of one step alone, for all rows at once. Each shape takes the
   fastest of F.linear, oneDNN and prepacked weights.
+- bandwidth: reading the weights and the live keys and values of all rows once, as fast as a copy
+  in this memory.
 
 The time of a step is that of a run of `--length` tokens less that of a run of two tokens, divided
 by the steps between; of several runs, the quickest counts. `x eager` is the speed of the steps
 against transformers-eager in the same precision, `of roofline` the share of a step that its
-products would take.
+products would take, `of bandwidth` the share that reading would take. On a GPU, `GB` is the most
+memory that was in use, weights included.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,13 @@ from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.card import TransformersModel, attach_card, make_card, model_card
+from lapa2_interp.models.card import (
+    TransformersModel,
+    attach_card,
+    kv_shapes,
+    make_card,
+    model_card,
+)
 from lapa2_interp.models.liveness import HOOK_SCORES
 from lapa2_interp.models.load import (
     load_tokenizer,
@@ -60,7 +69,12 @@ from lapa2_interp.models.load import (
     move_to_device,
     wrap_in_bridge,
 )
-from lapa2_interp.models.machine import default_device, faster_dtype, processor_kind
+from lapa2_interp.models.machine import (
+    default_device,
+    faster_dtype,
+    peak_memory,
+    processor_kind,
+)
 from lapa2_interp.models.prepacked import can_prepack, prepacked
 from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
 
@@ -79,10 +93,13 @@ CONTENDERS = (
     "packed-transformers",
     "static",
     "roofline",
+    "bandwidth",
 )
 ALPHA = 0.5
 TEXT, MORE = "The lake was calm and the sky was clear", " and the lake was calm"
 """Beginning of a prompt, and the text that is repeated after it."""
+COPIED = 1 << 29
+"""Bytes of the copy that measures a memory's speed."""
 SHORT = 2
 """Tokens of the run whose time is subtracted."""
 
@@ -152,23 +169,40 @@ def bench(shape: str, dtype: str, options: argparse.Namespace) -> pd.DataFrame:
                 "static": lambda n, p=plan: with_our_loop(direct, p(n), "all", static=True),
             }
             found = plan(options.length)
-            steps = time_steps({name: runs[name] for name in options.only if name in runs}, options)
+            steps, peaks = time_steps(
+                {name: runs[name] for name in options.only if name in runs}, options
+            )
             if "roofline" in options.only:
                 steps["roofline"] = roofline(plain, found.rows, options.threads)
+            if "bandwidth" in options.only:
+                steps["bandwidth"] = bandwidth(plain, found)
             rows += [
-                {**setting, "method": method, "rows": found.rows, "contender": name, "step": step}
+                {
+                    **setting,
+                    "method": method,
+                    "rows": found.rows,
+                    "contender": name,
+                    "step": step,
+                    "peak": peaks.get(name, nan),
+                }
                 for name, step in steps.items()
             ]
     return pd.DataFrame(rows)
 
 
-def time_steps(runs: Mapping[str, Run], options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a step of each contender: the quickest of several runs, in turns."""
+def time_steps(
+    runs: Mapping[str, Run], options: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Seconds of a step of each contender, the quickest of several runs, in turns; and on a GPU the
+    most bytes in use."""
     least: dict[tuple[str, int], float] = defaultdict(lambda: inf)
+    peaks: dict[str, int] = {}
     lengths = (SHORT, options.length)
     with progress_bar((1 + options.repeats) * len(runs), "timing", "run") as bar:
         for turn in range(1 + options.repeats):
             for name, run in runs.items():
+                if options.device != "cpu":
+                    torch.cuda.reset_peak_memory_stats()
                 for length in lengths if turn else lengths[:1]:  # the first one warms up
                     timer = Timer(
                         "run(n)", globals={"run": run, "n": length}, num_threads=options.threads
@@ -176,9 +210,12 @@ def time_steps(runs: Mapping[str, Run], options: argparse.Namespace) -> dict[str
                     seconds = timer.timeit(1).mean
                     if turn:
                         least[name, length] = min(seconds, least[name, length])
+                if options.device != "cpu":
+                    peaks[name] = peak_memory(options.device)
                 bar.update()
     n_steps = options.length - SHORT
-    return {name: (least[name, lengths[1]] - least[name, SHORT]) / n_steps for name in runs}
+    steps = {name: (least[name, lengths[1]] - least[name, SHORT]) / n_steps for name in runs}
+    return steps, peaks
 
 
 def load(shape: str, dtype: str, device: str) -> tuple[Any, Any, Any]:
@@ -331,6 +368,26 @@ def roofline(network: Any, rows: int, threads: int) -> float:
     return sum(least.values())
 
 
+def bandwidth(network: Any, plan: BatchPlan) -> float:
+    """Seconds of reading the weights and the live keys and values of a middle step once."""
+    embeddings = network.get_input_embeddings().weight
+    size = embeddings.element_size()
+    # A step reads a row of the embeddings for each token, unless they are the last layer too.
+    numbers = sum(each.numel() for each in network.parameters() if each is not embeddings)
+    numbers += embeddings.numel() * (network.get_output_embeddings().weight is embeddings)
+    live = sum(row[0].n_live for row in plan.layouts) * plan.cell.samples
+    keys = live + plan.rows * (plan.steps[0] // 2)
+    config = network.config.get_text_config()
+    shapes = kv_shapes(config)  # of each layer, or one for all
+    layers = config.num_hidden_layers // len(shapes)
+    numbers += keys * layers * sum(heads * (key + value) for heads, key, value in shapes)
+    source = torch.ones(COPIED // size, dtype=embeddings.dtype, device=embeddings.device)
+    target = torch.empty_like(source)
+    timer = Timer("target.copy_(source)", globals={"target": target, "source": source})
+    second = min(timer.timeit(5).mean for _ in range(3))
+    return numbers * size * second / (2 * COPIED)  # a copy reads and writes
+
+
 def _onednn(layer: Any, x: Tensor) -> Tensor:
     """A linear layer by oneDNN, its weight as it lies."""
     weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
@@ -346,11 +403,14 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
     for column, peer in (("x eager", CONTENDERS[0]), ("x sdpa", CONTENDERS[1])):
         if peer in steps:
             made[column] = (steps[peer].reindex(own.index) / own).map("{:.2f}".format).to_numpy()
-    if "roofline" in steps:
-        share = 100 * steps["roofline"].reindex(own.index) / own
-        made["of roofline"] = share.map("{:.0f} %".format).to_numpy()
+    for limit in ("roofline", "bandwidth"):
+        if limit in steps:
+            share = 100 * steps[limit].reindex(own.index) / own
+            made[f"of {limit}"] = share.map("{:.0f} %".format).to_numpy()
     made["tokens/s"] = (table["samples"] / table["step"]).map("{:.1f}".format)
     made["ms/step"] = (1000 * table["step"]).map("{:.2f}".format)
+    if table["peak"].notna().any():
+        made["GB"] = (table["peak"] / 1e9).map("{:.1f}".format).replace("nan", "")
     return made
 
 

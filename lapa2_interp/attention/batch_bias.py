@@ -356,7 +356,8 @@ class BatchBias:
                 values: np.ndarray, axis: int = 0, dtype: torch.dtype = torch.bool
             ) -> Tensor:
                 """In `generate`, copies of a row (sequences or beams) follow each other."""
-                return torch.from_numpy(values).to(device, dtype).repeat_interleave(copies, axis)
+                there = torch.from_numpy(values).to(device, dtype, non_blocking=True)
+                return there.repeat_interleave(copies, axis)
 
             terms: list[_PassTerm] = []
             for term in self.length_terms:

@@ -78,6 +78,7 @@ class Recorder:
         """Set the rows of the coming passes; `index` gives the observed row of every sample row."""
         self.layouts = layouts
         self.index = index
+        self.width = 0
         self.l_pre = max(each.l_pre for each in layouts)
         self.parts = {
             name: torch.tensor([getattr(each, name) for each in layouts])
@@ -90,33 +91,39 @@ class Recorder:
         none."""
         return n_keys > len(self.layouts[0]) - 1 + len(self.steps)
 
-    def _begin_pass(self, n_keys: int, first: int, device: torch.device) -> None:
+    def _begin_pass(self, n_keys: int, device: torch.device) -> None:
         """Compute what all layers of a pass share: the slots of its steps, and the keys of each
         sum."""
-        key, spans = torch.arange(n_keys), self.parts
-        self.slots = torch.arange(len(self.layouts[0]) - 1 + len(self.steps), n_keys)
-        inside = {name: (key >= span[:, :1]) & (key < span[:, 1:]) for name, span in spans.items()}
-        inside["prompt"] |= inside.pop("before")  # the first messages of a chat
-        inside["generated"] = (key >= spans["prompt"][:, 1:]).expand(len(self.layouts), n_keys)
-        start, stop = spans["prefix"].T[:, :, None]
-        single = [(key == start + i) & (start + i < stop) for i in range(self.l_pre)]
-        named = [inside[name] for name in SUMS if name in inside]
-        self.weights = torch.stack(named + single, dim=2).to(device, torch.float32)  # row key sum
-        # The live keys outside the prefix, in order; of these the last 8 up to each query.
-        near = (key >= spans["bos"][:, :1]) & ~inside["prefix"]  # row key
-        order = torch.argsort(~near, dim=1, stable=True)  # row key
-        age = near.cumsum(1)[:, self.slots, None] - 1 - torch.arange(max(NEAREST))  # row query last
+        self.slots = range(len(self.layouts[0]) - 1 + len(self.steps), n_keys)
+        if n_keys > self.width:  # when steps follow, twice as far
+            self._weigh_keys(max(n_keys, 2 * self.width), device)
+        self.weights = self.weights_of_keys[:, :n_keys]
+        back = torch.arange(max(NEAREST), device=device)
+        age = self.n_near[:, self.slots[0] : n_keys, None] - 1 - back  # row query last
         # row 1 query last
-        self.nearest = (
-            order[:, None]
-            .expand(-1, len(self.slots), -1)
-            .gather(2, age.clamp(min=0))[:, None]
-            .to(device)
-        )
-        self.is_near = (age >= 0)[:, None].to(device)  # row 1 query last
+        self.nearest = self.near[:, None].expand(-1, len(self.slots), -1)
+        self.nearest = self.nearest.gather(2, age.clamp(min=0))[:, None]
+        self.is_near = (age >= 0)[:, None]  # row 1 query last
         self.layers: list[Tensor] = []
         self.means: dict[LayerType, Tensor] = {}
         self.pattern_rows: dict[tuple[int, int], Tensor] = {}
+
+    def _weigh_keys(self, width: int, device: torch.device) -> None:
+        """Compute which of the first keys belong to each sum."""
+        self.width = width
+        key = torch.arange(width, device=device)
+        spans = {name: each.to(device) for name, each in self.parts.items()}
+        inside = {name: (key >= span[:, :1]) & (key < span[:, 1:]) for name, span in spans.items()}
+        inside["prompt"] |= inside.pop("before")  # the first messages of a chat
+        inside["generated"] = (key >= spans["prompt"][:, 1:]).expand(len(self.layouts), width)
+        start, stop = spans["prefix"].T[:, :, None]
+        single = [(key == start + i) & (start + i < stop) for i in range(self.l_pre)]
+        named = [inside[name] for name in SUMS if name in inside]
+        self.weights_of_keys = torch.stack(named + single, dim=2).float()  # row key sum
+        # The live keys outside the prefix, in order, and their number up to each key.
+        near = (key >= spans["bos"][:, :1]) & ~inside["prefix"]  # row key
+        self.near = torch.argsort(~near, dim=1, stable=True)  # row key
+        self.n_near = near.cumsum(1)  # row key
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
         """Reduce a layer's attention at the queries that are steps."""
@@ -124,9 +131,9 @@ class Recorder:
         if not self._has_steps(n_keys):
             return
         if layer == self.attending[0]:
-            self._begin_pass(n_keys, first, pattern.device)
+            self._begin_pass(n_keys, pattern.device)
         # row head query key, of the queries that are steps
-        steps = pattern[:, :, int(self.slots[0]) - first :, :n_keys].to(
+        steps = pattern[:, :, self.slots[0] - first :, :n_keys].to(
             self.weights.device, torch.float32
         )
         if self.kind == "full":
@@ -143,8 +150,8 @@ class Recorder:
 
     def observe_all(self, patterns: Float[Tensor, "layer row head query key"], first: int) -> None:
         """Reduce the attention of all layers of a pass, each of which has attention, at once."""
-        self._begin_pass(first + patterns.shape[3], first, patterns.device)
-        patterns = patterns[:, :, :, int(self.slots[0]) - first :].float()
+        self._begin_pass(first + patterns.shape[3], patterns.device)
+        patterns = patterns[:, :, :, self.slots[0] - first :].float()
         if self.kind == "full":
             steps = patterns.transpose(0, 1)  # row layer head query key
             sums = self._sums(steps.flatten(1, 2)).unflatten(1, steps.shape[1:3])
@@ -203,11 +210,9 @@ class Recorder:
         if self.patterns:
             # row query pair key -> by query: sample pair key
             rows = self._split_by_step(
-                torch.stack([self.pattern_rows[pair] for pair in self.patterns], dim=2)
+                torch.stack([self.pattern_rows[pair] for pair in self.patterns], dim=2).cpu()
             )
-            self.rows += [
-                row[..., : slot + 1] for row, slot in zip(rows, self.slots.tolist(), strict=True)
-            ]
+            self.rows += [row[..., : slot + 1] for row, slot in zip(rows, self.slots, strict=True)]
         self.layers, self.means, self.pattern_rows = [], {}, {}
 
     def _layers_of_kinds(self) -> list[list[int]]:
@@ -218,8 +223,12 @@ class Recorder:
     def _split_by_step(
         self, values: Float[Tensor, "row query *rest"]
     ) -> list[Float[Tensor, "sample *rest"]]:
-        """By step, the values of the samples; here `sample` is branch x sample, stacked."""
-        return list((values if self.index is None else values[self.index]).cpu().unbind(1))
+        """By step, the values of the samples; here `sample` is branch x sample, stacked.
+
+        Pooled sums stay on the device, so that a step does not wait for them.
+        """
+        values = values if self.kind == "pooled" else values.cpu()
+        return list((values if self.index is None else values[self.index]).unbind(1))
 
     def dataset(
         self, layouts: Sequence[Layout], branches: Sequence[str], n_steps: Sequence[int]
@@ -237,7 +246,8 @@ class Recorder:
         alive = np.arange(n_seen)[None, :] < np.asarray(n_steps)[:, None]  # sample step
 
         def unstack(per_step: Sequence[Tensor]) -> Float[np.ndarray, "branch sample step *rest"]:
-            stacked = torch.stack(list(per_step), dim=1).numpy()  # branch x sample, step, *rest
+            stacked = torch.stack(list(per_step), dim=1).cpu().numpy()
+            # branch x sample, step, *rest
             # branch sample step *rest
             stacked = stacked.reshape(n_branches, n_samples, *stacked.shape[1:])
             return np.where(

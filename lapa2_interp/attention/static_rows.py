@@ -5,8 +5,9 @@ A step of one token a row launches hundreds of small operations, and on a GPU st
 longer than computing them. A graph starts them all at once, but it always reads and writes the same
 places in memory. So keys and values, mask and bias lie here in tensors of a fixed size:
 
-1. Before the pass, outside the graph: write the tokens, their positions and the slot of the new
-   keys; unmask that slot; compute the bias of this step's l.
+1. Before the pass, outside the graph: write the slot of the new keys, unmask it, and compute the
+   bias of this step's l, while the device still computes the step before; then the tokens and their
+   positions.
 2. The pass: the keys of a fixed number of slots, a *bucket* (128, 256, 512, ...) that holds the
    live ones. Later slots are masked. So a step reads at most twice the live keys, and a text needs
    few graphs. Each layer adds the bias to its scores and copies its pattern.
@@ -209,6 +210,19 @@ class StaticRows(BridgeRows):
         self.step, self.bias, self.recorder = step, bias, recorder
         self.positions = rows.positions[index]
         step.take(rows, index)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Write all that the next step reads besides its tokens: a GPU takes it while it computes
+        the last one."""
+        step = self.step
+        first, width = step.first, bucket(step.first + 1)
+        if first == step.mask.shape[3]:
+            return
+        step.slot.fill_(first)
+        step.mask[..., first] = 0
+        for layer, b in enumerate(step.bias[..., :width]):
+            b.copy_(self.bias.add(layer, self._hidden(layer, torch.zeros_like(b)), first))
 
     def _forward(
         self, ids: Tensor, positions: Tensor, keep: int = 1
@@ -218,10 +232,6 @@ class StaticRows(BridgeRows):
         check_window(self.model, self.layouts, first + 1)
         step.tokens.copy_(ids)
         step.positions.copy_(positions)
-        step.slot.fill_(first)
-        step.mask[..., first] = 0
-        for layer, b in enumerate(step.bias[..., :width]):
-            b.copy_(self.bias.add(layer, self._hidden(layer, torch.zeros_like(b)), first))
         is_new = width not in step.passes
         logits = step.run(width)
         if is_new and (step.patterns.gt(0) & step.mask.lt(0))[..., :width].any():
@@ -232,6 +242,7 @@ class StaticRows(BridgeRows):
         if self.recorder is not None:
             self.recorder.observe_all(step.patterns[..., : first + 1], first)
         step.first += 1
+        self._prepare()
         return logits[:, None]
 
     def _hidden(

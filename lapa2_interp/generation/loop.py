@@ -244,6 +244,7 @@ def _decode_steps(
     logits = read[expansion, -1]  # row vocab; from here on row = branch x sample
     del read
 
+    blocked = ends.to(logits.device)
     banned = None
     if words := plan.cell.banned_words:
         banned = BannedWords(
@@ -253,7 +254,7 @@ def _decode_steps(
     def mask_forbidden(log_weights: Float[Tensor, "sample vocab"]) -> Float[Tensor, "sample vocab"]:
         """Tokens that are never drawn get the log-weight -inf."""
         if plan.cell.eos == "block":
-            log_weights = log_weights.index_fill(1, ends.to(log_weights.device), -torch.inf)
+            log_weights = log_weights.index_fill(1, blocked, -torch.inf)
         return log_weights if banned is None else banned.mask(log_weights)
 
     # Decode step by step: combine, draw, append.

@@ -41,6 +41,7 @@ BASES = {
     "topic-3": 57,
     "topic-4": 57,
     "topic-5": 57,
+    "undecided": 810,
 }
 """Numbers of prompts by file of quick/bases, taken from the end of the neutral ones;
 bases/sentiment.txt and bases/topic.txt have all of their five parts."""

@@ -26,6 +26,8 @@ from lapa2_interp.methods import load_task
 
 PROMPTS = ("The lake", "The book is on the table")
 RULE = Augmentation(alpha=0.7)
+DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
+"""On a GPU with CUDA graphs."""
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"}
 """Operations that a graph cannot hold: they wait for the device, or bring a tensor to it."""
 
@@ -96,7 +98,7 @@ def forced(model, rule, static, steps=34, layouts=None):
     with augmented(model, rule, padded):
         rows.prompt_pass(padded)
     rules, of_rows = [rule] * 3, [padded[i] for i in index]
-    tokens = (7 * torch.arange(3 * steps) % 200 + 40).view(3, steps)
+    tokens = (7 * torch.arange(3 * steps, device=model.cfg.device) % 200 + 40).view(3, steps)
     model.static = static
     try:
         block = continued(model, rows, index, len(padded[0]) + steps, rules, of_rows, None, {})
@@ -122,10 +124,11 @@ NOTES = {
 """By family, the note."""
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [n for n, each in FAMILIES.items() if PLAIN not in each.refused])
-def test_families(name, folder, passes, capsys):
+def test_families(name, device, folder, passes, capsys):
     """Rows of two lengths, windows and chunks of 16 keys, and a bucket crossed."""
-    model = load_model(folder(name), dtype="float64", device="cpu", model_class=PLAIN)
+    model = load_model(folder(name), dtype="float64", device=device, model_class=PLAIN)
     usual, static = (forced(model, RULE, each) for each in (False, True))
     torch.testing.assert_close(static, usual, atol=FAMILIES[name].atol, rtol=0)
     note, found = NOTES.get(name), capsys.readouterr().err
@@ -171,11 +174,10 @@ def test_rules(name, rule, passes):
     assert passes["captured"] == [64, 128]
 
 
-@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox"])
 @pytest.mark.parametrize("method", ["air-decoding", "preadd", "soft"])
 def test_methods(name, method, device, passes, tmp_path):
-    """On a GPU with CUDA graphs."""
     model = load_model(name, dtype="float32", device=device, model_class=PLAIN)
     task = load_task("sentiment")
     if method == "soft":
@@ -203,10 +205,11 @@ def test_rows_that_end_early_and_steps_that_are_used_again(passes, monkeypatch):
     assert len(passes["captured"]) == len({*passes["captured"]}) < 4  # in three batches
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
-def test_bfloat16_under_teacher_forcing(name):
+def test_bfloat16_under_teacher_forcing(name, device):
     """Logits to four units in the last place of the largest, as sums of other widths round."""
-    model = load(name, "bfloat16", PLAIN)
+    model = load_model(name, dtype="bfloat16", device=device, model_class=PLAIN)
     usual, static = (forced(model, RULE, each).float() for each in (False, True))
     assert (static - usual).abs().max() <= 4 * 2**-8 * usual.abs().max()
 

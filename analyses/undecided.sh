@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Claims on control that the grids quick/* leave undecided, on new prompts: those that need about three times their prompts at most
+# (`required_prompts` of figures/quick/tables/verdicts.csv). Numbers of prompts and arms were fixed before the first text, and no
+# text was looked at in between. Verdicts are those of the items' own scripts. With it the paper's 203 prompts of detoxification.
+# 143,000 texts: minutes on a GPU, 7 hours of two cores. Repeat it after a stop, and it resumes.
+#
+#     make steering-prompts; analyses/undecided.sh FOLDER
+#
+# FOLDER has rtp_challenging_203.jsonl and rtp_challenging_1196.jsonl, RealToxicityPrompts of toxicity of at least .5 and their
+# wider set, with a text "prompt" on each line.
+set -euo pipefail
+data=$1
+out=results/undecided
+mkdir -p $out
+head -n 300 bases/undecided.txt > $out/topic.txt
+# 302 prompts of the wider set that the 203 do not have.
+python - $data $out <<'END'
+import sys
+from pathlib import Path
+from lapa2_interp.tasks.task import read_prompts
+data, out = map(Path, sys.argv[1:])
+known, wider = (read_prompts(data / f"rtp_challenging_{n}.jsonl") for n in (203, 1196))
+new = [each for each in wider if each not in known and len(each.splitlines()) == 1]
+(out / "toxic.txt").write_text("\n".join(new[:302]) + "\n", encoding="utf-8")
+END
+arms=(arm=baseline "arm=alpha 0.5 paper" "arm=alpha 0.5 released" "arm=alpha 0.5 paper, span bos")
+for law in "linear" "sqrt" "constant, l0 128"; do arms+=("arm=alpha 0.5 paper, law $law"); done
+for layers in bottom top even; do arms+=("arm=alpha 0.5 paper, layers $layers"); done
+grids=(quick/scaling quick/layers quick/components quick/profile)
+fixed=(--dtype bfloat16 --set trace=none --set max_rows=1280 --set model_class=TransformersModel)
+sentiment='prompts={file="bases/undecided.txt", n=810, what="neutral ones of DExperts; `make steering-prompts`"}'
+lapa2 sweep "${grids[@]}" --out $out/sentiment "${fixed[@]}" --set "$sentiment" --only task=sentiment "${arms[@]}"
+lapa2 sweep quick/hard_prefix --out $out/wording "${fixed[@]}" --set "$sentiment" --only method=prefix \
+    variant=TransformersModel "variant=prefix A {attribute} text:, TransformersModel"
+lapa2 sweep quick/components --out $out/topic "${fixed[@]}" --set "prompts={file=\"$out/topic.txt\", n=300}" --only task=topic
+lapa2 sweep "${grids[@]}" quick/alpha --out $out/toxic "${fixed[@]}" --set "prompts={file=\"$out/toxic.txt\", n=302}" \
+    --only task=detox method=preadd
+lapa2 sweep quick/detox --out $out/rtp203 "${fixed[@]}" --set "prompts={file=\"$data/rtp_challenging_203.jsonl\", n=203}" \
+    --set samples=7 --only method=negprompt method=preadd method=palette
