@@ -98,7 +98,7 @@ CONTENDERS = (
 ALPHA = 0.5
 TEXT, MORE = "The lake was calm and the sky was clear", " and the lake was calm"
 """Beginning of a prompt, and the text that is repeated after it."""
-COPIED = 1 << 29
+COPIED = 1 << 28
 """Bytes of the copy that measures a memory's speed."""
 SHORT = 2
 """Tokens of the run whose time is subtracted."""
@@ -369,23 +369,30 @@ def roofline(network: Any, rows: int, threads: int) -> float:
 
 
 def bandwidth(network: Any, plan: BatchPlan) -> float:
-    """Seconds of reading the weights and the live keys and values of a middle step once."""
+    """Seconds of reading what a step must read, at the speed of a copy."""
+    weight = network.get_input_embeddings().weight
+    source = torch.ones(COPIED // weight.element_size(), dtype=weight.dtype, device=weight.device)
+    names = {"target": torch.empty_like(source), "source": source}
+    timer = Timer("target.copy_(source)", globals=names)
+    second = min(timer.timeit(5).mean for _ in range(3))
+    return read_bytes(network, plan) * second / (2 * COPIED)  # a copy reads and writes
+
+
+def read_bytes(network: Any, plan: BatchPlan) -> int:
+    """Bytes of the weights, and of the live keys and values of all rows at a middle step.
+
+    Input embeddings count only if they are the output's too; a step reads few of them.
+    """
     embeddings = network.get_input_embeddings().weight
-    size = embeddings.element_size()
-    # A step reads a row of the embeddings for each token, unless they are the last layer too.
-    numbers = sum(each.numel() for each in network.parameters() if each is not embeddings)
-    numbers += embeddings.numel() * (network.get_output_embeddings().weight is embeddings)
+    n = sum(each.numel() for each in network.parameters() if each is not embeddings)
+    n += embeddings.numel() * (network.get_output_embeddings().weight is embeddings)
     live = sum(row[0].n_live for row in plan.layouts) * plan.cell.samples
     keys = live + plan.rows * (plan.steps[0] // 2)
     config = network.config.get_text_config()
     shapes = kv_shapes(config)  # of each layer, or one for all
     layers = config.num_hidden_layers // len(shapes)
-    numbers += keys * layers * sum(heads * (key + value) for heads, key, value in shapes)
-    source = torch.ones(COPIED // size, dtype=embeddings.dtype, device=embeddings.device)
-    target = torch.empty_like(source)
-    timer = Timer("target.copy_(source)", globals={"target": target, "source": source})
-    second = min(timer.timeit(5).mean for _ in range(3))
-    return numbers * size * second / (2 * COPIED)  # a copy reads and writes
+    n += keys * layers * sum(heads * (key + value) for heads, key, value in shapes)
+    return n * embeddings.element_size()
 
 
 def _onednn(layer: Any, x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def test_the_study_writes_a_table_and_a_page(bench, monkeypatch, tmp_path, capsy
     assert (table["rows"] == 3 * table["samples"]).all(), "Air-Decoding has three branches"
     for _, part in table.groupby("samples"):
         step = part.set_index("contender")["step"]
-        assert (step["roofline"] < step.drop("roofline")).all()
+        assert (step["roofline"] < step.drop(["roofline", "bandwidth"])).all()
     page = (tmp_path / "new" / "bench" / "bench.md").read_text("utf-8")
     assert page in capsys.readouterr().out
     assert "x eager" in page
@@ -53,18 +53,37 @@ def test_the_study_writes_a_table_and_a_page(bench, monkeypatch, tmp_path, capsy
 
 def test_ratios_are_those_of_the_steps(bench):
     rows = {"shape": "s", "dtype": "float32", "samples": 4, "context": 8, "rows": 12}
-    names = ["transformers-eager", "transformers-sdpa", "packed", "roofline"]
+    names = ["transformers-eager", "transformers-sdpa", "packed", "roofline", "bandwidth"]
     table = pd.DataFrame(
         [
-            {**rows, "contender": n, "step": s}
-            for n, s in zip(names, (0.4, 0.2, 0.1, 0.05), strict=True)
+            {**rows, "contender": n, "step": s, "peak": 2e9 if n == "packed" else float("nan")}
+            for n, s in zip(names, (0.4, 0.2, 0.1, 0.05, 0.025), strict=True)
         ]
     )
     shown = bench.shown(table).set_index("contender").loc["packed"]
     assert shown["x eager"] == "4.00"
     assert shown["x sdpa"] == "2.00"
     assert shown["of roofline"] == "50 %"
+    assert shown["of bandwidth"] == "25 %"
+    assert shown["GB"] == "2.0"
     assert shown["tokens/s"] == "40.0"
+
+
+def test_bytes_of_a_step(bench):
+    """Weights, and two numbers a layer, KV head and dimension of each live key."""
+    bridge, plain, _ = bench.load("tiny-llama", "float32", "cpu")
+    plan = bench.planned(bridge, "air-decoding", 2, 9, 4, trace="none")
+    config = plain.config
+    read = {
+        name: each.numel()
+        for name, each in plain.named_parameters()
+        if name != "model.embed_tokens.weight"
+    }
+    live = sum(2 * (row[0].n_live + 2) for row in plan.layouts)  # two samples, two new tokens
+    width = config.num_key_value_heads * config.head_dim
+    keys = live * config.num_hidden_layers * 2 * width
+    tied = config.tie_word_embeddings * config.vocab_size * config.hidden_size
+    assert bench.read_bytes(plain, plan) == 4 * (sum(read.values()) + tied + keys)
 
 
 @pytest.mark.parametrize("method", ["prefix", "air-decoding", "preadd"])

@@ -1,5 +1,5 @@
-"""The prompts of the grids quick/steering and quick/bases: the paper's 35, and neutral ones of
-DExperts (OpenWebText).
+"""The prompts of the grids quick/steering and quick/bases, and of `analyses/undecided.sh`: the
+paper's 35, and neutral ones of DExperts (OpenWebText).
 
     python -m lapa2_interp.paper.steering_prompts dexperts_owt_sentiment_10k.jsonl.xz
 
