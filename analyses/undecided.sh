@@ -27,7 +27,7 @@ arms=(arm=baseline "arm=alpha 0.5 paper" "arm=alpha 0.5 released" "arm=alpha 0.5
 for law in "linear" "sqrt" "constant, l0 128"; do arms+=("arm=alpha 0.5 paper, law $law"); done
 for layers in bottom top even; do arms+=("arm=alpha 0.5 paper, layers $layers"); done
 grids=(quick/scaling quick/layers quick/components quick/profile)
-fixed=(--dtype bfloat16 --set trace=none --set max_rows=1280 --set model_class=TransformersModel)
+fixed=(--dtype bfloat16 --set trace=none --set model_class=TransformersModel)
 sentiment='prompts={file="bases/undecided.txt", n=810, what="neutral ones of DExperts; `make steering-prompts`"}'
 lapa2 sweep "${grids[@]}" --out $out/sentiment "${fixed[@]}" --set "$sentiment" --only task=sentiment "${arms[@]}"
 lapa2 sweep quick/hard_prefix --out $out/wording "${fixed[@]}" --set "$sentiment" --only method=prefix \
