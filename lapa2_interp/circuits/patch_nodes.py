@@ -24,7 +24,6 @@ HOOKS: Mapping[str, str] = {
     "z": "blocks.{}.attn.hook_z",
     "pattern": "blocks.{}.attn.hook_pattern",
     "resid_pre": "blocks.{}.hook_resid_pre",
-    "resid_mid": "blocks.{}.hook_resid_mid",
     "resid_post": "blocks.{}.hook_resid_post",
     "attn_out": "blocks.{}.hook_attn_out",
     "mlp_out": "blocks.{}.hook_mlp_out",
@@ -84,23 +83,17 @@ def check_node(
     check_has_hooks(model, f"node {node} is patched", f", or take {' or '.join(PREFIX_NODES)}")
     for name in _hook_names(node, range(model.cfg.n_layers)):
         if name not in model.hook_dict:
-            reason = (
-                ": its blocks compute attention and MLP side by side"
-                if node == "resid_mid" and getattr(model.cfg, "parallel_attn_mlp", False)
-                else ""
-            )
             raise CircuitError(
-                f"node {node} needs hook {name}, which this model lacks{reason}; take another node"
+                f"node {node} needs hook {name}, which this model lacks; take another node"
             )
 
 
 def _hook_names(node: str, layers: Sequence[int]) -> list[str]:
     """Names of the hooks that patch a node."""
-    by = {"resid_mid": ("resid_pre", "attn_out", "resid_mid"), "head_to_logits": ("z", "mlp_out")}
-    names = [HOOKS[each].format(layer) for layer in layers for each in by.get(node, (node,))]
-    if node == "head_to_logits":
-        names += [HOOKS["resid_pre"].format(0), FINAL]
-    return names
+    if node != "head_to_logits":
+        return [HOOKS[node].format(layer) for layer in layers]
+    names = [HOOKS[each].format(layer) for layer in layers for each in ("z", "mlp_out")]
+    return [*names, HOOKS["resid_pre"].format(0), FINAL]
 
 
 def make_patch_units(
@@ -227,13 +220,10 @@ def _through_hooks(
             if node in HEAD_NODES:
                 index = (queries, column) if node == "z" else (column, queries)
             taken.setdefault(layer, []).append(((takes, *index), (gives, *index)))
-    hooks: list[tuple[str, Callable]] = []
-    for layer, pairs in taken.items():
-        hook = HOOKS[node].format(layer)
-        if node == "resid_mid":
-            hooks += _residual_hooks(model, layer, pairs)
-        else:
-            hooks.append((hook, lambda x, hook, pairs=pairs: _take(x, pairs)))
+    hooks: list[tuple[str, Callable]] = [
+        (HOOKS[node].format(layer), lambda x, hook, pairs=pairs: _take(x, pairs))
+        for layer, pairs in taken.items()
+    ]
     branches = (0, 1, *[into] * len(units))
     with _hooked(model, hooks):
         logits = text_logits(model, [(each, branch) for branch in branches for each in examples])
@@ -246,36 +236,6 @@ def _take(x: Tensor, pairs: Sequence[tuple[tuple, tuple]]) -> Tensor:
     for takes, gives in pairs:
         x[takes] = x[gives]
     return x
-
-
-def _residual_hooks(
-    model: Model, layer: int, pairs: Sequence[tuple[tuple, tuple]]
-) -> list[tuple[str, Callable]]:
-    """Hooks that patch the residual stream between attention and MLP.
-
-    The bridge's hook_resid_mid is the input of the MLP's norm, and a change there does not reach
-    the stream itself. So the difference is added to attention's output.
-    """
-    before: list[Tensor] = []
-
-    def on_pre(x: Tensor, hook: Any) -> Tensor:
-        before[:] = [x]
-        return x
-
-    def on_attention(x: Tensor, hook: Any) -> Tensor:
-        x = x.clone()
-        for takes, gives in pairs:
-            x[takes] = x[gives] + before[0][gives] - before[0][takes]
-        return x
-
-    def on_mid(x: Tensor, hook: Any) -> Tensor:
-        before.clear()
-        for takes, gives in pairs:
-            _check_equal(model, x[takes], x[gives], "resid_mid")
-        return _take(x, pairs)
-
-    steps = {"resid_pre": on_pre, "attn_out": on_attention, "resid_mid": on_mid}
-    return [(HOOKS[name].format(layer), step) for name, step in steps.items()]
 
 
 def _to_logits(
@@ -312,7 +272,7 @@ def _to_logits(
         return x
 
     def finish(x: Tensor, hook: Any) -> Tensor:
-        _check_equal(model, x, total[0], "head_to_logits")
+        _check_is_sum(model, x, total[0])
         return torch.cat([x, *(x[takes] + change[i] for i in range(len(units)))])
 
     hooks: list[tuple[str, Callable]] = [(HOOKS["resid_pre"].format(0), start)]
@@ -324,14 +284,14 @@ def _to_logits(
     return logits.unflatten(0, (2 + len(units), n))
 
 
-def _check_equal(model: Model, x: Tensor, expected: Tensor, node: str) -> None:
+def _check_is_sum(model: Model, x: Tensor, expected: Tensor) -> None:
     """Refuse a model whose residual stream is not the sum of the outputs of attention and MLPs."""
     tolerance = max(RESIDUAL_TOLERANCE, 8 * torch.finfo(model.cfg.dtype).eps)
     if (x - expected).abs().max() > tolerance * x.abs().max():
         raise CircuitError(
-            f"node {node} needs a residual stream that is the sum of what attention and MLPs write;"
-            f" {model.cfg.model_name} has norms or factors in between; take z, attn_out, resid_pre"
-            " or resid_post"
+            "node head_to_logits needs a residual stream that is the sum of what attention and MLPs"
+            f" write; {model.cfg.model_name} has norms or factors in between; take z, attn_out,"
+            " resid_pre or resid_post"
         )
 
 

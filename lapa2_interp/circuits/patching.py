@@ -18,7 +18,7 @@ Nodes:
 - `prefix_kv`: keys or values of a KV head in the prefix's slots. Later queries see a prefix through
   these alone.
 - `prefix_to_head`: keys and values as one query head sees them: the edge from the prefix to a head.
-- `z` (a head's output), `pattern`, `resid_pre`, `resid_mid`, `resid_post`, `attn_out`, `mlp_out`:
+- `z` (a head's output), `pattern`, `resid_pre`, `resid_post`, `attn_out`, `mlp_out`:
   activations at hooks of a TransformerBridge.
 - `head_to_logits`: a head's output in the final norm's input, with later layers unchanged: the edge
   from a head to the logits.
