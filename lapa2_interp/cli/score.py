@@ -3,6 +3,7 @@ sheets | answers`."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -179,11 +180,14 @@ def train(
         out: Folder of the weights and the card.
     """
     from lapa2_interp.methods.registry import load_task
-    from lapa2_interp.scoring.training import make_scorer_files
+    from lapa2_interp.scoring.training import read_data, train_linear_scorer
 
     chosen = load_task(task)
     labels = tuple(chosen.attributes)
-    card = make_scorer_files(chosen.name, labels, data, test, graded, c, out)
+    if not 0 < c < math.inf:
+        raise ScoringError(f"--c must be a positive number, found {c:g}")
+    read = read_data(labels, data, test, graded, out)
+    card = train_linear_scorer(chosen.name, labels, read, out, c)
     _show_training(card.data, out / f"{chosen.name}.npz")
     _show_held_out(card)
 

@@ -93,52 +93,57 @@ def text_and_ends(text: str) -> list[str]:
     return [text, words_between(text, 0, END_WORDS), words_between(text, n - END_WORDS, n)]
 
 
+@dataclass(frozen=True)
+class ScorerData:
+    """The training data of a scorer, with the weights of the texts, and test data that are never
+    trained on; `graded` texts have toxicity scores."""
+
+    corpora: Sequence[tuple[Corpus, float]]
+    tests: Sequence[Corpus]
+    graded: Sequence[tuple[GradedTexts, float]] = ()
+    graded_tests: Sequence[GradedTexts] = ()
+
+
 def train_linear_scorer(
     task: str,
     labels: Sequence[str],
-    corpora: Sequence[tuple[Corpus, float]],
-    tests: Sequence[Corpus],
+    data: ScorerData,
     folder: Path,
-    *,
-    graded: Sequence[tuple[GradedTexts, float]] = (),
-    graded_tests: Sequence[GradedTexts] = (),
     c: float = 3.0,
 ) -> LinearCard:
     """Train one scorer and write its weights and card.
 
     Args:
         labels: Labels in the order of the probabilities; graded scores are those of `TOXIC_LABEL`.
-        corpora: Corpora, each with the weight of its texts.
-        tests: Corpora that are never trained on, for the card.
-        graded, graded_tests: Texts with toxicity scores.
-        c: Inverse strength of the L2 penalty.
+        data: As from `read_data`.
+        c: Inverse strength of the L2 penalty, > 0.
     """
-    check_labels(labels, bool(graded))
+    check_labels(labels, bool(data.graded))
     texts: list[str] = []
     shares: list[Float[np.ndarray, " label"]] = []
     weights: list[float] = []
     one_hot = np.eye(len(labels))
-    for corpus, of_corpus in corpora:
+    for corpus, of_corpus in data.corpora:
         for number, label in enumerate(labels):
             for text in corpus.texts[label]:
                 for part, of_part in zip(text_and_ends(text), (1.0, 0.3, 0.5), strict=False):
                     texts.append(part)
                     shares.append(one_hot[number])
                     weights.append(of_corpus * of_part)
-    for each, of_graded in graded:
+    for each, of_graded in data.graded:
         texts += each.texts
         shares += list(label_shares(each, labels))
         weights += [of_graded] * len(each.texts)
     linear = train_linear(texts, np.array(shares), labels, c, weights)
     facts: dict[str, Any] = {
-        "data": describe_data(corpora, graded),
+        "data": describe_data(data.corpora, data.graded),
         "examples": len(texts),
         "c": c,
     }
     folder.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder) as beside:
         save_linear(linear, beside, task, held_out=(), **facts)
-        reached = measure_held_out(LinearScorer(task, beside), tests, graded_tests)
+        reached = measure_held_out(LinearScorer(task, beside), data.tests, data.graded_tests)
     return save_linear(linear, folder, task, held_out=reached, **facts)
 
 
@@ -197,52 +202,6 @@ def measure_held_out(
         table = agreement(numbers[columns], truth, texts)
         rows += [AgreementRow.model_validate(row) for row in card_rows(table, source)]
     return tuple(rows)
-
-
-def make_scorer_files(
-    task: str,
-    labels: Sequence[str],
-    data: Sequence[str],
-    test: Sequence[str],
-    graded: Sequence[str],
-    c: float,
-    out: Path,
-) -> LinearCard:
-    """Read corpora by name, and train a linear classifier with `train_linear_scorer`.
-
-    Args:
-        labels: The task's attributes.
-        data, test, graded: As for `read_data`.
-        c: Inverse strength of the L2 penalty, > 0.
-        out: Folder of the weights and the card.
-
-    Raises:
-        ScoringError: A value is out of range.
-        DataError: A corpus cannot be read.
-    """
-    if not 0 < c < math.inf:
-        raise ScoringError(f"--c must be a positive number, found {c:g}")
-    found = read_data(labels, data, test, graded, out)
-    return train_linear_scorer(
-        task,
-        labels,
-        found.corpora,
-        found.tests,
-        out,
-        graded=found.graded,
-        graded_tests=found.graded_tests,
-        c=c,
-    )
-
-
-@dataclass(frozen=True)
-class ScorerData:
-    """The training data of a scorer, with the weights of the texts, and its test data."""
-
-    corpora: Sequence[tuple[Corpus, float]]
-    tests: Sequence[Corpus]
-    graded: Sequence[tuple[GradedTexts, float]]
-    graded_tests: Sequence[GradedTexts]
 
 
 def read_data(

@@ -24,7 +24,8 @@ from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, tasks_in
 from lapa2_interp.scoring.training import (
     GradedTexts,
-    make_scorer_files,
+    ScorerData,
+    read_data,
     read_graded,
     text_and_ends,
     train_linear_scorer,
@@ -181,11 +182,8 @@ def test_training_from_files(tmp_path):
     card = train_linear_scorer(
         "detox",
         ("nontoxic", "toxic"),
-        [(corpus, 2.0)],
-        [corpus],
+        ScorerData([(corpus, 2.0)], [corpus], [(train, 0.5)], [test]),
         tmp_path / "out",
-        graded=[(train, 0.5)],
-        graded_tests=[test],
     )
     assert card.data == (
         f"{corpus.summary}; weight 2", f"rtp.jsonl train rows: {len(train.texts)} graded; weight 0.5"
@@ -226,9 +224,8 @@ def test_graded_scores_count_for_toxic_wherever_it_stands(labels, tmp_path):
         (f"{word} {i}", score) for i in range(30) for word, score in (("grim", 0.9), ("fine", 0.1))
     ]
     graded = GradedTexts(*map(tuple, zip(*rows, strict=True)), "rtp")
-    card = train_linear_scorer(
-        "mine", labels, [], [], tmp_path, graded=[(graded, 1.0)], graded_tests=[graded]
-    )
+    data = ScorerData([], [], [(graded, 1.0)], [graded])
+    card = train_linear_scorer("mine", labels, data, tmp_path)
     (grim,), (fine,) = (
         run_scorer(LinearScorer("mine", tmp_path), [TextItem(text)])["toxic"] for text in ("grim 7", "fine 7")
     )  # fmt: skip
@@ -251,7 +248,7 @@ def test_what_a_scorer_cannot_learn_is_refused(tmp_path):
         (["a", "b", "toxic"], ["rtp.jsonl"], "need two labels.* found a, b, toxic"),
     ]:
         with pytest.raises(ScoringError, match=message):
-            make_scorer_files("mine", labels, [str(file)], [], graded, 1.0, out)
+            read_data(labels, [str(file)], [], graded, out)
 
 
 def test_held_out_texts_are_not_those_that_are_trained_on(tmp_path):
@@ -264,9 +261,10 @@ def test_held_out_texts_are_not_those_that_are_trained_on(tmp_path):
     with pytest.raises(
         DataError, match="all texts of data.csv with the label 'warm' are both trained on"
     ):
-        make_scorer_files("mine", ["warm", "cold"], [data], [data], [], 1.0, tmp_path / "out")
+        read_data(["warm", "cold"], [data], [data], [], tmp_path / "out")
     test = write("test.csv", [GOOD[0], "a warm tale"], ["a cold tale", "grim"])
-    card = make_scorer_files("mine", ["warm", "cold"], [data], [test], [], 1.0, tmp_path / "out")
+    read = read_data(["warm", "cold"], [data], [test], [], tmp_path / "out")
+    card = train_linear_scorer("mine", ["warm", "cold"], read, tmp_path / "out", 1.0)
     assert reached(card, "test.csv", "accuracy").n == 3
     corpora = [read_corpus(each, ["warm", "cold"]) for each in (data, test)]
     assert (
