@@ -22,7 +22,7 @@ def steer(
     task: str = "sentiment",
     method: str = "air-decoding",
     parameters: Changes = (),
-    budget: float = 1.1,
+    budget: float = 1.2,
     heads: int | None = None,
     classifiers: Annotated[tuple[str, ...], Several, Unshown] = (),
     perplexity: str | None = None,
@@ -57,8 +57,8 @@ def steer(
         method: A decoding method of `lapa2 methods`.
         parameters: NAME=VALUE of the method, such as omega=60; repeat the option for more. By
             default prefixes are hard and Pro-Aug is off.
-        budget: The perplexity that the bias may cost, as a multiple of that of the method without
-            bias; above 1.
+        budget: The perplexity of continuations that the bias may cost, as a multiple of that of
+            the method without bias; above 1.
         heads: The number of heads to choose; by default 9 % of all.
         classifiers: Classifiers of the attributes: linear, adapter, a hub id, a folder, or a file
             of `lapa2 scorers train`. The first decides. By default linear and adapter, for tasks

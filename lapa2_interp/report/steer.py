@@ -9,8 +9,9 @@ strengths are tuned on a second, and the third says what they are worth.
    gradients. The card says how many of them other halves of the prompts and other wordings of the
    prefixes choose, too.
 2. **Tune**: three places of the bias (all heads, the chosen heads, as many random heads) at four
-   strengths. For each place, the strength is interpolated at which perplexity is `budget` times
-   that of the method without bias. A place that does not reach it is not comparable.
+   strengths. For each place, the strength is interpolated at which the perplexity of the
+   continuations, given their prompts, is `budget` times that of the method without bias. A place
+   that does not reach it is not comparable.
 3. **Judge**: five arms on prompts that decided nothing. Three tests, with Holm's correction: the
    chosen heads against no bias, all heads, and random heads.
 
@@ -91,7 +92,7 @@ def steer(
     out: str | Path,
     method: str = "air-decoding",
     parameters: Mapping[str, Any] | None = None,
-    budget: float = 1.1,
+    budget: float = 1.2,
     heads: int | None = None,
     classifiers: Sequence[str] = (),
     perplexity: str | None = None,
@@ -127,7 +128,7 @@ def steer(
         out: A folder for all results.
         method: A name of `lapa2 methods`.
         parameters: Its parameters. By default prefixes are hard and Pro-Aug is off.
-        budget: The perplexity that the bias may cost, as a multiple, above 1.
+        budget: The perplexity of continuations that the bias may cost, as a multiple, above 1.
         heads: The number of heads to choose; by default 9 % of all.
         classifiers: As `accuracy=` of `lapa2 score`; the first decides. By default linear, which
             shares no weights with the model, and adapter; a task of your own needs one.
@@ -385,8 +386,9 @@ def _scores(
     with ScoreCache(folder) as cache:
         for metric in metrics:
             name, _, by = metric.removesuffix(")").partition(" (")
-            model = settings.perplexity if name == "perplexity" else by
-            asked = f"{name}={model}" if model else name
+            asked = f"{name}={by}" if by else name
+            if name == "perplexity":
+                asked = f"conditional-perplexity={settings.perplexity}"
             found.append(score_samples(samples, [asked], options, cache).assign(metric=metric))
     return pd.concat(found, ignore_index=True)
 

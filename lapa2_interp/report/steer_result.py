@@ -57,8 +57,8 @@ class SteerSettings:
         task: The task.
         prompts: All prompts; each is used in one part only.
         method, parameters: The decoding method.
-        budget: The perplexity that the bias may cost, as a multiple of that of the method without
-            bias; above 1.
+        budget: The perplexity of continuations that the bias may cost, as a multiple of that of
+            the method without bias; above 1.
         heads: The number of heads to choose.
         classifiers: Classifiers of the task's attributes (`accuracy=` of `lapa2 score`). The first
             one decides.
@@ -235,7 +235,7 @@ def check_settings(settings: SteerSettings) -> None:
     """
     settings.task.others(next(iter(settings.task.attributes)))  # there is a second attribute
     if not settings.budget > 1:
-        raise RunError(f"--budget must be above 1, such as 1.1; found {settings.budget:g}")
+        raise RunError(f"--budget must be above 1, such as 1.2; found {settings.budget:g}")
     if (n := len(settings.prompts)) < 4 * FEW:
         raise RunError(
             f"{pluralize(n, 'prompt')} are too few to choose, to tune and to judge with; give at"

@@ -16,7 +16,7 @@ from lapa2_interp.scoring.judge import Judge
 from lapa2_interp.scoring.linear import LINEAR_ENDING, LinearScorer, LinearToxicity
 from lapa2_interp.scoring.scorer import SCORERS, ScoreCache, Scorer
 from lapa2_interp.scoring.tables import score_table
-from lapa2_interp.scoring.transformer import Classifier, Perplexity
+from lapa2_interp.scoring.transformer import Classifier, ConditionalPerplexity, Perplexity
 from lapa2_interp.scoring.vader import VaderScorer
 from lapa2_interp.tasks.task import Task, read_task
 
@@ -93,10 +93,10 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
         case "masked", _:
             inner = make_scorer("accuracy", model, options)
             return Masked(inner, prefix_words(_task_of(options)))
-        case "perplexity", _:
-            chosen = model or "smollm2-135m"
-            return Perplexity(
-                chosen,
+        case "perplexity" | "conditional-perplexity", _:
+            kind = Perplexity if name == "perplexity" else ConditionalPerplexity
+            return kind(
+                model or "smollm2-135m",
                 options.dtype,
                 options.device,
                 options.generator,

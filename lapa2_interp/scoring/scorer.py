@@ -82,6 +82,7 @@ SCORERS = {
     "echo": "share of texts that say a word of their own prefix",
     "repetition": "share of a text's 4-grams of words that it had before",
     "perplexity": "under a causal model: smollm2-135m, or =MODEL (the paper: gpt2-large)",
+    "conditional-perplexity": "the same, of the tokens after the prompt, given the prompt",
     "distinct": (
         "distinct-1, -2, -3 of each set of texts: words, or =TOKENIZER (the paper: roberta-large)"
     ),

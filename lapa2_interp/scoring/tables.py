@@ -48,7 +48,7 @@ RANGES: dict[str, tuple[float, float]] = {
         (0.0, 1.0),
     ),
     **dict.fromkeys(("acc", "acc masked", "echo %", "rep %", "tox"), (0.0, 100.0)),
-    **dict.fromkeys(("perplexity", "ppl"), (1.0, np.inf)),
+    **dict.fromkeys(("perplexity", "conditional-perplexity", "ppl"), (1.0, np.inf)),
     **dict.fromkeys(("relevance", "fluency", "topicality"), (1.0, 5.0)),
 }
 """Least and greatest value of a metric. An interval from few prompts (Student's) could exceed

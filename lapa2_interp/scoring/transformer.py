@@ -103,11 +103,16 @@ class Perplexity(Scorer):
         # Tokenise; leave out texts that cannot be scored.
         left_out: dict[int, Score] = {}
         texts: dict[int, list[int]] = {}
+        first: dict[int, int] = {}  # the first token that counts
         for place, item in enumerate(items):
             if why := unreadable_reason(item.text):
                 left_out[place] = SkippedText(why)
                 continue
-            ids = self.tokenizer(item.text, add_special_tokens=False).input_ids[: self.max_tokens]
+            ids, first[place] = self._read(item)
+            ids = ids[: self.max_tokens]
+            if len(ids) <= first[place] > 0:
+                left_out[place] = SkippedText("nothing after the prompt")
+                continue
             if not ids or _n_words(item.text) < self.min_words:
                 left_out[place] = SkippedText(f"under {self.min_words} words")
                 continue
@@ -128,10 +133,33 @@ class Perplexity(Scorer):
             with torch.no_grad(), prepacked(self.network):
                 nll = text_nll(self.network, rows).double().cpu()
             yield {
-                place: _perplexity_score(nll[row, : len(texts[place])].mean().exp().item())
+                place: _perplexity_score(
+                    nll[row, first[place] : len(texts[place])].mean().exp().item()
+                )
                 for row, group in enumerate(chosen)
                 for place in group
             }
+
+    def _read(self, item: TextItem) -> tuple[list[int], int]:
+        """The tokens that the model reads, and the index of the first that counts."""
+        return self._ids(item.text), 0
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+
+class ConditionalPerplexity(Perplexity):
+    """The perplexity of a text's tokens after the prompt, given the prompt. A token that is partly
+    prompt counts."""
+
+    name = "conditional-perplexity"
+    item_fields = ("prompt",)
+
+    def _read(self, item: TextItem) -> tuple[list[int], int]:
+        whole = item.text if item.text.startswith(item.prompt) else item.prompt + item.text
+        ids, of_prompt = self._ids(whole), self._ids(item.prompt)
+        pairs = enumerate(zip(ids, of_prompt, strict=False))
+        return ids, next((i for i, (one, two) in pairs if one != two), len(of_prompt))
 
 
 def _n_words(text: str) -> int:

@@ -89,11 +89,11 @@ def test_random_sets_share_the_prompts(found):
 
 def nll_by_arm(found):
     """Mean NLL of the tuning texts by (place, alpha), from the texts and the scorer alone."""
-    from lapa2_interp.scoring.transformer import Perplexity
+    from lapa2_interp.scoring.transformer import ConditionalPerplexity
 
     run = load_run(found.folder / "tune")
     texts = run.samples()
-    scorer = Perplexity("tiny-gpt2")
+    scorer = ConditionalPerplexity("tiny-gpt2")
     items = [TextItem(*each) for each in texts[["text", "prompt"]].to_numpy()]
     nll = np.log([score[0] for score in scorer.score(items)])
     arms = []
@@ -253,7 +253,7 @@ ONE = Task(
     ("changed", "error", "message"),
     [
         ({"prompts": PROMPTS[:31]}, RunError, "31 prompts are too few.*at least 32"),
-        ({"budget": 1.0}, RunError, "budget must be above 1, such as 1.1; found 1"),
+        ({"budget": 1.0}, RunError, "budget must be above 1, such as 1.2; found 1"),
         ({"heads": 0}, RunError, "heads must be at least 1 and less than the 16 heads.*found 0"),
         ({"heads": 16}, RunError, "heads must be at least 1 and less than the 16 heads.*found 16"),
         ({"classifiers": ["nowhere/at-all"]}, ScoringError, "nowhere/at-all"),

@@ -28,7 +28,12 @@ from lapa2_interp.scoring.scorer import (
     run_scorer,
 )
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells, score_table
-from lapa2_interp.scoring.transformer import Classifier, Perplexity, _other_files_version
+from lapa2_interp.scoring.transformer import (
+    Classifier,
+    ConditionalPerplexity,
+    Perplexity,
+    _other_files_version,
+)
 from lapa2_interp.tasks.corpora import read_corpus
 
 
@@ -151,6 +156,35 @@ def test_perplexity_is_transformers_own_loss(tiny):
             assert value == pytest.approx(
                 network(ids, labels=ids).loss.exp().item(), rel=2e-6
             )  # transformers takes the loss in float32
+
+
+def test_conditional_perplexity_is_that_of_the_tokens_after_the_prompt(tiny):
+    """Also where the text comes without its prompt, and where a token is partly prompt."""
+    network, tokenizer, _ = load_transformers(tiny, "float64")
+    prompt, rest = "a b c d", " e f g h i j k l m n"
+    ids = [tokenizer.bos_token_id, *tokenizer(prompt + rest, add_special_tokens=False).input_ids]
+    first = 1 + len(tokenizer(prompt, add_special_tokens=False).input_ids)
+    with torch.no_grad():
+        log_probs = network(torch.tensor([ids])).logits.log_softmax(-1)[0, :-1]
+    nll = -log_probs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]  # of ids 1, 2, ...
+    items = [TextItem(prompt + rest, prompt), TextItem(rest, prompt), TextItem(prompt + rest)]
+    found = run_scorer(ConditionalPerplexity(tiny, "float64"), items)["perplexity"]
+    assert found[0] == found[1] == pytest.approx(nll[first - 1 :].mean().exp().item(), rel=1e-9)
+    assert found[2] == pytest.approx(nll.mean().exp().item(), rel=1e-9)
+    assert abs(found[0] / found[2] - 1) > 1e-4
+
+
+def test_a_token_that_is_partly_prompt_counts():
+    scorer = ConditionalPerplexity("smollm2-135m")
+    text = "He was born in 1990s and he lived in many other places"
+    ids = scorer.tokenizer(text, add_special_tokens=False).input_ids
+    parts = [scorer.tokenizer.decode(each) for each in ids]
+    for prompt, token in (("He was bo", " born"), ("He was born in", " ")):
+        read, first = scorer._read(TextItem(text, prompt))
+        assert read == ids
+        assert parts[first] == token
+    nothing = run_scorer(scorer, [TextItem(text, text)])
+    assert nothing["skipped"][0] == "nothing after the prompt"
 
 
 def test_perplexity_skips_short_and_empty_texts_and_counts_them():
