@@ -20,7 +20,7 @@ def steer(
     prompts: Path,
     out: Path,
     task: str = "sentiment",
-    method: str = "air-decoding",
+    method: str = "dexperts",
     parameters: Changes = (),
     budget: float = 1.2,
     heads: int | None = None,

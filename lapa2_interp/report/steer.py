@@ -90,7 +90,7 @@ def steer(
     prompts: Sequence[str],
     *,
     out: str | Path,
-    method: str = "air-decoding",
+    method: str = "dexperts",
     parameters: Mapping[str, Any] | None = None,
     budget: float = 1.2,
     heads: int | None = None,
