@@ -65,7 +65,8 @@ def _render(found: Steered) -> str:
         "model": f"{settings.model} ({settings.dtype})",
         "task": f"{settings.task.name}: {names}",
         "method": ", ".join(method),
-        "budget": f"{settings.budget:g} times the perplexity without bias ({settings.perplexity})",
+        "budget": f"{settings.budget:g} times the perplexity of continuations without bias"
+        f" ({settings.perplexity})",
         "classifiers": ", ".join(settings.classifiers),
         "texts": f"{settings.length} tokens, {settings.samples} for each prompt and attribute, seed"
         f" {settings.seed}",
