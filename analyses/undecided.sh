@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Claims on control that the grids quick/* leave undecided, on new prompts: those that need about three times their prompts at most
-# (`required_prompts` of figures/quick/tables/verdicts.csv). Numbers of prompts and arms were fixed before the first text, and no
-# text was looked at in between. Verdicts are those of the items' own scripts. With it the paper's 203 prompts of detoxification.
-# 143,000 texts: minutes on a GPU, 7 hours of two cores. Repeat it after a stop, and it resumes.
+# (`required_prompts` of figures/quick/tables/verdicts.md). Numbers of prompts and arms are fixed before the first text, and no
+# text is looked at in between. Verdicts are those of the items' own scripts. With it the paper's 203 prompts of detoxification.
+# 150,000 texts; every sweep tells its time first. Repeat it after a stop, and it resumes.
 #
 #     make steering-prompts; analyses/undecided.sh FOLDER
 #

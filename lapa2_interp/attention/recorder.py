@@ -246,8 +246,8 @@ class Recorder:
         alive = np.arange(n_seen)[None, :] < np.asarray(n_steps)[:, None]  # sample step
 
         def unstack(per_step: Sequence[Tensor]) -> Float[np.ndarray, "branch sample step *rest"]:
-            stacked = torch.stack(list(per_step), dim=1).cpu().numpy()
             # branch x sample, step, *rest
+            stacked = torch.stack(list(per_step), dim=1).cpu().numpy()
             # branch sample step *rest
             stacked = stacked.reshape(n_branches, n_samples, *stacked.shape[1:])
             return np.where(

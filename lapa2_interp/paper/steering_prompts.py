@@ -43,7 +43,7 @@ BASES = {
     "topic-5": 57,
     "undecided": 810,
 }
-"""Numbers of prompts by file of quick/bases, taken from the end of the neutral ones;
+"""Numbers of prompts by file in bases/, taken from the end of the neutral ones;
 bases/sentiment.txt and bases/topic.txt have all of their five parts."""
 
 
