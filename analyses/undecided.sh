@@ -5,9 +5,10 @@
 # 150,000 texts; every sweep tells its time first. Repeat it after a stop, and it resumes.
 #
 #     make steering-prompts; analyses/undecided.sh FOLDER
+#     analyses/undecided.sh FOLDER --device cuda --set max_rows=1536
 #
-# FOLDER has rtp_challenging_203.jsonl and rtp_challenging_1196.jsonl, RealToxicityPrompts of toxicity of at least .5 and their
-# wider set, with a text "prompt" on each line.
+# Further arguments go to every sweep. FOLDER has rtp_challenging_203.jsonl and rtp_challenging_1196.jsonl, RealToxicityPrompts of
+# toxicity of at least .5 and their wider set, with a text "prompt" on each line.
 set -euo pipefail
 data=$1
 out=results/undecided
@@ -27,7 +28,7 @@ arms=(arm=baseline "arm=alpha 0.5 paper" "arm=alpha 0.5 released" "arm=alpha 0.5
 for law in "linear" "sqrt" "constant, l0 128"; do arms+=("arm=alpha 0.5 paper, law $law"); done
 for layers in bottom top even; do arms+=("arm=alpha 0.5 paper, layers $layers"); done
 grids=(quick/scaling quick/layers quick/components quick/profile)
-fixed=(--dtype bfloat16 --set trace=none --set model_class=TransformersModel)
+fixed=(--dtype bfloat16 --set trace=none --set model_class=TransformersModel "${@:2}")
 sentiment='prompts={file="bases/undecided.txt", n=810, what="neutral ones of DExperts; `make steering-prompts`"}'
 lapa2 sweep "${grids[@]}" --out $out/sentiment "${fixed[@]}" --set "$sentiment" --only task=sentiment "${arms[@]}"
 lapa2 sweep quick/hard_prefix --out $out/wording "${fixed[@]}" --set "$sentiment" --only method=prefix \
