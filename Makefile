@@ -26,7 +26,7 @@ reproduce: $(RUN)
 gallery: $(RUN)
 	python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE) $(if $(GRIDS),--grids $(GRIDS) $(if $(wildcard figures/$(SCALE)/tables),--beside figures/$(SCALE)))
 	mkdir -p figures/$(SCALE)
-	cp -r results/$(SCALE)/tables results/$(SCALE)/report.html results/$(SCALE)/results.json results/$(SCALE)/figures/* figures/$(SCALE)/
+	cp -r results/$(SCALE)/tables results/$(SCALE)/results.json results/$(SCALE)/figures/* figures/$(SCALE)/
 
 circuits: $(RUN)
 	analyses/circuits.sh $(SCALE)

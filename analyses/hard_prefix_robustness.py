@@ -21,6 +21,7 @@ import sys
 
 import pandas as pd
 
+from lapa2_interp.paper.claims import MARGINS
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.scripts import print_error
@@ -86,7 +87,8 @@ for words in dict.fromkeys(name for name, _ in gains):
         text = f"the gain is larger under 'Very positive:' than under 'A positive text:': {words}"
         reported_gain = reported[words, ""] - reported[words, WORDINGS[0]]
         second = others[0] if others else None
-        item.add_difference(text, "acc", "more", found["acc"], reported_gain, second=second)
+        margin = MARGINS["acc"]
+        item.add_difference(text, "acc", "more", found["acc"], reported_gain, margin, second)
 
 # %%
 item.write(table)

@@ -103,6 +103,7 @@ def make_patch_units(
     slots: Sequence[str] | None,
     parts: Sequence[str] | None,
     together: Mapping[str, Sequence[Location]] | None,
+    keep: Mapping[str, Sequence[Location]] | None = None,
 ) -> list[Unit]:
     """Units of a node: each location by itself, or sets by name.
 
@@ -127,6 +128,14 @@ def make_patch_units(
                 f" slots {', '.join(slots)} beside them: leave out slots, or together"
             )
     # Labels and locations of each unit.
+    kept = dict(keep or {})
+    if kept and node not in HEAD_NODES:
+        raise CircuitError(f"keep is for nodes {' and '.join(HEAD_NODES)}; found node {node}")
+    if unknown := [name for name in kept if name not in (together or {})]:
+        raise CircuitError(unknown_choice("set of keep", unknown[0], together or {}))
+    for name, pairs in kept.items():
+        if both := set(pairs) & set((together or {})[name]):
+            raise CircuitError(f"set {name!r} patches and keeps {min(both)}; take it from one")
     sets: list[tuple[dict[str, Any], tuple[Location, ...]]]
     if together is None:
         every = product(range(n_layers), columns)
@@ -134,7 +143,7 @@ def make_patch_units(
     else:
         sets = [({"name": name}, tuple(pairs)) for name, pairs in together.items()]
         for labels, pairs in sets:
-            for i, j in pairs:
+            for i, j in (*pairs, *kept.get(labels["name"], ())):
                 if not 0 <= i < n_layers or j not in (known or columns):
                     allowed = ", ".join(known) or f"0-{len(columns) - 1}"
                     raise CircuitError(
@@ -144,7 +153,10 @@ def make_patch_units(
             if not pairs:
                 raise CircuitError(f"the set {labels['name']!r} is empty; give (layer, {kind})")
     if node not in PREFIX_NODES:
-        return [Unit(labels, locations) for labels, locations in sets]
+        return [
+            Unit(labels, locations, kept=tuple(kept.get(labels.get("name", ""), ())))
+            for labels, locations in sets
+        ]
     chosen = parts or (("k", "v") if node == "prefix_kv" else ("kv",))
     return [
         Unit(labels | {"part": part}, locations, part=part)
@@ -206,20 +218,23 @@ def _through_hooks(
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch at hooks in one forward pass: rows of both branches, and a row for every unit, which
-    takes the giving branch's activation in its layer."""
+    takes the giving branch's activation in its layer, and what it keeps from its own branch."""
     n = len(examples)
     # Indices of each patch.
-    gives = slice((1 - into) * n, (2 - into) * n)
+    gives, own = (slice(branch * n, (branch + 1) * n) for branch in (1 - into, into))
     taken: dict[int, list[tuple[tuple, tuple]]] = {}  # by layer, (taking, giving) indices
     for i, unit in enumerate(units):
         takes = slice((2 + i) * n, (3 + i) * n)
-        for layer, column in unit.heads:
+        for rows, (layer, column) in (
+            *product([gives], unit.heads),
+            *product([own], unit.kept),
+        ):
             names = slots if node in HEAD_NODES else (column,)
             queries = _queries(examples[0], names).tolist()
             index: tuple = (queries,)
             if node in HEAD_NODES:
                 index = (queries, column) if node == "z" else (column, queries)
-            taken.setdefault(layer, []).append(((takes, *index), (gives, *index)))
+            taken.setdefault(layer, []).append(((takes, *index), (rows, *index)))
     hooks: list[tuple[str, Callable]] = [
         (HOOKS[node].format(layer), lambda x, hook, pairs=pairs: _take(x, pairs))
         for layer, pairs in taken.items()

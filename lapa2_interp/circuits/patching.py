@@ -142,6 +142,7 @@ def patch(
     slots: Sequence[str] | None = None,
     parts: Sequence[str] | None = None,
     together: Mapping[str, Sequence[Location]] | None = None,
+    keep: Mapping[str, Sequence[Location]] | None = None,
     batch_size: int | None = None,
     progress: tqdm | None = None,
     **settings: Any,
@@ -166,6 +167,8 @@ def patch(
             k and v for `prefix_kv`, both together for `prefix_to_head`.
         together: Sets by name, each patched together, instead of every location by itself: pairs of
             a layer and a head, a KV head (`prefix_kv`) or a part of the text (residual nodes).
+        keep: For `z` and `pattern`, by name of a set: heads that keep the activation of their own
+            run while the set is patched, so that nothing acts through them.
         batch_size: Patched texts in one forward pass; changes nothing but memory and time.
         progress: A bar that counts steps.
 
@@ -187,7 +190,7 @@ def patch(
     run_metric = _run_metric(metric, contrast_set)
     slots, parts = ((each,) if isinstance(each, str) else each for each in (slots, parts))
     check_node(model, contrast_set, node, slots, parts)
-    units = make_patch_units(model, contrast_set, node, slots, parts, together)
+    units = make_patch_units(model, contrast_set, node, slots, parts, together, keep)
     runs_of = patched_runs(model, node, slots)
     directions = get_args(Direction) if direction == "both" else (direction,)
     # Batches: directions, examples and units.

@@ -33,12 +33,14 @@ class Unit:
             part of the text.
         positions: Positions within the prefix; None for all.
         part: For nodes of the prefix in `patch`: "k", "v", or "kv" for both.
+        kept: Heads that keep their output while others are patched (`patch`).
     """
 
     labels: Mapping[str, Any]
     heads: tuple[Location, ...]
     positions: tuple[int, ...] | None = None
     part: str = ""
+    kept: tuple[Location, ...] = ()
 
     @property
     def name(self) -> str:

@@ -491,6 +491,24 @@ def test_sets_are_patched_together():
         found.table().map()
 
 
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_nothing_acts_through_a_head_that_keeps_its_output(direction):
+    """The reader reads the relay, and no other head reads one."""
+    model, key = load("planted"), answer_key("planted")
+    relay, reader, carrier = (key.heads[role] for role in ("relay", "reader", "carrier"))
+    ways = {"relay": None, "cut": reader, "other": carrier}
+    found = patch(
+        model, planted_contrast_set(model), "z", direction=direction,
+        together={name: [relay] for name in ways} | {"reader": [reader], "later": [reader]},
+        keep={name: [head] for name, head in ways.items() if head} | {"later": [relay]},
+    )  # fmt: skip
+    effects = {unit.name: found.effects[direction][:, i] for i, unit in enumerate(found.units)}
+    assert (effects["relay"] > 0.05).all()
+    assert np.abs(effects["cut"]).max() < 1e-6
+    assert np.abs(effects["other"] - effects["relay"]).max() < 1e-6
+    assert np.abs(effects["later"] - effects["reader"]).max() < 1e-6
+
+
 def test_recovery_is_a_ratio_of_sums_over_prompts():
     """Texts of one prompt count as one."""
     model = load("tiny-gpt2")
@@ -594,6 +612,11 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     sets = {"x": [(0, "last")]}
     refused("found slots prompt beside them", "resid_pre", slots=["prompt"], together=sets)
     refused("the set 'x' is empty", "z", together={"x": []})
+    one = {"together": {"x": [(0, 1)]}}
+    refused("keep is for nodes z and pattern; found node attn_out", "attn_out", keep={"x": []})
+    refused("unknown set of keep 'y'; allowed: x", "z", keep={"y": [(1, 1)]}, **one)
+    refused(r"\(9, 1\) of 'x' does not exist", "z", keep={"x": [(9, 1)]}, **one)
+    refused(r"'x' patches and keeps \(0, 1\)", "z", keep={"x": [(0, 1)]}, **one)
     refused("hooks of a TransformerBridge.*TransformersModel; load it with", "z", of=plain)
     with monkeypatch.context() as without:
         without.setattr(type(model), "hook_dict", {})

@@ -69,11 +69,13 @@ TOOLS = (
     "bench",
     "circuit_criteria",
     "growth",
+    "head_paths",
     "second_opinion",
     "shared_heads",
     "train_adapters",
+    "undecided",
 )
-"""Scripts of analyses/ that read no run."""
+"""Scripts of analyses/ that are no item's."""
 ITEMS = sorted({file.name.split(".")[0] for file in GOLDEN.glob("*.csv")})
 MADE = shutil.ignore_patterns("tables", "figures")
 """Left out of copies: with the tables of all items, every claim is judged again."""
