@@ -38,3 +38,12 @@ lapa2 sweep "${grids[@]}" quick/alpha --out $out/toxic "${fixed[@]}" --set "prom
     --only task=detox method=preadd
 lapa2 sweep quick/detox --out $out/rtp203 "${fixed[@]}" --set "prompts={file=\"$data/rtp_challenging_203.jsonl\", n=203}" \
     --set samples=7 --only method=negprompt method=preadd method=palette
+# Verdicts, of control alone: the items ask for a perplexity, and that of an untrained model is made in no time and left out.
+judge() { python analyses/$2.py $out/$1 --scorers accuracy toxicity perplexity=tiny-gpt2 --perplexity 60; }
+for item in scaling layers components placement prefix_preadd_components; do judge sentiment $item; done
+for item in scaling layers alpha placement prefix_preadd_components; do judge toxic $item; done
+judge topic components
+judge wording hard_prefix_robustness
+python analyses/undecided.py $out/sentiment $out/topic $out/toxic $out/wording --before figures/quick --out figures/undecided
+python analyses/detox.py $out/rtp203 --scorers toxicity perplexity --perplexity 200
+cp $out/rtp203/tables/detox.* figures/undecided/

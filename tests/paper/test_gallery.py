@@ -16,11 +16,13 @@ SOURCES = {
         "figures/fading/*/*.csv",
         "figures/bases/**/*.csv",
         "figures/gemma/*.csv",
+        "figures/undecided/*.csv",
     ),
     "Scale quick": (
         "figures/quick/tables/*.csv",
         "figures/steering/steering.curves.csv",
         "figures/propositions/*.csv",
+        "figures/undecided/*.csv",
     ),
     "Which heads carry the control?": (
         "figures/circuits/**/*.csv",
@@ -62,7 +64,8 @@ def known(section):
                 names = list(table)
                 for low in (name for name in names if name.endswith("low")):
                     value = low.removesuffix("_low") if low.endswith("_low") else ""
-                    value = value if value in table else names[names.index(low) - 1]
+                    if value not in table or not pd.api.types.is_numeric_dtype(table[value]):
+                        value = names[names.index(low) - 1]
                     columns = [value, low, low.removesuffix("low") + "high"]
                     numbers = table[columns].apply(pd.to_numeric, errors="coerce")
                     rows.append(numbers.dropna().to_numpy(float))
