@@ -61,7 +61,7 @@ asked = ContrastSet.of(
     prompts=read_prompts(options.prompts)[: options.n],
     tokens=options.tokens,
 )
-heads = sorted(tuple(head) for head in json.loads(options.heads.read_text()))[: options.best]
+heads = sorted(tuple(head) for head in json.loads(options.heads.read_text())[: options.best])
 pairs = [(a, b) for a, b in combinations(heads, 2) if a[0] < b[0]]
 
 # %%

@@ -11,12 +11,14 @@ pytestmark = pytest.mark.long
 
 def test_the_reader_reads_the_relay(tmp_path):
     """In the planted model head 1.1 reads what 0.1 leaves, and no other head reads a head."""
-    (tmp_path / "heads.json").write_text(json.dumps([[1, 2], [0, 1], [1, 1], [0, 0], [1, 0]]))
+    (tmp_path / "heads.json").write_text(
+        json.dumps([[1, 2], [0, 1], [1, 1], [0, 0], [1, 0], [0, 2]])
+    )
     prompts = [f"The {word} of the" for word in ("lake", "book", "city")]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     script(
         "analyses", "head_paths", "planted", "--heads", tmp_path / "heads.json", "--prompts",
-        tmp_path / "prompts.txt", "--tokens", "3", "--out", tmp_path,
+        tmp_path / "prompts.txt", "--tokens", "3", "--best", "5", "--out", tmp_path,
     )  # fmt: skip
     table = pd.read_csv(tmp_path / "head_paths.csv", dtype={"from": str, "to": str})
     assert len(table) == 2 * 3
