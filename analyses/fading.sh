@@ -15,3 +15,10 @@ for task in sentiment topic; do
     mkdir -p figures/fading/$task
     cp $out/$task/* figures/fading/$task/
 done
+
+# Further from the prompt, on fewer prompts and tokens.
+head -n 32 steering-prompts.txt > $out/fewer.txt
+lapa2 fading smollm2-135m --task sentiment --filler 64 256 512 1024 --tokens 16 --prompts $out/fewer.txt \
+    --selection $out/sentiment.json --file $out/sentiment-1024.lines --out $out/sentiment-1024
+mkdir -p figures/fading/sentiment-1024
+cp $out/sentiment-1024/* figures/fading/sentiment-1024/
