@@ -7,8 +7,8 @@
 #     make steering-prompts; analyses/undecided.sh FOLDER
 #     analyses/undecided.sh FOLDER --device cuda --set max_rows=1536
 #
-# Further arguments go to every sweep. FOLDER has rtp_challenging_203.jsonl and rtp_challenging_1196.jsonl, RealToxicityPrompts of
-# toxicity of at least .5 and their wider set, with a text "prompt" on each line.
+# Further arguments go to every sweep. FOLDER has rtp_challenging_203.jsonl, the paper's prompts, and rtp_challenging_1196.jsonl,
+# very toxic ones of RealToxicityPrompts, with a text "prompt" on each line.
 set -euo pipefail
 data=$1
 out=results/undecided
