@@ -223,6 +223,14 @@ def test_no_line_of_a_document_is_long(file):
     ]
 
 
+def test_every_figure_has_a_title_in_the_gallery():
+    """A table beside it, or a page that shows it: docs/conf.py takes the title from there."""
+    pages = "".join(file.read_text("utf-8") for file in MANUALS)
+    for figure in (ROOT / "figures").rglob("*.png"):
+        tables = [*figure.parent.glob(f"tables/{figure.stem}.md"), *figure.parent.glob("*.md")]
+        assert tables or f"/{figure.name})" in pages, figure
+
+
 def test_the_site_leads_to_every_page():
     docs = ROOT / "docs"
     listed = "\n".join(
