@@ -134,7 +134,8 @@ def make_patch_units(
     if unknown := [name for name in kept if name not in (together or {})]:
         raise CircuitError(unknown_choice("set of keep", unknown[0], together or {}))
     for name, pairs in kept.items():
-        if both := set(pairs) & set((together or {})[name]):
+        patched = (together or {})[name]
+        if both := {tuple(pair) for pair in pairs} & {tuple(pair) for pair in patched}:
             raise CircuitError(f"set {name!r} patches and keeps {min(both)}; take it from one")
     sets: list[tuple[dict[str, Any], tuple[Location, ...]]]
     if together is None:

@@ -617,6 +617,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     refused("unknown set of keep 'y'; allowed: x", "z", keep={"y": [(1, 1)]}, **one)
     refused(r"\(9, 1\) of 'x' does not exist", "z", keep={"x": [(9, 1)]}, **one)
     refused(r"'x' patches and keeps \(0, 1\)", "z", keep={"x": [(0, 1)]}, **one)
+    refused(r"'x' patches and keeps \(0, 1\)", "z", keep={"x": [[0, 1]]}, **one)  # as in JSON
     refused("hooks of a TransformerBridge.*TransformersModel; load it with", "z", of=plain)
     with monkeypatch.context() as without:
         without.setattr(type(model), "hook_dict", {})
