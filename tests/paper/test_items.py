@@ -70,6 +70,7 @@ TOOLS = (
     "circuit_criteria",
     "growth",
     "head_paths",
+    "same_prompts",
     "second_opinion",
     "shared_heads",
     "train_adapters",
