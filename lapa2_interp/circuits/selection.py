@@ -100,8 +100,8 @@ class Selection(BaseModel):
         inputs: Hash of the texts, the model and the words (`ContrastSet.key`).
         stability: Spearman correlation of the scores, of all heads or of those that were screened,
             between halves of the prompts that decided; None where it is not defined.
-        screened: The number of heads that were knocked out, on the second half of the prompts, the
-            first half having ordered all heads by the gradient; None where there was no such order.
+        screened: The number of heads that were knocked out, on one half of the prompts, the other
+            half having ordered all heads by the gradient; None where there was no such order.
         seed: Seed of the texts and of random heads.
         created, version: Time of the choice, and the package's version.
         prompt: The slope by which Pro-Aug was decided for a method, in these heads; None if it was
@@ -232,7 +232,7 @@ def select(
             it.
         metric: The metric of control, for cut, slope, positions and Pro-Aug.
         screen: The number of heads that are knocked out (by cut); 0 is all of them, on all prompts,
-            as are fewer than 16 prompts.
+            as are fewer than 15 prompts.
         seed: Seed of the texts and of random heads.
         file: A file for finished knock-outs (by cut), as in `knock_out`.
         pro_aug: A method for which Pro-Aug is also decided, on these texts and in the chosen heads
@@ -422,14 +422,14 @@ def _screened(
     few, or the model has no gradients."""
     every = all_heads(model)
     names = list(dict.fromkeys(contrast_set.prompts))
-    if not 0 < most < len(every) or len(names) < 2 * FEW or not has_gradients(model):
+    if not 0 < most < len(every) or len(names) < 2 * FEW - 1 or not has_gradients(model):
         return every, contrast_set
     halves = [
         replace(
             contrast_set,
             examples=tuple(each for each in contrast_set.examples if each.prompt in half),
         )
-        for half in (names[::2], names[1::2])
+        for half in (names[1::2], names[::2])
     ]
     estimates = attribution(model, halves[0], metric=metric).table()
     kept = set(estimates.best(most, absolute=True))

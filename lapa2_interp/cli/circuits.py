@@ -86,7 +86,7 @@ def select(
         positions: Tokens of the prefix: all, auto (the smallest set that keeps 90 % of the
             control), or positions within it such as 0,1.
         metric: By which control is measured: js, lex, llr or kl.
-        screen: How many heads are knocked out (score cut): of 16 prompts or more, one half orders
+        screen: How many heads are knocked out (score cut): of 15 prompts or more, one half orders
             all heads by the gradient, and the other half decides; 0 knocks out all.
         file: Where finished knock-outs are kept (score cut): the same command resumes from there.
         pro_aug: A method such as air-decoding: also decide whether its raw branch strengthens the

@@ -248,17 +248,15 @@ def test_one_half_of_the_prompts_screens_and_the_other_decides(monkeypatch):
     prompts = [
         f"The {noun}" for noun in ["lake", "sea", "road", "book", "film", "food", "city", "house"]
     ]
-    prompts += [
-        f"A {noun}" for noun in ["lake", "sea", "road", "book", "film", "food", "city", "house"]
-    ]
+    prompts += [f"A {noun}" for noun in ["lake", "sea", "road", "book", "film", "food", "city"]]
     whole = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=8)
-    first, second = (
+    screening, deciding = (
         replace(whole, examples=tuple(e for e in whole.examples if e.prompt in prompts[i::2]))
-        for i in (0, 1)
+        for i in (1, 0)
     )
     found = select(model, whole, heads=2, metric="lex", screen=3)
-    kept = attribution(model, first, metric="lex").table().best(3, absolute=True)
-    exact = knock_out(model, second, metric="lex", other_metrics=())
+    kept = attribution(model, screening, metric="lex").table().best(3, absolute=True)
+    exact = knock_out(model, deciding, metric="lex", other_metrics=())
     key = answer_key("planted").heads
     assert found.screened == 3
     assert found.heads[0] == key["carrier"]
@@ -271,6 +269,10 @@ def test_one_half_of_the_prompts_screens_and_the_other_decides(monkeypatch):
 
 def test_few_prompts_or_heads_are_not_screened(contrast_set):
     model = load("planted")
+    few = {example.prompt for example in contrast_set.examples[:14]}
+    contrast_set = replace(
+        contrast_set, examples=tuple(e for e in contrast_set.examples if e.prompt in few)
+    )
     every = select(model, contrast_set, heads=2, metric="lex", screen=0)
     assert every.screened is None
     assert select(model, contrast_set, heads=2, metric="lex", screen=4).scores == every.scores
