@@ -74,16 +74,13 @@ def set_neurons(
     ]
     missing = [name for name, _ in hooks if name not in model.hook_dict]
     if missing:
-        raise DeadHookError(_missing_hook_error(missing[0]))
+        raise DeadHookError(
+            f"the model has no {missing[0]} (as in a mixture of experts), so its neurons cannot be"
+            " set; use a model with one MLP per layer, such as GPT-2, GPT-NeoX/Pythia, Llama or"
+            " SmolLM2"
+        )
     with model.hooks(fwd_hooks=hooks):
         yield
-
-
-def _missing_hook_error(name: str) -> str:
-    return (
-        f"the model has no {name} (as in a mixture of experts), so its neurons cannot be set; use"
-        " a model with one MLP per layer, such as GPT-2, GPT-NeoX/Pythia, Llama or SmolLM2"
-    )
 
 
 @torch.no_grad()

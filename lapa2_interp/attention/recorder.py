@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -256,6 +256,9 @@ class Recorder:
                 np.float32(np.nan),
             )
 
+        def by_row(numbers: Iterable[int]) -> Int[np.ndarray, "branch sample"]:
+            return np.array(list(numbers)).reshape(n_branches, n_samples)
+
         # The sums.
         axes = ("branch", "sample", "step")
         by_kind = ("layer_type",) if self.has_windows else ()
@@ -283,7 +286,7 @@ class Recorder:
         }
         # The prefix tokens.
         tokens = unstack(self.tokens)  # branch sample step kind prefix_token
-        l_pre = np.array([each.l_pre for each in layouts]).reshape(n_branches, n_samples)
+        l_pre = by_row(each.l_pre for each in layouts)
         outside = np.arange(self.l_pre) >= l_pre[:, :, None]  # branch sample prefix_token
         tokens = np.where(outside[:, :, None, None], np.float32(np.nan), tokens)
         data["prefix_tokens"] = (
@@ -313,21 +316,15 @@ class Recorder:
         if self.rows:
             data["pattern"] = ((*axes, "pair", "key"), unstack(self._live_rows(layouts)))
         # The coordinates.
-        live = np.array([each.n_live for each in layouts]).reshape(n_branches, n_samples)
+        live = by_row(each.n_live for each in layouts)
         coords = {
             "branch": list(branches),
             "sample": np.arange(n_samples),
             "step": np.arange(n_seen),
             "prefix_token": np.arange(self.l_pre),
             "l_pre": (axes[:2], l_pre),
-            "l_pro": (
-                axes[:2],
-                np.array([each.l_pro for each in layouts]).reshape(n_branches, n_samples),
-            ),
-            "n_bos": (
-                axes[:2],
-                np.array([each.n_bos for each in layouts]).reshape(n_branches, n_samples),
-            ),
+            "l_pro": (axes[:2], by_row(each.l_pro for each in layouts)),
+            "n_bos": (axes[:2], by_row(each.n_bos for each in layouts)),
             "l_kv": (axes, live[:, :, None] + np.arange(n_seen)),
         }
         if self.kind == "full":

@@ -167,14 +167,8 @@ def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
         raise TraceError("this trace is pooled over heads; record it with --trace full")
     frames = []
     for arm, members in _split_by_arm(trace, samples):
-        part = trace.isel(branch=at, sample=members.index.to_numpy())
-        means = (
-            part[list(SUMS)]
-            .mean("step")
-            .mean("sample")
-            .to_dataframe()
-            .reset_index()[["layer", "head", *SUMS]]
-        )
+        part = trace[list(SUMS)].isel(branch=at, sample=members.index.to_numpy())
+        means = part.mean("step").mean("sample").to_dataframe().reset_index()
         frames.append(means.assign(arm=arm)[["arm", "layer", "head", *SUMS]])
     return pd.concat(frames, ignore_index=True)
 
@@ -201,17 +195,9 @@ def prefix_token_table(
             has = ~np.isnan(values)
             if not has.any():
                 continue
-            interval = mean_interval(values[has], members["prompt"].to_numpy()[has])
-            rows.append(
-                {
-                    "arm": arm,
-                    "key": key,
-                    "mean": interval.mean,
-                    "low": interval.low,
-                    "high": interval.high,
-                    "n": interval.n,
-                }
-            )
+            found = mean_interval(values[has], members["prompt"].to_numpy()[has])
+            row = {"arm": arm, "key": key, "mean": found.mean, "low": found.low, "high": found.high}
+            rows.append(row | {"n": found.n})
     return pd.DataFrame(rows)
 
 
