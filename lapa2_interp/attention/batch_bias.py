@@ -214,14 +214,10 @@ class BatchBias:
         self.size, self.layer_types = size, tuple(layer_types or [FULL_ATTENTION] * size[0])
         attends = np.array([each != NO_ATTENTION for each in self.layer_types])
         self.n_rows = len(self.layouts)
-        length_rules = [
-            [augmentation for augmentation in row if not augmentation.reads_scores]
-            for row in augmentations
-        ]
-        score_rules = [
-            [augmentation for augmentation in row if augmentation.reads_scores]
-            for row in augmentations
-        ]
+        length_rules, score_rules = (
+            [[each for each in row if each.reads_scores == reads] for row in augmentations]
+            for reads in (False, True)
+        )
         self.length_terms, self.score_terms = (
             [
                 _Term([row[i] if i < len(row) else None for row in kind], layouts, size, attends)

@@ -26,7 +26,7 @@ from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError, TraceError
@@ -63,19 +63,14 @@ MASK_CHECK_INTERVAL = 64
 
 @runtime_checkable
 class Observer(Protocol):
-    """A reader of attention patterns while the model runs, such as
-    `attention.recorder.Recorder`."""
+    """A reader of attention patterns while the model runs, such as `attention.recorder.Recorder`.
+
+    If it has a method `capped`, that is called before `observe` of the same layer and pass, with
+    the mask of the biases that were cut at +-BIAS_CAP (`batch_bias.CapCallback`).
+    """
 
     def observe(self, layer: int, pattern: Float[Tensor, "row head query key"], first: int) -> None:
         """Called once per layer and forward pass; `first` is the slot of the first query."""
-
-
-@runtime_checkable
-class CapObserver(Protocol):
-    """An observer that is also called with the biases that were cut at +-BIAS_CAP."""
-
-    def capped(self, layer: int, caps: Bool[Tensor, "row head query"], first: int) -> None:
-        """Called before `observe` of the same layer and pass."""
 
 
 @contextmanager
@@ -145,7 +140,7 @@ def augmented(
         n_layers_and_heads(model),
         layer_types(model),
         may_repeat=plain is model,
-        capped=observer.capped if isinstance(observer, CapObserver) else None,
+        capped=getattr(observer, "capped", None),
     )
     recorded = getattr(observer, "layer_types", None)
     if recorded is not None and recorded != bias.layer_types:
