@@ -19,6 +19,8 @@ ALL_SIGNS = 16
 FLIPS = 100_000
 """Random assignments beyond."""
 CHUNK = 2**14
+SPLITS = 200
+"""Random halves of the prompts."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,16 @@ class MaxT:
     q: Float[np.ndarray, " unit"]
 
 
-def max_t(values: Float[np.ndarray, "prompt unit"], seed: int = 0) -> MaxT:
+def max_t(values: Float[np.ndarray, "prompt unit"]) -> MaxT:
     """Sign-flip tests of the units' means over prompts, studentised (Westfall and Young's max T).
 
     A unit that is 0 in every prompt has t 0 and p 1.
 
     Args:
         values: The mean of each unit in each prompt.
-        seed: Seed of the random flips, where there are more than 16 prompts.
     """
+    from scipy.stats import false_discovery_control
+
     n, n_units = values.shape
     if n < 2:
         nothing = np.full(n_units, np.nan)
@@ -59,9 +62,10 @@ def max_t(values: Float[np.ndarray, "prompt unit"], seed: int = 0) -> MaxT:
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(variance > 0, means / np.sqrt(variance), 0.0)
 
-    observed = np.abs(t_of(values.mean(0)[None])[0])
+    t = t_of(values.mean(0)[None])[0]
+    observed = np.abs(t)
     alone, largest, flips = np.zeros(n_units), np.zeros(n_units), 0
-    for signs in _signs(n, seed):
+    for signs in _signs(n):
         flipped = np.abs(t_of(signs @ values / n))
         alone += (flipped >= observed * (1 - 1e-9)).sum(0)
         top = np.sort(flipped.max(1))
@@ -69,27 +73,19 @@ def max_t(values: Float[np.ndarray, "prompt unit"], seed: int = 0) -> MaxT:
         flips += len(signs)
     if n > ALL_SIGNS:  # the observed signs are one of the possible ones
         alone, largest, flips = alone + 1, largest + 1, flips + 1
-    p, p_max = alone / flips, largest / flips
-    signed = t_of(values.mean(0)[None])[0]
-    return MaxT(signed, p, p_max, false_discovery(p))
+    p = alone / flips
+    return MaxT(t, p, largest / flips, np.asarray(false_discovery_control(p)))
 
 
-def _signs(n: int, seed: int) -> Iterator[Float[np.ndarray, "flip prompt"]]:
+def _signs(n: int) -> Iterator[Float[np.ndarray, "flip prompt"]]:
     if n <= ALL_SIGNS:
         for first in range(0, 2**n, CHUNK):
             numbers = np.arange(first, min(2**n, first + CHUNK))[:, None]
             yield 1.0 - 2.0 * ((numbers >> np.arange(n)) & 1)
         return
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for first in range(0, FLIPS, CHUNK):
         yield rng.choice([-1.0, 1.0], size=(min(CHUNK, FLIPS - first), n))
-
-
-def false_discovery(p: Float[np.ndarray, " unit"]) -> Float[np.ndarray, " unit"]:
-    """Benjamini and Hochberg's q-values."""
-    from scipy.stats import false_discovery_control
-
-    return np.asarray(false_discovery_control(p))
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ class Ranks:
     high: Float[np.ndarray, " unit"]
 
 
-def ranks(values: Float[np.ndarray, "prompt unit"], resamples: int = 2000, seed: int = 0) -> Ranks:
+def ranks(values: Float[np.ndarray, "prompt unit"]) -> Ranks:
     """Ranks of the units' means; intervals from resampled prompts (NaN below `stats.FEW`)."""
     from scipy.stats import rankdata
 
@@ -111,7 +107,7 @@ def ranks(values: Float[np.ndarray, "prompt unit"], resamples: int = 2000, seed:
     if n < FEW:
         nothing = np.full(values.shape[1], np.nan)
         return Ranks(rank, nothing, nothing)
-    drawn = resampled_means(values, np.arange(n), resamples, seed)  # resample unit
+    drawn = resampled_means(values, np.arange(n))  # resample unit
     low, high = np.percentile(rankdata(-drawn, axis=1, method="min"), tails(n), axis=0)
     return Ranks(rank, np.asarray(low), np.asarray(high))
 
@@ -126,14 +122,14 @@ def spearman(one: Float[np.ndarray, " unit"], other: Float[np.ndarray, " unit"])
     return float(np.corrcoef(*both)[0, 1])
 
 
-def split_half(values: Float[np.ndarray, "prompt unit"], splits: int = 200, seed: int = 0) -> float:
+def split_half(values: Float[np.ndarray, "prompt unit"]) -> float:
     """Mean Spearman correlation of the units' means between random halves of the prompts; NaN below
     4 prompts."""
     n = len(values)
     if n < 4 or values.shape[1] < 3:
         return float("nan")
-    rng, found = np.random.default_rng(seed), []
-    for _ in range(splits):
+    rng, found = np.random.default_rng(0), []
+    for _ in range(SPLITS):
         order = rng.permutation(n)
         halves = (order[: n // 2], order[n // 2 :])
         found.append(spearman(*(values[half].mean(0) for half in halves)))
@@ -141,10 +137,7 @@ def split_half(values: Float[np.ndarray, "prompt unit"], splits: int = 200, seed
 
 
 def share_interval(
-    part: Float[np.ndarray, "prompt unit"],
-    whole: Float[np.ndarray, " prompt"],
-    resamples: int = 2000,
-    seed: int = 0,
+    part: Float[np.ndarray, "prompt unit"], whole: Float[np.ndarray, " prompt"]
 ) -> tuple[Float[np.ndarray, " unit"], Float[np.ndarray, " unit"], Float[np.ndarray, " unit"]]:
     """Sum of a part over the sum of the whole, with its 95 % interval over prompts: a ratio of
     sums, never a mean of ratios. Below `stats.FEW` prompts the interval is Student's, on how far
@@ -158,7 +151,7 @@ def share_interval(
         low, high = bounds((part - share * whole[:, None]) / whole.mean())
         return share, share + low, share + high
     both = np.concatenate([part, whole[:, None]], axis=1)
-    drawn = resampled_means(both, np.arange(n), resamples, seed)
+    drawn = resampled_means(both, np.arange(n))
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = np.nanpercentile(drawn[:, :-1] / drawn[:, -1:], tails(n), axis=0)
     return share, np.asarray(low), np.asarray(high)
