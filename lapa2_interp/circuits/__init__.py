@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from lapa2_interp.circuits.control import ControlScore, control_score
     from lapa2_interp.circuits.examples import RAW, ContrastExample, make_examples
     from lapa2_interp.circuits.fading import Fading, measure_fading
-    from lapa2_interp.circuits.gradients import Attribution, attribution
+    from lapa2_interp.circuits.gradients import Attribution, attribution, prefilter_recall
     from lapa2_interp.circuits.joint_knockout import JointCurve, joint_curve
     from lapa2_interp.circuits.knockout import KnockOut, knock_out
     from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution, head_logit_attribution
     from lapa2_interp.circuits.metrics import METRICS, Predictions
     from lapa2_interp.circuits.patching import Patching, patch
-    from lapa2_interp.circuits.prefilter import prefilter_recall
     from lapa2_interp.circuits.prefix_attention import (
         alpha_at_prefix_attention,
         mean_prefix_attention,

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from pydantic import TypeAdapter
 
 from lapa2_interp._util.errors import CircuitError, pluralize
@@ -35,17 +34,15 @@ from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Phase
-from lapa2_interp.circuits.circuit_graph import make_circuit_graph
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.examples import RAW, prefix_texts
-from lapa2_interp.circuits.gradients import attribution
+from lapa2_interp.circuits.gradients import attribution, has_gradients, prefilter_recall
 from lapa2_interp.circuits.joint_knockout import joint_curve
 from lapa2_interp.circuits.knockout import KnockOut, knock_out
 from lapa2_interp.circuits.logit_attribution import head_logit_attribution
-from lapa2_interp.circuits.prefilter import prefilter_recall
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
-from lapa2_interp.circuits.study_results import EDGES, SIZES, CircuitStudy
+from lapa2_interp.circuits.study_results import EDGES, SIZES, CircuitStudy, make_circuit_graph
 from lapa2_interp.circuits.units import Unit, make_units
 from lapa2_interp.models.card import Model, model_card, plain_network
 from lapa2_interp.models.load import accepts_model_name
@@ -175,7 +172,7 @@ def run_study(
         write_text(folder / "together.csv", as_csv(curve.frame()))
     # Gradients and direct effects, where the model has hooks.
     gradient = None
-    if plain_network(model) is None and model.cfg.dtype in (torch.float32, torch.float64):
+    if has_gradients(model):
         report("the gradient's order of heads, beside the exact one")
         slopes = attribution(model, contrast_set, metric="js")
         write_text(folder / "gradient.csv", as_csv(slopes.frame()))

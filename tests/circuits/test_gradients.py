@@ -17,10 +17,14 @@ from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.examples import ContrastExample
-from lapa2_interp.circuits.gradients import attribution, cut_pattern
+from lapa2_interp.circuits.gradients import (
+    PrefilterRecall,
+    attribution,
+    cut_pattern,
+    prefilter_recall,
+)
 from lapa2_interp.circuits.knockout import knock_out
 from lapa2_interp.circuits.metrics import lex
-from lapa2_interp.circuits.prefilter import PrefilterRecall, prefilter_recall
 from lapa2_interp.circuits.units import Unit, all_heads
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.planted import answer_key
