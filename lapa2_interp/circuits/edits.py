@@ -106,39 +106,30 @@ def edited_logits(
     model: Model,
     items: Sequence[tuple[ContrastExample, Edit | None]],
     augmentation: AugmentationLike = None,
-    raw: bool = False,
     clean: CleanPass | None = None,
-) -> tuple[Float[Tensor, "branch item step vocab"], Float[Tensor, "item step vocab"] | None]:
+) -> Float[Tensor, "branch item step vocab"]:
     """Logits of every step of texts, in every branch, each under its edit.
 
     Args:
         items: Pairs of an example and its edit (None for no edit); the examples have one shape.
         augmentation: One or more augmentations that act in every branch besides.
-        raw: Also compute logits without a prefix.
         clean: A clean pass of a group of examples, where the items are the whole group under one
             edit, then the whole group under the next, and so on.
 
     Returns:
-        Logits by branch, the target first; and those without a prefix, or None.
+        Logits by branch, the target first.
 
     Raises:
         CircuitError: The examples have different shapes; the model is a HookedTransformer; or an
             augmentation acts inside the prefix, or is pooled.
     """
-    if not is_bridge(model):
-        raise CircuitError(
-            "circuits are read from a TransformerBridge or a TransformersModel, not from a"
-            f" {type(model).__name__}"
-        )
+    check_model_class(model)
     if len({example.shape for example, _ in items}) > 1:
         raise CircuitError("examples of a batch must have one shape; see `batches`")
     n_branches = len(items[0][0].attributes)
     rows = [(example, edit, branch) for branch in range(n_branches) for example, edit in items]
     logits = _forward_rows(model, rows, augmentation, clean)
-    found = logits.unflatten(0, (n_branches, len(items)))
-    if not raw:
-        return found, None
-    return found, unprefixed_logits(model, [example for example, _ in items])
+    return logits.unflatten(0, (n_branches, len(items)))
 
 
 def items_per_batch(
@@ -179,7 +170,6 @@ def evaluate_edits(
         The edit's number, the examples' numbers, and the metrics of those examples by name. Edits
         that share a batch come together: all examples of these, then the next edits.
     """
-    with_raw = "from_raw" in metrics
     most = items_per_batch(model, contrast_set.examples, batch_size)
     groups = list(batches(contrast_set.examples, most))
     size = max(1, most // max(map(len, groups)))  # edits in a batch
@@ -191,8 +181,10 @@ def evaluate_edits(
                 items = [
                     (contrast_set.examples[i], edits[number]) for number in block for i in group
                 ]
-                logits, raw = edited_logits(model, items, augmentation, with_raw, group_pass)
-                text = torch.tensor([example.text for example, _ in items], device=logits.device)
+                examples = [example for example, _ in items]
+                logits = edited_logits(model, items, augmentation, group_pass)
+                raw = unprefixed_logits(model, examples) if "from_raw" in metrics else None
+                text = torch.tensor([each.text for each in examples], device=logits.device)
                 found = Predictions(logits, text, raw, contrast_set.words)
                 values = {
                     name: _metric_values(name, metric, found) for name, metric in metrics.items()
@@ -201,7 +193,7 @@ def evaluate_edits(
                     part = slice(at * len(group), (at + 1) * len(group))
                     yield number, group, {name: each[part] for name, each in values.items()}
                 if progress is not None:
-                    progress.update(sum(example.n_branch_steps for example, _ in items))
+                    progress.update(sum(each.n_branch_steps for each in examples))
 
 
 def _clean_passes(
@@ -375,6 +367,15 @@ def _forward_by_step(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row st
     return torch.cat(found, dim=1)
 
 
+def check_model_class(model: Model) -> None:
+    """Refuse a model that is neither a TransformerBridge nor a TransformersModel."""
+    if not is_bridge(model):
+        raise CircuitError(
+            "circuits are read from a TransformerBridge or a TransformersModel, not from a"
+            f" {type(model).__name__}"
+        )
+
+
 def check_has_hooks(model: Model, purpose: str, instead: str = "") -> None:
     """Refuse a model that is not a TransformerBridge: `purpose` through hooks, or `instead`."""
     if not is_bridge(model) or plain_network(model) is not None:
@@ -393,7 +394,7 @@ def with_text(layout: Layout, text: Sequence[int]) -> Layout:
 def text_logits(
     model: Model,
     rows: Sequence[tuple[ContrastExample, int]],
-    hooks: Sequence[tuple[str, Callable]] = (),
+    hooks: Sequence[tuple[str, Callable]],
     augmentation: AugmentationLike = None,
 ) -> Float[Tensor, "row step vocab"]:
     """Logits of every step, by one pass over prefix, prompt and text.
@@ -401,6 +402,9 @@ def text_logits(
     Args:
         rows: Examples of one shape, each with the number of its branch.
         hooks: Names of the model's hooks, and functions of an activation and its hook.
+
+    Raises:
+        DeadHookError: One of the hooks did not run.
     """
     layouts = [example.layouts[branch] for example, branch in rows]
     inputs = soft_inputs(
@@ -413,7 +417,7 @@ def text_logits(
     )
     n = rows[0][0].n_steps
     rules = active_augmentations(resolve_recipes(augmentation))
-    with augmented(model, rules, layouts), model.hooks(fwd_hooks=list(hooks)):
+    with augmented(model, rules, layouts), attach_hooks(model, hooks):
         return model(**inputs, logits_to_keep=n)[:, -n:]
 
 

@@ -47,7 +47,7 @@ from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.attention.hooked import edit_scores, refuse_sinks
 from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
-from lapa2_interp.circuits.edits import Heads, items_per_batch, read_prefixes
+from lapa2_interp.circuits.edits import Heads, check_model_class, items_per_batch, read_prefixes
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
 from lapa2_interp.circuits.result_store import (
@@ -59,7 +59,7 @@ from lapa2_interp.circuits.result_store import (
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, head_mask, make_units
 from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
-from lapa2_interp.models.card import Model, is_bridge, prepacked_model, smallest_window
+from lapa2_interp.models.card import Model, prepacked_model, smallest_window
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
@@ -114,15 +114,20 @@ class Fading:
         """
         rows = []
         for filler, values in {NEAR: self.near, **self.far}.items():
-            own, lost = (self.contrast_set.by_prompt(each) for each in (values, self.near - values))
-            row = {"filler": filler, "control": own.mean()}
-            for name, each in (("", own), ("fade_", lost)):
-                low, high = bounds(each)
-                row |= {f"{name}low": float(low), f"{name}high": float(high)}
-            rows.append(row | {"fade": lost.mean(), "prompts": len(own)})
-        table = pd.DataFrame(rows)
-        names = ["filler", "control", "low", "high", "fade", "fade_low", "fade_high", "prompts"]
-        return table[names]
+            row: dict[str, float] = {"filler": filler}
+            for name, mark, each in (
+                ("control", "", values),
+                ("fade", "fade_", self.near - values),
+            ):
+                by_prompt = self.contrast_set.by_prompt(each)
+                low, high = bounds(by_prompt)
+                row |= {
+                    name: by_prompt.mean(),
+                    f"{mark}low": float(low),
+                    f"{mark}high": float(high),
+                }
+            rows.append(row | {"prompts": self.contrast_set.n_prompts})
+        return pd.DataFrame(rows)
 
     def frame(self) -> pd.DataFrame:
         """A row for every filler length, set of heads and bias.
@@ -262,11 +267,7 @@ def measure_fading(
             f"fading needs filler lengths above {NEAR}, and at least one scored token; found filler"
             f" {tuple(filler)}, tokens {tokens}"
         )
-    if not is_bridge(model):
-        raise CircuitError(
-            "circuits are read from a TransformerBridge or a TransformersModel, not from a"
-            f" {type(model).__name__}"
-        )
+    check_model_class(model)
     # Texts, heads and metric.
     n_text = lengths[-1] + tokens
     if isinstance(contrast, str | Task):

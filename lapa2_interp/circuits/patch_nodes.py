@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, Literal, get_args
@@ -116,7 +116,7 @@ def make_patch_units(
     known: Sequence[Any] = ()
     kind = "head"
     if node == "prefix_kv":
-        kind, columns = "kv_head", range(n_heads // _group(model))
+        kind, columns = "kv_head", range(kv_heads(model))
     elif node in HOOKS and node not in HEAD_NODES:
         soft = any(example.layouts[0].soft for example in contrast_set.examples)
         usual = ("bos" if soft else "prefix", "prompt", "last", "generated")
@@ -127,47 +127,39 @@ def make_patch_units(
                 f"the sets of together name the parts of the text of node {node} themselves; found"
                 f" slots {', '.join(slots)} beside them: leave out slots, or together"
             )
-    # Labels and locations of each unit.
-    kept = dict(keep or {})
+    # Sets by name, with the heads that each keeps.
+    sets, kept = (
+        {name: tuple(pairs) for name, pairs in (given or {}).items()} for given in (together, keep)
+    )
     if kept and node not in HEAD_NODES:
         raise CircuitError(f"keep is for nodes {' and '.join(HEAD_NODES)}; found node {node}")
-    if unknown := [name for name in kept if name not in (together or {})]:
-        raise CircuitError(unknown_choice("set of keep", unknown[0], together or {}))
-    for name, pairs in kept.items():
-        patched = (together or {})[name]
-        if both := {tuple(pair) for pair in pairs} & {tuple(pair) for pair in patched}:
+    if unknown := [name for name in kept if name not in sets]:
+        raise CircuitError(unknown_choice("set of keep", unknown[0], sets))
+    for name, pairs in sets.items():
+        own = kept.get(name, ())
+        if both := {tuple(pair) for pair in pairs} & {tuple(pair) for pair in own}:
             raise CircuitError(f"set {name!r} patches and keeps {min(both)}; take it from one")
-    sets: list[tuple[dict[str, Any], tuple[Location, ...]]]
+        for i, j in (*pairs, *own):
+            if not 0 <= i < n_layers or j not in (known or columns):
+                allowed = ", ".join(known) or f"0-{len(columns) - 1}"
+                raise CircuitError(
+                    f"({i}, {j}) of {name!r} does not exist; node {node} has layers"
+                    f" 0-{n_layers - 1}, {kind} {allowed}"
+                )
+        if not pairs:
+            raise CircuitError(f"the set {name!r} is empty; give (layer, {kind})")
     if together is None:
         every = product(range(n_layers), columns)
-        sets = [({"layer": i, kind: j}, ((i, j),)) for i, j in every]
+        units = [Unit({"layer": i, kind: j}, ((i, j),)) for i, j in every]
     else:
-        sets = [({"name": name}, tuple(pairs)) for name, pairs in together.items()]
-        for labels, pairs in sets:
-            for i, j in (*pairs, *kept.get(labels["name"], ())):
-                if not 0 <= i < n_layers or j not in (known or columns):
-                    allowed = ", ".join(known) or f"0-{len(columns) - 1}"
-                    raise CircuitError(
-                        f"({i}, {j}) of {labels['name']!r} does not exist; node {node} has layers"
-                        f" 0-{n_layers - 1}, {kind} {allowed}"
-                    )
-            if not pairs:
-                raise CircuitError(f"the set {labels['name']!r} is empty; give (layer, {kind})")
+        units = [Unit({"name": name}, sets[name], kept=kept.get(name, ())) for name in sets]
     if node not in PREFIX_NODES:
-        return [
-            Unit(labels, locations, kept=tuple(kept.get(labels.get("name", ""), ())))
-            for labels, locations in sets
-        ]
+        return units
     chosen = parts or (("k", "v") if node == "prefix_kv" else ("kv",))
     return [
-        Unit(labels | {"part": part}, locations, part=part)
-        for part, (labels, locations) in product(chosen, sets)
+        replace(unit, labels={**unit.labels, "part": part}, part=part)
+        for part, unit in product(chosen, units)
     ]
-
-
-def _group(model: Model) -> int:
-    """Query heads of a KV head."""
-    return model.cfg.n_heads // kv_heads(model)
 
 
 PatchedRuns = Callable[[Sequence[ContrastExample], Sequence[Unit], int], Tensor]
@@ -178,7 +170,8 @@ the opposite run, and a run for every unit."""
 def patched_runs(model: Model, node: str, slots: Sequence[str] | None) -> PatchedRuns:
     """The function that patches a node: through the cache, the final norm, or hooks."""
     if node in PREFIX_NODES:
-        return partial(_through_prefix, model, 1 if node == "prefix_to_head" else _group(model))
+        group = 1 if node == "prefix_to_head" else model.cfg.n_heads // kv_heads(model)
+        return partial(_through_prefix, model, group)
     if node == "head_to_logits":
         # The weights are read before they are prepacked.
         layers = [model.blocks[i].attn for i in range(model.cfg.n_layers)]
@@ -203,7 +196,7 @@ def _through_prefix(
             (i, head) for i, j in unit.heads for head in range(j * group, (j + 1) * group)
         )
         edits.append(Edit(heads, "resample", branches=branches, parts=tuple(unit.part)))
-    logits, _ = edited_logits(
+    logits = edited_logits(
         model, [(example, edit) for edit in (None, *edits) for example in examples]
     )
     runs = logits.unflatten(1, (1 + len(units), len(examples)))  # branch run example step vocab
@@ -240,10 +233,7 @@ def _through_hooks(
         (HOOKS[node].format(layer), lambda x, hook, pairs=pairs: _take(x, pairs))
         for layer, pairs in taken.items()
     ]
-    branches = (0, 1, *[into] * len(units))
-    with _hooked(model, hooks):
-        logits = text_logits(model, [(each, branch) for branch in branches for each in examples])
-    return logits.unflatten(0, (2 + len(units), n))
+    return _hooked_logits(model, examples, (0, 1, *[into] * len(units)), hooks)
 
 
 def _take(x: Tensor, pairs: Sequence[tuple[tuple, tuple]]) -> Tensor:
@@ -295,9 +285,7 @@ def _to_logits(
     for layer in range(model.cfg.n_layers):
         hooks.append((HOOKS["z"].format(layer), partial(on_z, layer=layer)))
         hooks.append((HOOKS["mlp_out"].format(layer), add))
-    with _hooked(model, [*hooks, (FINAL, finish)]):
-        logits = text_logits(model, [(each, branch) for branch in (0, 1) for each in examples])
-    return logits.unflatten(0, (2 + len(units), n))
+    return _hooked_logits(model, examples, (0, 1), [*hooks, (FINAL, finish)])
 
 
 def _check_is_sum(model: Model, x: Tensor, expected: Tensor) -> None:
@@ -311,25 +299,23 @@ def _check_is_sum(model: Model, x: Tensor, expected: Tensor) -> None:
         )
 
 
-@contextmanager
-def _hooked(model: Model, hooks: Sequence[tuple[str, Callable]]) -> Iterator[None]:
-    """Apply hooks inside the block.
+def _hooked_logits(
+    model: Model,
+    examples: Sequence[ContrastExample],
+    branches: Sequence[int],
+    hooks: Sequence[tuple[str, Callable]],
+) -> Float[Tensor, "run example step vocab"]:
+    """Logits of the examples' runs in these branches, and of runs that the hooks add.
 
     Raises:
-        DeadHookError: One of them did not run.
+        DeadHookError: One of the hooks did not run.
     """
-    ran = set()
-
-    def recorded(x: Tensor, hook: Any, number: int) -> Tensor:
-        ran.add(number)
-        return hooks[number][1](x, hook=hook)
-
-    recording = [(name, partial(recorded, number=i)) for i, (name, _) in enumerate(hooks)]
-    with model.hooks(fwd_hooks=recording):
-        yield
-    silent = [name for i, (name, _) in enumerate(hooks) if i not in ran]
-    if silent:
-        raise DeadHookError(f"hook {silent[0]} does not run in this model; take another node")
+    rows = [(example, branch) for branch in branches for example in examples]
+    try:
+        logits = text_logits(model, rows, hooks)
+    except DeadHookError as error:
+        raise DeadHookError(f"{error}; or take another node") from error
+    return logits.unflatten(0, (-1, len(examples)))
 
 
 def _queries(example: ContrastExample, slots: Sequence[str] | None) -> Int[np.ndarray, " query"]:

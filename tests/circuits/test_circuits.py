@@ -17,7 +17,7 @@ from lapa2_interp._util.errors import CircuitError, LayoutError, TaskError
 from lapa2_interp.circuits import examples
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
-from lapa2_interp.circuits.edits import Edit, edited_logits
+from lapa2_interp.circuits.edits import Edit, edited_logits, unprefixed_logits
 from lapa2_interp.circuits.examples import ContrastExample, attribute_words, make_examples
 from lapa2_interp.circuits.joint_knockout import joint_curve
 from lapa2_interp.circuits.knockout import knock_out
@@ -49,8 +49,7 @@ def contrast_set(model, **settings):
 
 def logits_of(model, examples, edit=None, **settings):
     return torch.stack(
-        [edited_logits(model, [(example, edit)], **settings)[0][:, 0] for example in examples],
-        dim=1,
+        [edited_logits(model, [(example, edit)], **settings)[:, 0] for example in examples], dim=1
     )
 
 
@@ -67,8 +66,8 @@ def whole_pass(model, layout, text):
 def test_logits_are_those_of_the_plain_forward_pass(tiny, model_class):
     model = load(tiny, "float64", model_class)
     for example in examples_of(model):
-        (found,), raw = edited_logits(model, [(example, None)], raw=True)[0].unbind(1), None
-        raw = edited_logits(model, [(example, None)], raw=True)[1][0]
+        (found,) = edited_logits(model, [(example, None)]).unbind(1)
+        (raw,) = unprefixed_logits(model, [example])
         for logits, layout in zip((*found, raw), (*example.layouts, example.raw), strict=True):
             # A plain transformers model computes its softmax in float32.
             precision = 1e-10 if model_class == "TransformerBridge" else 1e-5
@@ -617,7 +616,7 @@ def test_one_branch_at_a_time_is_averaged():
     whole = control_score(model, asked).values["lex"].mean()
     parts = []
     for branches in ("target", "others"):
-        logits, _ = edited_logits(
+        logits = edited_logits(
             model, [(example, Edit(((1, 0), (2, 1)), "resample", branches=branches))]
         )
         log_probs = logits[:, 0].log_softmax(-1)

@@ -631,10 +631,9 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
 
     with model.hooks(fwd_hooks=[("blocks.1.hook_resid_post", louder)]):
         refused("head_to_logits needs a residual stream that is the sum", "head_to_logits")
-    monkeypatch.setattr(
-        patch_nodes, "text_logits", lambda model, rows: torch.zeros(len(rows), 5, 9)
-    )
-    refused("hook blocks.0.attn.hook_z does not run", "z", error=DeadHookError, contrast=asked)
+    monkeypatch.setitem(patch_nodes.HOOKS, "z", "blocks.{}.attn.hook_result")  # a dead one
+    message = "did not come by blocks.0.attn.hook_result .*; or take another node"
+    refused(message, "z", error=DeadHookError, contrast=asked)
 
 
 def test_one_part_or_slot_may_be_named_as_a_word():
