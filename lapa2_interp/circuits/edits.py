@@ -288,12 +288,11 @@ def _forward_rows(
         begin = clean.first_layer(min(lowest, default=model.cfg.n_layers))
     if copied:
         _replace(state, rows, copied)
-    edited_heads = _EditedHeads(model, rows, copied, begin) if copied else None
     with ExitStack() as stack:
         if clean is not None:
             stack.enter_context(clean.skip_below(begin, model, state, index))
-        if edited_heads is not None:
-            stack.enter_context(edited_heads.applied())
+        if copied:
+            stack.enter_context(_heads_from_copies(model, rows, copied, begin))
         acting = [*rules, *(rules[i] for i in copied)]
         if by_step and (n_before := tokens.shape[1] - first.n_steps):
             # A rule that acts on none of these queries may have a span after them.
@@ -494,76 +493,57 @@ def _replace(state: BridgeRows, rows: Sequence[_Row], copied: Sequence[int]) -> 
                     store[copy][:, where] = torch.stack(sources).mean(0)
 
 
-class _EditedHeads:
-    """In every layer, originals and copies take the edited heads' output from the copies."""
+@contextmanager
+def _heads_from_copies(
+    model: Model, rows: Sequence[_Row], copied: Sequence[int], begin: int
+) -> Iterator[None]:
+    """Inside the block originals and copies take the edited heads' output, in every layer from
+    `begin` on, from the copies, and all other output from the originals."""
+    originals, copies = list(copied), [len(rows) + i for i in range(len(copied))]
+    edits, layouts = [], []
+    for example, edit, branch in (rows[row] for row in copied):
+        assert edit is not None
+        edits.append(edit)
+        layouts.append(example.layouts[branch])
+    rules = [edit.augmentation for edit in edits]
+    size = model.cfg.n_layers, model.cfg.n_heads
+    heads = torch.from_numpy(np.stack([rule.head_mask(*size) for rule in rules]))  # copy layer head
+    dtype = model.cfg.dtype
+    step = torch.finfo(dtype).eps
+    nudge = torch.tensor([1 + step * (edit.replacement == "null") for edit in edits], dtype=dtype)
+    held = 0
 
-    def __init__(
-        self, model: Model, rows: Sequence[_Row], copied: Sequence[int], begin: int
-    ) -> None:
-        self.model, self.copied, self.begin = model, list(copied), begin
-        self.copies = [len(rows) + i for i in range(len(copied))]
-        n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
-        heads = np.zeros((n_layers, len(copied), n_heads), bool)
-        self.edits = []
-        for i, row in enumerate(copied):
-            example, edit, branch = rows[row]
-            assert edit is not None
-            self.edits.append((edit, example.layouts[branch]))
-            for layer, head in edit.heads:
-                if not (0 <= layer < n_layers and 0 <= head < n_heads):
-                    raise CircuitError(
-                        f"head ({layer}, {head}) does not exist; the model has layers"
-                        f" 0-{n_layers - 1}, heads 0-{n_heads - 1}"
-                    )
-                heads[layer, i, head] = True
-        self.heads = torch.from_numpy(heads)
-        null = [[edit.replacement == "null"] for edit, _ in self.edits]
-        self.nudged = torch.tensor(null)[:, :, None, None]  # copy 1 1 1
-        self.nudge = 1 + torch.finfo(model.cfg.dtype).eps
+    def note_held(kwargs: dict[str, Any]) -> int:
+        nonlocal held
+        held = int(kwargs["past_key_values"].get_seq_length())
+        return held
 
-    def __call__(
-        self, layer: int, z: Float[Tensor, "row query head d_head"], first: int
+    def mix(
+        layer: int, z: Float[Tensor, "row query head d_head"], first: int
     ) -> Float[Tensor, "row query head d_head"]:
         slots = np.arange(first, first + z.shape[1])
         acts = np.stack(
             [
-                each.acts(edit.augmentation, slots) & (slots == slots[-1])
-                if edit.phase == "predicting_only"
-                else each.acts(edit.augmentation, slots)
-                for edit, each in self.edits
+                layout.acts(rule, slots)
+                & ((rule.phase != "predicting_only") | (slots == slots[-1]))
+                for rule, layout in zip(rules, layouts, strict=True)
             ]
         )  # copy query
-        # Other heads' output comes from the originals, for both.
-        heads = self.heads[layer].to(z.device)  # copy head
-        where = torch.from_numpy(acts).to(z.device)[:, :, None] & heads[:, None]
-        changed = torch.where(self.nudged.to(z.device), z[self.copies] * self.nudge, z[self.copies])
-        mixed = torch.where(where[..., None], changed, z[self.copied])
+        where = torch.from_numpy(acts)[:, :, None] & heads[:, layer][:, None]  # copy query head
+        changed = z[copies] * nudge[:, None, None, None].to(z)
+        mixed = torch.where(where[..., None].to(z.device), changed, z[originals])
         z = z.clone()
-        z[self.copied] = mixed
-        z[self.copies] = mixed
+        z[originals] = mixed
+        z[copies] = mixed
         return z
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Apply it to every forward pass inside the block."""
-        held = 0
-
-        def begin(kwargs: dict[str, Any]) -> int:
-            nonlocal held
-            held = int(kwargs["past_key_values"].get_seq_length())
-            return held
-
-        if (plain := plain_network(self.model)) is not None:
-            with hook_attention(plain, AttentionHooks(edit_output=self), begin):
-                yield
-            return
-
-        def on_z(z: Tensor, hook: Any, layer: int) -> Tensor:
-            return self(layer, z, held)
-
-        hooks: list[tuple[str, Callable]] = [
-            (Z.format(layer), lambda z, hook, layer=layer: on_z(z, hook, layer))
-            for layer in range(self.begin, self.model.cfg.n_layers)
-        ]
-        with attach_hooks(self.model, hooks, begin):
+    if (plain := plain_network(model)) is not None:
+        with hook_attention(plain, AttentionHooks(edit_output=mix), note_held):
             yield
+        return
+    hooks: list[tuple[str, Callable]] = [
+        (Z.format(layer), lambda z, hook, layer=layer: mix(layer, z, held))
+        for layer in range(begin, size[0])
+    ]
+    with attach_hooks(model, hooks, note_held):
+        yield

@@ -38,7 +38,7 @@ from lapa2_interp.circuits.result_store import (
     rounding_share,
 )
 from lapa2_interp.circuits.unit_table import UnitTable
-from lapa2_interp.circuits.units import Unit, all_heads, make_units
+from lapa2_interp.circuits.units import Unit, all_heads, check_heads, make_units
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import accepts_model_name
 
@@ -121,7 +121,10 @@ def knock_out(
     more = (("lex",) if contrast_set.words else ()) if other_metrics is None else other_metrics
     if further := [name for name in more if name not in chosen]:
         chosen |= metrics_by_name(further)
-    wanted = list(units) if units is not None else make_units(model, contrast_set, over)
+    if units is None:
+        wanted = make_units(model, contrast_set, over)
+    else:
+        check_heads(model, wanted := list(units))
     if not wanted:
         raise CircuitError("there is no unit to knock out; give at least one")
     edits: dict[str, Sequence[Edit | None]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from numbers import Integral
@@ -71,13 +71,7 @@ def make_units(
     every = all_heads(model)
     if isinstance(over, Mapping):
         found = [Unit({"name": name}, head_pairs(pairs)) for name, pairs in over.items()]
-        for unit in found:
-            missing = [pair for pair in unit.heads if pair not in set(every)]
-            if missing:
-                raise CircuitError(
-                    f"head {missing[0]} of {unit.name!r} does not exist; the model has layers"
-                    f" 0-{n_layers - 1}, heads 0-{n_heads - 1}"
-                )
+        check_heads(model, found)
         return found
     match over:
         case "layer":
@@ -103,6 +97,17 @@ def make_units(
             ]
     kinds = ("layer", "head", "kv", "position", "head x position")
     raise CircuitError(f"{unknown_choice('kind of unit', over, kinds)}, or sets of heads by name")
+
+
+def check_heads(model: Model, units: Sequence[Unit]) -> None:
+    """Refuse units with heads that the model does not have."""
+    every = set(all_heads(model))
+    for unit in units:
+        if missing := [pair for pair in unit.heads if pair not in every]:
+            raise CircuitError(
+                f"head {missing[0]} of {unit.name!r} does not exist; the model has layers"
+                f" 0-{model.cfg.n_layers - 1}, heads 0-{model.cfg.n_heads - 1}"
+            )
 
 
 def head_units(n_layers: int, n_heads: int) -> tuple[Unit, ...]:

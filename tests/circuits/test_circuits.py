@@ -418,6 +418,8 @@ def test_what_cannot_be_asked_is_refused():
         Edit(((0, 0),), "cat")
     with pytest.raises(CircuitError, match="head 7 of|unknown kind|does not exist"):
         knock_out(model, examples_of(model), over={"x": [[0, 9]]})
+    with pytest.raises(CircuitError, match=r"head \(9, 0\) of 'x' does not exist"):
+        knock_out(model, examples_of(model), units=[Unit({"name": "x"}, ((9, 0),))])
     with pytest.raises(CircuitError, match="unknown kind of unit 'heads'.*did you mean 'head'"):
         knock_out(model, examples_of(model), over="heads")
     with pytest.raises(CircuitError, match="pairs"):
