@@ -50,15 +50,11 @@ class ControlScore:
         """
         rows = []
         for i, example in enumerate(self.contrast_set.examples):
+            of_text = {"prompt": example.prompt, "source": example.source, "example": i}
             for step in range(example.n_steps):
-                row = {
-                    "prompt": example.prompt,
-                    "source": example.source,
-                    "example": i,
-                    "step": step,
-                }
-                row["l_kv"] = example.layouts[0].n_live + step
-                rows.append(row | {name: each[i, step] for name, each in self.values.items()})
+                of_step = {"step": step, "l_kv": example.layouts[0].n_live + step}
+                values = {name: each[i, step] for name, each in self.values.items()}
+                rows.append(of_text | of_step | values)
         return pd.DataFrame(rows)
 
     def interval(self, metric: str, group_by: str | None = "step") -> pd.DataFrame:

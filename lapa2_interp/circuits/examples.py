@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 
 RAW = "raw"
 """The source of texts that were written without a prefix, and the branch without one."""
+_KEPT_IDS: dict[tuple[bytes, tuple[str, ...]], tuple[int, ...]] = {}
+"""`_single_token_ids` by a tokenizer's contents and words."""
 
 
 @dataclass(frozen=True)
@@ -289,19 +290,16 @@ def write_texts(
 
 
 def attribute_words(
-    tokenizer: PreTrainedTokenizerBase, task: str, names: Sequence[str], file: str = ""
+    tokenizer: PreTrainedTokenizerBase, task: str, names: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
     """Token ids of each attribute's words: words of the task's list that are one token after a
     space, and belong to no other attribute.
-
-    Args:
-        file: A word list of one's own (`lapa2 word-lists`).
 
     Raises:
         DataError: There is no list for the task.
         CircuitError: An attribute has no word that is one token.
     """
-    lists = read_word_list(file, task)
+    lists = read_word_list("", task)
     missing = [name for name in names if name not in lists]
     if missing:
         raise CircuitError(
@@ -309,7 +307,7 @@ def attribute_words(
         )
     found: dict[str, dict[int, None]] = {}
     for name in names:
-        ids = _single_token_ids(_TokenizerKey(tokenizer), tuple(lists[name]))
+        ids = _single_token_ids(tokenizer, tuple(lists[name]))
         found[name] = {one: None for one in ids if one != tokenizer.unk_token_id}
     words = {}
     for name, own in found.items():
@@ -323,29 +321,19 @@ def attribute_words(
     return words
 
 
-class _TokenizerKey:
-    """A cache key: tokenizers of the same contents are equal."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.contents = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).digest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TokenizerKey) and self.contents == other.contents
-
-    def __hash__(self) -> int:
-        return hash(self.contents)
-
-
-@lru_cache(maxsize=32)
-def _single_token_ids(key: _TokenizerKey, words: tuple[str, ...]) -> tuple[int, ...]:
+def _single_token_ids(
+    tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]
+) -> tuple[int, ...]:
     """Ids of the words that are one token after a space.
 
-    They are cached, because a model that is loaded again has another tokenizer, and the library
+    They are kept, because a model that is loaded again has another tokenizer, and the library
     `tokenizers` (0.23) never frees the words that a tokenizer has encoded.
     """
-    ids = [key.tokenizer(" " + word, add_special_tokens=False).input_ids for word in words]
-    return tuple(one[0] for one in ids if len(one) == 1)
+    contents = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).digest()
+    if (contents, words) not in _KEPT_IDS:
+        ids = [tokenizer(" " + word, add_special_tokens=False).input_ids for word in words]
+        _KEPT_IDS[contents, words] = tuple(one[0] for one in ids if len(one) == 1)
+    return _KEPT_IDS[contents, words]
 
 
 def batches(examples: Sequence[ContrastExample], most: int) -> Iterator[list[int]]:

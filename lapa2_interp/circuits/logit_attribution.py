@@ -317,9 +317,7 @@ def _collect_outputs(
     ]
     rows = [(example, branch) for branch in range(len(example.layouts))]
     logits = _wide(text_logits(model, rows, hooks, augmentation))
-    return _HeadOutputs(
-        parts, mass, sums["mlp"], sums["embedding"], sums["final"], sums["scale"], logits
-    )
+    return _HeadOutputs(parts, mass, logits=logits, **sums)
 
 
 def _attribute(

@@ -89,12 +89,15 @@ def lex(found: Predictions) -> Float[Tensor, "item step"]:
             "metric lex needs the words of each attribute, as token ids: words={name: ids} beside"
             " examples; the other metrics do not"
         )
-    plus, minus = list(found.words[0]), [token for each in found.words[1:] for token in each]
+    return favour(found.target, found.words) - favour(found.opposite, found.words)
 
-    def favour(log_probs: Tensor) -> Tensor:
-        return log_probs[:, :, plus].logsumexp(2) - log_probs[:, :, minus].logsumexp(2)
 
-    return favour(found.target) - favour(found.opposite)
+def favour(
+    log_probs: Float[Tensor, "item step vocab"], words: Sequence[Sequence[int]]
+) -> Float[Tensor, "item step"]:
+    """lse over the first attribute's words minus lse over the others'."""
+    plus, minus = list(words[0]), [token for each in words[1:] for token in each]
+    return log_probs[:, :, plus].logsumexp(2) - log_probs[:, :, minus].logsumexp(2)
 
 
 def from_raw(found: Predictions) -> Float[Tensor, "item step"]:

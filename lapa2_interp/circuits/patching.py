@@ -44,6 +44,7 @@ from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
+from lapa2_interp.circuits.metrics import favour
 from lapa2_interp.circuits.patch_nodes import check_node, make_patch_units, patched_runs
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
 from lapa2_interp.circuits.units import Location, Unit
@@ -235,10 +236,7 @@ def _run_metric(metric: str | RunMetric, contrast_set: ContrastSet) -> RunMetric
             "metric favour needs the words of each attribute, as token ids: words={name: ids}"
             " beside examples; metric log_prob does not"
         )
-    plus, minus = (list(words) for words in contrast_set.words)
-    return lambda log_probs, text: (
-        log_probs[:, :, plus].logsumexp(2) - log_probs[:, :, minus].logsumexp(2)
-    )
+    return lambda log_probs, _text: favour(log_probs, contrast_set.words)
 
 
 def _run_value(
