@@ -469,28 +469,26 @@ def unprefixed_logits(
 
 def _replace(state: BridgeRows, rows: Sequence[_Row], copied: Sequence[int]) -> None:
     """Replace keys and values in the prefix's slots of the copies."""
-    n_items = len(rows) // len(rows[0][0].attributes)
-    prefix = rows[0][0].layouts[0].prefix
+    branches = range(len(rows[0][0].attributes))
+    n_items, prefix = len(rows) // len(branches), rows[0][0].layouts[0].prefix
     slots = np.arange(prefix.start, prefix.stop)
-    for layer in state.cache.layers:
-        for copy, row in enumerate(copied, start=len(rows)):
-            _, edit, branch = rows[row]
-            assert edit is not None
-            where = torch.as_tensor(
-                slots if edit.positions is None else slots[list(edit.positions)]
-            )
-            # Rows are (branch, item), stacked.
-            item = row % n_items
-            names = range(len(rows[0][0].attributes))
-            resample = edit.replacement == "resample"
-            others = [each for each in names if not (resample and each == branch)]
+    for copy, row in enumerate(copied, start=len(rows)):
+        _, edit, branch = rows[row]
+        assert edit is not None
+        where = torch.as_tensor(slots if edit.positions is None else slots[list(edit.positions)])
+        resample = edit.replacement == "resample"
+        # Rows are (branch, item), stacked.
+        sources = [
+            each * n_items + row % n_items for each in branches if not (resample and each == branch)
+        ]
+        for layer in state.cache.layers:
             for part, store in (("k", layer.keys), ("v", layer.values)):
                 if edit.replacement == "zero":
                     if part == "v":
                         store[copy][:, where] = 0
                 elif edit.replacement != "null" and part in edit.parts:
-                    sources = [store[other * n_items + item][:, where] for other in others]
-                    store[copy][:, where] = torch.stack(sources).mean(0)
+                    given = [store[source][:, where] for source in sources]
+                    store[copy][:, where] = torch.stack(given).mean(0)
 
 
 @contextmanager

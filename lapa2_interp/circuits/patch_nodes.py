@@ -81,19 +81,14 @@ def check_node(
     if node in PREFIX_NODES:
         return
     check_has_hooks(model, f"node {node} is patched", f", or take {' or '.join(PREFIX_NODES)}")
-    for name in _hook_names(node, range(model.cfg.n_layers)):
-        if name not in model.hook_dict:
-            raise CircuitError(
-                f"node {node} needs hook {name}, which this model lacks; take another node"
-            )
-
-
-def _hook_names(node: str, layers: Sequence[int]) -> list[str]:
-    """Names of the hooks that patch a node."""
-    if node != "head_to_logits":
-        return [HOOKS[node].format(layer) for layer in layers]
-    names = [HOOKS[each].format(layer) for layer in layers for each in ("z", "mlp_out")]
-    return [*names, HOOKS["resid_pre"].format(0), FINAL]
+    to_logits = (HOOKS["z"], HOOKS["mlp_out"], HOOKS["resid_pre"], FINAL)
+    forms = (HOOKS[node],) if node in HOOKS else to_logits
+    names = [form.format(layer) for layer in range(model.cfg.n_layers) for form in forms]
+    there = model.hook_dict
+    if lacking := [name for name in names if name not in there]:
+        raise CircuitError(
+            f"node {node} needs hook {lacking[0]}, which this model lacks; take another node"
+        )
 
 
 def make_patch_units(
