@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from lapa2_interp.circuits.examples import RAW, ContrastExample, make_examples
     from lapa2_interp.circuits.fading import Fading, measure_fading
     from lapa2_interp.circuits.gradients import Attribution, attribution, prefilter_recall
-    from lapa2_interp.circuits.joint_knockout import JointCurve, joint_curve
-    from lapa2_interp.circuits.knockout import KnockOut, knock_out
+    from lapa2_interp.circuits.knockout import JointCurve, KnockOut, joint_curve, knock_out
     from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution, head_logit_attribution
     from lapa2_interp.circuits.metrics import METRICS, Predictions
     from lapa2_interp.circuits.patching import Patching, patch

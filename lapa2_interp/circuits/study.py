@@ -38,8 +38,7 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.examples import RAW, prefix_texts
 from lapa2_interp.circuits.gradients import attribution, has_gradients, prefilter_recall
-from lapa2_interp.circuits.joint_knockout import joint_curve
-from lapa2_interp.circuits.knockout import KnockOut, knock_out
+from lapa2_interp.circuits.knockout import KnockOut, joint_curve, knock_out
 from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.study_results import EDGES, SIZES, CircuitStudy, make_circuit_graph

@@ -14,8 +14,7 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW
 from lapa2_interp.circuits.gradients import Attribution, PrefilterRecall
-from lapa2_interp.circuits.joint_knockout import JointCurve
-from lapa2_interp.circuits.knockout import KnockOut
+from lapa2_interp.circuits.knockout import JointCurve, KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
 from lapa2_interp.circuits.statistics import spearman
 from lapa2_interp.stats import FEW

@@ -13,8 +13,7 @@ from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.table_formats import records
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW, ContrastExample
-from lapa2_interp.circuits.joint_knockout import JointCurve
-from lapa2_interp.circuits.knockout import KnockOut
+from lapa2_interp.circuits.knockout import JointCurve, KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
 from lapa2_interp.circuits.study_results import (
     EDGES,

@@ -6,7 +6,7 @@ import pandas as pd
 
 from lapa2_interp._util import plots
 from lapa2_interp._util.page import Section, page
-from lapa2_interp.circuits.joint_knockout import JointCurve
+from lapa2_interp.circuits.knockout import JointCurve
 
 
 def test_model_text_is_escaped():

@@ -19,8 +19,7 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.edits import Edit, edited_logits, unprefixed_logits
 from lapa2_interp.circuits.examples import ContrastExample, attribute_words, make_examples
-from lapa2_interp.circuits.joint_knockout import joint_curve
-from lapa2_interp.circuits.knockout import knock_out
+from lapa2_interp.circuits.knockout import joint_curve, knock_out
 from lapa2_interp.circuits.metrics import METRICS
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.result_store import SHA256, ResultStore, result_line
