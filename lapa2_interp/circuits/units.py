@@ -103,7 +103,7 @@ def check_heads(model: Model, units: Sequence[Unit]) -> None:
     """Refuse units with heads that the model does not have."""
     every = set(all_heads(model))
     for unit in units:
-        if missing := [pair for pair in unit.heads if pair not in every]:
+        if missing := [tuple(pair) for pair in unit.heads if tuple(pair) not in every]:
             raise CircuitError(
                 f"head {missing[0]} of {unit.name!r} does not exist; the model has layers"
                 f" 0-{model.cfg.n_layers - 1}, heads 0-{model.cfg.n_heads - 1}"
