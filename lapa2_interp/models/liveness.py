@@ -12,9 +12,9 @@ Two passes over a short sequence, the second with +3 on one key's score in every
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,14 +86,14 @@ def probe(model: Model) -> Liveness:
     scores: dict[int, Tensor] = {}
     patterns: dict[int, Tensor] = {}
 
-    def edit(tensor: Tensor, hook: Any) -> Tensor:
+    def edit(layer: int, tensor: Tensor, first: int = 0, hook: Any = None) -> Tensor:
         tensor = tensor.clone()
         tensor[..., 1] += SCORE_EDIT
-        scores[_layer_of_hook(hook.name)] = tensor[..., -1, :].float()
+        scores[layer] = tensor[..., -1, :].float()
         return tensor
 
-    def read(tensor: Tensor, hook: Any) -> None:
-        patterns[_layer_of_hook(hook.name)] = tensor[..., -1, :].float()
+    def read(layer: int, tensor: Tensor, first: int = 0, hook: Any = None) -> None:
+        patterns[layer] = tensor[..., -1, :].float()
 
     # A pass without an edit.
     plain = model(ids).float()
@@ -104,15 +104,8 @@ def probe(model: Model) -> Liveness:
         )
     # A pass with an edit, through the attention interface of a plain transformers model.
     if (network := plain_network(model)) is not None:
-
-        def edit_layer(layer: int, tensor: Tensor, first: int) -> Tensor:
-            return edit(tensor, SimpleNamespace(name=HOOK_SCORES.format(layer)))
-
-        def read_layer(layer: int, tensor: Tensor, first: int) -> None:
-            read(tensor, SimpleNamespace(name=HOOK_PATTERN.format(layer)))
-
         try:
-            with hook_attention(network, AttentionHooks(edit_layer, read_layer), lambda kwargs: 0):
+            with hook_attention(network, AttentionHooks(edit, read), lambda _: 0):
                 edited = model(ids).float()
             with hook_attention(network, AttentionHooks(), lambda _: 0):
                 again = model(ids).float()
@@ -126,14 +119,13 @@ def probe(model: Model) -> Liveness:
             )
         return _judge(plain, edited, scores, patterns, layers)
     # A pass with an edit, through the hooks of a TransformerLens model.
-    hooks = [(HOOK_SCORES.format(layer), edit) for layer in layers] + [
-        (HOOK_PATTERN.format(layer), read) for layer in layers
-    ]
+    hooks: list[tuple[str, Callable]]
+    hooks = [(HOOK_SCORES.format(layer), partial(edit, layer)) for layer in layers]
+    hooks += [(HOOK_PATTERN.format(layer), partial(read, layer)) for layer in layers]
     try:
         with warnings.catch_warnings(), model.hooks(fwd_hooks=hooks):
-            warnings.simplefilter(
-                "ignore"
-            )  # the bridge warns of discarded edits; here that becomes the finding
+            # The bridge warns of discarded edits; here that becomes the finding.
+            warnings.simplefilter("ignore")
             edited = model(ids).float()
     except (AttributeError, KeyError, ValueError) as error:
         return Liveness(
@@ -157,10 +149,8 @@ def _judge(
             return False
         # The tolerance: bfloat16 patterns have 3 digits, and scores of several units differ by far
         # more from their softmax.
-        wanted, found = (
-            scores[layer].softmax(-1),
-            patterns[layer] / patterns[layer].sum(-1, keepdim=True),
-        )
+        wanted = scores[layer].softmax(-1)
+        found = patterns[layer] / patterns[layer].sum(-1, keepdim=True)
         return bool((wanted - found).abs().max() < 2e-2)
 
     dead = tuple(layer for layer in layers if not follows(layer))
@@ -174,10 +164,6 @@ def _judge(
     if not shift > 0:
         return Liveness(shift, "its logits do not move when the scores are edited")
     return Liveness(shift, None)
-
-
-def _layer_of_hook(hook_name: str) -> int:
-    return int(hook_name.split(".")[1])
 
 
 def _is_distribution(edited: Tensor) -> bool:
