@@ -130,10 +130,12 @@ def load_model(
     import torch
 
     # Check the arguments.
-    wrap = {
+    wrap: dict[str, Callable[..., Model]] = {
         "TransformerBridge": _make_bridge,
         "HookedTransformer": _make_hooked_transformer,
-        "TransformersModel": _make_transformers_model,
+        "TransformersModel": lambda network, tokenizer, name, *_: TransformersModel(
+            network, tokenizer, name
+        ),
     }
     if model_class not in wrap:
         raise ModelError(unknown_choice("model class", model_class, wrap))
@@ -177,7 +179,7 @@ def load_model(
             hint = "" if model_class == "TransformersModel" else "; TransformersModel may do"
             raise ModelError(
                 f"cannot load {name!r} ({architecture}) as {model_class}:"
-                f" {_first_sentence(error) or type(error).__name__}{hint}"
+                f" {first_sentence(error) or type(error).__name__}{hint}"
             ) from error
     # Strings start with the same token as layouts, on every architecture.
     model.cfg.default_prepend_bos = True
@@ -325,7 +327,7 @@ def load_transformers(
         except ModelError:
             raise
         except Exception as error:  # damaged files raise errors of many libraries
-            raise ModelError(_load_error(name, error)) from error
+            raise ModelError(load_error(name, error)) from error
         weights = provenance(name, network.config)
     if dtype == "float64" and network._can_set_experts_implementation():
         network.set_experts_implementation("eager")  # the default's kernels have no float64
@@ -352,7 +354,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
             reads = bool(tokenizer("a", add_special_tokens=False).input_ids)
         except Exception as error:  # damaged files raise errors of many libraries
-            raise ModelError(_load_error(name, error)) from error
+            raise ModelError(load_error(name, error)) from error
     if not reads:
         raise ModelError(
             f"the tokenizer of {name!r} makes no token of a letter: its files (tokenizer.json, or"
@@ -425,7 +427,7 @@ def check_hub(name: str) -> None:
         pass  # an answer, or no hub id: transformers says more
     except Exception as error:  # of the HTTP library, whichever it is
         raise ModelError(
-            _load_error(name, OSError(f"{constants.ENDPOINT} is not reached: {error}"))
+            load_error(name, OSError(f"{constants.ENDPOINT} is not reached: {error}"))
         ) from error
 
 
@@ -434,15 +436,16 @@ def needs_remote_code(error: Exception) -> bool:
     return "trust_remote_code" in str(error)
 
 
-def _first_sentence(error: Exception) -> str:
+def first_sentence(error: Exception) -> str:
     """The first sentence of a library's error, in one line."""
     return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
 
 
-def _load_error(name: str, error: Exception) -> str:
+def load_error(name: str, error: Exception) -> str:
+    """The error message for a model that cannot be loaded."""
     if needs_remote_code(error):
         return f"the model {name!r} {REMOTE_CODE}"
-    reason = _first_sentence(error)
+    reason = first_sentence(error)
     if isinstance(error, ImportError):  # of quantised weights, or of a tokenizer's own format
         return f"the model {name!r} needs a library that is not installed: {reason}; install it"
     if Path(name).is_dir():
@@ -496,12 +499,6 @@ def _make_bridge(network: Any, tokenizer: Any, name: str, dtype: Any, device: st
             dtype=dtype,
             device=device,
         )
-
-
-def _make_transformers_model(
-    network: Any, tokenizer: Any, name: str, dtype: Any, device: str
-) -> TransformersModel:
-    return TransformersModel(network, tokenizer, name)
 
 
 def wrap_in_bridge(

@@ -16,13 +16,7 @@ from lapa2_interp.models.card import (
     omit_if_all_full,
     short_context,
 )
-from lapa2_interp.models.load import (
-    REMOTE_CODE,
-    expand_name,
-    load_tokenizer,
-    model_source,
-    needs_remote_code,
-)
+from lapa2_interp.models.load import expand_name, load_error, load_tokenizer, model_source
 from lapa2_interp.models.planted import is_planted, planted_config
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_file
 from lapa2_interp.models.tiny import TINY, tiny_config
@@ -113,11 +107,7 @@ def load_config(name: str | Path, trust_remote_code: bool = False) -> Pretrained
             str(model_source(name)), trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
-        if needs_remote_code(error):
-            raise ModelError(f"the model {name!r} {REMOTE_CODE}") from error
-        raise ModelError(
-            f"no configuration of {name!r} is found: {' '.join(str(error).split())[:120]}"
-        ) from error
+        raise ModelError(load_error(name, error)) from error
 
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
