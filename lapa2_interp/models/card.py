@@ -168,23 +168,21 @@ def kv_shapes(config: Any) -> list[tuple[int, int, int]]:
     return found
 
 
-LAYER_TYPE_NAMES: Mapping[str, LayerTypeName] = MappingProxyType(
-    {
-        "full_attention": "full",
-        "attention": "full",
-        "global": "full",
-        "hybrid": "full",
-        "sliding_attention": "sliding",
-        "local": "sliding",
-        "hybrid_sliding": "sliding",
-        "chunked_attention": "chunked",
-        "linear_attention": "none",
-        "mamba": "none",
-        "conv": "none",
-        "moe": "none",
-        "mlp": "none",
-    }
-)
+LAYER_TYPE_NAMES: Mapping[str, LayerTypeName] = {
+    "full_attention": "full",
+    "attention": "full",
+    "global": "full",
+    "hybrid": "full",
+    "sliding_attention": "sliding",
+    "local": "sliding",
+    "hybrid_sliding": "sliding",
+    "chunked_attention": "chunked",
+    "linear_attention": "none",
+    "mamba": "none",
+    "conv": "none",
+    "moe": "none",
+    "mlp": "none",
+}
 """Kinds of attention by the layer types of transformers' configurations."""
 
 

@@ -111,11 +111,10 @@ def _read_measurements() -> dict[str, dict[str, tuple[float, ...]]]:
     with suppress(OSError, ValueError):
         form = TypeAdapter(dict[str, dict[str, tuple[float, ...]]])
         found = form.validate_json(read_text(_measurements_file()))
-        positive = {
+        return {
             kind: {name: ns for name, ns in each.items() if min(ns, default=0) > 0}
             for kind, each in found.items()
         }
-        return positive
     return {}
 
 

@@ -105,20 +105,13 @@ def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[No
         packing: By default `choose_prepacking(network)`.
     """
     packing = choose_prepacking(network) if packing is None else packing
-    # The layers to prepack.
-    layers: list[Module] = []
+    # The layers to prepack, and GPT-2's activations.
+    layers: list[Module] = [output_layer(network)] if packing == "lm_head" else []
     if packing == "all":
-        layers = [layer for layer in _linear_layers(network) if "forward" not in vars(layer)]
-    elif packing == "lm_head":
-        head = output_layer(network)
-        layers = [head] if head is not None and "forward" not in vars(head) else []
+        layers = [*_linear_layers(network)]
+        layers += [each for each in network.modules() if type(each) is NewGELUActivation]
+    layers = [each for each in layers if each is not None and "forward" not in vars(each)]
     # Replace the forward functions inside the block.
-    if packing == "all":
-        layers += [
-            each
-            for each in network.modules()
-            if type(each) is NewGELUActivation and "forward" not in vars(each)
-        ]
     try:
         for layer in layers:
             layer.forward = _gelu if type(layer) is NewGELUActivation else _prepacked_forward(layer)

@@ -13,10 +13,11 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 from pydantic import TypeAdapter
 
@@ -95,8 +96,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
-@contextmanager
-def _gguf_read_once() -> Iterator[None]:
+def _gguf_read_once() -> AbstractContextManager:
     """Read a GGUF file's header only once inside the block.
 
     transformers would read it for config, weights and tokenizer each, and make the map of tensor
@@ -104,14 +104,11 @@ def _gguf_read_once() -> Iterator[None]:
     """
     import gguf
 
-    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    for name, function in before.items():
-        setattr(gguf, name, cache(function))
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(gguf, name, function)
+    return mock.patch.multiple(
+        gguf,
+        GGUFReader=cache(gguf.GGUFReader),
+        get_tensor_name_map=cache(gguf.get_tensor_name_map),
+    )
 
 
 def _write_seal(folder: Path) -> None:

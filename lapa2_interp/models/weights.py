@@ -270,15 +270,3 @@ def files_unchanged(source: str | Path) -> Iterator[None]:
     yield
     if stamps() != before:
         raise ModelError(f"files of {source} changed while they were read; load it again")
-
-
-__all__ = [
-    "ADAPTER",
-    "WEIGHTS",
-    "adapter_error",
-    "check_generation_config",
-    "check_weights",
-    "files_unchanged",
-    "folder_hash",
-    "load_network",
-]
