@@ -81,7 +81,7 @@ class Arithmetic(Method):
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         # The branches that a formula may name.
         task.prefix(attribute)
-        names = _branch_names(self.formula)
+        names = _branch_names(_parse_formula(self.formula))
         others = [name for name in task.attributes if name != attribute]
         texts = task.texts(self.name, attribute)
         taken = [
@@ -121,7 +121,8 @@ class Arithmetic(Method):
         return tuple(chosen.values())
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
-        names = _branch_names(self.formula)
+        formula = _parse_formula(self.formula)
+        names = _branch_names(formula)
         # The branches, and the mean of the opponents.
         given = {name: each.clamp(min=FLOOR) for name, each in check_branches(log_probs).items()}
         opponents = [each for name, each in given.items() if name not in ("base", "target", *names)]
@@ -134,7 +135,7 @@ class Arithmetic(Method):
                 f" {', '.join(log_probs) or 'none'}"
             )
         # The value, divided by the weight where the weight is not 0.
-        value, weight, size = _evaluate(_parse_formula(self.formula).body, given)
+        value, weight, size = _evaluate(formula.body, given)
         nothing = weight.abs() <= 1e-9 * size  # 0.6 + 0.3 - 0.9 is not quite 0
         unweighted = nothing.broadcast_to(value.shape).any(dim=1, keepdim=True)
         return torch.where(unweighted, value, (value / weight).log_softmax(dim=1))
@@ -153,13 +154,13 @@ def _parse_formula(formula: str) -> ast.Expression:
         raise MethodError(
             f"formula {formula[:60]!r}: {getattr(error, 'msg', error) or type(error).__name__}"
         ) from None
-    if not is_number and _cancels(tree):
+    if is_number:
+        raise MethodError(f"formula {formula!r} names no branch; `lapa2 methods` lists them")
+    value, weight, size = _evaluate_at_random(tree)
+    if (value.abs() <= 1e-9 * size).all():
         raise MethodError(
             f"formula {formula!r} cancels to nothing, and every token would weigh the same"
         )
-    if is_number:
-        raise MethodError(f"formula {formula!r} names no branch; `lapa2 methods` lists them")
-    _, weight, size = _evaluate_at_random(tree)
     if (total := float(weight.max())) < -1e-9 * size:
         raise MethodError(
             f"the weights of formula {formula!r} add up to {total:.3g}, and to divide by that turns"
@@ -168,21 +169,9 @@ def _parse_formula(formula: str) -> ast.Expression:
     return tree
 
 
-def _cancels(tree: ast.Expression) -> bool:
-    """True if a formula is 0 for all values of its branches."""
-    value, _, size = _evaluate_at_random(tree)
-    return bool((value.abs() <= 1e-9 * size).all())
-
-
 def _evaluate_at_random(tree: ast.Expression) -> WeightedValue:
     """The value of a formula at random branches."""
-    names = sorted(
-        {
-            node.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Name) and node.id not in OPERATORS
-        }
-    )
+    names = sorted(_branch_names(tree))
     made = torch.rand(
         len(names), 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     ).log()
@@ -216,7 +205,7 @@ def _check_node(node: ast.expr, formula: str) -> bool:
         case ast.BinOp(op=ast.Div(), left=left, right=right):
             number = _check_node(left, formula)
             if _check_node(right, formula):
-                if _number(right) == 0:
+                if _evaluate(right, {})[0] == 0:
                     raise MethodError(f"formula {formula!r} divides by 0")
                 return number
             raise MethodError(
@@ -232,23 +221,14 @@ def _check_node(node: ast.expr, formula: str) -> bool:
     )
 
 
-def _number(node: ast.expr) -> float:
-    """The value of a plain number."""
-    return float(_evaluate(node, {})[0])
-
-
-def _branch_names(formula: str) -> list[str]:
+def _branch_names(formula: ast.Expression) -> list[str]:
     """The branches a formula names, in order."""
     found = [
-        node
-        for node in ast.walk(_parse_formula(formula))
+        (node.lineno, node.col_offset, node.id)
+        for node in ast.walk(formula)
         if isinstance(node, ast.Name) and node.id not in OPERATORS
     ]
-    return list(
-        dict.fromkeys(
-            node.id for node in sorted(found, key=lambda node: (node.lineno, node.col_offset))
-        )
-    )
+    return list(dict.fromkeys(name for *_, name in sorted(found)))
 
 
 def _evaluate(node: ast.expr, given: LogProbs) -> WeightedValue:
@@ -265,10 +245,8 @@ def _evaluate(node: ast.expr, given: LogProbs) -> WeightedValue:
             value, weight, size = _evaluate(operand, given)
             return sign * value, sign * weight, size
         case ast.BinOp(op=op, left=left, right=right):
-            (a, weight_a, size_a), (b, weight_b, size_b) = (
-                _evaluate(left, given),
-                _evaluate(right, given),
-            )
+            a, weight_a, size_a = _evaluate(left, given)
+            b, weight_b, size_b = _evaluate(right, given)
             if isinstance(op, ast.Add):
                 return a + b, weight_a + weight_b, size_a + size_b
             if isinstance(op, ast.Sub):
@@ -281,10 +259,8 @@ def _evaluate(node: ast.expr, given: LogProbs) -> WeightedValue:
             for part in rest:
                 other, weight_other, size_other = _evaluate(part, given)
                 wins = OPERATORS[name](value, other)
-                value, weight = (
-                    torch.where(wins, value, other),
-                    torch.where(wins, weight, weight_other),
-                )
+                value = torch.where(wins, value, other)
+                weight = torch.where(wins, weight, weight_other)
                 size = max(size, size_other)
             return value, weight, size
     raise AssertionError(node)

@@ -130,12 +130,10 @@ class Datg(Method):
                 f"datg: none of {len(drafts)} drafts of {prompt!r} could be scored by"
                 f" {self.scorer}; give another scorer"
             )
-        positive, negative = dual_graphs(
-            [([context.text([i]) for i in ids], q) for ids, q in scored]
-        )
-        words = with_first_tokens(
-            context, best_nodes(positive, self.nodes), best_nodes(negative, self.nodes)
-        )
+        graphs = dual_graphs([([context.text([i]) for i in ids], q) for ids, q in scored])
+        positive, negative = (best_nodes(graph, self.nodes) for graph in graphs)
+        ids = [tuple(context.ids(word)[0] for word in each) for each in (positive, negative)]
+        words = PromptWords(positive, negative, *ids)
         if not words.positive and not words.negative:
             raise MethodError(
                 f"datg: the {len(drafts)} drafts of {prompt!r} hold no word that is not"
@@ -237,11 +235,3 @@ def _is_word(text: str) -> bool:
             for part in parts
         )
     )
-
-
-def with_first_tokens(
-    context: MethodContext, positive: Sequence[str], negative: Sequence[str]
-) -> PromptWords:
-    """Words with the first token of each."""
-    ids = [tuple(context.ids(word)[0] for word in words) for words in (positive, negative)]
-    return PromptWords(tuple(positive), tuple(negative), *ids)

@@ -32,10 +32,7 @@ from lapa2_interp.bias.augmentation import (
 )
 from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.arithmetic import Arithmetic
-from lapa2_interp.methods.base import (
-    Branch,
-    Method,
-)
+from lapa2_interp.methods.base import Branch, Method
 from lapa2_interp.methods.con_prefix import ConPrefix
 from lapa2_interp.methods.datg import Datg
 from lapa2_interp.methods.dexperts import Dexperts
@@ -201,13 +198,12 @@ def assign_augmentations(
                 " pro_aug=false, or one rule"
             )
     by_branch = tuple(
-        normalize_augmentations(
+        HIDDEN
+        if branch.hidden
+        else normalize_augmentations(
             rules if branch.prefix is not None else on_prompt if method.pro_aug else None
         )
         for branch in branches
-    )
-    by_branch = tuple(
-        HIDDEN if branch.hidden else each for branch, each in zip(branches, by_branch, strict=True)
     )
     if rules and not any(by_branch):
         raise AugmentationError(
