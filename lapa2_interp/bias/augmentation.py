@@ -50,18 +50,9 @@ from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Real
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lapa2_interp._util.errors import (
-    AugmentationError,
-    validation_message,
-)
+from lapa2_interp._util.errors import AugmentationError, validation_message
 
 Law = Literal["log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"]
 PAPER_LAWS = ("log", "linear", "sqrt", "constant")

@@ -258,31 +258,18 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
             f"recipe {name} needs {' and '.join(missing)}, such as"
             f" {name}:{','.join(PARAMETER_EXAMPLES[each] for each in chosen.required)}"
         )
-    steering = chosen.make(
-        **{key: value for key, value in parameters.items() if key not in SHARED_PARAMETERS}
-    )
+    own = {key: value for key, value in parameters.items() if key not in SHARED_PARAMETERS}
+    where = {key: value for key, value in parameters.items() if key in SHARED_PARAMETERS}
+    steering = chosen.make(**own)
     augmentations = steering if isinstance(steering, tuple) else (steering,)
-    where = {
-        key: value
-        for key, value in parameters.items()
-        if key in SHARED_PARAMETERS and key != "tokens"
-    }
-    if "tokens" in parameters and all(
-        augmentation.span != "prefix" for augmentation in augmentations
-    ):
+    # Narrow them down.
+    on_tokens = {"span": ("prefix", where.pop("tokens"))} if "tokens" in where else {}
+    if on_tokens and all(each.span != "prefix" for each in augmentations):
         raise AugmentationError(f"recipe {name} has a fixed span, so it takes no tokens")
-    narrowed = (
-        Augmentation(
-            **dict(augmentation)
-            | where
-            | (
-                {"span": ("prefix", parameters["tokens"])}
-                if "tokens" in parameters and augmentation.span == "prefix"
-                else {}
-            )
-        )
-        for augmentation in augmentations
-    )
+    narrowed = [
+        Augmentation(**dict(each) | where | (on_tokens if each.span == "prefix" else {}))
+        for each in augmentations
+    ]
     given = ",".join(
         f"{key}={_format_value(key, value)}"
         for key, value in parameters.items()

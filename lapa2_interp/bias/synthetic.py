@@ -140,10 +140,8 @@ def log_sums(
             last = LAG * last + np.sqrt(1 - LAG**2) * rng.standard_normal(PREFIXES)
             before[:, l_pre - 1 - i] = last
     else:
-        logits, before = (
-            family.draw(rng, n_others),
-            family.draw(rng, PREFIXES * l_pre).reshape(PREFIXES, l_pre),
-        )
+        logits = family.draw(rng, n_others)
+        before = family.draw(rng, PREFIXES * l_pre).reshape(PREFIXES, l_pre)
     if family.sink is not None:
         logits[0] = family.sink
     # Sum them up to each length.
