@@ -12,7 +12,6 @@ from lapa2_interp._util.errors import (
     Lapa2Error,
     LayoutError,
     MethodError,
-    PrefixError,
     unknown_choice,
 )
 from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelOptions
@@ -338,10 +337,6 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
         for attribute, found in load_task(name).attributes.items()
     ]  # fmt: skip
     soft = cards_in(folder or SHIPPED_SETS)
-    if folder and not soft:
-        raise PrefixError(
-            f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set"
-        )
     if as_json:
         print(
             json.dumps(
@@ -354,7 +349,7 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
         for each in hard:
             print(f"  {each['task']:<10} {each['attribute']:<10} {each['text']!r}")
         print()
-    print("soft prefixes (their model only; --set prefixes=SET)" if soft else "no soft prefixes")
+    print("soft prefixes (their model only; --set prefixes=SET)")
     head = f"  {'model':<14} {'task':<10} {'set':<12} {'attribute':<10} slots"
     head += "  NLL own, best sibling, hard   own likeliest (set; hard)"
     print(f"{head}   texts right, with LaPA2; by each scorer")

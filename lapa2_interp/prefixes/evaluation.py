@@ -7,7 +7,7 @@ prefixes of the set do; `accuracy` is the share of texts for which this holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -30,7 +30,7 @@ from lapa2_interp.prefixes.soft_prefix import (
     SoftPrefix,
     cards_in,
     load_prefix,
-    save_prefix,
+    write_card,
 )
 from lapa2_interp.prefixes.training import check_context, tokenise_pieces
 from lapa2_interp.stats import Interval, mean_interval
@@ -39,8 +39,8 @@ from lapa2_interp.tasks.task import Task
 
 BATCH = 32
 JOINS = {"": "", " + space": " "}
-"""Possible joins of a hard prefix and a text, by name. The one with the higher accuracy is
-reported."""
+"""Possible joins of a hard prefix and a text, by the end of the prefix's name: directly, or with a
+space. The one with the higher accuracy is reported."""
 
 
 @torch.no_grad()
@@ -54,29 +54,29 @@ def prefix_nll(
     """NLL of each text in nats, summed over its tokens, after a soft or hard prefix, or none; and
     its number of tokens there."""
     bos = text_markers(tokenizer).start
-    both = None
+    both, shifted = None, False
     pairs: list[Seam] = [((), text) for text in texts]
     if isinstance(prefix, SoftPrefix):
         both = torch.stack([prefix.keys, prefix.values]).to(network.device, network.dtype)
+        shifted = prefix.card.shifted
     elif prefix is not None:
         pairs = [after_hard_prefix(tokenizer, prefix, text) for text in texts]
     order = sorted(range(len(texts)), key=lambda i: (pairs[i][0], len(pairs[i][1])))
+    # Texts after the same tokens, at most BATCH at a time.
+    batches = [
+        same[i : i + BATCH]
+        for same in (list(found) for _, found in groupby(order, key=lambda i: pairs[i][0]))
+        for i in range(0, len(same), BATCH)
+    ]
     totals = np.zeros(len(texts))
     with prepacked(network):
-        for part in _batches_of_same_start(order, [before for before, _ in pairs]):
+        for part in batches:
             start = (bos, *pairs[part[0]][0])
             rows = TextRows.of([pairs[j][1] for j in part], start, network.device)
-            if both is None:
-                nll = text_nll(network, rows)
-            else:
-                spread = both[:, None].expand(-1, len(part), -1, -1, -1, -1)
-                nll = text_nll(
-                    network,
-                    rows,
-                    spread[0],
-                    spread[1],
-                    isinstance(prefix, SoftPrefix) and prefix.card.shifted,
-                )
+            keys = values = None
+            if both is not None:
+                keys, values = both[:, None].expand(-1, len(part), -1, -1, -1, -1)
+            nll = text_nll(network, rows, keys, values, shifted)
             totals[part] = nll.double().sum(1).cpu().numpy()
             if bar is not None:
                 bar.update(len(part))
@@ -100,15 +100,6 @@ def after_hard_prefix(tokenizer: Any, prefix: str, text: Sequence[int]) -> Seam:
     ends = [end for _, end in read.offset_mapping]
     first = next(i for i, end in enumerate(ends) if end > len(prefix.rstrip()))
     return tuple(read.input_ids[:first]), read.input_ids[first:]
-
-
-def _batches_of_same_start(
-    order: Sequence[int], starts: Sequence[tuple[int, ...]]
-) -> Iterator[list[int]]:
-    """Texts after the same tokens, at most BATCH at a time."""
-    for _, found in groupby(order, key=lambda i: starts[i]):
-        same = list(found)
-        yield from (same[i : i + BATCH] for i in range(0, len(same), BATCH))
 
 
 def nll_table(
@@ -135,16 +126,6 @@ def nll_table(
                 scores = {"tokens": tokens, "prefix": name_of_prefix, "nll": nll}
                 frames.append(pd.DataFrame(columns | scores))
     return pd.concat(frames, ignore_index=True)
-
-
-def hard_prefixes(task: Task, names: Sequence[str]) -> dict[str, str]:
-    """Hard prefixes by name: "hard <attribute>" stands directly before a text, "hard <attribute> +
-    space" before a space and the text."""
-    return {
-        f"hard {name}{how}": task.prefix(name) + join
-        for how, join in JOINS.items()
-        for name in names
-    }
 
 
 def nll_interval(table: pd.DataFrame) -> Interval:
@@ -202,11 +183,7 @@ def evaluate_sets(
         folder: {card.attribute: load_prefix(folder, card.attribute) for card in cards_in(folder)}
         for folder in folders
     }
-    for folder, of_set in sets.items():
-        if not of_set:
-            raise PrefixError(
-                f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set"
-            )
+    for of_set in sets.values():
         for name in of_set:
             task.prefix(name)
     kinds = {
@@ -240,7 +217,12 @@ def evaluate_sets(
         for name in names
     }
     # Score without a prefix and after the hard prefixes, once for all sets.
-    plain: dict[str, SoftPrefix | str | None] = {"none": None, **hard_prefixes(task, names)}
+    plain: dict[str, SoftPrefix | str | None] = {"none": None}
+    plain |= {
+        f"hard {name}{how}": task.prefix(name) + join
+        for how, join in JOINS.items()
+        for name in names
+    }
     table = nll_table(network, tokenizer, plain, texts, f"{task.name} hard prefixes")
     hard = max(
         (
@@ -273,16 +255,12 @@ def evaluate_sets(
                 accuracy_of_set=_share_interval(right),
                 hard_accuracy_of_set=_share_interval(hard),
             )
-            card = prefix.card.model_copy(update={"held_out": held_out})
-            stored = str(prefix.keys.dtype).removeprefix("torch.")
-            save_prefix(SoftPrefix(prefix.keys, prefix.values, card), folder, stored)
+            write_card(prefix.card.model_copy(update={"held_out": held_out}), folder)
         rows += [
-            {"set": str(folder), "label": label, "prefix": prefix}
-            | {key: getattr(interval, key) for key in ("low", "high", "n")}
-            | {"nll": interval.mean}
-            for (label, prefix), interval in intervals.items()
+            (str(folder), label, prefix, each.mean, each.low, each.high, each.n)
+            for (label, prefix), each in intervals.items()
         ]
-    return pd.DataFrame(rows)[["set", "label", "prefix", "nll", "low", "high", "n"]]
+    return pd.DataFrame(rows, columns=["set", "label", "prefix", "nll", "low", "high", "n"])
 
 
 def _share_interval(right: pd.Series) -> Interval:

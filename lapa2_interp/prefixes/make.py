@@ -123,12 +123,9 @@ def measure_sets(
         PrefixError: A folder holds no soft prefixes.
         Lapa2Error: As `read_corpus` and `evaluate_sets`.
     """
+    if not folders:
+        raise PrefixError("name the folder of a set; `lapa2 prefix train --out` makes one")
     set_cards = [card for folder in folders for card in cards_in(folder)]
-    if not set_cards:
-        raise PrefixError(
-            f"{', '.join(map(str, folders)) or 'no folder'}: no soft prefixes; `lapa2 prefix train"
-            " --out` makes a set"
-        )
     print_if_slow(dtype, device)
     corpora = _read_corpora(
         data, list(dict.fromkeys(card.attribute for card in set_cards)), "test", report

@@ -14,7 +14,6 @@ card's `shifted`):
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,13 +291,18 @@ def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> Sof
         raise PrefixError(
             f"the values of {prefix.card.attribute!r} exceed {dtype}; save it as float32"
         )
-    weights, card_file = prefix_files(folder, prefix.card.attribute)
+    weights, _ = prefix_files(folder, prefix.card.attribute)
     with atomic_write(weights) as fresh:
         save_file(kept, fresh)
         fresh.chmod(0o644)
     card = prefix.card.model_copy(update={"sha256": sha256_of(weights)})
-    write_json(card_file, card.model_dump_json())
+    write_card(card, folder)
     return SoftPrefix(kept["keys"], kept["values"], card)
+
+
+def write_card(card: PrefixCard, folder: Path) -> None:
+    """Write the card of a prefix into the folder of its set."""
+    write_json(prefix_files(folder, card.attribute)[1], card.model_dump_json())
 
 
 def load_prefix(folder: Path, attribute: str) -> SoftPrefix:
@@ -342,7 +346,7 @@ def read_card(file: Path) -> PrefixCard:
         have = f"; there are: {', '.join(near)}" if near else ""
         raise PrefixError(f"no soft prefix {file.stem!r} in {file.parent}{have}")
     try:
-        return PrefixCard.model_validate_json(json.dumps(parse_object(read_text(file))))
+        return PrefixCard.model_validate(parse_object(read_text(file)))
     except ValueError as error:
         raise PrefixError(
             f"{file} is not the card of a soft prefix: {validation_message(error)}; save or import"
@@ -395,7 +399,7 @@ def cards_in(folder: Path) -> list[PrefixCard]:
     hidden folders, such as that of an unfinished training, are left out.
 
     Raises:
-        PrefixError: A card is damaged, or the weights beside it are missing.
+        PrefixError: There is none; a card is damaged, or the weights beside it are missing.
     """
     found = []
     for file in sorted(folder.rglob("*.json")):
@@ -410,6 +414,10 @@ def cards_in(folder: Path) -> list[PrefixCard]:
             continue
         if not weights.is_file():
             raise PrefixError(f"{file} has no weights: {weights.name} is not beside it")
+    if not found:
+        raise PrefixError(
+            f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set"
+        )
     return found
 
 
@@ -425,21 +433,3 @@ def prefix_files(folder: Path, attribute: str) -> tuple[Path, Path]:
             " rename it in the task file"
         )
     return folder / f"{attribute}.safetensors", folder / f"{attribute}.json"
-
-
-__all__ = [
-    "HeldOutMeasures",
-    "PrefixCard",
-    "PrefixShape",
-    "SoftPrefix",
-    "SoftPrefixName",
-    "TrainingRecord",
-    "cards_in",
-    "find_prefix",
-    "kv_shape",
-    "load_prefix",
-    "prefix_files",
-    "read_card",
-    "save_prefix",
-    "set_folder",
-]

@@ -14,13 +14,7 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import print_if_slow
-from lapa2_interp.prefixes.soft_prefix import (
-    GeneratedAccuracy,
-    SoftPrefix,
-    cards_in,
-    load_prefix,
-    save_prefix,
-)
+from lapa2_interp.prefixes.soft_prefix import GeneratedAccuracy, cards_in, write_card
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import CLASSIFIER_CHOICES, expand_scorers
@@ -64,11 +58,6 @@ def prefix_accuracy(
         raise PrefixError(f"alpha must be above 0, found {alpha:g}: 0 is the baseline beside it")
     print_if_slow(dtype, device)
     found = {folder: cards_in(folder) for folder in folders}
-    for folder, there in found.items():
-        if not there:
-            raise PrefixError(
-                f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set"
-            )
     asked = expand_scorers(
         ["accuracy", classifier]
         if classifier in CLASSIFIER_CHOICES
@@ -137,11 +126,5 @@ def prefix_accuracy(
                         lapa2=arms["lapa2"],
                     )
                 )
-            prefix = load_prefix(folder, card.attribute)
-            changed = prefix.card.model_copy(update={"generated": tuple(generated)})
-            save_prefix(
-                SoftPrefix(prefix.keys, prefix.values, changed),
-                folder,
-                str(prefix.keys.dtype).removeprefix("torch."),
-            )
+            write_card(card.model_copy(update={"generated": tuple(generated)}), folder)
     return pd.DataFrame(rows)

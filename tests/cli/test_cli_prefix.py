@@ -332,7 +332,7 @@ def test_import_and_lists(tmp_path, capsys):
             "prefix train --data x.jsonl --out x --set start=set",
             "start 'set' needs the folder of a set",
         ),
-        ("prefix evaluate x --data imdb", "x: no soft prefixes"),
+        ("prefix evaluate x --data imdb", "x holds no soft prefixes"),
         ("prefixes x", "x holds no soft prefixes"),
     ],
 )
