@@ -74,12 +74,8 @@ def import_prefix(
         shifted, origin = True, "PEFT prefix tuning"
     elif source.suffix == ".safetensors" and source.with_suffix(".json").is_file():
         own = load_prefix(source.parent, source.stem)
-        keys, values, shifted, origin = (
-            own.keys,
-            own.values,
-            own.card.shifted,
-            f"{own.card.origin}; lapa2 prefix {own.card.name}",
-        )
+        keys, values, shifted = own.keys, own.values, own.card.shifted
+        origin = f"{own.card.origin}; lapa2 prefix {own.card.name}"
     else:
         names = [name for group in AIR_NUMBERS.values() for name in group]
         if number is None and attribute not in names:

@@ -27,6 +27,8 @@ from lapa2_interp.prefixes.recipes import TrainingRecipe
 from lapa2_interp.prefixes.soft_prefix import PrefixShape
 
 TokenLists = Sequence[Sequence[int]]
+KEPT = ("best", "losses", "step", "tokens", "seconds")
+"""Attributes of a training in its checkpoint, beside those of the parameters and the optimizer."""
 
 
 def contrastive_loss(
@@ -256,26 +258,18 @@ class PrefixTraining:
         self._save()
 
     def _save(self) -> None:
-        state = {
-            "parameters": self.parameters.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "best": self.best,
-            "losses": self.losses,
-            "step": self.step,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-        }
-        write_checkpoint(self.checkpoint, state)
+        state = {name: getattr(self, name).state_dict() for name in ("parameters", "optimizer")}
+        write_checkpoint(self.checkpoint, state | {name: getattr(self, name) for name in KEPT})
 
     def _resume(self) -> None:
         if not self.checkpoint.is_file():
             return
         try:
             state = read_checkpoint(self.checkpoint, self.device)
-            self.parameters.load_state_dict(state["parameters"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.best, self.losses = state["best"], state["losses"]
-            self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+            for name in ("parameters", "optimizer"):
+                getattr(self, name).load_state_dict(state[name])
+            for name in KEPT:
+                setattr(self, name, state[name])
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
             raise PrefixError(
                 f"{self.checkpoint} is damaged ({' '.join(str(error).split())[:80]}); delete it to"

@@ -87,34 +87,22 @@ class TrainingRecipe(BaseModel):
         return self
 
 
+AIR_DECODING: Mapping[str, Any] = {
+    "parameterisation": "air",
+    "start": "random",
+    "batch": 4,
+    "max_tokens": 512,
+    "weight_decay": 0.01,
+    "dropout": 0.1,
+    "limit": 5000,
+    "patience": None,
+    "dtype": "float32",
+}
+"""What the released LaPA2 code has from Air-Decoding's."""
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "small": {"shared": 1600, "logit_scale": 0.25},
-    "lapa2": {
-        "parameterisation": "air",
-        "start": "random",
-        "lr": 2e-5,
-        "epochs": 50,
-        "batch": 4,
-        "max_tokens": 512,
-        "weight_decay": 0.01,
-        "dropout": 0.1,
-        "limit": 5000,
-        "patience": None,
-        "dtype": "float32",
-    },
-    "air": {
-        "parameterisation": "air",
-        "start": "random",
-        "lr": 3e-5,
-        "epochs": 5,
-        "batch": 4,
-        "max_tokens": 512,
-        "weight_decay": 0.01,
-        "dropout": 0.1,
-        "limit": 5000,
-        "patience": None,
-        "dtype": "float32",
-    },
+    "lapa2": {**AIR_DECODING, "lr": 2e-5, "epochs": 50},
+    "air": {**AIR_DECODING, "lr": 3e-5, "epochs": 5},
     "con-prefix": {
         "objective": "contrastive",
         "parameterisation": "linear",

@@ -17,7 +17,6 @@ all prefixes of a set and writes it."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from lapa2_interp._util.errors import DataError, PrefixError
 from lapa2_interp._util.files import acquire_lock, check_name, temporary_folder, write_json
-from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.layout import text_markers
@@ -100,7 +99,7 @@ def train_set(
     move_to_device(network, device)
     shape = kv_shape_of(network.config, recipe.slots)
     check_context(network, tokenizer, task, attributes, recipe.slots, recipe.max_tokens)
-    plan = {
+    plan: dict[str, Any] = {
         "model": model,
         "weights": weights,
         "task": task.name,
@@ -163,12 +162,18 @@ def train_set(
                     shape=shape,
                     shifted=recipe.shifted,
                     origin="trained",
-                    training=_training_record(
-                        job,
+                    training=TrainingRecord(
+                        recipe=plan["recipe"],
                         started_from=first_set[name].card.sha256 if first_set else None,
                         data=tuple(corpus.summary for corpus in corpora),
                         data_sha256=tuple(corpus.sha256 for corpus in corpora),
                         texts=len(texts[name]),
+                        tokens=job.tokens,
+                        steps=job.step,
+                        best_step=job.kept_step,
+                        losses={step: round(loss, 5) for step, loss in job.losses.items()},
+                        seconds=round(job.seconds, 1),
+                        lapa2_interp=__version__,
                     ),
                 )
                 save_prefix(SoftPrefix(job.best[0, i], job.best[1, i], card), out)
@@ -319,20 +324,6 @@ def _begin_shared(
         each.begin(shared.best.expand(-1, len(each.attributes), -1, -1, -1, -1))
 
 
-def _training_record(job: PrefixTraining, **facts: Any) -> TrainingRecord:
-    """A finished training in its prefix's card."""
-    return TrainingRecord(
-        recipe=job.recipe.model_dump(mode="json"),
-        tokens=job.tokens,
-        steps=job.step,
-        best_step=job.kept_step,
-        losses={step: round(loss, 5) for step, loss in job.losses.items()},
-        seconds=round(job.seconds, 1),
-        lapa2_interp=__version__,
-        **facts,
-    )
-
-
 def _train_with_bar(job: PrefixTraining, label: str) -> None:
     with progress_bar(job.total, label, "step") as bar:
         job.run(bar)
@@ -365,20 +356,34 @@ def _announcement(jobs: Sequence[PrefixTraining], recipe: TrainingRecipe) -> str
 
 def _is_finished(out: Path, attributes: Sequence[str], plan: Mapping[str, Any]) -> bool:
     """True if the folder holds the finished result of this plan."""
-    files = [prefix_files(out, name)[1] for name in attributes]
-    if (out / ".training").exists() or not all(file.is_file() for file in files):
-        return False
+    whole = all(prefix_files(out, name)[1].is_file() for name in attributes)
+    return whole and not (out / ".training").exists() and _read_plan(out / PLAN_FILE) == plan
+
+
+def _read_plan(file: Path) -> dict[str, Any]:
+    """A stored plan; an empty one if there is none, or it is damaged."""
     with suppress(OSError, ValueError):
-        before = parse_json(read_text(out / PLAN_FILE))
-        return bool(before == json.loads(json.dumps(plan)))
-    return False
+        return parse_object(read_text(file))
+    return {}
 
 
 @contextmanager
 def _locked_checkpoints(out: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
     """The folder of a set's checkpoints, which other processes stay out of; the same plan resumes,
     another one is refused."""
-    folder = _checkpoint_folder(out, plan)
+    folder = out / ".training"
+    if not (folder / "plan.json").exists():
+        if out.exists() and any(each != folder for each in out.iterdir()):
+            raise PrefixError(
+                f"{out} is not empty and holds no unfinished training; choose another --out"
+            )
+        write_json(folder / "plan.json", plan)
+    elif (before := _read_plan(folder / "plan.json")) != plan:
+        changed = [name for name in plan if before.get(name) != plan[name]]
+        raise PrefixError(
+            f"{out} holds an unfinished training with another {', '.join(changed)}; repeat that"
+            " command to resume it, or choose another --out"
+        )
     if folder.is_symlink():
         raise PrefixError(f"{folder} is a link, which is not followed; remove it")
     with ExitStack() as held:
@@ -389,26 +394,3 @@ def _locked_checkpoints(out: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
                 f"{out} is being trained by another process; wait for it, or choose another --out"
             ) from error
         yield folder
-
-
-def _checkpoint_folder(out: Path, plan: Mapping[str, Any]) -> Path:
-    """The folder of the checkpoints, new or of the same plan."""
-    folder = out / ".training"
-    if not (folder / "plan.json").exists():
-        if out.exists() and any(each != folder for each in out.iterdir()):
-            raise PrefixError(
-                f"{out} is not empty and holds no unfinished training; choose another --out"
-            )
-        write_json(folder / "plan.json", plan)
-        return folder
-    try:
-        before = parse_json(read_text(folder / "plan.json"))
-    except (OSError, ValueError):
-        before = {}
-    if before != plan:
-        changed = [name for name in plan if before.get(name) != plan[name]]
-        raise PrefixError(
-            f"{out} holds an unfinished training with another {', '.join(changed)}; repeat that"
-            " command to resume it, or choose another --out"
-        )
-    return folder
