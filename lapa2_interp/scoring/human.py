@@ -27,8 +27,8 @@ from jaxtyping import Float
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.files import atomic_write
 from lapa2_interp._util.parsing import read_text
-from lapa2_interp.scoring.tables import interval_in_range
-from lapa2_interp.stats import FEW, mean_interval, resampled_means, tails
+from lapa2_interp.scoring.tables import mean_columns
+from lapa2_interp.stats import FEW, resampled_means, tails
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,12 @@ HUMAN_RUBRIC = (
 METRICS = tuple(question.metric for question in HUMAN_RUBRIC)
 LEVELS = (1, 2, 3, 4, 5)
 SHEET_COLUMNS = ("id", "attribute", "prompt", "text")
+KEY_COLUMNS = ("id", "arm", "prompt", "attribute")
 COLUMNS = (*SHEET_COLUMNS, *METRICS, "annotator")
 """Columns of sheet.csv and of the answers."""
+TABLE_COLUMNS = [
+    "arm", "metric", "mean", "low", "high", "n", "texts", "prompts", "annotators", "unanswered",
+]  # fmt: skip
 
 ID_LETTERS = "bcdfghjkmnpqrstvwxz"
 """Without vowels and digits, no id is a word, or a date or number in a spreadsheet."""
@@ -133,8 +137,7 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
     # Ids depend on the texts, too, so that answers to one sheet do not fit the key of another.
     digest = hashlib.sha256("\0".join(shuffled["text"]).encode("utf-8", "replace")).hexdigest()
     shuffled.insert(0, "id", _random_ids(n, np.random.default_rng([seed, int(digest, 16)])))
-    first = ["id", "arm", "prompt", "attribute"]
-    key = shuffled[first].join(shuffled.drop(columns=[*first, "unit"]))
+    key = shuffled[[*KEY_COLUMNS]].join(shuffled.drop(columns=[*KEY_COLUMNS, "unit"]))
     sheet = key[list(SHEET_COLUMNS)].assign(**dict.fromkeys([*METRICS, "annotator"], ""))
     files = {
         "sheet.csv": _csv_bytes(sheet),
@@ -282,17 +285,14 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
         ScoringError: A file cannot be read or has no rating; an id is unknown; a rating is not 1,
             2, 3, 4 or 5; an answered row names no annotator; an annotator answers a question twice.
     """
-    texts = {row["id"]: row for _, row in _csv_rows(key, ("id", "arm", "prompt", "attribute"))}
+    texts = {row["id"]: row for _, row in _csv_rows(key, KEY_COLUMNS)}
     # (annotator, id, metric): rating, and its file and line.
     answered: dict[tuple[str, str, str], tuple[float, str]] = {}
     for file in files:
         before = len(answered)
         for line, row in _csv_rows(file, ("id", *METRICS, "annotator")):
-            place, text, annotator = (
-                f"{file} line {line}",
-                row["id"].strip(),
-                row["annotator"].strip(),
-            )
+            place = f"{file} line {line}"
+            text, annotator = row["id"].strip(), row["annotator"].strip()
             if text not in texts:
                 raise ScoringError(
                     f"{place}: unknown id {text!r}; {key} has {len(texts)} others; give this"
@@ -325,21 +325,16 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
     # One row for every annotator, text and metric, answered or not.
     rows = [
         {
-            "id": text,
-            "arm": row["arm"],
-            "prompt": row["prompt"],
-            "attribute": row["attribute"],
+            **{name: row[name] for name in KEY_COLUMNS},
             "annotator": annotator,
             "metric": metric,
+            "rating": answered.get((annotator, text, metric), (np.nan, ""))[0],
         }
         for annotator in dict.fromkeys(name for name, _, _ in answered)
         for text, row in texts.items()
         for metric in METRICS
     ]
-    ratings = [
-        answered.get((row["annotator"], row["id"], row["metric"]), (np.nan, ""))[0] for row in rows
-    ]
-    return pd.DataFrame(rows).assign(rating=ratings)
+    return pd.DataFrame(rows)
 
 
 def _csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
@@ -405,41 +400,20 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
             asked = of_arm[of_arm["metric"] == metric]
             given = asked[asked["rating"].notna()]
             given = given.assign(prompt=given["prompt"].where(given["prompt"] != "", given["id"]))
-            mean, low, high = (np.nan,) * 3
-            if len(given):
-                interval = mean_interval(given["rating"].to_numpy(), given["prompt"])
-                mean, (low, high) = interval.mean, interval_in_range(metric, interval)
             rows.append(
                 {
                     "arm": arm,
                     "metric": metric,
-                    "mean": mean,
-                    "low": low,
-                    "high": high,
-                    "n": len(given),
-                    **{f"{name}s": given[name].nunique() for name in ("prompt", "annotator")},
+                    **mean_columns(metric, given["rating"].to_numpy(), given["prompt"].to_numpy()),
                     "texts": given["id"].nunique(),
+                    "annotators": given["annotator"].nunique(),
                     "unanswered": len(asked) - len(given),
                 }
             )
-    columns = [
-        "arm",
-        "metric",
-        "mean",
-        "low",
-        "high",
-        "n",
-        "texts",
-        "prompts",
-        "annotators",
-        "unanswered",
-    ]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=TABLE_COLUMNS)
 
 
-def annotator_agreement(
-    answers: pd.DataFrame, resamples: int = 2000, seed: int = 0
-) -> pd.DataFrame:
+def annotator_agreement(answers: pd.DataFrame) -> pd.DataFrame:
     """Agreement of the annotators, per metric, over the texts of all arms.
 
     Args:
@@ -461,8 +435,7 @@ def annotator_agreement(
         n, equal = pairs.sum(), pairs.trace(axis1=1, axis2=2).sum()
         low = high = np.nan
         if len(pairs) >= FEW:
-            drawn = len(pairs) * resampled_means(pairs, np.arange(len(pairs)), resamples, seed)
-            alphas = _alpha(drawn)
+            alphas = _alpha(len(pairs) * resampled_means(pairs, np.arange(len(pairs))))
             if np.isfinite(alphas).any():
                 low, high = np.percentile(alphas[np.isfinite(alphas)], tails(len(pairs)))
         rows.append(

@@ -132,34 +132,28 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
             why = "; ".join(f"{n} {reason}" for reason, n in reasons.most_common())
             facts = {"skipped": sum(reasons.values()), "why": why, "scorer": scorer}
             scored = texts[known]
-            numbers, clusters = scored["value"].to_numpy(), _clusters(scored)
-            values = {metric: (numbers, clusters)}
+            clusters = _clusters(scored)
+            values = {metric: (scored["value"].to_numpy(), clusters)}
             if metric_name(str(metric)) == "toxicity" and len(scored):
                 by = str(metric).removeprefix("toxicity")
                 top = scored["value"].groupby(clusters, sort=False).max()
                 prompts, most = top.index.to_numpy(), top.to_numpy()
                 values[f"toxicity max{by}"] = most, prompts
                 values[f"toxic prompts{by}"] = (most >= TOXIC_FROM).astype(float), prompts
-            for name, (numbers, clusters) in values.items():
-                if not len(numbers):
-                    nothing = {"mean": np.nan, "low": np.nan, "high": np.nan, "n": 0, "prompts": 0}
-                    rows.append({**keys, "metric": name, **nothing, **facts})
-                    continue
-                interval = mean_interval(numbers, clusters)
-                low, high = interval_in_range(str(name), interval)
-                rows.append(
-                    {
-                        **keys,
-                        "metric": name,
-                        "mean": interval.mean,
-                        "low": low,
-                        "high": high,
-                        "n": interval.n,
-                        "prompts": interval.clusters,
-                        **facts,
-                    }
-                )
+            rows += [
+                {**keys, "metric": name, **mean_columns(str(name), *each), **facts}
+                for name, each in values.items()
+            ]
     return pd.DataFrame(rows)
+
+
+def mean_columns(metric: str, values: np.ndarray, prompts: np.ndarray) -> dict[str, float | int]:
+    """mean, low, high (inside RANGES), n and prompts of a metric's values; of none NaN and 0."""
+    if not len(values):
+        return {"mean": np.nan, "low": np.nan, "high": np.nan, "n": 0, "prompts": 0}
+    found = mean_interval(values, prompts)
+    low, high = interval_in_range(metric, found)
+    return {"mean": found.mean, "low": low, "high": high, "n": found.n, "prompts": found.clusters}
 
 
 def interval_in_range(metric: str, interval: Interval) -> tuple[float, float]:
@@ -187,8 +181,6 @@ def difference_table(scores: pd.DataFrame, baseline: str = "baseline") -> pd.Dat
         have the same difference, which shows no spread), prompts, scorer; empty if there is no
         other arm.
     """
-    if baseline not in set(scores["arm"]):
-        return pd.DataFrame(columns=DIFFERENCE_COLUMNS)
     rows = []
     for keys, part in _iterate_cells(scores, ["arm"]):
         texts = part[part["value"].notna() & (part["prompt"] != "")]  # without a prompt: no pair
@@ -300,17 +292,17 @@ def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFram
     joined = {"on": keys, "how": "left"} if keys else {"how": "cross"}
     for metric, scorer in metrics.itertuples(index=False):
         name = str(metric) if (metrics["metric"] == metric).sum() == 1 else f"{metric}, {scorer}"
-        for source, number, title in (
-            (table, "mean", name), (differences, "difference", f"change of {name}"),
+        for source, number, title, sign in (
+            (table, "mean", name, ""), (differences, "difference", f"change of {name}", "+"),
         ):  # fmt: skip
             if not len(source):
                 continue
             part = source[(source["metric"] == metric) & (source["scorer"] == scorer)]
             if not len(part) or not set(keys) <= set(part):
                 continue
-            cells = part[keys].assign(
-                **{title: [_format_number(*of) for of in _ends(part, number)]}
-            )
+            numbers = part[[number, "low", "high"]].to_numpy(float)
+            shown = [_format_number(mean, low, high, sign) for mean, low, high in numbers]
+            cells = part[keys].assign(**{title: shown})
             found = found.merge(cells, **joined)
     return found.fillna("")
 
@@ -323,12 +315,6 @@ def varying_columns(table: pd.DataFrame) -> list[str]:
         for key in there
         if table[key].nunique(dropna=False) > 1 or (key == "arm" and (table[key] != "").any())
     ]
-
-
-def _ends(part: pd.DataFrame, number: str) -> Iterator[tuple[float, float, float, str]]:
-    sign = "+" if number == "difference" else ""
-    for mean, low, high in part[[number, "low", "high"]].to_numpy(float):
-        yield mean, low, high, sign
 
 
 def _format_number(mean: float, low: float, high: float, sign: str) -> str:
