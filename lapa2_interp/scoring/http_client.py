@@ -61,11 +61,7 @@ class BoundedClient(httpx.Client):
                     body += part
                     if len(body) > LARGEST_ANSWER or time.monotonic() > ends:
                         break
-            kept = {
-                name: response.headers[name]
-                for name in ("retry-after",)
-                if name in response.headers
-            }
+            kept = {name: each for name, each in response.headers.items() if name == "retry-after"}
             found.set_result(
                 httpx.Response(
                     response.status_code,

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeGuard
@@ -169,7 +170,6 @@ class Judge(Scorer):
         max_cost: US dollars. A request that could exceed this limit is not sent. Its cost is
             bounded by as many input tokens as it has bytes, and `MAX_ANSWER_TOKENS` output tokens,
             which the server gets as a limit.
-        clock: Returns seconds since the epoch, for a Retry-After that is a date.
         sleep: Waits for seconds; by default a wait that ends with the run.
 
     Attributes:
@@ -197,7 +197,6 @@ class Judge(Scorer):
         input_price: float | None = None,
         output_price: float | None = None,
         max_cost: float | None = None,
-        clock: Callable[[], float] = time.time,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
         for name, count in (("concurrency", concurrency), ("attempts", attempts)):
@@ -242,7 +241,6 @@ class Judge(Scorer):
         path = urlsplit(self.base_url).path.rstrip("/") or "/"
         place = self.host if path == "/v1" else self.host + path
         self.version = f"{model} at {place}, prompt {template}, {decoding}"
-        self._clock = clock
         self._sleep = sleep
         self._client: httpx.Client | None = None
         self._condition = threading.Condition()
@@ -420,12 +418,14 @@ class Judge(Scorer):
             why = f"the connection broke: {type(error).__name__}"
             return _FailedRequest(None, "", why, None)
         else:
-            found = _json_or_none(response.text)
+            found = None
+            with suppress(ValueError):
+                found = parse_json(response.text)
             if not response.is_success:
                 released = most
                 key = client.headers["Authorization"].removeprefix("Bearer ")
                 code, message = _code_and_message(found, key)
-                wait = _requested_wait(response.headers, self._clock)
+                wait = _requested_wait(response.headers)
                 return _FailedRequest(response.status_code, code, message, wait)
             if self._count(found):
                 released = most
@@ -514,14 +514,6 @@ class Judge(Scorer):
         return f"{self.host} answers {problem.status} ({problem.message})"
 
 
-def _json_or_none(text: str) -> Any:
-    """The value of a JSON text; None if it is no JSON."""
-    try:
-        return parse_json(text)
-    except ValueError:
-        return None
-
-
 def _code_and_message(found: Any, key: str) -> tuple[str, str]:
     """The code and the message of a server that refuses. Only a message in OpenAI's or vLLM's form
     is quoted, cut short, and without words that hold a piece of the key or may be the key in
@@ -583,12 +575,12 @@ def _host_of(base_url: str) -> str:
     return f"{host}{port}"
 
 
-def _requested_wait(headers: Mapping[str, str], clock: Callable[[], float]) -> float | None:
+def _requested_wait(headers: Mapping[str, str]) -> float | None:
     """Seconds that a server asks to wait, by number or by date; None if it does not ask."""
     value = headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d+(\.\d+)?", value):
         return float(value)
     try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - clock())
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except (TypeError, ValueError, OverflowError):
         return None

@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -330,8 +331,9 @@ def test_a_busy_or_failing_server_is_asked_again_after_growing_pauses(server, ma
     assert len(server.bodies) == 4
 
 
-def test_retry_after_is_kept_to_in_seconds_and_as_a_date(server, make, waits):
+def test_retry_after_is_kept_to_in_seconds_and_as_a_date(server, make, waits, monkeypatch):
     now = 1_800_000_000.0
+    monkeypatch.setattr("lapa2_interp.scoring.judge.time", SimpleNamespace(time=lambda: now))
     server.replies = [
         Reply(status=429, headers={"Retry-After": "7"}),
         Reply(status=503, headers={"Retry-After": formatdate(now + 30, usegmt=True)}),
@@ -339,7 +341,7 @@ def test_retry_after_is_kept_to_in_seconds_and_as_a_date(server, make, waits):
         Reply(status=429, headers={"Retry-After": "soon"}),
         Reply(),
     ]
-    assert make(clock=lambda: now).score([item()]) == [(5.0, 4.0, 3.0)]
+    assert make().score([item()]) == [(5.0, 4.0, 3.0)]
     assert waits == [7.0, 30.0, 0.0, 8.0]
 
 
