@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -31,10 +30,11 @@ from jaxtyping import Float, Int
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from scipy.special import softmax
 from torch import Tensor, nn
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.files import atomic_write, sha256_of, write_json
+from lapa2_interp._util.files import atomic_write
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import check_not_quantised, short_context
 from lapa2_interp.models.load import load_transformers, move_to_device
@@ -44,8 +44,8 @@ from lapa2_interp.scoring.task_scorer import (
     SHIPPED_WEIGHTS,
     ScorerCard,
     TaskScorer,
-    ToxicityScorer,
     load_card,
+    save_card,
 )
 
 if TYPE_CHECKING:
@@ -280,9 +280,7 @@ class AdapterClassifier:
 
     def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
         """P(label | text), rows summing to 1; at least one text, none blank."""
-        logits = self.logits(texts)
-        shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
-        return shifted / shifted.sum(axis=1, keepdims=True)
+        return softmax(self.logits(texts), axis=1)
 
 
 def save_adapter(
@@ -306,14 +304,7 @@ def save_adapter(
     file = folder / f"{task}{ADAPTER_ENDING}"
     with atomic_write(file) as fresh:
         save_file(kept, fresh)
-    card = AdapterCard(
-        task=task,
-        sha256=sha256_of(file),
-        created=datetime.now(UTC),
-        **facts,
-    )
-    write_json(file.with_suffix(".json"), card.model_dump_json())
-    return card
+    return save_card(AdapterCard, file, task=task, **facts)
 
 
 def adapter_card(task: str, folder: Path = SHIPPED_WEIGHTS) -> AdapterCard:
@@ -400,10 +391,3 @@ class AdapterScorer(TaskScorer):
         super().__init__(
             card, lambda: _cached_adapter(task, folder, card.sha256, device), "adapter"
         )
-
-
-class AdapterToxicity(ToxicityScorer):
-    """P(toxic) of the detox adapter."""
-
-    def __init__(self, folder: Path = SHIPPED_WEIGHTS, device: str | None = None) -> None:
-        super().__init__(AdapterScorer("detox", folder, device))

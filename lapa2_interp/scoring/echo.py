@@ -108,6 +108,3 @@ class Masked(Scorer):
 
     def close(self) -> None:
         self.inner.close()
-
-
-__all__ = ["MASK", "Echo", "Masked", "prefix_words"]

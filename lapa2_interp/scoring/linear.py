@@ -15,21 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp._util.files import atomic_write, sha256_of, write_json
+from lapa2_interp._util.files import atomic_write
 from lapa2_interp._util.version import __version__
 from lapa2_interp.scoring.task_scorer import (
     SHIPPED_WEIGHTS,
     ScorerCard,
     TaskScorer,
-    ToxicityScorer,
     load_card,
+    save_card,
 )
 
 if TYPE_CHECKING:
@@ -107,12 +106,13 @@ class LinearClassifier:
 
     def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
         """P(label | text), rows summing to 1."""
+        from scipy.special import softmax
+
         logits = weighted_counts(damped_counts(texts), self.rarity) @ self.weights + self.bias
         if logits.shape[1] == 1:
             first = 1 / (1 + np.exp(-logits[:, 0]))
             return np.stack([first, 1 - first], axis=1)
-        shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
-        return shifted / shifted.sum(axis=1, keepdims=True)
+        return softmax(logits, axis=1)
 
 
 class LinearScorer(TaskScorer):
@@ -131,13 +131,6 @@ class LinearScorer(TaskScorer):
     def __init__(self, task: str, folder: Path = SHIPPED_WEIGHTS) -> None:
         linear, card = load_linear(task, folder)
         super().__init__(card, lambda: linear, "linear")
-
-
-class LinearToxicity(ToxicityScorer):
-    """P(toxic) of the linear detox classifier."""
-
-    def __init__(self, folder: Path = SHIPPED_WEIGHTS) -> None:
-        super().__init__(LinearScorer("detox", folder))
 
 
 def train_linear(
@@ -171,11 +164,8 @@ def train_linear(
     model = LogisticRegression(C=c, max_iter=400, tol=1e-5)
     model.fit(vstack(rows), np.concatenate(label), sample_weight=np.concatenate(weights))
     sign = -1.0 if len(labels) == 2 else 1.0  # scikit-learn's one column is the second label's
-    weights, bias = (
-        sign * model.coef_.T.astype(np.float32),
-        sign * model.intercept_.astype(np.float32),
-    )
-    return LinearClassifier(tuple(labels), weights, bias, rarity)
+    fitted, bias = (sign * each.astype(np.float32) for each in (model.coef_.T, model.intercept_))
+    return LinearClassifier(tuple(labels), fitted, bias, rarity)
 
 
 def save_linear(linear: LinearClassifier, folder: Path, task: str, **facts: Any) -> LinearCard:
@@ -186,16 +176,9 @@ def save_linear(linear: LinearClassifier, folder: Path, task: str, **facts: Any)
     weights, rarity = linear.weights.astype(np.float16), linear.rarity.astype(np.float16)
     with atomic_write(file) as fresh:
         np.savez_compressed(fresh, weights=weights, rarity=rarity, bias=linear.bias)
-    card = LinearCard(
-        task=task,
-        labels=linear.labels,
-        sha256=sha256_of(file),
-        created=datetime.now(UTC),
-        versions={"lapa2_interp": __version__, "scikit-learn": sklearn.__version__},
-        **facts,
-    )
-    write_json(folder / f"{task}.json", card.model_dump_json())
-    return card
+    versions = {"lapa2_interp": __version__, "scikit-learn": sklearn.__version__}
+    facts |= {"labels": linear.labels, "versions": versions}
+    return save_card(LinearCard, file, task=task, **facts)
 
 
 def load_linear(task: str, folder: Path = SHIPPED_WEIGHTS) -> tuple[LinearClassifier, LinearCard]:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
-from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterScorer, AdapterToxicity
+from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterScorer
 from lapa2_interp.scoring.distinct import Repetition
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
 from lapa2_interp.scoring.judge import Judge
-from lapa2_interp.scoring.linear import LINEAR_ENDING, LinearScorer, LinearToxicity
+from lapa2_interp.scoring.linear import LINEAR_ENDING, LinearScorer
 from lapa2_interp.scoring.scorer import SCORERS, ScoreCache, Scorer
 from lapa2_interp.scoring.tables import score_table
+from lapa2_interp.scoring.task_scorer import ToxicityScorer
 from lapa2_interp.scoring.transformer import Classifier, ConditionalPerplexity, Perplexity
 from lapa2_interp.scoring.vader import VaderScorer
 from lapa2_interp.tasks.task import Task, read_task
@@ -103,9 +104,9 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
                 trust_remote_code=options.trust_remote_code,
             )
         case "toxicity", "" | "linear":
-            return LinearToxicity()
+            return ToxicityScorer(LinearScorer("detox"))
         case "toxicity", "adapter":
-            return AdapterToxicity(device=options.device)
+            return ToxicityScorer(AdapterScorer("detox", device=options.device))
         case "toxicity", _:
             place, _, label = model.rpartition(":")
             if not place:

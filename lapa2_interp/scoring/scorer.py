@@ -16,7 +16,7 @@ import re
 import sqlite3
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,6 +209,17 @@ class Scorer(ABC):
         return hashlib.sha256(
             json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")
         ).hexdigest()
+
+
+def score_readable(
+    items: Sequence[TextItem], numbers: Callable[[list[str]], Iterable[Iterable[float]]]
+) -> list[Score]:
+    """The numbers of each text that a model can read, by a function of all these texts; the others
+    are skipped."""
+    reasons = [unreadable_reason(item.text) for item in items]
+    texts = [item.text for item, why in zip(items, reasons, strict=True) if not why]
+    rows = iter(numbers(texts) if texts else ())
+    return [SkippedText(why) if why else tuple(map(float, next(rows))) for why in reasons]
 
 
 class ScoringStoppedError(ScoringError):

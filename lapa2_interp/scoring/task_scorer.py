@@ -7,19 +7,17 @@ where a claim holds for one of them only."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
-import numpy as np
-from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice, validation_message
-from lapa2_interp._util.files import sha256_of
+from lapa2_interp._util.files import sha256_of, write_json
 from lapa2_interp._util.parsing import parse_object, read_text
-from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, unreadable_reason
+from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, score_readable
 
 SHIPPED_WEIGHTS = Path(__file__).parent / "weights"
 TOXIC_LABEL = "toxic"
@@ -101,46 +99,42 @@ def load_card(form: type[CardType], kind: str, task: str, folder: Path, ending: 
     return card
 
 
-@runtime_checkable
-class ProbabilisticClassifier(Protocol):
-    """A classifier of texts."""
+def save_card(form: type[CardType], file: Path, **facts: Any) -> CardType:
+    """Write the card beside a scorer's weights.
 
-    def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
-        """P(label | text), rows summing to 1; at least one text, none blank."""
+    Args:
+        form: The card's class.
+        file: The weights.
+        facts: The card's fields, without the time and the sha256 of the weights.
+    """
+    card = form(sha256=sha256_of(file), created=datetime.now(UTC), **facts)
+    write_json(file.with_suffix(".json"), card.model_dump_json())
+    return card
 
 
 class TaskScorer(Scorer):
     """The probabilities that a classifier gives to the labels of its task.
 
     Args:
-        load: Loads the classifier. It is called when the first text is scored, and not if all
-            scores are cached.
+        load: Loads the classifier, which has `probabilities`. It is called when the first text is
+            scored, and not if all scores are cached.
         kind: Name of such scorers in their version.
     """
 
     name = "accuracy"
     classifies = True
 
-    def __init__(
-        self, card: ScorerCard, load: Callable[[], ProbabilisticClassifier], kind: str
-    ) -> None:
+    def __init__(self, card: ScorerCard, load: Callable[[], Any], kind: str) -> None:
         self.card, self.load = card, load
         self.columns = card.labels
         self.version = f"{kind} {card.task} {card.sha256[:12]}"
 
     @cached_property
-    def classifier(self) -> ProbabilisticClassifier:
+    def classifier(self) -> Any:
         return self.load()
 
     def score(self, items: Sequence[TextItem]) -> list[Score]:
-        texts = [item.text for item in items if not unreadable_reason(item.text)]
-        rows = iter(self.classifier.probabilities(texts) if texts else ())
-        return [
-            SkippedText(why)
-            if (why := unreadable_reason(item.text))
-            else tuple(map(float, next(rows)))
-            for item in items
-        ]
+        return score_readable(items, lambda texts: self.classifier.probabilities(texts))
 
 
 class ToxicityScorer(Scorer):

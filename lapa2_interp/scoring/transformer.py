@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,7 @@ from lapa2_interp.models.card import context_length, short_context
 from lapa2_interp.models.load import (
     REMOTE_CODE,
     check_hub,
+    first_sentence,
     load_transformers,
     move_to_device,
     needs_remote_code,
@@ -29,7 +30,14 @@ from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.models.weights import check_weights, files_unchanged, load_network
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.scoring.adapter import TOKENS_AT_ONCE, batch_by_tokens, group_by_beginning
-from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem, unreadable_reason
+from lapa2_interp.scoring.scorer import (
+    Score,
+    Scorer,
+    SkippedText,
+    TextItem,
+    score_readable,
+    unreadable_reason,
+)
 from lapa2_interp.tasks.segmentation import COUNT_UNIT, has_unspaced_script, word_spans
 
 if TYPE_CHECKING:
@@ -231,19 +239,16 @@ class Classifier(Scorer):
     def close(self) -> None:
         self.__dict__.pop("network", None)
 
-    @torch.no_grad()
     def score(self, items: Sequence[TextItem]) -> list[Score]:
-        texts = [item.text for item in items if not unreadable_reason(item.text)]
-        if not texts:
-            return [SkippedText(unreadable_reason(item.text)) for item in items]
+        return score_readable(items, self._probabilities)
+
+    @torch.no_grad()
+    def _probabilities(self, texts: list[str]) -> list[list[float]]:
+        """The numbers of each text."""
         config = self.network.config
         limit = min(512, context_length(config) - 2, short_context(config) or 512)
         batch = self.tokenizer(
-            texts,
-            truncation=True,
-            max_length=limit,
-            padding=True,
-            return_tensors="pt",
+            texts, truncation=True, max_length=limit, padding=True, return_tensors="pt"
         ).to(self.network.device)
         with prepacked(self.network):
             logits = self.network(**batch).logits.double()
@@ -251,11 +256,7 @@ class Classifier(Scorer):
         probabilities = probabilities @ self.parts.to(probabilities)
         if self.column is not None:
             probabilities = probabilities[:, [self.labels.index(self.column)]]
-        rows = iter(probabilities.tolist())
-        return [
-            SkippedText(why) if (why := unreadable_reason(item.text)) else tuple(next(rows))
-            for item in items
-        ]
+        return probabilities.tolist()
 
 
 def _other_files_version(model: str) -> str:
@@ -275,7 +276,6 @@ def _load_classifier(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     check_weights(model, "AutoModelForSequenceClassification")
     try:
         if not Path(model).is_dir():
@@ -286,21 +286,18 @@ def _load_classifier(
                 model,
                 use_safetensors=True,
                 dtype=torch.float32,
-                **options,
+                trust_remote_code=trust_remote_code,
             )
             weights = provenance(model, network.config)
-            tokenizer = AutoTokenizer.from_pretrained(model, **options)
+            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     except ModelError as error:
         raise ScoringError(f"cannot load the classifier: {error}") from error
     except Exception as error:  # many libraries raise here
         if needs_remote_code(error):
             raise ScoringError(f"the classifier {model!r} {REMOTE_CODE}") from error
-        reason = (
-            " ".join(str(error).split()).split(". ")[0].split(" Check your")[0][:200].rstrip(".")
-        )
         raise ScoringError(
             f"cannot load the classifier {model!r}; give a hub id or a folder with safetensors"
-            f" ({reason})"
+            f" ({first_sentence(error)})"
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

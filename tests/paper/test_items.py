@@ -56,9 +56,10 @@ from lapa2_interp.runs import store
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.store import Failure, remove_batches, write_listing
 from lapa2_interp.scoring import transformer
-from lapa2_interp.scoring.adapter import AdapterScorer, AdapterToxicity
+from lapa2_interp.scoring.adapter import AdapterScorer
 from lapa2_interp.scoring.scorer import ScoreCache, SkippedText, TextItem, expand_scorers
 from lapa2_interp.scoring.tables import paired_change
+from lapa2_interp.scoring.task_scorer import ToxicityScorer
 from lapa2_interp.stats import Difference, paired_difference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +84,7 @@ MADE = shutil.ignore_patterns("tables", "figures")
 FIGURES = ("decay", "dilution", "alpha", "augmentation", "augmentation_large", "local_attn", "eval")
 
 
-MODELS = (transformer.Perplexity, AdapterScorer, AdapterToxicity)
+MODELS = (transformer.Perplexity, AdapterScorer)
 """Scorers that read with a model: their scores are stored."""
 
 
@@ -175,7 +176,8 @@ def test_stored_scores_are_those_of_the_float32_scorers(run):
     texts = samples.drop_duplicates("task").set_index("task")["text"]
     with ScoreCache(run / "scores") as scores:
         for task, text in texts.items():
-            adapter = AdapterToxicity() if task == "detox" else AdapterScorer(str(task))
+            adapter = AdapterScorer(str(task))
+            adapter = ToxicityScorer(adapter) if task == "detox" else adapter
             for each in (scorer, adapter):
                 item = TextItem(text)
                 (stored,) = scores.get([each.key(item)]).values()
@@ -240,7 +242,7 @@ def test_the_scripts_are_all_of_reproduce():
 
 def test_numbers_are_those_of_the_raw_texts(run, printed):
     """From the parquet files alone, by other code: accuracy, toxicity, distinct-n, n."""
-    from lapa2_interp.scoring.linear import LinearScorer, LinearToxicity
+    from lapa2_interp.scoring.linear import LinearScorer
 
     assert printed("scaling")
     found = table(run / "tables" / "scaling.csv")
@@ -250,7 +252,9 @@ def test_numbers_are_those_of_the_raw_texts(run, printed):
         files = sorted((run / "cells" / cell).glob("*.parquet"))
         texts = pd.concat([pd.read_parquet(file) for file in files])["text"]
         scorer = (
-            LinearToxicity() if settings["task"]["name"] == "detox" else LinearScorer("sentiment")
+            ToxicityScorer(LinearScorer("detox"))
+            if settings["task"]["name"] == "detox"
+            else LinearScorer("sentiment")
         )
         scores = scorer.score([TextItem(text) for text in texts])  # no model, so the second scorer
         if settings["task"]["name"] == "detox":
@@ -1421,9 +1425,15 @@ def make_tables(out, known=SCORES, asked=()):
 def write_golden():
     """Write the golden tables, and the scores that the scripts asked models for."""
     asked = set()
-    for each in MODELS:
-        key = each.key
-        each.key = lambda self, item, key=key: asked.add(found := key(self, item)) or found
+
+    def key_of(self, item, key):
+        found = key(self, item)
+        if not self.version.startswith("linear"):  # those are not stored
+            asked.add(found)
+        return found
+
+    for each in (*MODELS, ToxicityScorer):
+        each.key = functools.partialmethod(key_of, key=each.key)
     known = make_tables(GOLDEN, None, asked)
     rows = [
         (key, "", found.reason) if isinstance(found, SkippedText) else (key, shortened(found), "")

@@ -21,7 +21,6 @@ from lapa2_interp.scoring.adapter import (
     LONGEST_WINDOW,
     AdapterRecipe,
     AdapterScorer,
-    AdapterToxicity,
     adapter_card,
     batch_by_tokens,
     group_by_beginning,
@@ -35,7 +34,7 @@ from lapa2_interp.scoring.agreement import agreement
 from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
-from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, tasks_in
+from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, ToxicityScorer, tasks_in
 from lapa2_interp.scoring.training import GradedTexts, ScorerData
 from lapa2_interp.stats import mean_interval
 from lapa2_interp.tasks.corpora import Corpus, read_corpus
@@ -206,7 +205,7 @@ def test_scorers_of_adapters(folder):
     items = [TextItem("grim 3 grim"), TextItem("  "), TextItem("fine 3 fine")]
     table = run_scorer(scorer, items)
     assert table["skipped"].tolist() == ["", "empty text", ""]
-    toxic = run_scorer(AdapterToxicity(folder), items)
+    toxic = run_scorer(ToxicityScorer(AdapterScorer("detox", folder)), items)
     assert toxic["toxicity"].equals(table["toxic"])
     assert toxic["toxicity"][0] > 0.5 > toxic["toxicity"][2]
 

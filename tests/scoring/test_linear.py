@@ -12,7 +12,6 @@ from lapa2_interp.scoring.linear import (
     LINEAR_ENDING,
     LinearClassifier,
     LinearScorer,
-    LinearToxicity,
     damped_counts,
     inverse_document_frequency,
     load_linear,
@@ -21,7 +20,7 @@ from lapa2_interp.scoring.linear import (
     weighted_counts,
 )
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
-from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, tasks_in
+from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, ToxicityScorer, tasks_in
 from lapa2_interp.scoring.training import (
     GradedTexts,
     ScorerData,
@@ -140,9 +139,8 @@ def test_toxicity_is_the_toxic_labels_probability(tmp_path):
     save_linear(
         toy(("nontoxic", "toxic")), tmp_path, "detox", data=(), examples=8, c=1.0, held_out=()
     )
-    found = run_scorer(LinearToxicity(tmp_path), [TextItem("warm and kind"), TextItem("grim")])[
-        "toxicity"
-    ]
+    scorer = ToxicityScorer(LinearScorer("detox", tmp_path))
+    found = run_scorer(scorer, [TextItem("warm and kind"), TextItem("grim")])["toxicity"]
     assert found[0] < 0.5 < found[1]
 
 
