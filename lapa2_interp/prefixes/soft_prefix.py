@@ -248,12 +248,10 @@ def kv_shape(model: Model, n_slots: int) -> PrefixShape:
     """
     network: Any = network_of(model)
     if hasattr(network, "config"):
-        kv_shape_of(network.config.get_text_config(), n_slots)
+        return kv_shape_of(network.config.get_text_config(), n_slots)
+    cfg, n_kv_heads = model.cfg, kv_heads(model)  # a HookedTransformer
     return PrefixShape(
-        n_layers=model.cfg.n_layers,
-        n_kv_heads=kv_heads(model),
-        n_slots=n_slots,
-        d_head=model.cfg.d_head,
+        n_layers=cfg.n_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=cfg.d_head
     )
 
 
