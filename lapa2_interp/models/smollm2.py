@@ -105,9 +105,7 @@ def _gguf_read_once() -> AbstractContextManager:
     import gguf
 
     return mock.patch.multiple(
-        gguf,
-        GGUFReader=cache(gguf.GGUFReader),
-        get_tensor_name_map=cache(gguf.get_tensor_name_map),
+        gguf, GGUFReader=cache(gguf.GGUFReader), get_tensor_name_map=cache(gguf.get_tensor_name_map)
     )
 
 

@@ -36,15 +36,7 @@ DIFFERENCE_COLUMNS = [
 TOXIC_FROM = 0.5
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
-        (
-            "accuracy",
-            "masked",
-            "echo",
-            "repetition",
-            "toxicity",
-            "toxicity max",
-            "toxic prompts",
-        ),
+        ("accuracy", "masked", "echo", "repetition", "toxicity", "toxicity max", "toxic prompts"),
         (0.0, 1.0),
     ),
     **dict.fromkeys(("acc", "acc masked", "echo %", "rep %", "tox"), (0.0, 100.0)),

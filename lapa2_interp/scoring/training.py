@@ -105,11 +105,7 @@ class ScorerData:
 
 
 def train_linear_scorer(
-    task: str,
-    labels: Sequence[str],
-    data: ScorerData,
-    folder: Path,
-    c: float = 3.0,
+    task: str, labels: Sequence[str], data: ScorerData, folder: Path, c: float = 3.0
 ) -> LinearCard:
     """Train one scorer and write its weights and card.
 
