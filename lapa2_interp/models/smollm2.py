@@ -13,11 +13,10 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from unittest import mock
 
 from pydantic import TypeAdapter
 
@@ -96,7 +95,8 @@ def _convert(gguf: Path, folder: Path) -> None:
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
-def _gguf_read_once() -> AbstractContextManager:
+@contextmanager
+def _gguf_read_once() -> Iterator[None]:
     """Read a GGUF file's header only once inside the block.
 
     transformers would read it for config, weights and tokenizer each, and make the map of tensor
@@ -104,9 +104,14 @@ def _gguf_read_once() -> AbstractContextManager:
     """
     import gguf
 
-    return mock.patch.multiple(
-        gguf, GGUFReader=cache(gguf.GGUFReader), get_tensor_name_map=cache(gguf.get_tensor_name_map)
-    )
+    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in before.items():
+        setattr(gguf, name, cache(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(gguf, name, function)
 
 
 def _write_seal(folder: Path) -> None:
