@@ -17,12 +17,8 @@
 #     python analyses/alpha.py results/quick && python figures/alpha.py results/quick
 
 # %%
-import sys
-
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item("alpha", "The strength of the bias")
 cells = item.cells
 scores = item.data.scores(cells)

@@ -25,7 +25,6 @@
 #         --out FOLDER
 
 # %%
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -35,10 +34,9 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.plots import new_figure, plain_axes
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.circuits import ContrastSet, patch
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
+from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.tasks.task import read_prompts
 
-sys.excepthook = print_error
 parser = ScriptOptions("The share of control that attention and MLPs of each layer carry")
 parser.add_argument("model", help="a name of `lapa2 models`, a hub id or a folder")
 parser.add_argument("--task", default="sentiment", help="a task with words of its attributes")

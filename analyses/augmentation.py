@@ -17,12 +17,8 @@
 #     python analyses/augmentation.py results/quick && python figures/augmentation.py results/quick
 
 # %%
-import sys
-
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item(
     "augmentation",
     "Attention on the prefix with and without LaPA2: sentiment and topic",

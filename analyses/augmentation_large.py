@@ -18,12 +18,8 @@
 #     results/quick
 
 # %%
-import sys
-
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item(
     "augmentation_large", "Attention on the prefix with and without LaPA2: detoxification", "detox"
 )

@@ -20,7 +20,6 @@
 #     python analyses/bases.py results/bases && python figures/bases.py results/bases
 
 # %%
-import sys
 from collections import Counter
 
 import numpy as np
@@ -31,12 +30,11 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, as_markdown
 from lapa2_interp.paper.equal_perplexity import SteeringCurves
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import DEFAULT_SCORERS, print_error
+from lapa2_interp.paper.scripts import DEFAULT_SCORERS
 from lapa2_interp.paper.tables import format_item_table
 from lapa2_interp.scoring.tables import mean_interval, paired_change
 from lapa2_interp.stats import holm
 
-sys.excepthook = print_error
 item = open_item(
     "bases",
     "LaPA2 in chosen heads under several methods",

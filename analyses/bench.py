@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -76,7 +75,7 @@ from lapa2_interp.models.machine import (
     processor_kind,
 )
 from lapa2_interp.models.prepacked import can_prepack, prepacked
-from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
+from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 
 CONFIGS: Mapping[str, tuple[type, dict[str, Any]]] = {
     "gpt2-small": (GPT2Config, {}),
@@ -422,5 +421,4 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    sys.excepthook = print_error
     main()

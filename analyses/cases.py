@@ -19,14 +19,10 @@
 #     python analyses/cases.py results/quick
 
 # %%
-import sys
-
 import pandas as pd
 
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item(
     "cases",
     "Case studies: the pair of texts at the median of LaPA2's change",

@@ -21,7 +21,6 @@
 
 # %%
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +33,7 @@ from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.generation.chat import continue_chats
-from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
+from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.stats import mean_interval, paired_difference
 
 # %% [markdown]
@@ -58,7 +57,6 @@ CHATS = {
 }
 REQUEST = "Tell me a long story about two old friends."
 
-sys.excepthook = print_error
 parser = ScriptOptions("Does a chat's instruction hold?")
 parser.add_argument("--length", type=whole_number(4), default=96, help="tokens of a continuation")
 parser.add_argument(

@@ -28,7 +28,6 @@
 #         --out FOLDER
 
 # %%
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,10 +42,9 @@ from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.circuits import ContrastSet, attribution, knock_out
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import Unit, all_heads
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
+from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.tasks.task import read_prompts
 
-sys.excepthook = print_error
 parser = ScriptOptions("Faithfulness, completeness and minimality of chosen heads")
 parser.add_argument("card", type=Path, help="a card of `lapa2 select`")
 parser.add_argument("--task", required=True, help="a built-in task, or a task file")

@@ -17,14 +17,10 @@
 #     python analyses/components.py results/quick
 
 # %%
-import sys
-
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.paper.tables import drop_parameter
 
-sys.excepthook = print_error
 item = open_item("components", "Pre-Aug and Pro-Aug on Air-Decoding")
 cells = item.cells
 cells = item.require_cells(cells[cells["method"] == "air-decoding"], "air-decoding")

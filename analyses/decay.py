@@ -17,13 +17,9 @@
 #     python analyses/decay.py results/quick && python figures/decay.py results/quick
 
 # %%
-import sys
-
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item("decay", "Accuracy of the base methods against length", "sent_topic")
 cells = item.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]

@@ -21,7 +21,6 @@
 #     python analyses/deep.py results/quick && python figures/deep.py results/quick
 
 # %%
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -33,10 +32,8 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.stats import mean_interval, paired_difference
 
-sys.excepthook = print_error
 ALPHA = 0.5
 item = open_item("deep", "Attention on the prefix in texts of 8,000 tokens, head by head")
 cells = item.cells

@@ -17,13 +17,9 @@
 #     python analyses/detox.py results/quick
 
 # %%
-import sys
-
 from lapa2_interp.paper.items import claim_for_arm, open_item
 from lapa2_interp.paper.reported import PAPER_MODELS, paper_number
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item("detox", "Detoxification: base methods, LaPA2 and DATG")
 cells = item.cells
 longest = int(cells["max_length"].max())

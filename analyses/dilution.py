@@ -18,18 +18,14 @@
 #     python analyses/dilution.py results/quick && python figures/dilution.py results/quick
 
 # %%
-import sys
-
 import numpy as np
 import pandas as pd
 
 from lapa2_interp.attention.tables import pooled, step_table, traced_layer_types
 from lapa2_interp.bias.theory import DecayFit, fit_decay
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.stats import paired_difference
 
-sys.excepthook = print_error
 item = open_item("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")
 cells = item.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]

@@ -24,18 +24,15 @@
 # topicality is in the table alone.
 
 # %%
-import sys
 from functools import partial
 
 import pandas as pd
 
 from lapa2_interp.paper.items import claim_for_arm, open_item
 from lapa2_interp.paper.ratings import stored_ratings
-from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.scoring.tables import interval_in_range
 from lapa2_interp.stats import mean_interval
 
-sys.excepthook = print_error
 item = open_item("eval", "Ratings by people and by a judge model")
 ratings = stored_ratings(item.run.folder)
 places = ["rater", "model", "task", "method", "variant", "length"]

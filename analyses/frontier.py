@@ -20,14 +20,10 @@
 #     python figures/frontier.py results/quick
 
 # %%
-import sys
-
 from lapa2_interp.bias.recipes import RECIPES, recipe_name
 from lapa2_interp.paper.items import open_item, prefix_step_table
-from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.paper.tables import format_step_curves
 
-sys.excepthook = print_error
 item = open_item("frontier", "Attention steering in one frame: recipes at their defaults")
 cells = item.cells
 

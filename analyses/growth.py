@@ -44,7 +44,7 @@ from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import processor_kind
-from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
+from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.generate import generate
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import (
@@ -194,5 +194,4 @@ def draw(table: pd.DataFrame, fits: pd.DataFrame) -> plots.Drawing:
 
 
 if __name__ == "__main__":
-    sys.excepthook = print_error
     main()

@@ -17,15 +17,11 @@
 #     python analyses/half.py results/quick
 
 # %%
-import sys
-
 import pandas as pd
 
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item(
     "half",
     "Attribute relevance of the first and the second half of Air-Decoding's texts",

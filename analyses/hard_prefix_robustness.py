@@ -17,18 +17,14 @@
 #     python analyses/hard_prefix_robustness.py results/quick
 
 # %%
-import sys
-
 import pandas as pd
 
 from lapa2_interp.paper.claims import MARGINS
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.paper.tables import split_variant
 from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_metric
 
-sys.excepthook = print_error
 item = open_item("hard_prefix_robustness", "The wording of the hard prefix", "hard_prefix")
 cells = item.cells
 scores = item.data.scores(cells)

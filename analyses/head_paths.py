@@ -25,7 +25,6 @@
 
 # %%
 import json
-import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -38,10 +37,9 @@ from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.circuits import ContrastSet, patch
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import Unit
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
+from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.tasks.task import read_prompts
 
-sys.excepthook = print_error
 parser = ScriptOptions("The share of control that goes from one head through another")
 parser.add_argument("model", help="a name of `lapa2 models`, a hub id or a folder")
 parser.add_argument("--heads", type=Path, required=True, help="heads.json of `lapa2 circuits`")

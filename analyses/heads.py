@@ -19,16 +19,10 @@
 #     lapa2 sweep quick/heads --out results/quick && python analyses/heads.py results/quick
 
 # %%
-import sys
-
 from heads_grid import CHOSEN, named_sets, scope
 
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
-
-# %%
 item = open_item("heads", "Head scope at equal attention on the prefix")
 cells = item.cells
 known = named_sets()

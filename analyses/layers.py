@@ -17,13 +17,9 @@
 #     python analyses/layers.py results/quick
 
 # %%
-import sys
-
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item("layers", "The layers that are augmented")
 cells = item.cells
 scores = item.data.scores(cells)

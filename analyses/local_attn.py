@@ -20,20 +20,16 @@
 #     python analyses/local_attn.py results/quick && python figures/local_attn.py results/quick
 
 # %%
-import sys
-
 import numpy as np
 import pandas as pd
 
 from lapa2_interp.attention.tables import local_ratio_terms
 from lapa2_interp.attention.trace import NEAREST
 from lapa2_interp.paper.items import claim_for_arm, open_item
-from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.paper.tables import format_step_curves
 from lapa2_interp.stats import bounds, paired_difference
 
 MARGIN = 0.02  # "nearly overlap" as a number: two points of the share
-sys.excepthook = print_error
 item = open_item(
     "local_attn",
     "Share of the nearest k keys in the attention outside the prefix",

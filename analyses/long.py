@@ -19,16 +19,12 @@
 #     python analyses/long.py results/quick && python figures/long.py results/quick
 
 # %%
-import sys
-
 import numpy as np
 
 from lapa2_interp.bias.recipes import name_families
 from lapa2_interp.paper.items import open_item, prefix_step_table
-from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.paper.tables import format_step_curves
 
-sys.excepthook = print_error
 PARTS = 8
 METRICS = ("accuracy", "masked", "echo", "repetition")
 item = open_item("long", "Control and attention on the prefix in long texts", scorers=METRICS)

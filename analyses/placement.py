@@ -18,12 +18,8 @@
 #     python analyses/placement.py results/quick
 
 # %%
-import sys
-
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item(
     "placement", "The paper's placement of the bias and that of its released code", "profile"
 )

@@ -18,15 +18,12 @@
 #     python analyses/prefix_preadd_components.py results/quick
 
 # %%
-import sys
 from itertools import pairwise
 
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import print_error
 from lapa2_interp.paper.tables import drop_parameter
 
-sys.excepthook = print_error
 item = open_item(
     "prefix_preadd_components", "Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD", "components"
 )

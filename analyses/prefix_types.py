@@ -16,14 +16,10 @@
 #     python analyses/prefix_types.py results/quick
 
 # %%
-import sys
-
 import pandas as pd
 
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item("prefix_types", "Prefixes used by the run's methods")
 cells = item.run.cells
 rows = []

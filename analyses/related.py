@@ -18,12 +18,8 @@
 #     lapa2 sweep quick/related --out results/quick && python analyses/related.py results/quick
 
 # %%
-import sys
-
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item("related", "LaPA2 on decoders the paper does not run")
 cells = item.cells
 item.write(item.table(item.data.scores(cells), cells))

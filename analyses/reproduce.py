@@ -47,7 +47,7 @@ from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.gallery import gallery_run, read_gallery
 from lapa2_interp.paper.output import merge_item
 from lapa2_interp.paper.power import required_prompts
-from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, print_error, whole_number
+from lapa2_interp.paper.scripts import ScriptOptions, add_scoring, whole_number
 from lapa2_interp.report.item_sections import ITEM_ORDER
 from lapa2_interp.runs.grid import built_in, load_grid, parse_changes
 from lapa2_interp.runs.run import load_run
@@ -224,7 +224,6 @@ def main() -> int:
     parser.add_argument("--workers", type=whole_number(), help="of `lapa2 sweep`")
     parser.add_argument("--address", help="of `lapa2 sweep`")
     add_scoring(parser, None, None)
-    sys.excepthook = print_error
     options = parser.parse_args()
     # Options that go to the scripts, and the scale.
     for name in ("grids", "engine", "workers", "address"):

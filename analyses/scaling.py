@@ -17,13 +17,9 @@
 #     python analyses/scaling.py results/quick
 
 # %%
-import sys
-
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item("scaling", "The law of the bias: log, linear, sqrt, constant")
 cells = item.cells
 scores = item.data.scores(cells)

@@ -47,7 +47,7 @@ from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import load_transformers
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
+from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.echo import prefix_words
@@ -55,7 +55,6 @@ from lapa2_interp.scoring.linear import load_linear
 from lapa2_interp.stats import mean_interval, paired_difference
 from lapa2_interp.tasks.corpora import read_corpus
 
-sys.excepthook = print_error
 parser = ScriptOptions("Control and fluency of steered continuations by other judges")
 parser.add_argument("run", type=Path, help="a run, such as judge/ of `lapa2 steer`")
 parser.add_argument("--card", type=Path, required=True, help="the card of the chosen heads")

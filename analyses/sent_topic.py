@@ -18,13 +18,9 @@
 #     python analyses/sent_topic.py results/quick
 
 # %%
-import sys
-
 from lapa2_interp.paper.items import claim_for_arm, open_item
 from lapa2_interp.paper.reported import paper_number
-from lapa2_interp.paper.scripts import print_error
 
-sys.excepthook = print_error
 item = open_item(
     "sent_topic", "Sentiment and topic control: base methods, LaPA2 and FreeCtrl at several lengths"
 )

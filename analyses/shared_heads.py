@@ -41,11 +41,10 @@ from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.circuits.units import all_heads
 from lapa2_interp.methods import load_task
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
+from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.stats import mean_interval
 from lapa2_interp.tasks.task import Attribute, Prompts, Task, read_prompts
 
-sys.excepthook = print_error
 parser = ScriptOptions("Heads that cards of several tasks share, and their transfer")
 parser.add_argument("cards", nargs="+", type=Path, help="cards of `lapa2 select`, one a task")
 parser.add_argument("--prompts", type=Path, required=True, help="prompts that chose no card")

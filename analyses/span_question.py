@@ -41,7 +41,6 @@
 #     python analyses/span_question.py --out results/span_question --samples 40
 
 # %%
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -61,7 +60,7 @@ from lapa2_interp.models.machine import (
     print_if_slow,
 )
 from lapa2_interp.paper.equal_perplexity import interpolate_at_cost, resampled_interval
-from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
+from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.sweep import sweep
@@ -111,7 +110,6 @@ parser.add_argument(
     default=10,
     help="texts per prompt and attribute whose perplexity is measured",
 )
-sys.excepthook = print_error
 options = parser.parse_args()
 print_if_slow(options.dtype)
 

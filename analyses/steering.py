@@ -25,7 +25,6 @@
 # `--beside` the tables of its other parts.
 
 # %%
-import sys
 from hashlib import sha256
 from itertools import product
 
@@ -48,9 +47,8 @@ from lapa2_interp.paper.equal_perplexity import (
 )
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.output import item_json
-from lapa2_interp.paper.scripts import DEFAULT_SCORERS, print_error
+from lapa2_interp.paper.scripts import DEFAULT_SCORERS
 
-sys.excepthook = print_error
 TITLE = "Control at equal perplexity"
 REFERENCE, ALL_WORDS = "lapa2", "all words"
 TEST = ("family", "ratio", "metric")

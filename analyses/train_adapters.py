@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.smollm2 import SMOLLM2
-from lapa2_interp.paper.scripts import ScriptOptions, print_error, whole_number
+from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.scoring.adapter import (
     ADAPTER_ENDING,
     LONGEST_WINDOW,
@@ -367,5 +366,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.excepthook = print_error
     main()

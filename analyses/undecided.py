@@ -9,7 +9,6 @@ verdicts.md, with the difference and the verdict of the first prompts beside.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -24,7 +23,7 @@ from lapa2_interp.paper.claims import (
     read_claims,
     unique_comparisons,
 )
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
+from lapa2_interp.paper.scripts import ScriptOptions
 
 TITLE = "Claims on new prompts"
 
@@ -78,5 +77,4 @@ def judge_again(folders: list[Path]) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    sys.excepthook = print_error
     main()

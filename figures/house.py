@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure
 from lapa2_interp.methods.registry import known_methods
-from lapa2_interp.paper.scripts import ScriptOptions, print_error
+from lapa2_interp.paper.scripts import ScriptOptions
 
 ANALYSES = Path(__file__).resolve().parent.parent / "analyses"
 
@@ -42,7 +42,6 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
         type=Path,
         help="folder with tables/, where figures/ goes; by default the run's own",
     )
-    sys.excepthook = print_error
     options = parser.parse_args()
     out = options.out or options.run
     files = [

@@ -30,7 +30,9 @@ class ScriptOptions(argparse.ArgumentParser):
         super().__init__(description=title, allow_abbrev=False, **settings)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse options, with a hint for a misspelt option; in a notebook, take the defaults."""
+        """Parse options, with a hint for a misspelt option; in a notebook, take the defaults. Errors
+        after it are printed by `print_error`."""
+        sys.excepthook = print_error
         if args is None and Path(sys.argv[0]).name.startswith(("ipykernel", "colab_kernel")):
             args = []
         found, rest = self.parse_known_args(args, namespace)
@@ -113,8 +115,8 @@ def _scorer(text: str) -> str:
 def print_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """A script's `sys.excepthook`: an error that a user can correct is one line on stderr and exit
-    code 2, as in the command line."""
+    """The `sys.excepthook` of scripts: an error that a user can correct is one line on stderr and
+    exit code 2, as in the command line."""
     if isinstance(error, KeyboardInterrupt):
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)
