@@ -45,7 +45,7 @@ steering-prompts: $(RUN)
 NOTEBOOKS := first_look control who_reads_the_prefix what_heads_write why_it_fades steer_the_heads
 notebooks: $(NOTEBOOKS:%=docs/notebooks/%.ipynb)
 docs/notebooks/%.ipynb: analyses/%.py $(DEV)
-	jupytext --quiet --to ipynb --output $@ $<
+	jupytext --quiet --set-kernel python3 --to ipynb --output $@ $<
 	TQDM_DISABLE=1 jupyter-execute --inplace $@
 
 # Files share two processes of one thread each; what needs the machine to itself follows in one.
