@@ -40,7 +40,7 @@ scorers: $(DEV)
 # The prompts of the grids quick/steering (steering-prompts.txt, steering-selection.txt) and quick/bases (bases/*.txt). In DATA are
 # DExperts' neutral OpenWebText prompts: https://github.com/alisawuffles/DExperts.
 steering-prompts: $(RUN)
-	python -m lapa2_interp.paper.steering_prompts $(DATA)/prompts/dexperts_owt_sentiment_10k.jsonl.xz
+	python analyses/steering_prompts.py $(DATA)/prompts/dexperts_owt_sentiment_10k.jsonl.xz
 
 NOTEBOOKS := first_look control who_reads_the_prefix what_heads_write why_it_fades steer_the_heads
 notebooks: $(NOTEBOOKS:%=docs/notebooks/%.ipynb)

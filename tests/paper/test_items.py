@@ -73,6 +73,7 @@ TOOLS = (
     "head_paths",
     "same_prompts",
     "second_opinion",
+    "steering_prompts",
     "shared_heads",
     "train_adapters",
     "undecided",

@@ -22,7 +22,6 @@ from lapa2_interp.bias.recipes import (
 )
 from lapa2_interp.methods import load_task
 from lapa2_interp.paper.equal_perplexity import add_caveats, distinguishing_columns
-from lapa2_interp.paper.steering_prompts import BASES, bases_prompts, choose_prompts, read_neutral
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.run import load_run, write_run
@@ -30,6 +29,10 @@ from lapa2_interp.runs.store import remove_batches
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
+MADE = runpy.run_path(str(ROOT / "analyses" / "steering_prompts.py"))
+BASES, bases_prompts, choose_prompts, read_neutral = (
+    MADE[name] for name in ("BASES", "bases_prompts", "choose_prompts", "read_neutral")
+)
 FAMILIES = {"lapa2", "token-selective", "head-selective", "set-point"}
 GRID = """
 model = "tiny-gpt2"

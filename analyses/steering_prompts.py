@@ -1,7 +1,7 @@
 """The prompts of the grids quick/steering and quick/bases, and of `analyses/undecided.sh`: the
 paper's 35, and neutral ones of DExperts (OpenWebText).
 
-    python -m lapa2_interp.paper.steering_prompts dexperts_owt_sentiment_10k.jsonl.xz
+    python analyses/steering_prompts.py dexperts_owt_sentiment_10k.jsonl.xz
 
 writes them into the current folder, one prompt on each line: steering-prompts.txt (575 prompts),
 steering-selection.txt (64 others, on which heads and strengths are selected), and the files of
