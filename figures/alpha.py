@@ -1,14 +1,12 @@
 """Figure alpha: control (left axis, colour) and perplexity (right axis, grey) against alpha, one
 panel per method."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
-from house import METRIC_LABELS, band, paper_name, render, style_of
+from house import METRIC_LABELS, paper_name, render, style_of
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import Drawing, band, bars, new_figure, plain_axes
 from lapa2_interp.paper.tables import rows_of_all_attributes
 
 
@@ -37,16 +35,10 @@ def draw(table: pd.DataFrame) -> Drawing:
         plain_axes(panel, "alpha", METRIC_LABELS[metric])
         panel.yaxis.label.set_color(colour)
         other = panel.twinx()
-        error = np.abs(fluency[["low", "high"]].to_numpy().T - fluency["mean"].to_numpy())
-        look: dict[str, Any] = {
-            "color": "#777777",
-            "ls": "--",
-            "lw": 1.0,
-            "marker": ".",
-            "ms": 4,
-            "elinewidth": 0.7,
-        }
-        other.errorbar(fluency["alpha"], fluency["mean"], yerr=error, **look)
+        look = {"color": "#777777", "ls": "--", "lw": 1.0, "marker": ".", "ms": 4}
+        other.errorbar(
+            fluency["alpha"], fluency["mean"], yerr=bars(fluency), elinewidth=0.7, **look
+        )
         other.set_ylabel("perplexity", color="#777777", fontsize=8)
         other.set_yscale("log")
         other.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

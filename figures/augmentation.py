@@ -4,9 +4,9 @@ dashed with LaPA2."""
 from typing import Any
 
 import pandas as pd
-from house import band, by_task, legend_below, paper_name, render, style_of
+from house import by_task, legend_below, paper_name, render, style_of
 
-from lapa2_interp._util.plots import Drawing, plain_axes
+from lapa2_interp._util.plots import Drawing, band, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:

@@ -3,7 +3,7 @@
 import pandas as pd
 from house import METRIC_LABELS, legend_below, render, style_of
 
-from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import Drawing, crosses, new_figure, plain_axes
 from lapa2_interp.paper.tables import rows_of_all_attributes
 
 LOOKS = {"baseline": "o", "all heads": "s", "chosen heads": "^", "random heads": "D"}
@@ -46,17 +46,9 @@ def draw(table: pd.DataFrame) -> Drawing:
                 panel.plot(curve["mean_ppl"], curve["mean"], color=colour, ls=style, lw=0.9)
             panel.plot([], [], color=colour, label=str(method))
             for place, of_place in of_method.groupby("place", sort=False):
-                panel.errorbar(
-                    of_place["mean_ppl"],
-                    of_place["mean"],
-                    xerr=_arms(of_place, "_ppl"),
-                    yerr=_arms(of_place, ""),
-                    color=colour,
-                    marker=LOOKS[str(place)],
-                    ms=5,
-                    lw=0.7,
-                    ls="",
-                )
+                x = of_place[["mean_ppl", "low_ppl", "high_ppl"]]
+                look = {"color": colour, "marker": LOOKS[str(place)], "ms": 5, "lw": 0.7, "ls": ""}
+                crosses(panel, x.rename(columns=lambda name: name[:-4]), of_place, **look)
         panel.set_title(f"{part} {own['task'].iloc[0]}", fontsize=9)
         plain_axes(panel, METRIC_LABELS["ppl"], f"{METRIC_LABELS['acc']}, by linear")
     for place in points["place"].unique() if parts else ():
@@ -64,12 +56,6 @@ def draw(table: pd.DataFrame) -> Drawing:
         panels[-1].plot([], [], **look, label=NAMES.get(place, place))
     legend_below(figure, [("", panel, rows) for panel in panels], 5)
     return figure
-
-
-def _arms(points: pd.DataFrame, end: str) -> list[pd.Series]:
-    """The arms of error bars."""
-    mean = points[f"mean{end}"]
-    return [mean - points[f"low{end}"], points[f"high{end}"] - mean]
 
 
 if __name__ == "__main__":

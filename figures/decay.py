@@ -1,9 +1,9 @@
 """Figure decay: accuracy against length, one line per method and one panel per task, 95 % bands."""
 
 import pandas as pd
-from house import METRIC_LABELS, band, by_task, legend_below, paper_name, render, style_of
+from house import METRIC_LABELS, by_task, legend_below, paper_name, render, style_of
 
-from lapa2_interp._util.plots import Drawing, plain_axes
+from lapa2_interp._util.plots import Drawing, band, plain_axes
 from lapa2_interp.paper.tables import rows_of_all_attributes
 
 

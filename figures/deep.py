@@ -2,9 +2,9 @@
 
 import numpy as np
 import pandas as pd
-from house import band, legend_below, render
+from house import legend_below, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, band, new_figure, plain_axes
 
 
 def draw(table: pd.DataFrame, heads: pd.DataFrame) -> Drawing:

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from house import band, by_task, legend_below, paper_name, render, style_of
+from house import by_task, legend_below, paper_name, render, style_of
 
-from lapa2_interp._util.plots import Drawing, plain_axes
+from lapa2_interp._util.plots import Drawing, band, plain_axes
 
 
 def draw(table: pd.DataFrame, fits: pd.DataFrame) -> Drawing:

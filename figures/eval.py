@@ -5,7 +5,7 @@ import numpy as np
 import pandas as pd
 from house import COLUMN, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, bars, new_figure, plain_axes
 from lapa2_interp.paper.equal_perplexity import distinguishing_columns
 
 
@@ -31,26 +31,16 @@ def draw(table: pd.DataFrame) -> Drawing:
             *distinguishing_columns(part, ["method", "task", "variant", "length", "model"]),
             "criterion",
         ]
-        bars = pd.MultiIndex.from_frame(part[keys].drop_duplicates())
+        kinds = pd.MultiIndex.from_frame(part[keys].drop_duplicates())
         arms = list(dict.fromkeys(part["arm"]))
         for i, arm in enumerate(arms):
-            own = part[part["arm"] == arm].set_index(keys).reindex(bars)
-            error = np.abs(own[["low", "high"]].to_numpy().T - own["mean"].to_numpy())
-            x = np.arange(len(bars)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
-            panel.bar(
-                x,
-                own["mean"],
-                0.8 / len(arms),
-                yerr=error,
-                color=COLOURS[i % len(COLOURS)],
-                label=arm,
-                error_kw={"lw": 0.8},
-            )
-        panel.set_xticks(
-            range(len(bars)),
-            ["\n".join(str(word) for word in bar if word) for bar in bars],
-            fontsize=6,
-        )
+            own = part[part["arm"] == arm].set_index(keys).reindex(kinds)
+            width = 0.8 / len(arms)
+            x = np.arange(len(kinds)) + (i - (len(arms) - 1) / 2) * width
+            look = {"color": COLOURS[i % len(COLOURS)], "error_kw": {"lw": 0.8}}
+            panel.bar(x, own["mean"], width, yerr=bars(own), label=arm, **look)
+        names = ["\n".join(str(word) for word in kind if word) for kind in kinds]
+        panel.set_xticks(range(len(kinds)), names, fontsize=6)
         panel.set_ylim(1, 5)
         panel.set_title(rater, fontsize=9)
         panel.legend(frameon=False, fontsize=7)

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from house import METRIC_LABELS, legend_below, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, crosses, new_figure, plain_axes
 from lapa2_interp.paper.tables import rows_of_all_attributes
 
 MARKERS = "os^Dv"
@@ -36,19 +36,9 @@ def draw(table: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
         }
         for arm, (colour, marker) in looks.items():
             if all(arm in part.index for part in by_arm.values()) and len(by_arm) == 2:
-                x, y = by_arm["ppl"].loc[arm], by_arm["acc"].loc[arm]
-                above.errorbar(
-                    x["mean"],
-                    y["mean"],
-                    xerr=[[x["mean"] - x["low"]], [x["high"] - x["mean"]]],
-                    yerr=[[y["mean"] - y["low"]], [y["high"] - y["mean"]]],
-                    color=colour,
-                    marker=marker,
-                    ms=5,
-                    lw=0.7,
-                    ls="",
-                    label=arm,
-                )
+                x, y = by_arm["ppl"].loc[[arm]], by_arm["acc"].loc[[arm]]
+                look = {"color": colour, "marker": marker, "ms": 5, "lw": 0.7, "ls": ""}
+                crosses(above, x, y, label=arm, **look)
             line = steps[(steps["task"] == task) & (steps["arm"] == arm)]
             below.plot(
                 line["step"], line["mean"], color=colour, marker=marker, ms=3, lw=1, markevery=8

@@ -107,15 +107,6 @@ def style_of(method: str) -> tuple[str, str]:
     return METHOD_STYLES.get(method, ("#777777", "."))
 
 
-def band(axes: Axes, table: pd.DataFrame, x: str, colour: str, **line: Any) -> None:
-    """A line of means with its 95 % band."""
-    axes.plot(table[x], table["mean"], color=colour, **line)
-    if table["low"].notna().any():
-        axes.fill_between(
-            table[x].astype(float), table["low"], table["high"], color=colour, alpha=0.15, lw=0
-        )
-
-
 Panels = list[tuple[str, Axes, pd.DataFrame]]
 """Task, axes and rows of each panel."""
 

@@ -2,9 +2,9 @@
 dashed with LaPA2."""
 
 import pandas as pd
-from house import band, by_task, legend_below, paper_name, render
+from house import by_task, legend_below, paper_name, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, band, plain_axes
 
 
 def draw(table: pd.DataFrame) -> Drawing:

@@ -1,9 +1,9 @@
 """Figure long: control in each eighth of a long text, and attention on the prefix against step."""
 
 import pandas as pd
-from house import METRIC_LABELS, band, legend_below, render
+from house import METRIC_LABELS, legend_below, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, band, bars, new_figure, plain_axes
 
 MARKERS = "os^Dv"
 
@@ -27,9 +27,8 @@ def draw(table: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
         own = rows[rows["arm"] == arm].sort_values("part")
         middle = (own["part"] - 0.5) * own["length"] / parts
         shift = (number - (len(arms) - 1) / 2) * own["length"] / parts / 12
-        left.errorbar(middle + shift, own["mean"],
-                      yerr=[own["mean"] - own["low"], own["high"] - own["mean"]],
-                      color=colour, marker=marker, ms=4, lw=0.9, label=arm)  # fmt: skip
+        look = {"color": colour, "marker": marker, "ms": 4, "lw": 0.9}
+        left.errorbar(middle + shift, own["mean"], yerr=bars(own), label=arm, **look)
         curve = steps[(steps["arm"] == arm) & (steps["step"] > 0)]
         band(right, curve, "step", colour, lw=1)
     right.set_xscale("log")

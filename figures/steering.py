@@ -6,7 +6,7 @@ import pandas as pd
 from house import METRIC_LABELS, legend_below, render
 from matplotlib.axes import Axes
 
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, crosses, new_figure, plain_axes
 from lapa2_interp.paper.equal_perplexity import distinguishing_columns
 
 REFERENCE, BASELINE = "lapa2", "baseline"
@@ -91,17 +91,8 @@ def _curves(
 
 
 def _crosses(axes: Axes, rows: pd.DataFrame, **look: str) -> None:
-    x, y = rows["perplexity"], rows["mean"]
-    axes.errorbar(
-        x,
-        y,
-        xerr=[x - rows["perplexity_low"], rows["perplexity_high"] - x],
-        yerr=[y - rows["low"], rows["high"] - y],
-        ls="",
-        ms=4,
-        lw=0.7,
-        **look,
-    )
+    x = rows[["perplexity", "perplexity_low", "perplexity_high"]]
+    crosses(axes, x.set_axis(["mean", "low", "high"], axis=1), rows, ls="", ms=4, lw=0.7, **look)
 
 
 def _differences(axes: Axes, equal: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> None:

@@ -184,11 +184,8 @@ def arm_name(cell: Cell) -> str:
 
 def number(alpha: float) -> str:
     """1/2 for 0.5."""
-    return (
-        str(Fraction(alpha).limit_denominator(8))
-        if alpha == float(Fraction(alpha).limit_denominator(8))
-        else f"{alpha:g}"
-    )
+    fraction = Fraction(alpha).limit_denominator(8)
+    return str(fraction) if alpha == float(fraction) else f"{alpha:g}"
 
 
 def arm_label(arm: str) -> str:
@@ -307,20 +304,10 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     for alpha, line in curve.groupby("alpha"):
         name = number(float(alpha))
         colour = COLOURS.get(name, plots.COLOURS[3])
-        axes.plot(line["l_kv"], line["mean"], color=colour, lw=1.8, label=arm_label(name))
-        seen = line["low"] > 0
-        axes.fill_between(
-            line["l_kv"],
-            line["low"].where(seen),
-            line["high"],
-            seen,
-            color=colour,
-            alpha=0.15,
-            lw=0,
-        )
-        expected = 1 / (1 + np.exp(-(ratio - pooled.log_rest + float(alpha) * pooled.log_r))).mean(
-            0
-        )
+        shown = line.assign(low=line["low"].where(line["low"] > 0))
+        plots.band(axes, shown, "l_kv", colour, lw=1.8, label=arm_label(name))
+        odds = ratio - pooled.log_rest + float(alpha) * pooled.log_r
+        expected = 1 / (1 + np.exp(-odds)).mean(0)
         axes.plot(line["l_kv"], expected, color=colour, lw=1.3, ls=":")
     axes.plot([], [], color="#555555", lw=1.3, ls=":", label="closed form")
     axes.set(xscale="log", yscale="log")
@@ -343,14 +330,8 @@ def _decay_figure(traces: xr.Dataset, curve: pd.DataFrame) -> plots.Drawing:
     axes.set_xlim(low / 1.04, high * 1.04)
     axes.grid(color="#e8e8e8", lw=0.7)
     _axes(axes, "l_kv: tokens so far, BOS included", "attention on the prefix")
-    figure.legend(
-        loc="outside upper center",
-        frameon=False,
-        fontsize=11,
-        ncols=2,
-        handlelength=1.5,
-        columnspacing=1.2,
-    )
+    look = {"frameon": False, "fontsize": 11, "handlelength": 1.5, "columnspacing": 1.2}
+    figure.legend(loc="outside upper center", ncols=2, **look)
     return figure
 
 
@@ -569,16 +550,8 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
             f"{arm_label(row['arm'])}: {100 * row['difference']:+.0f} points "
             f"{interval(100 * row['low'], 100 * row['high'], 0)}"
         )
-    least = (
-        points.loc[points["detectable"] > 0, "detectable"]
-        if len(points)
-        else pd.Series(dtype=float)
-    )
-    size = f"{100 * least.min():.0f}" + (
-        f" to {100 * least.max():.0f}"
-        if round(100 * least.min()) != round(100 * least.max())
-        else ""
-    )
+    least = points.loc[points["detectable"] > 0, "detectable"] if len(points) else pd.Series()
+    size = " to ".join(dict.fromkeys(f"{100 * each:.0f}" for each in (least.min(), least.max())))
     warning = (
         f"These numbers cannot tell whether LaPA2 helps: with {n} texts an arm only differences of"
         f" {size} points of accuracy would show."

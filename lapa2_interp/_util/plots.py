@@ -64,6 +64,35 @@ def plain_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def legend_above(figure: Figure, columns: int, panel: Axes | None = None) -> None:
+    """A legend above all panels: of one panel's curves, or of all."""
+    named = () if panel is None else panel.get_legend_handles_labels()
+    figure.legend(*named, loc="outside upper center", frameon=False, fontsize=7, ncols=columns)
+
+
+def band(axes: Axes, table: pd.DataFrame, x: str, colour: str, **line: Any) -> None:
+    """A line of means with its 95 % band.
+
+    Args:
+        table: Columns x, mean, low and high.
+    """
+    axes.plot(table[x], table["mean"], color=colour, **line)
+    if table["low"].notna().any():
+        axes.fill_between(
+            table[x].astype(float), table["low"], table["high"], color=colour, alpha=0.15, lw=0
+        )
+
+
+def crosses(axes: Axes, x: pd.DataFrame, y: pd.DataFrame, **look: Any) -> None:
+    """Points with 95 % intervals in both directions; x and y have columns mean, low and high."""
+    axes.errorbar(x["mean"], y["mean"], xerr=bars(x), yerr=bars(y), **look)
+
+
+def bars(table: pd.DataFrame) -> np.ndarray:
+    """How far the ends of intervals are from their means, as matplotlib takes error bars."""
+    return np.abs(table[["low", "high"]].to_numpy(float).T - table["mean"].to_numpy(float))
+
+
 def attention_curves(
     steps: pd.DataFrame, fits: pd.DataFrame | None = None, name: str = "prefix"
 ) -> Drawing:
@@ -82,8 +111,7 @@ def attention_curves(
     for (colour, dash), ((arm, layer_type), curve) in zip(styles(), curves, strict=False):
         t = curve["step"].to_numpy()
         label = f"{arm}, {layer_type} layers" if typed else arm
-        axes.plot(t, curve["mean"], color=colour, ls=dash, lw=1.4, label=label)
-        axes.fill_between(t, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
+        band(axes, curve, "step", colour, ls=dash, lw=1.4, label=label)
         if fits is None or layer_type != "full":
             continue
         c, d, r2 = fits.loc[fits["arm"] == arm, ["C", "D", "R2"]].iloc[0]
@@ -101,7 +129,7 @@ def attention_curves(
     mean = f"mean over layers{' of a type' * typed} and heads"
     plain_axes(axes, "generation step t", f"attention on {name.replace('_', ' ')}\n({mean})")
     axes.set_ylim(bottom=0)
-    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=2 if typed else 4)
+    legend_above(figure, 2 if typed else 4)
     return figure
 
 
@@ -156,7 +184,7 @@ def calibration_curves(curves: pd.DataFrame) -> Drawing:
         axes.scatter(curve["prediction"], curve["truth"], s=size, color=colour, lw=0)
     plain_axes(axes, "mean prediction", "mean truth")
     axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    figure.legend(loc="outside upper center", frameon=False, fontsize=7)
+    legend_above(figure, 1)
     return figure
 
 
@@ -175,7 +203,7 @@ def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
     names = dict(zip(tokens["key"], tokens.get("label", tokens["key"]), strict=True))
     for i, (arm, (colour, dash)) in enumerate(zip(arms, styles(), strict=False)):
         part = tokens[tokens["arm"] == arm].set_index("key").reindex(keys)
-        error = np.abs(part[["low", "high"]].to_numpy().T - part["mean"].to_numpy())
+        error = bars(part)
         x = np.arange(len(keys)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
         for axis, chosen in ((sink, slice(0, 1)), (axes, slice(1, None))):
             axis.bar(
@@ -195,6 +223,5 @@ def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
     plain_axes(sink, "", "mean attention")
     plain_axes(axes, "prefix token", "")
     axes.margins(x=0.02)
-    named = axes.get_legend_handles_labels()
-    figure.legend(*named, loc="outside upper center", ncols=4, frameon=False, fontsize=7)
+    legend_above(figure, 4, axes)
     return figure

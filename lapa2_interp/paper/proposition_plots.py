@@ -6,10 +6,17 @@ from itertools import cycle
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import to_rgb
 
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
-
-# --- propositions
+from lapa2_interp._util.plots import (
+    COLOURS,
+    Drawing,
+    band,
+    bars,
+    legend_above,
+    new_figure,
+    plain_axes,
+)
 
 SHADES = ("#000000", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")
 """For alphas in rising order, the baseline black."""
@@ -32,10 +39,7 @@ def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.
         for (family, curve), (colour, dash) in zip(
             part.groupby("family", sort=False), styles, strict=False
         ):
-            panel.plot(curve["l"], curve["mean"], color=colour, ls=dash, lw=1.2, label=family)
-            panel.fill_between(
-                curve["l"], curve["low"], curve["high"], color=colour, alpha=0.12, lw=0
-            )
+            band(panel, curve, "l", colour, ls=dash, lw=1.2, label=family)
         first = part[part["family"] == part["family"].iloc[0]]
         panel.plot(first["l"], first["predicted"], color="black", lw=1.6, ls=":", label="Eq. 11")
         panel.set_xscale("log")
@@ -45,8 +49,7 @@ def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.
             panel.set_ylim(0, 1.02)
         panel.set_title(f"alpha = {alpha:g}", fontsize=9)
         plain_axes(panel, "l", "attention on the prefix" if panel is panels[0] else "")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=6)
+    legend_above(figure, 6, panels[0])
     return figure
 
 
@@ -73,24 +76,13 @@ def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
         groups = part.groupby(by, sort=False) if by else [("measured", part)]
         styles = [(colour, dash) for dash in ("-", "--") for colour in COLOURS[1:]]
         for (name, line), (colour, dash) in zip(groups, styles, strict=False):
-            error = np.abs(line[["low", "high"]].to_numpy().T - line["mean"].to_numpy())
-            panel.errorbar(
-                line["alpha"],
-                line["mean"],
-                yerr=error,
-                color=colour,
-                ls=dash,
-                lw=1.1,
-                marker="o",
-                ms=2.5,
-                label=name,
-            )
+            look = {"color": colour, "ls": dash, "lw": 1.1, "marker": "o", "ms": 2.5}
+            panel.errorbar(line["alpha"], line["mean"], yerr=bars(line), label=name, **look)
         one = part[part[by] == part[by].iloc[0]] if by else part
         panel.plot(one["alpha"], one["predicted"], color="black", ls=":", lw=1.6, label="predicted")
         panel.set_title(titles[quantity], fontsize=9)
         plain_axes(panel, "alpha", "slope" if panel is panels[0] else "")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=6)
+    legend_above(figure, 6, panels[0])
     return figure
 
 
@@ -106,27 +98,16 @@ def alpha_curves(curves: pd.DataFrame) -> Drawing:
     for (alpha, curve), colour in zip(curves.groupby("alpha"), cycle(SHADES), strict=False):
         c, d, r2 = curve[["C", "D", "R2"]].iloc[0]
         fit = "no C/(t+D) fits" if np.isnan(c) else f"{c:.2f}/(t+{d:.1f}), R² {r2:.2f}"
-        axes.plot(
-            curve["l_kv"], curve["mean"], color=colour, lw=1.4, label=f"alpha {alpha:g}: {fit}"
-        )
         # The interval of few texts may reach below 0, which a log axis cannot show.
-        positive = curve["low"] > 0
-        axes.fill_between(
-            curve["l_kv"],
-            curve["low"].where(positive),
-            curve["high"],
-            positive,
-            color=colour,
-            alpha=0.15,
-            lw=0,
-        )
+        shown = curve.assign(low=curve["low"].where(curve["low"] > 0))
+        band(axes, shown, "l_kv", colour, lw=1.4, label=f"alpha {alpha:g}: {fit}")
         if not np.isnan(c):
             axes.plot(curve["l_kv"], c / (curve["step"] + d), color=colour, ls=":", lw=1.2)
     axes.set(xscale="log", yscale="log", ylim=(curves["mean"].min() / 3, None))
     plain_axes(
         axes, "l_kv: keys, BOS included", "attention on the prefix\n(mean over layers and heads)"
     )
-    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=3)
+    legend_above(figure, 3)
     return figure
 
 
@@ -146,10 +127,7 @@ def growth_map(heads: pd.DataFrame) -> Drawing:
     left.set_title("slope of log(e_P/e_R) on log l\nblue: faster than 1/l, red: slower", fontsize=8)
     names = ("mixed", "sink", "local", "prefix")
     tints = dict(zip(names, ("#DDDDDD", "#0072B2", "#009E73", "#D55E00"), strict=True))
-    pixels = np.array(
-        [[[int(tints[kind][i : i + 2], 16) for i in (1, 3, 5)] for kind in row] for row in kinds]
-    )
-    right.imshow(pixels, aspect="auto")
+    right.imshow([[to_rgb(tints[kind]) for kind in row] for row in kinds], aspect="auto")
     for name in names:
         right.scatter(
             [], [], color=tints[name], marker="s", label=f"{name} ({(kinds == name).sum()})"
@@ -189,8 +167,7 @@ def predictions(found: pd.DataFrame) -> Drawing:
         panel.plot(part["layer"], part["measured"], color=COLOURS[2], lw=1.4, label="measured")
         panel.set_title(f"alpha = {alpha:g}", fontsize=9)
         plain_axes(panel, "layer", "attention on the prefix" if panel is panels[0] else "")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=3)
+    legend_above(figure, 3, panels[0])
     return figure
 
 
@@ -203,6 +180,8 @@ def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
         outside: The keys that the denominator leaves out, "prefix" or "prefix and BOS".
     """
     part = found[(found["outside"] == outside) & (found["layer"] != "all")]
+    part = part.drop(columns="baseline").rename(columns={"difference": "mean"})
+    part = part.astype({"layer": int})
     alphas = [alpha for alpha in dict.fromkeys(part["alpha"]) if alpha in (0.5, 1.0)] or list(
         dict.fromkeys(part["alpha"])
     )[:2]
@@ -213,16 +192,7 @@ def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
             panel = panels[row, column]
             chosen = part[(part["alpha"] == alpha) & (part["pooling"] == pooling)]
             for (k, line), colour in zip(chosen.groupby("k"), COLOURS[1:], strict=False):
-                layer = line["layer"].astype(int)
-                panel.plot(layer, line["difference"], color=colour, lw=1.2, label=f"k = {k}")
-                panel.fill_between(
-                    layer,
-                    line["low"].astype(float),
-                    line["high"].astype(float),
-                    color=colour,
-                    alpha=0.15,
-                    lw=0,
-                )
+                band(panel, line, "layer", colour, lw=1.2, label=f"k = {k}")
             panel.axhline(0, color="black", lw=0.6)
             panel.set_title(f"alpha = {alpha:g}, {pooling}", fontsize=9)
             plain_axes(
@@ -230,6 +200,5 @@ def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
                 "layer" if row else "",
                 f"change of\nnearest_k/(1-{outside})" if not column else "",
             )
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=4)
+    legend_above(figure, 4, panels[0, 0])
     return figure
