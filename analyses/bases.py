@@ -22,8 +22,8 @@ from lapa2_interp.paper.equal_perplexity import SteeringCurves
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.scripts import DEFAULT_SCORERS
 from lapa2_interp.paper.tables import format_item_table
-from lapa2_interp.scoring.tables import mean_interval, paired_change
-from lapa2_interp.stats import holm
+from lapa2_interp.scoring.tables import paired_change
+from lapa2_interp.stats import holm, interval_cells, mean_interval
 
 item = open_item(
     "bases",
@@ -104,12 +104,14 @@ for where, part in samples.assign(
     tag=tagged, arm=samples["cell"].map(arms), variant=samples["cell"].map(variants)
 ).groupby(ARM, sort=False):
     found = mean_interval(part["tag"].to_numpy(), part["prompt"].to_numpy())
-    numbers = {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
-    rows.append(dict(zip(ARM, where, strict=True)) | numbers)
+    rows.append(dict(zip(ARM, where, strict=True)) | found.columns)
 tags = pd.DataFrame(rows)
-shares = [f"{m:.1f} [{a:.1f}, {b:.1f}]" for m, a, b in tags[["mean", "low", "high"]].to_numpy()]
 formatted = format_item_table(means)
-shown = tags[ARM].rename(columns={"arm": "augmentation"}).assign(**{"chat tag %": shares})
+shown = (
+    tags[ARM]
+    .rename(columns={"arm": "augmentation"})
+    .assign(**{"chat tag %": interval_cells(tags, ".1f")})
+)
 formatted = formatted.merge(shown, how="left").fillna("")
 note = (
     "Ours, not the paper's. Texts of (a) and of random heads are paired on the prompts that both"

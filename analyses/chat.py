@@ -24,7 +24,7 @@ from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
-from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.stats import interval_cells, mean_interval, paired_difference
 
 # %% [markdown]
 # Who speaks, of what, and the words that are counted (`*`: any ending). The request is the same in
@@ -163,8 +163,9 @@ for measure, of in last.groupby("measure", sort=False):
     gain = paired_difference(before["value"], before["chat"], after["value"], after["chat"])
     rows.append([measure, f"{options.augmentation} adds", steps[-1], *interval(gain)])
 found = pd.DataFrame(rows, columns=["measure", "arm", "steps", "mean", "low", "high"])
-words = found.apply(lambda row: f"{row['mean']:.3f} [{row.low:.3f}, {row.high:.3f}]", axis=1)
-shown = found.assign(words=words).pivot(index=["measure", "arm"], columns="steps", values="words")
+shown = found.assign(words=interval_cells(found, ".3f")).pivot(
+    index=["measure", "arm"], columns="steps", values="words"
+)
 print(shown[steps].fillna("").to_string())
 if options.out:
     write_text(options.out, as_csv(found))

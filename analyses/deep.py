@@ -22,7 +22,7 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.stats import format_interval, mean_interval, paired_difference
 
 ALPHA = 0.5
 item = open_item("deep", "Attention on the prefix in texts of 8,000 tokens, head by head")
@@ -124,9 +124,8 @@ def slope(shares, least, most):
 
 def row(quantity, l, values, **more):
     found = mean_interval(values.to_numpy(), prompts(values))
-    return {"quantity": quantity, "l_kv": l, "upto": ends[l] - 1, **more} | {
-        "mean": found.mean, "low": found.low, "high": found.high, "n": found.n
-    }  # fmt: skip
+    where = {"quantity": quantity, "l_kv": l, "upto": ends[l] - 1, **more}
+    return where | found.columns | {"n": found.n}
 
 
 table = []
@@ -180,10 +179,9 @@ for quantity in ("share", "slope"):
     for alpha in (0.0, ALPHA):
         part = table[(table["quantity"] == quantity) & (table["alpha"] == alpha)].set_index("l_kv")
         shown[f"{quantity}, alpha {alpha:g}"] = [
-            "" if l not in part.index
-            else f"{part.loc[l, 'mean']:.2g} [{part.loc[l, 'low']:.2g}, {part.loc[l, 'high']:.2g}]"
+            format_interval(*part.loc[l, ["mean", "low", "high"]], ".2g") if l in part.index else ""
             for l in wide.index
-        ]  # fmt: skip
+        ]
 shown = shown.join(wide.round(2).reset_index(drop=True))
 at_end = means[(means["l_kv"] == last) & (means["alpha"] == 0)].nlargest(8, "share")
 best = ", ".join(f"{int(x.layer)}.{int(x.head)} {x.share:.3f}" for x in at_end.itertuples())

@@ -8,29 +8,20 @@
 #     python analyses/dilution.py results/quick && python figures/dilution.py results/quick
 
 # %%
+from functools import partial
+
 import numpy as np
 import pandas as pd
 
-from lapa2_interp.attention.tables import pooled, step_table, traced_layer_types
+from lapa2_interp.attention.tables import pooled
 from lapa2_interp.bias.theory import DecayFit, fit_decay
-from lapa2_interp.paper.items import open_item
+from lapa2_interp.paper.items import open_item, prefix_step_table
 from lapa2_interp.stats import paired_difference
 
 item = open_item("dilution", "Attention on the prefix against step, and C/(t + D)", "sent_topic")
 cells = item.cells
 cells = cells[(cells["alpha"] == 0) & (cells["method"] != "freectrl")]
-
-
-def curve(trace, samples):
-    """Prefix and BOS attention against step."""
-    steps = step_table(trace, samples.assign(arm="baseline"))
-    wanted = steps["name"].isin(["prefix", "bos"]) & (
-        steps["layer_type"] == traced_layer_types(trace)[0]
-    )
-    return steps[wanted].drop(columns=["arm", "layer_type"])
-
-
-table = item.data.step_curves(cells, curve)
+table = item.data.step_curves(cells, partial(prefix_step_table, names=["prefix", "bos"]))
 
 # %% [markdown]
 # ## The fits, on every step, and is the last step below the first?

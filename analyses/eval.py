@@ -21,7 +21,7 @@ import pandas as pd
 from lapa2_interp.paper.items import claim_for_arm, open_item
 from lapa2_interp.paper.ratings import stored_ratings
 from lapa2_interp.scoring.tables import interval_in_range
-from lapa2_interp.stats import mean_interval
+from lapa2_interp.stats import interval_cells, mean_interval
 
 item = open_item("eval", "Ratings by people and by a judge model")
 ratings = stored_ratings(item.run.folder)
@@ -59,6 +59,5 @@ for values, part in ratings.groupby(places, sort=False):
                 item.add_claim(named(text), scores, *arms, criterion, "same", margin=MARGIN)
 
 # %%
-cell = [f"{m:.2f} [{a:.2f}, {b:.2f}]" for m, a, b in table[["mean", "low", "high"]].to_numpy()]
-shown = table[columns[:8]].assign(rating=cell, n=table["n"])
+shown = table[columns[:8]].assign(rating=interval_cells(table, ".2f"), n=table["n"])
 item.write(table, ["no judge: this run has no stored ratings."] if table.empty else [], shown)

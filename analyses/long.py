@@ -9,11 +9,10 @@
 #     python analyses/long.py results/quick && python figures/long.py results/quick
 
 # %%
-import numpy as np
-
 from lapa2_interp.bias.recipes import name_families
 from lapa2_interp.paper.items import open_item, prefix_step_table
 from lapa2_interp.paper.tables import format_step_curves
+from lapa2_interp.stats import interval_cells
 
 PARTS = 8
 METRICS = ("accuracy", "masked", "echo", "repetition")
@@ -61,12 +60,9 @@ for arm, other, whose in (
 # %%
 by_part = table[(table["attribute"] == "all") & table["mean"].notna()]
 size = int(cells["max_length"].max()) // PARTS if len(cells) else 0
-cell = [
-    f"{mean:.1f}" if np.isnan(low) else f"{mean:.1f} [{low:.1f}, {high:.1f}]"
-    for mean, low, high in by_part[["mean", "low", "high"]].to_numpy(float)
-]
 shown = by_part.assign(
-    cell=cell, part=[f"{size * (part - 1)}-{size * part - 1}" for part in by_part["part"]]
+    cell=interval_cells(by_part, ".1f"),
+    part=[f"{size * (part - 1)}-{size * part - 1}" for part in by_part["part"]],
 ).pivot_table(index=["metric", "arm"], columns="part", values="cell", aggfunc="first", sort=False)
 note = (
     "Columns: tokens of the text, its prompt included. Arms are not equally strong, and differ in"

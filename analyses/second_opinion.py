@@ -126,8 +126,8 @@ if options.train:
         for measure in measures:
             for name, part in by_arm.items():
                 found = mean_interval(100.0 * part[measure], part["prompt"])
-                row = {**place, "measure": measure, "arm": name, "mean": found.mean}
-                rows.append(row | {"low": found.low, "high": found.high, "texts": found.n})
+                row = {**place, "measure": measure, "arm": name}
+                rows.append(row | found.columns | {"texts": found.n})
             for name, other in product(by_arm, by_arm):
                 if name.startswith("chosen") and not other.startswith("chosen"):
                     before, after = by_arm[other], by_arm[name]

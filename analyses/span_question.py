@@ -40,7 +40,7 @@ import torch
 
 from lapa2_interp import Augmentation, Layout, load_run
 from lapa2_interp._util.errors import LayoutError, RunError
-from lapa2_interp._util.plots import COLOURS, new_figure, plain_axes
+from lapa2_interp._util.plots import COLOURS, crosses, legend_above, new_figure, plain_axes
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
@@ -64,7 +64,7 @@ from lapa2_interp.scoring.tables import (
     score_table,
 )
 from lapa2_interp.scoring.transformer import Perplexity
-from lapa2_interp.stats import mean_interval
+from lapa2_interp.stats import interval_cells, mean_interval
 
 parser = ScriptOptions("Boost different keys and see what attention, control and fluency do.")
 parser.add_argument(
@@ -187,16 +187,7 @@ for arm, (texts, trace) in arms.items():
     masses |= {f"prefix token {i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
     for name, values in masses.items():
         found = mean_interval(values, texts["prompt"])
-        rows.append(
-            {
-                "arm": arm,
-                "metric": f"mass: {name}",
-                "mean": found.mean,
-                "low": found.low,
-                "high": found.high,
-                "n": found.n,
-            }
-        )
+        rows.append({"arm": arm, "metric": f"mass: {name}", **found.columns, "n": found.n})
 masses = pd.DataFrame(rows)
 
 samples = pd.concat([texts for texts, _ in arms.values()], ignore_index=True)
@@ -214,9 +205,7 @@ gains = differences[differences["metric"] != "echo"]
 everything.to_csv(options.out / "span_question.csv", index=False)
 gains.to_csv(options.out / "differences.csv", index=False)
 
-text = table.assign(
-    cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in table[["mean", "low", "high"]].to_numpy()]
-)
+text = table.assign(cell=interval_cells(table, ".3f"))
 shown = text.pivot(index="arm", columns="metric", values="cell").loc[list(ARMS)]
 shown = shown[["mass: prefix", "mass: bos", *dict.fromkeys(scores["metric"])]]
 print(shown.to_string())
@@ -240,15 +229,8 @@ for metric in ACCURACY:
         one, two = by_arm[metric, arm], by_arm[metric, other]
         found = paired_change(two, one)
         rows.append(
-            {
-                "metric": metric,
-                "arm": arm,
-                "against": other,
-                "difference": found.mean,
-                "low": found.low,
-                "high": found.high,
-                "p": found.p,
-            }
+            {"metric": metric, "arm": arm, "against": other, "difference": found.mean}
+            | {"low": found.low, "high": found.high, "p": found.p}
         )
 direct = pd.DataFrame(rows)
 direct.to_csv(options.out / "against_sham.csv", index=False)
@@ -338,31 +320,16 @@ def mass_against_control(table):
             arms += [arm for arm, own in spans.items() if own == span]
             colour, marker = styles[span]
             x, y = mass.loc[arms], found.loc[arms]
-            panel.errorbar(
-                x["mean"], y["mean"],
-                xerr=np.abs(x[["low", "high"]].to_numpy().T - x["mean"].to_numpy()),
-                yerr=np.abs(y[["low", "high"]].to_numpy().T - y["mean"].to_numpy()),
-                color=colour, marker=marker, ms=4, lw=1.0, elinewidth=0.6, label=span,
-            )  # fmt: skip
-            for arm, at, value in zip(arms, x["mean"], y["mean"], strict=True):
+            look = {"color": colour, "marker": marker, "ms": 4, "lw": 1.0, "elinewidth": 0.6}
+            crosses(panel, x, y, label=span, **look)
+            near = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 6}
+            for arm, *place in zip(arms, x["mean"], y["mean"], strict=True):
                 if arm != "baseline":
-                    near = {
-                        "xytext": (4, 3),
-                        "textcoords": "offset points",
-                        "fontsize": 6,
-                        "color": colour,
-                    }
-                    panel.annotate(arm.rsplit(" ", 1)[1], (at, value), **near)
-        panel.plot(
-            mass.loc["baseline", "mean"],
-            found.loc["baseline", "mean"],
-            "k*",
-            ms=10,
-            label="baseline",
-        )
+                    panel.annotate(arm.rsplit(" ", 1)[1], place, color=colour, **near)
+        base = (each.loc["baseline", "mean"] for each in (mass, found))
+        panel.plot(*base, "k*", ms=10, label="baseline")
         plain_axes(panel, "attention on the prefix (mean over steps and heads)", metric)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=7, ncols=5)
+    legend_above(figure, 5, panels[0])
     return figure
 
 

@@ -43,6 +43,29 @@ class Interval:
     n: int
     clusters: int
 
+    @property
+    def columns(self) -> dict[str, float]:
+        """Mean, low and high by name, for the row of a table."""
+        return {"mean": self.mean, "low": self.low, "high": self.high}
+
+
+def format_interval(mean: float, low: float, high: float, form: str = ".3g") -> str:
+    """A number and, if it is known, its interval: "0.61 [0.55, 0.67]"."""
+    return f"{mean:{form}}{interval_text(low, high, form)}"
+
+
+def interval_cells(
+    table: pd.DataFrame, form: str = ".3g", columns: Sequence[str] = ("mean", "low", "high")
+) -> list[str]:
+    """The three columns of every row as `format_interval`."""
+    rows = table[[*columns]].to_numpy(float)
+    return [format_interval(mean, low, high, form) for mean, low, high in rows]
+
+
+def interval_text(low: float, high: float, form: str) -> str:
+    """ " [low, high]", or nothing where there is no interval."""
+    return "" if math.isnan(low) else f" [{low + 0.0:{form}}, {high + 0.0:{form}}]"  # no -0.0
+
 
 def resampled_means(
     values: Float[np.ndarray, "n *rest"], clusters: Labels, resamples: int = 2000, seed: int = 0

@@ -17,7 +17,7 @@ from lapa2_interp.circuits.gradients import Attribution, PrefilterRecall
 from lapa2_interp.circuits.knockout import JointCurve, KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
 from lapa2_interp.circuits.statistics import spearman
-from lapa2_interp.stats import FEW
+from lapa2_interp.stats import FEW, format_interval
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Numbers of heads that are knocked out together."""
@@ -200,12 +200,6 @@ def _limits(found: CircuitStudy) -> list[str]:
 def head_name(row: dict[str, Any]) -> str:
     """A head as layer.head."""
     return f"{row['layer']}.{row['head']}"
-
-
-def format_interval(mean: float, low: float, high: float, form: str = ".3g") -> str:
-    """A number and, if it is known, its interval."""
-    shown = f"{mean:{form}}"
-    return shown if np.isnan(low) else f"{shown} [{low:{form}}, {high:{form}}]"
 
 
 def _position_readers(found: CircuitStudy) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ import pandas as pd
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.parsing import check_regular_file
 from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_metric
-from lapa2_interp.stats import Difference, holm
+from lapa2_interp.stats import Difference, format_interval, holm
 
 Verdict = Literal[
     "as in the paper", "against the paper", "no difference", "inconclusive", "missing"
@@ -195,43 +195,21 @@ class ClaimResult:
             facts: Fields scorer, task, method, compared and whose.
         """
         first = (item, claim.text, claim.quantity, claim.relation, paper)
+        facts["margin"] = claim.margin
         if found is None:
-            none = cls(*first, NAN, NAN, NAN, NAN, NAN, "missing", 0, raw="missing")
-            return replace(none, margin=claim.margin, **facts)
-        # The verdict by the first scorer.
+            return cls(*first, NAN, NAN, NAN, NAN, NAN, "missing", 0, raw="missing", **facts)
         p, p_within = p_values(claim.relation, found, claim.margin)
         verdict = difference_verdict(claim.relation, found.low, found.high, p, p_within)
-        result = cls(
-            *first,
-            found.mean,
-            found.low,
-            found.high,
-            p,
-            found.detectable,
-            verdict,
-            found.clusters,
-            margin=claim.margin,
-            p_within=p_within,
-            raw=verdict,
-            error=found.error,
-            texts=found.texts,
-            noise=found.noise,
-        )
-        result = replace(result, **facts)
-        if second is None:
-            return result
-        # The verdict by the second.
-        name, other = second
-        tests = p_values(claim.relation, other, claim.margin)
-        second_verdict = difference_verdict(claim.relation, other.low, other.high, *tests)
-        return replace(
-            result,
-            second=name,
-            second_here=other.mean,
-            second_low=other.low,
-            second_high=other.high,
-            second_verdict=second_verdict,
-        )
+        facts |= {"p_within": p_within, "raw": verdict}
+        facts |= {"error": found.error, "texts": found.texts, "noise": found.noise}
+        if second is not None:
+            name, other = second
+            tests = p_values(claim.relation, other, claim.margin)
+            by_second = difference_verdict(claim.relation, other.low, other.high, *tests)
+            facts |= {"second": name, "second_here": other.mean, "second_verdict": by_second}
+            facts |= {"second_low": other.low, "second_high": other.high}
+        ends = found.mean, found.low, found.high
+        return cls(*first, *ends, p, found.detectable, verdict, found.clusters, **facts)
 
 
 @dataclass
@@ -519,4 +497,4 @@ def second_scorer_verdict(row: Mapping[str, Any]) -> str:
 
 
 def _value_and_interval(row: Mapping[str, Any], of: str = "") -> str:
-    return f"{row[f'{of}here']:+.2f} [{row[f'{of}low']:+.2f}, {row[f'{of}high']:+.2f}]"
+    return format_interval(row[f"{of}here"], row[f"{of}low"], row[f"{of}high"], "+.2f")

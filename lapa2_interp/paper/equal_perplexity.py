@@ -20,7 +20,8 @@ import pandas as pd
 from jaxtyping import Bool, Float
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
-from lapa2_interp.stats import FEW, holm, resampled, resampled_p, tails
+from lapa2_interp.paper.claims import LEVEL
+from lapa2_interp.stats import FEW, format_interval, holm, resampled, resampled_p, tails
 
 SETTING_COLUMNS = ("task", "words", "model", "method", "variant")
 """Columns of a setting; only arms of one setting are compared."""
@@ -32,8 +33,6 @@ MIN_REACHED = 0.95
 """The least share of resamples whose curve must reach a perplexity for a comparison there."""
 RESAMPLES = 40_000
 """Many, because Holm's correction needs small p-values."""
-LEVEL = 0.05
-"""Significance level of the verdicts, after Holm's correction."""
 
 
 def interpolate_at_cost(
@@ -115,7 +114,7 @@ class SteeringCurves:
                 "a comparison at equal perplexity needs texts of the baseline and of one other arm;"
                 f" found {', '.join(dict.fromkeys(arms['family'])) or 'none'}"
             )
-        self.metrics, self.resamples = tuple(metrics), resamples
+        self.metrics = tuple(metrics)
         # Sums and counts by prompt and arm, from which a resample's weights give its means.
         prompts = np.sort(texts["prompt"].unique())
         self.prompts = len(prompts)
@@ -279,7 +278,8 @@ def format_table(table: pd.DataFrame, setting: Sequence[str]) -> pd.DataFrame:
         text = "" if np.isnan(row["value"]) else f"{row['value']:.1f}"
         if not np.isnan(row["p_holm"]):
             low, high = row["difference_low"], row["difference_high"]
-            text += f"; {row['difference']:+.1f} [{low:+.1f}, {high:+.1f}], p {row['p_holm']:.2g}"
+            change = format_interval(row["difference"], low, high, "+.1f")
+            text += f"; {change}, p {row['p_holm']:.2g}"
         cells.append("; ".join(filter(None, (text, row["verdict"]))))
     found = table.assign(cell=cells).pivot_table(
         index=keys, columns="metric", values="cell", aggfunc="first", sort=False

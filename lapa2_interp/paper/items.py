@@ -28,7 +28,7 @@ from lapa2_interp.paper.scripts import DEFAULT_SCORERS, ScriptOptions, add_scori
 from lapa2_interp.paper.tables import ARM_COLUMNS, format_item_table, format_step_curves, item_table
 from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.scoring.scorer import expand_scorers
-from lapa2_interp.stats import mean_interval, paired_difference
+from lapa2_interp.stats import interval_cells, mean_interval, paired_difference
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -102,9 +102,7 @@ class ItemTables(ItemClaims):
             curves.setdefault(setting, {})[arm["arm"]] = (prefix, samples["prompt"])
         # Each arm against the baseline, over the steps that both have.
         for setting, arms in curves.items():
-            for name in [name for name in arms if name != "baseline"]:
-                if "baseline" not in arms:
-                    continue
+            for name in [name for name in arms if name != "baseline" and "baseline" in arms]:
                 (before, one), (after, two) = arms["baseline"], arms[name]
                 steps = min(before.shape[1], after.shape[1])
                 before, after, last = before[:, :steps], after[:, :steps], steps - 1
@@ -112,22 +110,12 @@ class ItemTables(ItemClaims):
                 left = paired_difference(
                     before[:, last] / before[:, 0], one, after[:, last] / after[:, 0], two
                 )
-                self.add_difference(
-                    claim_for_arm(
-                        f"LaPA2 raises prefix attention, mean over steps: {setting}", name, arms
-                    ),
-                    "prefix attention",
-                    "more",
-                    higher,
-                )
-                self.add_difference(
-                    claim_for_arm(
-                        f"with LaPA2 more of it is left at step {last}: {setting}", name, arms
-                    ),
-                    "prefix attention",
-                    "more",
-                    left,
-                )
+                for text, found in (
+                    (f"LaPA2 raises prefix attention, mean over steps: {setting}", higher),
+                    (f"with LaPA2 more of it is left at step {last}: {setting}", left),
+                ):
+                    named = claim_for_arm(text, name, arms)
+                    self.add_difference(named, "prefix attention", "more", found)
         return table, format_step_curves(table)
 
     def table_with_attention(
@@ -151,16 +139,11 @@ class ItemTables(ItemClaims):
             for name in columns:
                 means = np.nanmean(pooled(trace, name)[0], axis=1)
                 found = mean_interval(means, samples["prompt"].to_numpy())
-                numbers = {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
-                rows.append(arm | {"arm": named[arm["arm"]], "metric": name} | numbers)
+                own = {"arm": named[arm["arm"]], "metric": name, "n": found.n}
+                rows.append(arm | own | found.columns)
         masses = pd.DataFrame(rows, columns=[*ARM_COLUMNS, "metric", "mean", "low", "high", "n"])
         # The same as text, joined to the formatted scores.
-        texts = masses.assign(
-            cell=[
-                f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-                for mean, low, high in masses[["mean", "low", "high"]].to_numpy()
-            ]
-        ).pivot_table(
+        texts = masses.assign(cell=interval_cells(masses, ".3f")).pivot_table(
             index=[name for name in ARM_COLUMNS if name in formatted],
             columns="metric",
             values="cell",
@@ -180,11 +163,13 @@ class ItemTables(ItemClaims):
         print(write_item(self.out, self.item, self.title, table, self, notes, formatted))
 
 
-def prefix_step_table(trace: xr.Dataset, samples: pd.DataFrame) -> pd.DataFrame:
-    """Prefix attention of one arm against step, in layers of the first type (`layer_types`); for
-    `ItemData.step_curves`."""
+def prefix_step_table(
+    trace: xr.Dataset, samples: pd.DataFrame, names: Sequence[str] = ("prefix",)
+) -> pd.DataFrame:
+    """Prefix attention of one arm (or other sums) against step, in layers of the first type
+    (`layer_types`); for `ItemData.step_curves`."""
     steps = step_table(trace, samples.assign(arm="one"))
-    wanted = (steps["name"] == "prefix") & (steps["layer_type"] == traced_layer_types(trace)[0])
+    wanted = steps["name"].isin(names) & (steps["layer_type"] == traced_layer_types(trace)[0])
     return steps[wanted].drop(columns=["arm", "layer_type"])
 
 

@@ -28,11 +28,13 @@ from lapa2_interp.scoring.tables import (
     metric_name,
     paired_change,
 )
+from lapa2_interp.stats import format_interval, interval_cells, interval_text
 
 PART_NAMES = {0: "whole", 1: "first", 2: "second"}
 """Names of a text's parts, as in the paper's table half."""
 ROW_COLUMNS = ["model", "task", "method", "variant", "arm", "length", "part", "attribute"]
 ARM_COLUMNS = ["model", "task", "method", "variant", "arm"]
+CHANGE_COLUMNS = ["difference", "difference_low", "difference_high", "p", "detectable"]
 DECODING_PARTS = r"top-k \d+|eos \w+|BOS doubled|HookedTransformer|TransformersModel"
 """Parts of a variant that do not keep it from a comparison with the paper's numbers."""
 PAPER_SCORERS = {
@@ -73,7 +75,7 @@ def item_table(
         number), paper_of (its model, and its length if it is another), state.
     """
     keys = [key for key in ROW_COLUMNS if key in scores]
-    keys += [
+    extra = [
         key for key in EXTRA_CELL_COLUMNS if key in scores and _column_differs(scores, key, keys)
     ]
     frames = [pd.DataFrame(columns=[*ROW_COLUMNS, "metric"])]
@@ -82,31 +84,13 @@ def item_table(
         changes = difference_table(scores).rename(
             columns={"low": "difference_low", "high": "difference_high"}
         )
-        joined, numbers = (
-            [*keys, "metric"],
-            ["difference", "difference_low", "difference_high", "p", "detectable"],
-        )
-        changes = changes.reindex(columns=[*joined, *numbers])
+        joined = [*keys, *extra, "metric"]
+        changes = changes.reindex(columns=[*joined, *CHANGE_COLUMNS])
         frames.append(means.merge(changes, on=joined, how="left") if len(changes) else means)
         frames.append(_distinct_rows(scores, tokenizer))
-    columns = [
-        *ROW_COLUMNS,
-        *(key for key in keys if key in EXTRA_CELL_COLUMNS),
-        "metric",
-        "mean",
-        "low",
-        "high",
-        "n",
-        "prompts",
-        "skipped",
-        "scorer",
-        "difference",
-        "difference_low",
-        "difference_high",
-        "p",
-        "detectable",
-    ]
-    found = pd.concat(frames, ignore_index=True).reindex(columns=columns)
+    numbers = ("mean", "low", "high", "n", "prompts", "skipped", "scorer", *CHANGE_COLUMNS)
+    found = pd.concat(frames, ignore_index=True)
+    found = found.reindex(columns=[*ROW_COLUMNS, *extra, "metric", *numbers])
     found["state"] = "finished"
     # Unfinished cells.
     gaps = cells[cells["state"] != "finished"]
@@ -197,11 +181,8 @@ def format_step_curves(table: pd.DataFrame) -> pd.DataFrame:
     last step of the longest arm, one row per arm; "" after an arm's end."""
     steps = sorted({0, 16, 64, 128, 256, int(table["step"].max())} & set(table["step"]))
     rows = table[table["step"].isin(steps)]
-    cell = [
-        f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in rows[["mean", "low", "high"]].to_numpy(float)
-    ]
     keys = [name for name in ARM_COLUMNS if name in ("method", "arm") or rows[name].nunique() > 1]
-    formatted = rows.assign(cell=cell).pivot_table(
+    formatted = rows.assign(cell=interval_cells(rows, ".3f")).pivot_table(
         index=keys, columns="step", values="cell", aggfunc="first", sort=False
     )
     formatted.columns = [f"step {step}" for step in formatted.columns]
@@ -253,19 +234,13 @@ def _best_means(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
 
 def _in_grid_order(table: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
     """Rows in the order of the grid."""
-    ranks = {}
-    for column in ("model", "task", "method", "variant", "arm"):
-        ranks[column] = {value: i for i, value in enumerate(dict.fromkeys(cells[column]))}
-    metric = {name: i for i, name in enumerate(_metric_order(table))}
-    order = pd.DataFrame(
-        {
-            **{column: table[column].map(ranks[column]) for column in ranks},
-            "length": table["length"],
-            "part": table["part"],
-            "attribute": (table["attribute"] != "all").astype(int),
-            "metric": table["metric"].map(metric),
-        }
-    )
+    values = {column: list(dict.fromkeys(cells[column])) for column in ARM_COLUMNS}
+    values["metric"] = _metric_order(table)
+    ranks = {
+        column: table[column].map({value: i for i, value in enumerate(of_column)})
+        for column, of_column in values.items()
+    }
+    order = table.assign(**ranks, attribute=table["attribute"] != "all")
     by = ["model", "task", "length", "method", "variant", "arm", "part", "attribute", "metric"]
     return table.loc[order.sort_values(by, kind="stable").index].reset_index(drop=True)
 
@@ -281,10 +256,6 @@ def _metric_order(table: pd.DataFrame) -> list[str]:
     )
 
 
-def _format_mean(metric: str, value: float) -> str:
-    return f"{value:.3f}" if metric.startswith("dist") else f"{value:.1f}"
-
-
 def format_item_table(table: pd.DataFrame) -> pd.DataFrame:
     """An item's table as text: one row per arm, one column per metric with intervals.
 
@@ -294,85 +265,59 @@ def format_item_table(table: pd.DataFrame) -> pd.DataFrame:
     if not len(table):
         return table
     chosen = rows_of_all_attributes(table)
+    columns = ("model", "task", "length", *EXTRA_CELL_COLUMNS, "method", "variant", "arm", "part")
     keys = [
         key
-        for key in (
-            "model",
-            "task",
-            "length",
-            *EXTRA_CELL_COLUMNS,
-            "method",
-            "variant",
-            "arm",
-            "part",
-        )
-        if key in chosen
+        for key in columns
+        if key in chosen and (key in ("method", "arm") or chosen[key].nunique(dropna=False) > 1)
     ]
-    keys = [
-        key for key in keys if key in ("method", "arm") or chosen[key].nunique(dropna=False) > 1
-    ]
-    # The text of every row, and the metrics of control.
-    text, counts = [], []
-    for row in chosen.to_dict("records"):
-        metric = row["metric"]
-        if row["state"] != "finished" or pd.isna(row["mean"]):
-            text.append(row["state"] if row["state"] != "finished" else "no number")
-        else:
-            number = _format_mean(metric, row["mean"])
-            interval = (
-                ""
-                if pd.isna(row["low"])
-                else f" [{_format_mean(metric, row['low'])}, {_format_mean(metric, row['high'])}]"
-            )
-            text.append((f"**{number}**" if row["best"] else number) + interval)
-        counts.append(row["metric"] in ("acc", "tox"))
-    chosen = chosen.assign(cell=text)
     # A column per metric, and the paper's number after it.
-    rows = chosen[keys].drop_duplicates()
-    found = rows.copy()
+    found = chosen[keys].drop_duplicates()
     for metric in _metric_order(chosen):
         part = chosen[chosen["metric"] == metric]
-        found = found.merge(
-            part[[*keys, "cell"]].rename(columns={"cell": metric}), on=keys, how="left"
-        )
+        rows = records(part)
+        cells = part[keys].assign(**{metric: list(map(_format_mean, rows))})
         if part["paper"].notna().any():
-            beside = part[[*keys, "paper"]].assign(
-                paper=[
-                    "" if pd.isna(value) else _format_mean(metric, value) for value in part["paper"]
-                ]
-            )
-            comparable = [
-                model in PAPER_MODELS and PAPER_SCORERS[metric.rstrip("123")] in str(scorer)
-                for model, scorer in zip(part["model"], part["scorer"], strict=True)
-            ]
-            gap = np.where(comparable, part["mean"] - part["paper"], np.nan)
-            beside["paper"] += [
-                f" ({_format_change(metric, value)})" if not np.isnan(value) else ""
-                for value in gap
-            ]
-            found = found.merge(
-                beside.rename(columns={"paper": f"paper {metric}"}), on=keys, how="left"
-            )
+            cells[f"paper {metric}"] = list(map(_format_paper_number, rows))
+        found = found.merge(cells, on=keys, how="left")
     # The number of texts, and the change of control against the baseline.
-    first = chosen[np.array(counts)]
-    n = first[[*keys, "n", "difference", "difference_low", "difference_high", "detectable"]]
-    change = [
-        "" if pd.isna(d) else f"{d:+.1f} [{low:+.1f}, {high:+.1f}] ({least:.1f})"
-        for d, low, high, least in n[
-            ["difference", "difference_low", "difference_high", "detectable"]
-        ].to_numpy(float)
+    first = chosen[chosen["metric"].isin(["acc", "tox"])]
+    changes = first[[name for name in CHANGE_COLUMNS if name != "p"]]
+    cells = first[keys].assign(n=[str(int(n)) if pd.notna(n) else "0" for n in first["n"]])
+    cells["change (detectable)"] = [
+        "" if np.isnan(d) else f"{format_interval(d, low, high, '+.1f')} ({least:.1f})"
+        for d, low, high, least in changes.to_numpy(float)
     ]
-    n = n[[*keys, "n"]].assign(
-        n=[str(int(x)) if pd.notna(x) else "0" for x in n["n"]], change=change
-    )
-    found = found.merge(n.rename(columns={"change": "change (detectable)"}), on=keys, how="left")
+    found = found.merge(cells, on=keys, how="left")
     if "part" in found and set(found["part"]) <= PART_NAMES.keys():
         found["part"] = found["part"].map(PART_NAMES)
     return found.astype(object).fillna("").rename(columns={"arm": "augmentation"})
 
 
-def _format_change(metric: str, value: float) -> str:
-    return f"{value:+.3f}" if metric.startswith("dist") else f"{value:+.1f}"
+def _number_format(metric: str) -> str:
+    return ".3f" if metric.startswith("dist") else ".1f"
+
+
+def _format_mean(row: Mapping[str, Any]) -> str:
+    """A row's mean with its interval, bold if it is the best; or why there is none."""
+    if row["state"] != "finished" or pd.isna(row["mean"]):
+        return row["state"] if row["state"] != "finished" else "no number"
+    form = _number_format(row["metric"])
+    number = f"{row['mean']:{form}}"
+    bold = f"**{number}**" if row["best"] else number
+    return bold + interval_text(row["low"], row["high"], form)
+
+
+def _format_paper_number(row: Mapping[str, Any]) -> str:
+    """The paper's number for a row, and the difference from it if model and scorer are the
+    paper's; "" without one."""
+    if pd.isna(row["paper"]):
+        return ""
+    form = _number_format(row["metric"])
+    scorer, gap = PAPER_SCORERS[row["metric"].rstrip("123")], row["mean"] - row["paper"]
+    comparable = row["model"] in PAPER_MODELS and scorer in str(row["scorer"])
+    difference = f" ({gap:+{form}})" if comparable and not pd.isna(gap) else ""
+    return f"{row['paper']:{form}}{difference}"
 
 
 def footnotes(table: pd.DataFrame) -> list[str]:

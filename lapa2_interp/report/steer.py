@@ -60,7 +60,6 @@ from lapa2_interp.report.steer_result import (
     Steered,
     SteerSettings,
     check_settings,
-    interval_text,
     method_parameters,
     note_settings,
     settled_dtype,
@@ -74,7 +73,7 @@ from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.scoring.registry import ScorerOptions, score_samples
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
-from lapa2_interp.stats import FEW, holm
+from lapa2_interp.stats import FEW, holm, interval_text
 from lapa2_interp.tasks.task import Attribute, Task
 
 WORDINGS = ("Extremely {attribute}:", "In a {attribute} tone:")
@@ -330,25 +329,17 @@ def _tune(
     )
     curves = SteeringCurves(scores, [], resamples=4000)
     tried = np.array([0.0, *STRENGTHS])
-    rows = []
+    frames = []
     for place in TUNED:
         costs = curves.curve(place)[..., 0]  # resample arm: ln perplexity
         target = costs[:1, 0] + np.log(settings.budget)
         alpha = float(interpolate_at_cost(costs[:1], tried[None, :, None], target)[0, 0])
         at_alpha = np.stack([np.interp([*STRENGTHS, alpha], tried, each) for each in costs])
         ratio, low, high = resampled_interval(np.exp(at_alpha - costs[:, :1]), curves.prompts)
-        rows += [
-            {
-                "place": place,
-                "alpha": each,
-                "ratio": float(ratio[i]),
-                "low": float(low[i]),
-                "high": float(high[i]),
-                "tuned": i == len(STRENGTHS),
-            }
-            for i, each in enumerate([*STRENGTHS, alpha])
-        ]
-    return pd.DataFrame(rows)
+        columns = {"alpha": [*STRENGTHS, alpha], "ratio": ratio, "low": low, "high": high}
+        frame = pd.DataFrame({"place": place, **columns})
+        frames.append(frame.assign(tuned=frame.index == len(STRENGTHS)))
+    return pd.concat(frames, ignore_index=True)
 
 
 def _judged_texts(

@@ -10,9 +10,18 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from lapa2_interp._util.errors import pluralize
 from lapa2_interp._util.page import Section, page, write_page
-from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import (
+    COLOURS,
+    Drawing,
+    band,
+    bars,
+    legend_above,
+    new_figure,
+    plain_axes,
+)
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.report.steer_result import ORDER, Steered, format_test
+from lapa2_interp.stats import format_interval
 
 SHOWN_TEXTS = 3
 """Prompts whose texts are on the page."""
@@ -89,15 +98,16 @@ def judged_figure(found: Steered) -> Drawing:
     axes = figure.subplots()
     for i, arm in enumerate(arms):
         rows = part[part["arm"] == arm].set_index("attribute").reindex(attributes)
+        rows = 100 * rows[["mean", "low", "high"]].astype(float)
         y = np.arange(len(attributes)) + (i - (len(arms) - 1) / 2) * 0.15
-        mean, low, high = (100 * rows[name].to_numpy(float) for name in ("mean", "low", "high"))
-        errors = np.clip(np.stack([mean - low, high - mean]), 0, None)
-        drawn = axes.errorbar(mean, y, xerr=errors, fmt="o", ms=4, lw=1.4, color=COLOUR[arm])
+        drawn = axes.errorbar(
+            rows["mean"], y, xerr=bars(rows), fmt="o", ms=4, lw=1.4, color=COLOUR[arm]
+        )
         drawn.set_label(str(arm))
     axes.set_yticks(np.arange(len(attributes)), attributes)
     axes.invert_yaxis()
     plain_axes(axes, f"accuracy in %, {found.settings.metrics[0]}", "")
-    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=5)
+    legend_above(figure, 5)
     return figure
 
 
@@ -110,9 +120,8 @@ def tuning_figure(found: Steered) -> Drawing:
         tuned = rows[rows["tuned"]]
         first = pd.DataFrame({"alpha": [0.0], "ratio": [1.0], "low": [1.0], "high": [1.0]})
         curve = pd.concat([first, rows.loc[~rows["tuned"], list(first)]])
-        alpha = curve["alpha"]
-        axes.plot(alpha, curve["ratio"], color=colour, lw=1.4, marker=".", label=str(place))
-        axes.fill_between(alpha, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
+        curve = curve.rename(columns={"ratio": "mean"})
+        band(axes, curve, "alpha", colour, lw=1.4, marker=".", label=str(place))
         axes.plot(tuned["alpha"], tuned["ratio"], "o", ms=8, mfc="none", color=colour)
     axes.axhline(found.settings.budget, color="0.6", lw=0.8, ls="--")
     axes.set_yscale("log")
@@ -120,7 +129,7 @@ def tuning_figure(found: Steered) -> Drawing:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
     plain_axes(axes, "alpha", "perplexity, as a multiple")
-    figure.legend(loc="outside upper center", frameon=False, fontsize=7, ncols=3)
+    legend_above(figure, 3)
     return figure
 
 
@@ -160,9 +169,9 @@ def _wide(found: Steered) -> pd.DataFrame:
     shares = ("accuracy", "masked", "echo", "repetition", "distinct")
 
     def cell(row: pd.Series) -> str:
-        scale, form = (100, ".1f") if str(row["metric"]).startswith(shares) else (1, ".1f")
+        scale = 100 if str(row["metric"]).startswith(shares) else 1
         mean, low, high = (scale * float(row[name]) for name in ("mean", "low", "high"))
-        return f"{mean:{form}}" + ("" if np.isnan(low) else f" [{low:{form}}, {high:{form}}]")
+        return format_interval(mean, low, high, ".1f")
 
     cells = part.assign(cell=part.apply(cell, axis=1))
     wide = cells.pivot(index="arm", columns="metric", values="cell")

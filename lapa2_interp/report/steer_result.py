@@ -23,7 +23,7 @@ from lapa2_interp.models.sizes import model_size
 from lapa2_interp.scoring.linear import LINEAR_ENDING
 from lapa2_interp.scoring.scorer import CLASSIFIERS
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
-from lapa2_interp.stats import FEW
+from lapa2_interp.stats import FEW, interval_text
 from lapa2_interp.tasks.task import Task
 
 STRENGTHS = (0.5, 1.0, 2.0, 4.0)
@@ -198,11 +198,6 @@ def format_test(test: Mapping[Any, Any]) -> str:
         f"{interval_text(100 * test['low'], 100 * test['high'], '+.1f')}, corrected p {p:.2g}:"
         f" {verdict} (so many prompts can show {100 * test['detectable']:.1f} points)"
     )
-
-
-def interval_text(low: float, high: float, form: str) -> str:
-    """ " [low, high]", or nothing where there is no interval."""
-    return "" if np.isnan(low) else f" [{low + 0.0:{form}}, {high + 0.0:{form}}]"  # no -0.0
 
 
 def method_parameters(method: str, task: Task, given: Mapping[str, Any] | None) -> dict[str, Any]:

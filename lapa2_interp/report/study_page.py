@@ -15,13 +15,8 @@ from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW, ContrastExample
 from lapa2_interp.circuits.knockout import JointCurve, KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
-from lapa2_interp.circuits.study_results import (
-    EDGES,
-    CircuitStudy,
-    format_interval,
-    head_name,
-)
-from lapa2_interp.stats import FEW
+from lapa2_interp.circuits.study_results import EDGES, CircuitStudy, head_name
+from lapa2_interp.stats import FEW, format_interval, interval_cells
 
 METRIC_TEXTS = {
     "js": "js is the distance between the branches' predictions (Jensen-Shannon divergence).",
@@ -155,26 +150,20 @@ def _table_of(table: KnockOut, n: int) -> pd.DataFrame:
     """The n largest effects of a table with their intervals, as texts."""
     names = list(table.units[0].labels)
     frame = table.frame().head(n)
-    columns = {f"lost {table.metric}": _intervals(frame, "effect", "low", "high")}
+    columns = {f"lost {table.metric}": interval_cells(frame, columns=("effect", "low", "high"))}
     shares = frame
     if "lex" in table.by_metric:
         shares = table.with_metric("lex").frame()
         shares = frame[names].merge(shares, on=names, how="left")
     of = "lex" if "lex" in table.by_metric else table.metric
-    columns[f"share of {of}"] = _intervals(shares, "share", "share_low", "share_high", ".1%")
+    columns[f"share of {of}"] = interval_cells(shares, ".1%", ("share", "share_low", "share_high"))
     if table.contrast_set.n_prompts >= FEW:
         columns["p"] = [f"{p:.2g}" for p in frame["p_max"]]
-    columns["rank"] = _intervals(frame, "rank", "rank_low", "rank_high", ".0f")
+    columns["rank"] = interval_cells(frame, ".0f", ("rank", "rank_low", "rank_high"))
     shown = frame[names].astype(str).assign(**columns)
     if frame["below_noise"].any():
         shown["noise"] = ["below" if below else "" for below in frame["below_noise"]]
     return shown
-
-
-def _intervals(frame: pd.DataFrame, mean: str, low: str, high: str, form: str = ".3g") -> list[str]:
-    """A column of numbers with their intervals, as texts."""
-    rows = frame[[mean, low, high]].to_numpy(float).tolist()
-    return [format_interval(a, b, c, form) for a, b, c in rows]
 
 
 def _variant_table(found: CircuitStudy) -> pd.DataFrame:
