@@ -8,7 +8,7 @@ steps of a text are not independent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,14 @@ from jaxtyping import Float
 
 from lapa2_interp.bias.theory import fit_slopes
 from lapa2_interp.paper.claims import Claim
-from lapa2_interp.stats import FEW, Interval, mean_interval, resampled_means, tails
+from lapa2_interp.stats import (
+    FEW,
+    Interval,
+    mean_interval,
+    resampled_means,
+    student_quantile,
+    tails,
+)
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 SLOPE_MARGIN = 0.05
@@ -94,18 +101,16 @@ LOCAL_SHARE = Claim(
 def verdict_row(
     claim: Claim, where: str, found: Interval, expected: float | int, **marks: object
 ) -> dict[str, object]:
-    """One row of a verdict table."""
+    """One row of a verdict table; alpha is NaN where the claim is not about a single alpha."""
     return {
         "claim": claim.text.format(**marks),
         "source": claim.source,
         "where": where,
-        **{name: value for name, value in marks.items() if name == "alpha"},
+        "alpha": marks.get("alpha", np.nan),
         "quantity": claim.quantity.format(**marks),
         "expected": {"same": "", "less": "<= ", "more": ">= "}[claim.relation] + f"{expected:.3g}",
         "margin": claim.margin,
-        "mean": found.mean,
-        "low": found.low,
-        "high": found.high,
+        **found.columns,
         "texts": found.clusters,
         "verdict": claim.verdict(found.low, found.high, expected),
     }
@@ -157,39 +162,14 @@ def mean_curve_slope(
     x = np.asarray(x).reshape(-1, np.shape(x)[-1]).mean(0)
     n = len(pd.unique(texts))
     mean = float(fit_slopes(x, np.log(share.mean(0))))
-    if n < FEW:  # too few to resample: the jackknife leaves out each text in turn
-        codes = pd.factorize(texts)[0]
-        left = (
-            np.array([float(fit_slopes(x, np.log(share[codes != i].mean(0)))) for i in range(n)])
-            if n > 1
-            else np.array([np.nan])
-        )
-        from scipy.stats import t
-
-        half = (
-            float(t.ppf(0.975, n - 1) * np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum()))
-            if n > 1
-            else np.nan
-        )
-        return Interval(mean, mean - half, mean + half, len(texts), n)
-    low, high = np.percentile(fit_slopes(x, np.log(resampled_means(share, texts))), tails(n))
+    if n >= FEW:
+        low, high = np.percentile(fit_slopes(x, np.log(resampled_means(share, texts))), tails(n))
+    elif n > 1:  # too few to resample: the jackknife leaves out each text in turn
+        codes, _ = pd.factorize(texts)
+        left = np.array([fit_slopes(x, np.log(share[codes != i].mean(0))) for i in range(n)])
+        error = np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum())
+        half = student_quantile(0.975, n - 1) * error
+        low, high = mean - half, mean + half
+    else:
+        low, high = np.nan, np.nan
     return Interval(mean, float(low), float(high), len(texts), n)
-
-
-def verdict_table(rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
-    """Verdict rows as a table; alpha is NaN in rows that are not about a single alpha."""
-    columns = [
-        "claim",
-        "source",
-        "where",
-        "alpha",
-        "quantity",
-        "expected",
-        "margin",
-        "mean",
-        "low",
-        "high",
-        "texts",
-        "verdict",
-    ]
-    return pd.DataFrame(rows, columns=columns)

@@ -10,7 +10,6 @@ Four sources, each stored:
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ import pandas as pd
 
 from lapa2_interp._util import plots
 from lapa2_interp._util.errors import DataError, TraceError
-from lapa2_interp._util.files import refuse_foreign_files, result_folder, write_netcdf
+from lapa2_interp._util.files import refuse_foreign_files, result_folder, write_json, write_netcdf
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
@@ -63,6 +62,7 @@ from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.run import FinishedCell, Run, write_run
 from lapa2_interp.runs.store import FinishedBatch, Listing
+from lapa2_interp.stats import format_interval, interval_text
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -128,22 +128,12 @@ class PropositionStudy:
                 raise TraceError(f"{option} must be numbers of at least 0, found {bad[0]:g}")
             object.__setattr__(self, name, tuple(sorted({float(a) for a in given if a > 0})))
         # Check numbers, and options that need a text.
-        least = {
-            "samples": 1,
-            "prompts": 1,
-            "length": 1,
-            "synthetic_length": 0,
-            "synthetic_texts": 1,
-            "long_length": 0,
-            "long_texts": 1,
-            "seed": 0,
-        }
-        for name, least_value in least.items():
-            if getattr(self, name) < least_value:
+        least = dict.fromkeys(("samples", "prompts", "length", "synthetic_texts", "long_texts"), 1)
+        least |= dict.fromkeys(("synthetic_length", "long_length", "seed"), 0)
+        for name, value in least.items():
+            if (found := getattr(self, name)) < value:
                 option = "--" + name.replace("_", "-")
-                raise TraceError(
-                    f"{option} must be at least {least_value}, found {getattr(self, name)}"
-                )
+                raise TraceError(f"{option} must be at least {value}, found {found}")
         if self.text is None and (self.long_length or self.long_texts > 1):
             raise TraceError("--long-length and --long-texts cut a text: give it with --text FILE")
         if self.text is None and (self.long_alphas, self.long_dtype) != (
@@ -200,9 +190,7 @@ def write_proposition_study(out: Path, study: PropositionStudy, force: bool = Fa
         for name, (_, drawing) in figures.items():
             drawing.savefig(folder / "figures" / f"{name}.png")
         facts = _study_facts(study, found)
-        (folder / STUDY_FILE).write_text(
-            json.dumps({"kind": KIND, **facts}, indent=1) + "\n", encoding="utf-8"
-        )
+        write_json(folder / STUDY_FILE, {"kind": KIND, **facts})
         (folder / "report.html").write_text(
             _study_page(found.tables, figures, facts), encoding="utf-8"
         )
@@ -252,7 +240,7 @@ def run_proposition_study(study: PropositionStudy) -> PropositionResults:
     # 3. The baseline's texts under every alpha.
     if study.alphas:
         rules = {alpha: Augmentation(alpha=alpha) for alpha in study.alphas}
-        forced = teacher_forced_alphas(model, free, rules)
+        forced = _same_texts(model, free, rules)
         verdicts.append(trace_verdicts(forced, f"{name}, the same texts", dtype=study.dtype))
         tables |= _trace_tables(forced, rules)
         traces["forced"] = thin(forced)
@@ -263,7 +251,8 @@ def run_proposition_study(study: PropositionStudy) -> PropositionResults:
             model = load_model(study.model, dtype=study.long_dtype, device=study.device)
         rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas}
         branch, texts = long_ids
-        found = _long_traces(model, branch, texts, rules)
+        read = _read_under(model, branch, texts, {0.0: None, **rules}, "reading long texts")
+        found = stack_alphas(read)
         where = (
             f"{name}, {len(texts)} x {len(texts[0])} tokens of"
             f" {study.text.name if study.text else ''}"
@@ -333,17 +322,8 @@ def _texts_by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
     return joined
 
 
-def teacher_forced_alphas(
-    model: Model, run: Run, rules: Mapping[float, Augmentation]
-) -> xr.Dataset:
-    """Trace of the baseline's texts of a run, teacher-forced under every alpha, with the axes of
-    `propositions.stack_alphas`; alpha 0 is the run's own trace.
-
-    Args:
-        model: The model of the run.
-        run: A run with hard prefixes and full traces.
-        rules: Augmentations by alpha > 0.
-    """
+def _same_texts(model: Model, run: Run, rules: Mapping[float, Augmentation]) -> xr.Dataset:
+    """The baseline's texts of a run under every alpha, stacked; alpha 0 is the run's own trace."""
     samples, base = _texts_by_alpha(run)[0.0]
     task = next(iter(run.by_key.values())).task
     pairs = zip(samples["attribute"], samples["prompt"], strict=True)
@@ -352,45 +332,36 @@ def teacher_forced_alphas(
         for attribute, prompt in pairs
     ]
     texts = samples["tokens"].tolist()
-    found = {0.0: base}
-    with progress_bar(
-        len(rules) * sum(len(text) - 1 for text in texts), "reading the same texts"
-    ) as bar:
-        for alpha, rule in rules.items():
-            found[alpha] = teacher_forced(
-                model, layouts, texts, rule, branch="prefix", progress=bar
-            )
-    return stack_alphas(found)
+    read = _read_under(model, layouts, texts, rules, "reading the same texts")
+    return stack_alphas({0.0: base, **read})
+
+
+def _read_under(
+    model: Model,
+    layouts: Layout | Sequence[Layout],
+    texts: Sequence[Sequence[int]],
+    rules: Mapping[float, Augmentation | None],
+    what: str,
+) -> dict[float, xr.Dataset]:
+    """The trace of given texts under every alpha."""
+    with progress_bar(len(rules) * sum(len(text) - 1 for text in texts), what) as bar:
+        return {
+            alpha: teacher_forced(model, layouts, texts, rule, progress=bar)
+            for alpha, rule in rules.items()
+        }
 
 
 def _without_traces(run: Run) -> Run:
     """The run without its traces, which are stored thinned: readers of a run expect all steps."""
     cells, batches = {}, {}
     for key, cell in run.by_key.items():
-        copy = cell.model_copy(update={"trace": "none"})
-        # A copy keeps cached properties of the original, such as its key: validate it again.
-        copy = Cell.model_validate(copy.model_dump())
+        copy = Cell.model_validate(cell.model_dump() | {"trace": "none"})
         cells[copy.key] = copy
         batches[copy.key] = [
             FinishedBatch(each.record.model_copy(update={"key": copy.key}), each.samples, None)
             for each in run.batches[key]
         ]
     return Run(None, Listing(grids={KIND: tuple(cells)}), cells, batches)
-
-
-def _long_traces(
-    model: Model,
-    branch: Layout,
-    texts: Sequence[Sequence[int]],
-    rules: Mapping[float, Augmentation],
-) -> xr.Dataset:
-    found = {}
-    with progress_bar(
-        (1 + len(rules)) * sum(len(text) - 1 for text in texts), "reading long texts"
-    ) as bar:
-        for alpha, rule in ({0.0: None} | dict(rules)).items():
-            found[alpha] = teacher_forced(model, branch, texts, rule, progress=bar)
-    return stack_alphas(found)
 
 
 def _cut_long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list[list[int]]]:
@@ -512,8 +483,8 @@ def format_verdicts(verdicts: pd.DataFrame) -> str:
         others = others[others["alpha"].isna() | others["alpha"].isin(TERMINAL_ALPHAS)]
     for where, rows in others.groupby("where", sort=False):
         lines = [
-            f"  {r['verdict']:<17} {_with_alpha(r):<48}{r['mean']:>8.3f} {_format_interval(r):<17}"
-            f" claimed {r['expected']}"
+            f"  {r['verdict']:<17} {_with_alpha(r):<48}{r['mean']:>8.3f}"
+            f"{interval_text(r['low'], r['high'], '.3f'):<18} claimed {r['expected']}"
             for r in records(rows)
         ]
         texts = int(rows["texts"].iloc[0])
@@ -530,12 +501,11 @@ def verdict_page_table(verdicts: pd.DataFrame) -> pd.DataFrame:
     """The verdicts as a table of the page, with a number and its interval in one cell."""
     return verdicts.assign(
         claim=[_with_alpha(row) for row in records(verdicts)],
-        measured=[f"{r['mean']:.3f} {_format_interval(r)}".strip() for r in records(verdicts)],
+        measured=[
+            format_interval(row["mean"], row["low"], row["high"], ".3f")
+            for row in records(verdicts)
+        ],
     )[["verdict", "claim", "measured", "expected", "margin", "where", "quantity", "texts"]]
-
-
-def _format_interval(row: Mapping) -> str:
-    return "" if np.isnan(row["low"]) else f"[{row['low']:.3f}, {row['high']:.3f}]"
 
 
 def _with_alpha(row: Mapping) -> str:

@@ -50,7 +50,6 @@ from lapa2_interp.paper.proposition_claims import (
     mean_curve_slope,
     rate_row,
     verdict_row,
-    verdict_table,
 )
 from lapa2_interp.stats import Interval, bounds, mean_interval
 
@@ -341,15 +340,8 @@ def exponent_table(traces: xr.Dataset) -> pd.DataFrame:
         for quantity, (values, predicted) in measured.items():
             one = mean_interval(values, found.texts)
             rows.append(
-                {
-                    "alpha": alpha,
-                    "quantity": quantity,
-                    "mean": one.mean,
-                    "low": one.low,
-                    "high": one.high,
-                    "texts": one.clusters,
-                    "predicted": predicted,
-                }
+                {"alpha": alpha, "quantity": quantity, **one.columns}
+                | {"texts": one.clusters, "predicted": predicted}
             )
     return pd.DataFrame(rows)
 
@@ -452,11 +444,9 @@ def local_table(traces: xr.Dataset) -> pd.DataFrame:
     base = alphas.index(0.0)
     for without_bos, outside in ((False, "prefix"), (True, "prefix and BOS")):
         for k in NEAREST:
-            near, rest = local_ratio_terms(traces, k, without_bos=without_bos)
-            axes = ("alpha", "sample", "step")
             near, rest = (
-                near.transpose(*axes, "layer", "head"),
-                rest.transpose(*axes, "layer", "head"),
+                each.transpose("alpha", "sample", "step", "layer", "head")
+                for each in local_ratio_terms(traces, k, without_bos=without_bos)
             )
             heads = (near / rest).to_numpy()
             layers = (near.mean("head") / rest.mean("head")).to_numpy()
@@ -551,4 +541,4 @@ def trace_verdicts(
                 row["difference"], row["low"], row["high"], row["texts"], row["texts"]
             )
             rows.append(verdict_row(LOCAL_SHARE, where, change, 0, alpha=alpha, k=row["k"]))
-    return verdict_table(rows)
+    return pd.DataFrame(rows)

@@ -24,7 +24,6 @@ from lapa2_interp.paper.proposition_claims import (
     mean_curve_slope,
     rate_row,
     verdict_row,
-    verdict_table,
 )
 from lapa2_interp.stats import mean_interval
 
@@ -46,17 +45,8 @@ def synthetic_shares(
             for i, l in enumerate(lengths):
                 found = mean_interval(shares[:, i], np.arange(len(shares)), resamples=500)
                 rows.append(
-                    {
-                        "family": name,
-                        "alpha": alpha,
-                        "l": int(l),
-                        "mean": found.mean,
-                        "low": found.low,
-                        "high": found.high,
-                        "texts": found.n,
-                        "predicted": predicted[i],
-                        "ratio": ratio[i],
-                    }
+                    {"family": name, "alpha": alpha, "l": int(l), **found.columns}
+                    | {"texts": found.n, "predicted": predicted[i], "ratio": ratio[i]}
                 )
     return pd.DataFrame(rows)
 
@@ -86,16 +76,8 @@ def synthetic_slopes(
             for quantity, (values, predicted) in measured.items():
                 found = mean_interval(values, np.arange(len(values)))
                 rows.append(
-                    {
-                        "family": name,
-                        "alpha": alpha,
-                        "quantity": quantity,
-                        "mean": found.mean,
-                        "low": found.low,
-                        "high": found.high,
-                        "texts": found.n,
-                        "predicted": predicted,
-                    }
+                    {"family": name, "alpha": alpha, "quantity": quantity, **found.columns}
+                    | {"texts": found.n, "predicted": predicted}
                 )
     return pd.DataFrame(rows)
 
@@ -142,7 +124,7 @@ def synthetic_verdicts(
             rows.append(
                 verdict_row(CLOSED_FORM, where, mean_interval(found, texts), 1, alpha=alpha)
             )
-    return verdict_table(rows)
+    return pd.DataFrame(rows)
 
 
 MIN_DRAWS = 100
