@@ -49,32 +49,12 @@ for where, _, group in item.data.groups(cells):
     at = change.sort_values(kind="stable").index[(len(change) - 1) // 2]
     for name in ("baseline", arm):
         rows.append(
-            {
-                **where,
-                "attribute": TARGETS[task],
-                "arm": name,
-                "prompt": at[0],
-                "sample": at[1],
-                "value": both["value"][name][at],
-                "median change": change.median(),
-                "pairs": len(change),
-                "text": both["text"][name][at],
-            }
+            {**where, "attribute": TARGETS[task], "arm": name, "prompt": at[0], "sample": at[1]}
+            | {"value": both["value"][name][at], "median change": change.median()}
+            | {"pairs": len(change), "text": both["text"][name][at]}
         )
-columns = [
-    "model",
-    "task",
-    "attribute",
-    "method",
-    "variant",
-    "arm",
-    "prompt",
-    "sample",
-    "value",
-    "median change",
-    "pairs",
-    "text",
-]
+columns = ["model", "task", "attribute", "method", "variant", "arm", "prompt", "sample"]
+columns += ["value", "median change", "pairs", "text"]
 table = pd.DataFrame(rows, columns=columns)
 
 # %%

@@ -14,21 +14,15 @@ from lapa2_interp.paper.tables import drop_parameter
 item = open_item("components", "Pre-Aug and Pro-Aug on Air-Decoding")
 cells = item.cells
 cells = item.require_cells(cells[cells["method"] == "air-decoding"], "air-decoding")
-on = {
-    key: bool(cell.parameters["pro_aug"])
-    for key, cell in item.run.by_key.items()
-    if cell.method == "air-decoding"
-}
-cells["component"] = [
-    "none" if not a else "pre+pro" if on[key] else "pre"
+on = {key: bool(cell.parameters.get("pro_aug", False)) for key, cell in item.run.by_key.items()}
+names = [
+    "baseline" if not a else "pre+pro" if on[key] else "pre"
     for key, a in zip(cells["key"], cells["alpha"], strict=True)
 ]
-cells = cells.sort_values("component", kind="stable")
 rows = cells.assign(
-    variant=[drop_parameter(each, "pro_aug") for each in cells["variant"]],
-    arm=cells["component"].replace("none", "baseline"),
-)
-scores = item.data.scores(cells)
+    variant=[drop_parameter(each, "pro_aug") for each in cells["variant"]], arm=names
+).sort_values("arm", kind="stable")
+scores = item.data.scores(rows)
 for name in ("variant", "arm"):
     scores[name] = scores["cell"].map(rows.set_index("key")[name])
 table = item.table(scores, rows, {"baseline": "none", "pre": "pre", "pre+pro": "pre+pro"})

@@ -18,20 +18,8 @@ for key in cells[cells["state"] == "finished"]["key"]:
     if cell.augmentation is not None:
         for branch, prefix in manifest.branches.items():
             kind = "none" if prefix is None else "hard" if isinstance(prefix, str) else "soft"
-            where = {
-                "model": cell.model,
-                "task": cell.task.name,
-                "method": cell.method,
-                "attribute": cell.attribute,
-            }
-            rows.append(
-                where
-                | {
-                    "branch": branch,
-                    "type": kind,
-                    "prefix": "(none)" if prefix is None else str(prefix),
-                }
-            )
+            where = (cell.model, cell.task.name, cell.method, cell.attribute)
+            rows.append([*where, branch, kind, "(none)" if prefix is None else str(prefix)])
 columns = ["model", "task", "method", "attribute", "branch", "type", "prefix"]
 table = pd.DataFrame(rows, columns=columns).drop_duplicates(ignore_index=True)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv, as_markdown
+from lapa2_interp._util.table_formats import as_csv, as_markdown, records
 from lapa2_interp.paper.claims import (
     ClaimResult,
     ItemClaims,
@@ -67,10 +67,8 @@ def judge_again(folders: list[Path]) -> pd.DataFrame:
     found: dict[str, dict[str, ClaimResult]] = {}
     for file in sorted(file for folder in folders for file in folder.glob("*.claims.csv")):
         claims = read_claims(file)
-        for row in claims[(claims["verdict"] != "missing") & (claims["metric"] != "ppl")].to_dict(
-            "records"
-        ):
-            result = ClaimResult(**{str(name): value for name, value in row.items()})
+        claims = claims[(claims["verdict"] != "missing") & (claims["metric"] != "ppl")]
+        for result in (ClaimResult(**row) for row in records(claims)):
             found.setdefault(result.item, {}).setdefault(result.claim, result)
     items = [ItemClaims(item, rows=[*rows.values()]).frame() for item, rows in found.items()]
     return pd.concat(items, ignore_index=True)

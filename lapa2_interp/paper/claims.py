@@ -202,7 +202,7 @@ class ClaimResult:
         verdict = difference_verdict(claim.relation, found.low, found.high, p, p_within)
         facts |= {"p_within": p_within, "raw": verdict}
         facts |= {"error": found.error, "texts": found.texts, "noise": found.noise}
-        if second is not None:
+        if second is not None:  # the verdict by the second scorer
             name, other = second
             tests = p_values(claim.relation, other, claim.margin)
             by_second = difference_verdict(claim.relation, other.low, other.high, *tests)

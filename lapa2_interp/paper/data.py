@@ -73,10 +73,8 @@ class ItemData:
         """
         names = [name for name in self.run.listing.grids if name.rpartition("/")[2] in self.grids]
         if not names:
-            wanted, have = (
-                " or ".join(map(repr, self.grids)),
-                ", ".join(self.run.listing.grids) or "none",
-            )
+            wanted = " or ".join(map(repr, self.grids))
+            have = ", ".join(self.run.listing.grids) or "none"
             raise NoGridError(
                 f"{self.run.name} has no grid {wanted}, which {self.item} is made of; it has:"
                 f" {have}. Read one of these (--grids NAME), or add it: `lapa2 sweep"
@@ -282,7 +280,5 @@ class ItemData:
 
     def tokenizer_of(self, scorer: str) -> Any:
         """The tokenizer that a scorer was given (NAME=TOKENIZER); None if it was given none."""
-        asked = next(
-            (each.partition("=")[2] for each in self.scorers if each.startswith(f"{scorer}=")), ""
-        )
-        return shared_tokenizer(asked) if asked else None
+        given = [each.partition("=")[2] for each in self.scorers if each.startswith(f"{scorer}=")]
+        return shared_tokenizer(given[0]) if given and given[0] else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.paper.scripts import DEFAULT_SCORERS
@@ -27,6 +27,15 @@ MASKED_SHARE = 0.4
 """Approximate share of texts that contain a word of a prefix and are scored again without it."""
 SCRIPT_SECONDS = 6.0
 """Seconds of an item's script for everything else: intervals, figures."""
+
+
+def cells_by_arm(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """The cells of each arm: those that differ in attribute, prompts or sampling alone."""
+    arms: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        key = (cell.model, cell.task.name, cell.method, cell.variant, cell.arm)
+        arms.setdefault(key, []).append(cell)
+    return list(arms.values())
 
 
 def perplexity_samples(firsts: int, wanted: int = PERPLEXITY_TEXTS) -> int:
@@ -68,12 +77,7 @@ def scoring_seconds(
             continue
         # Scored tokens, arm by arm.
         lengths = sum(FRACTIONS) if name in FIVE_LENGTH_GRIDS else 1.0
-        arms: dict[tuple[str, ...], list[Cell]] = {}
-        for cell in grid.cells:
-            arms.setdefault(
-                (cell.model, cell.task.name, cell.method, cell.variant, cell.arm), []
-            ).append(cell)
-        for cells in arms.values():
+        for cells in cells_by_arm(grid.cells):
             texts = sum(cell.n_texts for cell in cells)
             classified += lengths * texts * cells[0].length
             control = "toxicity" if cells[0].task.name == "detox" else "accuracy"

@@ -10,11 +10,7 @@ from pathlib import Path
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
-from lapa2_interp._util.errors import (
-    RunError,
-    pluralize,
-    validation_message,
-)
+from lapa2_interp._util.errors import RunError, pluralize, validation_message
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.models.machine import n_cores, processor_kind
@@ -75,19 +71,12 @@ class Gallery(BaseModel):
 
     def with_run(self, newer: GalleryRun) -> Gallery:
         """These runs and a newer one, which replaces the grids that it has."""
-        older = [
-            each.model_copy(
-                update={
-                    "grids": {
-                        name: states
-                        for name, states in each.grids.items()
-                        if name not in newer.grids
-                    }
-                }
-            )
-            for each in self.runs
-        ]
-        return Gallery(runs=(newer, *(each for each in older if each.grids)))
+        older = []
+        for each in self.runs:
+            left = {name: states for name, states in each.grids.items() if name not in newer.grids}
+            if left:
+                older.append(each.model_copy(update={"grids": left}))
+        return Gallery(runs=(newer, *older))
 
 
 def read_gallery(folder: Path) -> Gallery:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.parsing import parse_json, read_text
-from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
+from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown, records
 from lapa2_interp.paper.claims import ClaimResult, ItemClaims, format_claims, read_claims
 from lapa2_interp.paper.tables import footnotes, format_item_table, gaps_note
 
@@ -116,10 +116,7 @@ def merge_item(item: str, beside: Path, tables: Path) -> bool:
     # The claims of both runs.
     claims = [read_claims(folder / f"{item}.claims.csv") for folder in (tables, beside)]
     of_other = claims[1][~claims[1]["claim"].isin(claims[0]["claim"])]
-    found = [
-        ClaimResult(**{str(name): value for name, value in row.items()})
-        for row in pd.concat([claims[0], of_other]).to_dict("records")
-    ]
+    found = [ClaimResult(**row) for row in records(pd.concat([claims[0], of_other]))]
     _write_tables(
         tables,
         item,

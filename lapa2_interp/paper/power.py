@@ -30,9 +30,8 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import DataError, pluralize
-from lapa2_interp.generation.cell import Cell
 from lapa2_interp.paper.claims import LEVEL
-from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS, perplexity_texts
+from lapa2_interp.paper.estimates import PERPLEXITY_TEXTS, cells_by_arm, perplexity_texts
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.stats import error_at, least_p
 
@@ -55,16 +54,12 @@ def sample_plans(grid: Grid, task: str = "", method: str = "") -> list[SamplePla
     Args:
         task, method: Only arms of these; "" allows any.
     """
-    arms: dict[tuple[str, ...], list[Cell]] = {}
-    for cell in grid.cells:
-        if task in ("", cell.task.name) and method in ("", cell.method):
-            key = (cell.model, cell.task.name, cell.method, cell.variant, cell.arm)
-            arms.setdefault(key, []).append(cell)
     found = {
         SamplePlan(
-            len(cells[0].prompts), sum(cell.n_texts for cell in cells) / len(cells[0].prompts)
+            len(first.prompts), sum(cell.n_texts for cell in (first, *rest)) / len(first.prompts)
         )
-        for cells in arms.values()
+        for first, *rest in cells_by_arm(grid.cells)
+        if task in ("", first.task.name) and method in ("", first.method)
     }
     return sorted(found, key=lambda plan: (plan.prompts * plan.texts, plan))
 

@@ -30,8 +30,10 @@ class ScriptOptions(argparse.ArgumentParser):
         super().__init__(description=title, allow_abbrev=False, **settings)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse options, with a hint for a misspelt option; in a notebook, take the defaults. Errors
-        after it are printed by `print_error`."""
+        """Parse options, with a hint for a misspelt option; in a notebook, take the defaults.
+
+        From now on `print_error` prints the script's errors.
+        """
         sys.excepthook = print_error
         if args is None and Path(sys.argv[0]).name.startswith(("ipykernel", "colab_kernel")):
             args = []

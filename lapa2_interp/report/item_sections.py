@@ -17,6 +17,7 @@ from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.table_formats import records
 from lapa2_interp.paper.claims import (
     OUR_VERDICTS,
+    VERDICTS,
     deciding_p_values,
     read_claims,
     scorer_kind,
@@ -46,18 +47,10 @@ ITEM_ORDER = (
     "cases",
 )
 """Items of the paper in the order of the page; other items follow by name."""
-VERDICT_MARKS = {
-    "as in the paper": "✓",
-    "against the paper": "✗",
-    "as expected": "✓",
-    "against what was expected": "✗",
-    "no difference": "≈",
-    "inconclusive": "○",
-    "missing": "–",
-}
-VERDICTS = {
-    "paper": [verdict for verdict in VERDICT_MARKS if verdict not in OUR_VERDICTS.values()],
-    "ours": [verdict for verdict in VERDICT_MARKS if verdict not in OUR_VERDICTS],
+VERDICT_MARKS = dict(zip(VERDICTS, "✓✗✓✗≈○–", strict=True))
+POSSIBLE_VERDICTS = {
+    "paper": [verdict for verdict in VERDICTS if verdict not in OUR_VERDICTS.values()],
+    "ours": [verdict for verdict in VERDICTS if verdict not in OUR_VERDICTS],
 }
 """Possible verdicts on the paper's claims, and on ours."""
 
@@ -152,7 +145,7 @@ def claim_groups(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for number, claim in enumerate(claims):
         claim["again"] = number not in once
     groups = []
-    for whose, verdicts in VERDICTS.items():
+    for whose, verdicts in POSSIBLE_VERDICTS.items():
         own = [claim for claim in claims if claim["whose"] == whose]
         by_item: dict[str, Counter[str]] = {claim["item"]: Counter() for claim in own}
         for claim in own:

@@ -181,9 +181,9 @@ def select_text(
     # The prompt, given whole or by its beginning, and the sample.
     prompts = list(next(iter(arms.values())).prompts)
     fitting = [each for each in prompts if prompt is None or each.startswith(prompt)]
-    if prompt is not None and (prompt in prompts or len(fitting) == 1):
-        fitting = [prompt] if prompt in prompts else fitting
-    elif prompt is not None:
+    if prompt in prompts:
+        fitting = [prompt]
+    elif prompt is not None and len(fitting) != 1:
         listed = ", ".join(map(repr, (fitting or prompts)[:8]))
         count = "several prompts begin" if fitting else "no prompt begins"
         raise TraceError(f"{count} with {prompt!r}: {listed}")
