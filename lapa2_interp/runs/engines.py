@@ -7,12 +7,12 @@ worker; the sweep submits the batch again.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any
 
 from tqdm import tqdm
 
@@ -26,9 +26,8 @@ from lapa2_interp.runs.worker import Worker
 Outcome = FinishedBatch | Failure
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """Workers that make batches, inside a `with` block.
+class Engine(ABC):
+    """Workers that make batches. They end with the `with` block, or by `close`.
 
     Attributes:
         n_workers: Workers that it will have.
@@ -36,9 +35,11 @@ class Engine(Protocol):
 
     n_workers: int
 
+    @abstractmethod
     def slots(self) -> int:
         """Batches it can make at once; may grow while a sweep runs."""
 
+    @abstractmethod
     def submit(
         self, cell: Cell, number: int, packing: Prepacking | None, progress: tqdm
     ) -> Future[Outcome]:
@@ -49,20 +50,18 @@ class Engine(Protocol):
             progress: A bar to advance by tokens, if the engine can.
         """
 
+    @abstractmethod
     def close(self) -> None:
-        """End the engine, also without a `with` block."""
+        """End the workers, if they have not ended before."""
 
-    def __enter__(self) -> Engine: ...
+    def __enter__(self) -> Engine:
+        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class InProcess:
+class InProcess(Engine):
     """An engine in this process.
 
     Args:
@@ -79,12 +78,6 @@ class InProcess:
         pack: str = "auto",
     ) -> None:
         self._worker = worker or Worker(device, threads, pack)
-
-    def __enter__(self) -> InProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def close(self) -> None:
         pass
@@ -108,11 +101,13 @@ class Slot:
         worker: A pool of one process, or an actor.
         future: Its last batch.
         cell: Key of the last batch's cell, whose plan the worker keeps.
+        note: What a user should know of its machine.
     """
 
     worker: Any
-    future: Future[Outcome] | None = field(default=None)
+    future: Future[Outcome] | None = None
     cell: str = ""
+    note: str = ""
 
     @property
     def is_free(self) -> bool:
@@ -130,24 +125,18 @@ def free_slot(slots: list[Slot], cell: Cell) -> Slot:
     return next((slot for slot in free if slot.cell == cell.key), free[0])
 
 
-class LocalPool:
+class LocalPool(Engine):
     """An engine of several processes on this machine; with GPUs, process i has the i-th GPU.
 
-    Each slot is a pool of one process, so that a killed process loses its own batch alone.
+    Each slot is a pool of one process, which begins with its first batch. So a killed process loses
+    its own batch alone.
     """
 
     def __init__(
         self, workers: int, device: str | None = None, threads: int = 1, pack: str = "auto"
     ) -> None:
         self.n_workers, self._settings = workers, (workers, device, threads, pack)
-        self._slots: list[Slot] = []
-
-    def __enter__(self) -> LocalPool:
-        self._slots = [Slot(self._new(number)) for number in range(self.n_workers)]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._slots = [Slot(self._new(number)) for number in range(workers)]
 
     def close(self) -> None:
         for slot in self._slots:

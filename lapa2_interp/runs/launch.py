@@ -19,7 +19,7 @@ from lapa2_interp._util.terminal import format_bytes, format_duration, stop_on_s
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
-from lapa2_interp.runs.engines import Engine, local_engine
+from lapa2_interp.runs.engines import local_engine
 from lapa2_interp.runs.estimates import check_affordable, estimate
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.ray import RayPool
@@ -73,6 +73,8 @@ def launch(
         )
     if threads < 1:
         raise RunError(f"--threads must be at least 1, found {threads}")
+    if engine not in ENGINES:
+        raise RunError(f"unknown engine {engine!r}; allowed: {', '.join(ENGINES)}")
     if engine == "local":
         for option, value in (("address", address), ("gpus-per-worker", gpus_per_worker)):
             if value is not None:
@@ -101,7 +103,11 @@ def launch(
                 )
         cells = {key: cells[key] for key in table.index[is_any_of(table[column], as_list(value))]}
     left = _unfinished(out, cells)
-    runner = _engine(engine, workers, device, threads, address, gpus_per_worker, pack)
+    runner = (
+        local_engine(workers, device, threads, pack)
+        if engine == "local"
+        else RayPool(workers, device, threads, address, gpus_per_worker, pack)
+    )
     try:
         if left:
             each = estimate(left, runner.n_workers, device, threads)
@@ -199,26 +205,3 @@ def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
                 cell = read_cell(folder / CELLS / key, key)
                 found.setdefault((grid, cell.model), set()).add(cell.dtype)
     return found
-
-
-def _engine(
-    name: str,
-    workers: int | None,
-    device: str | None,
-    threads: int,
-    address: str | None,
-    gpus_per_worker: float | None,
-    pack: str,
-) -> Engine:
-    if name == "ray":
-        return RayPool(
-            workers,
-            device,
-            threads,
-            address,
-            1.0 if gpus_per_worker is None else gpus_per_worker,
-            pack,
-        )
-    if name != "local":
-        raise RunError(f"unknown engine {name!r}; allowed: {', '.join(ENGINES)}")
-    return local_engine(workers, device, threads, pack)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -30,7 +31,7 @@ from lapa2_interp._util.errors import RunError, unknown_choice
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import ISA_VARIABLES, n_cores, slow_dtype_note
 from lapa2_interp.models.prepacked import Prepacking
-from lapa2_interp.runs.engines import Outcome, Slot, free_slot
+from lapa2_interp.runs.engines import Engine, Outcome, Slot, free_slot
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.store import FinishedBatch
 from lapa2_interp.runs.worker import Worker
@@ -78,12 +79,12 @@ class RemoteWorker(Worker):
         made = self.try_batch(cell, number, packing)
         if isinstance(made, FinishedBatch):
             record = made.record.model_copy(update={"commit": self.commit})
-            return FinishedBatch(record, made.samples, made.trace)
+            return replace(made, record=record)
         return made
 
 
-class RayPool:
-    """An engine on the machines of a Ray cluster, for one `with` block.
+class RayPool(Engine):
+    """An engine on the machines of a Ray cluster.
 
     Args:
         workers: By default as many as there is room for, and more when machines join.
@@ -92,7 +93,8 @@ class RayPool:
         threads: CPU threads of a worker.
         address: HOST:PORT of a cluster's head, or auto: the cluster this machine belongs to. By
             default one is started here.
-        gpus_per_worker: GPUs of a worker where the cluster has any; a share of one below 1.
+        gpus_per_worker: GPUs of a worker where the cluster has any, by default 1; a share of one
+            below 1.
         pack: As in `load_model`; machines are taken to be full of workers.
 
     Raises:
@@ -105,7 +107,7 @@ class RayPool:
         device: str | None = None,
         threads: int = 1,
         address: str | None = None,
-        gpus_per_worker: float = 1.0,
+        gpus_per_worker: float | None = None,
         pack: str = "auto",
     ) -> None:
         if workers is not None and workers < 1:
@@ -115,43 +117,49 @@ class RayPool:
                 f"{unknown_choice('device', device, ('cpu', 'cuda', 'auto'))}; a Ray worker sees"
                 " its own GPUs only"
             )
-        if gpus_per_worker <= 0 or (gpus_per_worker > 1 and gpus_per_worker % 1):
+        each = 1.0 if gpus_per_worker is None else gpus_per_worker
+        if each <= 0 or (each > 1 and each % 1):
             raise RunError(
-                "--gpus-per-worker must be 1, 2, ... or a share of one such as 0.5, found"
-                f" {gpus_per_worker}"
+                f"--gpus-per-worker must be 1, 2, ... or a share of one such as 0.5, found {each}"
             )
         self._ray = _join(address)
         here = self._ray.get_runtime_context()
         self._home, self._head = here.get_node_id(), here.gcs_address
-        self._device, self._threads, self._each = device, threads, gpus_per_worker
-        self._pack, self._workers = pack, workers
+        self._workers = workers
         self._slots: list[Slot] = []
         self._starting: dict[Any, Any] = {}  # an actor by the reference to its answer
         self._noted: set[str] = set()
-        self._slow: dict[Any, tuple[str, str]] = {}
         try:
-            self._on_gpus = device != "cpu" and any(node.get("GPU") for node in self._nodes())
-            self._check(address)
+            on_gpus = device != "cpu" and any(node.get("GPU") for node in self._nodes())
+            self._kind = "GPU" if on_gpus else "CPU"
+            self._each = each if on_gpus else float(threads)
+            self._check(device, f"the Ray cluster at {address}" if address else "this machine")
             self.n_workers = workers or self._room()
+            if on_gpus:
+                device = device or ("auto" if each > 1 else "cuda")
+                needs = {"num_cpus": 0, "num_gpus": int(each) if each >= 1 else each}
+            else:
+                device, needs = "cpu", {"num_cpus": threads}
+            kind = self._ray.remote(RemoteWorker).options(**needs)
+            settings = device, threads, pack, str(Path.cwd()), source_commit()
+            self._new = lambda: kind.remote(*settings)
         except BaseException:
             self._ray.shutdown()
             raise
 
-    def _check(self, address: str | None) -> None:
-        where = f"the Ray cluster at {address}" if address else "this machine"
-        if self._device in ("cuda", "auto") and not self._on_gpus:
+    def _check(self, device: str | None, where: str) -> None:
+        if device in ("cuda", "auto") and self._kind != "GPU":
             raise RunError(
-                f"{where} has no GPU for device {self._device!r}; give --device cpu, or join a"
-                " machine that has one"
+                f"{where} has no GPU for device {device!r}; give --device cpu, or join a machine"
+                " that has one"
             )
         if self._room() < 1:
-            kind, option = ("GPU", "--gpus-per-worker") if self._on_gpus else ("CPU", "--threads")
-            most = max((node.get(kind, 0) for node in self._nodes()), default=0)
-            needs = self._each if self._on_gpus else self._threads
+            option = "--gpus-per-worker" if self._kind == "GPU" else "--threads"
+            most = max((node.get(self._kind, 0) for node in self._nodes()), default=0)
             raise RunError(
-                f"no machine of {where} has room for a worker, which needs {needs:g} {kind} where"
-                f" the largest has {most:g}; give a smaller {option}, or join a larger machine with"
-                " `ray start --address=...`"
+                f"no machine of {where} has room for a worker, which needs {self._each:g}"
+                f" {self._kind} where the largest has {most:g}; give a smaller {option}, or join a"
+                " larger machine with `ray start --address=...`"
             )
 
     def _nodes(self) -> list[dict[str, float]]:
@@ -166,28 +174,14 @@ class RayPool:
 
     def _room(self) -> int:
         """Workers the cluster has room for."""
-        kind, each = ("GPU", self._each) if self._on_gpus else ("CPU", self._threads)
-        return sum(int(node.get(kind, 0) / each + 1e-9) for node in self._nodes())
-
-    def __enter__(self) -> RayPool:
-        if self._on_gpus:
-            device = self._device or ("auto" if self._each > 1 else "cuda")
-            needs = {"num_cpus": 0, "num_gpus": int(self._each) if self._each >= 1 else self._each}
-        else:
-            device, needs = "cpu", {"num_cpus": self._threads}
-        kind = self._ray.remote(RemoteWorker).options(**needs)
-        settings = device, self._threads, self._pack, str(Path.cwd()), source_commit()
-        self._new = lambda: kind.remote(*settings)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        actors = [slot.worker for slot in self._slots] + list(self._starting.values())
-        for actor in actors if self._answers() else ():
-            with suppress(Exception):
-                self._ray.kill(actor)
-        self.close()
+        return sum(int(node.get(self._kind, 0) / self._each + 1e-9) for node in self._nodes())
 
     def close(self) -> None:
+        actors = [slot.worker for slot in self._slots] + list(self._starting.values())
+        for actor in actors if actors and self._answers() else ():
+            with suppress(Exception):
+                self._ray.kill(actor)
+        self._slots, self._starting = [], {}
         self._ray.shutdown()
 
     def slots(self) -> int:
@@ -240,27 +234,23 @@ class RayPool:
                         " would depend on where they are made; install the same versions on all"
                         " machines (requirements.lock) and start Ray there again"
                     )
-            self._slots.append(Slot(actor))
-            if slow:
-                self._slow[actor] = machine, slow
+            self._slots.append(Slot(actor, note=f"on {machine} {slow}" if slow else ""))
 
     def submit(
         self, cell: Cell, number: int, packing: Prepacking | None, progress: tqdm
     ) -> Future[Outcome]:
         slot = free_slot(self._slots, cell)
-        machine, note = self._slow.get(slot.worker, ("", ""))
-        if note and cell.dtype == "bfloat16" and machine not in self._noted:
-            self._noted.add(machine)
-            tqdm.write(f"note: on {machine} {note}", file=sys.stderr)
+        if slot.note and cell.dtype == "bfloat16" and slot.note not in self._noted:
+            self._noted.add(slot.note)
+            tqdm.write(f"note: {slot.note}", file=sys.stderr)
         future: Future[Outcome] = slot.worker.remote_batch.remote(cell, number, packing).future()
         slot.future, slot.cell = future, cell.key
         return future
 
     def _answers(self) -> bool:
         """True if the head of the cluster takes a connection."""
-        host, _, port = self._head.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            _connect(self._head)
         except OSError:
             return False
         return True
@@ -275,6 +265,11 @@ class RayPool:
                     " resumes where this one stopped"
                 )
             sleep(1)
+
+
+def _connect(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
 
 
 def _public(versions: dict[str, str]) -> dict[str, str]:
@@ -338,7 +333,7 @@ def _reach(address: str) -> None:
                 f"--address {address!r} is not one; allowed: HOST:PORT of the cluster's head, auto"
             )
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            _connect(address)
         except (OSError, OverflowError) as error:
             raise RunError(_not_joined(address, str(error))) from error
     environment = os.environ | {

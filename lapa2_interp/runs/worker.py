@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime
 from time import perf_counter
 
@@ -123,7 +124,7 @@ class Worker:
             made = make_batch(model, plan, number, progress)
         seconds = round(made.record.seconds + prepared, 3)
         record = made.record.model_copy(update={"seconds": seconds})
-        return FinishedBatch(record, made.samples, made.trace)
+        return replace(made, record=record)
 
     def try_batch(
         self,

@@ -409,7 +409,7 @@ def test_only_some_cells_of_a_grid_are_made_and_the_others_later(
 ):
     """The run notes all cells; another call makes what is left, and the bytes are those of one
     call."""
-    monkeypatch.setattr(launching, "_engine", lambda *_: Replaying(undisturbed[1]))
+    monkeypatch.setattr(launching, "local_engine", lambda *_: Replaying(undisturbed[1]))
     run, names = tmp_path / "run", [str(file) for file in files]
     done = launching.launch(names, run, only={"method": "prefix"}, notify=print)
     cells = load_run(run).cells
