@@ -66,7 +66,7 @@ def grids(
         each = estimate(grid.cells, workers)
         fits = "" if each.memory < 0.9 * machine_memory() else "  not on this machine"
         line = (
-            f"{grid.name:<20} {each.cells:>5} {each.texts:>7} {each.row_tokens:>11} "
+            f"{grid.name:<20} {len(grid.cells):>5} {each.texts:>7} {each.row_tokens:>11} "
             f" {format_duration(each.seconds):>9}"
         )
         scoring = format_duration(scoring_seconds([grid]))

@@ -222,7 +222,7 @@ def _announce(
     judged = settings.cells(parts["judge"], CHOSEN, bias)
     arms = {"tune": 1 + len(TUNED) * len(STRENGTHS), "judge": len(settings.arms)}
     each = estimate([*tuned * arms["tune"], *judged * arms["judge"]], workers, None, 1)
-    check_affordable(each, yes)
+    check_affordable(each.texts, each.seconds, each.memory, yes)
     # A gradient costs about three passes, a knock-out one; other wordings read half of the prompts
     # twice. Each text is read by its scorers as if twice by the model.
     passes = 3 if settings.model_class != "TransformersModel" else size.n_layers * size.n_heads

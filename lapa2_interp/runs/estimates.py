@@ -59,10 +59,9 @@ and copies of a batch's logits, in float32, that are alive while tokens are draw
 
 @dataclass(frozen=True)
 class Estimate:
-    """Counts of cells; seconds of all workers together; bytes on disk, and of the worker that needs
-    most memory; and where the rate comes from."""
+    """Numbers of texts and row-tokens; seconds of all workers together; bytes on disk, and of the
+    worker that needs most memory; and where the rate comes from."""
 
-    cells: int
     texts: int
     row_tokens: int
     seconds: float
@@ -94,7 +93,6 @@ def estimate(
         busy, longest = busy + seconds, max(longest, seconds / batches)
         disk += stored_bytes(cell, size.n_layers, size.n_heads)
     return Estimate(
-        cells=len(cells),
         texts=sum(cell.n_texts for cell in cells),
         row_tokens=tokens,
         seconds=START + max(busy / workers, longest) if cells else 0.0,
@@ -104,17 +102,17 @@ def estimate(
     )
 
 
-def check_affordable(each: Estimate, yes: bool = False) -> None:
+def check_affordable(texts: int, seconds: float, memory: int, yes: bool = False) -> None:
     """Refuse what would take a year, or more memory than there is, unless the user says yes.
 
     Raises:
         RunError: Why.
     """
-    most, years = machine.machine_memory(), each.seconds / MOST_SECONDS
-    if not yes and (years > 1 or each.memory > most):
-        room = f"{format_bytes(each.memory)} of memory, of {format_bytes(most)}"
+    most, years = machine.machine_memory(), seconds / MOST_SECONDS
+    if not yes and (years > 1 or memory > most):
+        room = f"{format_bytes(memory)} of memory, of {format_bytes(most)}"
         raise RunError(
-            f"{each.texts} texts would take {f'{years:.3g} years of work' if years > 1 else room};"
+            f"{texts} texts would take {f'{years:.3g} years of work' if years > 1 else room};"
             " ask for fewer or shorter ones, or give yes=True (--yes)"
         )
 

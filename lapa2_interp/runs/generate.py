@@ -49,7 +49,6 @@ from lapa2_interp.models.load import (
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
 from lapa2_interp.runs.estimates import (
     LONG,
-    Estimate,
     check_affordable,
     cost,
     rate,
@@ -171,7 +170,11 @@ def generate(
     if isinstance(model, str | Path):
         first = cells[0]
         model = load_model(model, first.dtype, device, first.model_class, trust_remote_code, pack)
-    check_affordable(_estimate(model, cells), yes)
+    # Least time and memory, before the plans, which have an entry for every text: texts and traces
+    # are kept in memory.
+    seconds = sum(map(cost, cells)) * _rate(model, 0)[0]
+    size = sum(stored_bytes(cell, model.cfg.n_layers, model.cfg.n_heads) for cell in cells)
+    check_affordable(sum(cell.n_texts for cell in cells), seconds, size, yes)
     run = make_cells(model, cells, announce=announce)
     for key in run.by_key:
         if problems := run.manifest(key).problems:
@@ -271,15 +274,6 @@ def _time(model: Model, plans: Sequence[BatchPlan]) -> str:
     tokens = sum(work(each.cell) for each in plans)
     each, basis = _rate(model, tokens, step_size(plans[0].cell, len(plans[0].batches)))
     return f"; about {format_duration(tokens * each)} ({basis})" if tokens * each > LONG else ""
-
-
-def _estimate(model: Model, cells: Sequence[Cell]) -> Estimate:
-    """Least time and memory of cells, without their plans, which have an entry for every text: the
-    texts and the trace are kept in memory."""
-    size = sum(stored_bytes(cell, model.cfg.n_layers, model.cfg.n_heads) for cell in cells)
-    texts, tokens = sum(cell.n_texts for cell in cells), sum(map(cost, cells))
-    each, basis = _rate(model, 0)
-    return Estimate(len(cells), texts, tokens, tokens * each, size, basis, size)
 
 
 def reading_seconds(model: Model, tokens: int) -> float:

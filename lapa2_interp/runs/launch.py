@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +117,8 @@ def launch(
                 f" {format_bytes(each.memory)} of memory a worker ({each.basis})"
             )
             # A cluster's machines may have other memory than this one.
-            each = replace(each, memory=0) if engine == "ray" else each
-            check_affordable(each, yes or dry_run)
+            memory = each.memory if engine == "local" else 0
+            check_affordable(each.texts, each.seconds, memory, yes or dry_run)
         if dry_run:
             return Swept(len(cells) - len(left), 0, ())
         with stop_on_sigterm():
