@@ -127,7 +127,7 @@ def _read(
         return graded.texts, graded.scores
     if file.is_dir():
         raise ScoringError(f"{file} is a folder; give a file with labels or scores")
-    ((table, *_),) = read_texts(file, column)
+    ((table, _),) = read_texts(file, column)
     wanted, option = (label, "--label") if label is not None else (score, "--score")
     if wanted not in table:
         raise ScoringError(f"{unknown_choice('column', wanted, table.columns)} ({option})")

@@ -116,16 +116,16 @@ def score(
     if gaps := _gaps(source):
         notify(gaps)
     found = [
-        (only_rows(_with_attribute(samples, source, attribute), only or {}), manifest, own)
-        for samples, manifest, own in read_texts(source, column, only)
+        (only_rows(_with_attribute(samples, source, attribute), only or {}), manifest)
+        for samples, manifest in read_texts(source, column, only)
     ]
     found = [each for each in found if len(each[0])]
     if not found:
         raise ScoringError(f"no text of {source} has {shown_only(only)}")
-    if short := _short(lengths, [manifest.cell.length for _, manifest, _ in found if manifest]):
+    if short := _short(lengths, [manifest.cell.length for _, manifest in found if manifest]):
         notify(short)
     sets = []
-    for samples, manifest, own in found:
+    for samples, manifest in found:
         if lengths:
             reached = [each for each in lengths if manifest is None or each <= manifest.cell.length]
             if not reached:
@@ -136,7 +136,7 @@ def score(
                 samples, parts, shared_tokenizer(manifest.model.name) if manifest else None
             )
         options = ScorerOptions(
-            task=_task(task, own),
+            task=_task(task, manifest.cell.task if manifest else None),
             labels=labels or {},
             judge_url=judge_url,
             judge_prices=judge_prices,
@@ -356,7 +356,7 @@ def sheet_texts(
     source: Path, column: str = "text", only: Mapping[str, Any] | None = None
 ) -> pd.DataFrame:
     """The texts of a run or a file as `scoring.human.make_sheets` takes them."""
-    sets = [samples for samples, *_ in read_texts(source, column, only)]
+    sets = [samples for samples, _ in read_texts(source, column, only)]
     if not sets:
         raise ScoringError(f"no text of {source} has {shown_only(only)}")
     samples = only_rows(pd.concat(sets, ignore_index=True), only or {})

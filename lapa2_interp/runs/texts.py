@@ -12,20 +12,17 @@ import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp.bias.tokens import decode_continuation, token_texts
-from lapa2_interp.generation.cell import BUILT_IN_TASKS
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.run import Run, as_list, each_once, is_any_of, load_run
-from lapa2_interp.runs.store import LISTING
+from lapa2_interp.runs.run import as_list, each_once, is_any_of, load_run
 from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS
 from lapa2_interp.tasks.corpora import READERS, read_table
 from lapa2_interp.tasks.segmentation import word_spans, words_between
-from lapa2_interp.tasks.task import Task
 
 
 def read_texts(
     source: Path, column: str = "text", only: Mapping[str, Any] | None = None
-) -> list[tuple[pd.DataFrame, Manifest | None, Task | None]]:
+) -> list[tuple[pd.DataFrame, Manifest | None]]:
     """The samples of a run folder, each text once (`each_once`), or the rows of a file, with
     columns text, prompt, attribute and arm.
 
@@ -35,9 +32,9 @@ def read_texts(
         only: Of a run, only cells whose columns have these values; other columns are left alone.
 
     Returns:
-        Tables (missing columns filled with ""), each with the manifest and the task of its texts,
-        where they are known. A run has one per model, task, wording of its prefixes and length,
-        with its cells' columns; a file has one.
+        Tables (missing columns filled with ""). A run has one per model, task, wording of its
+        prefixes and length, with its cells' columns and the manifest of the first; a file has one,
+        and no manifest.
 
     Raises:
         ScoringError: Not readable, no such column (names those found), or no rows.
@@ -47,16 +44,11 @@ def read_texts(
         if not run.finished:
             raise ScoringError(f"{source} has no finished cell; `lapa2 runs {source}` tells why")
         wanted = {name: value for name, value in (only or {}).items() if name in run.cells}
-        chosen = run.select(**wanted).by_key
-        keys = each_once({key: cell for key, cell in run.finished.items() if key in chosen})
+        keys = each_once(run.select(**wanted).finished)
         finished = run.cells[run.cells["key"].isin(keys)]
         wordings = finished["key"].map(lambda key: str(run.by_key[key].task.attributes))
         return [
-            (
-                run.samples(list(group["key"])),
-                run.manifest(str(group["key"].iloc[0])),
-                _task_of(run, source, str(group["key"].iloc[0])),
-            )
+            (run.samples(list(group["key"])), run.manifest(str(group["key"].iloc[0])))
             for _, group in finished.groupby(["model", "task", wordings, "max_length"], sort=False)
         ]
     if not source.is_file() or not set(READERS) & set(source.suffixes):
@@ -96,18 +88,12 @@ def read_texts(
     for key in set(table) & {*CELL_COLUMNS, *EXTRA_CELL_COLUMNS}:
         if table[key].map(lambda value: isinstance(value, dict | list | np.ndarray)).any():
             table[key] = as_words(table[key])  # groups are made of what can be hashed
-    return [(table, None, None)]
+    return [(table, None)]
 
 
 def as_words(column: pd.Series) -> pd.Series:
     """A column as texts; "" where it has no value."""
     return column.astype(object).where(column.notna(), "").astype(str)
-
-
-def _task_of(run: Run, source: Path, key: str) -> Task | None:
-    """The task of a run's cell; None where only its name is known."""
-    task = run.by_key[key].task
-    return task if task.name in BUILT_IN_TASKS or (source / LISTING).is_file() else None
 
 
 def at_lengths(

@@ -755,13 +755,12 @@ def test_files_that_cannot_be_scored(name, content, message, tmp_path):
 def test_files_give_their_texts(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text("continuation,prompt\nhello there,Hi\n,Hi\n")
-    ((table, manifest, task),) = read_texts(file, "continuation")
+    ((table, manifest),) = read_texts(file, "continuation")
     assert table[["text", "prompt", "attribute", "arm"]].to_numpy().tolist() == [
         ["hello there", "Hi", "", ""],
         ["", "Hi", "", ""],
     ]
     assert manifest is None
-    assert task is None
 
 
 def test_columns_of_any_type_are_read(tmp_path):
