@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import EmptyDistributionError, ModelError
-from lapa2_interp._util.progress import hidden_bar, progress_bar
+from lapa2_interp._util.progress import given_or_new_bar, hidden_bar
 from lapa2_interp.attention.cache import new_rows, prompt_log_likelihood
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.neurons import set_neurons
@@ -120,32 +120,21 @@ def decode_batches(
         ModelError: The model's logits are not numbers.
         EmptyGenerationError: At the end, if a text ran out of tokens.
     """
-    cell = plan.cell
-    own = (
-        None
-        if progress is not None
-        else progress_bar(plan.new_tokens, f"{plan.method.name} {cell.attribute}")
-    )
-    bar = progress if own is None else own
-    tables, traces, problems = [], [], []
+    tables, traces = [], []
     steps: StaticSteps = {}
-    try:
-        with prepacked_model(model):
-            for pairs in plan.batches if batches is None else batches:
-                table, trace = _decode_batch(model, plan, pairs, steps, bar)
-                tables.append(table)
-                problems += [
-                    f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
-                    for row in table.to_dict("records")
-                    if row["finish"] == "empty"
-                ]
-                if trace is not None:
-                    traces.append(trace)
-    finally:
-        if own is not None:
-            own.close()
+    label = f"{plan.method.name} {plan.cell.attribute}"
+    with prepacked_model(model), given_or_new_bar(progress, plan.new_tokens, label) as bar:
+        for pairs in plan.batches if batches is None else batches:
+            table, trace = _decode_batch(model, plan, pairs, steps, bar)
+            tables.append(table)
+            if trace is not None:
+                traces.append(trace)
     table = pd.concat(tables, ignore_index=True)
     generation = Generation(table, join_traces(traces, table) if traces else None)
+    problems = [
+        f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
+        for row in table[table["finish"] == "empty"].to_dict("records")
+    ]
     if problems:
         raise EmptyGenerationError(
             f"no token has positive weight for {problems[0]}"
@@ -199,7 +188,7 @@ def _decode_batch(
         return tables[0], traces[0] if traces else None
     # Restore the order of the samples.
     back = np.argsort(order)
-    trace = _joined(traces).isel(sample=back) if traces else None
+    trace = concat_traces(traces).isel(sample=back) if traces else None
     return pd.concat(tables).iloc[back], trace
 
 
@@ -222,11 +211,8 @@ def _decode_steps(
     expansion = torch.tensor(batch.expansion)  # by branch x sample: a row of branch x prompt
     method, branches = plan.method, plan.branches
     n_prompt = torch.tensor([each.l_pro for each in batch.layouts[: batch.n_prompts]])
-    reread_last = any(
-        augmentation.phase == "predicting_only"
-        for of_branch in plan.augmentations
-        for augmentation in active_augmentations(of_branch)
-    )
+    active = [each for of_branch in plan.augmentations for each in active_augmentations(of_branch)]
+    reread_last = any(each.phase == "predicting_only" for each in active)
     rows = new_rows(model, recompute=method.rereads_text, reread_last=reread_last)
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)
@@ -383,7 +369,7 @@ def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset
 
     Samples are numbered as the rows of the table.
     """
-    joined = _joined(traces).assign_coords(sample=np.arange(len(table)))
+    joined = concat_traces(traces).assign_coords(sample=np.arange(len(table)))
     names = {"prompt": "prompt_text"} | {
         name: name for name in ("task", "attribute", "method", "arm", "cell")
     }
@@ -396,14 +382,10 @@ def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset
     )
 
 
-def _joined(traces: Sequence[xr.Dataset]) -> xr.Dataset:
+def concat_traces(traces: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Traces one after another along `sample`, padded with NaN to the longest."""
     import xarray as xr
 
     return xr.concat(
-        list(traces),
-        dim="sample",
-        join="outer",
-        data_vars="all",
-        coords="different",
-        compat="equals",
+        traces, dim="sample", join="outer", data_vars="all", coords="different", compat="equals"
     )

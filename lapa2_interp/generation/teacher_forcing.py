@@ -31,6 +31,7 @@ from lapa2_interp.bias.augmentation import (
 )
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.recipes import resolve_recipes
+from lapa2_interp.generation.loop import concat_traces
 from lapa2_interp.models.card import (
     Model,
     check_rotary_side,
@@ -157,12 +158,7 @@ def teacher_forced(
             parts.append(_read(model, batch, trace, branch, patterns, chunk, progress))
     if len(parts) == 1:
         return parts[0]
-    import xarray as xr
-
-    whole = xr.concat(
-        parts, dim="sample", join="outer", data_vars="all", coords="different", compat="equals"
-    )
-    return whole.assign_coords(sample=np.arange(len(rows)))
+    return concat_traces(parts).assign_coords(sample=np.arange(len(rows)))
 
 
 def _split_texts(
@@ -218,11 +214,8 @@ def _read(
 ) -> xr.Dataset:
     padded, steps = left_pad(batch.layouts), [len(row) for row in batch.rows]
     width = _width(batch.layouts, batch.rows)
-    if any(
-        augmentation.pooled
-        for row in batch.augmentations
-        for augmentation in active_augmentations(row)
-    ):
+    active = [each for row in batch.augmentations for each in active_augmentations(row)]
+    if any(each.pooled for each in active):
         chunk = 1  # a pooled law reads all queries of a pass; in decoding there is one
     chunk = chunk or max(1, SCORES_AT_ONCE // (len(padded) * model.cfg.n_heads * width))
     # Rows that end earlier are filled up with their last token, which no earlier query can see.
@@ -230,12 +223,7 @@ def _read(
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, layer_types(model))
     recorder.begin(padded)
-    reread_last = any(
-        augmentation.phase == "predicting_only"
-        for row in batch.augmentations
-        for augmentation in active_augmentations(row)
-    )
-    state = new_rows(model, reread_last=reread_last)
+    state = new_rows(model, reread_last=any(each.phase == "predicting_only" for each in active))
     with augmented(model, batch.augmentations, padded, recorder):
         state.prompt_pass(padded, batch.prefixes)
         state.expand(torch.arange(len(padded), device=tokens.device), capacity=width)
