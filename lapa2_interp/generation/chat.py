@@ -22,7 +22,8 @@ from lapa2_interp.bias.augmentation import AugmentationLike, active_augmentation
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.bias.tokens import decode_tokens
-from lapa2_interp.generation.sampling import draw, uniforms
+from lapa2_interp.generation.loop import Ending, check_numbers
+from lapa2_interp.generation.sampling import NOTHING, draw, uniforms
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.models.card import (
     Model,
@@ -87,6 +88,7 @@ def continue_chats(
         LayoutError: No chat; a chat and its continuation exceed the model's context, or lie on
             both sides of a switch of its rotary factors; or length, samples or top_k are below 1.
         AugmentationError: Layers or heads the model does not have.
+        ModelError: The model's logits are not numbers.
     """
     if min(length, samples, top_k) < 1:
         raise LayoutError(
@@ -124,13 +126,13 @@ def continue_chats(
     )  # row step; row = chat x sample
     expansion = torch.arange(len(padded)).repeat_interleave(samples)
     recorder.begin(padded, expansion)
+    ending = Ending.at([length] * len(of_rows))
     drawn: list[torch.Tensor] = []
     with prepacked_model(model), progress_bar(length * len(of_rows), "chat") as bar:
         with augmented(model, [augmentations] * len(padded), padded, recorder):
             logits = rows.prompt_pass(padded)[expansion, -1]  # row vocab
         rows.expand(expansion.to(logits.device), capacity=len(padded[0]) + length - 1)
         recorder.begin(of_rows)
-        running = torch.ones(len(of_rows), dtype=torch.bool)
         with augmented(model, [augmentations] * len(of_rows), of_rows, recorder):
             for step in range(length):
                 weights = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
@@ -138,14 +140,17 @@ def continue_chats(
                     weights = weights.index_fill(1, ends.to(weights.device), -torch.inf)
                 tokens = draw(weights, uniform[:, step].to(weights.device), top_k=top_k)
                 drawn.append(tokens.cpu())
-                bar.update(int(running.sum()))
+                if (drawn[-1] == NOTHING).any():
+                    check_numbers(model, logits, step)
+                bar.update(ending.running(step))
                 if eos == "stop":
-                    running &= ~torch.isin(drawn[-1], ends)
-                if step + 1 == length or not running.any():
+                    ending.stop(torch.isin(drawn[-1], ends), step + 1, "end")
+                if not ending.running(step + 1):
                     break
                 logits = rows.read_tokens(tokens[:, None])[:, -1]
-    kept = [_up_to_end(row, ends.tolist(), eos) for row in torch.stack(drawn, 1).tolist()]
-    whole = recorder.dataset(of_rows, ("chat",), [len(row) for row in kept])
+    rows_of_tokens = torch.stack(drawn, 1).tolist()
+    kept = [row[:n] for row, n in zip(rows_of_tokens, ending.n_tokens, strict=True)]
+    whole = recorder.dataset(of_rows, ("chat",), ending.n_tokens)
     chats = []
     for number, layout in enumerate(layouts):
         mine = slice(number * samples, (number + 1) * samples)
@@ -172,8 +177,3 @@ def _text(model: Model, layout: Layout, tokens: Sequence[int]) -> str:
         model.tokenizer, [*before, *(each for each in tokens if each not in marks)]
     )
     return whole[len(decode_tokens(model.tokenizer, before)) :]
-
-
-def _up_to_end(tokens: list[int], ends: Sequence[int], eos: str) -> list[int]:
-    stops = [i + 1 for i, token in enumerate(tokens) if token in ends] if eos == "stop" else []
-    return tokens[: stops[0]] if stops else tokens

@@ -269,7 +269,7 @@ def _decode_steps(
             if banned is not None:
                 banned.advance(cpu_tokens.clamp(min=0).tolist())
             if (nothing := cpu_tokens == NOTHING).any():
-                _check_numbers(model, logits, step)
+                check_numbers(model, logits, step)
             ending.stop(nothing, step, "empty")
             yield cpu_tokens.clamp(min=0)
             bar.update(ending.running(step))
@@ -293,7 +293,7 @@ def mask_main_branch(log_probs: LogProbs, mask: Callable[[Tensor], Tensor]) -> L
     return {**log_probs, kept: mask(log_probs[kept])}
 
 
-def _check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -> None:
+def check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -> None:
     """Refuse a model whose logits are no numbers.
 
     Raises:
