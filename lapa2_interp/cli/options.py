@@ -16,12 +16,13 @@ from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
 
 if TYPE_CHECKING:
     from lapa2_interp.bias.augmentation import Augmentation
+    from lapa2_interp.circuits.selection import Selection
     from lapa2_interp.models.card import Model
 
 Several = Parameter(consume_multiple=True)
 Unshown = Parameter(show_default=False)
 AsJson = Annotated[bool, Parameter(name="--json")]
-
+Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
 
 BIAS = Group("Bias", sort_key=2)
 COMPUTING = Group("Computing", sort_key=5)
@@ -228,11 +229,15 @@ class AugmentationOptions:
 
     def parameters(self, method: str) -> dict[str, bool]:
         """Parameters of a method that the selection decides."""
+        chosen = self._selected()
+        return {} if chosen is None else chosen.parameters(method)
+
+    def _selected(self) -> Selection | None:
         if self.selection is None:
-            return {}
+            return None
         from lapa2_interp.circuits.selection import Selection
 
-        return Selection.load(self.selection).parameters(method)
+        return Selection.load(self.selection)
 
     def recipes(self) -> str | None:
         """The recipes of --augmentation.
@@ -262,38 +267,25 @@ class AugmentationOptions:
         if (recipes := self.recipes()) is not None:
             named = parse_recipes(recipes)
             return named if active_augmentations(named) else ()
-        alpha = default_alpha if self.alpha is None else self.alpha
-        chosen = None
-        if self.selection is not None:
-            from lapa2_interp.circuits.selection import Selection
-
-            if self.heads != "all":
-                raise AugmentationError(
-                    "--selection gives the heads; leave out --heads, or --selection"
-                )
-            chosen = Selection.load(self.selection)
-            if self.alpha is None and chosen.alpha is not None:
-                alpha = chosen.alpha
-        fields: dict[str, Any] = {"profile": self.profile, "law": self.law, "l0": self.l0}
-        fields |= {"tau": self.tau, "floor": self.floor, "pooled": self.pooled}
-        fields |= {"steps": _steps(self.only_steps)}
-        fields |= {"layers": layer_numbers(self.layers), "heads": pairs("heads", self.heads, ".")}
-        span = None if self.span is None else _span(self.span)
-        if chosen is not None:
-            fields["heads"] = chosen.heads
-            if span is None and chosen.positions is not None:
-                span = ("prefix", chosen.positions)
-        given = {
-            "span": span,
-            "length_rule": self.length_rule,
-            "phase": self.phase,
+        chosen = self._selected()
+        alpha = self.alpha
+        if alpha is None:
+            alpha = default_alpha if chosen is None or chosen.alpha is None else chosen.alpha
+        same = ("profile", "law", "l0", "tau", "floor", "pooled", "length_rule", "phase")
+        fields = {name: getattr(self, name) for name in same} | {
+            "span": None if self.span is None else _span(self.span),
+            "steps": _steps(self.only_steps),
+            "layers": _numbers("layers", self.layers, "0,1,5"),
         }
-        found = Augmentation(
-            alpha=alpha,
-            **fields,
-            **{name: value for name, value in given.items() if value is not None},
-        )
-        return active_augmentations(found)
+        given = {name: value for name, value in fields.items() if value is not None}
+        if chosen is None:
+            heads = _numbers("heads", self.heads, "1.4,6.8", ".")
+            return active_augmentations(Augmentation(alpha=alpha, heads=heads, **given))
+        if self.heads != "all":
+            raise AugmentationError(
+                "--selection gives the heads; leave out --heads, or --selection"
+            )
+        return active_augmentations(chosen.augmentation(alpha, **given))
 
     def check(self, model: Model) -> None:
         """Refuse a selection that was made in another model.
@@ -301,17 +293,15 @@ class AugmentationOptions:
         Raises:
             CircuitError: Other weights.
         """
-        if self.selection is not None:
-            from lapa2_interp.circuits.selection import Selection
-
-            Selection.load(self.selection).check(model)
+        if (chosen := self._selected()) is not None:
+            chosen.check(model)
 
 
 def _span(text: str) -> Any:
     """A span rule: a word, slots, or positions within the prefix."""
     word, mark, rest = text.partition(":")
     if word != "prefix" or not mark:
-        return pairs("span", text, ":")
+        return _numbers("span", text, "1:4,6:8", ":")
     try:
         return ("prefix", tuple(int(part) for part in rest.split(",")))
     except ValueError:
@@ -330,26 +320,18 @@ def _steps(text: str | None) -> tuple[int, int] | None:
         raise AugmentationError(f"--only-steps {text!r} is not first:stop, such as 0:16") from None
 
 
-def pairs(option: str, text: str, mark: str) -> Any:
-    """ "3.1,4.0" as pairs of numbers; words stay as they are, and the augmentation checks them."""
+def _numbers(option: str, text: str, example: str, mark: str = "") -> Any:
+    """A list such as "0,1,5" as numbers, or with a mark such as "3.1,4.0" as pairs of numbers; words
+    stay as they are, and the augmentation checks them."""
     if not text[:1].isdigit():
         return text
+    parts = text.split(",")
     try:
-        return tuple((int(a), int(b)) for a, b in (part.split(mark) for part in text.split(",")))
+        if not mark:
+            return tuple(map(int, parts))
+        return tuple((int(a), int(b)) for a, b in (part.split(mark) for part in parts))
     except ValueError:
-        raise AugmentationError(
-            f"--{option} {text!r} is not a list such as 1{mark}4,6{mark}8"
-        ) from None
-
-
-def layer_numbers(text: str) -> Any:
-    """ "0,1,5" as numbers; words stay as they are."""
-    if not text[:1].isdigit():
-        return text
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise AugmentationError(f"--layers {text!r} is not a list such as 0,1,5") from None
+        raise AugmentationError(f"--{option} {text!r} is not a list such as {example}") from None
 
 
 def settings(texts: Sequence[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from lapa2_interp.cli.options import Unshown, settings
+from lapa2_interp.cli.options import Changes, Unshown, settings
 from lapa2_interp.models.machine import Dtype, DtypeOrAuto
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def train(
     parameterisation: Literal["direct", "air", "mlp", "linear"] | None = None,
     recipe: str = "small",
     start_from: Annotated[Path | None, Parameter(name="--from")] = None,
-    changed: Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)] = (),
+    changed: Changes = (),
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:

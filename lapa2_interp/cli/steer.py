@@ -5,12 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from lapa2_interp.cli.options import Several, Unshown
+from lapa2_interp.cli.options import Changes, Several, Unshown
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
-
-Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
 
 
 def steer(

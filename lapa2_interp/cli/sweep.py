@@ -10,10 +10,8 @@ from cyclopts import Parameter
 
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.terminal import escape_line
-from lapa2_interp.cli.options import AsJson, Several, columns
+from lapa2_interp.cli.options import AsJson, Changes, Several, columns
 from lapa2_interp.models.machine import Dtype
-
-Changes = Annotated[tuple[str, ...], Parameter(name="--set", show_default=False)]
 
 
 def grids(
