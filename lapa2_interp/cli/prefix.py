@@ -240,7 +240,7 @@ def import_(
     model: str,
     task: str,
     attribute: str,
-    set_name: Annotated[str, Parameter(name="--set-name")] = "imported",
+    set_name: str = "imported",
     number: int | None = None,
     trust_remote_code: bool = False,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from lapa2_interp.cli.options import Changes, Several, Unshown
+from lapa2_interp.cli.options import Changes, Several, Unshown, settings
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
 
 
@@ -75,14 +75,13 @@ def steer(
     from lapa2_interp.report.steer import steer as run_steer
     from lapa2_interp.tasks.task import read_prompts
 
-    pairs = dict(each.partition("=")[::2] for each in parameters)
     found = run_steer(
         model,
         task,
         read_prompts(prompts),
         out=out,
         method=method,
-        parameters={name: read_value(value) for name, value in pairs.items()},
+        parameters={name: read_value(value) for name, value in settings(parameters).items()},
         budget=budget,
         heads=heads,
         classifiers=classifiers,

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.terminal import escape_line
 from lapa2_interp.cli.options import AsJson, Changes, Several, columns
@@ -270,7 +268,7 @@ def runs(
     /,
     *,
     state: Literal["all", "finished", "failed", "partly", "damaged", "missing"] = "all",
-    traceback: Annotated[bool, Parameter(name="--traceback")] = False,
+    traceback: bool = False,
     as_json: AsJson = False,
 ) -> None:
     """Tell what is in a run: which cells are finished, missing or damaged, which failed and why.

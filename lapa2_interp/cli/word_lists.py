@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 
 def word_lists(
     *,
     task: str,
-    data: Annotated[tuple[str, ...], Parameter(name="--data")],
+    data: tuple[str, ...],
     out: Path,
     n_words: int = 400,
     min_count: int = 20,
