@@ -256,7 +256,10 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
             f"; every step reads its text again: {read} tokens through the model, where a cache"
             f" would need {cached}"
         )
-    line += _time(model, plans)
+    tokens = sum(work(each.cell) for each in plans)
+    per_token, basis = _rate(model, tokens, step_size(plans[0].cell, len(plans[0].batches)))
+    if tokens * per_token > LONG:
+        line += f"; about {format_duration(tokens * per_token)} ({basis})"
     if trace == "none":
         return line
     size = 0
@@ -267,13 +270,6 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
         layers, heads = model.cfg.n_layers, model.cfg.n_heads
         size += trace_bytes(trace, each.rows, max(each.steps), layers, heads, patterns, keys)
     return f"{line}; the trace takes {size / 1e6:.1f} MB"
-
-
-def _time(model: Model, plans: Sequence[BatchPlan]) -> str:
-    """The time of plans, if it is long, from the rate of the first."""
-    tokens = sum(work(each.cell) for each in plans)
-    each, basis = _rate(model, tokens, step_size(plans[0].cell, len(plans[0].batches)))
-    return f"; about {format_duration(tokens * each)} ({basis})" if tokens * each > LONG else ""
 
 
 def reading_seconds(model: Model, tokens: int) -> float:

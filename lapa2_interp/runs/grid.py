@@ -23,10 +23,7 @@ from lapa2_interp.generation.settings import (
     size_of_product,
     unknown_setting,
 )
-from lapa2_interp.models.machine import (
-    AUTO_DTYPE,
-    faster_dtype,
-)
+from lapa2_interp.models.machine import AUTO_DTYPE, faster_dtype
 
 EXAMPLE = """description = "does a descriptive prefix hold longer?"
 model = "smollm2-135m"           # keys up here hold for every block
@@ -133,7 +130,7 @@ def load_grid(
     named = frozenset(str(dtype) for dtype in dtypes if dtype != AUTO_DTYPE)
 
     def meaning(model: str) -> str:
-        return (auto or _fastest)(title, model, named)
+        return faster_dtype() if auto is None else auto(title, model, named)
 
     for number, fields in enumerate(fields_of_blocks, 1):
         where = f"grid {name}, block {number}"
@@ -173,10 +170,6 @@ def _with_dtype(fields: Mapping[str, Any], auto: Callable[[str], str]) -> Iterat
             for dtype in _as_list(fields.get("dtype", AUTO_DTYPE))
         ]
         yield {**fields, "model": model, "dtype": list(dict.fromkeys(dtypes))}
-
-
-def _fastest(grid: str, model: str, named: frozenset[str]) -> str:
-    return faster_dtype()
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -80,7 +80,20 @@ class Provenance(BaseModel):
         )
 
 
-class BatchRecord(Provenance):
+class Made(Provenance):
+    """Facts of texts that were made."""
+
+    created: datetime
+    """Time at which the last of them was finished, UTC."""
+    seconds: float
+    """Seconds of preparing and generating."""
+    new_tokens: int
+    """Number of generated tokens."""
+    problems: tuple[str, ...] = ()
+    """Texts that ended because no token was left to draw (`finish` is "empty"), and why."""
+
+
+class BatchRecord(Made):
     """NNN.json: facts of a finished batch."""
 
     key: str
@@ -89,33 +102,17 @@ class BatchRecord(Provenance):
     """Number of batches that the cell has."""
     n_texts: int
     """Number of texts in this one."""
-    created: datetime
-    """Time at which the batch was finished, UTC."""
-    seconds: float
-    """Seconds of preparing and generating."""
-    new_tokens: int
-    """Number of generated tokens."""
-    problems: tuple[str, ...] = ()
-    """Texts that ended because no token was left to draw (`finish` is "empty"), and why."""
     memory: int = 0
     """Most bytes that the worker has had so far: of its GPU, or of its process."""
     sha256: dict[str, str] = {}
     """The sha256 of each file of the batch."""
 
 
-class Manifest(Provenance):
+class Manifest(Made):
     """The cell, and what else decided its texts and numbers."""
 
     cell: Cell
     """The settings, resolved."""
-    created: datetime
-    """Time at which the cell was finished, UTC."""
-    seconds: float
-    """Seconds of preparing and generating."""
-    new_tokens: int
-    """Number of generated tokens."""
-    problems: tuple[str, ...] = ()
-    """Texts that ended because no token was left to draw (`finish` is "empty"), and why."""
 
     @classmethod
     def joined(cls, cell: Cell, records: Sequence[BatchRecord]) -> Manifest:

@@ -313,23 +313,18 @@ class Run:
     def manifest(self, key: str | None = None) -> Manifest:
         """The manifest of one cell, without texts and trace; arguments and errors as `trace`."""
         key = self._only(key)
-        records = self.records(key, finished=True)
-        return Manifest.joined(self.by_key[key], records)
+        if key not in self.by_key or self.state(key) != "finished":
+            raise RunError(self._not_there(key))
+        return Manifest.joined(self.by_key[key], self.records(key))
 
-    def records(self, key: str, finished: bool = False) -> list[BatchRecord]:
+    def records(self, key: str) -> list[BatchRecord]:
         """Records of a cell's batches that are there, in their order.
 
-        Args:
-            finished: The cell must be finished.
-
         Raises:
-            RunError: It is not.
             DamagedError: A record cannot be read.
         """
         if key in self.batches:
             return [batch.record for batch in self.batches[key]]
-        if finished and (key not in self.by_key or self.state(key) != "finished"):
-            raise RunError(self._not_there(key))
         if self.folder is None:
             return []
         folder = self.place(key)
