@@ -37,7 +37,7 @@ import torch
 from lapa2_interp import plots
 from lapa2_interp._util.files import result_folder
 from lapa2_interp._util.progress import CountingBar, progress_bar
-from lapa2_interp.generation.cell import CELL
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
@@ -140,7 +140,7 @@ def measure_run(n: int) -> dict[str, float]:
         batch = read_batch(folder / "one" / CELLS / first.key, 0, first)
         keys = []
         for seed in range(n):
-            cell = CELL.validate_python(first.model_dump(mode="json") | {"seed": seed})
+            cell = Cell.model_validate(first.model_dump(mode="json") | {"seed": seed})
             (place := folder / "many" / CELLS / cell.key).mkdir(parents=True)
             write_cell(place, cell)
             record = batch.record.model_copy(update={"key": cell.key})

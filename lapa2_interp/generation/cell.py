@@ -17,20 +17,9 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    StringConstraints,
-    TypeAdapter,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
-from lapa2_interp._util.errors import (
-    AugmentationError,
-    LayoutError,
-    MethodError,
-    TraceError,
-)
+from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError, TraceError
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import (
     Augmentation,
@@ -234,8 +223,7 @@ class Cell(BaseModel):
         own = {name: each.prefix for name, each in self.task.attributes.items()}
         others = {name: each.prefix for name, each in usual.attributes.items() if built_in}
         hard = self.parameters.get("prefixes", "hard") == "hard"
-        # The bare name stands for what is not known (`runs.store`), so it is not told.
-        if hard and any(prefix != others.get(name, name) for name, prefix in own.items()):
+        if hard and own != others:
             forms = [_with_slot(prefix, name) for name, prefix in own.items()]
             changed.append(f"prefix {' / '.join(dict.fromkeys(forms))}")
         none = MethodSettings()
@@ -308,6 +296,3 @@ def same_label(cells: Iterable[Cell]) -> list[tuple[Cell, Cell]]:
         if first.active_augmentations != cell.active_augmentations:
             pairs.append((first, cell))
     return pairs
-
-
-CELL = TypeAdapter(Cell)

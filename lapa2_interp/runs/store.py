@@ -35,7 +35,7 @@ from lapa2_interp._util.files import (
 )
 from lapa2_interp._util.parsing import check_regular_file, parse_json, parse_object, read_text
 from lapa2_interp._util.version import __version__
-from lapa2_interp.generation.cell import CELL, Cell, Key
+from lapa2_interp.generation.cell import Cell, Key
 from lapa2_interp.runs.manifest import BatchRecord
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def read_cell(folder: Path, key: str) -> Cell:
     """
     file = folder / SETTINGS
     try:
-        cell = CELL.validate_python(parse_json(read_text(file)))
+        cell = Cell.model_validate(parse_json(read_text(file)))
     except FileNotFoundError as error:
         raise DamagedError(f"{file} is missing") from error
     except IsADirectoryError as error:

@@ -29,7 +29,7 @@ from lapa2_interp._util.files import (
 )
 from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.cell import CELL
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.report import view
@@ -337,7 +337,7 @@ def test_consent_reaches_the_workers(tmp_path, code):
     (cell,) = load_grid(str(grid), allow_code=True).cells
     text = cell.model_dump_json()
     sys.modules.pop(code)
-    outcome = Worker("cpu").try_batch(CELL.validate_json(text), 0)
+    outcome = Worker("cpu").try_batch(Cell.model_validate_json(text), 0)
     assert isinstance(outcome, FinishedBatch), outcome
 
 
@@ -352,7 +352,7 @@ def test_reading_a_run_imports_no_code_that_it_names(tmp_path, code, capsys):
     scored = ["score", "--scorers", "distinct", "--out", str(tmp_path / "scores")]
     for words in (["runs"], ["trace"], ["report"], scored):
         assert main([words[0], folder, *words[1:]]) == 0, capsys.readouterr().err
-    cell = CELL.validate_json(text)
+    cell = Cell.model_validate_json(text)
     for act in (lambda: view(folder), lambda: cell.decoding_method, lambda: cell.branches, lambda: make_cells("tiny-gpt2", [cell])):  # fmt: skip
         with pytest.raises(MethodError, match=f"{code}:Own' is code that is not loaded"):
             act()

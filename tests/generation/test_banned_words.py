@@ -10,7 +10,7 @@ from conftest import cell_of, generate, load, soft_set
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.generation import loop
 from lapa2_interp.generation.banned_words import BannedWords, vocabulary_texts
-from lapa2_interp.generation.cell import CELL
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
@@ -175,9 +175,9 @@ def test_a_text_does_not_depend_on_its_batch():
 def test_banning_has_its_own_key_and_name():
     plain = cell_of("tiny-gpt2", "prefix", "sentiment", "positive", length=30)
     assert plain.ban_words == "none"
-    banned = CELL.validate_python(plain.model_dump() | {"ban_words": "own"})
+    banned = Cell.model_validate(plain.model_dump() | {"ban_words": "own"})
     assert banned.key != plain.key
-    assert CELL.validate_json(banned.model_dump_json()) == banned
+    assert Cell.model_validate_json(banned.model_dump_json()) == banned
     assert (plain.variant, banned.variant) == ("", "own prefix words banned")
     assert plain.description != banned.description
 

@@ -9,7 +9,7 @@ import torch
 from lapa2_interp import load_model
 from lapa2_interp._util.errors import GridError, ModelError
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.cell import CELL
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models import machine, model_card
 from lapa2_interp.models.machine import (
     faster_dtype,
@@ -226,7 +226,7 @@ def test_no_cell_is_of_dtype_auto(grid, times):
     named = load_grid(str(grid), {"dtype": faster_dtype()}).cells
     assert [cell.key for cell in cells] == [cell.key for cell in named], "auto is no part of a key"
     with pytest.raises(ValueError, match="dtype"):
-        CELL.validate_python(cells[0].model_dump() | {"dtype": "auto"})
+        Cell.model_validate(cells[0].model_dump() | {"dtype": "auto"})
 
 
 def test_the_quick_grids_leave_the_dtype_to_the_machine_and_the_papers_do_not():

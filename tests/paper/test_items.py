@@ -32,7 +32,7 @@ from lapa2_interp import load_run
 from lapa2_interp._util.errors import RunError, ScoringError
 from lapa2_interp.bias.recipes import RECIPES
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.cell import CELL
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.paper import output, reported, tables
 from lapa2_interp.paper.claims import (
     Claim,
@@ -162,7 +162,7 @@ def test_keys_of_stored_cells_stay(run):
     files = list((run / "cells").glob("*/cell.json"))
     assert len(files) == 135
     for file in files:
-        assert CELL.validate_json(file.read_text("utf-8")).key == file.parent.name
+        assert Cell.model_validate_json(file.read_text("utf-8")).key == file.parent.name
     assert len(load_run(run).finished) == 135
 
 

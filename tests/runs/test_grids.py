@@ -16,7 +16,7 @@ from lapa2_interp._util.errors import GridError, ModelError
 from lapa2_interp._util.terminal import format_bytes, format_duration
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import RECIPES, parse_recipes, recipe_name
-from lapa2_interp.generation.cell import CELL, Cell
+from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.methods import load_task
@@ -258,9 +258,9 @@ def test_a_key_is_what_it_was():
 @pytest.mark.parametrize("name", ["quick/sent_topic", "quick/layers", "quick/components"])
 def test_a_cell_comes_back_from_json_with_its_key(name):
     for cell in load_grid(name).cells:
-        again = CELL.validate_json(cell.model_dump_json())
+        again = Cell.model_validate_json(cell.model_dump_json())
         assert again == cell
-        assert again.key == CELL.validate_python(cell.model_dump()).key == cell.key
+        assert again.key == Cell.model_validate(cell.model_dump()).key == cell.key
         assert (again.decoding_method, again.description) == (
             cell.decoding_method,
             cell.description,
@@ -296,7 +296,7 @@ def test_every_field_of_a_cell_is_in_its_key(grid, field):
     raw = {name: getattr(cell, name) for name in Cell.model_fields} | cell.model_dump()
     change = raw[field] | CHANGES[field] if isinstance(CHANGES[field], dict) else CHANGES[field]
     assert change != raw[field]
-    assert CELL.validate_python(raw | {field: change}).key != cell.key
+    assert Cell.model_validate(raw | {field: change}).key != cell.key
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_what_decides_texts_inside_a_field_is_in_the_key(grid, place, value):
         inner = inner[name]
     assert inner[place[-1]] != value
     inner[place[-1]] = value
-    assert CELL.validate_python(raw).key != cell.key
+    assert Cell.model_validate(raw).key != cell.key
 
 
 @pytest.mark.parametrize(
@@ -806,9 +806,9 @@ def test_memory_is_weights_keys_values_and_logits(grid):
     assert (size.kv_width, size.vocab) == (32, load("tiny-gpt2").cfg.d_vocab)
 
     def of(device="cpu", **changes):
-        return estimates.memory(CELL.validate_python(raw | {"samples": 60} | changes), device)
+        return estimates.memory(Cell.model_validate(raw | {"samples": 60} | changes), device)
 
-    before, new = estimates._lengths(CELL.validate_python(raw))
+    before, new = estimates._lengths(Cell.model_validate(raw))
     a_key = 2 * size.n_layers * 32 * 4
     assert of(max_rows=20) - of() == 10 * (a_key * (before + new) + 6 * size.vocab * 4)
     assert of(length=raw["length"] + 7) - of() == 10 * 7 * a_key
@@ -1103,7 +1103,7 @@ def test_grids_as_json_are_their_cells(capsys):
     for each in found:
         for raw in each["cells"]:
             key = raw.pop("key")
-            assert CELL.validate_python(raw).key == key
+            assert Cell.model_validate(raw).key == key
 
 
 def test_every_key_of_a_grid_is_one_of_a_cell_or_decides_one():

@@ -21,7 +21,7 @@ from lapa2_interp._util.errors import (
 from lapa2_interp._util.files import result_folder
 from lapa2_interp.attention.tables import step_table
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.cell import CELL, _with_slot
+from lapa2_interp.generation.cell import Cell, _with_slot
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.runs import store
@@ -377,7 +377,7 @@ def test_a_copy_of_an_unfinished_run_says_what_is_missing(saved, tmp_path):
 
 def test_a_run_of_an_unknown_method_is_named(run, tmp_path):
     cell = next(iter(run.by_key.values())).model_copy(update={"method": "prefx"})
-    cell = CELL.validate_python(cell.model_dump())
+    cell = Cell.model_validate(cell.model_dump())
     Run(None, Listing(grids={"own": (cell.key,)}), {cell.key: cell}).save(tmp_path / "run")
     with pytest.raises(Lapa2Error, match="unknown method 'prefx'"):
         load_run(tmp_path / "run").cells  # noqa: B018
