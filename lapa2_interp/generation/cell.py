@@ -220,11 +220,9 @@ class Cell(BaseModel):
             for name, value in self.parameters.items()
             if default.get(name) != value
         ]
-        own = {name: each.prefix for name, each in self.task.attributes.items()}
-        others = {name: each.prefix for name, each in usual.attributes.items() if built_in}
-        hard = self.parameters.get("prefixes", "hard") == "hard"
-        if hard and own != others:
-            forms = [_with_slot(prefix, name) for name, prefix in own.items()]
+        own, others = self.task.attributes, usual.attributes if built_in else {}
+        if self.parameters.get("prefixes", "hard") == "hard" and own != others:
+            forms = [_with_slot(each.prefix, name) for name, each in own.items()]
             changed.append(f"prefix {' / '.join(dict.fromkeys(forms))}")
         none = MethodSettings()
         texts = self.task.methods.get(self.method, none).texts

@@ -132,13 +132,7 @@ def launch(
 
 
 def _unfinished(out: Path, cells: Mapping[str, Cell]) -> list[Cell]:
-    """The cells that a run has not finished.
-
-    Raises:
-        RunError: There is a run of another format.
-    """
-    if (out / LISTING).is_file():
-        read_listing(out)
+    """The cells that a run has not finished."""
     return [cell for key, cell in cells.items() if state_of(out / CELLS / key, cell) != "finished"]
 
 

@@ -159,7 +159,7 @@ def sweep(
         todo = [
             run.by_key[key]
             for key in keys
-            if run.state(key) != "finished" or not _is_finished(_sound_records(run, key))
+            if run.state(key) != "finished" or _missing(_sound_records(run, key))
         ]
     before = len(keys) - len(todo)
     if not todo:
@@ -199,8 +199,10 @@ def _sound_records(
     }
 
 
-def _is_finished(records: Mapping[int, BatchRecord]) -> bool:
-    return bool(records) and len(records) == next(iter(records.values())).n_batches
+def _missing(records: Mapping[int, BatchRecord]) -> list[int]:
+    """The batches that a cell with these records lacks; the first, where none is there to tell."""
+    n_batches = next(iter(records.values())).n_batches if records else 1
+    return [number for number in range(n_batches) if number not in records]
 
 
 @dataclass
@@ -221,9 +223,9 @@ class _Work:
     shown: dict[int, int] = field(default_factory=dict)
 
     @property
-    def missing(self) -> list[int]:
-        n_batches = next(iter(self.records.values())).n_batches if self.records else 1
-        return [number for number in range(n_batches) if number not in self.records]
+    def done(self) -> int:
+        """Row-tokens of its finished batches."""
+        return sum(_share(self.cell, each.n_texts) for each in self.records.values())
 
 
 @dataclass(frozen=True)
@@ -287,12 +289,12 @@ class _Sweep:
             records = _sound_records(self.run, cell.key, self.notify)
             remove_batches(folder, keep=records)
         work = _Work(cell, lock, records)
-        self.bar.total -= sum(_share(cell, each.n_texts) for each in records.values())
-        if _is_finished(records):  # by another sweep
+        self.bar.total -= work.done
+        if missing := _missing(records):
+            self.ready.append(_Job(work, missing[0], None))
+        else:  # another sweep has made it
             self.there += 1
             lock.close()
-        else:
-            self.ready.append(_Job(work, work.missing[0], None))
 
     def _submit(self, job: _Job) -> Future[Outcome]:
         cell, number = job.work.cell, job.number
@@ -333,7 +335,7 @@ class _Sweep:
                     f"{cell.description} ({cell.key}):"
                     f" {pluralize(len(work.records), 'finished batch')} made again; {changes}"
                 )
-                self.bar.total += sum(_share(cell, each.n_texts) for each in work.records.values())
+                self.bar.total += work.done
                 work.records.clear()
                 remove_batches(folder)
         write_batch(folder, job.number, outcome)
@@ -342,8 +344,8 @@ class _Sweep:
         self.bar.update(_share(cell, record.n_texts) * (not work.failed) - shown)
         if not work.begun:
             work.begun, packing = True, record.model.prepacking
-            self.ready.extend(_Job(work, number, packing) for number in work.missing)
-        if _is_finished(work.records):
+            self.ready.extend(_Job(work, each, packing) for each in _missing(work.records))
+        if not _missing(work.records):
             self._finish(work)
 
     def _finish(self, work: _Work) -> None:
@@ -361,9 +363,7 @@ class _Sweep:
         self.failed.append(cell.key)
         write_json(self.run.place(cell.key) / FAILED, failure.model_dump_json())
         self.ready = deque(each for each in self.ready if each.work is not work)
-        self.bar.total -= cost(cell) - sum(
-            _share(cell, each.n_texts) for each in work.records.values()
-        )
+        self.bar.total -= cost(cell) - work.done
         self.bar.clear()
         self.notify(f"failed: {cell.description} ({cell.key}): {failure.reason}")
 
