@@ -321,7 +321,7 @@ def _steps(text: str | None) -> tuple[int, int] | None:
 
 
 def _numbers(option: str, text: str, example: str, mark: str = "") -> Any:
-    """A list such as "0,1,5" as numbers, or with a mark such as "3.1,4.0" as pairs of numbers; words
+    """A list such as "0,1,5" as numbers, or with a mark "3.1,4.0" as pairs of numbers; words
     stay as they are, and the augmentation checks them."""
     if not text[:1].isdigit():
         return text

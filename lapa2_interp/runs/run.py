@@ -330,16 +330,6 @@ class Run:
         folder = self.place(key)
         return [read_record(folder, number) for number in batch_numbers(folder)]
 
-    def cell(self, key: str) -> Run:
-        """One cell: a run like this one.
-
-        Raises:
-            RunError: The run has no such cell.
-        """
-        if key not in self.by_key:
-            raise RunError(self._not_there(key))
-        return self.select(key=key)
-
     def finished_cell(self, key: str | None = None) -> FinishedCell:
         """One cell's manifest, samples and trace as they are stored.
 

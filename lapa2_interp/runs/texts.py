@@ -4,6 +4,7 @@ their length."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,21 +147,22 @@ def in_parts(samples: pd.DataFrame, n_parts: int, tokenizer: Any = None) -> pd.D
         tokenizer: Cuts by its tokens, and at none of its characters' bytes; by words without one
             (graphemes in scripts without spaces).
     """
-    frames = []
-    for part in range(n_parts):
-        texts = []
-        for text in samples["text"]:
-            units: Sequence[Any] = word_spans(text)
-            if tokenizer is not None:
-                ids = tokenizer(text, add_special_tokens=False).input_ids
-                units = token_texts(tokenizer, "", ids)
-            edges = np.linspace(0, len(units), n_parts + 1).round().astype(int).tolist()
-            low, high = edges[part : part + 2]
-            texts.append(
-                words_between(text, low, high) if tokenizer is None else "".join(units[low:high])
-            )
-        frames.append(samples.assign(text=texts, part=part + 1))
+    texts = [_cut(text, n_parts, tokenizer) for text in samples["text"]]
+    frames = [
+        samples.assign(text=[parts[i] for parts in texts], part=i + 1) for i in range(n_parts)
+    ]
     return pd.concat(frames, ignore_index=True)
+
+
+def _cut(text: str, n_parts: int, tokenizer: Any) -> list[str]:
+    units: Sequence[Any] = word_spans(text)
+    if tokenizer is not None:
+        units = token_texts(tokenizer, "", tokenizer(text, add_special_tokens=False).input_ids)
+    edges = np.linspace(0, len(units), n_parts + 1).round().astype(int).tolist()
+    return [
+        words_between(text, low, high) if tokenizer is None else "".join(units[low:high])
+        for low, high in pairwise(edges)
+    ]
 
 
 def only_rows(samples: pd.DataFrame, only: Mapping[str, Any]) -> pd.DataFrame:

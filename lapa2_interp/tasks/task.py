@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -171,9 +171,8 @@ class Task(BaseModel):
 
 def built_in_tasks() -> list[str]:
     """Names of the tasks that ship with the package."""
-    return sorted(
-        Path(entry.name).stem for entry in _package_files() if entry.name.endswith(".toml")
-    )
+    files = resources.files(__package__).iterdir()
+    return sorted(Path(file.name).stem for file in files if file.name.endswith(".toml"))
 
 
 def read_task(name: str | Path) -> Task:
@@ -238,10 +237,6 @@ def _line_of(text: str, place: Sequence[str | int]) -> int:
             if re.match(rf'\s*("?{name}"?\s*=|\[.*\b{name}\b)', line):
                 return number
     return len(lines)
-
-
-def _package_files() -> Iterable:
-    return resources.files(__package__).iterdir()
 
 
 def extra_prompts(task: str) -> tuple[str, ...]:

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from math import log, sqrt
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from lapa2_interp._util.errors import DataError, validation_message
 from lapa2_interp._util.files import write_text
@@ -107,8 +108,6 @@ def derive_words(
 def z_score(own: int, other: int, n_own: int, n_other: int, prior: float) -> float:
     """z of a word, from its counts in both classes, their numbers of words, and its prior count out
     of `PRIOR`."""
-    from math import log, sqrt
-
     a, b = own + prior, other + prior
     difference = log(a / (n_own + PRIOR - a)) - log(b / (n_other + PRIOR - b))
     return difference / sqrt(1 / a + 1 / b)
@@ -128,10 +127,8 @@ def read_word_list(file: str, task: str) -> dict[str, tuple[str, ...]]:
         raise DataError(
             f"{where}; `lapa2 word-lists --task {task} --data CORPUS --out FILE` makes a list"
         ) from None
-    except ValidationError as error:
-        raise DataError(f"{source} is not a word list: {validation_message(error)}") from None
     except ValueError as error:
-        raise DataError(f"{source} is not a word list: {error}") from None
+        raise DataError(f"{source} is not a word list: {validation_message(error)}") from None
 
 
 def make_word_list(

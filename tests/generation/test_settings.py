@@ -150,7 +150,7 @@ def test_lists_are_arms_and_their_product_is_one_run():
     assert {"method", "attribute", "cell"} <= set(steps)
     one = run.select(arm="baseline", seed=2)
     assert len(one.by_key) == 1
-    assert run.cell(next(iter(one.by_key))).samples().equals(one.samples())
+    assert run.select(key=next(iter(one.by_key))).samples().equals(one.samples())
 
 
 def test_all_attributes_are_cells_by_default():

@@ -80,12 +80,12 @@ def test_a_run_reads_back_equal(run, tmp_path):
 def test_one_cell_is_a_run(run, saved, tmp_path):
     key = next(iter(run.by_key))
     for whole in (run, saved):
-        alone = whole.cell(key)
+        alone = whole.select(key=key)
         assert list(alone.by_key) == [key]
         same(alone.finished_cell(), run.finished_cell(key))
         assert alone.samples()["text"].tolist() == run.samples([key])["text"].tolist()
-        with pytest.raises(RunError, match="has no cell 'ab'"):
-            whole.cell("ab")
+        with pytest.raises(RunError, match="has no cell with key=ab"):
+            whole.select(key="ab")
     with pytest.raises(RunError, match="has 4 cells; give the key of one"):
         run.finished_cell()
     with pytest.raises(RunError, match="in memory only; run.save"):
