@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,26 +20,11 @@ from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.methods.base import Branch, Method, Prepared
 from lapa2_interp.methods.registry import assign_augmentations
-from lapa2_interp.models.card import check_rotary_side
+from lapa2_interp.models.card import ModelCard, check_rotary_side
+from lapa2_interp.models.sizes import ModelSize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@runtime_checkable
-class Size(Protocol):
-    """Facts of a model that an arrangement needs: a `ModelCard`, or `models.sizes.ModelSize`."""
-
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_ctx(self) -> int: ...
-    @property
-    def layer_types(self) -> tuple[LayerType, ...]: ...
-    @property
-    def short_ctx(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +52,7 @@ class Arrangement:
 def arrange(
     cell: Cell,
     tokenizer: PreTrainedTokenizerBase,
-    size: Size,
+    size: ModelCard | ModelSize,
     soft_slots: Mapping[str, int],
     prepared: Sequence[Prepared] | None = None,
     layout: Callable[..., Layout] = Layout.of,
@@ -75,6 +60,7 @@ def arrange(
     """Lay out every branch of a cell, or refuse it.
 
     Args:
+        size: The model's card, or its size where the model is not loaded.
         soft_slots: By name, the number of soft slots of branches that have a soft prefix.
         prepared: What the method worked out, by prompt. Without it the branches of a method that
             prepares are laid out as bare prompts, because each prompt may get a different text.
