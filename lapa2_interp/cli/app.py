@@ -118,19 +118,11 @@ def setting_problem(words: Sequence[str], error: CycloptsError) -> str | None:
 
 def resumes(words: Sequence[str]) -> bool:
     """True if a command that is stopped keeps what it has finished."""
-
-    def option(name: str) -> str | None:
-        """Value of an option; None without it."""
-        for word, after in zip(words, [*words[1:], ""], strict=True):
-            if word == name or word.startswith(f"{name}="):
-                return after if word == name else word.partition("=")[2]
-        return None
-
     match words:
         case ["sweep" | "score" | "circuits" | "steer", *_] | ["prefix", "train", *_]:
             return True
-        case ["select" | "fading", *_]:
-            return option("--file") is not None
+        case ["select" | "fading", *options]:
+            return any(word.partition("=")[0] == "--file" for word in options)
     return False
 
 

@@ -14,6 +14,8 @@ from lapa2_interp.models.machine import Dtype, DtypeOrAuto
 if TYPE_CHECKING:
     import pandas as pd
 
+    from lapa2_interp.stats import Interval
+
 
 def train(
     *,
@@ -224,10 +226,7 @@ def _show(folder: Path, table: pd.DataFrame) -> None:
         )
 
 
-def _percent(found: object) -> str:
-    from lapa2_interp.stats import Interval
-
-    assert isinstance(found, Interval)
+def _percent(found: Interval) -> str:
     low, high = max(found.low, 0.0), min(found.high, 1.0)
     return f"{100 * found.mean:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 

@@ -188,14 +188,9 @@ def train(
         raise ScoringError(f"--c must be a positive number, found {c:g}")
     read = read_data(labels, data, test, graded, out)
     card = train_linear_scorer(chosen.name, labels, read, out, c)
-    _show_training(card.data, out / f"{chosen.name}.npz")
+    file = out / f"{chosen.name}.npz"
+    print(*card.data, f"{file}, {file.stat().st_size / 1e6:.2f} MB", sep="\n")
     _show_held_out(card)
-
-
-def _show_training(data: Sequence[str], file: Path) -> None:
-    for line in data:
-        print(line)
-    print(f"{file}, {file.stat().st_size / 1e6:.2f} MB")
 
 
 def check(
