@@ -88,7 +88,7 @@ def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
         Lapa2Error: As `CellSettings.of` and `resolve`; or one label for two arms.
     """
     size_of_product(fields)
-    label = fields.get("label", "")
+    label = CellSettings.of({"label": fields.get("label", "")}).label
     cells: dict[str, Cell] = {}
     for point in product({name: value for name, value in fields.items() if name != "label"}):
         for cell in resolve(CellSettings.of(point), **options):

@@ -463,6 +463,7 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (('length = 24', 'length = 24\naugmentation = { lawe = "log" }'), "unknown field 'lawe'; .*did you mean 'law'"),
         (('length = 24', 'length = 24\naugmentation = { law = "constant" }'), "the constant law needs l0"),
         (('length = 24', 'length = 24\naugmentation = 3'), "augmentation must be .*, recipes as one text .*; found 3"),
+        (('length = 24', 'length = 24\nlabel = 3'), "label: input should be a valid string, found 3"),
         (('"prefix"', '"none"\nprefix = "Quite {attribute}:"'), "prefix 'Quite {attribute}:' changes nothing for none"),
         (('"prefix"', '"datg"\naugmentation = { alpha = 1.0 }'), "datg has no prefix for an augmentation to act on; generate without"),
         (('model =', 'model ='), None),
