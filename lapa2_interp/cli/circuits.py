@@ -39,13 +39,7 @@ def circuits(
     from lapa2_interp.report.study_page import render_study
 
     loaded = computing.load(model)
-    found = run_study(
-        loaded,
-        texts.task,
-        out,
-        best=best,
-        **texts.parameters(),
-    )
+    found = run_study(loaded, texts.task, out, best=best, **texts.parameters())
     page = out / "report.html"
     write_text(page, render_study(found))
     print(f"\n{found.summary()}\n\nwritten: {page}")

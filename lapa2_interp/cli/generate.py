@@ -57,10 +57,7 @@ def generate(
     """
     from lapa2_interp._util.files import result_folder
     from lapa2_interp.methods.registry import find_class
-    from lapa2_interp.models.machine import (
-        print_if_slow,
-        resolve_dtype,
-    )
+    from lapa2_interp.models.machine import print_if_slow, resolve_dtype
     from lapa2_interp.runs.generate import UnfinishedTextsError, announcement
     from lapa2_interp.runs.generate import generate as make
     from lapa2_interp.runs.run import is_finished_run, write_run

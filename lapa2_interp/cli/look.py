@@ -160,12 +160,7 @@ def layout(
             print(f"{step['step']:>4} {step['l']:>4}  {shown:>8} {weight:>9}")
 
 
-def probe(
-    model: str,
-    /,
-    *,
-    computing: ModelOptions = ModelOptions(),
-) -> None:
+def probe(model: str, /, *, computing: ModelOptions = ModelOptions()) -> None:
     """Tell whether an edit of a model's attention scores reaches its logits.
 
     Args:

@@ -38,12 +38,7 @@ from lapa2_interp.generation.banned_words import BannedWords
 from lapa2_interp.generation.plan import Batch, BatchPlan
 from lapa2_interp.generation.sampling import NOTHING, draw
 from lapa2_interp.methods.base import BatchStart, LogProbs
-from lapa2_interp.models.card import (
-    Model,
-    layer_types,
-    model_card,
-    prepacked_model,
-)
+from lapa2_interp.models.card import Model, layer_types, model_card, prepacked_model
 from lapa2_interp.models.load import accepts_model_name
 
 if TYPE_CHECKING:
@@ -146,11 +141,7 @@ def decode_batches(
 
 
 def _decode_batch(
-    model: Model,
-    plan: BatchPlan,
-    pairs: Sequence[tuple[int, int]],
-    steps: StaticSteps,
-    bar: tqdm,
+    model: Model, plan: BatchPlan, pairs: Sequence[tuple[int, int]], steps: StaticSteps, bar: tqdm
 ) -> tuple[pd.DataFrame, xr.Dataset | None]:
     """The texts of a batch and their trace; those that the method does not accept are drawn
     again."""

@@ -30,11 +30,7 @@ from lapa2_interp.bias.augmentation import (
     active_augmentations,
     normalize_augmentations,
 )
-from lapa2_interp.bias.recipes import (
-    RECIPES,
-    LabeledAugmentations,
-    resolve_recipes,
-)
+from lapa2_interp.bias.recipes import RECIPES, LabeledAugmentations, resolve_recipes
 from lapa2_interp.bias.tokens import check_text_length
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.settings import (
@@ -46,11 +42,7 @@ from lapa2_interp.generation.settings import (
     python_values,
     size_of_product,
 )
-from lapa2_interp.methods.base import (
-    Branch,
-    Method,
-    SoftPrefixKey,
-)
+from lapa2_interp.methods.base import Branch, Method, SoftPrefixKey
 from lapa2_interp.methods.registry import (
     assign_augmentations,
     find_class,
@@ -397,11 +389,7 @@ def _check_prefix(settings: CellSettings, task: Task, method: Method, attribute:
 
 
 def _files(
-    model: str,
-    task: str,
-    branches: Sequence[Branch],
-    method: Method,
-    needs: list[str] | None,
+    model: str, task: str, branches: Sequence[Branch], method: Method, needs: list[str] | None
 ) -> dict[str, str]:
     """sha256 of the soft prefixes by branch, and of the files that decide a method's texts."""
     hashes = {}

@@ -17,19 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, g
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from lapa2_interp._util.errors import (
-    Lapa2Error,
-    unknown_choice,
-    validation_message,
-)
+from lapa2_interp._util.errors import Lapa2Error, unknown_choice, validation_message
 from lapa2_interp._util.parsing import parse_toml
 from lapa2_interp.attention.trace import TraceKind
-from lapa2_interp.models.machine import (
-    AUTO_DTYPE,
-    Dtype,
-    DtypeOrAuto,
-    ModelClass,
-)
+from lapa2_interp.models.machine import AUTO_DTYPE, Dtype, DtypeOrAuto, ModelClass
 
 if TYPE_CHECKING:
     import torch

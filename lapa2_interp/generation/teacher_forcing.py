@@ -162,10 +162,7 @@ def teacher_forced(
 
 
 def _split_texts(
-    layouts: Sequence[Layout],
-    rows: Sequence[Sequence[int]],
-    n_ctx: int,
-    short: int | None,
+    layouts: Sequence[Layout], rows: Sequence[Sequence[int]], n_ctx: int, short: int | None
 ) -> list[list[int]]:
     """Rows that are read together, in order: as many as fit the context side by side and the memory
     meant for a batch, on one side of a switch of rotary factors."""

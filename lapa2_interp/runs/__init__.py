@@ -9,10 +9,5 @@ if TYPE_CHECKING:
     from lapa2_interp.runs.grid import load_grid
     from lapa2_interp.runs.run import Run, load_run
 
-__all__ = [
-    "Run",
-    "load_grid",
-    "load_run",
-    "make_cells",
-]
+__all__ = ["Run", "load_grid", "load_run", "make_cells"]
 __getattr__, __dir__ = lazy_names(__name__)

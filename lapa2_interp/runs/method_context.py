@@ -21,18 +21,10 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from lapa2_interp._util.errors import LayoutError, ScoringError
-from lapa2_interp._util.files import (
-    cache_folder,
-    one_process_at_a_time,
-    write_text,
-    writing_cache,
-)
+from lapa2_interp._util.files import cache_folder, one_process_at_a_time, write_text, writing_cache
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp._util.progress import hidden_bar
-from lapa2_interp.attention.neurons import (
-    is_gated,
-    promoting_neurons,
-)
+from lapa2_interp.attention.neurons import is_gated, promoting_neurons
 from lapa2_interp.bias.tokens import decode_continuation, decode_tokens
 from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.generation.plan import plan_batches

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pandas as pd
 
 from lapa2_interp._util import plots
-from lapa2_interp._util.errors import (
-    DamagedError,
-    RunError,
-    TraceError,
-    pluralize,
-    unknown_choice,
-)
+from lapa2_interp._util.errors import DamagedError, RunError, TraceError, pluralize, unknown_choice
 from lapa2_interp._util.files import (
     TEMPORARY_PREFIX,
     check_name,

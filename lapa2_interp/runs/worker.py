@@ -24,12 +24,7 @@ from lapa2_interp.generation.resolve import digests
 from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.machine import (
-    default_device,
-    is_out_of_memory,
-    peak_memory,
-    torch_threads,
-)
+from lapa2_interp.models.machine import default_device, is_out_of_memory, peak_memory, torch_threads
 from lapa2_interp.models.prepacked import Prepacking
 from lapa2_interp.prefixes.soft_prefix import SoftPrefixName
 from lapa2_interp.runs.manifest import BatchRecord, Provenance
@@ -88,11 +83,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        device: str | None = None,
-        threads: int = 1,
-        pack: str = "auto",
-        workers: int = 1,
+        self, device: str | None = None, threads: int = 1, pack: str = "auto", workers: int = 1
     ) -> None:
         self.device = device or default_device()
         self.threads, self.pack, self.workers = threads, pack, workers

@@ -13,10 +13,5 @@ from lapa2_interp._util.lazy import lazy_names
 if TYPE_CHECKING:
     from lapa2_interp.tasks.task import Task, extra_prompts, read_prompts, read_task
 
-__all__ = [
-    "Task",
-    "extra_prompts",
-    "read_prompts",
-    "read_task",
-]
+__all__ = ["Task", "extra_prompts", "read_prompts", "read_task"]
 __getattr__, __dir__ = lazy_names(__name__)

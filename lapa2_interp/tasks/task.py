@@ -18,12 +18,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lapa2_interp._util.errors import (
-    TaskError,
-    main_error,
-    unknown_choice,
-    validation_message,
-)
+from lapa2_interp._util.errors import TaskError, main_error, unknown_choice, validation_message
 from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
 from lapa2_interp.tasks.segmentation import words
 
