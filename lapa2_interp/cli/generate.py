@@ -144,19 +144,14 @@ def trace(
 
 def _show(found: Attention) -> None:
     from lapa2_interp.attention.tables import branch_name
+    from lapa2_interp.stats import interval_cells
 
     part, steps, trace = found.part, found.steps, found.kinds[0][1]
     last = int(steps["step"].max())
     powers = [0, *(2**i for i in range(20) if 2**i < last), last]
     names = [part, "bos", "released_slice"]
     shown = steps[steps["name"].isin(names) & steps["step"].isin(powers)]
-    bands = [
-        f" [{low:.4f}, {high:.4f}]" if low == low else ""
-        for low, high in zip(shown["low"], shown["high"], strict=True)
-    ]
-    shown = shown.assign(
-        cell=[f"{mean:.4f}{band}" for mean, band in zip(shown["mean"], bands, strict=True)]
-    )
+    shown = shown.assign(cell=interval_cells(shown, ".4f"))
     arms = list(dict.fromkeys(steps["arm"]))
     rows = (
         ["arm", "step"] if (steps["layer_type"] == "full").all() else ["arm", "layer_type", "step"]

@@ -239,6 +239,7 @@ def check(
         force: Replace an earlier folder of tables.
     """
     from lapa2_interp.runs.check_scorers import check_scorers
+    from lapa2_interp.stats import interval_text
 
     found = check_scorers(
         file,
@@ -261,8 +262,7 @@ def check(
         for name, value, low, high in zip(
             part["scorer"], part["value"], part["low"], part["high"], strict=True
         ):
-            interval = "" if low != low else f" [{low:.3f}, {high:.3f}]"
-            print(f"  {value:.3f}{interval:<17} {name}")
+            print(f"  {value:.3f}{interval_text(low, high, '.3f'):<17} {name}")
     if out is not None:
         print(f"tables in {out}")
 

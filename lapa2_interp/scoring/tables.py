@@ -21,6 +21,7 @@ from lapa2_interp.stats import (
     Difference,
     Interval,
     NothingPairedError,
+    format_interval,
     mean_interval,
     paired_difference,
 )
@@ -310,10 +311,7 @@ def varying_columns(table: pd.DataFrame) -> list[str]:
 
 
 def _format_number(mean: float, low: float, high: float, sign: str) -> str:
-    if np.isnan(mean):
-        return "no number"
-    interval = "" if np.isnan(low) else f" [{low:{sign}.3g}, {high:{sign}.3g}]"
-    return f"{mean:{sign}.3g}{interval}"
+    return "no number" if np.isnan(mean) else format_interval(mean, low, high, f"{sign}.3g")
 
 
 def _clusters(table: pd.DataFrame) -> np.ndarray:
