@@ -17,8 +17,15 @@ for task in sentiment topic; do
 done
 
 # Further from the prompt, on fewer prompts and tokens.
-head -n 32 steering-prompts.txt > $out/fewer.txt
-lapa2 fading smollm2-135m --task sentiment --filler 64 256 512 1024 --tokens 16 --prompts $out/fewer.txt \
-    --selection $out/sentiment.json --file $out/sentiment-1024.lines --out $out/sentiment-1024
-mkdir -p figures/fading/sentiment-1024
-cp $out/sentiment-1024/* figures/fading/sentiment-1024/
+further() {
+    local task=$1 prompts=$2
+    shift 2
+    head -n "$prompts" steering-prompts.txt > $out/$task-fewer.txt
+    lapa2 fading smollm2-135m --task "$task" --filler "$@" --tokens 16 --prompts $out/$task-fewer.txt \
+        --selection $out/$task.json --file $out/$task-1024.lines --out $out/$task-1024
+    mkdir -p figures/fading/$task-1024
+    cp $out/$task-1024/*.csv figures/fading/$task-1024/
+}
+further sentiment 32 64 256 512 1024
+cp $out/sentiment-1024/fading.png figures/fading/sentiment-1024/
+further topic 12 64 1024
