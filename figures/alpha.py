@@ -6,7 +6,7 @@ import pandas as pd
 from house import METRIC_LABELS, paper_name, render, style_of
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from lapa2_interp._util.plots import Drawing, band, bars, new_figure, plain_axes
+from lapa2_interp._util.plots import Drawing, band, error_bars, new_figure, plain_axes
 from lapa2_interp.paper.tables import rows_of_all_attributes
 
 
@@ -37,7 +37,7 @@ def draw(table: pd.DataFrame) -> Drawing:
         other = panel.twinx()
         look = {"color": "#777777", "ls": "--", "lw": 1.0, "marker": ".", "ms": 4}
         other.errorbar(
-            fluency["alpha"], fluency["mean"], yerr=bars(fluency), elinewidth=0.7, **look
+            fluency["alpha"], fluency["mean"], yerr=error_bars(fluency), elinewidth=0.7, **look
         )
         other.set_ylabel("perplexity", color="#777777", fontsize=8)
         other.set_yscale("log")

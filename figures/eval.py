@@ -5,7 +5,7 @@ import numpy as np
 import pandas as pd
 from house import COLUMN, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, bars, new_figure, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, error_bars, new_figure, plain_axes
 from lapa2_interp.paper.equal_perplexity import distinguishing_columns
 
 
@@ -38,7 +38,7 @@ def draw(table: pd.DataFrame) -> Drawing:
             width = 0.8 / len(arms)
             x = np.arange(len(kinds)) + (i - (len(arms) - 1) / 2) * width
             look = {"color": COLOURS[i % len(COLOURS)], "error_kw": {"lw": 0.8}}
-            panel.bar(x, own["mean"], width, yerr=bars(own), label=arm, **look)
+            panel.bar(x, own["mean"], width, yerr=error_bars(own), label=arm, **look)
         names = ["\n".join(str(word) for word in kind if word) for kind in kinds]
         panel.set_xticks(range(len(kinds)), names, fontsize=6)
         panel.set_ylim(1, 5)

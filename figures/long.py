@@ -3,7 +3,7 @@
 import pandas as pd
 from house import METRIC_LABELS, legend_below, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, band, bars, new_figure, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, band, error_bars, new_figure, plain_axes
 
 MARKERS = "os^Dv"
 
@@ -28,7 +28,7 @@ def draw(table: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
         middle = (own["part"] - 0.5) * own["length"] / parts
         shift = (number - (len(arms) - 1) / 2) * own["length"] / parts / 12
         look = {"color": colour, "marker": marker, "ms": 4, "lw": 0.9}
-        left.errorbar(middle + shift, own["mean"], yerr=bars(own), label=arm, **look)
+        left.errorbar(middle + shift, own["mean"], yerr=error_bars(own), label=arm, **look)
         curve = steps[(steps["arm"] == arm) & (steps["step"] > 0)]
         band(right, curve, "step", colour, lw=1)
     right.set_xscale("log")

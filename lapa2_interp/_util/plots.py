@@ -85,11 +85,11 @@ def band(axes: Axes, table: pd.DataFrame, x: str, colour: str, **line: Any) -> N
 
 def crosses(axes: Axes, x: pd.DataFrame, y: pd.DataFrame, **look: Any) -> None:
     """Points with 95 % intervals in both directions; x and y have columns mean, low and high."""
-    axes.errorbar(x["mean"], y["mean"], xerr=bars(x), yerr=bars(y), **look)
+    axes.errorbar(x["mean"], y["mean"], xerr=error_bars(x), yerr=error_bars(y), **look)
 
 
-def bars(table: pd.DataFrame) -> np.ndarray:
-    """How far the ends of intervals are from their means, as matplotlib takes error bars."""
+def error_bars(table: pd.DataFrame) -> np.ndarray:
+    """Distances of the ends of intervals from their means [2 row], for `Axes.errorbar`."""
     return np.abs(table[["low", "high"]].to_numpy(float).T - table["mean"].to_numpy(float))
 
 
@@ -203,7 +203,7 @@ def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
     names = dict(zip(tokens["key"], tokens.get("label", tokens["key"]), strict=True))
     for i, (arm, (colour, dash)) in enumerate(zip(arms, styles(), strict=False)):
         part = tokens[tokens["arm"] == arm].set_index("key").reindex(keys)
-        error = bars(part)
+        error = error_bars(part)
         x = np.arange(len(keys)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
         for axis, chosen in ((sink, slice(0, 1)), (axes, slice(1, None))):
             axis.bar(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RAW = "raw"
 """The source of texts that were written without a prefix, and the branch without one."""
-_KEPT_IDS: dict[tuple[bytes, tuple[str, ...]], tuple[int, ...]] = {}
+_TOKEN_IDS: dict[tuple[bytes, tuple[str, ...]], tuple[int, ...]] = {}
 """`_single_token_ids` by a tokenizer's contents and words."""
 
 
@@ -330,10 +330,10 @@ def _single_token_ids(
     `tokenizers` (0.23) never frees the words that a tokenizer has encoded.
     """
     contents = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).digest()
-    if (contents, words) not in _KEPT_IDS:
+    if (contents, words) not in _TOKEN_IDS:
         ids = [tokenizer(" " + word, add_special_tokens=False).input_ids for word in words]
-        _KEPT_IDS[contents, words] = tuple(one[0] for one in ids if len(one) == 1)
-    return _KEPT_IDS[contents, words]
+        _TOKEN_IDS[contents, words] = tuple(one[0] for one in ids if len(one) == 1)
+    return _TOKEN_IDS[contents, words]
 
 
 def batches(examples: Sequence[ContrastExample], most: int) -> Iterator[list[int]]:

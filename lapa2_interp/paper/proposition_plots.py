@@ -12,7 +12,7 @@ from lapa2_interp._util.plots import (
     COLOURS,
     Drawing,
     band,
-    bars,
+    error_bars,
     legend_above,
     new_figure,
     plain_axes,
@@ -77,7 +77,7 @@ def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
         styles = [(colour, dash) for dash in ("-", "--") for colour in COLOURS[1:]]
         for (name, line), (colour, dash) in zip(groups, styles, strict=False):
             look = {"color": colour, "ls": dash, "lw": 1.1, "marker": "o", "ms": 2.5}
-            panel.errorbar(line["alpha"], line["mean"], yerr=bars(line), label=name, **look)
+            panel.errorbar(line["alpha"], line["mean"], yerr=error_bars(line), label=name, **look)
         one = part[part[by] == part[by].iloc[0]] if by else part
         panel.plot(one["alpha"], one["predicted"], color="black", ls=":", lw=1.6, label="predicted")
         panel.set_title(titles[quantity], fontsize=9)

@@ -98,7 +98,7 @@ AIR_DECODING: Mapping[str, Any] = {
     "patience": None,
     "dtype": "float32",
 }
-"""What the released LaPA2 code has from Air-Decoding's."""
+"""Settings of Air-Decoding's released code that LaPA2's has, too."""
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "small": {"shared": 1600, "logit_scale": 0.25},
     "lapa2": {**AIR_DECODING, "lr": 2e-5, "epochs": 50},

@@ -14,7 +14,7 @@ from lapa2_interp._util.plots import (
     COLOURS,
     Drawing,
     band,
-    bars,
+    error_bars,
     legend_above,
     new_figure,
     plain_axes,
@@ -101,7 +101,7 @@ def judged_figure(found: Steered) -> Drawing:
         rows = 100 * rows[["mean", "low", "high"]].astype(float)
         y = np.arange(len(attributes)) + (i - (len(arms) - 1) / 2) * 0.15
         drawn = axes.errorbar(
-            rows["mean"], y, xerr=bars(rows), fmt="o", ms=4, lw=1.4, color=COLOUR[arm]
+            rows["mean"], y, xerr=error_bars(rows), fmt="o", ms=4, lw=1.4, color=COLOUR[arm]
         )
         drawn.set_label(str(arm))
     axes.set_yticks(np.arange(len(attributes)), attributes)

@@ -80,8 +80,8 @@ class Provenance(BaseModel):
         )
 
 
-class Made(Provenance):
-    """Facts of texts that were made."""
+class GenerationFacts(Provenance):
+    """Facts of generated texts."""
 
     created: datetime
     """Time at which the last of them was finished, UTC."""
@@ -93,7 +93,7 @@ class Made(Provenance):
     """Texts that ended because no token was left to draw (`finish` is "empty"), and why."""
 
 
-class BatchRecord(Made):
+class BatchRecord(GenerationFacts):
     """NNN.json: facts of a finished batch."""
 
     key: str
@@ -108,7 +108,7 @@ class BatchRecord(Made):
     """The sha256 of each file of the batch."""
 
 
-class Manifest(Made):
+class Manifest(GenerationFacts):
     """The cell, and what else decided its texts and numbers."""
 
     cell: Cell

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice, validation_message
@@ -112,25 +114,35 @@ def save_card(form: type[CardType], file: Path, **facts: Any) -> CardType:
     return card
 
 
+@runtime_checkable
+class ProbabilisticClassifier(Protocol):
+    """A classifier of texts."""
+
+    def probabilities(self, texts: Sequence[str]) -> Float[np.ndarray, "text label"]:
+        """P(label | text), rows summing to 1; at least one text, none blank."""
+
+
 class TaskScorer(Scorer):
     """The probabilities that a classifier gives to the labels of its task.
 
     Args:
-        load: Loads the classifier, which has `probabilities`. It is called when the first text is
-            scored, and not if all scores are cached.
+        load: Loads the classifier. It is called when the first text is scored, and not if all
+            scores are cached.
         kind: Name of such scorers in their version.
     """
 
     name = "accuracy"
     classifies = True
 
-    def __init__(self, card: ScorerCard, load: Callable[[], Any], kind: str) -> None:
+    def __init__(
+        self, card: ScorerCard, load: Callable[[], ProbabilisticClassifier], kind: str
+    ) -> None:
         self.card, self.load = card, load
         self.columns = card.labels
         self.version = f"{kind} {card.task} {card.sha256[:12]}"
 
     @cached_property
-    def classifier(self) -> Any:
+    def classifier(self) -> ProbabilisticClassifier:
         return self.load()
 
     def score(self, items: Sequence[TextItem]) -> list[Score]:
