@@ -2,6 +2,7 @@
 all phases."""
 
 import copy
+import functools
 import json
 from itertools import product
 
@@ -19,6 +20,9 @@ from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.models.load import load_tokenizer
+
+load_tokenizer = functools.cache(load_tokenizer)
+"""A test that changes a tokenizer changes a copy."""
 
 
 @pytest.mark.parametrize(
