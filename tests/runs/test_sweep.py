@@ -36,7 +36,6 @@ from lapa2_interp._util.errors import DamagedError, GridError, RunError
 from lapa2_interp._util.files import temporary_folder, write_text
 from lapa2_interp._util.progress import CountingBar
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.prefixes.soft_prefix import save_prefix
@@ -49,11 +48,10 @@ from lapa2_interp.runs.estimates import cost
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
-from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import Failure, Listing, read_batch
 from lapa2_interp.runs.sweep import ATTEMPTS, open_run, sweep
-from lapa2_interp.runs.worker import Worker, check_files, make_batch
+from lapa2_interp.runs.worker import Worker, check_files
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 from lapa2_interp.tasks import task as tasks
 
@@ -770,9 +768,8 @@ def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it
 
 
 def test_a_model_that_cannot_be_opened_fails_its_cells_alone(tmp_path):
-    grid, _ = grid_of(
-        tmp_path, TWO.replace("layers", "profile").replace('"top"', '"paper", layers = [9]')
-    )
+    wrong = TWO.replace("layers", "profile").replace('"top"', '"paper", layers = [9]')
+    grid, _ = grid_of(tmp_path, wrong.replace("prompts = 3", "prompts = 1"))
     told = []
     done = sweep(tmp_path / "run", [grid], InProcess("cpu"), told.append)
     assert (done.made, len(done.failed)) == (2, 1)
@@ -1102,20 +1099,13 @@ def test_a_disk_that_fails_or_too_little_memory_is_no_damage(copy, monkeypatch, 
 # --- reading
 
 
-def test_generate_and_make_batch_give_what_a_sweep_writes(undisturbed, tmp_path):
+def test_generate_gives_what_a_sweep_writes(undisturbed, tmp_path):
     whole, model = load_run(undisturbed[0]), load("tiny-gpt2")
     made = make_cells(model, list(whole.by_key.values())).save(tmp_path / "made")
     assert_equal_runs(made.folder, whole.folder)
-    for key, cell in whole.by_key.items():
-        plan = plan_batches(model, cell, ModelContext(model))
-        for number, record in enumerate(whole.records(key)):
-            ours, theirs = (
-                make_batch(model, plan, number),
-                read_batch(whole.place(key), number, cell),
-            )
-            assert not ours.record.changes(record)
-            assert ours.samples["text"].equals(theirs.samples["text"])
-            assert ours.trace is theirs.trace is None or ours.trace.equals(theirs.trace)
+    for key in whole.by_key:
+        for ours, theirs in zip(made.records(key), whole.records(key), strict=True):
+            assert not ours.changes(theirs)
     asked = {"attribute": "positive", "prompts": ["The book"], "length": 14, "dtype": "float32"}
     alone = generate("tiny-gpt2", **asked).save(tmp_path / "alone")
     grid = Grid("mine", "", tuple(alone.by_key.values()))
