@@ -1,6 +1,7 @@
 """The scorers that ship: the linear classifier by hand, its training, its files, and what the
 shipped ones reach."""
 
+import functools
 import json
 
 import numpy as np
@@ -43,8 +44,15 @@ def reached(card, data, measure, length="all"):
     return card.held_out[rows.index((data, measure, length))]
 
 
+@functools.cache
 def toy(labels=("positive", "negative")):
     return train_linear([*GOOD, *BAD], np.repeat(np.eye(2), 4, axis=0), labels, c=10.0)
+
+
+@pytest.fixture
+def few_columns(monkeypatch):
+    """The formulas are the same; a fit takes a moment."""
+    monkeypatch.setattr("lapa2_interp.scoring.linear.COLUMNS", 2**12)
 
 
 def test_features_weigh_short_and_long_texts_alike():
@@ -70,7 +78,7 @@ def test_rare_words_weigh_more():
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_probabilities_are_the_logistic_regressions_own(n):
+def test_probabilities_are_the_logistic_regressions_own(few_columns, n):
     """Against scikit-learn's predict_proba, order of labels included."""
     from sklearn.linear_model import LogisticRegression
 
@@ -97,7 +105,7 @@ def test_probabilities_are_the_logistic_regressions_own(n):
     assert linear.probabilities(["warm and fine"]).argmax() == 0
 
 
-def test_graded_texts_count_by_their_share():
+def test_graded_texts_count_by_their_share(few_columns):
     """A text that is 0.25 toxic equals a toxic one of weight 1 and three others of the same words."""
     graded = train_linear(
         ["so bad", "so good"],
@@ -156,7 +164,7 @@ def test_damaged_classifiers(tmp_path):
         load_linear("sentiment", tmp_path)
 
 
-def test_training_from_files(tmp_path):
+def test_training_from_files(few_columns, tmp_path):
     """Long texts are learned by their pieces too; graded rows are split by their prompts' hash."""
     file = tmp_path / "comments.csv"
     file.write_text(
@@ -217,7 +225,7 @@ def test_rows_that_are_not_graded_texts_are_refused(row, message, tmp_path):
 
 
 @pytest.mark.parametrize("labels", [("nontoxic", "toxic"), ("toxic", "nontoxic")])
-def test_graded_scores_count_for_toxic_wherever_it_stands(labels, tmp_path):
+def test_graded_scores_count_for_toxic_wherever_it_stands(few_columns, labels, tmp_path):
     rows = [
         (f"{word} {i}", score) for i in range(30) for word, score in (("grim", 0.9), ("fine", 0.1))
     ]
