@@ -120,7 +120,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
     drawn; recomputed by loops."""
     model, task = words_model, load_task("sentiment")
     method = freectrl(word_file, u=1.3, lam=2.0)
-    prompts, length = ["The lake", "The last time I saw"], 14
+    prompts, length = ["The lake", "The last time I saw"], 11
     made = generate(
         model, method, task, "positive", prompts, length=length, samples=2, seed=5, trace="full"
     )
