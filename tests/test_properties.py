@@ -22,7 +22,7 @@ from lapa2_interp.generation.sampling import NOTHING, draw, uniforms
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.models.load import load_tokenizer
+from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.tasks.task import Attribute
 
@@ -40,7 +40,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=24)
     scope="module", params=["gpt2", "tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"]
 )
 def tokenizer(request, gpt2_tokenizer):
-    return gpt2_tokenizer if request.param == "gpt2" else load_tokenizer(request.param)
+    return gpt2_tokenizer if request.param == "gpt2" else shared_tokenizer(request.param)
 
 
 @st.composite

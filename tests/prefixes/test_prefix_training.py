@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from lapa2_interp._util.errors import DataError, PrefixError
 from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.load import load_tokenizer, load_transformers
+from lapa2_interp.models.load import load_transformers, shared_tokenizer
 from lapa2_interp.prefixes.evaluation import nll_interval
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.optimization import PrefixTraining, TrainingTexts, contrastive_loss
@@ -617,12 +617,8 @@ def test_the_papers_recipes():
 # --- data
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("smollm2-135m")
-
-
-def test_texts_are_cut_where_sentences_end(tokenizer):
+def test_texts_are_cut_where_sentences_end():
+    tokenizer = shared_tokenizer("smollm2-135m")
     text = "One is short. Two is short too.  Is three?\nYes! " + "word " * 40
     found = [tokenizer.decode(ids) for ids in split_pieces(text, tokenizer, 12)]
     assert found[:2] == ["One is short. Two is short too. Is three?", "Yes!"]
@@ -630,7 +626,8 @@ def test_texts_are_cut_where_sentences_end(tokenizer):
     assert len(found) == 3
 
 
-def test_long_texts_give_their_first_pieces_first(tokenizer):
+def test_long_texts_give_their_first_pieces_first():
+    tokenizer = shared_tokenizer("smollm2-135m")
     from lapa2_interp.tasks.corpora import Corpus
 
     texts = {"positive": ("A one. A two. A three.", "B one.", "C one. C two.")}
@@ -644,7 +641,8 @@ def test_long_texts_give_their_first_pieces_first(tokenizer):
     ]
 
 
-def test_corpora_take_turns(tokenizer):
+def test_corpora_take_turns():
+    tokenizer = shared_tokenizer("smollm2-135m")
     from lapa2_interp.tasks.corpora import Corpus
 
     corpora = [
@@ -655,7 +653,8 @@ def test_corpora_take_turns(tokenizer):
     assert found == ["A 0.", "B 0.", "A 1.", "B 1.", "A 2."]
 
 
-def test_no_piece_ends_inside_a_character(tokenizer):
+def test_no_piece_ends_inside_a_character():
+    tokenizer = shared_tokenizer("smollm2-135m")
     """Read again, half a character is another one."""
     text = "我喜欢这部电影因为它非常好看而且很感人也很有趣"
     ids = tokenizer(text, add_special_tokens=False).input_ids

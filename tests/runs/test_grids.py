@@ -749,10 +749,10 @@ def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, a
 
 
 def test_the_cost_without_a_tokenizer_is_near_that_with_one():
-    from lapa2_interp.models.load import load_tokenizer
+    from lapa2_interp.models.load import shared_tokenizer
 
     guessed, counted = 0, 0
-    layout = functools.cache(functools.partial(Layout.of, load_tokenizer("smollm2-135m")))
+    layout = functools.cache(functools.partial(Layout.of, shared_tokenizer("smollm2-135m")))
     for name in QUICK:
         for cell in load_grid(name, {"prompts": 4}).cells:
             method = cell.decoding_method
