@@ -778,7 +778,7 @@ def test_a_model_that_cannot_be_opened_fails_its_cells_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "at"),
-    [*((errno.ENOSPC, at) for at in (1, 4, 15, 30, 50)), (errno.EDQUOT, 30), (errno.EROFS, 30)],
+    [*((errno.ENOSPC, at) for at in (1, 4, 15, 50)), (errno.EDQUOT, 30), (errno.EROFS, 30)],
 )
 def test_a_disk_that_is_full_stops_cleanly_and_goes_on(
     undisturbed, files, tmp_path, monkeypatch, number, at
