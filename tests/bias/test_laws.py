@@ -398,7 +398,7 @@ def test_methods_generate_the_same_with_and_without_hooks(law, method):
             "positive",
             ["The lake"],
             Augmentation(**LAWS[law], phase=phase),
-            length=14,
+            length=12,
             samples=2,
             trace="full",
         )

@@ -245,7 +245,7 @@ def test_refused_texts_are_drawn_again_with_other_numbers(monkeypatch):
 def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file):
     task, prompts = load_task("sentiment"), ["The lake", "The horse and the"]
     every = freectrl(word_file, u=1.0)
-    settings = {"length": 12, "samples": 3, "trace": "none"}
+    settings = {"length": 10, "samples": 3, "trace": "none"}
     context = ModelContext(words_model)
     ids = {c: [context.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
     unit = torch.nn.functional.normalize(words_model.W_E.detach().float(), dim=1)
