@@ -63,7 +63,7 @@ task = "sentiment"
 attribute = "positive"
 prompts = 3
 samples = 2
-length = 22
+length = 18
 max_rows = 4
 """
 HEAD = f'{COMMON}augmentation = "none"\n'
@@ -1127,7 +1127,7 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
     sizes = samples.groupby("cell", sort=False).size().to_dict()
     assert sizes == {key: 3 * cell.samples for key, cell in run.by_key.items()}
     # A byte is a token.
-    assert (samples["n_tokens"] + samples["prompt"].str.len()).tolist() == [22] * 21
+    assert (samples["n_tokens"] + samples["prompt"].str.len()).tolist() == [18] * 21
     assert list(cells["key"]) == list(run.by_key)
     assert cells["grids"].tolist().count("one, two") == 1
     tokens = cells.set_index("key")["tokens"].to_dict()
@@ -1136,7 +1136,7 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
     row = cells[cells["layers"] == "top"].iloc[0]
     named = {
         "model": "tiny-gpt2", "dtype": "float32", "task": "sentiment", "attribute": "positive",
-        "method": "prefix", "alpha": 0.5, "law": "log", "profile": "paper", "max_length": 22,
+        "method": "prefix", "alpha": 0.5, "law": "log", "profile": "paper", "max_length": 18,
         "samples": 2, "seed": 1, "why": "",
     }  # fmt: skip
     assert row[list(named)].to_dict() == named
@@ -1199,7 +1199,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
     assert (card.model_class, card.dtype) == (model_class, "float64")
     alone = decode(
         load("tiny-gpt2", "float64", model_class), cell.decoding_method, cell.task, "positive",
-        cell.task.prompts.texts, length=22, seed=3, top_k=5, eos="stop", trace="none",
+        cell.task.prompts.texts, length=18, seed=3, top_k=5, eos="stop", trace="none",
     )  # fmt: skip
     assert found.samples["text"].tolist() == alone.samples["text"].tolist()
 
@@ -1208,7 +1208,7 @@ def test_grids_of_one_name_are_refused_and_cells_that_no_grid_has_are_named(tmp_
     """A file x.toml in two folders; and a grid whose cells are others now."""
     for folder, length in (("a", 20), ("b", 21)):
         (tmp_path / folder).mkdir()
-        grid = ONE.replace("length = 22", f"length = {length}")
+        grid = ONE.replace("length = 18", f"length = {length}")
         (tmp_path / folder / "x.toml").write_text(grid.replace("prompts = 3", "prompts = 1"))
     one, two = (tmp_path / folder / "x.toml" for folder in "ab")
     assert lapa2("sweep --workers 1 --out", tmp_path / "run", one, two) == 2
