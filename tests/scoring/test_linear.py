@@ -120,7 +120,7 @@ def test_graded_texts_count_by_their_share(few_columns):
     assert np.abs(graded.probabilities(["so bad"]) - plain.probabilities(["so bad"])).max() < 1e-3
 
 
-def test_a_saved_classifier_reads_back(tmp_path):
+def test_a_saved_classifier_reads_back(few_columns, tmp_path):
     linear = toy()
     card = save_linear(
         linear,
@@ -143,7 +143,7 @@ def test_a_saved_classifier_reads_back(tmp_path):
     assert table["skipped"].tolist() == ["", "empty text", ""]
 
 
-def test_toxicity_is_the_toxic_labels_probability(tmp_path):
+def test_toxicity_is_the_toxic_labels_probability(few_columns, tmp_path):
     save_linear(
         toy(("nontoxic", "toxic")), tmp_path, "detox", data=(), examples=8, c=1.0, held_out=()
     )
@@ -152,7 +152,7 @@ def test_toxicity_is_the_toxic_labels_probability(tmp_path):
     assert found[0] < 0.5 < found[1]
 
 
-def test_damaged_classifiers(tmp_path):
+def test_damaged_classifiers(few_columns, tmp_path):
     save_linear(toy(), tmp_path, "sentiment", data=(), examples=8, c=1.0, held_out=())
     with pytest.raises(ScoringError, match="unknown linear scorer 'mood'; allowed: sentiment"):
         load_linear("mood", tmp_path)
