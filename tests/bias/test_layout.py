@@ -553,7 +553,7 @@ def test_a_chat_on_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lapa2_interp.models.load.load_model", lambda *_, **__: model)
     file = tmp_path / "messages.json"
     file.write_text(json.dumps(CHAT), "utf-8")
-    asked = ["chat", str(file), "--length", "3", "--dtype", "float32"]
+    asked = ["chat", str(file), "--length", "2", "--dtype", "float32"]
     assert main([*asked, "--span", "phrase:very brief", "--augmentation", "set-point:tau=0.3"]) == 0
     shown = capsys.readouterr().out
     assert "(' very', ' brief')" in shown
@@ -561,7 +561,7 @@ def test_a_chat_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert main([*asked, "--alpha", "0", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["augmentation"] == []
-    assert len(facts["attention"]) <= 3
+    assert len(facts["attention"]) <= 2
     file.write_text("[1]")
     for wrong, problem in (
         (asked, "should be a list of"),
