@@ -13,11 +13,8 @@ from lapa2_interp.circuits import Attribution, HeadLogitAttribution, Patching, U
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-ONCE = (
-    (lapa2_interp, "load_model", functools.cache(lapa2_interp.load_model)),
-    (circuits, "knock_out", functools.cache(circuits.knock_out)),
-)
-"""What many examples begin with."""
+# What many examples begin with.
+LOAD, KNOCK_OUT = map(functools.cache, (lapa2_interp.load_model, circuits.knock_out))
 NAMES = {name: getattr(lapa2_interp, name) for name in lapa2_interp.__all__}
 NAMES |= {
     each.__qualname__: each
@@ -39,8 +36,8 @@ NAMES |= {
 def test_the_example_of_a_public_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    for place, made, once in ONCE:
-        monkeypatch.setattr(place, made, once)
+    monkeypatch.setattr(lapa2_interp, "load_model", LOAD)
+    monkeypatch.setattr(circuits, "knock_out", KNOCK_OUT)
     text = inspect.getdoc(NAMES[name])
     test = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
     assert test.examples, f"{name} has no example"

@@ -259,14 +259,8 @@ def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file)
         return sim["positive"] / sim["negative"] > 1.0
 
     first = generate(words_model, every, task, "positive", prompts, **settings).samples
-    chosen = generate(
-        words_model,
-        dataclasses.replace(every, accept="score", trials=40),
-        task,
-        "positive",
-        prompts,
-        **settings,
-    ).samples
+    until = dataclasses.replace(every, accept="score", trials=40)
+    chosen = generate(words_model, until, task, "positive", prompts, **settings).samples
     before, after = ([passes(row) for row in table.itertuples()] for table in (first, chosen))
     assert not all(before)
     assert all(after)

@@ -531,17 +531,8 @@ def test_a_trained_set_tells_its_attributes_apart(tmp_path, reviews):
     random model cannot do."""
     from lapa2_interp.prefixes.evaluation import evaluate_sets
 
-    chosen = training_recipe(
-        "small",
-        **SMALL
-        | {
-            "lr": 0.1,
-            "epochs": 6,
-            "objective": "contrastive",
-            "start": "random",
-            "patience": None,
-        },
-    )
+    own = {"lr": 0.1, "epochs": 6, "objective": "contrastive", "start": "random", "patience": None}
+    chosen = training_recipe("small", **SMALL | own)
     train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "set", chosen)
     table = evaluate_sets(
         [tmp_path / "set"], SENTIMENT, corpus(reviews), dtype="float32", max_tokens=12
@@ -632,13 +623,8 @@ def test_long_texts_give_their_first_pieces_first():
 
     texts = {"positive": ("A one. A two. A three.", "B one.", "C one. C two.")}
     found = tokenise_pieces(tokenizer, [Corpus(texts, "")], "positive", 3, 5)
-    assert [tokenizer.decode(ids) for ids in found] == [
-        "A one.",
-        "B one.",
-        "C one.",
-        "A two.",
-        "C two.",
-    ]
+    read = [tokenizer.decode(ids) for ids in found]
+    assert read == ["A one.", "B one.", "C one.", "A two.", "C two."]
 
 
 def test_corpora_take_turns():

@@ -120,15 +120,8 @@ def test_graded_texts_count_by_their_share(few_columns):
 
 def test_a_saved_classifier_reads_back(few_columns, tmp_path):
     linear = toy()
-    card = save_linear(
-        linear,
-        tmp_path,
-        "sentiment",
-        data=("toy",),
-        examples=8,
-        c=10.0,
-        held_out=(),
-    )
+    facts = {"data": ("toy",), "examples": 8, "c": 10.0, "held_out": ()}
+    card = save_linear(linear, tmp_path, "sentiment", **facts)
     again, read = load_linear("sentiment", tmp_path)
     assert read == card
     assert np.abs(again.probabilities(GOOD) - linear.probabilities(GOOD)).max() < 1e-3, (
