@@ -106,7 +106,7 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
 
 
 def test_a_run_without_the_grid_is_refused(tmp_path):
-    short = LONG.replace("prompts = 3", "prompts = 1").replace("length = 48", "length = 20")
+    short = DEEP.replace("prompts = 4", "prompts = 1").replace("length = 200", "length = 20")
     with pytest.raises(RunError, match=r"no grid 'deep'"):
         script("analyses", "deep", made(tmp_path, "long", short))
 

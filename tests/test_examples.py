@@ -1,16 +1,20 @@
 """The examples in the docstrings of the everyday names, run as a reader would run them."""
 
 import doctest
+import functools
 import inspect
 
 import pytest
 
 import lapa2_interp
+from lapa2_interp import circuits
 from lapa2_interp.circuits import Attribution, HeadLogitAttribution, Patching, UnitTable
 
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
+# What many examples begin with.
+LOAD, KNOCK_OUT = map(functools.cache, (lapa2_interp.load_model, circuits.knock_out))
 NAMES = {name: getattr(lapa2_interp, name) for name in lapa2_interp.__all__}
 NAMES |= {
     each.__qualname__: each
@@ -32,6 +36,8 @@ NAMES |= {
 def test_the_example_of_a_public_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TQDM_DISABLE", "1")
+    monkeypatch.setattr(lapa2_interp, "load_model", LOAD)
+    monkeypatch.setattr(circuits, "knock_out", KNOCK_OUT)
     text = inspect.getdoc(NAMES[name])
     test = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
     assert test.examples, f"{name} has no example"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import load
 
 from lapa2_interp import Augmentation, Cell, Layout, augmented, generate, load_run, teacher_forced
 from lapa2_interp._util.errors import AugmentationError, GridError
@@ -10,7 +11,6 @@ from lapa2_interp.bias.recipes import (
     recipe,
 )
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.models.load import load_model
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
@@ -93,7 +93,7 @@ def test_the_base_method_is_the_baseline():
 
 
 def test_recipes_by_name_do_what_their_augmentations_do():
-    model = load_model("tiny-gpt2", "float32")
+    model = load("tiny-gpt2")
     text, rules = "instaboost:M=5", recipe("instaboost", M=5)
     made = generate(model, augmentation=text, **ASKED)
     assert made.cells["arm"].tolist() == [text]
@@ -182,7 +182,7 @@ def test_labels_of_two_grids_in_one_run(tmp_path):
 
 def test_a_label_survives_saving(tmp_path):
     cell = cell_of("tiny-gpt2", augmentation="instaboost:M=5", **ASKED)
-    run = make_cells(load_model("tiny-gpt2", "float32"), [cell]).save(tmp_path / "run")
+    run = make_cells(load("tiny-gpt2"), [cell]).save(tmp_path / "run")
     again = load_run(run.home)
     assert again.cells["arm"].tolist() == ["instaboost:M=5"]
     assert again.by_key[cell.key].augmentation == Augmentation(**dict(recipe("instaboost", M=5)[0]))

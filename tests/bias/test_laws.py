@@ -392,19 +392,12 @@ def test_caps_are_counted_with_the_trace(tiny):
 def test_methods_generate_the_same_with_and_without_hooks(law, method):
     made = [
         generate(
-            load("tiny-llama", "float64", model_class),
-            method,
-            "sentiment",
-            "positive",
-            ["The lake"],
-            Augmentation(**LAWS[law], phase=phase),
-            length=14,
-            samples=2,
-            trace="full",
+            load("tiny-llama", "float64", model_class), method, "sentiment", "positive", ["The lake"],
+            Augmentation(**LAWS[law], phase=phase), length=12, samples=2, trace="full",
         )
         for model_class in (*MODEL_CLASSES, "TransformersModel")
         for phase in ("last_query", "predicting_only")
-    ]
+    ]  # fmt: skip
     for one, other in zip(made, made[2:], strict=False):
         assert one.samples.tokens.tolist() == other.samples.tokens.tolist()
         gap = np.abs(one.trace.prefix.values - other.trace.prefix.values)

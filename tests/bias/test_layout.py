@@ -18,7 +18,7 @@ from lapa2_interp.bias.recipes import recipe
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.chat import continue_chats
-from lapa2_interp.models.load import load_tokenizer
+from lapa2_interp.models.load import shared_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_base_branch_row(gpt2_tokenizer):
 
 
 def test_llama_rows_count_the_automatic_bos():
-    tokenizer = load_tokenizer("tiny-llama")
+    tokenizer = shared_tokenizer("tiny-llama")
     single = Layout.of(tokenizer, "ab:", "cd")
     assert (single.n_bos, single.l_pre, single.counted) == (1, 3, 4)
     doubled = Layout.of(tokenizer, "ab:", "cd", doubled_bos=True)
@@ -125,7 +125,7 @@ def test_doubled_bos_needs_a_tokenizer_that_adds_one(gpt2_tokenizer):
 )
 def test_a_text_brings_no_bos_of_its_own(name, text):
     """It would be the second one, and count in every l."""
-    tokenizer = load_tokenizer(name)
+    tokenizer = shared_tokenizer(name)
     text = text or f"{tokenizer.convert_ids_to_tokens(text_markers(tokenizer).start)} The lake"
     for prefix, prompt in ((None, text), ("Very", text), (text, "Once"), ("Very ", " " + text)):
         for doubled in (False, True):
@@ -134,7 +134,7 @@ def test_a_text_brings_no_bos_of_its_own(name, text):
 
 
 def test_special_tokens_inside_a_text_are_the_users_own():
-    tokenizer = load_tokenizer("tiny-llama")
+    tokenizer = shared_tokenizer("tiny-llama")
     layout = Layout.of(tokenizer, "Very", " good</s><s>The lake")
     assert layout.ids.count(text_markers(tokenizer).start) == 2
     assert layout.n_bos == 1
@@ -200,7 +200,7 @@ def test_prompt_biases_of_the_worked_example(gpt2_tokenizer):
 )
 @pytest.mark.parametrize("profile", ["paper", "released"])
 def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile):
-    llama = load_tokenizer("tiny-llama")
+    llama = shared_tokenizer("tiny-llama")
     found = {
         "gpt2 prefix": lambda: Layout.of(gpt2_tokenizer, "Very positive:", "The lake"),
         "gpt2 base": lambda: Layout.of(gpt2_tokenizer, None, "Once upon a time"),
@@ -261,7 +261,7 @@ def test_a_merge_across_the_seam_belongs_to_the_prefix_and_is_reported(gpt2_toke
     "prompt", ["The lake", " The lake", "“OMG u", "湖 is 🏞️ nice", "  two spaces"]
 )
 def test_spans_cover_the_text(gpt2_tokenizer, prefix, prompt):
-    for tokenizer in (gpt2_tokenizer, load_tokenizer("tiny-neox")):
+    for tokenizer in (gpt2_tokenizer, shared_tokenizer("tiny-neox")):
         found = Layout.of(tokenizer, prefix, prompt)
         assert found.prompt.stop == len(found) == found.n_bos + found.l_pre + found.l_pro
         if found.merged is None:
@@ -321,10 +321,10 @@ def test_plain_text_starts_are_decided_in_one_place(gpt2_tokenizer):
     assert (
         gpt2_tokenizer.convert_ids_to_tokens(text_markers(gpt2_tokenizer).start) == "<|endoftext|>"
     )
-    llama = load_tokenizer("tiny-llama")
+    llama = shared_tokenizer("tiny-llama")
     assert llama.convert_ids_to_tokens(text_markers(llama).start) == "<s>"
     assert llama.convert_ids_to_tokens(list(text_markers(llama).ends)) == ["</s>"]
-    smol = load_tokenizer("smollm2-135m")
+    smol = shared_tokenizer("smollm2-135m")
     assert text_markers(smol).start == 0, "not the configured <|im_start|>, which opens a chat turn"
     assert text_markers(smol).ends == (0, 2)
     assert smol.bos_token == "<|endoftext|>"
@@ -384,7 +384,7 @@ def test_transformer_lens_tokenises_text_as_the_layout_does(name):
     model = load(name)
     found = Layout.of(model.tokenizer, "Very positive:", "The lake")
     assert model.to_tokens("Very positive:The lake")[0].tolist() == list(found.ids)
-    assert found.counted == Layout.of(load_tokenizer(name), "Very positive:", "The lake").counted
+    assert found.counted == Layout.of(shared_tokenizer(name), "Very positive:", "The lake").counted
 
 
 def test_seam_merges_of_the_papers_detox_prompts(gpt2_tokenizer, data):
@@ -434,7 +434,7 @@ TEMPLATES = {
 
 
 def chat_tokenizer(template=None, name="smollm2-135m"):
-    found = copy.copy(load_tokenizer(name))
+    found = copy.copy(shared_tokenizer(name))
     if template is not None:
         found.chat_template = template
     return found
@@ -505,7 +505,7 @@ def test_what_a_chat_does_not_have_is_named():
         Layout.of_chat(chat_tokenizer(bare), CHAT, span="turn:3")
     assert Layout.of_chat(chat_tokenizer(bare), CHAT).n_bos == 0
     with pytest.raises(LayoutError, match="no chat template"):
-        Layout.of_chat(load_tokenizer("tiny-gpt2"), CHAT)
+        Layout.of_chat(shared_tokenizer("tiny-gpt2"), CHAT)
 
 
 def test_a_chat_is_explained_and_traced_whole():
@@ -553,7 +553,7 @@ def test_a_chat_on_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lapa2_interp.models.load.load_model", lambda *_, **__: model)
     file = tmp_path / "messages.json"
     file.write_text(json.dumps(CHAT), "utf-8")
-    asked = ["chat", str(file), "--length", "3", "--dtype", "float32"]
+    asked = ["chat", str(file), "--length", "2", "--dtype", "float32"]
     assert main([*asked, "--span", "phrase:very brief", "--augmentation", "set-point:tau=0.3"]) == 0
     shown = capsys.readouterr().out
     assert "(' very', ' brief')" in shown
@@ -561,7 +561,7 @@ def test_a_chat_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert main([*asked, "--alpha", "0", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["augmentation"] == []
-    assert len(facts["attention"]) <= 3
+    assert len(facts["attention"]) <= 2
     file.write_text("[1]")
     for wrong, problem in (
         (asked, "should be a list of"),

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from lapa2_interp.bias.tokens import decode_continuation, token_texts
-from lapa2_interp.models.load import load_tokenizer
+from lapa2_interp.models.load import shared_tokenizer
 
 PROMPTS = ("I", "I 🙂", "né", "中文", "", " ", "a\n\n")
 EMOJI = [0xF0, 0x9F, 0x99, 0x82]
@@ -43,7 +43,7 @@ def byte_fallback():
 
 TOKENIZERS = {
     "byte fallback": byte_fallback(),
-    **{name: load_tokenizer(name) for name in ("tiny-gpt2", "tiny-llama", "smollm2-135m")},
+    **{name: shared_tokenizer(name) for name in ("tiny-gpt2", "tiny-llama", "smollm2-135m")},
 }
 
 

@@ -395,7 +395,6 @@ def test_examples_in_help_can_be_pasted_from_80_columns():
     assert not [line for line in examples if len(line) > 78]
 
 
-@pytest.mark.alone
 def test_help_and_import_are_quick_and_load_no_torch():
     code = (
         "import sys; from lapa2_interp.cli.app import main; main(['--help'])\n"

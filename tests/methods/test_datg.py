@@ -268,9 +268,9 @@ def test_too_long_drafts_and_unfit_scorers_are_found_before_drafting(cache):
 
 def test_the_sentence_of_form_p_leaves_the_prompt_whole():
     """It ends before the space, so that no token spans prefix and prompt, whatever the prompt."""
-    from lapa2_interp.models.load import load_tokenizer
+    from lapa2_interp.models.load import shared_tokenizer
 
-    tokenizer = load_tokenizer("smollm2-135m")
+    tokenizer = shared_tokenizer("smollm2-135m")
     (branch,) = methods.get("datg", form="P").branches(load_task("sentiment"), "positive")
     for prompt in ("The", "The lake"):
         found = Layout.of(tokenizer, branch.prefix, branch.join + prompt)

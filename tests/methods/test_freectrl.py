@@ -120,7 +120,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
     drawn; recomputed by loops."""
     model, task = words_model, load_task("sentiment")
     method = freectrl(word_file, u=1.3, lam=2.0)
-    prompts, length = ["The lake", "The last time I saw"], 14
+    prompts, length = ["The lake", "The last time I saw"], 11
     made = generate(
         model, method, task, "positive", prompts, length=length, samples=2, seed=5, trace="full"
     )
@@ -245,7 +245,7 @@ def test_refused_texts_are_drawn_again_with_other_numbers(monkeypatch):
 def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file):
     task, prompts = load_task("sentiment"), ["The lake", "The horse and the"]
     every = freectrl(word_file, u=1.0)
-    settings = {"length": 12, "samples": 3, "trace": "none"}
+    settings = {"length": 10, "samples": 3, "trace": "none"}
     context = ModelContext(words_model)
     ids = {c: [context.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
     unit = torch.nn.functional.normalize(words_model.W_E.detach().float(), dim=1)
@@ -259,14 +259,8 @@ def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file)
         return sim["positive"] / sim["negative"] > 1.0
 
     first = generate(words_model, every, task, "positive", prompts, **settings).samples
-    chosen = generate(
-        words_model,
-        dataclasses.replace(every, accept="score", trials=40),
-        task,
-        "positive",
-        prompts,
-        **settings,
-    ).samples
+    until = dataclasses.replace(every, accept="score", trials=40)
+    chosen = generate(words_model, until, task, "positive", prompts, **settings).samples
     before, after = ([passes(row) for row in table.itertuples()] for table in (first, chosen))
     assert not all(before)
     assert all(after)

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from lapa2_interp._util.errors import DataError, PrefixError
 from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.methods import load_task
-from lapa2_interp.models.load import load_tokenizer, load_transformers
+from lapa2_interp.models.load import load_transformers, shared_tokenizer
 from lapa2_interp.prefixes.evaluation import nll_interval
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.optimization import PrefixTraining, TrainingTexts, contrastive_loss
@@ -220,7 +220,7 @@ def test_a_zero_prefix_without_dropout_stays_rank_one(tmp_path):
         settings = {
             "parameterisation": "linear",
             "lr": 1e-2,
-            "epochs": 3,
+            "epochs": 4,
             "patience": None,
             "middle": 8,
         } | settings
@@ -313,13 +313,13 @@ def test_a_start_from_text_is_that_texts_keys_and_values():
 @pytest.mark.parametrize("parameterisation", ["direct", "air", "mlp", "linear"])
 @pytest.mark.parametrize("objective", ["mle", "contrastive"])
 def test_a_short_training_lowers_the_held_out_loss(parameterisation, objective, tmp_path):
-    rate = {"direct": 0.1, "air": 3e-2, "mlp": 1e-2, "linear": 3e-2}[parameterisation]
+    rate = {"direct": 0.3, "air": 0.1, "mlp": 3e-2, "linear": 0.1}[parameterisation]
     settings = {
         "parameterisation": parameterisation,
         "objective": objective,
         "lr": rate,
         "middle": 16,
-        "epochs": 8,
+        "epochs": 4,
     }
     found = run(job(folder=tmp_path, **settings)).losses
     assert min(found.values()) < found[0] - 0.1
@@ -337,7 +337,7 @@ def test_training_stops_when_nothing_improves(tmp_path):
     "settings", [{}, {"dropout": 0.2}, {"objective": "contrastive", "negatives": "one"}]
 )
 def test_a_killed_training_resumes_to_the_same_result(settings, tmp_path, monkeypatch):
-    settings = {"lr": 3e-2, "epochs": 5, "patience": None} | settings
+    settings = {"lr": 3e-2, "epochs": 3, "patience": None} | settings
     for place in ("whole", "killed"):
         (tmp_path / place).mkdir()
     whole = run(job(folder=tmp_path / "whole", **settings))
@@ -531,17 +531,8 @@ def test_a_trained_set_tells_its_attributes_apart(tmp_path, reviews):
     random model cannot do."""
     from lapa2_interp.prefixes.evaluation import evaluate_sets
 
-    chosen = training_recipe(
-        "small",
-        **SMALL
-        | {
-            "lr": 0.1,
-            "epochs": 12,
-            "objective": "contrastive",
-            "start": "random",
-            "patience": None,
-        },
-    )
+    own = {"lr": 0.1, "epochs": 6, "objective": "contrastive", "start": "random", "patience": None}
+    chosen = training_recipe("small", **SMALL | own)
     train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "set", chosen)
     table = evaluate_sets(
         [tmp_path / "set"], SENTIMENT, corpus(reviews), dtype="float32", max_tokens=12
@@ -618,9 +609,7 @@ def test_the_papers_recipes():
 
 
 def test_texts_are_cut_where_sentences_end():
-    from lapa2_interp.tasks.corpora import split_pieces
-
-    tokenizer = load_tokenizer("smollm2-135m")
+    tokenizer = shared_tokenizer("smollm2-135m")
     text = "One is short. Two is short too.  Is three?\nYes! " + "word " * 40
     found = [tokenizer.decode(ids) for ids in split_pieces(text, tokenizer, 12)]
     assert found[:2] == ["One is short. Two is short too. Is three?", "Yes!"]
@@ -629,24 +618,19 @@ def test_texts_are_cut_where_sentences_end():
 
 
 def test_long_texts_give_their_first_pieces_first():
-    tokenizer = load_tokenizer("smollm2-135m")
+    tokenizer = shared_tokenizer("smollm2-135m")
     from lapa2_interp.tasks.corpora import Corpus
 
     texts = {"positive": ("A one. A two. A three.", "B one.", "C one. C two.")}
     found = tokenise_pieces(tokenizer, [Corpus(texts, "")], "positive", 3, 5)
-    assert [tokenizer.decode(ids) for ids in found] == [
-        "A one.",
-        "B one.",
-        "C one.",
-        "A two.",
-        "C two.",
-    ]
+    read = [tokenizer.decode(ids) for ids in found]
+    assert read == ["A one.", "B one.", "C one.", "A two.", "C two."]
 
 
 def test_corpora_take_turns():
+    tokenizer = shared_tokenizer("smollm2-135m")
     from lapa2_interp.tasks.corpora import Corpus
 
-    tokenizer = load_tokenizer("smollm2-135m")
     corpora = [
         Corpus({"positive": tuple(f"{name} {i}." for i in range(n))}, name)
         for name, n in (("A", 4), ("B", 2))
@@ -656,8 +640,8 @@ def test_corpora_take_turns():
 
 
 def test_no_piece_ends_inside_a_character():
+    tokenizer = shared_tokenizer("smollm2-135m")
     """Read again, half a character is another one."""
-    tokenizer = load_tokenizer("smollm2-135m")
     text = "我喜欢这部电影因为它非常好看而且很感人也很有趣"
     ids = tokenizer(text, add_special_tokens=False).input_ids
     halves = 0

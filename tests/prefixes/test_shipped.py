@@ -79,6 +79,13 @@ def test_shipped_prefixes_steer(tmp_path):
     assert model_card(model).name == "smollm2-135m"
 
 
+@pytest.fixture(scope="module")
+def smollm2():
+    from lapa2_interp.models.load import load_transformers
+
+    return load_transformers("smollm2-135m")
+
+
 @pytest.mark.parametrize("n", [4, pytest.param(24, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("task", "files"),
@@ -88,10 +95,9 @@ def test_shipped_prefixes_steer(tmp_path):
         ("detox", ["toxicity/jigsaw_test"]),
     ],
 )
-def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, data):
+def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, smollm2, data):
     """On the first n texts of an attribute of the card's own data, accuracy and NLL lie near what
     the cards say."""
-    from lapa2_interp.models.load import load_transformers
     from lapa2_interp.prefixes.evaluation import likeliest_under_own_prefix, nll_interval, nll_table
     from lapa2_interp.prefixes.training import tokenise_pieces
     from lapa2_interp.tasks.corpora import detokenise, read_corpus
@@ -101,7 +107,7 @@ def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, data):
     corpora = [
         read_corpus(str(data / f"{file}.jsonl.xz"), list(chosen.attributes)) for file in files
     ]
-    network, tokenizer, _ = load_transformers("smollm2-135m")
+    network, tokenizer, _ = smollm2
     if task == "sentiment":  # SST-2 is spaced like a treebank
         texts = {name: tuple(map(detokenise, found)) for name, found in corpora[0].texts.items()}
         corpora[0] = replace(corpora[0], texts=texts)

@@ -29,7 +29,7 @@ task = "sentiment"
 attribute = "positive"
 prompts = 4
 samples = 4
-length = 64
+length = 32
 max_rows = 8
 [[block]]
 method = ["prefix", "preadd"]

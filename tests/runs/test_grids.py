@@ -1,6 +1,7 @@
 """Grids resolve to cells before anything runs: the paper's settings, shared cells, keys that stay,
 and what is refused."""
 
+import functools
 import itertools
 import json
 import os
@@ -732,7 +733,7 @@ def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, a
 
     monkeypatch.setattr(known_methods()[method], "rereads_text", again)
     text = (
-        TINY.replace("length = 24", "length = 64")
+        TINY.replace("length = 24", "length = 40")
         .replace("samples = 1", "samples = 3")
         .replace("prefix", method)
     )
@@ -748,9 +749,10 @@ def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, a
 
 
 def test_the_cost_without_a_tokenizer_is_near_that_with_one():
-    from lapa2_interp.models.load import load_tokenizer
+    from lapa2_interp.models.load import shared_tokenizer
 
-    tokenizer, guessed, counted = load_tokenizer("smollm2-135m"), 0, 0
+    guessed, counted = 0, 0
+    layout = functools.cache(functools.partial(Layout.of, shared_tokenizer("smollm2-135m")))
     for name in QUICK:
         for cell in load_grid(name, {"prompts": 4}).cells:
             method = cell.decoding_method
@@ -759,7 +761,7 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
                 method.branches(cell.task, cell.attribute), cell.task.prompts.texts
             ):
                 text = None if isinstance(branch.prefix, SoftPrefixKey) else branch.prefix
-                found = Layout.of(tokenizer, text, branch.join + prompt)
+                found = layout(text, branch.join + prompt)
                 new = cell.length - found.l_pro * cell.task.length_counts_prompt
                 each = (
                     (new - 1) * len(found.ids) + new * (new - 1) // 2

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import load
 
 from lapa2_interp import Augmentation, generate, load_run
 from lapa2_interp._util.errors import RunError, TraceError
 from lapa2_interp.attention.tables import fit_table, head_table, prefix_token_table, step_table
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.models.load import load_model
 from lapa2_interp.runs.attention import ALIKE, SHOWN
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.run import Run
@@ -27,7 +27,7 @@ def run():
         for method, length in (("prefix", 14), ("air-decoding", 18))
         for alpha in (0.0, 0.5)
     ]
-    return make_cells(load_model("tiny-gpt2", "float32"), cells, name="mine")
+    return make_cells(load("tiny-gpt2"), cells, name="mine")
 
 
 def test_a_selection_is_a_run_of_its_own(run, tmp_path):
@@ -130,7 +130,7 @@ def test_fits_are_those_of_the_curves(run):
 
 def test_a_cell_of_two_attributes_is_one_arm():
     asked = ASKED | {"attribute": "all", "length": 14, "alpha": [0, 0.5]}
-    run = generate(load_model("tiny-gpt2", "float32"), **asked)
+    run = generate(load("tiny-gpt2"), **asked)
     steps = run.steps()
     assert set(steps["attribute"]) == {"positive, negative"}
     assert set(steps["n"]) == {4}
@@ -177,7 +177,7 @@ def test_a_run_shows_its_cells_in_a_notebook(run):
     assert all(key in shown for key in run.by_key)
     hostile = "<script>x</script>"
     cell = cell_of("tiny-gpt2", label=hostile, length=14, trace="none", **ASKED)
-    named = make_cells(load_model("tiny-gpt2", "float32"), [cell])
+    named = make_cells(load("tiny-gpt2"), [cell])
     assert hostile in named.cells["arm"].tolist()
     assert "<script>" not in named._repr_html_()
     many = {f"{n:016x}": cell for n in range(SHOWN + 3)}
@@ -195,7 +195,7 @@ def test_tables_of_texts_without_a_token_are_refused(run):
 
 
 def test_a_pooled_trace_has_no_heads():
-    model = load_model("tiny-gpt2", "float32")
+    model = load("tiny-gpt2")
     run = generate(model, trace="pooled", length=14, **ASKED)
     with pytest.raises(TraceError, match="pooled over heads"):
         run.heads()
@@ -205,7 +205,7 @@ def test_a_pooled_trace_has_no_heads():
 
 
 def test_traces_that_do_not_fit_together_are_refused():
-    model, asked = load_model("tiny-gpt2", "float32"), {"length": 14, **ASKED}
+    model, asked = load("tiny-gpt2"), {"length": 14, **ASKED}
     of = [cell_of(model, trace=each, **asked) for each in ("full", "pooled", "none")]
     run = make_cells(model, of)
     full, pooled, none = run.by_key

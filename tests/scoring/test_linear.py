@@ -47,6 +47,12 @@ def toy(labels=("positive", "negative")):
     return train_linear([*GOOD, *BAD], np.repeat(np.eye(2), 4, axis=0), labels, c=10.0)
 
 
+@pytest.fixture
+def few_columns(monkeypatch):
+    """The formulas are the same; a fit takes a moment."""
+    monkeypatch.setattr("lapa2_interp.scoring.linear.COLUMNS", 2**12)
+
+
 def test_features_weigh_short_and_long_texts_alike():
     found = weighted_counts(
         damped_counts(["warm", "warm and kind " * 100, ""]), np.ones(2 * COLUMNS, np.float32)
@@ -70,7 +76,7 @@ def test_rare_words_weigh_more():
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_probabilities_are_the_logistic_regressions_own(n):
+def test_probabilities_are_the_logistic_regressions_own(few_columns, n):
     """Against scikit-learn's predict_proba, order of labels included."""
     from sklearn.linear_model import LogisticRegression
 
@@ -97,7 +103,7 @@ def test_probabilities_are_the_logistic_regressions_own(n):
     assert linear.probabilities(["warm and fine"]).argmax() == 0
 
 
-def test_graded_texts_count_by_their_share():
+def test_graded_texts_count_by_their_share(few_columns):
     """A text that is 0.25 toxic equals a toxic one of weight 1 and three others of the same words."""
     graded = train_linear(
         ["so bad", "so good"],
@@ -112,17 +118,10 @@ def test_graded_texts_count_by_their_share():
     assert np.abs(graded.probabilities(["so bad"]) - plain.probabilities(["so bad"])).max() < 1e-3
 
 
-def test_a_saved_classifier_reads_back(tmp_path):
+def test_a_saved_classifier_reads_back(few_columns, tmp_path):
     linear = toy()
-    card = save_linear(
-        linear,
-        tmp_path,
-        "sentiment",
-        data=("toy",),
-        examples=8,
-        c=10.0,
-        held_out=(),
-    )
+    facts = {"data": ("toy",), "examples": 8, "c": 10.0, "held_out": ()}
+    card = save_linear(linear, tmp_path, "sentiment", **facts)
     again, read = load_linear("sentiment", tmp_path)
     assert read == card
     assert np.abs(again.probabilities(GOOD) - linear.probabilities(GOOD)).max() < 1e-3, (
@@ -135,7 +134,7 @@ def test_a_saved_classifier_reads_back(tmp_path):
     assert table["skipped"].tolist() == ["", "empty text", ""]
 
 
-def test_toxicity_is_the_toxic_labels_probability(tmp_path):
+def test_toxicity_is_the_toxic_labels_probability(few_columns, tmp_path):
     save_linear(
         toy(("nontoxic", "toxic")), tmp_path, "detox", data=(), examples=8, c=1.0, held_out=()
     )
@@ -144,7 +143,7 @@ def test_toxicity_is_the_toxic_labels_probability(tmp_path):
     assert found[0] < 0.5 < found[1]
 
 
-def test_damaged_classifiers(tmp_path):
+def test_damaged_classifiers(few_columns, tmp_path):
     save_linear(toy(), tmp_path, "sentiment", data=(), examples=8, c=1.0, held_out=())
     with pytest.raises(ScoringError, match="unknown linear scorer 'mood'; allowed: sentiment"):
         load_linear("mood", tmp_path)
@@ -156,7 +155,7 @@ def test_damaged_classifiers(tmp_path):
         load_linear("sentiment", tmp_path)
 
 
-def test_training_from_files(tmp_path):
+def test_training_from_files(few_columns, tmp_path):
     """Long texts are learned by their pieces too; graded rows are split by their prompts' hash."""
     file = tmp_path / "comments.csv"
     file.write_text(
@@ -217,7 +216,7 @@ def test_rows_that_are_not_graded_texts_are_refused(row, message, tmp_path):
 
 
 @pytest.mark.parametrize("labels", [("nontoxic", "toxic"), ("toxic", "nontoxic")])
-def test_graded_scores_count_for_toxic_wherever_it_stands(labels, tmp_path):
+def test_graded_scores_count_for_toxic_wherever_it_stands(few_columns, labels, tmp_path):
     rows = [
         (f"{word} {i}", score) for i in range(30) for word, score in (("grim", 0.9), ("fine", 0.1))
     ]
