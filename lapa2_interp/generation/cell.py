@@ -27,11 +27,10 @@ from lapa2_interp.methods.base import Branch, Method
 from lapa2_interp.methods.registry import find_class, get_for_task, load_task
 from lapa2_interp.methods.registry import get as get_method
 from lapa2_interp.models.machine import Dtype, ModelClass
-from lapa2_interp.tasks.task import MethodSettings, Task
+from lapa2_interp.tasks.task import MethodSettings, Task, built_in_tasks
 
 Key = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{16}\z")]
 """A cell's key. It names files, so a key that is read is nothing else."""
-BUILT_IN_TASKS = ("detox", "sentiment", "topic")
 
 
 class Cell(BaseModel):
@@ -200,7 +199,7 @@ class Cell(BaseModel):
         since another file may have the task's name. Prefixes of several forms have " / " between
         them.
         """
-        built_in = self.task.name in BUILT_IN_TASKS
+        built_in = self.task.name in built_in_tasks()
         usual = load_task(self.task.name) if built_in else self.task
         default: dict[str, Any] = {}
         if ":" not in self.method:

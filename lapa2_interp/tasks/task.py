@@ -11,7 +11,7 @@ import csv
 import io
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -164,10 +164,11 @@ class Task(BaseModel):
         return settings.parameters if settings else {}
 
 
-def built_in_tasks() -> list[str]:
+@cache
+def built_in_tasks() -> tuple[str, ...]:
     """Names of the tasks that ship with the package."""
     files = resources.files(__package__).iterdir()
-    return sorted(Path(file.name).stem for file in files if file.name.endswith(".toml"))
+    return tuple(sorted(Path(file.name).stem for file in files if file.name.endswith(".toml")))
 
 
 def read_task(name: str | Path) -> Task:

@@ -33,7 +33,7 @@ def test_more_prompts_are_of_the_tasks_kind(task, least):
 
 
 def test_the_papers_tasks():
-    assert built_in_tasks() == ["detox", "sentiment", "topic"]
+    assert built_in_tasks() == ("detox", "sentiment", "topic")
     sentiment, topic, detox = (load_task(name) for name in ("sentiment", "topic", "detox"))
     assert (len(sentiment.prompts.texts), len(topic.prompts.texts)) == (15, 20)
     assert (sentiment.prefix("positive"), sentiment.prefix("negative")) == (
