@@ -37,7 +37,7 @@ def run(bench, monkeypatch, words):
 def test_the_study_writes_a_table_and_a_page(bench, without_types, monkeypatch, tmp_path, capsys):
     threads = torch.get_num_threads()
     monkeypatch.setattr(bench, "COPIED", 1 << 22)
-    words = "--samples 1 3 --context 8 --length 6 --dtype float32 --repeats 2 --threads 1 --out"
+    words = "--samples 1 3 --context 8 --length 10 --dtype float32 --repeats 2 --threads 1 --out"
     run(bench, monkeypatch, f"{words} {tmp_path}/new/bench")
     assert torch.get_num_threads() == threads
     table = pd.read_csv(tmp_path / "new" / "bench" / "bench.csv")
