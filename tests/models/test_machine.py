@@ -31,7 +31,7 @@ dtype = "auto"
 task = "sentiment"
 prompts = 2
 samples = 1
-length = 24
+length = 20
 method = "prefix"
 trace = "none"
 """

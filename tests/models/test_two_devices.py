@@ -212,9 +212,9 @@ def test_two_devices_make_the_texts_and_traces_of_one(
             chosen,
             task,
             "positive",
-            ("The lake", "Once"),
+            ("The lake", "A lake"),
             rule,
-            16,
+            11,
             2,
             patterns=((0, 1), (3, 2)),
         )
