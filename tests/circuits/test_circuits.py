@@ -455,13 +455,15 @@ def expected_effects(key, contrast_set, role):
     return np.array(found)
 
 
-@pytest.mark.parametrize("n", [8, 200])
+@pytest.mark.parametrize(
+    ("n", "prompts"), [(8, ("The lake", "Once upon a time")), (200, ("The lake",))]
+)
 @pytest.mark.parametrize(
     "name", ["planted", "planted-gpt2:3", "planted-spread:1", "planted-backup"]
 )
-def test_planted_effects_are_the_closed_form(name, n):
+def test_planted_effects_are_the_closed_form(name, n, prompts):
     model, key = load_planted(name), answer_key(name)
-    asked = planted_contrast_set(model, name, n, prompts=("The lake", "Once upon a time"))
+    asked = planted_contrast_set(model, name, n, prompts=prompts)
     table = knock_out(model, asked, metric="lex", other_metrics=())
     places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
     for role, head in key.heads.items():
