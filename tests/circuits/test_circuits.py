@@ -349,7 +349,7 @@ def test_more_than_two_attributes():
 
 
 def test_a_metric_of_ones_own_and_a_task_by_name():
-    model = load_planted()
+    model = load("planted")
     found = control_score(
         model,
         "sentiment",
@@ -367,10 +367,6 @@ def test_a_metric_of_ones_own_and_a_task_by_name():
     # Texts written behind a prefix say so.
     behind = make_examples(model, "sentiment", prompts=["The lake"], source="positive", tokens=4)
     assert behind[0].source == "positive"
-
-
-def load_planted(name="planted", dtype="float32", model_class="TransformerBridge"):
-    return load(name, dtype, model_class)
 
 
 def test_what_cannot_be_asked_is_refused():
@@ -400,7 +396,7 @@ def test_what_cannot_be_asked_is_refused():
     with pytest.raises(CircuitError, match="unknown setting 'token'.*did you mean 'tokens'"):
         control_score(model, "sentiment", token=3)
     with pytest.raises(CircuitError, match="tokens=0, samples=1"):
-        control_score(load_planted(), "sentiment", tokens=0)
+        control_score(load("planted"), "sentiment", tokens=0)
     with pytest.raises(CircuitError, match="words are given for plus; the attributes are plus, mi"):
         control_score(model, examples_of(model), words={"plus": [3]})
     with pytest.raises(CircuitError, match=r"'flat' must give a number.*, 5\).*found \(1,\)"):
@@ -462,7 +458,7 @@ def expected_effects(key, contrast_set, role):
     "name", ["planted", "planted-gpt2:3", "planted-spread:1", "planted-backup"]
 )
 def test_planted_effects_are_the_closed_form(name, n, prompts):
-    model, key = load_planted(name), answer_key(name)
+    model, key = load(name), answer_key(name)
     asked = planted_contrast_set(model, name, n, prompts=prompts)
     table = knock_out(model, asked, metric="lex", other_metrics=())
     places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
@@ -476,7 +472,7 @@ def test_planted_effects_are_the_closed_form(name, n, prompts):
 @pytest.mark.parametrize("replacement", ALL)
 def test_the_planted_order_is_found_whatever_the_replacement(replacement):
     """And never by attention mass: the decoy has most of it."""
-    model, key = load_planted(), answer_key("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(model, "planted", 24)
     table = knock_out(model, asked, replacement=replacement, metric="lex", other_metrics=["js"])
     best = table.best(8)
@@ -491,7 +487,7 @@ def test_the_planted_order_is_found_whatever_the_replacement(replacement):
 
 def test_phases_are_part_of_the_key():
     """The relay acts at the prompt's last token: a sweep over generated tokens would not see it."""
-    model, key = load_planted(), answer_key("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(model, "planted", 12)
     lost = {
         phase: knock_out(
@@ -516,7 +512,7 @@ def test_phases_are_part_of_the_key():
 
 
 def test_layers_cells_positions_and_sets():
-    model, key = load_planted(), answer_key("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(model, "planted", 12)
     tables = {
         over: knock_out(model, asked, over=over, metric="lex", other_metrics=())
@@ -539,7 +535,7 @@ def test_layers_cells_positions_and_sets():
 
 
 def test_self_repair_hides_a_head_that_a_joint_cut_shows():
-    model, key = load_planted("planted-backup"), answer_key("planted-backup")
+    model, key = load("planted-backup"), answer_key("planted-backup")
     asked = planted_contrast_set(model, "planted-backup", 24)
     carrier, backup = key.heads["carrier"], key.heads["backup"]
     sets = {"carrier": [carrier], "backup": [backup], "both": [carrier, backup]}
@@ -550,7 +546,7 @@ def test_self_repair_hides_a_head_that_a_joint_cut_shows():
 
 
 def test_joint_curves_of_the_planted_model():
-    model, key = load_planted(), answer_key("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(
         model, "planted", 12, prompts=("The lake", "The book", "The city", "The road")
     )
@@ -569,7 +565,7 @@ def test_joint_curves_of_the_planted_model():
 
 def test_a_joint_curve_asks_what_the_table_asked():
     """Sizes that a table of few heads does not have are left out; the rest is the table's."""
-    model, pairs = load_planted(), answer_key("planted").heads
+    model, pairs = load("planted"), answer_key("planted").heads
     asked = planted_contrast_set(model, "planted", 6, prompts=("The lake", "The book"))
     units = [
         Unit({"layer": i, "head": j}, ((i, j),)) for i, j in (pairs["carrier"], pairs["relay"])
@@ -741,7 +737,7 @@ def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):
 
 def test_a_hook_that_hardly_moves_the_control_is_known_by_a_unit(tmp_path):
     """Without one head the planted model has the control it had, but other effects."""
-    model, file = load_planted(), tmp_path / "units"
+    model, file = load("planted"), tmp_path / "units"
     asked = planted_contrast_set(model, "planted", 12, prompts=("The lake", "The book"))
 
     def silent(z, hook):
@@ -789,7 +785,7 @@ def test_texts_behind_a_prefix_are_behind_the_one_that_is_asked_about(monkeypatc
 
 
 def test_few_prompts_give_numbers_and_no_claims():
-    model = load_planted()
+    model = load("planted")
     table = knock_out(model, planted_contrast_set(model, "planted", 6), metric="lex")
     frame = table.frame()
     assert frame["p"].isna().all()
@@ -867,7 +863,7 @@ def test_the_family_wise_level_holds():
 def test_random_labels_select_no_head():
     """Branches swapped by prompt at random leave lex without a direction: at most 18 of 200 such
     labellings select any head. js does not see a swap."""
-    model = load_planted()
+    model = load("planted")
     prompts = [
         f"The {word}"
         for word in ("lake", "book", "city", "road", "horse", "movie", "pizza", "country")
