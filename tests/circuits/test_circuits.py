@@ -73,8 +73,9 @@ def test_logits_are_those_of_the_plain_forward_pass(tiny, model_class):
             assert (logits - whole_pass(model, layout, example.text)).abs().max() < precision
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
-@pytest.mark.parametrize("replacement", ["cut", "mean"])
+@pytest.mark.parametrize(
+    ("name", "replacement"), [*product(TINY, ("cut", "mean")), ("smollm2-135m", "cut")]
+)
 def test_heads_that_do_not_see_the_prefix_leave_no_control(name, replacement):
     """What later queries know of a prefix comes through its keys and values alone."""
     model, given = load(name), {}
@@ -1028,11 +1029,9 @@ def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
     own = knock_out(model, asked, metric={"mine": METRICS["js"]}, other_metrics=())
     with pytest.raises(CircuitError, match="'mine' is a custom function; give it again"):
         joint_curve(model, own, sizes=(1,))
-    parts = knock_out(model, asked, over="head x position", other_metrics=())
-    twice = knock_out(
-        model, asked, units=[Unit({"name": i}, ((0, 1),)) for i in "ab"], other_metrics=()
-    )
-    for several in (parts, twice):
+    part = Unit({"layer": 0, "head": 1, "position": 0}, ((0, 1),), (0,))
+    for units in ([part], [Unit({"name": i}, ((0, 1),)) for i in "ab"]):
+        several = knock_out(model, asked, units=units, other_metrics=())
         with pytest.raises(CircuitError, match="needs knock-outs of single heads"):
             joint_curve(model, several, sizes=(1,))
 

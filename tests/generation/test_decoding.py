@@ -147,7 +147,7 @@ def test_rows_of_a_batch_equal_each_row_alone(tiny, model_class, augmentation):
 def test_a_short_text_begins_the_long_one():
     model = load("tiny-llama")
     long, short = (
-        made(model, length=length, augmentation=Augmentation(alpha=1)).samples
+        made(model, length=length, augmentation=Augmentation(alpha=1), trace="none").samples
         for length in (36, 25)
     )
     for a, b in zip(long["tokens"], short["tokens"], strict=True):
@@ -157,7 +157,7 @@ def test_a_short_text_begins_the_long_one():
 def test_baseline_and_lapa2_share_their_random_numbers():
     model = load("tiny-gpt2")
     base, same, other = (
-        made(model, augmentation=a, length=20).samples["text"].tolist()
+        made(model, augmentation=a, length=20, trace="none").samples["text"].tolist()
         for a in (None, Augmentation(alpha=1e-9), Augmentation(alpha=3))
     )
     assert base == same
@@ -167,7 +167,7 @@ def test_baseline_and_lapa2_share_their_random_numbers():
 def test_attribute_and_seed_change_the_text():
     model = load("tiny-gpt2")
     texts = {
-        tuple(made(model, attribute=a, seed=s, length=20).samples["text"])
+        tuple(made(model, attribute=a, seed=s, length=20, trace="none").samples["text"])
         for a in ("positive", "negative")
         for s in (1, 2)
     }
@@ -371,9 +371,8 @@ def test_every_methods_texts_follow_from_separate_branches(
     if any(isinstance(branch.prefix, SoftPrefixKey) for branch in method.branches(task, attribute)):
         method = dataclasses.replace(method, prefixes=soft_set(tmp_path, model, task))
     prompts = ["The lake", "In summary, a"]
-    found = made(
-        model, prompts, attribute, task, method, augmentation=augmentation, length=20, top_k=1
-    )
+    settings = {"augmentation": augmentation, "length": 20, "top_k": 1, "trace": "none"}
+    found = made(model, prompts, attribute, task, method, **settings)
     branches = method.branches(task, attribute)
     for sample in found.samples.itertuples():
         log_probs, state = {}, None
@@ -399,7 +398,7 @@ def test_every_methods_texts_follow_from_separate_branches(
 def test_transformer_lens_own_generate_runs_under_the_bias(tiny, use_cache):
     """`augmented` around the bridge's `generate`, cached or not, writes what our loop writes."""
     model, augmentation = load(tiny), Augmentation(alpha=2)
-    asked = {"prompts": ["The lake"], "top_k": 1, "length": 18}
+    asked = {"prompts": ["The lake"], "top_k": 1, "length": 18, "trace": "none"}
     ours = made(model, **asked, augmentation=augmentation).samples["tokens"][0]
     branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
     settings = {
