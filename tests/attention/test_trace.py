@@ -152,8 +152,8 @@ def test_local_ratios(kind):
 
 def test_local_ratios_are_shares_with_doubled_bos_too():
     for doubled in (False, True):
-        asked = {"attribute": "positive", "prompts": ["a"], "length": 14, "dtype": "float32"}
-        trace = make_run("tiny-llama", doubled_bos=doubled, **asked).trace()
+        asked = {"attribute": "positive", "prompts": ["a"], "length": 14}
+        trace = make_run(load("tiny-llama"), doubled_bos=doubled, **asked).trace()
         for k in (2, 4, 6, 8):
             assert np.nanmax(local_ratio(trace, k, without_bos=True)) <= 1 + 1e-6
 
