@@ -112,12 +112,8 @@ def test_the_draw_is_that_of_the_other_tokens_with_the_same_numbers():
 
 def texts(method="prefix", attribute="a", bar=True, **settings):
     model = load("tiny-gpt2")
-    given = {
-        "length": 28,
-        "samples": 3,
-        "trace": "none",
-        "ban_words": "own" if bar else "none",
-    } | settings
+    banned = "own" if bar else "none"
+    given = {"length": 28, "samples": 3, "trace": "none", "ban_words": banned} | settings
     return generate(model, method, LETTERS, attribute, ["The lake", "z"], **given).samples
 
 

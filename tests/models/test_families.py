@@ -62,8 +62,8 @@ def network(folder):
     return functools.cache(lambda name: load_transformers(folder(name), "float64")[0])
 
 
-def layouts_of(model):
-    return [Layout.of(model.tokenizer, "Very good:", prompt) for prompt in PROMPTS]
+def layouts_of(model, rows=(0, 1)):
+    return [Layout.of(model.tokenizer, "Very good:", PROMPTS[row]) for row in rows]
 
 
 @torch.no_grad()
@@ -86,8 +86,7 @@ def decode(load):
     @functools.cache
     def made(name, kind, rows, rule):
         model = load(name, kind)
-        layouts = layouts_of(model)
-        return decoded(model, [layouts[row] for row in rows], rule)
+        return decoded(model, layouts_of(model, rows), rule)
 
     return made
 

@@ -280,19 +280,8 @@ def test_commands_name_the_windows(load, capsys):
     words = "full: 1; sliding 12: 0 2"
     assert main(["probe", folder]) == 0
     assert words in capsys.readouterr().out
-    asked = [
-        "layout",
-        "--model",
-        folder,
-        "--prefix",
-        PREFIX,
-        "--prompt",
-        PROMPT,
-        "--steps",
-        "30",
-        "--alpha",
-        "1",
-    ]
+    asked = ["layout", "--model", folder, "--prefix", PREFIX, "--prompt", PROMPT]
+    asked += ["--steps", "30", "--alpha", "1"]
     assert main(asked) == 0
     shown = capsys.readouterr().out
     assert words in shown
