@@ -24,7 +24,8 @@ from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
 
-PROMPTS = ("The lake", "The book is on the table")
+PROMPTS = ("The book is on the table in the house", "The lake is deep and it is cold in the winter")
+"""Behind them few steps cross from a bucket of 64 keys to one of 128."""
 RULE = Augmentation(alpha=0.7)
 DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 """On a GPU with CUDA graphs."""
@@ -89,7 +90,7 @@ def passes(monkeypatch):
 
 
 @torch.no_grad()
-def forced(model, rule, static, steps=34, layouts=None):
+def forced(model, rule, static, steps=12, layouts=None):
     """The logits of given tokens, [row step vocab], by usual or static steps."""
     if layouts is None:
         layouts = [Layout.of(model.tokenizer, "Very good:", each) for each in PROMPTS]
@@ -174,7 +175,7 @@ RULES = {
 def test_rules(name, rule, passes):
     asked = ("prefix", load_task("sentiment"), "positive", PROMPTS, RULES[rule])
     traced = {"trace": "full", "patterns": ((0, 1), (2, 0))}
-    same(load(name, "float32", PLAIN), *asked, length=40, samples=2, **traced)
+    same(load(name, "float32", PLAIN), *asked, length=56, samples=2, **traced)
     assert passes["captured"] == [64, 128]
 
 
@@ -190,7 +191,8 @@ def test_methods(name, method, device, passes, tmp_path):
     else:
         task = task if method == "air-decoding" else load_task("detox")
         asked, more = (method, task, next(iter(task.attributes))), {}
-    same(model, *asked, PROMPTS, RULE, length=40, samples=2, trace="pooled", **more)
+    more["length"] = 56 if task.length_counts_prompt else 12
+    same(model, *asked, PROMPTS, RULE, samples=2, trace="pooled", **more)
     assert passes["captured"]
 
 
@@ -202,7 +204,13 @@ def test_rows_that_end_early_and_steps_that_are_used_again(passes, monkeypatch):
         "convert_tokens_to_ids",
         lambda self, tokens: [*range(0, 257, 8)] if isinstance(tokens, list) else end(self, tokens),
     )
-    asked = ("prefix", load_task("sentiment"), "positive", [*PROMPTS, "A"], RULE)
+    asked = (
+        "prefix",
+        load_task("sentiment"),
+        "positive",
+        ["A", "The lake", "The book is on the table"],
+        RULE,
+    )
     texts = same(model, *asked, length=40, samples=4, max_rows=4, eos="stop", top_k=200)
     assert texts["n_tokens"].nunique() > 3
     assert {*texts["finish"]} == {"end", "length"} or {*texts["finish"]} == {"end"}
@@ -227,9 +235,9 @@ def test_bfloat16_under_teacher_forcing(name, device):
     ],
 )
 def test_usual_steps_and_a_note(kind, rule, note, passes, capsys):
-    asked = ("prefix", load_task("sentiment"), "positive", PROMPTS, rule)
+    asked = ("prefix", load_task("sentiment"), "positive", ("The lake", "A lake"), rule)
     for _ in range(2):
-        same(load("tiny-gpt2", "float32", kind), *asked, length=30, samples=2)
+        same(load("tiny-gpt2", "float32", kind), *asked, length=12, samples=2)
     assert not passes["run"]
     assert note in (found := capsys.readouterr().err)
     assert found.count("note: ") == 1

@@ -1,5 +1,7 @@
 """Recorded sums against whole patterns of a full recomputation."""
 
+import functools
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -30,11 +32,12 @@ from lapa2_interp.methods import registry as methods
 PROMPTS = ["The lake", "Once upon a time"]
 
 
-def made(model, **settings):
+@functools.cache
+def made(name, model_class="TransformerBridge", **settings):
+    """A run of a model, shared by all tests, which only read it."""
     settings = {"length": 26, "samples": 2, "augmentation": Augmentation(alpha=1)} | settings
-    return generate(
-        model, methods.get("prefix"), load_task("sentiment"), "positive", PROMPTS, **settings
-    )
+    model, task = load(name, model_class=model_class), load_task("sentiment")
+    return generate(model, methods.get("prefix"), task, "positive", PROMPTS, **settings)
 
 
 def expected_sums(pattern, found):
@@ -57,10 +60,11 @@ def expected_sums(pattern, found):
 def test_every_sum_of_every_head_and_step_equals_the_recomputed_pattern(
     tiny, model_class, augmentation
 ):
-    model = load(tiny, "float32", model_class)
-    run = made(model, augmentation=augmentation, patterns=[(1, 2), (3, 0)])
-    trace = run.trace.isel(branch=0)
-    assert trace["prefix"].dims == ("sample", "step", "layer", "head")
+    model = load(tiny, model_class=model_class)
+    run = made(tiny, model_class, augmentation=augmentation, patterns=((1, 2), (3, 0)))
+    assert run.trace["prefix"].dims == ("branch", "sample", "step", "layer", "head")
+    trace = {name: run.trace[name].to_numpy()[0] for name in (*SUMS, "prefix_tokens", "pattern")}
+    l_kv = run.trace["l_kv"].to_numpy()[0]
     for number, sample in enumerate(run.samples.itertuples()):
         found = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
         _, patterns = oracle_logits(model, found, sample.tokens[:-1], augmentation)
@@ -72,27 +76,27 @@ def test_every_sum_of_every_head_and_step_equals_the_recomputed_pattern(
             }
             for layer, row in rows.items():
                 for name, expected in expected_sums(row, found).items():
-                    recorded = trace[name][number, step, layer].to_numpy()
+                    recorded = trace[name][number, step, layer]
                     assert np.abs(recorded - expected.numpy()).max() < 2e-5, (name, layer, step)
             tokens = np.mean(
                 [row[:, slice(*found.prefix)].numpy() for row in rows.values()], axis=(0, 1)
             )
-            assert np.abs(trace["prefix_tokens"][number, step].to_numpy() - tokens).max() < 2e-5
+            assert np.abs(trace["prefix_tokens"][number, step] - tokens).max() < 2e-5
             for pair, (layer, head) in enumerate([(1, 2), (3, 0)]):
-                kept = trace["pattern"][number, step, pair].to_numpy()
+                kept = trace["pattern"][number, step, pair]
                 assert np.abs(kept[: query + 1] - rows[layer][head].numpy()).max() < 2e-5
                 assert np.isnan(kept[query + 1 :]).all()
-            assert trace["l_kv"][number, step] == query + 1
+            assert l_kv[number, step] == query + 1
 
 
 def test_the_parts_add_up_to_one():
-    trace = made(load("tiny-llama")).trace
+    trace = made("tiny-llama").trace
     total = sum(trace[name] for name in ("bos", "prefix", "prompt", "generated")).to_numpy()
     assert np.nanmax(np.abs(total - 1)) < 1e-6
 
 
 def test_steps_a_sample_does_not_have_are_nan():
-    run = made(load("tiny-gpt2"))
+    run = made("tiny-gpt2")
     for number, sample in enumerate(run.samples.itertuples()):
         for name in (*SUMS, "prefix_tokens"):
             values = run.trace[name].to_numpy()[0, number]
@@ -101,15 +105,15 @@ def test_steps_a_sample_does_not_have_are_nan():
 
 
 def test_pooled_is_the_mean_of_full():
-    full, mean = (made(load("tiny-neox"), trace=kind).trace for kind in ("full", "pooled"))
+    full, mean = (made("tiny-neox", trace=kind).trace for kind in ("full", "pooled"))
     assert mean["prefix"].dims == ("branch", "sample", "step")
     for name in SUMS:
         assert np.allclose(pooled(full, name), mean[name], atol=1e-6, equal_nan=True)
-    assert made(load("tiny-neox"), trace="none").trace is None
+    assert made("tiny-neox", trace="none").trace is None
 
 
 def test_batches_do_not_change_a_trace():
-    together, alone = (made(load("tiny-gpt2"), max_rows=rows).trace for rows in (None, 1))
+    together, alone = (made("tiny-gpt2", max_rows=rows).trace for rows in (None, 1))
     for name in SUMS:
         assert np.allclose(together[name], alone[name], atol=1e-5, equal_nan=True)
 
@@ -136,7 +140,7 @@ def nearest_last_prompt_token(run, model):
 
 @pytest.mark.parametrize("kind", ["full", "pooled"])
 def test_local_ratios(kind):
-    trace = made(load("tiny-gpt2"), trace=kind).trace
+    trace = made("tiny-gpt2", trace=kind).trace
     nearest, prefix, bos = (trace[name].to_numpy() for name in ("nearest_4", "prefix", "bos"))
     np.testing.assert_allclose(local_ratio(trace, 4), nearest / (1 - prefix), rtol=1e-4)
     np.testing.assert_allclose(
@@ -148,8 +152,8 @@ def test_local_ratios(kind):
 
 def test_local_ratios_are_shares_with_doubled_bos_too():
     for doubled in (False, True):
-        asked = {"attribute": "positive", "prompts": ["a"], "length": 14, "dtype": "float32"}
-        trace = make_run("tiny-llama", doubled_bos=doubled, **asked).trace()
+        asked = {"attribute": "positive", "prompts": ["a"], "length": 14}
+        trace = make_run(load("tiny-llama"), doubled_bos=doubled, **asked).trace()
         for k in (2, 4, 6, 8):
             assert np.nanmax(local_ratio(trace, k, without_bos=True)) <= 1 + 1e-6
 
@@ -200,7 +204,7 @@ def test_tables_of_one_prompt_and_of_short_texts_claim_nothing():
 
 
 def test_netcdf_round_trip(tmp_path):
-    trace = made(load("tiny-gpt2"), patterns=[(0, 0)]).trace.assign_attrs(
+    trace = made("tiny-gpt2", patterns=((0, 0),)).trace.assign_attrs(
         manifest='{"nested": {"a": [1]}}'
     )
     trace.to_netcdf(tmp_path / "trace.nc", engine="h5netcdf")
@@ -209,7 +213,7 @@ def test_netcdf_round_trip(tmp_path):
 
 
 def test_size_estimate_is_the_size():
-    run = made(load("tiny-gpt2"), patterns=[(0, 0)])
+    run = made("tiny-gpt2", patterns=((0, 0),))
     trace = run.trace
     size = sum(trace[name].nbytes for name in SUMS) + trace["pattern"].nbytes
     assert trace_bytes("full", 4, trace.sizes["step"], 4, 4, 1, trace.sizes["key"]) == size
@@ -222,9 +226,7 @@ def test_heads_the_model_lacks():
 
 
 def test_tables_of_a_run_with_two_arms():
-    model = load("tiny-gpt2")
-    arms = {"base": None, "lapa2": Augmentation(alpha=1)}
-    runs = {arm: made(model, augmentation=a, trace="full") for arm, a in arms.items()}
+    runs = {"base": made("tiny-gpt2", augmentation=None), "lapa2": made("tiny-gpt2")}
     samples = pd.concat(
         [run.samples.assign(arm=arm) for arm, run in runs.items()], ignore_index=True
     )
@@ -263,11 +265,11 @@ def test_tables_of_a_run_with_two_arms():
     with pytest.raises(TraceError, match="unknown branch 'other'; allowed: prefix"):
         step_table(trace, samples, branch="other")
     with pytest.raises(TraceError, match="pooled over heads"):
-        head_table(made(model, trace="pooled").trace, runs["base"].samples)
+        head_table(made("tiny-gpt2", trace="pooled").trace, runs["base"].samples)
 
 
 def test_tables_of_some_samples_need_the_same_part_of_the_trace():
-    run = made(load("tiny-gpt2"))
+    run = made("tiny-gpt2")
     for table in (step_table, head_table, prefix_token_table):
         with pytest.raises(TraceError, match=r"2 samples for a trace of 4; .*trace.isel\(sample"):
             table(run.trace, run.samples.iloc[2:])
@@ -275,10 +277,11 @@ def test_tables_of_some_samples_need_the_same_part_of_the_trace():
 
 
 def test_an_arm_without_a_prefix_token_has_no_bar_of_it():
-    run = made(load("tiny-gpt2"))
+    run = made("tiny-gpt2")
     samples = run.samples.assign(arm=["long", "long", "short", "short"])
-    run.trace["prefix_tokens"].load()[:, 2:, :, -1] = np.nan
-    tokens = prefix_token_table(run.trace, samples)
+    trace = run.trace.copy(deep=True)
+    trace["prefix_tokens"][:, 2:, :, -1] = np.nan
+    tokens = prefix_token_table(trace, samples)
     assert tokens["key"].tolist() == [
         "BOS", *(f"p{i}" for i in range(1, 15)), "BOS", *(f"p{i}" for i in range(1, 14))
     ]  # fmt: skip

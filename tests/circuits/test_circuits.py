@@ -73,13 +73,15 @@ def test_logits_are_those_of_the_plain_forward_pass(tiny, model_class):
             assert (logits - whole_pass(model, layout, example.text)).abs().max() < precision
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
-@pytest.mark.parametrize("replacement", ["cut", "mean"])
+@pytest.mark.parametrize(
+    ("name", "replacement"), [*product(TINY, ("cut", "mean")), ("smollm2-135m", "cut")]
+)
 def test_heads_that_do_not_see_the_prefix_leave_no_control(name, replacement):
     """What later queries know of a prefix comes through its keys and values alone."""
-    model = load(name)
-    prefixes = PAIR if name != "smollm2-135m" else {"a": "Very positive:", "b": "Very negative:"}
-    for example in examples_of(model, prefixes=prefixes):
+    model, given = load(name), {}
+    if name == "smollm2-135m":
+        given = {"prefixes": {"a": "Very positive:", "b": "Very negative:"}, "prompts": ("jkl",)}
+    for example in examples_of(model, **given):
         logits = logits_of(model, [example], Edit(all_heads(model), replacement))
         plain = logits_of(model, [example])
         assert (logits[0] - logits[1]).abs().max() < 1e-6 * max(1, plain.abs().max())
@@ -171,7 +173,7 @@ def test_phase_query_is_each_step_by_itself(tiny, replacement):
     """A step under phase predicting_only is the last step of that shorter text, whose other queries are
     clean."""
     model = load(tiny, "float64")
-    example = examples_of(model)[0]
+    example = examples_of(model, n=3)[0]
     edit = Edit(((1, 0), (2, 3)), replacement, "predicting_only")
     whole = logits_of(model, [example], edit)[:, 0]
     for t in range(example.n_steps):
@@ -195,7 +197,7 @@ def test_under_phase_query_a_span_may_end_with_the_prompt(replacement, model_cla
     """The prompt before its last token is read before that key exists. The first step is that of
     phase last_query, whatever acts."""
     model = load("tiny-llama", "float64", model_class)
-    example = examples_of(model)[0]
+    example = examples_of(model, n=2)[0]
     heads = ((1, 0), (2, 3))
     early = Augmentation(alpha=0.7, phase="after_span")
     for phase in ("predicting_only", "last_query"):
@@ -348,7 +350,7 @@ def test_more_than_two_attributes():
 
 
 def test_a_metric_of_ones_own_and_a_task_by_name():
-    model = load_planted()
+    model = load("planted")
     found = control_score(
         model,
         "sentiment",
@@ -366,10 +368,6 @@ def test_a_metric_of_ones_own_and_a_task_by_name():
     # Texts written behind a prefix say so.
     behind = make_examples(model, "sentiment", prompts=["The lake"], source="positive", tokens=4)
     assert behind[0].source == "positive"
-
-
-def load_planted(name="planted", dtype="float32", model_class="TransformerBridge"):
-    return load(name, dtype, model_class)
 
 
 def test_what_cannot_be_asked_is_refused():
@@ -399,7 +397,7 @@ def test_what_cannot_be_asked_is_refused():
     with pytest.raises(CircuitError, match="unknown setting 'token'.*did you mean 'tokens'"):
         control_score(model, "sentiment", token=3)
     with pytest.raises(CircuitError, match="tokens=0, samples=1"):
-        control_score(load_planted(), "sentiment", tokens=0)
+        control_score(load("planted"), "sentiment", tokens=0)
     with pytest.raises(CircuitError, match="words are given for plus; the attributes are plus, mi"):
         control_score(model, examples_of(model), words={"plus": [3]})
     with pytest.raises(CircuitError, match=r"'flat' must give a number.*, 5\).*found \(1,\)"):
@@ -454,13 +452,15 @@ def expected_effects(key, contrast_set, role):
     return np.array(found)
 
 
-@pytest.mark.parametrize("n", [8, 64, 200])
+@pytest.mark.parametrize(
+    ("n", "prompts"), [(8, ("The lake", "Once upon a time")), (200, ("The lake",))]
+)
 @pytest.mark.parametrize(
     "name", ["planted", "planted-gpt2:3", "planted-spread:1", "planted-backup"]
 )
-def test_planted_effects_are_the_closed_form(name, n):
-    model, key = load_planted(name), answer_key(name)
-    asked = planted_contrast_set(model, name, n, prompts=("The lake", "Once upon a time"))
+def test_planted_effects_are_the_closed_form(name, n, prompts):
+    model, key = load(name), answer_key(name)
+    asked = planted_contrast_set(model, name, n, prompts=prompts)
     table = knock_out(model, asked, metric="lex", other_metrics=())
     places = {unit.heads[0]: i for i, unit in enumerate(table.units)}
     for role, head in key.heads.items():
@@ -473,7 +473,7 @@ def test_planted_effects_are_the_closed_form(name, n):
 @pytest.mark.parametrize("replacement", ALL)
 def test_the_planted_order_is_found_whatever_the_replacement(replacement):
     """And never by attention mass: the decoy has most of it."""
-    model, key = load_planted(), answer_key("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(model, "planted", 24)
     table = knock_out(model, asked, replacement=replacement, metric="lex", other_metrics=["js"])
     best = table.best(8)
@@ -488,7 +488,7 @@ def test_the_planted_order_is_found_whatever_the_replacement(replacement):
 
 def test_phases_are_part_of_the_key():
     """The relay acts at the prompt's last token: a sweep over generated tokens would not see it."""
-    model, key = load_planted(), answer_key("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(model, "planted", 12)
     lost = {
         phase: knock_out(
@@ -513,7 +513,7 @@ def test_phases_are_part_of_the_key():
 
 
 def test_layers_cells_positions_and_sets():
-    model, key = load_planted(), answer_key("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(model, "planted", 12)
     tables = {
         over: knock_out(model, asked, over=over, metric="lex", other_metrics=())
@@ -536,7 +536,7 @@ def test_layers_cells_positions_and_sets():
 
 
 def test_self_repair_hides_a_head_that_a_joint_cut_shows():
-    model, key = load_planted("planted-backup"), answer_key("planted-backup")
+    model, key = load("planted-backup"), answer_key("planted-backup")
     asked = planted_contrast_set(model, "planted-backup", 24)
     carrier, backup = key.heads["carrier"], key.heads["backup"]
     sets = {"carrier": [carrier], "backup": [backup], "both": [carrier, backup]}
@@ -547,7 +547,7 @@ def test_self_repair_hides_a_head_that_a_joint_cut_shows():
 
 
 def test_joint_curves_of_the_planted_model():
-    model, key = load_planted(), answer_key("planted")
+    model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(
         model, "planted", 12, prompts=("The lake", "The book", "The city", "The road")
     )
@@ -566,7 +566,7 @@ def test_joint_curves_of_the_planted_model():
 
 def test_a_joint_curve_asks_what_the_table_asked():
     """Sizes that a table of few heads does not have are left out; the rest is the table's."""
-    model, pairs = load_planted(), answer_key("planted").heads
+    model, pairs = load("planted"), answer_key("planted").heads
     asked = planted_contrast_set(model, "planted", 6, prompts=("The lake", "The book"))
     units = [
         Unit({"layer": i, "head": j}, ((i, j),)) for i, j in (pairs["carrier"], pairs["relay"])
@@ -599,7 +599,7 @@ def test_a_joint_curve_asks_what_the_table_asked():
 
 def test_units_and_batches_change_nothing():
     model = load("tiny-llama")
-    asked = contrast_set(model, prompts=("efg hi", "jkl", "mno"))
+    asked = contrast_set(model)
     table = knock_out(model, asked, batch_size=7)
     again = knock_out(model, asked, units=table.units[::-1], batch_size=1)
     assert np.abs(table.values - again.values[:, ::-1]).max() < 1e-6
@@ -738,7 +738,7 @@ def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):
 
 def test_a_hook_that_hardly_moves_the_control_is_known_by_a_unit(tmp_path):
     """Without one head the planted model has the control it had, but other effects."""
-    model, file = load_planted(), tmp_path / "units"
+    model, file = load("planted"), tmp_path / "units"
     asked = planted_contrast_set(model, "planted", 12, prompts=("The lake", "The book"))
 
     def silent(z, hook):
@@ -786,7 +786,7 @@ def test_texts_behind_a_prefix_are_behind_the_one_that_is_asked_about(monkeypatc
 
 
 def test_few_prompts_give_numbers_and_no_claims():
-    model = load_planted()
+    model = load("planted")
     table = knock_out(model, planted_contrast_set(model, "planted", 6), metric="lex")
     frame = table.frame()
     assert frame["p"].isna().all()
@@ -864,7 +864,7 @@ def test_the_family_wise_level_holds():
 def test_random_labels_select_no_head():
     """Branches swapped by prompt at random leave lex without a direction: at most 18 of 200 such
     labellings select any head. js does not see a swap."""
-    model = load_planted()
+    model = load("planted")
     prompts = [
         f"The {word}"
         for word in ("lake", "book", "city", "road", "horse", "movie", "pizza", "country")
@@ -926,8 +926,8 @@ def test_an_augmentation_of_the_user_is_part_of_the_forward_pass():
 
 def test_a_file_of_knock_outs_knows_units_by_their_heads(tmp_path):
     """Head 0.1 is not KV head 0.1, and a set of heads is not another set of the same name."""
-    model, asked = load("tiny-llama"), contrast_set(load("tiny-llama"))
-    file = tmp_path / "kept"
+    model, file = load("tiny-llama"), tmp_path / "kept"
+    asked = contrast_set(model, n=2, prompts=("jkl",))
     for over in ("head", "kv", "layer", "position", {"best": [[1, 2]]}, {"best": [[0, 1]]}):
         kept, fresh = (
             knock_out(model, asked, over=over, metric="lex", other_metrics=(), file=place)
@@ -1015,7 +1015,7 @@ def test_shares_of_few_prompts_cover(n):
 
 def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
     model = load("tiny-llama")
-    asked = contrast_set(model)
+    asked = contrast_set(model, n=1)
     table = knock_out(model, asked, metric="lex", other_metrics=())
     with pytest.raises(
         CircuitError, match="a joint curve of .* heads needs sizes below that; found 1"
@@ -1029,11 +1029,9 @@ def test_sizes_and_metrics_that_a_joint_curve_does_not_have():
     own = knock_out(model, asked, metric={"mine": METRICS["js"]}, other_metrics=())
     with pytest.raises(CircuitError, match="'mine' is a custom function; give it again"):
         joint_curve(model, own, sizes=(1,))
-    parts = knock_out(model, asked, over="head x position", other_metrics=())
-    twice = knock_out(
-        model, asked, units=[Unit({"name": i}, ((0, 1),)) for i in "ab"], other_metrics=()
-    )
-    for several in (parts, twice):
+    part = Unit({"layer": 0, "head": 1, "position": 0}, ((0, 1),), (0,))
+    for units in ([part], [Unit({"name": i}, ((0, 1),)) for i in "ab"]):
+        several = knock_out(model, asked, units=units, other_metrics=())
         with pytest.raises(CircuitError, match="needs knock-outs of single heads"):
             joint_curve(model, several, sizes=(1,))
 
@@ -1096,7 +1094,7 @@ def test_what_acts_inside_the_prefix_or_reads_a_whole_pass_is_refused():
     from lapa2_interp.circuits.logit_attribution import head_logit_attribution
 
     model = load("tiny-gpt2")  # its released span ends inside the prefix
-    asked = contrast_set(model)
+    asked = contrast_set(model, n=2, prompts=("jkl",))
     for span in ("bos", "released", ((0, 2),)):
         rule = Augmentation(alpha=0.5, span=span, phase="after_span")
         for instrument in (control_score, attribution, head_logit_attribution):

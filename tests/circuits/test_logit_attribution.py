@@ -27,8 +27,8 @@ def gap(found):
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
 def test_all_parts_sum_to_the_logit_difference(name):
     model = load(name)
-    prefixes = {"a": "Very positive:", "b": "Very negative:"}
-    asked = contrast_set(model, **({"prefixes": prefixes} if name == "smollm2-135m" else {}))
+    real = {"prefixes": {"a": "Very positive:", "b": "Very negative:"}, "prompts": ("jkl",)}
+    asked = contrast_set(model, **(real if name == "smollm2-135m" else {}))
     found = head_logit_attribution(model, asked)
     assert gap(found) < 1e-4 * max(1, np.abs(found.total).max())
     for i, example in enumerate(asked.examples):

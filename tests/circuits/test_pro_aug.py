@@ -76,12 +76,12 @@ def test_the_slope_is_a_finite_difference_of_the_control(method):
         metric="llr",
     )
     branches = [chosen.branches(load_task("sentiment"), each) for each in ("positive", "negative")]
-    slopes = []
+    steered, slopes = {each.prefix: each for each in sum(branches, ()) if each.prefix}, []
     for prompt in PROMPTS:
         n_prompt, ends = len(ids(model, prompt)), []
         with torch.no_grad():
             fixed = {
-                each.prefix: read(model, each, prompt, text, None) for each in sum(branches, ())
+                prefix: read(model, each, prompt, text, None) for prefix, each in steered.items()
             }
             for b in (h, -h):
                 rule = Augmentation(alpha=b, law="scale", heads=heads)

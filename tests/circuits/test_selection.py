@@ -140,8 +140,8 @@ def test_random_labels_select_next_to_nothing(contrast_set):
 def test_two_tokens_are_needed_where_a_gate_reads_the_first():
     """In the twin "spread" the carrier does not find the attribute without the first token."""
     model = load("planted-spread")
-    assert sufficient_tokens(model, "sentiment", "lex", tokens=8) == (0, ATTRIBUTE)
-    assert sufficient_tokens(load("planted"), "sentiment", "lex", tokens=8) == (ATTRIBUTE,)
+    assert sufficient_tokens(model, "sentiment", "lex", tokens=4) == (0, ATTRIBUTE)
+    assert sufficient_tokens(load("planted"), "sentiment", "lex", tokens=4) == (ATTRIBUTE,)
 
 
 def test_tokens_that_are_given(contrast_set):
@@ -169,10 +169,10 @@ def test_errors(settings, message):
 
 def test_a_card_names_the_metric_that_was_used(contrast_set, chosen):
     """Scores that need no control say none, unless tokens or Pro-Aug are chosen by it."""
-    model = load("planted")
+    model, few = load("planted"), replace(contrast_set, examples=contrast_set.examples[:8])
     named = {
         (score, heads, positions): select(
-            model, contrast_set, score=score, heads=heads, positions=positions, metric="lex"
+            model, few, score=score, heads=heads, positions=positions, metric="lex"
         ).metric
         for score, heads, positions in product(("random", "cut"), (0, 1), ("all", "auto"))
     }
@@ -225,7 +225,7 @@ def test_the_commands(tmp_path, capsys):
     assert (rule.heads, rule.span, rule.alpha) == ((key["carrier"],), ("prefix", (1,)), 0.5)
     assert main([*made[:-1], str(tmp_path / "no"), "--heads", "0.1"]) == 2
     assert "--selection gives the heads; leave out --heads" in capsys.readouterr().err
-    line = f"fading planted --filler 100 --tokens 4 --selection {card} --random 1 --out {out}"
+    line = f"fading planted --filler 40 --tokens 4 --selection {card} --random 1 --out {out}"
     assert main(line.split()) == 0
     printed = capsys.readouterr().out
     assert "mass mediates: holding the mass restores four fifths of the fade" in printed

@@ -21,6 +21,7 @@ from lapa2_interp.tasks.task import Attribute
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ("The lake", "The book", "The city", "The road", "The horse", "The movie", "The pizza", "The country")  # fmt: skip
+SMALL = {"prompts": PROMPTS[:2], "tokens": 2, "best": 1, "report": str}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_a_task_whose_file_has_changed_needs_another_folder(tmp_path):
 
 def test_a_model_that_does_not_tell_the_prefixes_apart_has_no_control(tmp_path):
     """The whole study is made, its page and figures too."""
-    found = run_study(load("planted"), "topic", tmp_path, prompts=PROMPTS[:2], tokens=4, report=str)
+    found = run_study(load("planted"), "topic", tmp_path, **SMALL)
     assert found.summary().endswith("so there is no control that a head could carry.")
     assert "Heads together" in render_study(found)
 
@@ -164,9 +165,7 @@ def test_few_prompts_make_no_claim(tmp_path, capsys):
 
 def test_a_study_in_bfloat16_goes_to_its_page(tmp_path):
     model = load("planted", "bfloat16")
-    found = run_study(
-        model, "sentiment", tmp_path / "half", prompts=PROMPTS[:2], tokens=4, report=str
-    )
+    found = run_study(model, "sentiment", tmp_path / "half", **SMALL)
     assert found.gradient is None
     assert "the gradient&#39;s order" in render_study(found)
 
@@ -186,11 +185,9 @@ def test_prefixes_of_different_lengths_are_refused_in_one_line(tmp_path, capsys)
 
 def test_without_hooks_all_but_the_writes(tmp_path):
     model = load("planted", model_class="TransformersModel")
-    found = run_study(
-        model, "sentiment", tmp_path / "plain", prompts=PROMPTS[:3], tokens=4, report=str
-    )
+    found = run_study(model, "sentiment", tmp_path / "plain", **SMALL)
     assert found.logit_attribution is None
-    assert "what heads write, the gradient's order, and texts longer than 4" in found.summary()
+    assert "what heads write, the gradient's order, and texts longer than 2" in found.summary()
     assert "What they write" not in render_study(found)
     assert module.BEST == 24
 

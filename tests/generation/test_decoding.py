@@ -108,23 +108,27 @@ def test_generated_tokens_are_draws_from_the_recomputed_distribution(tiny, model
         assert draw(logits.log_softmax(1), streams, top_k=200).tolist() == sample.tokens
 
 
-def test_alpha_zero_is_plain_greedy_transformers():
+def test_alpha_zero_is_plain_greedy_transformers_and_text_keeps_its_leading_space():
     """Other models: `test_families.test_alpha_0_is_transformers_generate`."""
     model = load("smollm2-135m")
     network, _, _ = load_transformers("smollm2-135m")
-    for augmentation in (None, Augmentation(alpha=0)):
-        found = made(model, ["The lake"], augmentation=augmentation, top_k=1, length=6)
-        ids = Layout.of(model.tokenizer, "Very positive:", "The lake").tensor
-        for token in found.samples["tokens"][0]:
-            with torch.no_grad():
-                assert network(ids).logits[0, -1].argmax().item() == token
-            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+    plain, zero = (
+        made(model, ["The lake"], augmentation=each, top_k=1, length=6).samples.iloc[0]
+        for each in (None, Augmentation(alpha=0))
+    )
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    with torch.no_grad():
+        logits = network(torch.tensor([[*layout.ids, *plain["tokens"][:-1]]])).logits[0]
+    assert logits[len(layout) - 1 :].argmax(1).tolist() == plain["tokens"]
+    assert zero["tokens"] == plain["tokens"]
+    assert plain["continuation"].startswith(" ")
+    assert plain["text"] == "The lake" + model.tokenizer.decode(plain["tokens"])
 
 
 @pytest.mark.parametrize("augmentation", [None, Augmentation(alpha=1)])
 def test_rows_of_a_batch_equal_each_row_alone(tiny, model_class, augmentation):
     model = load(tiny, "float32", model_class)
-    settings = {"augmentation": augmentation, "seed": 3, "trace": "none"}
+    settings = {"augmentation": augmentation, "seed": 3, "trace": "none", "length": 21}
     together = made(model, samples=4, **settings).samples
     first = made(model, samples=1, **settings).samples
     alone = made(model, ["Once upon a time"], samples=3, max_rows=1, **settings).samples
@@ -143,8 +147,8 @@ def test_rows_of_a_batch_equal_each_row_alone(tiny, model_class, augmentation):
 def test_a_short_text_begins_the_long_one():
     model = load("tiny-llama")
     long, short = (
-        made(model, length=length, augmentation=Augmentation(alpha=1)).samples
-        for length in (60, 25)
+        made(model, length=length, augmentation=Augmentation(alpha=1), trace="none").samples
+        for length in (36, 25)
     )
     for a, b in zip(long["tokens"], short["tokens"], strict=True):
         assert a[: len(b)] == b
@@ -153,7 +157,7 @@ def test_a_short_text_begins_the_long_one():
 def test_baseline_and_lapa2_share_their_random_numbers():
     model = load("tiny-gpt2")
     base, same, other = (
-        made(model, augmentation=a).samples["text"].tolist()
+        made(model, augmentation=a, length=20, trace="none").samples["text"].tolist()
         for a in (None, Augmentation(alpha=1e-9), Augmentation(alpha=3))
     )
     assert base == same
@@ -163,7 +167,7 @@ def test_baseline_and_lapa2_share_their_random_numbers():
 def test_attribute_and_seed_change_the_text():
     model = load("tiny-gpt2")
     texts = {
-        tuple(made(model, attribute=a, seed=s).samples["text"])
+        tuple(made(model, attribute=a, seed=s, length=20, trace="none").samples["text"])
         for a in ("positive", "negative")
         for s in (1, 2)
     }
@@ -181,13 +185,6 @@ def test_length_counts_the_prompt_where_the_task_says_so():
     ).samples.iloc[0]
     assert detox["n_tokens"] == 30
     assert detox["text"] == detox["continuation"]
-
-
-def test_llama_continuations_keep_their_leading_space():
-    model = load("smollm2-135m")
-    found = made(model, ["The lake"], top_k=1, length=8).samples.iloc[0]
-    assert found["continuation"].startswith(" ")
-    assert found["text"] == "The lake" + model.tokenizer.decode(found["tokens"])
 
 
 class Ends(type(PREFIX)):
@@ -208,13 +205,13 @@ def test_end_token_policies():
     model = load("tiny-gpt2")
     assert text_markers(model.tokenizer).ends == (0,)
     kept, stopped, blocked = (
-        made(model, method=Ends(), eos=eos, length=30) for eos in ("keep", "stop", "block")
+        made(model, method=Ends(), eos=eos, length=21) for eos in ("keep", "stop", "block")
     )
     for sample in kept.samples.itertuples():
         assert sample.tokens[2] == 0
         assert sample.finish == "length"
         assert "<|endoftext|>" in sample.text
-        assert len(sample.tokens) == 30 - len(sample.prompt)
+        assert len(sample.tokens) == 21 - len(sample.prompt)
     for sample in stopped.samples.itertuples():
         assert sample.tokens[2] == 0
         assert (sample.n_tokens, sample.finish) == (3, "end")
@@ -245,11 +242,11 @@ def test_prompts_share_a_batch_only_where_the_context_holds_both():
     """A short prompt has more steps than a long one; together they must not run past the last
     position."""
     model = load("tiny-gpt2")
-    prompts = ["a" * 110, "a" * 190, "b" * 109]
-    todo = plan(model, PREFIX, SENTIMENT, "positive", prompts, None, 200, 1)
+    prompts = ["a" * 220, "a" * 230, "b" * 219]
+    todo = plan(model, PREFIX, SENTIMENT, "positive", prompts, None, 235, 1)
     assert [[prompt for prompt, _ in group] for group in todo.batches] == [[0], [1], [2]]
-    found = made(model, prompts, length=200)
-    assert found.samples["n_tokens"].tolist() == [90, 10, 91]
+    found = made(model, prompts, length=235)
+    assert found.samples["n_tokens"].tolist() == [15, 5, 16]
 
 
 def test_traces_of_different_prefix_lengths_join():
@@ -374,9 +371,8 @@ def test_every_methods_texts_follow_from_separate_branches(
     if any(isinstance(branch.prefix, SoftPrefixKey) for branch in method.branches(task, attribute)):
         method = dataclasses.replace(method, prefixes=soft_set(tmp_path, model, task))
     prompts = ["The lake", "In summary, a"]
-    found = made(
-        model, prompts, attribute, task, method, augmentation=augmentation, length=26, top_k=1
-    )
+    settings = {"augmentation": augmentation, "length": 20, "top_k": 1, "trace": "none"}
+    found = made(model, prompts, attribute, task, method, **settings)
     branches = method.branches(task, attribute)
     for sample in found.samples.itertuples():
         log_probs, state = {}, None
@@ -402,7 +398,8 @@ def test_every_methods_texts_follow_from_separate_branches(
 def test_transformer_lens_own_generate_runs_under_the_bias(tiny, use_cache):
     """`augmented` around the bridge's `generate`, cached or not, writes what our loop writes."""
     model, augmentation = load(tiny), Augmentation(alpha=2)
-    ours = made(model, ["The lake"], augmentation=augmentation, top_k=1).samples["tokens"][0]
+    asked = {"prompts": ["The lake"], "top_k": 1, "length": 18, "trace": "none"}
+    ours = made(model, **asked, augmentation=augmentation).samples["tokens"][0]
     branch = Layout.of(model.tokenizer, "Very positive:", "The lake")
     settings = {
         "max_new_tokens": len(ours),
@@ -415,7 +412,7 @@ def test_transformer_lens_own_generate_runs_under_the_bias(tiny, use_cache):
             branch.tensor, return_type="tokens", use_past_kv_cache=use_cache, **settings
         )
     assert theirs[0, len(branch) :].tolist() == ours
-    assert ours != made(model, ["The lake"], top_k=1).samples["tokens"][0]
+    assert ours != made(model, **asked).samples["tokens"][0]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -140,7 +140,7 @@ def test_lists_are_arms_and_their_product_is_one_run():
         attribute="positive",
         augmentation=["none", "instaboost:M=5", rules],
         seed=[1, 2],
-        length=16,
+        length=12,
         trace="pooled",
     )
     assert len(run.by_key) == 6

@@ -17,7 +17,7 @@ from lapa2_interp.models import model_card
 from lapa2_interp.models.card import TransformersModel, network_of
 
 PLAIN = "TransformersModel"
-PROMPTS = ["The lake", "The book is on the table"]
+PROMPTS = ["The lake", "The book is"]
 WIDE, SIZE = {"hidden_size": 32, "intermediate_size": 64}, {"num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257}
 OTHERS = {
@@ -64,7 +64,7 @@ def test_branches_and_soft_prefixes(name, method, tmp_path):
 def same(name, asked, **settings):
     hooked, plain = (load(name, "float64", each) for each in ("TransformerBridge", PLAIN))
     made = [
-        decode(each, cell_of(each, *asked, length=26, samples=2, trace="full", **settings))
+        decode(each, cell_of(each, *asked, length=16, samples=2, trace="full", **settings))
         for each in (hooked, plain)
     ]
     assert made[0].samples["tokens"].map(list).tolist() == (
@@ -122,7 +122,7 @@ def test_greedy_generate_is_our_loop(name):
     """transformers' own generate, on left-padded rows, each with its own l."""
     model, rule = load(name, "float64", PLAIN), Augmentation(alpha=1.0)
     cell = cell_of(
-        model, "prefix", load_task("sentiment"), "positive", PROMPTS, rule, length=30, top_k=1
+        model, "prefix", load_task("sentiment"), "positive", PROMPTS, rule, length=16, top_k=1
     )
     wanted = decode(model, cell).samples["tokens"].map(list).tolist()
     padded = left_pad(plan_layouts(model, rule))
@@ -131,7 +131,7 @@ def test_greedy_generate_is_our_loop(name):
     net = network_of(model)
     with augmented(net, rule, padded):
         found = net.generate(
-            torch.tensor(ids), attention_mask=mask, max_new_tokens=30, do_sample=False,
+            torch.tensor(ids), attention_mask=mask, max_new_tokens=8, do_sample=False,
             eos_token_id=None, pad_token_id=1,
         )  # fmt: skip
     for row, tokens in zip(found[:, mask.shape[1] :].tolist(), wanted, strict=True):

@@ -62,8 +62,8 @@ def network(folder):
     return functools.cache(lambda name: load_transformers(folder(name), "float64")[0])
 
 
-def layouts_of(model):
-    return [Layout.of(model.tokenizer, "Very good:", prompt) for prompt in PROMPTS]
+def layouts_of(model, rows=(0, 1)):
+    return [Layout.of(model.tokenizer, "Very good:", PROMPTS[row]) for row in rows]
 
 
 @torch.no_grad()
@@ -77,6 +77,18 @@ def decoded(model, layouts, rule, steps=STEPS):
             found.append(rows.read_tokens(found[-1].argmax(1)[:, None])[:, -1])
     logits = torch.stack(found, dim=1)
     return logits.argmax(2), logits
+
+
+@pytest.fixture(scope="module")
+def decode(load):
+    """Tokens and logits of some of the prompts in a batch; each batch is decoded once."""
+
+    @functools.cache
+    def made(name, kind, rows, rule):
+        model = load(name, kind)
+        return decoded(model, layouts_of(model, rows), rule)
+
+    return made
 
 
 def test_the_list_in_the_error_and_the_documents_are_this_table():
@@ -95,43 +107,42 @@ def test_what_does_not_work_is_refused_in_one_line(load, name, kind):
 
 
 @pytest.mark.parametrize(("name", "kind"), WORKING)
-def test_alpha_0_is_transformers_generate(load, network, name, kind):
+def test_alpha_0_is_transformers_generate(load, decode, network, name, kind):
     """Also which keys the queries of its layers see."""
     model = load(name, kind)
     assert tuple(map(str, layer_types(model))) == FAMILIES[name].sees
-    for layout in layouts_of(model):
-        tokens, logits = decoded(model, [layout], Augmentation(alpha=0))
+    for layout, tokens, logits in zip(
+        layouts_of(model), *decode(name, kind, (0, 1), Augmentation(alpha=0)), strict=True
+    ):
         made = network(name).generate(
             layout.tensor, attention_mask=torch.ones_like(layout.tensor), max_new_tokens=STEPS,
             min_new_tokens=STEPS, do_sample=False, output_logits=True, return_dict_in_generate=True,
             eos_token_id=None,
         )  # fmt: skip
-        assert made.sequences[0, len(layout) :].tolist() == tokens[0].tolist()
-        wanted = torch.stack(made.logits, dim=1).double()
+        assert made.sequences[0, len(layout) :].tolist() == tokens.tolist()
+        wanted = torch.cat(made.logits).double()
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "kind"), WORKING)
 @torch.no_grad()
-def test_cached_decoding_with_the_bias_is_one_pass(load, name, kind):
+def test_cached_decoding_with_the_bias_is_one_pass(load, decode, name, kind):
     model = load(name, kind)
     layout, atol = layouts_of(model)[0], FAMILIES[name].atol
-    tokens, logits = decoded(model, [layout], RULE)
+    tokens, logits = decode(name, kind, (0,), RULE)
     ids = torch.cat([layout.tensor, tokens[:, :-1]], dim=1)
     with augmented(model, RULE, layout):
         wanted = model(ids)[:, len(layout) - 1 :]
     torch.testing.assert_close(logits, wanted, atol=atol, rtol=0)
-    plain = decoded(model, [layout], None)[1]
-    assert (logits - plain)[:, 0].abs().max() > 1e-3, "the bias acts"
+    plain = decode(name, kind, (0, 1), Augmentation(alpha=0))[1]
+    assert (logits - plain)[0, 0].abs().max() > 1e-3, "the bias acts"
 
 
 @pytest.mark.parametrize(("name", "kind"), WORKING)
-def test_a_batch_is_its_rows_alone(load, name, kind):
-    model = load(name, kind)
-    layouts = layouts_of(model)
-    together = decoded(model, layouts, RULE)[1]
-    for row, layout in enumerate(layouts):
-        alone = decoded(model, [layout], RULE)[1][0]
+def test_a_batch_is_its_rows_alone(decode, name, kind):
+    together = decode(name, kind, (0, 1), RULE)[1]
+    for row in (0, 1):
+        alone = decode(name, kind, (row,), RULE)[1][0]
         torch.testing.assert_close(together[row], alone, atol=FAMILIES[name].atol, rtol=0)
 
 

@@ -31,7 +31,7 @@ dtype = "auto"
 task = "sentiment"
 prompts = 2
 samples = 1
-length = 24
+length = 20
 method = "prefix"
 trace = "none"
 """
@@ -193,17 +193,8 @@ def test_a_named_dtype_that_is_slow_here_is_said_in_one_line():
 
 def test_generate_says_so_and_does_it(tmp_path, capsys):
     set_speed(times=3.0)
-    options = [
-        "generate",
-        "--model",
-        "tiny-gpt2",
-        "--attribute",
-        "positive",
-        "--prompt",
-        "The lake",
-        "--length",
-        "20",
-    ]
+    line = "generate --model tiny-gpt2 --attribute positive --length 20 --prompt"
+    options = [*line.split(), "The lake"]
     assert main([*options, "--dtype", "bfloat16", "--out", str(tmp_path / "named")]) == 0
     assert (
         "note: bfloat16 is slow on this processor: a product takes 3.0 times"

@@ -50,7 +50,7 @@ def test_dtypes(tiny, dtype):
 
 
 def test_the_card_says_what_was_loaded():
-    card = model_card(load("smollm2-135m"))
+    card = model_card(load("smollm2-135m", "float32", "TransformerBridge"))
     assert (card.n_layers, card.n_heads, card.n_ctx) == (30, 9, 8192)
     assert card.start_token == "<|endoftext|>"
     assert card.weights.startswith("sha256 b179c9523d0e")

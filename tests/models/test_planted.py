@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import MODEL_CLASSES, generate
+from conftest import MODEL_CLASSES, generate, load
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import ModelError
@@ -61,7 +61,7 @@ def cut(*heads, phase="after_span"):
 @pytest.mark.parametrize("prompt", ["The lake", "The president of the country"])
 def test_control_is_the_closed_form_at_every_length(name, seed, prompt):
     name = f"{name}:{seed}"
-    model, key, text = load_model(name), answer_key(name), a_text(name, max(LENGTHS))
+    model, key, text = load(name), answer_key(name), a_text(name, max(LENGTHS))
     for sign, layout in zip((1, -1), layouts(model, prompt), strict=True):
         found = lex(model, name, layout, text)
         for t in (0, 1, *LENGTHS):
@@ -70,10 +70,10 @@ def test_control_is_the_closed_form_at_every_length(name, seed, prompt):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("seed", [0, 5])
 def test_effects_of_cut_heads_are_the_closed_form(name, seed):
     name = f"{name}:{seed}"
-    model, key, text = load_model(name), answer_key(name), a_text(name, max(LENGTHS))
+    model, key, text = load(name), answer_key(name), a_text(name, max(LENGTHS))
     pair = layouts(model)
 
     def control(rules=()):
@@ -103,7 +103,7 @@ def test_in_float64_it_is_exact():
 @pytest.mark.parametrize("model_class", CLASSES)
 def test_biases_act_as_the_key_says(model_class):
     """Other laws, a bias on the attribute alone, and the exact law of the mass."""
-    model, key = load_model("planted", model_class=model_class), answer_key("planted")
+    model, key = load("planted", model_class=model_class), answer_key("planted")
     layout, text = layouts(model)[0], a_text("planted", 64)
     l = len(layout) + 64
     b = 0.5 * np.log(l - 1) - 0.5 * np.log(3)
@@ -121,7 +121,7 @@ def test_biases_act_as_the_key_says(model_class):
 def test_selective_steering_beats_steering_everything():
     """True by construction; a bench that cannot show it here is broken."""
     name = "planted"
-    model, key, text = load_model(name), answer_key(name), a_text(name, 200)
+    model, key, text = load(name), answer_key(name), a_text(name, 200)
     pair = layouts(model)
 
     def control(**fields):
@@ -137,7 +137,7 @@ def test_selective_steering_beats_steering_everything():
 def test_the_decoy_has_the_largest_mass_and_no_effect():
     """So an instrument that ranks heads by attention is wrong here."""
     name = "planted"
-    model, key = load_model(name), answer_key(name)
+    model, key = load(name), answer_key(name)
     layout, patterns = layouts(model)[0], {}
     hooks = [
         (HOOK_PATTERN.format(i), lambda p, hook, i=i: patterns.__setitem__(i, p[0].clone()))
@@ -209,7 +209,7 @@ def test_its_words_are_known():
     from lapa2_interp.methods.registry import load_task
 
     assert load_task("sentiment").prompts.texts == PROMPTS
-    tokenizer = load_model("planted").tokenizer
+    tokenizer = load("planted").tokenizer
     for text in (*PROMPTS, "Very positive:The lake", "Very negative:The lake"):
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert tokenizer.unk_token_id not in ids

@@ -207,17 +207,8 @@ def test_two_devices_make_the_texts_and_traces_of_one(
     unpacked = model_card(load(tiny)).model_copy(update={"prepacking": "none"})
     monkeypatch.setattr(load(tiny), "lapa2_card", unpacked)
     for model in (two, load(tiny)):
-        todo = plan(
-            model,
-            chosen,
-            task,
-            "positive",
-            ("The lake", "Once"),
-            rule,
-            16,
-            2,
-            patterns=((0, 1), (3, 2)),
-        )
+        prompts, pairs = ("The lake", "A lake"), ((0, 1), (3, 2))
+        todo = plan(model, chosen, task, "positive", prompts, rule, 11, 2, patterns=pairs)
         made.append(decode_batches(model, todo))
     assert made[0].samples.equals(made[1].samples)
     assert made[0].trace.equals(made[1].trace)
