@@ -200,7 +200,7 @@ def test_perplexity_is_measured_in_float32_whatever_wrote_the_texts(tmp_path, ca
 
 
 def test_halves(run_folder, tmp_path):
-    assert lapa2("score --scorers accuracy --parts 2 --out", tmp_path / "halves", run_folder) == 0
+    assert lapa2("score --scorers linear --parts 2 --out", tmp_path / "halves", run_folder) == 0
     assert set(pd.read_csv(tmp_path / "halves/table.csv")["part"]) == {1, 2}
 
 
@@ -229,7 +229,7 @@ def test_a_file_of_texts(tmp_path, capsys):
 
 def test_a_very_long_text_is_scored(tmp_path):
     file = tmp_path / "long.jsonl"
-    file.write_text(json.dumps({"text": "a good day and a fine film " * 15_000}) + "\n")
+    file.write_text(json.dumps({"text": "a good day and a fine film " * 5_000}) + "\n")
     line = (
         "score --scorers toxicity perplexity=tiny-gpt2 accuracy distinct linear --task sentiment"
         " --attribute positive --out"

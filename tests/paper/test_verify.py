@@ -129,7 +129,7 @@ def test_figures_are_drawn_from_their_tables(folder):
 
 def test_baseline_alone_and_alphas_given_twice(tmp_path):
     study = PropositionStudy(
-        model="tiny-llama", length=48, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=9
+        model="tiny-llama", length=40, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=5
     )
     assert study.alphas == ()
     found = run_proposition_study(study)

@@ -30,7 +30,7 @@ from lapa2_interp.tasks.task import Attribute, Prompts, Task
 PROMPTS = [f"{word} number {i} of a b c d e f" for i in range(16) for word in ("Lake", "House")]
 GIVEN = {
     "method": "prefix",
-    "length": 35,
+    "length": 32,
     "budget": 1.0002,
     "heads": 1,
     "classifiers": ["linear"],
@@ -157,12 +157,14 @@ def test_the_table_has_every_arm_attribute_and_metric(found):
     assert (whole["mean"] < whole["high"]).all()
 
 
-def test_the_same_call_goes_on_and_other_settings_are_refused(found):
+def test_the_same_call_goes_on_and_other_settings_are_refused(found, monkeypatch):
+    """Precision "auto" is that of the texts that are there, whatever it would be here."""
+    monkeypatch.setattr("lapa2_interp.report.steer_result.resolve_dtype", lambda *_: "bfloat16")
     before = (found.folder / "tests.csv").read_bytes()
     times = [file.stat().st_mtime_ns for file in found.folder.glob("*/cells/*/*.parquet")]
-    again = steer(
-        "tiny-gpt2", "sentiment", PROMPTS, out=found.folder, notify=lambda line: None, **GIVEN
-    )
+    given = GIVEN | {"out": found.folder, "dtype": "auto"}
+    again = steer("tiny-gpt2", "sentiment", PROMPTS, notify=lambda line: None, **given)
+    assert again.settings == found.settings
     assert (found.folder / "tests.csv").read_bytes() == before
     assert [f.stat().st_mtime_ns for f in found.folder.glob("*/cells/*/*.parquet")] == times
     pd.testing.assert_frame_equal(again.table, found.table)
@@ -172,16 +174,7 @@ def test_the_same_call_goes_on_and_other_settings_are_refused(found):
         ({"seed": 2}, "another seed"),
     ):
         with pytest.raises(RunError, match=f"{message}.*choose another place"):
-            steer("tiny-gpt2", "sentiment", PROMPTS, out=found.folder, **(GIVEN | changed))
-
-
-def test_precision_auto_is_that_of_the_texts_there(found, monkeypatch):
-    monkeypatch.setattr("lapa2_interp.report.steer_result.resolve_dtype", lambda *_: "bfloat16")
-    again = steer(
-        "tiny-gpt2", "sentiment", PROMPTS, out=found.folder, notify=lambda line: None,
-        **(GIVEN | {"dtype": "auto"}),
-    )  # fmt: skip
-    assert again.settings.dtype == "float32"
+            steer("tiny-gpt2", "sentiment", PROMPTS, **(given | changed))
 
 
 def test_heads_of_other_weights_are_refused(found, tmp_path):
@@ -211,7 +204,7 @@ def test_the_card_steers_by_itself(found):
 def test_the_command_prints_what_so_many_prompts_can_show(found, tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS))
-    asked = ["--method", "prefix", "--length", "35", "--budget", "1.0002", "--heads", "1"]
+    asked = ["--method", "prefix", "--length", "32", "--budget", "1.0002", "--heads", "1"]
     asked += ["--classifiers", "linear", "--workers", "1", "--dtype", "float32"]
     code = main(["steer", "tiny-gpt2", "--prompts", str(file), "--out", str(found.folder), *asked])
     said = capsys.readouterr().out
