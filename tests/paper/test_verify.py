@@ -23,38 +23,16 @@ from lapa2_interp.paper.proposition_study import (
 from lapa2_interp.runs.run import load_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
-SMALL = ["--model", "tiny-llama", "--length", "40", "--synthetic-length", "1000"]
+SMALL = ["--model", "tiny-llama", "--length", "36", "--synthetic-length", "1000"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     where = tmp_path_factory.mktemp("study")
     (where / "book.txt").write_text("It was a long way to the lake, and the road was steep. " * 60)
-    options = [
-        "--alphas",
-        "0.5",
-        "1",
-        "--text",
-        str(where / "book.txt"),
-        "--long-texts",
-        "3",
-        "--long-length",
-        "100",
-    ]
-    assert (
-        main(
-            [
-                "propositions",
-                "--out",
-                str(where / "out"),
-                *SMALL,
-                *options,
-                "--long-dtype",
-                "float32",
-            ]
-        )
-        == 0
-    )
+    line = "propositions --alphas 0.5 1 --free 1 --long-texts 3 --long-length 100"
+    given = ["--long-dtype", "float32", "--text", str(where / "book.txt")]
+    assert main([*line.split(), *SMALL, *given, "--out", str(where / "out")]) == 0
     return where / "out"
 
 
