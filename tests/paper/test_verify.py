@@ -166,7 +166,8 @@ def test_bad_input(tmp_path, capsys, folder):
     assert "at least 8 tokens, found 2" in fails("--text", str(short), "--long-length", "2")
     assert "--long-texts must be at least 1, found 0" in fails("--long-texts", "0")
     assert "--long-length must be at least 0, found -5" in fails("--long-length", "-5")
-    assert "a slope needs at least 3 steps" in fails("--length", "29", "--synthetic-length", "0")
+    short_texts = ("--length", "29", "--free", "0", "--synthetic-length", "0")
+    assert "a slope needs at least 3 steps" in fails(*short_texts)
     assert "lengths from 64 to 50 are too few" in fails("--synthetic-length", "50")
     assert main(["propositions", "--out", str(folder), *SMALL]) == 2
     assert "is finished; --force replaces it" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.cli.options import AugmentationOptions
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.report.steer import CARD
-from lapa2_interp.report.steer_result import ALL, CHOSEN, NO_BIAS, RANDOM, SETTINGS, STRENGTHS
+from lapa2_interp.report.steer_result import ALL, CHOSEN, NO_BIAS, RANDOM, SETTINGS
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.scorer import TextItem
@@ -28,6 +28,8 @@ from lapa2_interp.stats import holm
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
 
 PROMPTS = [f"{word} number {i} of a b c d e f" for i in range(16) for word in ("Lake", "House")]
+STRENGTHS = (0.5, 4.0)
+"""Instead of four."""
 GIVEN = {
     "method": "prefix",
     "length": 32,
@@ -43,9 +45,11 @@ GIVEN = {
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("steer") / "out"
     lines = []
-    made = steer("tiny-gpt2", "sentiment", PROMPTS, out=folder, notify=lines.append, **GIVEN)
-    assert "8 prompts choose 1 heads, 8 tune, 16 judge" in lines[0]
-    return made
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("lapa2_interp.report.steer.STRENGTHS", STRENGTHS)
+        made = steer("tiny-gpt2", "sentiment", PROMPTS, out=folder, notify=lines.append, **GIVEN)
+        assert "8 prompts choose 1 heads, 8 tune, 16 judge" in lines[0]
+        yield made
 
 
 def test_each_prompt_is_in_one_part(found):
@@ -112,7 +116,7 @@ def test_strengths_are_interpolated_at_the_budget(found):
     for place in (CHOSEN, ALL, RANDOM):
         curve = [means[NO_BIAS], *(means[f"{place} {alpha}"] for alpha in STRENGTHS)]
         alphas = [0.0, *STRENGTHS]
-        crossing = [i for i in range(4) if (curve[i] - target) * (curve[i + 1] - target) <= 0]
+        crossing = [i for i in range(2) if (curve[i] - target) * (curve[i + 1] - target) <= 0]
         i = crossing[0]
         share = (target - curve[i]) / (curve[i + 1] - curve[i])
         expected = alphas[i] + share * (alphas[i + 1] - alphas[i])
