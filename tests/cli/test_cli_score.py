@@ -26,13 +26,13 @@ def run_folder(tmp_path_factory):
     arms = {"baseline": None, "alpha 1": Augmentation(alpha=1)}
     run = run_of(
         load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), ["positive", "negative"], ["The lake", "The sea"],
-        arms, length=40, samples=3, seed=4, trace="none",
+        arms, length=32, samples=3, seed=4, trace="none",
     )  # fmt: skip
     return run.save(tmp_path_factory.mktemp("runs") / "run").folder
 
 
 def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
-    line = "score --scorers accuracy perplexity=tiny-llama distinct --lengths 20 40 --out"
+    line = "score --scorers accuracy perplexity=tiny-llama distinct --lengths 20 32 --out"
     assert lapa2(line, tmp_path / "scores", run_folder) == 0
     printed = capsys.readouterr().out
     table = pd.read_csv(tmp_path / "scores/table.csv")
@@ -44,7 +44,7 @@ def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
         "distinct-3",
     }
     assert set(table["attribute"]) == {"positive", "negative", "all"}
-    assert set(table["length"]) == {20, 40}
+    assert set(table["length"]) == {20, 32}
     assert len(table) == 2 * 3 * 2 * 6
     for scorer in table["scorer"].unique():
         assert scorer in printed
@@ -289,7 +289,7 @@ def test_options_that_would_do_nothing_or_harm_are_refused(run_folder, tmp_path,
         return capsys.readouterr().err
 
     assert "texts for negative; use --only attribute=positive" in said("--attribute positive")
-    assert "have 40 tokens; 9999 is longer" in said("--lengths 28 9999")
+    assert "have 32 tokens; 9999 is longer" in said("--lengths 28 9999")
     for option in ("--judge-prices 1 2", "--max-cost 1", "--judge-temperature server"):
         assert f"{option.split()[0]} belongs to a judge" in said(option)
     line = "score --scorers repetition --only attribute=positive attribute=negative --out"
