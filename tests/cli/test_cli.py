@@ -18,7 +18,7 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.runs.run import load_run
 
 ROOT = Path(__file__).parents[2]
-GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 20"
+GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 16"
 
 
 def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
@@ -281,7 +281,7 @@ def test_probe_and_lists(capsys):
             "layout --prompt 'The lake' --steps 999999999999",
             "--steps must be 1 to 1000000, found 999999999999",
         ),
-        (GENERATE.replace("20", "9999") + " --out OUT", "context of 256"),
+        (GENERATE.replace("16", "9999") + " --out OUT", "context of 256"),
         (
             f"{GENERATE} --prompts nowhere.txt --out OUT",
             "prompts: takes .*; there is no file 'nowhere.txt'",

@@ -228,10 +228,7 @@ def test_held_out_files_decide_when_to_stop(reviews, tmp_path):
 
 
 def test_a_trained_set_generates(trained, tmp_path):
-    line = (
-        "generate --model tiny-llama --method prefix --attribute positive --prompt 'The lake'"
-        " --length 20"
-    )
+    line = "generate --model tiny-llama --attribute positive --prompt 'The lake' --length 16"
     assert lapa2(f"{line} --set prefixes={trained}", "--out", tmp_path / "soft") == 0
     assert lapa2(line, "--out", tmp_path / "hard") == 0
     soft, hard = (load_run(tmp_path / name).finished_cell() for name in ("soft", "hard"))

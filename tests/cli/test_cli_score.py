@@ -60,7 +60,7 @@ def test_a_run_is_scored_cell_by_cell(run_folder, tmp_path, capsys):
 
 def test_a_sweep_is_scored_by_method_and_says_what_is_missing(tmp_path, capsys):
     (tmp_path / "grid.toml").write_text(
-        'model = "tiny-gpt2"\ntask = "sentiment"\nprompts = 2\nsamples = 1\nlength = 20\ndtype = "float32"\ntrace ='
+        'model = "tiny-gpt2"\ntask = "sentiment"\nprompts = 2\nsamples = 1\nlength = 18\ndtype = "float32"\ntrace ='
         ' "none"\nmethod = ["prefix", "air-decoding"]\naugmentation = ["none", "paper"]\n'
     )
     run, out = tmp_path / "run", tmp_path / "scores"
@@ -89,7 +89,7 @@ def test_a_run_of_ones_own_task_is_scored_by_its_words(tmp_path, capsys):
     )
     run = run_of(
         load("tiny-gpt2"), methods.get("prefix"), task, task.attributes, ["The lake"],
-        length=20, trace="none",
+        length=15, trace="none",
     ).save(tmp_path / "run")  # fmt: skip
     change_texts(run.folder, lambda samples: samples.assign(text="a serene lake"))
     assert lapa2("score --scorers echo --out", tmp_path / "scores", run.folder) == 0
@@ -104,7 +104,7 @@ def test_wordings_of_ones_own_task_are_apart_and_have_their_own_words(tmp_path):
         '[prompts]\ntexts = ["The lake"]\n'
     )
     (tmp_path / "grid.toml").write_text(
-        f'model = "tiny-gpt2"\ntask = "{file}"\nsamples = 1\nlength = 20\ndtype = "float32"\ntrace = "none"\n'
+        f'model = "tiny-gpt2"\ntask = "{file}"\nsamples = 1\nlength = 15\ndtype = "float32"\ntrace = "none"\n'
         'method = "prefix"\naugmentation = "none"\nprefix = ["task", "A {attribute} text:"]\n'
     )
     run = tmp_path / "run"
@@ -141,7 +141,7 @@ def test_a_run_of_ones_own_task_is_scored_by_a_classifier_of_ones_own(tmp_path, 
     line = f"scorers train --task {file} --data {data} --out {tmp_path / 'own'}"
     assert lapa2(line) == 0
     grid = (
-        f'model = "tiny-gpt2"\ntask = "{file}"\nsamples = 1\nlength = 20\ndtype = "float32"\ntrace = "none"\n'
+        f'model = "tiny-gpt2"\ntask = "{file}"\nsamples = 1\nlength = 15\ndtype = "float32"\ntrace = "none"\n'
         'method = "prefix"\naugmentation = "none"\n'
     )
     (tmp_path / "grid.toml").write_text(grid)
@@ -264,7 +264,7 @@ def test_arms_of_two_models_and_variants_are_apart_in_sheets_and_what_repeats_co
 ):
     run = tmp_path / "run"
     common = (
-        'task = "sentiment"\nattribute = "positive"\nprompts = 2\nlength = 20\ntrace = "none"\n'
+        'task = "sentiment"\nattribute = "positive"\nprompts = 2\nlength = 18\ntrace = "none"\n'
         'dtype = "float32"\naugmentation = "none"\n'
     )
     (tmp_path / "grid.toml").write_text(
