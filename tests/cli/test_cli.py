@@ -4,6 +4,7 @@ that load back."""
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.runs.run import load_run
 
 ROOT = Path(__file__).parents[2]
-GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 20"
+GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 16"
 
 
 def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
@@ -38,20 +39,23 @@ def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
     assert "branches prefix; the trace takes" in printed.err, "the size is said before"
 
 
-def test_generation_from_the_shell_is_reproducible(tmp_path):
-    texts = []
-    for place, rows in (("a", 120), ("b", 1)):
-        assert lapa2(f"{GENERATE} --samples 3 --max-rows {rows}", "--out", tmp_path / place) == 0
-        texts.append(load_run(tmp_path / place).finished_cell().samples["text"].tolist())
-    assert texts[0] == texts[1]
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run of two samples, which tests only read."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    assert lapa2(f"{GENERATE} --samples 2", "--out", folder) == 0
+    return folder
 
 
-def test_the_methods_alpha_is_the_default_and_zero_is_the_baseline(tmp_path):
-    for flags, arm in (
-        ("", "alpha 0.5 paper"),
-        ("--alpha 0", "baseline"),
-        ("--method negprompt", "alpha 1 paper"),
-    ):
+def test_generation_from_the_shell_is_reproducible(made, tmp_path):
+    assert lapa2(f"{GENERATE} --samples 2 --max-rows 1", "--out", tmp_path / "run") == 0
+    one, two = (load_run(each).finished_cell().samples for each in (made, tmp_path / "run"))
+    assert one["text"].tolist() == two["text"].tolist()
+
+
+def test_the_methods_alpha_is_the_default_and_zero_is_the_baseline(made, tmp_path):
+    assert load_run(made).manifest().cell.arm == "alpha 0.5 paper"
+    for flags, arm in (("--alpha 0", "baseline"), ("--method negprompt", "alpha 1 paper")):
         assert lapa2(f"{GENERATE} --force {flags}", "--out", tmp_path / "run") == 0
         assert load_run(tmp_path / "run").manifest().cell.arm == arm
 
@@ -104,10 +108,13 @@ def test_texts_that_ran_out_of_tokens_are_written_and_reported(tmp_path, capsys)
     assert run.manifest.problems[0] in error
 
 
-def test_trace_reads_a_run(tmp_path, capsys):
-    assert lapa2(f"{GENERATE} --samples 2", "--out", tmp_path / "run") == 0
-    capsys.readouterr()
-    assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
+def test_trace_reads_a_run_and_never_writes_over_one(made, tmp_path, capsys):
+    run = shutil.copytree(made, tmp_path / "run")
+    for force in ((), ("--force",)):
+        assert lapa2("trace", run, "--out", run, *force) == 2
+        assert "not a folder of this command's making" in capsys.readouterr().err
+    load_run(run).finished_cell()
+    assert lapa2("trace", run, "--out", tmp_path / "look") == 0
     printed = capsys.readouterr().out
     assert (
         "branch prefix (of prefix): attention on its prefix, on BOS and on the released slice"
@@ -120,15 +127,6 @@ def test_trace_reads_a_run(tmp_path, capsys):
         "fits.csv", "head_maps.png", "heads.csv", "prefix_attention.png", "prefix_tokens.csv",
         "prefix_tokens.png", "steps.csv",
     ]  # fmt: skip
-
-
-def test_trace_never_writes_over_a_run(tmp_path, capsys):
-    assert lapa2(GENERATE, "--out", tmp_path / "run") == 0
-    for force in ((), ("--force",)):
-        assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "run", *force) == 2
-        assert "not a folder of this command's making" in capsys.readouterr().err
-    load_run(tmp_path / "run").finished_cell()
-    assert lapa2("trace", tmp_path / "run", "--out", tmp_path / "look") == 0
     assert lapa2("trace", tmp_path / "look") == 2
     assert "is not a run: it has no run.json" in capsys.readouterr().err
 
@@ -283,7 +281,7 @@ def test_probe_and_lists(capsys):
             "layout --prompt 'The lake' --steps 999999999999",
             "--steps must be 1 to 1000000, found 999999999999",
         ),
-        (GENERATE.replace("20", "9999") + " --out OUT", "context of 256"),
+        (GENERATE.replace("16", "9999") + " --out OUT", "context of 256"),
         (
             f"{GENERATE} --prompts nowhere.txt --out OUT",
             "prompts: takes .*; there is no file 'nowhere.txt'",
@@ -338,13 +336,12 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, line, message):
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
-def test_a_finished_run_needs_force(tmp_path, capsys):
-    assert lapa2(GENERATE, "--out", tmp_path / "run") == 0
-    before = load_run(tmp_path / "run").manifest()
-    assert lapa2(GENERATE, "--out", tmp_path / "run") == 2
+def test_a_finished_run_needs_force(made, tmp_path, capsys):
+    run = shutil.copytree(made, tmp_path / "run")
+    assert lapa2(GENERATE, "--out", run) == 2
     assert "--force replaces it" in capsys.readouterr().err
-    assert load_run(tmp_path / "run").manifest() == before
-    assert lapa2(GENERATE, "--out", tmp_path / "run", "--force") == 0
+    assert load_run(run).manifest() == load_run(made).manifest()
+    assert lapa2(GENERATE, "--out", run, "--force") == 0
 
 
 @pytest.mark.parametrize(
@@ -412,7 +409,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     have done all of its work."""
     program = (
         f"{shlex.quote(sys.executable)} -c 'from lapa2_interp.cli.app import main; raise"
-        " SystemExit(main())' tasks"
+        " SystemExit(main())' prefix recipes"
     )
     command = (  # the reader is gone before the first line
         f"{{ sleep 0.2; {program}; }} | true; exit ${{PIPESTATUS[0]}}"
@@ -460,9 +457,9 @@ def test_a_stopped_command_says_whether_it_resumes(line, resumes, monkeypatch, c
 
 
 def test_closed_streams_are_no_error(tmp_path):
-    """As `lapa2 tasks >&-` has it."""
-    for words in ("tasks >&-", "tasks 2>&-", "tasks >&- 2>&-"):
-        command = f"{Path(sys.executable).parent / 'lapa2'} {words}"
+    """As `lapa2 prefix recipes >&-` has it."""
+    for words in (">&-", "2>&-", ">&- 2>&-"):
+        command = f"{Path(sys.executable).parent / 'lapa2'} prefix recipes {words}"
         assert subprocess.run(command, shell=True, capture_output=True).returncode == 0, words
 
 
@@ -523,14 +520,8 @@ def test_grids_that_are_nested_too_deeply_are_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["report", "view"])
-def test_a_page_replaces_no_file_of_a_run(command, tmp_path, capsys):
-    run = tmp_path / "run"
-    assert (
-        main(
-            f"generate --model tiny-gpt2 --attribute positive --prompt a --length 20 --device cpu --out {run}".split()
-        )
-        == 0
-    )
+def test_a_page_replaces_no_file_of_a_run(command, made, tmp_path, capsys):
+    run = shutil.copytree(made, tmp_path / "run")
     before = (run / "run.json").read_bytes()
     assert main([command, str(run), "--out", str(run / "run.json")]) == 2
     assert "ends in .html; found" in capsys.readouterr().err

@@ -161,17 +161,6 @@ def test_a_measurement_that_cannot_be_is_refused(trained_once, reviews, options,
     assert message in capsys.readouterr().err
 
 
-def test_a_set_of_ones_own_is_not_taken_for_one_that_ships(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(soft_prefix, "SHIPPED_SETS", tmp_path / "shipped")
-    (tmp_path / "shipped" / "tiny-llama" / "sentiment-mle").mkdir(parents=True)
-    trained.rename(tmp_path / "mle")
-    monkeypatch.chdir(tmp_path)
-    line = "prefix score mle --samples 1 --length 30 --dtype float32 --classifier linear"
-    assert lapa2(line) == 0
-    assert lapa2("prefix score mle --task none") == 2
-    assert "unknown task 'none'" in capsys.readouterr().err
-
-
 def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):
     before = (trained / "positive.safetensors").read_bytes()
     assert lapa2("prefix score --samples 1 --length 30 --dtype float32", trained) == 0
@@ -188,8 +177,9 @@ def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):
     assert "alpha must be above 0, found 0" in capsys.readouterr().err
 
 
-def test_the_scores_of_both_arms_are_told_apart(trained, monkeypatch):
-    """A stand-in finds the attribute in each text with LAPA2, and in none without."""
+def test_the_scores_of_both_arms_are_told_apart(trained, tmp_path, monkeypatch, capsys):
+    """A stand-in finds the attribute in each text with LAPA2, and in none without. A set of one's
+    own is not taken for one of its name that ships."""
     from lapa2_interp.runs import prefix_accuracy
     from lapa2_interp.scoring.tables import score_table
 
@@ -205,11 +195,17 @@ def test_the_scores_of_both_arms_are_told_apart(trained, monkeypatch):
 
     monkeypatch.setattr(prefix_accuracy, "load_model", loading)
     monkeypatch.setattr(prefix_accuracy, "score_table", by_arm)
-    line = "prefix score --samples 1 --length 30 --dtype float32 --classifier linear"
-    assert lapa2(f"{line} --trust-remote-code", trained) == 0
+    monkeypatch.setattr(soft_prefix, "SHIPPED_SETS", tmp_path / "shipped")
+    (tmp_path / "shipped" / "tiny-llama" / "sentiment-mle").mkdir(parents=True)
+    trained.rename(tmp_path / "mle")
+    monkeypatch.chdir(tmp_path)
+    line = "prefix score mle --samples 1 --length 30 --dtype float32 --classifier linear"
+    assert lapa2(f"{line} --trust-remote-code") == 0
     assert trusted == [True]
+    assert lapa2("prefix score mle --task none") == 2
+    assert "unknown task 'none'" in capsys.readouterr().err
     for name in ("positive", "negative"):
-        for found in load_prefix(trained, name).card.generated:
+        for found in load_prefix(tmp_path / "mle", name).card.generated:
             assert (found.baseline.mean, found.lapa2.mean) == (0.0, 1.0)
 
 
@@ -232,10 +228,7 @@ def test_held_out_files_decide_when_to_stop(reviews, tmp_path):
 
 
 def test_a_trained_set_generates(trained, tmp_path):
-    line = (
-        "generate --model tiny-llama --method prefix --attribute positive --prompt 'The lake'"
-        " --length 20"
-    )
+    line = "generate --model tiny-llama --attribute positive --prompt 'The lake' --length 16"
     assert lapa2(f"{line} --set prefixes={trained}", "--out", tmp_path / "soft") == 0
     assert lapa2(line, "--out", tmp_path / "hard") == 0
     soft, hard = (load_run(tmp_path / name).finished_cell() for name in ("soft", "hard"))

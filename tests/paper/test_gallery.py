@@ -109,10 +109,10 @@ def test_the_readmes_numbers_are_those_of_the_tables():
 
 
 def test_a_wrong_number_is_found():
-    """Of numbers moved by five units of their last digit, inside the same interval, nearly none is
-    anywhere in the tables."""
+    """Of every third number, moved by five units of its last digit, inside the same interval,
+    nearly none is anywhere in the tables."""
     for title in SOURCES:
-        asked = [numbers for _, numbers in quoted(section(title))]
+        asked = [numbers for _, numbers in quoted(section(title))][::3]
         moved = [[(value + 5 * 10.0**-digits, digits), *ends] for (value, digits), *ends in asked]
         assert np.mean([is_known(numbers, known(title)) for numbers in moved]) < 0.2
 

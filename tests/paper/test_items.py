@@ -85,6 +85,7 @@ MADE = shutil.ignore_patterns("tables", "figures")
 FIGURES = ("decay", "dilution", "alpha", "augmentation", "augmentation_large", "local_attn", "eval")
 
 
+QUICK = ("accuracy=linear", "toxicity=linear", "perplexity")
 MODELS = (transformer.Perplexity, AdapterScorer)
 """Scorers that read with a model: their scores are stored."""
 
@@ -114,9 +115,9 @@ def run(tmp_path_factory):
     traces, read = {}, store.read_trace
 
     def read_trace(place, number, cell):
-        if (place, number) not in traces:
-            traces[place, number] = read(place, number, cell)
-        return traces[place, number]
+        if (place.name, number) not in traces:  # copies of the run have the same
+            traces[place.name, number] = read(place, number, cell)
+        return traces[place.name, number]
 
     with (
         pytest.MonkeyPatch.context() as patched
@@ -130,15 +131,14 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(run):
-    """Runs a script on the stored run, once, without models; returns what it prints."""
+    """Runs a script on the stored run, once, without models; returns its names and prints."""
 
     @functools.cache
     def make(item):
         with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as found:
             for each in MODELS:
                 patched.setattr(each, "score", lambda *_: pytest.fail("a score that is not stored"))
-            script("analyses", item, run)
-        return found.getvalue()
+            return script("analyses", item, run) | {"printed": found.getvalue()}
 
     return make
 
@@ -206,7 +206,7 @@ def test_traces_of_every_head_and_of_two_steps(tmp_path, capsys):
 
 @pytest.mark.parametrize("item", ITEMS)
 def test_every_script_makes_its_golden_table(item, run, printed):
-    shown = printed(item)
+    shown = printed(item)["printed"]
     for golden in sorted(GOLDEN.glob(f"{item}.*csv")):
         made, kept = table(run / "tables" / golden.name), table(golden)
         assert list(made) == list(kept)
@@ -474,7 +474,7 @@ def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
     assert whole.sum() == half.sum() == 1
     for key in gone:
         remove_batches(copy / "cells" / key)
-    found = script("analyses", "scaling", copy)["table"]
+    found = script("analyses", "scaling", copy, "--scorers", *QUICK)["table"]
     gaps = found[found["state"] != "finished"]
     assert gaps[["method", "arm", "attribute", "state"]].to_numpy().tolist() == [
         ["prefix", "alpha 0.5 paper, law linear", "all", "incomplete and missing"],
@@ -501,7 +501,7 @@ def mine(run, tmp_path):
         cells = cells[np.all([cells[name].isin(each) for name, each in wanted.items()], axis=0)]
         grids = opened.listing.grids | {"mine": tuple(cells["key"])}
         write_listing(copy, opened.listing.model_copy(update={"grids": grids}))
-        script("analyses", item, copy, "--grids", "mine")
+        script("analyses", item, copy, "--grids", "mine", "--scorers", *QUICK)
         return table(copy / "tables" / f"{item}.claims.csv")
 
     return ask
@@ -837,10 +837,10 @@ def test_the_papers_numbers_parse():
         reported.paper_number("detox", metric="tox")
 
 
-def test_the_papers_number_stands_beside_a_cell_of_its_setting(run, monkeypatch):
+def test_the_papers_number_stands_beside_a_cell_of_its_setting(printed, monkeypatch):
     """SmolLM2 at 48 tokens: beside it GPT-2 medium at 256, the only model and length of the table,
     both named. A difference is shown only for the paper's own model and scorer."""
-    made = script("analyses", "layers", run)["table"]
+    made = printed("layers")["table"]
     found = tables.rows_of_all_attributes(made[made["task"] == "sentiment"]).set_index(
         ["method", "arm", "metric"]
     )

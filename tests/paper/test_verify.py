@@ -23,38 +23,16 @@ from lapa2_interp.paper.proposition_study import (
 from lapa2_interp.runs.run import load_run
 
 FORCED = {"tiny-llama, the same texts", "tiny-llama, 3 x 100 tokens of book.txt"}
-SMALL = ["--model", "tiny-llama", "--length", "40", "--synthetic-length", "1000"]
+SMALL = ["--model", "tiny-llama", "--length", "36", "--synthetic-length", "1000"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     where = tmp_path_factory.mktemp("study")
     (where / "book.txt").write_text("It was a long way to the lake, and the road was steep. " * 60)
-    options = [
-        "--alphas",
-        "0.5",
-        "1",
-        "--text",
-        str(where / "book.txt"),
-        "--long-texts",
-        "3",
-        "--long-length",
-        "100",
-    ]
-    assert (
-        main(
-            [
-                "propositions",
-                "--out",
-                str(where / "out"),
-                *SMALL,
-                *options,
-                "--long-dtype",
-                "float32",
-            ]
-        )
-        == 0
-    )
+    line = "propositions --alphas 0.5 1 --free 1 --long-texts 3 --long-length 100"
+    given = ["--long-dtype", "float32", "--text", str(where / "book.txt")]
+    assert main([*line.split(), *SMALL, *given, "--out", str(where / "out")]) == 0
     return where / "out"
 
 
@@ -129,7 +107,7 @@ def test_figures_are_drawn_from_their_tables(folder):
 
 def test_baseline_alone_and_alphas_given_twice(tmp_path):
     study = PropositionStudy(
-        model="tiny-llama", length=48, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=9
+        model="tiny-llama", length=40, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=5
     )
     assert study.alphas == ()
     found = run_proposition_study(study)
@@ -188,7 +166,8 @@ def test_bad_input(tmp_path, capsys, folder):
     assert "at least 8 tokens, found 2" in fails("--text", str(short), "--long-length", "2")
     assert "--long-texts must be at least 1, found 0" in fails("--long-texts", "0")
     assert "--long-length must be at least 0, found -5" in fails("--long-length", "-5")
-    assert "a slope needs at least 3 steps" in fails("--length", "29", "--synthetic-length", "0")
+    short_texts = ("--length", "29", "--free", "0", "--synthetic-length", "0")
+    assert "a slope needs at least 3 steps" in fails(*short_texts)
     assert "lengths from 64 to 50 are too few" in fails("--synthetic-length", "50")
     assert main(["propositions", "--out", str(folder), *SMALL]) == 2
     assert "is finished; --force replaces it" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from lapa2_interp.paper.gallery import Gallery, gallery_run
 from lapa2_interp.report.intervals import interval_svg, shared_scale
 from lapa2_interp.report.run_page import run_report
 from lapa2_interp.report.run_texts import MASS_UNIT
+from lapa2_interp.runs import store
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.run import is_finished_run, load_run
@@ -79,13 +80,6 @@ class Parts(HTMLParser):
     def data(self):
         """The embedded texts."""
         return json.loads(self.scripts["data"])
-
-
-def make_run(folder, trace="pooled"):
-    file = folder / f"{trace}.toml"
-    file.write_text(GRID.format(trace=trace))
-    sweep(folder / "run", [load_grid(str(file))], InProcess("cpu"))
-    return folder / "run"
 
 
 def claim(item, text, verdict, here=1.5, expected="more", **more):
@@ -143,10 +137,32 @@ def page(folder):
     return run_report(load_run(folder), folder / "tables", folder / "figures")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def traces_read_once():
+    """A page reads every trace, and most pages are of copies of one run."""
+    traces, read = {}, store.read_trace
+
+    def read_trace(place, number, cell):
+        key = place.name, number
+        return traces[key] if key in traces else traces.setdefault(key, read(place, number, cell))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(store, "read_trace", read_trace)
+        yield
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with browser_page() as opened:
+        yield opened
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished run with tables, nothing changed in it."""
-    folder = make_run(tmp_path_factory.mktemp("finished"))
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    (folder.parent / "pooled.toml").write_text(GRID.format(trace="pooled"))
+    sweep(folder, [load_grid(str(folder.parent / "pooled.toml"))], InProcess("cpu"))
     write_items(folder)
     return folder
 
@@ -380,20 +396,6 @@ def test_missing_cells_are_listed_with_the_reason(run):
     assert len(arms) == 3
 
 
-def test_without_traces_it_says_that_tokens_are_not_coloured(tmp_path):
-    folder = make_run(tmp_path, "none")
-    parts = Parts(page(folder))
-    assert "tokens are not coloured" in parts.text
-    assert "No scores yet: lapa2 score RUN makes them" in parts.text
-    ids = [each["id"] for tag, each in parts.elements if tag == "h2"]
-    assert ids == ["texts", "cells", "run"]  # nothing empty; provenance last
-    texts = [
-        text for group in parts.data["groups"] for arm in group["arms"] for text in arm["texts"]
-    ]
-    assert len(texts) == 10
-    assert all(text["p"] is None and text["b"] is None and text["t"] for text in texts)
-
-
 def test_a_run_with_nothing_finished_has_a_page(run):
     for cell in (run / "cells").iterdir():
         remove_batches(cell)
@@ -449,7 +451,7 @@ def test_one_far_row_leaves_the_others_their_drawing(tmp_path):
     assert 'class="paper" d="M1.0 9l9 -5v10z"' in below
 
 
-def test_the_page_is_read_in_a_browser(run):
+def test_the_page_is_read_in_a_browser(browser, run):
     """Sorted, filtered and read by keys; what an address asks for, however odd, is shown."""
     write_item(run, "half", [["2 lines", 1], ["b", 9], ["a", 10]], ["words", "number"])
     html = page(run)
@@ -464,59 +466,57 @@ def test_the_page_is_read_in_a_browser(run):
     file = run / "report.html"
     file.write_text(html.replace(found.scripts["data"], str(embedded(data))), "utf-8")
 
-    with browser_page() as browser:
-
-        def go(address):
-            browser.ask(f"location.hash = {json.dumps(address)}; 0")
-            wait()
-
-        def wait():
-            browser.ask("new Promise(done => setTimeout(() => done(0), 150))")
-
-        def each(what, value):
-            return browser.ask(f"[...document.querySelectorAll('{what}')].map(each => {value})")
-
-        def top(what):
-            return browser.ask(f"document.querySelector('{what}').getBoundingClientRect().top")
-
-        browser.goto(file.as_uri() + "#colour=constructor")
-        assert each("#colour input", "each.checked") == [True, False]
-        columns = each(".column", "each.textContent")
-        assert "0 tokens" in columns[1]
-        assert "NaN" not in columns[1]
-        assert each(".spark", "each.getAttribute('viewBox')") == ["0 0 120 44"]
-
-        browser.ask("document.querySelector('.column').focus()")
-        for _ in range(80):
-            browser.press("ArrowRight")
+    def go(address):
+        browser.ask(f"location.hash = {json.dumps(address)}; 0")
         wait()
+
+    def wait():
+        browser.ask("new Promise(done => setTimeout(() => done(0), 150))")
+
+    def each(what, value):
+        return browser.ask(f"[...document.querySelectorAll('{what}')].map(each => {value})")
+
+    def top(what):
+        return browser.ask(f"document.querySelector('{what}').getBoundingClientRect().top")
+
+    browser.goto(file.as_uri() + "#colour=constructor")
+    assert each("#colour input", "each.checked") == [True, False]
+    columns = each(".column", "each.textContent")
+    assert "0 tokens" in columns[1]
+    assert "NaN" not in columns[1]
+    assert each(".spark", "each.getAttribute('viewBox')") == ["0 0 120 44"]
+
+    browser.ask("document.querySelector('.column').focus()")
+    for _ in range(80):
         browser.press("ArrowRight")
-        wait()
-        assert each(".column:first-child .token.here", "each.dataset.step") == ["80"]
-        assert 0 < top(".token.here") < 900
-        assert each("#tip", "each.matches('.hidden')") == [False]
-        labels = each(".column", "[each.getAttribute('role'), each.getAttribute('aria-label')]")
-        assert labels[0] == ["group", "Text of baseline; arrow keys read its tokens"]
+    wait()
+    browser.press("ArrowRight")
+    wait()
+    assert each(".column:first-child .token.here", "each.dataset.step") == ["80"]
+    assert 0 < top(".token.here") < 900
+    assert each("#tip", "each.matches('.hidden')") == [False]
+    labels = each(".column", "[each.getAttribute('role'), each.getAttribute('aria-label')]")
+    assert labels[0] == ["group", "Text of baseline; arrow keys read its tokens"]
 
-        go(f"prompt={quote(data['groups'][0]['prompts'][1])}")
-        assert each(".spark", "each.getAttribute('viewBox')") == ["0 0 40 44"] * 2
-        assert each(".spark polyline", "each.getAttribute('points')")[1] == "0,12.0 1,12.0"
-        assert abs(top("#texts")) < 100
-        go("item=sent_topic&verdict=missing")
-        assert abs(top("section.claims")) < 100, "not at the texts that were chosen before"
+    go(f"prompt={quote(data['groups'][0]['prompts'][1])}")
+    assert each(".spark", "each.getAttribute('viewBox')") == ["0 0 40 44"] * 2
+    assert each(".spark polyline", "each.getAttribute('points')")[1] == "0,12.0 1,12.0"
+    assert abs(top("#texts")) < 100
+    go("item=sent_topic&verdict=missing")
+    assert abs(top("section.claims")) < 100, "not at the texts that were chosen before"
 
-        each("#arms input:checked", "each.click()")
-        assert each(".column", "0") == []
-        address = browser.ask("location.href")
-        assert address.endswith("arms=&colour=p")
-        browser.goto(address)
-        assert each(".column", "0") == []
+    each("#arms input:checked", "each.click()")
+    assert each(".column", "0") == []
+    address = browser.ask("location.href")
+    assert address.endswith("arms=&colour=p")
+    browser.goto(address)
+    assert each(".column", "0") == []
 
-        for name, rows in (("words", ["2 lines", "a", "b"]), ("number", ["2 lines", "b", "a"])):
-            heads = f"#item-half th:nth-child({1 + (name == 'number')}) button"
-            each(heads, "each.click()")
-            assert each("#item-half tbody td:first-child", "each.textContent") == rows
-        assert browser.errors == []
+    for name, rows in (("words", ["2 lines", "a", "b"]), ("number", ["2 lines", "b", "a"])):
+        heads = f"#item-half th:nth-child({1 + (name == 'number')}) button"
+        each(heads, "each.click()")
+        assert each("#item-half tbody td:first-child", "each.textContent") == rows
+    assert browser.errors == []
 
 
 def test_the_command_writes_the_page_and_says_what_is_missing(run, tmp_path, capsys):
@@ -555,14 +555,13 @@ def scored(tmp_path_factory):
         ' { alpha = 1.0, label = "strong" }]'
     )
     sweep(folder / "run", [load_grid(str(folder / "mine.toml"))], InProcess("cpu"))
-    assert (
-        main(["score", str(folder / "run"), "--scorers", "accuracy", "linear", "echo", "distinct"])
-        == 0
-    )
+    asked = ["--scorers", "accuracy", "linear", "echo", "distinct"]
+    assert main(["score", str(folder / "run"), *asked]) == 0
     return folder / "run"
 
 
 def test_scores_that_lie_in_a_run_are_on_its_page(scored):
+    assert is_finished_run(scored), "`scores` is a part of a run, as its page is"
     parts = Parts(page(scored))
     ids = [each["id"] for tag, each in parts.elements if tag == "h2"]
     assert ids == ["texts", "scores", "cells", "run"]
@@ -590,8 +589,7 @@ def test_scores_are_also_markdown_and_latex(scored):
 
 
 def test_scores_of_other_arms_and_damaged_scores_are_named(scored, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(scored, run)
+    run = shutil.copytree(scored, tmp_path / "run")
     (run / "scores").rename(run / "fast")
     table = pd.read_csv(run / "fast/table.csv", keep_default_na=False)
     table[table["arm"] != "strong"].to_csv(run / "fast/table.csv", index=False)
@@ -601,16 +599,8 @@ def test_scores_of_other_arms_and_damaged_scores_are_named(scored, tmp_path):
         page(run)
 
 
-def test_a_scored_run_may_be_replaced(scored, tmp_path):
-    """`scores` is a part of a run, as its page is."""
-    run = tmp_path / "run"
-    shutil.copytree(scored, run)
-    assert is_finished_run(run)
-
-
 def test_scores_without_a_comparison_have_no_figure(scored, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(scored, run)
+    run = shutil.copytree(scored, tmp_path / "run")
     shutil.rmtree(run / "scores")
     assert main(["score", str(run), "--scorers", "distinct"]) == 0
     parts = Parts(page(run))
@@ -620,7 +610,7 @@ def test_scores_without_a_comparison_have_no_figure(scored, tmp_path):
     assert "not among these scores: baseline, instaboost:M=5" in Parts(page(run)).text
 
 
-def test_a_hostile_label_is_text(tmp_path):
+def test_a_hostile_label_is_text_and_without_traces_no_token_is_coloured(tmp_path):
     hostile = "<script>alert(1)</script> | 50% & _x_"
     (tmp_path / "mine.toml").write_text(
         GRID.format(trace="none").partition("[[block]]")[0]
@@ -628,6 +618,18 @@ def test_a_hostile_label_is_text(tmp_path):
     )
     run = tmp_path / "run"
     sweep(run, [load_grid(str(tmp_path / "mine.toml"))], InProcess("cpu"))
+    parts = Parts(page(run))
+    assert "tokens are not coloured" in parts.text
+    assert "No scores yet: lapa2 score RUN makes them" in parts.text
+    ids = [each["id"] for tag, each in parts.elements if tag == "h2"]
+    assert ids == ["texts", "cells", "run"]  # nothing empty; provenance last
+    arms = [arm for group in parts.data["groups"] for arm in group["arms"]]
+    assert [len(arm["texts"]) for arm in arms] == [2, 2]
+    assert all(
+        each["p"] is None and each["b"] is None and each["t"]
+        for arm in arms
+        for each in arm["texts"]
+    )
     assert main(["score", str(run), "--scorers", "echo"]) == 0
     parts = Parts(page(run))
     assert hostile in parts.text
@@ -636,11 +638,10 @@ def test_a_hostile_label_is_text(tmp_path):
     assert r"50\% \& \_x\_ &" in (run / "scores/table.tex").read_text()
 
 
-def test_scores_fit_a_narrow_page(scored):
+def test_scores_fit_a_narrow_page(browser, scored):
     (scored / "report.html").write_text(page(scored), encoding="utf-8")
-    with browser_page() as browser:
-        for width in (1280, 400):
-            browser.goto((scored / "report.html").as_uri(), width=width)
-            assert not browser.errors
-            assert browser.ask("document.documentElement.scrollWidth") <= width
-            assert browser.ask("document.querySelectorAll('.differences').length") == 2
+    for width in (1280, 400):
+        browser.goto((scored / "report.html").as_uri(), width=width)
+        assert not browser.errors
+        assert browser.ask("document.documentElement.scrollWidth") <= width
+        assert browser.ask("document.querySelectorAll('.differences').length") == 2

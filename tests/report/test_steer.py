@@ -20,7 +20,7 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.cli.options import AugmentationOptions
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.report.steer import CARD
-from lapa2_interp.report.steer_result import ALL, CHOSEN, NO_BIAS, RANDOM, SETTINGS, STRENGTHS
+from lapa2_interp.report.steer_result import ALL, CHOSEN, NO_BIAS, RANDOM, SETTINGS
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.scorer import TextItem
@@ -28,9 +28,11 @@ from lapa2_interp.stats import holm
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
 
 PROMPTS = [f"{word} number {i} of a b c d e f" for i in range(16) for word in ("Lake", "House")]
+STRENGTHS = (0.5, 4.0)
+"""Instead of four."""
 GIVEN = {
     "method": "prefix",
-    "length": 35,
+    "length": 32,
     "budget": 1.0002,
     "heads": 1,
     "classifiers": ["linear"],
@@ -43,9 +45,11 @@ GIVEN = {
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("steer") / "out"
     lines = []
-    made = steer("tiny-gpt2", "sentiment", PROMPTS, out=folder, notify=lines.append, **GIVEN)
-    assert "8 prompts choose 1 heads, 8 tune, 16 judge" in lines[0]
-    return made
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("lapa2_interp.report.steer.STRENGTHS", STRENGTHS)
+        made = steer("tiny-gpt2", "sentiment", PROMPTS, out=folder, notify=lines.append, **GIVEN)
+        assert "8 prompts choose 1 heads, 8 tune, 16 judge" in lines[0]
+        yield made
 
 
 def test_each_prompt_is_in_one_part(found):
@@ -112,7 +116,7 @@ def test_strengths_are_interpolated_at_the_budget(found):
     for place in (CHOSEN, ALL, RANDOM):
         curve = [means[NO_BIAS], *(means[f"{place} {alpha}"] for alpha in STRENGTHS)]
         alphas = [0.0, *STRENGTHS]
-        crossing = [i for i in range(4) if (curve[i] - target) * (curve[i + 1] - target) <= 0]
+        crossing = [i for i in range(2) if (curve[i] - target) * (curve[i + 1] - target) <= 0]
         i = crossing[0]
         share = (target - curve[i]) / (curve[i + 1] - curve[i])
         expected = alphas[i] + share * (alphas[i + 1] - alphas[i])
@@ -157,12 +161,14 @@ def test_the_table_has_every_arm_attribute_and_metric(found):
     assert (whole["mean"] < whole["high"]).all()
 
 
-def test_the_same_call_goes_on_and_other_settings_are_refused(found):
+def test_the_same_call_goes_on_and_other_settings_are_refused(found, monkeypatch):
+    """Precision "auto" is that of the texts that are there, whatever it would be here."""
+    monkeypatch.setattr("lapa2_interp.report.steer_result.resolve_dtype", lambda *_: "bfloat16")
     before = (found.folder / "tests.csv").read_bytes()
     times = [file.stat().st_mtime_ns for file in found.folder.glob("*/cells/*/*.parquet")]
-    again = steer(
-        "tiny-gpt2", "sentiment", PROMPTS, out=found.folder, notify=lambda line: None, **GIVEN
-    )
+    given = GIVEN | {"out": found.folder, "dtype": "auto"}
+    again = steer("tiny-gpt2", "sentiment", PROMPTS, notify=lambda line: None, **given)
+    assert again.settings == found.settings
     assert (found.folder / "tests.csv").read_bytes() == before
     assert [f.stat().st_mtime_ns for f in found.folder.glob("*/cells/*/*.parquet")] == times
     pd.testing.assert_frame_equal(again.table, found.table)
@@ -172,16 +178,7 @@ def test_the_same_call_goes_on_and_other_settings_are_refused(found):
         ({"seed": 2}, "another seed"),
     ):
         with pytest.raises(RunError, match=f"{message}.*choose another place"):
-            steer("tiny-gpt2", "sentiment", PROMPTS, out=found.folder, **(GIVEN | changed))
-
-
-def test_precision_auto_is_that_of_the_texts_there(found, monkeypatch):
-    monkeypatch.setattr("lapa2_interp.report.steer_result.resolve_dtype", lambda *_: "bfloat16")
-    again = steer(
-        "tiny-gpt2", "sentiment", PROMPTS, out=found.folder, notify=lambda line: None,
-        **(GIVEN | {"dtype": "auto"}),
-    )  # fmt: skip
-    assert again.settings.dtype == "float32"
+            steer("tiny-gpt2", "sentiment", PROMPTS, **(given | changed))
 
 
 def test_heads_of_other_weights_are_refused(found, tmp_path):
@@ -211,7 +208,7 @@ def test_the_card_steers_by_itself(found):
 def test_the_command_prints_what_so_many_prompts_can_show(found, tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS))
-    asked = ["--method", "prefix", "--length", "35", "--budget", "1.0002", "--heads", "1"]
+    asked = ["--method", "prefix", "--length", "32", "--budget", "1.0002", "--heads", "1"]
     asked += ["--classifiers", "linear", "--workers", "1", "--dtype", "float32"]
     code = main(["steer", "tiny-gpt2", "--prompts", str(file), "--out", str(found.folder), *asked])
     said = capsys.readouterr().out
