@@ -155,12 +155,16 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(f"{total:6.1f} s in {tests[file]:4d} tests  {file}")
 
 
-@functools.cache
 def load(name: str, dtype: str = "float32", model_class: str = "TransformerBridge"):
     """A loaded model, shared by all tests."""
+    return _loaded(name, dtype, model_class)
+
+
+@functools.cache
+def _loaded(name: str, dtype: str, model_class: str):
     from lapa2_interp import load_model
 
-    return load_model(name, dtype=dtype, device="cpu", model_class=model_class)
+    return load_model(name, dtype, "cpu", model_class)
 
 
 def soft_prefix(

@@ -315,22 +315,21 @@ class BatchBias:
         """Refuse a query at which the cuts that act together leave no live key."""
         live = np.ones(len(layout), bool)
         live[layout.soft : layout.soft + layout.pad] = False
-        for query in range(layout.bos.start, layout.prompt.stop):
-            slot = np.array([query])
-            acts = np.array(
-                [layout.acts(augmentation, slot, layer_type)[0] for augmentation in cuts]
-            )
-            for acting in np.unique(together & acts, axis=0):
-                left = live[: query + 1].copy()
-                left[: layer_type.first_seen(slot, layout.pad)[0]] = False
-                for augmentation in np.array(cuts, dtype=object)[acting]:
-                    for span in layout.spans(augmentation.span):
-                        left[span.start : span.stop] = False
-                if left.any() or not acting.any():
-                    continue
+        cut_keys = np.zeros((len(cuts), len(layout)), bool)  # cut key
+        for cut, augmentation in zip(cut_keys, cuts, strict=True):
+            for span in layout.spans(augmentation.span):
+                cut[span.start : span.stop] = True
+        slots = np.arange(layout.bos.start, layout.prompt.stop)
+        first = layer_type.first_seen(slots, layout.pad)
+        acts = np.stack([layout.acts(augmentation, slots, layer_type) for augmentation in cuts])
+        active = (together[:, :, None] & acts).swapaxes(1, 2)  # set query cut
+        for acting in np.unique(active.reshape(-1, len(cuts)), axis=0):
+            left = np.append(0, (live & ~cut_keys[acting].any(0)).cumsum())
+            where = (active == acting).all(2).any(0) & acting.any()
+            if (shut := where & (left[slots + 1] == left[first])).any():
                 raise LayoutError(
-                    f"row {row}: the query in slot {query} sees no key that is not blocked;"
-                    " leave one, such as its own or BOS"
+                    f"row {row}: the query in slot {slots[shut][0]} sees no key that is not"
+                    " blocked; leave one, such as its own or BOS"
                 )
 
     def query_phase_acts_on(self, slot: int) -> bool:
