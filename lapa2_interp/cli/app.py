@@ -126,6 +126,11 @@ def resumes(words: Sequence[str]) -> bool:
     return False
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # `_run` ends all commands in one way
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -145,7 +150,7 @@ def _run(words: list[str]) -> int:
         with stop_on_sigterm():
             app(
                 words,
-                console=Console(file=raw_stream(sys.stdout)),  # the help is ours, and in colour
+                console=_Console(file=raw_stream(sys.stdout)),  # the help is ours, and in colour
                 exit_on_error=False,
                 print_error=False,
                 result_action="return_value",

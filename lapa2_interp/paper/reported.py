@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -51,6 +52,12 @@ def reported_numbers() -> pd.DataFrame:
     )
 
 
+@cache
+def _rows(table: str) -> list[dict[Hashable, Any]]:
+    found = reported_numbers()
+    return found[found["table"] == table].to_dict("records")
+
+
 def paper_number(table: str, **wanted: Any) -> float:
     """One number of the paper; NaN if it has none.
 
@@ -60,17 +67,14 @@ def paper_number(table: str, **wanted: Any) -> float:
     Raises:
         RunError: Several numbers fit.
     """
-    found = reported_numbers()
-    found = found[found["table"] == table]
     if "method" in wanted:
         wanted["method"] = known_methods()[wanted["method"]].paper_name
-    for column, value in wanted.items():
-        found = found[found[column] == value]
+    found = [row for row in _rows(table) if all(row[name] == each for name, each in wanted.items())]
     if len(found) > 1:
         raise RunError(
             f"{len(found)} numbers of the paper's table {table} fit {wanted}; name more columns"
         )
-    return float(found["value"].iloc[0]) if len(found) else float("nan")
+    return float(found[0]["value"]) if found else float("nan")
 
 
 def paper_place(

@@ -404,12 +404,13 @@ def test_help_and_import_are_quick_and_load_no_torch():
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
+@pytest.mark.parametrize("words", ["prefix recipes", "--help"])
+def test_a_reader_that_has_seen_enough_is_no_error(words):
     """Nothing is said; the exit code is that of any program that SIGPIPE ends: the command may not
     have done all of its work."""
     program = (
         f"{shlex.quote(sys.executable)} -c 'from lapa2_interp.cli.app import main; raise"
-        " SystemExit(main())' prefix recipes"
+        f" SystemExit(main())' {words}"
     )
     command = (  # the reader is gone before the first line
         f"{{ sleep 0.2; {program}; }} | true; exit ${{PIPESTATUS[0]}}"
