@@ -9,6 +9,7 @@ from lapa2_interp._util.errors import ModelError
 from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models import load as models
+from lapa2_interp.models.card import model_card
 
 
 def spread(network, place, folder):
@@ -34,7 +35,7 @@ PLACES = (
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_model_in_several_places_makes_the_same_texts_and_traces(place, tmp_path):
+def test_a_model_in_several_places_makes_the_same_texts_and_traces(place, tmp_path, monkeypatch):
     network, tokenizer, _ = models.load_transformers("tiny-llama")
     network = spread(network, place, str(tmp_path))
     assert hasattr(network.model.layers[2], "_hf_hook")
@@ -48,6 +49,9 @@ def test_a_model_in_several_places_makes_the_same_texts_and_traces(place, tmp_pa
         load("tiny-llama"),
     ):
         model.cfg.default_prepend_bos = True
+        # Packed weights round otherwise, and what lies elsewhere is not packed.
+        unpacked = model_card(model).model_copy(update={"prepacking": "none"})
+        monkeypatch.setattr(model, "lapa2_card", unpacked)
         method, rule = get_for_task("preadd", task), Augmentation(alpha=1.0)
         todo = plan(model, method, task, "positive", ("The lake", "Once"), rule, 16, 2)
         made.append(decode_batches(model, todo))
