@@ -67,7 +67,8 @@ def render_study(found: CircuitStudy) -> str:
             "Lost js of the best heads: their keys hidden (cut), their values set to zero, or keys"
             " and values taken from the opposite prefix (resample) or the mean of all. cut,"
             " last_query hides the prefix from the last token of the prompt and the text alone;"
-            " cut, query from the predicting query alone. Intervals are in the CSV files.",
+            " cut, predicting_only from the query that predicts alone. Intervals are in the CSV"
+            " files.",
             None,
             _variant_table(found),
         ),
@@ -121,16 +122,20 @@ def render_study(found: CircuitStudy) -> str:
 def _weak_layers(found: CircuitStudy) -> str:
     """A sentence about layers that lose less than one of their heads."""
     layers = {row["layer"]: row["effect"] for row in records(found.tables["layer"].frame())}
-    weak = {
-        row["layer"]: f"layer {row['layer']} ({layers[row['layer']]:.3g}) than its head"
-        f" {head_name(row)} ({row['effect']:.3g})"
-        for row in records(found.heads.frame())[::-1]
-        if row["effect"] > max(layers[row["layer"]], 0) + found.heads.noise
-    }
+    weak: dict[int, str] = {}
+    for row in records(found.heads.frame()):  # the largest effect first
+        layer, effect = row["layer"], row["effect"]
+        if effect > max(layers[layer], 0) + found.heads.noise:
+            than = (
+                f"layer {layer} ({layers[layer]:.3g}) than its head {head_name(row)} ({effect:.3g})"
+            )
+            weak.setdefault(layer, than)
     if not weak:
         return ""
+    first = list(weak.values())[:3]
+    others = f", and so in {pluralize(len(weak) - 3, 'more layer')}" if len(weak) > 3 else ""
     return (
-        f" Less is lost without {', '.join(weak.values())}: losses do not add up, because other"
+        f" Less is lost without {', '.join(first)}{others}: losses do not add up, because other"
         " heads of a layer work against its best, or do what it did."
     )
 
