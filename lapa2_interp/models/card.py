@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -17,6 +17,7 @@ from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, LayerTypeName
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import require_tokenizer
+from lapa2_interp.models.fingerprint import fingerprint, plain_tensors
 from lapa2_interp.models.prepacked import Prepacking, choose_prepacking, prepacked
 
 if TYPE_CHECKING:
@@ -382,23 +383,26 @@ def model_card(model: Model) -> ModelCard:
         ModelError: It is not a loaded model, or has no tokenizer.
     """
     check_has_tokenizer(model)
-    card, state = getattr(model, "lapa2_card", None), _weights_version(model)
-    if card is not None and getattr(model, "lapa2_state", None) == state:
-        return card
+    card, values = getattr(model, "lapa2_card", None), fingerprint(network_of(model))
     if card is None:
-        spread = any(each.is_meta for each in network_of(model).parameters())
+        spread = any(weight.is_meta for weight in network_of(model).parameters())
         weights = "not hashed: in part not in memory" if spread else hash_weights(model)
-        card = make_card(model, model.cfg.model_name, weights)
-    elif hasattr(model, "lapa2_state"):
-        first = next(each for each in network_of(model).parameters() if each.is_floating_point())
-        now = {"weights": hash_weights(model), "dtype": str(first.dtype).removeprefix("torch.")}
-        card = card.model_copy(update=now)
-    return attach_card(model, card)
+        return attach_card(model, make_card(model, model.cfg.model_name, weights))
+    names: dict[bytes, str] = model.lapa2_weights
+    if values not in names:
+        names[values] = hash_weights(model)
+    if card.weights != names[values]:
+        weight = next(each for each in network_of(model).parameters() if each.is_floating_point())
+        dtype = str(weight.dtype).removeprefix("torch.")
+        card = card.model_copy(update={"weights": names[values], "dtype": dtype})
+        model.lapa2_card = card
+    return card
 
 
 def attach_card(model: Model, card: ModelCard) -> ModelCard:
-    """Attach a card to a model; it is valid as long as the weights do not change."""
-    model.lapa2_card, model.lapa2_state = card, _weights_version(model)
+    """Attach a card to a model, whose weights, as they are now, have the card's name."""
+    model.lapa2_card = card
+    model.lapa2_weights = {fingerprint(network_of(model)): card.weights}
     return card
 
 
@@ -421,13 +425,6 @@ def check_has_tokenizer(model: Model) -> None:
         raise ModelError(f"the {type(model).__name__} has no tokenizer; set model.tokenizer")
 
 
-def _weights_version(model: Model) -> int:
-    """A number that changes when a weight is replaced, written to or converted, except by a write
-    through `.data`."""
-    weights = network_of(model).parameters()
-    return hash(tuple((id(p), p.dtype, -1 if p.is_inference() else p._version) for p in weights))
-
-
 def hash_weights(model: Model) -> str:
     """sha256 over a model's weights, configuration and vocabulary, as they are now.
 
@@ -446,18 +443,9 @@ def hash_weights(model: Model) -> str:
         if tensor.is_meta:
             raise ModelError(f"the weight {name} is not in memory; load the whole model")
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        for part in _plain_tensors(tensor):
+        for part in plain_tensors(tensor):
             digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return f"sha256 {digest.hexdigest()} (of the weights in memory, configuration and vocabulary)"
-
-
-def _plain_tensors(tensor: Any) -> Iterator[Any]:
-    """The plain tensors inside a tensor; a quantised one has several."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain_tensors(getattr(tensor, name))
 
 
 def weights_id(model: Model) -> str:

@@ -36,6 +36,7 @@ from lapa2_interp.models.card import (
     short_context,
 )
 from lapa2_interp.models.exact_softmax import make_softmax_exact
+from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.liveness import assert_live
 from lapa2_interp.models.machine import default_device, resolve_dtype
 from lapa2_interp.models.planted import (
@@ -210,9 +211,11 @@ def resolve_model(model: Model | str | Path) -> Model:
 
 
 def accepts_model_name(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the argument `model` of a function, its first one, also be a name (`resolve_model`)."""
+    """Let the argument `model` of a function, its first one, also be a name (`resolve_model`). In
+    each call its weights are read once (`weights_read_once`)."""
 
     @functools.wraps(function)
+    @weights_read_once()
     def with_model(*args: P.args, **settings: P.kwargs) -> R:
         given: Any = args
         if args:

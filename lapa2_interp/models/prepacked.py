@@ -8,9 +8,10 @@ A matrix product first brings its weights into an order that suits the processor
 at every step. Inside the block every linear layer does it once, in the first pass, and keeps the
 result. Hooks, outputs, `state_dict` and gradients are as without it.
 
-Every product checks that the layer still has the same weight tensor, unchanged by any operation on
-it. A weight that has changed is prepacked again. PyTorch does not count what is written through
-`weight.data` or NumPy, so change weights under `torch.no_grad()` instead.
+A weight that has changed is prepacked again. Where the block begins, the values of every prepacked
+weight are compared with those that it was made of (`fingerprint`). Inside the block every product
+checks that the layer still has the same weight tensor, unchanged by any operation on it; what is
+written there through `weight.data` counts from the next block on.
 
 GPT-2's activation, a tanh form of GELU in eight operations, is one operation inside the block.
 
@@ -38,6 +39,7 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from lapa2_interp._util.errors import ModelError, unknown_choice
+from lapa2_interp.models.fingerprint import weight_fingerprint
 from lapa2_interp.models.machine import usable_memory
 
 PrepackOption = Literal["auto", "on", "off"]
@@ -110,7 +112,11 @@ def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[No
     if packing == "all":
         layers = [*_linear_layers(network)]
         layers += [each for each in network.modules() if type(each) is NewGELUActivation]
-    layers = [each for each in layers if each is not None and "forward" not in vars(each)]
+    layers = [layer for layer in layers if layer is not None and "forward" not in vars(layer)]
+    for layer in layers:
+        stored = _prepacked_weights.get(layer)
+        if stored is not None and stored.values != weight_fingerprint(layer.weight):
+            del _prepacked_weights[layer]
     # Replace the forward functions inside the block.
     try:
         for layer in layers:
@@ -174,6 +180,7 @@ class _PrepackedWeight:
         weight = layer.weight
         rows = weight.detach().t() if isinstance(layer, Conv1D) else weight.detach()
         self.reordered = _reorder(rows)  # out in, in the processor's order
+        self.values = weight_fingerprint(weight)
         self.weight, self.state = weakref.ref(weight), (weight.data_ptr(), weight._version)
 
     def is_of(self, weight: Tensor) -> bool:

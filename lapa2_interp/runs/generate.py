@@ -41,6 +41,7 @@ from lapa2_interp.generation.settings import (
 from lapa2_interp.methods.base import Method, MethodContext
 from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import accepts_model_name, load_model, resolve_model
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
 from lapa2_interp.runs.estimates import (
@@ -63,6 +64,7 @@ GRID = "generate"
 
 
 @settings_checked
+@weights_read_once()
 def generate(
     model: str | Path | Model = "smollm2-135m",
     prompts: Count | str | Sequence[str] | PromptFile = "task",

@@ -23,6 +23,7 @@ from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import digests
 from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import default_device, is_out_of_memory, peak_memory, torch_threads
 from lapa2_interp.models.prepacked import Prepacking
@@ -90,6 +91,7 @@ class Worker:
         self._model: tuple[tuple[str, ...], Model, ModelContext, Prepacking | None] | None = None
         self._plans: dict[str, BatchPlan] = {}
 
+    @weights_read_once()
     def make_batch(
         self,
         cell: Cell,

@@ -195,6 +195,8 @@ def with_packing(model, packing, monkeypatch):
         lambda layer: layer.weight[3, 5].add_(1e-3),
         lambda layer: setattr(layer, "weight", torch.nn.Parameter(layer.weight * 2)),
         lambda layer: setattr(layer.weight, "data", layer.weight.data * 2),
+        lambda layer: layer.weight.data.mul_(2),
+        lambda layer: layer.weight.detach().numpy().__imul__(2),
         lambda layer: layer.to(torch.float64).to(torch.float32).weight.mul_(1.25),
         lambda layer: layer.load_state_dict({"weight": torch.eye(96, 64), "bias": torch.ones(96)}),
         lambda layer: layer.bias.add_(1),

@@ -1,0 +1,127 @@
+"""Fingerprints of weights: another number after any change of their values.
+
+    with weights_read_once():
+        before = fingerprint(network)
+
+What is made of weights (their prepacked form, the hash that identifies a model) is valid as long
+as they have the same fingerprint. PyTorch's own counter of changes, `tensor._version`, does not
+count what is written through `weight.data`, as adapters are merged, weights are pruned and
+optimisers step. So the values are read: all of SmolLM2 in some 40 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+import xxhash
+from jaxtyping import Int, UInt8
+from torch import Tensor
+
+CHUNK = 1 << 16
+"""Numbers that one sum covers, on an accelerator."""
+MIXER = 0x1E3779B97F4A7C15
+"""An odd number whose bits look random."""
+TABLES = ("attn.mask", "attn.IGNORE")
+"""Ends of the names of a HookedTransformer's buffers that are no weights: [query key] tables."""
+
+_read: ContextVar[dict[int, tuple[Tensor, tuple, bytes]] | None] = ContextVar("read", default=None)
+
+
+@contextmanager
+def weights_read_once() -> Iterator[None]:
+    """Inside the block every weight is read once, however often its fingerprint is asked for.
+
+    A block belongs around one call, in which nobody writes weights through `.data`; other changes
+    are seen inside it, too. Blocks may be nested. It also serves as a decorator.
+    """
+    if _read.get() is not None:
+        yield
+        return
+    token = _read.set({})
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
+def fingerprint(network: Any) -> bytes:
+    """A fingerprint of the names, shapes, types and values of a network's weights.
+
+    Weights that are not in memory count by name, shape and type alone.
+    """
+    digest = xxhash.xxh3_128()
+    for name, weight in network.state_dict(keep_vars=True).items():
+        if isinstance(weight, Tensor) and not name.endswith(TABLES):
+            digest.update(name.encode())
+            digest.update(weight_fingerprint(weight))
+    return digest.digest()
+
+
+def weight_fingerprint(weight: Tensor) -> bytes:
+    """A fingerprint of one weight: 128 bits of its shape, type and values."""
+    memory = _read.get()
+    state = change_counters(weight)
+    if memory is not None and id(weight) in memory:
+        _, state_then, made = memory[id(weight)]
+        if state == state_then:
+            return made
+    made = _digest(weight)
+    if memory is not None:
+        memory[id(weight)] = weight, state, made  # while it is here, no other has its id
+    return made
+
+
+def change_counters(weight: Tensor) -> tuple:
+    """What moves at once when a weight is replaced, moved, converted or written to, except through
+    `.data`."""
+    version = -1 if weight.is_inference() else weight._version
+    where = 0 if weight.is_meta or hasattr(weight, "__tensor_flatten__") else weight.data_ptr()
+    return where, version, weight.dtype, weight.device, tuple(weight.shape)
+
+
+def plain_tensors(tensor: Any) -> Iterator[Tensor]:
+    """The plain tensors inside a tensor; a quantised one has several."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(tensor, name))
+
+
+def _digest(weight: Tensor) -> bytes:
+    digest = xxhash.xxh3_128(f"{weight.dtype} {tuple(weight.shape)}".encode())
+    for tensor in plain_tensors(weight):
+        if tensor.is_meta or not tensor.numel():
+            continue
+        content = tensor.detach().contiguous().flatten().view(torch.uint8)
+        if content.device.type != "cpu":
+            content = _sums(content).cpu().view(torch.uint8)
+        digest.update(content.numpy())
+    return digest.digest()
+
+
+def _sums(content: UInt8[Tensor, " byte"]) -> Int[Tensor, " sum"]:
+    """Sums of the content as 64-bit numbers, each times an odd number of its place, modulo 2^64.
+
+    Another value at one place alone always gives another sum. They are computed where the weight
+    is, and few enough to be copied.
+    """
+    width = CHUNK * 8
+    padded = torch.nn.functional.pad(content, (0, -len(content) % width))
+    numbers = padded.view(torch.int64).view(-1, CHUNK)
+    # A product drops what it shifts beyond the highest bit, so high bits move to low ones first.
+    mixed = numbers * MIXER
+    mixed ^= mixed >> 32 & 0xFFFFFFFF
+    return (mixed * _factors(content.device)).sum(1)
+
+
+@cache
+def _factors(device: torch.device) -> Int[Tensor, " place"]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=generator)
+    return (drawn | 1).to(device)
