@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from threading import RLock, get_ident
+from threading import RLock, local
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -71,18 +71,19 @@ class _OpenBlocks:
     """The open blocks of a network.
 
     Attributes:
-        runner: Their thread and asyncio task.
+        runner: The mark of their thread, and their asyncio task.
         number: Their number.
         usual: The attention functions before the first block that changed them.
     """
 
-    runner: tuple[int, Any]
+    runner: tuple[object, Any]
     number: int = 0
     usual: dict[str, Any] | None = None
 
 
 _open: WeakKeyDictionary[Any, _OpenBlocks] = WeakKeyDictionary()
 _eager_stances: list[AbstractContextManager] = []
+_threads = local()
 _lock = RLock()  # the garbage collector may close a block at any point of a thread
 
 
@@ -176,12 +177,15 @@ def check_no_open_block(model: Model) -> None:
         )
 
 
-def _thread_and_task() -> tuple[int, Any]:
-    """The current thread, and the current asyncio task; None outside of one."""
+def _thread_and_task() -> tuple[object, Any]:
+    """A mark of the current thread, and the current asyncio task; None outside of one."""
+    # The number of an ended thread may be that of a new one. An object that a block keeps may not.
+    if not hasattr(_threads, "mark"):
+        _threads.mark = object()
     task = None
     with suppress(RuntimeError):  # no loop runs
         task = asyncio.current_task()
-    return get_ident(), task
+    return _threads.mark, task
 
 
 def _check_thread(network: Any) -> None:

@@ -174,6 +174,37 @@ def test_a_second_thread_is_refused_while_a_block_is_open(kind):
     assert torch.equal(in_thread(alone), wanted)  # one after the other
 
 
+def test_a_block_of_an_ended_thread_does_not_act_in_one_with_its_number():
+    model, layout = loaded("TransformersModel")
+    opened = []
+
+    def leave_open():
+        block = augmented(model, STRONG, layout)
+        block.__enter__()
+        opened.append((threading.get_ident(), block))
+
+    in_thread(leave_open)
+    number, block = opened[0]
+    for _ in range(20):  # most often the first has the number again
+        number_now, result = in_thread(
+            lambda: (threading.get_ident(), _error_of(lambda: read(model, layout.tensor)))
+        )
+        assert isinstance(result, ModelError)
+        if number_now == number:
+            break
+    else:
+        raise AssertionError("no thread had the ended one's number, so nothing was tested")
+    block.__exit__(None, None, None)
+    read(model, layout.tensor)
+
+
+def _error_of(function):
+    try:
+        return function()
+    except ModelError as error:
+        return error
+
+
 @every_class
 def test_a_second_task_is_refused_while_a_block_is_open(kind):
     """Tasks take turns in one thread, so that both biases would act on either's pass."""
