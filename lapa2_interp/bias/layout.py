@@ -424,14 +424,10 @@ class Layout:
     def n(self, rule: SpanRule) -> int:
         """The n of b(l): the controlled length, the tokenizer's count under "released", the span's
         size if explicit."""
-        return (
-            self.counted
-            if rule == "released"
-            else sum(each.size for each in self._counted_spans(rule))
-        )
-
-    def _counted_spans(self, rule: SpanRule) -> tuple[Span, ...]:
-        return (self.controlled,) if isinstance(rule, str) else self.spans(rule)
+        if rule == "released":
+            return self.counted
+        spans = (self.controlled,) if isinstance(rule, str) else self.spans(rule)
+        return sum(span.size for span in spans)
 
     def lengths(
         self,
@@ -505,8 +501,8 @@ class Layout:
         augmentation's phase and steps.
 
         In a layer with a sliding window (an extension of ours; the paper has none), l counts the
-        keys that a query sees, and n the tokens of the span among them. A query that sees none of
-        them adds 0.
+        keys that a query sees. Where the window hides a part of the span, n is at most the number
+        of the span's keys that it sees. A query that sees none of them adds 0.
 
         Args:
             queries: Slots.
@@ -518,14 +514,12 @@ class Layout:
         """
         l = np.maximum(self.lengths(queries, augmentation.length_rule, layer_type), 1)
         n: Any = self.n(augmentation.span)
-        acts = self.acts(augmentation, queries, layer_type)
         if layer_type.size:
-            n = n - _n_hidden(
-                self._counted_spans(augmentation.span), layer_type.first_seen(queries, self.pad)
-            )
-            acts &= n > 0
-            n = np.maximum(n, 1)
-        return np.where(acts, augmentation.bias(l, n), 0.0)
+            spans = self.spans(augmentation.span)
+            hidden = _n_hidden(spans, layer_type.first_seen(queries, self.pad))
+            seen = sum(span.size for span in spans) - hidden
+            n = np.where(hidden > 0, np.minimum(n, np.maximum(seen, 1)), n)
+        return np.where(self.acts(augmentation, queries, layer_type), augmentation.bias(l, n), 0.0)
 
     def first_in_sight(self, query: int, layer_type: LayerType) -> int:
         """The first live slot that a query sees in layers of this type."""

@@ -98,7 +98,10 @@ def masked_scores(model, rules, layouts, ids, mask):
         Augmentation(alpha=0.1, law="linear"),
         Augmentation(alpha=0.5, span="prefix+bos", phase="everywhere"),
         Augmentation(alpha=0.5, span=("prefix", (1, 2, 7)), phase="after_span"),
-        Augmentation(alpha=1.5, law="scale", span="input"),
+        Augmentation(alpha=1.5, law="scale", span="input", phase="everywhere"),
+        Augmentation(alpha=0.5, span="input"),
+        Augmentation(alpha=0.6, law="cut", span=((1, 4), (9, 13)), phase="everywhere"),
+        Augmentation(alpha=0.5, law="constant", l0=50, span=((1, 4), (9, 13))),
     ],
     ids=lambda rule: rule.label,
 )
@@ -124,21 +127,26 @@ def test_the_law_counts_what_a_query_sees(load, kind, model_class, rule):
                 keys = keys | {each.bos.start}
             elif rule.span == "input":
                 keys = set(range(each.bos.start, each.prompt.stop))
+            elif rule.span == ((1, 4), (9, 13)):
+                keys = counted = {each.pad + i for i in (1, 2, 3, *range(9, 13))}
             first = {"everywhere": each.bos.start, "after_span": each.prefix.stop}.get(
                 rule.phase, len(each) - 1
             )
             for query in range(each.bos.start, ids.shape[1]):
                 seen = set((before[layer][row, 0, query] > -1e30).nonzero()[:, 0].tolist())
                 hidden += len(set(range(each.bos.start, query + 1)) - seen)
-                # A query inside the prefix counts it whole, as far as its window reaches back.
-                n = len({key for key in counted if key in seen or key > query})
+                # A query inside the span counts it whole, as far as its window reaches back.
+                left = len({key for key in keys if key in seen or key > query})
+                n = len(counted) if left == len(keys) else min(len(counted), left)
                 l = len(seen - ({each.bos.start} if rule.length_rule == "paper" else set()))
                 b = 0.0
-                if query >= first and n:
+                if query >= first and left:
                     b = {
                         "log": rule.alpha * np.log(max(l, n) / n),
                         "linear": rule.alpha * max(l, 1) / n,
+                        "constant": rule.alpha * np.log(50 / n),
                         "scale": rule.alpha,
+                        "cut": np.log1p(-min(rule.alpha, 0.9)),
                     }[rule.law]
                 added = (after[layer] - before[layer])[row, :, query]
                 wanted = torch.tensor([b * (key in keys) for key in seen], dtype=torch.float64)
