@@ -29,7 +29,7 @@ from lapa2_interp._util.files import (
 from lapa2_interp._util.progress import CountingBar, progress_bar
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.prepacked import Prepacking
-from lapa2_interp.runs.engines import Engine, Outcome
+from lapa2_interp.runs.engines import Engine, Outcome, WorkerLost
 from lapa2_interp.runs.estimates import cost
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.manifest import BatchRecord
@@ -52,7 +52,8 @@ from lapa2_interp.runs.store import (
 )
 
 ATTEMPTS = 3
-"""Number of times a batch is submitted if its workers die."""
+"""Number of times a batch is submitted if its workers die, and that a worker is started without
+success."""
 LOOK = 5.0
 """Seconds after which the sweep looks again for room on a cluster."""
 LOCK = ".lock"
@@ -255,6 +256,7 @@ class _Sweep:
         self.weights: dict[str, str] = {}
         self.failed: list[str] = []
         self.made = self.there = self.elsewhere = self.disk = self.memory = 0
+        self.failed_starts = 0
         self.locks = ExitStack()
         self.inode = run.home.stat().st_ino
 
@@ -316,12 +318,9 @@ class _Sweep:
         work, shown = job.work, job.work.shown.pop(job.number, 0)
         if error := future.exception():  # its worker died
             self.bar.update(-shown)
-            if job.attempts < ATTEMPTS:
-                self.ready.appendleft(replace(job, attempts=job.attempts + 1))
-            else:
-                self._fail(work, _worker_lost(error))
+            self._again(job, error)
             return
-        outcome = future.result()
+        outcome, self.failed_starts = future.result(), 0
         if isinstance(outcome, Failure):
             self.bar.update(-shown)
             self._fail(work, outcome)
@@ -347,6 +346,26 @@ class _Sweep:
             self.ready.extend(_Job(work, each, packing) for each in _missing(work.records))
         if not _missing(work.records):
             self._finish(work)
+
+    def _again(self, job: _Job, error: BaseException) -> None:
+        """Make a batch ready whose worker died, or fail its cell.
+
+        Raises:
+            RunError: The worker had not begun, so that the batch is not the reason, and others
+                before it had not.
+        """
+        if isinstance(error, WorkerLost) and not error.begun:
+            self.failed_starts += 1
+            if self.failed_starts >= ATTEMPTS:
+                raise RunError(
+                    f"a worker cannot start, tried {ATTEMPTS} times: {error}; --workers 1 makes the"
+                    " cells in this process"
+                )
+            self.ready.appendleft(job)
+        elif job.attempts < ATTEMPTS:
+            self.ready.appendleft(replace(job, attempts=job.attempts + 1))
+        else:
+            self._fail(job.work, _worker_lost(error))
 
     def _finish(self, work: _Work) -> None:
         folder = self.run.place(work.cell.key)
@@ -387,9 +406,12 @@ def _share(cell: Cell, n_texts: int) -> int:
 
 def _worker_lost(error: BaseException) -> Failure:
     """The outcome of a batch whose workers died."""
-    return Failure(
-        when=datetime.now(UTC),
-        traceback=f"{type(error).__name__}: {error}\nthe worker died {ATTEMPTS} times at this"
-        " batch, which an operating system does to a process that wants more memory than there is;"
-        " fewer rows share a batch with --set max_rows=N",
-    )
+    if isinstance(error, WorkerLost):
+        last = str(error)
+    else:
+        said = next(filter(None, reversed(str(error).splitlines())), "").strip()
+        last = (
+            f"{type(error).__name__}: {said}; where memory ran out, fewer rows share a batch with"
+            " --set max_rows=N"
+        )
+    return Failure(when=datetime.now(UTC), traceback=f"the worker died {ATTEMPTS} times: {last}")

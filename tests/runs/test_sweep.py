@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pandas as pd
 import pytest
@@ -37,6 +39,7 @@ from lapa2_interp._util.files import temporary_folder, write_text
 from lapa2_interp._util.progress import CountingBar
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
+from lapa2_interp.methods.prefix import NoControl
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.prefixes.soft_prefix import save_prefix
 from lapa2_interp.runs import engines
@@ -468,6 +471,9 @@ def deadly(folder, victim, always, cell, number, packing):
     return engines._worker.try_batch(cell, number, packing)
 
 
+MEMORY = "wants more memory than there is"
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("always", [False, True])
 def test_a_batch_whose_worker_dies_is_made_again_and_gives_up_in_the_end(
@@ -487,7 +493,8 @@ def test_a_batch_whose_worker_dies_is_made_again_and_gives_up_in_the_end(
     assert set(tries.values()) == {1}, "nobody else's batch was lost"
     if always:
         assert (done.made, done.failed) == (3, (victim[0],))
-        assert "the worker died 3 times" in load_run(tmp_path / "run").failures[victim[0]].reason
+        reason = load_run(tmp_path / "run").failures[victim[0]].reason
+        assert re.search(f"the worker died 3 times: .*at this batch.*{MEMORY}.*max_rows=N", reason)
         (line,) = told
         named = load_run(whole).by_key[victim[0]].description
         assert line.startswith(f"failed: {named} ({victim[0]}): ")
@@ -504,16 +511,11 @@ def test_a_worker_tells_how_far_it_is_after_every_step(cell):
     assert told[-1] == outcome.record.new_tokens
 
 
-def slow_to_begin(*_):
-    """In place of `engines._begin`: a worker that is still importing when the sweep is over."""
-    time.sleep(30)
-
-
 def test_a_worker_that_has_not_begun_is_not_waited_for(cell, monkeypatch):
-    monkeypatch.setattr(engines, "_begin", slow_to_begin)
+    monkeypatch.setattr(engines, "BEGIN", "import time; time.sleep(30)")
     with LocalPool(1, "cpu") as engine:
         engine.submit(cell, 0, None, tqdm(disable=True))
-        (process,) = engine._slots[0].worker._processes.values()
+        process = engine._slots[0].worker.process
         wait_for(process.is_alive)
         began = time.monotonic()
     assert time.monotonic() - began < 5
@@ -526,10 +528,137 @@ def test_a_worker_that_dies_with_nothing_to_do_is_replaced(undisturbed, cell, qu
         for _ in range(2):
             outcome = engine.submit(cell, 0, None, tqdm(disable=True)).result()
             assert outcome.samples["text"].equals(undisturbed[1][cell.key, 0].samples["text"])
-            (process,) = engine._slots[0].worker._processes.values()
+            process = engine._slots[0].worker.process
             process.kill()
             process.join()
-            time.sleep(0.3)
+
+
+def end_by(number, *_):
+    """In place of `engines._make_batch`: exit with this code, or by this signal."""
+    if number > 0:
+        os._exit(number)
+    os.kill(os.getpid(), -number)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (-signal.SIGKILL, f"killed at this batch, which .*{MEMORY}; fewer rows .*max_rows=N"),
+        (-signal.SIGSEGV, "its process was ended by SIGSEGV at this batch, a fault in a library$"),
+        (-signal.SIGTERM, "its process was ended by SIGTERM at this batch$"),
+        (3, "its process ended by itself at this batch, with exit code 3$"),
+    ],
+)
+def test_how_a_worker_ended_is_told(cell, monkeypatch, quick_processes, number, message):
+    monkeypatch.setattr(engines, "_make_batch", functools.partial(end_by, number))
+    with LocalPool(1, "cpu") as engine:
+        error = engine.submit(cell, 0, None, tqdm(disable=True)).exception(60)
+    assert re.search(message, str(error))
+    assert error.begun
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from lapa2_interp.runs.launch import launch
+print(launch(*sys.argv[1:], workers=2).made)
+"""
+
+
+@pytest.mark.parametrize("name", ["script.py", "<stdin>"])
+def test_workers_do_not_run_the_script_that_sweeps(
+    undisturbed, cell, tmp_path, monkeypatch, quick_processes, name
+):
+    """It has no guard, or is no file at all; what it has in memory stays what it was."""
+    (tmp_path / "script.py").write_text("raise SystemExit('run again')")
+    script = ModuleType("__main__")
+    script.__file__ = str(tmp_path / name)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    with LocalPool(1, "cpu") as engine:
+        outcome = engine.submit(cell, 0, None, tqdm(disable=True)).result(60)
+    assert outcome.samples["text"].equals(undisturbed[1][cell.key, 0].samples["text"])
+    assert sys.modules["__main__"] is script
+    assert script.__file__ == str(tmp_path / name)
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ["script.py", "-"])
+def test_a_script_without_a_guard_sweeps_with_workers(files, tmp_path, name):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, name, files[0], tmp_path / "run"],
+        input=SCRIPT, capture_output=True, text=True, cwd=tmp_path, check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(engines.__file__).parents[2])},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert load_run(tmp_path / "run").cells["state"].tolist() == ["finished"] * 2
+
+
+@pytest.mark.parametrize(
+    ("begin", "message"),
+    [
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("import os; os._exit(1)", "ended by itself before its first batch, with exit code 1"),
+        ("import os; os.kill(os.getpid(), 9)", f"killed before its first batch, .* {MEMORY}; .*"),
+    ],
+)
+def test_a_worker_that_cannot_start_is_no_fault_of_a_batch(
+    undisturbed, files, tmp_path, monkeypatch, capfd, quick_processes, begin, message
+):
+    monkeypatch.setattr(engines, "BEGIN", begin)
+    run = tmp_path / "run"
+    with pytest.raises(RunError, match=f"cannot start, tried 3 times: .*{message}.*workers=1 ma"):
+        sweep(run, grids_of(files), LocalPool(2, "cpu"), pytest.fail)
+    assert "Traceback" not in capfd.readouterr().err
+    assert set(load_run(run).cells["state"]) == {"missing"}
+    sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
+    assert_equal_runs(run, undisturbed[0])
+
+
+def test_a_worker_that_starts_slowly_or_at_the_second_try_is_no_worse(
+    undisturbed, files, tmp_path, monkeypatch, quick_processes
+):
+    there = tmp_path / "there"
+    first = f"import os, time; fd = os.open({str(there)!r}, os.O_CREAT | os.O_APPEND | os.O_WRONLY)"
+    ends = "os.write(fd, b'.') and os.fstat(fd).st_size == 1 and os._exit(1)"
+    monkeypatch.setattr(engines, "BEGIN", f"{first}; {ends}; time.sleep(0.3); {engines.BEGIN}")
+    done = sweep(tmp_path / "run", grids_of(files), LocalPool(1, "cpu"), pytest.fail)
+    assert (done.made, done.failed, there.read_text()) == (4, (), "..")
+    assert_equal_runs(tmp_path / "run", undisturbed[0])
+
+
+@pytest.mark.parametrize(
+    ("daemon", "message"),
+    [
+        (True, "daemonic processes are not allowed to have children; workers=1 makes"),
+        (False, 'put what the script does under if __name__ == "__main__":'),
+    ],
+)
+def test_a_process_that_cannot_start_others_says_so(
+    files, tmp_path, monkeypatch, quick_processes, daemon, message
+):
+    """A worker of somebody's pool; and one that still imports its parent's script."""
+    here = multiprocessing.current_process()
+    monkeypatch.setitem(here._config, "daemon", daemon)
+    monkeypatch.setattr(here, "_inheriting", not daemon, raising=False)
+    with pytest.raises(RunError, match=re.escape(message)):
+        sweep(tmp_path / "run", grids_of(files), LocalPool(2, "cpu"), pytest.fail)
+
+
+def test_a_method_of_the_script_is_refused_where_workers_would_not_have_it(
+    files, tmp_path, monkeypatch
+):
+    class Mine(NoControl):
+        pass
+
+    Mine.__module__, Mine.__qualname__ = "__main__", "Mine"
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", Mine, raising=False)
+    grid = tmp_path / "g.toml"
+    grid.write_text(HEAD + 'method = "__main__:Mine"\n')
+    with pytest.raises(GridError, match="'__main__:Mine' is in the script that runs.*workers=1"):
+        launching.launch(str(grid), tmp_path / "run", workers=2, device="cpu", allow_code=True)
 
 
 def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
