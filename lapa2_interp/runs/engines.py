@@ -223,9 +223,7 @@ class WorkerProcess:
     @property
     def is_over(self) -> bool:
         """True if the process has ended."""
-        from multiprocessing.connection import wait
-
-        return bool(wait([self.process.sentinel], timeout=0))
+        return not self.process.is_alive()
 
     def submit(self, cell: Cell, number: int, packing: Prepacking | None) -> Future[Outcome]:
         """Make a batch once the worker has begun; the future raises `WorkerLost` if it ends."""

@@ -24,6 +24,7 @@ from lapa2_interp._util.files import (
     acquire_lock,
     check_name,
     remove_abandoned,
+    remove_path,
     write_json,
 )
 from lapa2_interp._util.progress import CountingBar, progress_bar
@@ -42,6 +43,7 @@ from lapa2_interp.runs.store import (
     Listing,
     batch_numbers,
     check_batch,
+    earlier_keys,
     lost_listing,
     read_listing,
     remove_batches,
@@ -89,7 +91,7 @@ def open_run(
     """Note grids and their cells in a run, which is made when it is not there.
 
     Args:
-        notify: Told about cells that are no longer in a grid.
+        notify: Told about cells that are in no grid now.
 
     Raises:
         GridError: Two grids have one name.
@@ -118,19 +120,48 @@ def open_run(
     with writing(folder), acquire_lock(folder / LOCK, timeout=-1.0):
         remove_abandoned(folder)
         listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
-        before = {key for keys in listing.grids.values() for key in keys}
         for grid in grids:
             for cell in grid.cells:
                 write_cell(folder / CELLS / cell.key, cell)
             listing.grids[grid.name] = tuple(cell.key for cell in grid.cells)
         write_listing(folder, listing)
-    gone = before - {key for keys in listing.grids.values() for key in keys}
-    if left := [key for key in gone if batch_numbers(folder / CELLS / key)]:
+    run = load_run(folder, earlier=True)
+    if left := [key for key in run.by_key if not listing.with_cell(key)]:
+        arms = dict.fromkeys(run.by_key[key].description for key in left)
+        shown = "; ".join(list(arms)[:2]) + "; ..." * (len(arms) > 2)
         notify(
-            f"{pluralize(len(left), 'finished cell')} of {folder} no longer in a grid, as"
-            f" {', '.join(names)} has other cells now: no table or report shows them"
+            f"{pluralize(len(left), 'cell')} of an earlier grid {'is' if len(left) == 1 else 'are'}"
+            f" in {folder} too, and in no table or report: {shown}; `lapa2 runs {folder}` lists"
+            " them, and with --remove-earlier removes them"
         )
     return load_run(folder)
+
+
+def remove_earlier(folder: Path, notify: Callable[[str], None] = lambda line: None) -> list[str]:
+    """Remove the cells of a run that no grid of it has now, with their texts and traces.
+
+    Args:
+        notify: Told about a cell that is kept, because another sweep makes it.
+
+    Returns:
+        Keys of the removed cells.
+
+    Raises:
+        RunError: The folder is not a run, or cannot be written.
+    """
+    removed = []
+    with writing(folder), acquire_lock(folder / LOCK, timeout=-1.0):
+        for key in earlier_keys(folder, read_listing(folder)):
+            place = folder / CELLS / key
+            try:
+                with acquire_lock(place / LOCK):
+                    remove_batches(place)
+                    remove_path(place)
+            except Timeout:
+                notify(f"{key} is being made by another sweep, and stays")
+            else:
+                removed.append(key)
+    return removed
 
 
 def sweep(

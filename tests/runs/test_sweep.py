@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from lapa2_interp import generate
 from lapa2_interp._util.errors import DamagedError, GridError, RunError
-from lapa2_interp._util.files import temporary_folder, write_text
+from lapa2_interp._util.files import acquire_lock, temporary_folder, write_text
 from lapa2_interp._util.progress import CountingBar
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
@@ -53,7 +53,7 @@ from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import Failure, Listing, read_batch
-from lapa2_interp.runs.sweep import ATTEMPTS, open_run, sweep
+from lapa2_interp.runs.sweep import ATTEMPTS, open_run, remove_earlier, sweep
 from lapa2_interp.runs.worker import Worker, check_files
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 from lapa2_interp.tasks import task as tasks
@@ -1333,18 +1333,79 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
     assert found.samples["text"].tolist() == alone.samples["text"].tolist()
 
 
-def test_grids_of_one_name_are_refused_and_cells_that_no_grid_has_are_named(tmp_path, capsys):
-    """A file x.toml in two folders; and a grid whose cells are others now."""
-    for folder, length in (("a", 20), ("b", 21)):
+def test_grids_of_one_name_are_refused(tmp_path, capsys):
+    """A file x.toml in two folders."""
+    for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        grid = ONE.replace("length = 18", f"length = {length}")
-        (tmp_path / folder / "x.toml").write_text(grid.replace("prompts = 3", "prompts = 1"))
+        (tmp_path / folder / "x.toml").write_text(ONE)
     one, two = (tmp_path / folder / "x.toml" for folder in "ab")
     assert lapa2("sweep --workers 1 --out", tmp_path / "run", one, two) == 2
     assert "two grids have the name x; rename a file" in capsys.readouterr().err
-    assert lapa2("sweep --workers 1 --out", tmp_path / "run", one) == 0
-    assert "no longer in a grid" not in capsys.readouterr().err
-    assert lapa2("sweep --workers 1 --out", tmp_path / "run", two) == 0
-    printed = capsys.readouterr()
-    assert "2 finished cells of " in printed.out + printed.err
-    assert "no longer in a grid, as x has other cells now" in printed.out + printed.err
+
+
+# --- a grid that has changed
+
+
+EARLIER = "2 cells of an earlier grid are in "
+
+
+@pytest.fixture
+def changed(undisturbed, tmp_path):
+    """A run whose grid two has lost two of its cells since: the folder, and the grid now."""
+    grid, _ = grid_of(tmp_path, ONE)
+    two = replace(grid, name="two")
+    return shutil.copytree(undisturbed[0], tmp_path / "changed"), [replace(grid, name="one"), two]
+
+
+def test_a_sweep_names_what_an_earlier_grid_has_left(changed, undisturbed, files):
+    run, grids = changed
+    for _ in range(2):  # every time, not only when the grid has changed
+        told = []
+        done = sweep(run, grids, Replaying(undisturbed[1]), told.append)
+        assert (done.before, done.made) == (2, 0)
+        (line,) = told
+        assert line.startswith(f"{EARLIER}{run} too, and in no table or report: tiny-gpt2 sent")
+        assert line.endswith("lists them, and with --remove-earlier removes them")
+    assert len(load_run(run).by_key) == 2
+    sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)  # the grid as it was
+    assert_equal_runs(run, undisturbed[0])
+
+
+def test_cells_of_an_earlier_grid_are_listed_read_and_removed_when_asked_for(
+    changed, undisturbed, capsys
+):
+    run, grids = changed
+    sweep(run, grids, Replaying(undisturbed[1]), lambda line: None)
+    now, every = load_run(run), load_run(run, earlier=True)
+    old = [key for key in every.by_key if key not in now.by_key]
+    assert every.cells["grids"].tolist() == ["one, two"] * 2 + [""] * 2
+    assert len(every.samples(old)) == sum(every.by_key[key].n_texts for key in old)
+    assert lapa2("runs", run) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[2].startswith("earlier grids (in no table or report; --remove-earlier removes")
+    assert printed[2].endswith("): 2 finished")
+    assert [line[:16] for line in printed[-2:]] == old
+    assert all(", of an earlier grid  " in line for line in printed[-2:])
+    assert lapa2("runs", run, "--json --remove-earlier") == 2
+    assert set(old) < {place.name for place in (run / "cells").iterdir()}, "not asked for"
+    assert lapa2("runs", run, "--remove-earlier") == 0
+    assert "2 cells of earlier grids removed" in capsys.readouterr().out
+    assert {place.name for place in (run / "cells").iterdir()} == set(now.by_key)
+    assert load_run(run, earlier=True).cells.equals(now.cells)
+    sweep(run, grids, Replaying(undisturbed[1]), pytest.fail)
+
+
+def test_what_another_sweep_makes_and_links_are_not_removed(changed, undisturbed, tmp_path):
+    run, grids = changed
+    sweep(run, grids, Replaying(undisturbed[1]), lambda line: None)
+    busy, other = (
+        key for key in load_run(run, earlier=True).by_key if key not in load_run(run).by_key
+    )
+    (tmp_path / "precious").mkdir()
+    (run / "cells" / ("0" * 16)).symlink_to(tmp_path / "precious")
+    told = []
+    with acquire_lock(run / "cells" / busy / sweeping.LOCK):
+        assert remove_earlier(run, told.append) == [other]
+    assert told == [f"{busy} is being made by another sweep, and stays"]
+    assert (run / "cells" / ("0" * 16)).is_symlink()
+    assert (run / "cells" / busy / "000.json").exists()
