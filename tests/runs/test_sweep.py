@@ -557,6 +557,36 @@ def test_how_a_worker_ended_is_told(cell, monkeypatch, quick_processes, number, 
     assert error.begun
 
 
+def refuse():
+    raise ValueError("not to be read")
+
+
+class Unreadable:
+    """Pickled by a worker as what its reader cannot make again."""
+
+    def __reduce__(self):
+        return refuse, ()
+
+
+def unreadable(*_):
+    return Unreadable()
+
+
+def test_an_answer_that_cannot_be_read_is_no_lack_of_memory(cell, monkeypatch, quick_processes):
+    monkeypatch.setattr(engines, "_make_batch", unreadable)
+    with LocalPool(1, "cpu") as engine:
+        error = engine.submit(cell, 0, None, tqdm(disable=True)).exception(60)
+    assert str(error) == "its answer cannot be read: ValueError: not to be read"
+
+
+def test_of_a_worker_elsewhere_that_died_the_last_line_is_told(undisturbed, files, tmp_path):
+    victim = next(iter(undisturbed[1]))
+    lost = undisturbed[1] | {victim: OSError("its machine\n\nis gone\n")}
+    sweep(tmp_path / "run", grids_of(files), Replaying(lost), lambda line: None)
+    reason = load_run(tmp_path / "run").failures[victim[0]].reason
+    assert reason.startswith("the worker died 3 times: OSError: is gone; where memory ran out, ")
+
+
 SCRIPT = """
 import sys
 from pathlib import Path
