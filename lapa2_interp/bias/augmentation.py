@@ -50,7 +50,7 @@ from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Real
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from lapa2_interp._util.errors import AugmentationError, validation_message
 
@@ -431,6 +431,17 @@ class Augmentation(BaseModel):
     def to_json(self) -> str:
         """Every field, resolved, as one JSON object."""
         return self.model_dump_json()
+
+
+def is_value_of(field: str, value: Any) -> bool:
+    """True if a field of an augmentation may have this value, whatever its other fields are."""
+    info = Augmentation.model_fields[field]
+    kind: Any = Annotated[info.annotation, info]
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 AugmentationLike = Augmentation | Sequence[Augmentation | None] | None

@@ -295,15 +295,20 @@ def resolve_recipes(given: Any) -> Any:
 PARAMETER_EXAMPLES = {"tokens": "tokens=1", "heads": "heads=3.1/4.0"}
 
 
-def parse_recipes(text: str) -> LabeledAugmentations:
+def parse_recipes(text: str, alpha: float | None = None) -> LabeledAugmentations:
     """The augmentations of recipes as text, NAME[:PARAMETER=VALUE,...] joined by "+".
 
     For example `pasta:alpha=0.1,heads=3.1/4.0` or `lapa2:tokens=0/1 + instaboost:steps=0:16`.
 
+    Args:
+        alpha: That of the recipes that take one and do not name it.
+
     Raises:
-        AugmentationError: As `recipe`, or a value that cannot be read.
+        AugmentationError: As `recipe`, or a value that cannot be read; or `alpha` is given, and no
+            recipe leaves it open.
     """
     recipes: list[LabeledAugmentations] = []
+    takes_alpha = False
     for part in text.split("+"):
         name, _, rest = part.partition(":")
         name, given = name.strip(), {}
@@ -323,10 +328,23 @@ def parse_recipes(text: str) -> LabeledAugmentations:
                     f"{key}={value} of recipe {name!r} cannot be read; give"
                     f" {VALUE_FORMS.get(key, 'a number')}"
                 ) from None
+        if alpha is not None and name in RECIPES and "alpha" in RECIPES[name].parameters:
+            takes_alpha = takes_alpha or "alpha" not in given
+            given = {"alpha": alpha} | given
         recipes.append(recipe(name, **given))
+    if alpha is not None and not takes_alpha:
+        raise own_strength(alpha, repr(text))
     return LabeledAugmentations.of(
         (augmentation for each in recipes for augmentation in each),
         " + ".join(e.label for e in recipes),
+    )
+
+
+def own_strength(alpha: float, augmentation: str) -> AugmentationError:
+    """The error of an alpha for an augmentation that does not leave it open."""
+    return AugmentationError(
+        f"alpha {alpha:g} is for an augmentation that leaves its alpha open, such as lapa2, paper"
+        f' or {{ layers = "top" }}, and {augmentation} has a strength of its own; leave one out'
     )
 
 

@@ -65,8 +65,10 @@ def generate(
     fields = given_settings(settings)
     method = fields.get("method", "prefix")
     fields["parameters"] = augmentation.parameters(method) | fields["parameters"]
-    rules = augmentation.recipes() or augmentation.build(find_class(method, True).alpha)
-    fields["augmentation"] = rules or "none"
+    if (recipes := augmentation.recipes()) is not None:
+        fields |= {"augmentation": recipes, "alpha": augmentation.alpha}
+    else:
+        fields["augmentation"] = augmentation.build(find_class(method, True).alpha) or "none"
 
     def announce(loaded: Model, plans: Sequence[BatchPlan]) -> None:
         augmentation.check(loaded)

@@ -180,12 +180,12 @@ class AugmentationOptions:
     """Which bias is added, to which keys, for which queries, where."""
 
     augmentation: str | None = None
-    """Recipes of `lapa2 recipes` instead of the options below, as NAME:PARAMETER=VALUE,...; several
-    joined by +, such as "lapa2:tokens=1 + instaboost:M=5,steps=0:16"."""
+    """Recipes of `lapa2 recipes` instead of the options below --alpha, as NAME:PARAMETER=VALUE,...;
+    several joined by +, such as "lapa2:tokens=1 + instaboost:M=5,steps=0:16"."""
     alpha: float | None = None
     """Strength of the bias, >= 0; 0 is the base method. By default the value that `lapa2 methods`
-    shows (`layout`, `chat`: 0.5). Of laws cut, target and ratio at most 1; of law scale the bias
-    itself, of any sign."""
+    shows (`layout`, `chat`: 0.5); with --augmentation that of recipes that leave it open. Of laws
+    cut, target and ratio at most 1; of law scale the bias itself, of any sign."""
     profile: Literal["paper", "released"] = "paper"
     """Convention that fills span, length-rule and phase: the paper's Algorithm 1, or what its
     released code computes."""
@@ -250,7 +250,8 @@ class AugmentationOptions:
         beside = [
             each.name.replace("_", "-")
             for each in fields_of(self)
-            if each.name != "augmentation" and getattr(self, each.name) != each.default
+            if each.name not in ("augmentation", "alpha")
+            and getattr(self, each.name) != each.default
         ]
         if beside:
             raise AugmentationError(
@@ -265,7 +266,7 @@ class AugmentationOptions:
         from lapa2_interp.bias.recipes import parse_recipes
 
         if (recipes := self.recipes()) is not None:
-            named = parse_recipes(recipes)
+            named = parse_recipes(recipes, self.alpha)
             return named if active_augmentations(named) else ()
         chosen = self._selected()
         alpha = self.alpha

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -269,30 +270,42 @@ def runs(
     *,
     state: Literal["all", "finished", "failed", "partly", "damaged", "missing"] = "all",
     traceback: bool = False,
+    remove_earlier: bool = False,
     as_json: AsJson = False,
 ) -> None:
     """Tell what is in a run: which cells are finished, missing or damaged, which failed and why.
 
     A file that was cut short or is missing shows at once; one that changed shows when it is read.
+    Cells of earlier grids, which no table or report shows, come last.
 
     Args:
         run: The folder of `lapa2 generate` or `lapa2 sweep`.
         state: Only cells in this state.
         traceback: Print the whole traceback of failed cells.
-        as_json: Print JSON, one object per cell.
+        remove_earlier: Remove the cells that no grid of the run has now, with their texts.
+        as_json: Print JSON, one object per cell; the grids of an earlier grid's cell are empty.
     """
     from lapa2_interp.runs.run import load_run
     from lapa2_interp.runs.store import STATES
+    from lapa2_interp.runs.sweep import remove_earlier as remove
 
-    if as_json and traceback:
-        raise RunError("--traceback prints texts, which --json has no place for; give one of them")
-    found = load_run(run)
+    if as_json and (traceback or remove_earlier):
+        option = "--traceback" if traceback else "--remove-earlier"
+        raise RunError(f"{option} prints texts, which --json has no place for; give one of them")
+    found = load_run(run, earlier=True)
+    if remove_earlier:
+        print(f"{pluralize(len(remove(run, print)), 'cell')} of earlier grids removed\n")
+        found = load_run(run, earlier=True)
     table = found.cells
     shown = table if state == "all" else table[table["state"] == state]
     if as_json:
         print(shown.to_json(orient="records", indent=1))
         return
-    for grid, keys in found.listing.grids.items():
+    earlier = table["key"][table["grids"] == ""].tolist()
+    groups: dict[str, Sequence[str]] = dict(found.listing.grids)
+    if earlier:
+        groups["earlier grids (in no table or report; --remove-earlier removes them)"] = earlier
+    for grid, keys in groups.items():
         states = table[table["key"].isin(keys)]["state"].tolist()
         print(
             f"{grid}: "
@@ -309,6 +322,7 @@ def runs(
             else row["why"]
         )
         where = f"{found.by_key[row['key']].description}, {row['samples']} x {row['max_length']}"
+        where += ", of an earlier grid" * (not row["grids"])
         print(escape_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
     failures = found.failures
     if traceback:

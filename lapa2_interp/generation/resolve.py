@@ -30,17 +30,21 @@ from lapa2_interp.bias.augmentation import (
     active_augmentations,
     normalize_augmentations,
 )
-from lapa2_interp.bias.recipes import RECIPES, LabeledAugmentations, resolve_recipes
+from lapa2_interp.bias.recipes import (
+    RECIPES,
+    LabeledAugmentations,
+    own_strength,
+    parse_recipes,
+)
 from lapa2_interp.bias.tokens import check_text_length
+from lapa2_interp.generation.axes import product, size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.settings import (
     FORMS,
     PROMPT_FILES,
     CellSettings,
     PromptFile,
-    product,
     python_values,
-    size_of_product,
 )
 from lapa2_interp.methods.base import Branch, Method, SoftPrefixKey
 from lapa2_interp.methods.registry import (
@@ -80,6 +84,7 @@ def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
         Lapa2Error: As `CellSettings.of` and `resolve`; or one label for two arms.
     """
     size_of_product(fields)
+    _check_alpha_is_taken(fields)
     label = CellSettings.of({"label": fields.get("label", "")}).label
     cells: dict[str, Cell] = {}
     for point in product({name: value for name, value in fields.items() if name != "label"}):
@@ -98,6 +103,17 @@ def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
             " each its own: { alpha = ..., label = ... }"
         )
     return list(cells.values())
+
+
+def _check_alpha_is_taken(fields: Mapping[str, Any]) -> None:
+    """Refuse an alpha beside nothing but "none", which is the same arm at every alpha."""
+    named = fields.get("augmentation")
+    alone = all(one == "none" for one in (named if isinstance(named, list) else [named]))
+    if alone and fields.get("alpha") is not None:
+        raise AugmentationError(
+            f"alpha {fields['alpha']} is for an augmentation, and augmentation is none; leave one"
+            " out (alpha 0 is the base method, too)"
+        )
 
 
 def cell_of(model: str | Path | Model, **fields: Any) -> Cell:
@@ -305,10 +321,7 @@ def _read_augmentations(settings: CellSettings, method: Method) -> tuple[Augment
     given, label = settings.augmentation, settings.label
     if given is None:
         return Augmentation(alpha=method.alpha if settings.alpha is None else settings.alpha), label
-    if settings.alpha is not None:
-        raise AugmentationError(
-            f"give alpha {settings.alpha:g}, or an augmentation that has its own, not both"
-        )
+    alpha = settings.alpha
     if isinstance(given, Mapping):
         fields = dict(given)
         own = fields.pop("label", "")
@@ -323,24 +336,29 @@ def _read_augmentations(settings: CellSettings, method: Method) -> tuple[Augment
                 )
             given = str(fields["recipe"])
         else:
-            given = _with_method_alpha(fields, method)
+            given = _with_alpha(fields, alpha, method)
     if isinstance(given, str):
         if given == "none":
             return None, ""
         if given in ("paper", "released"):
-            given = _with_method_alpha({"profile": given}, method)
+            given = _with_alpha({"profile": given}, alpha, method)
         elif re.split("[+:]", given)[0].strip() not in RECIPES:
             allowed = ("none", "paper", "released", *RECIPES)
             raise AugmentationError(
                 f"{unknown_choice('augmentation', given, allowed)}; or a table of fields"
             )
-    augmentations: AugmentationLike = resolve_recipes(given)
+        else:
+            given = parse_recipes(given, alpha)
+    augmentations: AugmentationLike = given
     for each in augmentations if isinstance(augmentations, Sequence) else (augmentations,):
         if each is not None and not isinstance(each, Augmentation):
             raise AugmentationError(
                 "augmentation must be an Augmentation, several of them, recipes as one text such as"
                 f" 'lapa2 + instaboost:M=5', or None; found {augmentations!r}"
             )
+    if alpha is not None and augmentations is settings.augmentation:
+        labels = [each.label for each in active_augmentations(augmentations)]
+        raise own_strength(alpha, repr(" + ".join(labels) or "baseline"))
     if (
         not label
         and isinstance(augmentations, LabeledAugmentations)
@@ -350,9 +368,12 @@ def _read_augmentations(settings: CellSettings, method: Method) -> tuple[Augment
     return augmentations, label
 
 
-def _with_method_alpha(fields: dict[str, Any], method: Method) -> Augmentation:
-    """An augmentation from its fields, at the method's alpha where they name none."""
-    fields = {"alpha": method.alpha} | fields
+def _with_alpha(fields: dict[str, Any], alpha: float | None, method: Method) -> Augmentation:
+    """An augmentation from its fields; where they name no alpha, at the one of the settings, or
+    else the method's."""
+    if alpha is not None and "alpha" in fields:
+        raise own_strength(alpha, f"{{ alpha = {fields['alpha']} }}")
+    fields = {"alpha": method.alpha if alpha is None else alpha} | fields
     return Augmentation(**{name: _tuples(value) for name, value in fields.items()})
 
 

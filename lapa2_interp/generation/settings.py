@@ -7,9 +7,7 @@ turns it into cells. This module loads no torch: the command line's help reads i
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -116,11 +114,11 @@ class CellSettings(BaseModel):
     of every attribute. Other text is the prefix of the attribute, or without one needs no task
     file."""
     alpha: float | None = None
-    """Strength of LaPA2, >= 0; 0 is the base method. By default the method's own, which `lapa2
-    methods` shows."""
+    """Strength of LaPA2, or of an augmentation that leaves its alpha open, >= 0; 0 is the base
+    method. By default the method's own, which `lapa2 methods` shows, or the recipe's."""
     augmentation: AugmentationSetting = None
-    """The bias instead of alpha: recipes of `lapa2 recipes` such as instaboost:M=5; none; a profile
-    (paper, released) or fields such as { law = "sqrt" } at the method's alpha."""
+    """The bias: recipes of `lapa2 recipes` such as instaboost:M=5; none; a profile (paper,
+    released), or a table of fields such as { law = "sqrt" }, of which each may be a list."""
     label: str = ""
     """Name of the arm in tables and figures; by default the recipe's, or made of the fields. It
     decides no text."""
@@ -217,25 +215,6 @@ def python_values(fields: Mapping[str, Any]) -> dict[str, Any]:
         one = name in ("prompts", "patterns") and isinstance(value, list)
         values[name] = tuple(value) if one else value
     return values
-
-
-def product(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Points of a block, of which each field is a value or a list of values."""
-    axes = [value if isinstance(value, list) else [value] for value in fields.values()]
-    for point in itertools.product(*axes):
-        yield dict(zip(fields, point, strict=True))
-
-
-def size_of_product(fields: Mapping[str, Any]) -> int:
-    """Number of points of `product`.
-
-    Raises:
-        Lapa2Error: A list is empty.
-    """
-    for name, value in fields.items():
-        if isinstance(value, list) and not value:
-            raise Lapa2Error(f"{name} is an empty list, so there is no cell")
-    return math.prod(len(value) for value in fields.values() if isinstance(value, list))
 
 
 P = ParamSpec("P")

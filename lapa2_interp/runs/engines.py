@@ -1,17 +1,23 @@
 """Engines carry batches to workers: this process, or several processes on this machine.
 
 An engine takes (cell, number of a batch) and gives a future. A future that raises has lost its
-worker; the sweep submits the batch again.
+worker (`WorkerLost` tells how); the sweep submits the batch again.
+
+Processes of this machine import the package, and never the script that sweeps: it would sweep
+again where it has no `if __name__ == "__main__":`, and has no file where it is standard input.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from tqdm import tqdm
@@ -24,6 +30,18 @@ from lapa2_interp.runs.store import Failure, FinishedBatch
 from lapa2_interp.runs.worker import Worker
 
 Outcome = FinishedBatch | Failure
+
+
+class WorkerLost(Exception):
+    """A worker ended before its batch did; the message says how.
+
+    Attributes:
+        begun: True if it had begun: then it ended at a batch, else while it started.
+    """
+
+    def __init__(self, message: str, begun: bool) -> None:
+        super().__init__(message)
+        self.begun = begun
 
 
 class Engine(ABC):
@@ -48,6 +66,9 @@ class Engine(ABC):
         Args:
             packing: As in `Worker.make_batch`.
             progress: A bar to advance by tokens, if the engine can.
+
+        Raises:
+            RunError: No process can be started here.
         """
 
     @abstractmethod
@@ -98,7 +119,7 @@ class Slot:
     """Place of a worker of an engine.
 
     Attributes:
-        worker: A pool of one process, or an actor.
+        worker: A process, or an actor; None before the first batch.
         future: Its last batch.
         cell: Key of the last batch's cell, whose plan the worker keeps.
         note: What a user should know of its machine.
@@ -135,12 +156,12 @@ class LocalPool(Engine):
     def __init__(
         self, workers: int, device: str | None = None, threads: int = 1, pack: str = "auto"
     ) -> None:
-        self.n_workers, self._settings = workers, (workers, device, threads, pack)
-        self._slots = [Slot(self._new(number)) for number in range(workers)]
+        self.n_workers, self._settings = workers, (device, threads, pack, workers)
+        self._slots = [Slot(None) for _ in range(workers)]
 
     def close(self) -> None:
         for slot in self._slots:
-            _kill(slot.worker)
+            _end(slot)
         self._slots = []
 
     def slots(self) -> int:
@@ -149,40 +170,140 @@ class LocalPool(Engine):
     def submit(
         self, cell: Cell, number: int, packing: Prepacking | None, progress: tqdm
     ) -> Future[Outcome]:
-        from concurrent.futures.process import BrokenProcessPool
-
         slot = free_slot(self._slots, cell)
-        if slot.is_lost:
-            self._renew(slot)
-        with _sigint_blocked():
-            try:
-                slot.future = slot.worker.submit(_make_batch, cell, number, packing)
-            except BrokenProcessPool:  # it died with nothing to do
-                self._renew(slot)
-                slot.future = slot.worker.submit(_make_batch, cell, number, packing)
-        slot.cell = cell.key
+        if slot.worker is None or slot.is_lost or slot.worker.is_over:
+            _end(slot)
+            slot.worker = self._new(self._slots.index(slot))
+        slot.future, slot.cell = slot.worker.submit(cell, number, packing), cell.key
         assert slot.future is not None
         return slot.future
 
-    def _renew(self, slot: Slot) -> None:
-        _kill(slot.worker)
-        slot.worker = self._new(self._slots.index(slot))
+    def _new(self, number: int) -> WorkerProcess:
+        import torch
 
-    def _new(self, number: int) -> Any:
+        device, *others = self._settings
+        if device in (None, "cuda") and torch.cuda.is_available():
+            device = f"cuda:{number % torch.cuda.device_count()}"
+        return WorkerProcess(device, *others)
+
+
+def _end(slot: Slot) -> None:
+    if slot.worker is not None:
+        slot.worker.end()
+
+
+BEGIN = "from lapa2_interp.runs.engines import _begin; _begin(*settings)"
+"""The first call of a process. It imports the package, so that what fails there is the call's error
+and no traceback in the terminal."""
+
+
+class WorkerProcess:
+    """A process with a `Worker`, which makes one batch at a time.
+
+    Args:
+        settings: Arguments of `_begin`.
+
+    Raises:
+        RunError: No process can be started.
+    """
+
+    def __init__(self, *settings: Any) -> None:
         import multiprocessing
         from concurrent.futures import ProcessPoolExecutor
 
-        import torch
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, mp_context=context)
+        try:
+            with _sigint_blocked(), _script_hidden():
+                self._begun = self._pool.submit(exec, BEGIN, {"settings": settings})
+        except (OSError, AssertionError, RuntimeError) as error:
+            raise RunError(_cannot_start(error)) from error
+        (self.process,) = self._pool._processes.values()
 
-        workers, device, threads, pack = self._settings
-        if device in (None, "cuda") and torch.cuda.is_available():
-            device = f"cuda:{number % torch.cuda.device_count()}"
-        return ProcessPoolExecutor(
-            1,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_begin,
-            initargs=(device, threads, pack, workers),
+    @property
+    def is_over(self) -> bool:
+        """True if the process has ended."""
+        return not self.process.is_alive()
+
+    def submit(self, cell: Cell, number: int, packing: Prepacking | None) -> Future[Outcome]:
+        """Make a batch once the worker has begun; the future raises `WorkerLost` if it ends."""
+        outcome: Future[Outcome] = Future()
+
+        def make(begun: Future[None]) -> None:
+            if begun.cancelled():
+                outcome.cancel()
+                return
+            if error := begun.exception():
+                outcome.set_exception(self._lost(error, False))
+                return
+            try:
+                made = self._pool.submit(_make_batch, cell, number, packing)
+            except RuntimeError as error:  # it has ended since, or is being ended
+                outcome.set_exception(self._lost(error, True))
+            else:
+                made.add_done_callback(finish)
+
+        def finish(made: Future[Outcome]) -> None:
+            if made.cancelled():
+                outcome.cancel()
+            elif error := made.exception():
+                outcome.set_exception(self._lost(error, True))
+            else:
+                outcome.set_result(made.result())
+
+        self._begun.add_done_callback(make)
+        return outcome
+
+    def _lost(self, error: BaseException, begun: bool) -> WorkerLost:
+        from concurrent.futures.process import BrokenProcessPool
+
+        if not isinstance(error, BrokenProcessPool):
+            return WorkerLost(f"{type(error).__name__}: {error}", begun)
+        if error.__cause__ is not None:  # then the process may live
+            told = str(error.__cause__).strip("'\n ").splitlines()[-1]
+            return WorkerLost(f"its answer cannot be read: {told}", begun)
+        self.process.join(timeout=5)
+        return WorkerLost(_told_end(self.process.exitcode, begun), begun)
+
+    def end(self) -> None:
+        """End the process at once: what it has finished is with the sweep, and it may still be
+        importing."""
+        with suppress(Exception):
+            self.process.kill()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _cannot_start(error: Exception) -> str:
+    """Why no process can be started here, in a sentence."""
+    here = "--workers 1 makes the cells in this process"
+    if "bootstrapping" in str(error):
+        return (
+            "this process imports the script of the one that started it, and can start no workers"
+            ' meanwhile: put what the script does under if __name__ == "__main__":'
         )
+    return (
+        f"a worker process cannot be started: {getattr(error, 'strerror', None) or error}; {here}"
+    )
+
+
+def _told_end(code: int | None, begun: bool) -> str:
+    """How a process ended, by its exit code, in a sentence."""
+    when = "at this batch" if begun else "before its first batch"
+    if code is None or code >= 0:
+        by_itself = "without an exit code" if code is None else f"with exit code {code}"
+        return f"its process ended by itself {when}, {by_itself}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    if name == "SIGKILL":
+        less = "fewer rows share a batch with --set max_rows=N" if begun else "give fewer --workers"
+        return (
+            f"its process was killed {when}, which an operating system does to a process that wants"
+            f" more memory than there is; {less}"
+        )
+    fault = name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")
+    return f"its process was ended by {name} {when}{', a fault in a library' * fault}"
 
 
 _worker: Worker | None = None
@@ -191,7 +312,6 @@ _worker: Worker | None = None
 
 def _begin(device: str | None, threads: int, pack: str, workers: int) -> None:
     """Start a process of `LocalPool`, which ignores Ctrl-C: the sweep answers it."""
-    import signal
     import threading
 
     global _worker
@@ -221,7 +341,6 @@ def _make_batch(cell: Cell, number: int, packing: Prepacking | None) -> Outcome:
 def _sigint_blocked() -> Iterator[None]:
     """Processes started in the block ignore Ctrl-C, which would also reach them while they
     import."""
-    import signal
     from multiprocessing import resource_tracker
 
     if not hasattr(signal, "pthread_sigmask"):
@@ -235,13 +354,24 @@ def _sigint_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _kill(pool: Any) -> None:
-    """End a pool at once: what it has finished is with the sweep, and its process may still be
-    importing."""
-    for process in list((pool._processes or {}).values()):
-        with suppress(Exception):
-            process.kill()
-    pool.shutdown(wait=True, cancel_futures=True)
+@contextmanager
+def _script_hidden() -> Iterator[None]:
+    """Processes started in the block do not import the script that runs: its module has no name and
+    no file to find it by. Other threads see its contents as before."""
+    script = sys.modules["__main__"]
+    hidden = ModuleType("__main__")
+    hidden.__dict__.update(
+        {
+            name: value
+            for name, value in vars(script).items()
+            if name not in ("__file__", "__spec__")
+        }
+    )
+    sys.modules["__main__"] = hidden
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def local_engine(

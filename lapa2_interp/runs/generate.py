@@ -121,9 +121,10 @@ def generate(
         parameters: Parameters of a method given by name.
         task: A name of `lapa2 tasks`, the path of a task file, or a task.
         prefix: The hard prefix instead of the task's; without an attribute it needs no task.
-        alpha: Strength of LaPA2, >= 0; by default the method's own, and 0 is the base method.
-        augmentation: The bias instead of alpha: an `Augmentation`, a tuple of those that act
-            together, recipes such as "instaboost:M=5", fields, or "none".
+        alpha: Strength of LaPA2, or of an augmentation that leaves its alpha open, >= 0; by default
+            the method's own or the recipe's, and 0 is the base method.
+        augmentation: The bias: an `Augmentation`, a tuple of those that act together, recipes such
+            as "instaboost:M=5", a dict of fields, of which each may be a list of values, or "none".
         label: Name of the arm; by default the recipe's, or made of the fields.
         length: Tokens of a text. It counts the prompt's tokens where the task does (sentiment and
             topic): after a prompt of two tokens, length=32 makes 30 new ones.

@@ -2,7 +2,8 @@
     anything runs.
 
 A grid is one or more blocks; every key of a block is a value or a list of values, and a list is an
-axis of the product. `EXAMPLE` shows the form. A cell is one point with everything that decides its
+axis of the product, also one inside a table (`generation.axes.axes_of_table`). `EXAMPLE` shows
+the form. A cell is one point with everything that decides its
 texts; its key is a hash of just that, so that equal cells of two grids are one cell.
 """
 
@@ -15,12 +16,12 @@ from typing import Any
 
 from lapa2_interp._util.errors import GridError, Lapa2Error, unknown_choice
 from lapa2_interp._util.parsing import parse_toml, read_text
+from lapa2_interp.generation.axes import size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
     CellSettings,
     read_value,
-    size_of_product,
     unknown_setting,
 )
 from lapa2_interp.models.machine import AUTO_DTYPE, faster_dtype
@@ -37,6 +38,10 @@ prompts = 5                      # the task's first 5 (more than it has: with ot
 method = ["prefix", { name = "air-decoding", omega = 60.0 }]    # a list is an axis: 2 methods x 2 prefixes x 2 arms
 prefix = ["task", "A {attribute} text:"]                        # the task's hard prefixes, or all of this form
 augmentation = ["none", "paper"]                                # paper: the method's alpha; or { alpha = 1.0, law = "sqrt", label = "gentle" }, or a recipe: "instaboost:M=5"
+
+[[block]]
+alpha = [0.25, 0.5]                                             # of each augmentation that leaves it open
+augmentation = { layers = ["all", "bottom"] }                   # a list in a table is an axis, too: 4 arms with alpha
 
 [[block]]
 method = "none"

@@ -18,7 +18,7 @@ from lapa2_interp._util.terminal import format_bytes, format_duration, stop_on_s
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
-from lapa2_interp.runs.engines import local_engine
+from lapa2_interp.runs.engines import InProcess, local_engine
 from lapa2_interp.runs.estimates import check_affordable, estimate
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.ray import RayPool
@@ -108,6 +108,8 @@ def launch(
         else RayPool(workers, device, threads, address, gpus_per_worker, pack)
     )
     try:
+        if not isinstance(runner, InProcess):
+            _check_methods(left)
         if left:
             each = estimate(left, runner.n_workers, device, threads)
             notify(
@@ -129,6 +131,16 @@ def launch(
         raise
     finally:
         runner.close()
+
+
+def _check_methods(cells: Sequence[Cell]) -> None:
+    """Refuse methods of the script that runs: other processes do not run it."""
+    for cell in cells:
+        if cell.method.startswith("__main__:"):
+            raise GridError(
+                f"method {cell.method!r} is in the script that runs, and workers do not run it; put"
+                " its class into a module beside the script, or give --workers 1"
+            )
 
 
 def _unfinished(out: Path, cells: Mapping[str, Cell]) -> list[Cell]:

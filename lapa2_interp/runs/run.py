@@ -35,6 +35,7 @@ from lapa2_interp.runs.store import (
     FinishedBatch,
     Listing,
     batch_numbers,
+    earlier_keys,
     read_batch,
     read_cell,
     read_failure,
@@ -537,7 +538,7 @@ def is_run(folder: Path) -> bool:
     return False
 
 
-def load_run(folder: str | Path) -> Run:
+def load_run(folder: str | Path, *, earlier: bool = False) -> Run:
     """A run in its folder, finished or not.
 
     Example:
@@ -546,6 +547,10 @@ def load_run(folder: str | Path) -> Run:
         >>> saved = made.save("lake")
         >>> load_run("lake").samples()["text"].equals(made.samples()["text"])
         True
+
+    Args:
+        earlier: Also what was made of cells of earlier grids, which no grid has now
+            (`cells["grids"]` is empty).
 
     Raises:
         RunError: Not one, of another format, or damaged.
@@ -562,6 +567,11 @@ def load_run(folder: str | Path) -> Run:
                 f" {__version__}; `lapa2 sweep` with the cell's grid"
                 f" ({', '.join(listing.with_cell(key))}) writes it again"
             ) from error
+    for key in earlier_keys(folder, listing) if earlier else ():
+        with suppress(DamagedError):
+            cell = read_cell(folder / CELLS / key, key)
+            if state_of(folder / CELLS / key, cell) != "missing":  # it was only planned
+                cells[key] = cell
     for _, cell in same_label(cells.values()):
         told = f"{cell.label or cell.arm} ({cell.plain_arm})"
         cells[cell.key] = cell.model_copy(update={"label": told})

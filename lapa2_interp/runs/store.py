@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 LISTING, CELLS, SETTINGS, FAILED = "run.json", "cells", "cell.json", "failed.json"
 COLUMNS = ("prompt", "attribute", "sample", "text", "tokens", "n_tokens", "finish")
 """Columns that the texts of a batch have, at least."""
+KEYS = "[0-9a-f]" * 16
+"""Pattern of the names of cells' folders."""
 FORMAT = 3
 """Version of the form of run folders: raised when texts under a key become others, or files are
 read in another way.
@@ -295,8 +297,17 @@ class Listing(BaseModel):
 
 def lost_listing(folder: Path) -> bool:
     """True if a folder has cells, and no run.json."""
-    return not (folder / LISTING).exists() and any(
-        (folder / CELLS).glob(f"{'[0-9a-f]' * 16}/{SETTINGS}")
+    return not (folder / LISTING).exists() and any((folder / CELLS).glob(f"{KEYS}/{SETTINGS}"))
+
+
+def earlier_keys(folder: Path, listing: Listing) -> list[str]:
+    """Keys of cells in a run's folder that none of its grids has now."""
+    listed = {key for keys in listing.grids.values() for key in keys}
+    places = (folder / CELLS).glob(KEYS)
+    return sorted(
+        place.name
+        for place in places
+        if place.name not in listed and place.is_dir() and not place.is_symlink()
     )
 
 

@@ -24,12 +24,13 @@ from lapa2_interp._util.files import (
     acquire_lock,
     check_name,
     remove_abandoned,
+    remove_path,
     write_json,
 )
 from lapa2_interp._util.progress import CountingBar, progress_bar
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.prepacked import Prepacking
-from lapa2_interp.runs.engines import Engine, Outcome
+from lapa2_interp.runs.engines import Engine, Outcome, WorkerLost
 from lapa2_interp.runs.estimates import cost
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.manifest import BatchRecord
@@ -42,6 +43,7 @@ from lapa2_interp.runs.store import (
     Listing,
     batch_numbers,
     check_batch,
+    earlier_keys,
     lost_listing,
     read_listing,
     remove_batches,
@@ -52,7 +54,8 @@ from lapa2_interp.runs.store import (
 )
 
 ATTEMPTS = 3
-"""Number of times a batch is submitted if its workers die."""
+"""Number of times a batch is submitted if its workers die, and that a worker is started without
+success."""
 LOOK = 5.0
 """Seconds after which the sweep looks again for room on a cluster."""
 LOCK = ".lock"
@@ -88,7 +91,7 @@ def open_run(
     """Note grids and their cells in a run, which is made when it is not there.
 
     Args:
-        notify: Told about cells that are no longer in a grid.
+        notify: Told about cells that are in no grid now.
 
     Raises:
         GridError: Two grids have one name.
@@ -117,19 +120,48 @@ def open_run(
     with writing(folder), acquire_lock(folder / LOCK, timeout=-1.0):
         remove_abandoned(folder)
         listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
-        before = {key for keys in listing.grids.values() for key in keys}
         for grid in grids:
             for cell in grid.cells:
                 write_cell(folder / CELLS / cell.key, cell)
             listing.grids[grid.name] = tuple(cell.key for cell in grid.cells)
         write_listing(folder, listing)
-    gone = before - {key for keys in listing.grids.values() for key in keys}
-    if left := [key for key in gone if batch_numbers(folder / CELLS / key)]:
+    run = load_run(folder, earlier=True)
+    if left := [key for key in run.by_key if not listing.with_cell(key)]:
+        arms = dict.fromkeys(run.by_key[key].description for key in left)
+        shown = "; ".join(list(arms)[:2]) + "; ..." * (len(arms) > 2)
         notify(
-            f"{pluralize(len(left), 'finished cell')} of {folder} no longer in a grid, as"
-            f" {', '.join(names)} has other cells now: no table or report shows them"
+            f"{pluralize(len(left), 'cell')} of an earlier grid {'is' if len(left) == 1 else 'are'}"
+            f" in {folder} too, and in no table or report: {shown}; `lapa2 runs {folder}` lists"
+            " them, and with --remove-earlier removes them"
         )
     return load_run(folder)
+
+
+def remove_earlier(folder: Path, notify: Callable[[str], None] = lambda line: None) -> list[str]:
+    """Remove the cells of a run that no grid of it has now, with their texts and traces.
+
+    Args:
+        notify: Told about a cell that is kept, because another sweep makes it.
+
+    Returns:
+        Keys of the removed cells.
+
+    Raises:
+        RunError: The folder is not a run, or cannot be written.
+    """
+    removed = []
+    with writing(folder), acquire_lock(folder / LOCK, timeout=-1.0):
+        for key in earlier_keys(folder, read_listing(folder)):
+            place = folder / CELLS / key
+            try:
+                with acquire_lock(place / LOCK):
+                    remove_batches(place)
+                    remove_path(place)
+            except Timeout:
+                notify(f"{key} is being made by another sweep, and stays")
+            else:
+                removed.append(key)
+    return removed
 
 
 def sweep(
@@ -255,6 +287,7 @@ class _Sweep:
         self.weights: dict[str, str] = {}
         self.failed: list[str] = []
         self.made = self.there = self.elsewhere = self.disk = self.memory = 0
+        self.failed_starts = 0
         self.locks = ExitStack()
         self.inode = run.home.stat().st_ino
 
@@ -316,12 +349,9 @@ class _Sweep:
         work, shown = job.work, job.work.shown.pop(job.number, 0)
         if error := future.exception():  # its worker died
             self.bar.update(-shown)
-            if job.attempts < ATTEMPTS:
-                self.ready.appendleft(replace(job, attempts=job.attempts + 1))
-            else:
-                self._fail(work, _worker_lost(error))
+            self._again(job, error)
             return
-        outcome = future.result()
+        outcome, self.failed_starts = future.result(), 0
         if isinstance(outcome, Failure):
             self.bar.update(-shown)
             self._fail(work, outcome)
@@ -347,6 +377,26 @@ class _Sweep:
             self.ready.extend(_Job(work, each, packing) for each in _missing(work.records))
         if not _missing(work.records):
             self._finish(work)
+
+    def _again(self, job: _Job, error: BaseException) -> None:
+        """Make a batch ready whose worker died, or fail its cell.
+
+        Raises:
+            RunError: The worker had not begun, so that the batch is not the reason, and others
+                before it had not.
+        """
+        if isinstance(error, WorkerLost) and not error.begun:
+            self.failed_starts += 1
+            if self.failed_starts >= ATTEMPTS:
+                raise RunError(
+                    f"a worker cannot start, tried {ATTEMPTS} times: {error}; --workers 1 makes the"
+                    " cells in this process"
+                )
+            self.ready.appendleft(job)
+        elif job.attempts < ATTEMPTS:
+            self.ready.appendleft(replace(job, attempts=job.attempts + 1))
+        else:
+            self._fail(job.work, _worker_lost(error))
 
     def _finish(self, work: _Work) -> None:
         folder = self.run.place(work.cell.key)
@@ -387,9 +437,12 @@ def _share(cell: Cell, n_texts: int) -> int:
 
 def _worker_lost(error: BaseException) -> Failure:
     """The outcome of a batch whose workers died."""
-    return Failure(
-        when=datetime.now(UTC),
-        traceback=f"{type(error).__name__}: {error}\nthe worker died {ATTEMPTS} times at this"
-        " batch, which an operating system does to a process that wants more memory than there is;"
-        " fewer rows share a batch with --set max_rows=N",
-    )
+    if isinstance(error, WorkerLost):
+        last = str(error)
+    else:
+        said = next(filter(None, reversed(str(error).splitlines())), "").strip()
+        last = (
+            f"{type(error).__name__}: {said}; where memory ran out, fewer rows share a batch with"
+            " --set max_rows=N"
+        )
+    return Failure(when=datetime.now(UTC), traceback=f"the worker died {ATTEMPTS} times: {last}")

@@ -496,7 +496,7 @@ def test_arguments_of_the_wrong_kind_are_named_without_runtime_types(without_typ
         ),
         (
             lambda: generate(model, **asked, alpha=1.0, augmentation=whole),
-            "give alpha 1, or an augmentation that has its own, not both",
+            "alpha 1 is for an augmentation that leaves its alpha open",
         ),
         (
             lambda: generate(model, **asked, trace="ful"),

@@ -409,8 +409,14 @@ def test_on_the_command_line(tmp_path, capsys):
     assert main([*look, "--augmentation", "lapa2:tokens=0 + instaboost:tokens=1"]) == 0
     shown = capsys.readouterr().out
     assert "augmentation 2" in shown
-    assert main([*look, "--augmentation", "lapa2", "--alpha", "1"]) == 2
-    assert "leave out --alpha" in capsys.readouterr().err
+    assert main([*look, "--augmentation", "lapa2", "--alpha", "1"]) == 0
+    filled = capsys.readouterr().out
+    assert main([*look, "--augmentation", "lapa2:alpha=1"]) == 0
+    assert capsys.readouterr().out == filled
+    assert main([*look, "--augmentation", "lapa2:alpha=1", "--alpha", "1"]) == 2
+    assert "and 'lapa2:alpha=1' has a strength of its own; leave one" in capsys.readouterr().err
+    assert main([*look, "--augmentation", "lapa2", "--law", "sqrt"]) == 2
+    assert "leave out --law" in capsys.readouterr().err
     out = tmp_path / "run"
     make = ["generate", "--model", "tiny-llama", "--attribute", "positive", "--prompt", "ab"]
     make += ["--length", "6", "--dtype", "float32", "--out", str(out)]

@@ -8,7 +8,7 @@ import torch
 from lapa2_interp import Augmentation, generate
 from lapa2_interp._util.errors import GridError, Lapa2Error
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.generation.resolve import cell_of, cells_of
 from lapa2_interp.generation.settings import HINTS, CellSettings
 from lapa2_interp.methods import load_task
 from lapa2_interp.runs.grid import load_grid
@@ -151,6 +151,16 @@ def test_lists_are_arms_and_their_product_is_one_run():
     one = run.select(arm="baseline", seed=2)
     assert len(one.by_key) == 1
     assert run.select(key=next(iter(one.by_key))).samples().equals(one.samples())
+
+
+def test_a_list_in_a_dict_is_an_axis_and_a_tuple_is_one_value():
+    fields = {"attribute": "positive", "prompts": ("The lake",), "alpha": [0.5, 1.0]}
+    cells = cells_of(fields | {"augmentation": {"layers": ["all", (0, 1)], "steps": (0, 4)}})
+    assert [cell.augmentation for cell in cells] == [
+        Augmentation(alpha=alpha, layers=layers, steps=(0, 4))
+        for alpha in (0.5, 1.0)
+        for layers in ("all", (0, 1))
+    ]
 
 
 def test_all_attributes_are_cells_by_default():

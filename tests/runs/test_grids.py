@@ -234,7 +234,7 @@ def test_ablations_share_their_baselines_and_the_usual_arm():
 
 def test_the_example_is_a_grid(grid):
     found = grid(EXAMPLE)
-    assert len(found.cells) == (2 * 2 * 2 + 1) * 2
+    assert len(found.cells) == (2 * 2 * 2 + 3 + 1) * 2  # one of four is an arm above
     assert found.description == "does a descriptive prefix hold longer?"
     assert {cell.variant for cell in found.cells} >= {"", "omega=60.0"}
     assert {cell.task.attributes["positive"].prefix for cell in found.cells} == {
@@ -355,6 +355,87 @@ def test_descriptions_and_orders_change_no_key(grid):
     assert (one.name, two.name) == ("g", "other")
 
 
+CROSSED = [
+    (
+        'alpha = [0.25, 0.5]\naugmentation = [{ layers = "all" }, { layers = "bottom" }]',
+        ["{ alpha = 0.25 }", '{ alpha = 0.25, layers = "bottom" }',
+         "{ alpha = 0.5 }", '{ alpha = 0.5, layers = "bottom" }'],
+    ),
+    (
+        'alpha = [0, 0.5]\naugmentation = ["none", "paper", "released", "lapa2-sqrt:layers=top"]',
+        ['"none"', "{ alpha = 0.5 }", '{ alpha = 0.5, profile = "released" }',
+         '"lapa2-sqrt:layers=top,alpha=0.5"'],
+    ),
+    (
+        'augmentation = ["none", { alpha = [1.0, 2.0], layers = ["all", [0, 1]], law = ["log", "sqrt"] }]',
+        ['"none"', *(
+            f"{{ alpha = {alpha}, layers = {layers}, law = {law!r} }}"
+            for alpha in (1.0, 2.0) for layers in ("'all'", "[0, 1]") for law in ("log", "sqrt")
+        )],
+    ),
+    (
+        'alpha = 1\naugmentation = { heads = [[0, 1], [1, 2]], steps = [0, 4], span = ["prefix", [0]] }',
+        ['"selective:tokens=0,heads=0.1/1.2,steps=0:4,alpha=1"'],
+    ),
+    (
+        'alpha = 1\naugmentation = { heads = [[[0, 1]], [[1, 2]]], steps = [[0, 4], [4, 8]] }',
+        [f'"head-selective:heads={head},steps={steps},alpha=1"'
+         for head in ("0.1", "1.2") for steps in ("0:4", "4:8")],
+    ),
+    (
+        'augmentation = { span = ["bos", ["prefix", [0]], [[1, 2]]] }',
+        ['{ span = "bos" }', '{ span = ["prefix", [0]] }', "{ span = [[1, 2]] }"],
+    ),
+    (
+        'alpha = [0.1, 0.2]\naugmentation = "lapa2:tokens=0 + instaboost:tokens=1"',
+        [f'"lapa2:tokens=0,alpha={alpha} + instaboost:tokens=1"' for alpha in (0.1, 0.2)],
+    ),
+    (
+        'augmentation = { recipe = ["lapa2", "instaboost:M=5"] }', ['"lapa2"', '"instaboost:M=5"'],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "by_hand"), CROSSED)
+def test_crossed_axes_are_the_arms_that_one_would_write_by_hand(grid, block, by_hand):
+    text = f'{TINY}attribute = "positive"\n'
+    found = grid(f"{text}{block}").cells
+    hand = grid(f"{text}augmentation = [{', '.join(by_hand)}]", "hand").cells
+    assert len(hand) == len(by_hand)
+    assert {cell.key for cell in found} == {cell.key for cell in hand}
+    assert len({cell.arm for cell in found}) == len(found)
+
+
+def test_lists_in_tables_of_methods_are_axes(grid):
+    text = f'{TINY}attribute = "positive"\naugmentation = "none"\n'.replace(
+        '"prefix"', '{ name = "air-decoding", omega = [3.0, 4.0] }'
+    )
+    other = text.replace("{ name", '"air-decoding"\nparameters = { ').replace(
+        '= "air-decoding", ', ""
+    )
+    for form in (text, other):
+        assert [cell.parameters["omega"] for cell in grid(form).cells] == [3.0, 4.0]
+
+
+def test_crossed_axes_have_readable_names(grid):
+    cells = grid(
+        f'{TINY}attribute = "positive"\nalpha = [0.25, 0.5]\n'
+        'augmentation = ["none", { layers = ["all", "bottom"] }, "lapa2-sqrt"]'
+    ).cells
+    assert [cell.arm for cell in cells] == [
+        "baseline",
+        "alpha 0.25 paper", "alpha 0.25 paper, layers bottom", "lapa2-sqrt:alpha=0.25",
+        "alpha 0.5 paper", "alpha 0.5 paper, layers bottom", "lapa2-sqrt:alpha=0.5",
+    ]  # fmt: skip
+
+
+def test_points_of_tables_are_counted_before_they_are_resolved(grid):
+    steps = [[first, first + 1] for first in range(1000)]
+    with pytest.raises(GridError, match="30000 points, and 20000 is a large grid"):
+        grid(f"{TINY}alpha = {[*range(10)]}\naugmentation = [{{ steps = {steps} }},"
+             f" {{ steps = {steps}, layers = ['top', 'all'] }}]")  # fmt: skip
+
+
 def test_what_a_task_says_of_other_methods_is_not_in_the_key(tmp_path, grid):
     from lapa2_interp.tasks.task import EXAMPLE as TASK
 
@@ -463,6 +544,16 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (('length = 24', 'length = 24\naugmentation = { alpha = -1 }'), "alpha of law 'log' .*greater than or equal to 0, found -1"),
         (('length = 24', 'length = 24\naugmentation = { lawe = "log" }'), "unknown field 'lawe'; .*did you mean 'law'"),
         (('length = 24', 'length = 24\naugmentation = { law = "constant" }'), "the constant law needs l0"),
+        (('length = 24', 'length = 24\nalpha = [0.5]\naugmentation = ["paper", { alpha = 1.0 }]'), r"alpha 0.5 is for an augmentation that leaves .*, and { alpha = 1.0 } has a strength of its own; leave one out"),
+        (('length = 24', 'length = 24\nalpha = [0.5]\naugmentation = "instaboost:M=5"'), "'instaboost:M=5' has a strength of its own"),
+        (('length = 24', 'length = 24\nalpha = 0.5\naugmentation = "lapa2:alpha=1"'), "'lapa2:alpha=1' has a strength of its own"),
+        (('length = 24', 'length = 24\nalpha = [0.5, 1]\naugmentation = ["none"]'), r"alpha \[0.5, 1\] is for an augmentation, and augmentation is none; leave one out"),
+        (('length = 24', 'length = 24\nalpha = [0.5, 1]\naugmentation = { layers = "top", label = "up" }'), "the label 'up' names two arms .alpha 0.5 paper, layers top; alpha 1 paper, layers top.; give each its own"),
+        (('length = 24', 'length = 24\naugmentation = { layers = [] }'), "augmentation.layers is an empty list, so there is no cell"),
+        (('length = 24', 'length = 24\naugmentation = { layers = ["botom", "top"] }'), "layers: takes 'all', 'bottom', .*; found 'botom'"),
+        (('length = 24', 'length = 24\naugmentation = { lawe = ["log", "sqrt"] }'), "unknown field 'lawe'; .*did you mean 'law'"),
+        (('length = 24', 'length = 24\naugmentation = { law = ["log", "constant"], l0 = 9.0 }'), "l0 belongs to the constant law, not to law 'log'"),
+        (('length = 24', 'length = 24\naugmentation = { label = ["a", "b"] }'), "the label of an augmentation is a text, found .'a', 'b'."),
         (('length = 24', 'length = 24\naugmentation = 3'), "augmentation must be .*, recipes as one text .*; found 3"),
         (('length = 24', 'length = 24\nlabel = 3'), "label: input should be a valid string, found 3"),
         (('"prefix"', '"none"\nprefix = "Quite {attribute}:"'), "prefix 'Quite {attribute}:' changes nothing for none"),

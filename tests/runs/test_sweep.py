@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pandas as pd
 import pytest
@@ -33,10 +35,11 @@ from tqdm import tqdm
 
 from lapa2_interp import generate
 from lapa2_interp._util.errors import DamagedError, GridError, RunError
-from lapa2_interp._util.files import temporary_folder, write_text
+from lapa2_interp._util.files import acquire_lock, temporary_folder, write_text
 from lapa2_interp._util.progress import CountingBar
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
+from lapa2_interp.methods.prefix import NoControl
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.prefixes.soft_prefix import save_prefix
 from lapa2_interp.runs import engines
@@ -50,7 +53,7 @@ from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.store import Failure, Listing, read_batch
-from lapa2_interp.runs.sweep import ATTEMPTS, open_run, sweep
+from lapa2_interp.runs.sweep import ATTEMPTS, open_run, remove_earlier, sweep
 from lapa2_interp.runs.worker import Worker, check_files
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 from lapa2_interp.tasks import task as tasks
@@ -468,6 +471,9 @@ def deadly(folder, victim, always, cell, number, packing):
     return engines._worker.try_batch(cell, number, packing)
 
 
+MEMORY = "wants more memory than there is"
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("always", [False, True])
 def test_a_batch_whose_worker_dies_is_made_again_and_gives_up_in_the_end(
@@ -487,7 +493,8 @@ def test_a_batch_whose_worker_dies_is_made_again_and_gives_up_in_the_end(
     assert set(tries.values()) == {1}, "nobody else's batch was lost"
     if always:
         assert (done.made, done.failed) == (3, (victim[0],))
-        assert "the worker died 3 times" in load_run(tmp_path / "run").failures[victim[0]].reason
+        reason = load_run(tmp_path / "run").failures[victim[0]].reason
+        assert re.search(f"the worker died 3 times: .*at this batch.*{MEMORY}.*max_rows=N", reason)
         (line,) = told
         named = load_run(whole).by_key[victim[0]].description
         assert line.startswith(f"failed: {named} ({victim[0]}): ")
@@ -504,16 +511,11 @@ def test_a_worker_tells_how_far_it_is_after_every_step(cell):
     assert told[-1] == outcome.record.new_tokens
 
 
-def slow_to_begin(*_):
-    """In place of `engines._begin`: a worker that is still importing when the sweep is over."""
-    time.sleep(30)
-
-
 def test_a_worker_that_has_not_begun_is_not_waited_for(cell, monkeypatch):
-    monkeypatch.setattr(engines, "_begin", slow_to_begin)
+    monkeypatch.setattr(engines, "BEGIN", "import time; time.sleep(30)")
     with LocalPool(1, "cpu") as engine:
         engine.submit(cell, 0, None, tqdm(disable=True))
-        (process,) = engine._slots[0].worker._processes.values()
+        process = engine._slots[0].worker.process
         wait_for(process.is_alive)
         began = time.monotonic()
     assert time.monotonic() - began < 5
@@ -526,10 +528,167 @@ def test_a_worker_that_dies_with_nothing_to_do_is_replaced(undisturbed, cell, qu
         for _ in range(2):
             outcome = engine.submit(cell, 0, None, tqdm(disable=True)).result()
             assert outcome.samples["text"].equals(undisturbed[1][cell.key, 0].samples["text"])
-            (process,) = engine._slots[0].worker._processes.values()
+            process = engine._slots[0].worker.process
             process.kill()
             process.join()
-            time.sleep(0.3)
+
+
+def end_by(number, *_):
+    """In place of `engines._make_batch`: exit with this code, or by this signal."""
+    if number > 0:
+        os._exit(number)
+    os.kill(os.getpid(), -number)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (-signal.SIGKILL, f"killed at this batch, which .*{MEMORY}; fewer rows .*max_rows=N"),
+        (-signal.SIGSEGV, "its process was ended by SIGSEGV at this batch, a fault in a library$"),
+        (-signal.SIGTERM, "its process was ended by SIGTERM at this batch$"),
+        (3, "its process ended by itself at this batch, with exit code 3$"),
+    ],
+)
+def test_how_a_worker_ended_is_told(cell, monkeypatch, quick_processes, number, message):
+    monkeypatch.setattr(engines, "_make_batch", functools.partial(end_by, number))
+    with LocalPool(1, "cpu") as engine:
+        error = engine.submit(cell, 0, None, tqdm(disable=True)).exception(60)
+    assert re.search(message, str(error))
+    assert error.begun
+
+
+def refuse():
+    raise ValueError("not to be read")
+
+
+class Unreadable:
+    """Pickled by a worker as what its reader cannot make again."""
+
+    def __reduce__(self):
+        return refuse, ()
+
+
+def unreadable(*_):
+    return Unreadable()
+
+
+def test_an_answer_that_cannot_be_read_is_no_lack_of_memory(cell, monkeypatch, quick_processes):
+    monkeypatch.setattr(engines, "_make_batch", unreadable)
+    with LocalPool(1, "cpu") as engine:
+        error = engine.submit(cell, 0, None, tqdm(disable=True)).exception(60)
+    assert str(error) == "its answer cannot be read: ValueError: not to be read"
+
+
+def test_of_a_worker_elsewhere_that_died_the_last_line_is_told(undisturbed, files, tmp_path):
+    victim = next(iter(undisturbed[1]))
+    lost = undisturbed[1] | {victim: OSError("its machine\n\nis gone\n")}
+    sweep(tmp_path / "run", grids_of(files), Replaying(lost), lambda line: None)
+    reason = load_run(tmp_path / "run").failures[victim[0]].reason
+    assert reason.startswith("the worker died 3 times: OSError: is gone; where memory ran out, ")
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from lapa2_interp.runs.launch import launch
+print(launch(*sys.argv[1:], workers=2).made)
+"""
+
+
+@pytest.mark.parametrize("name", ["script.py", "<stdin>"])
+def test_workers_do_not_run_the_script_that_sweeps(
+    undisturbed, cell, tmp_path, monkeypatch, quick_processes, name
+):
+    """It has no guard, or is no file at all; what it has in memory stays what it was."""
+    (tmp_path / "script.py").write_text("raise SystemExit('run again')")
+    script = ModuleType("__main__")
+    script.__file__ = str(tmp_path / name)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    with LocalPool(1, "cpu") as engine:
+        outcome = engine.submit(cell, 0, None, tqdm(disable=True)).result(60)
+    assert outcome.samples["text"].equals(undisturbed[1][cell.key, 0].samples["text"])
+    assert sys.modules["__main__"] is script
+    assert script.__file__ == str(tmp_path / name)
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ["script.py", "-"])
+def test_a_script_without_a_guard_sweeps_with_workers(files, tmp_path, name):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, name, files[0], tmp_path / "run"],
+        input=SCRIPT, capture_output=True, text=True, cwd=tmp_path, check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(engines.__file__).parents[2])},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert load_run(tmp_path / "run").cells["state"].tolist() == ["finished"] * 2
+
+
+@pytest.mark.parametrize(
+    ("begin", "message"),
+    [
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("import os; os._exit(1)", "ended by itself before its first batch, with exit code 1"),
+        ("import os; os.kill(os.getpid(), 9)", f"killed before its first batch, .* {MEMORY}; .*"),
+    ],
+)
+def test_a_worker_that_cannot_start_is_no_fault_of_a_batch(
+    undisturbed, files, tmp_path, monkeypatch, capfd, quick_processes, begin, message
+):
+    monkeypatch.setattr(engines, "BEGIN", begin)
+    run = tmp_path / "run"
+    with pytest.raises(RunError, match=f"cannot start, tried 3 times: .*{message}.*workers=1 ma"):
+        sweep(run, grids_of(files), LocalPool(2, "cpu"), pytest.fail)
+    assert "Traceback" not in capfd.readouterr().err
+    assert set(load_run(run).cells["state"]) == {"missing"}
+    sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)
+    assert_equal_runs(run, undisturbed[0])
+
+
+def test_a_worker_that_starts_slowly_or_at_the_second_try_is_no_worse(
+    undisturbed, files, tmp_path, monkeypatch, quick_processes
+):
+    there = tmp_path / "there"
+    first = f"import os, time; fd = os.open({str(there)!r}, os.O_CREAT | os.O_APPEND | os.O_WRONLY)"
+    ends = "os.write(fd, b'.') and os.fstat(fd).st_size == 1 and os._exit(1)"
+    monkeypatch.setattr(engines, "BEGIN", f"{first}; {ends}; time.sleep(0.3); {engines.BEGIN}")
+    done = sweep(tmp_path / "run", grids_of(files), LocalPool(1, "cpu"), pytest.fail)
+    assert (done.made, done.failed, there.read_text()) == (4, (), "..")
+    assert_equal_runs(tmp_path / "run", undisturbed[0])
+
+
+@pytest.mark.parametrize(
+    ("daemon", "message"),
+    [
+        (True, "daemonic processes are not allowed to have children; workers=1 makes"),
+        (False, 'put what the script does under if __name__ == "__main__":'),
+    ],
+)
+def test_a_process_that_cannot_start_others_says_so(
+    files, tmp_path, monkeypatch, quick_processes, daemon, message
+):
+    """A worker of somebody's pool; and one that still imports its parent's script."""
+    here = multiprocessing.current_process()
+    monkeypatch.setitem(here._config, "daemon", daemon)
+    monkeypatch.setattr(here, "_inheriting", not daemon, raising=False)
+    with pytest.raises(RunError, match=re.escape(message)):
+        sweep(tmp_path / "run", grids_of(files), LocalPool(2, "cpu"), pytest.fail)
+
+
+def test_a_method_of_the_script_is_refused_where_workers_would_not_have_it(
+    files, tmp_path, monkeypatch
+):
+    class Mine(NoControl):
+        pass
+
+    Mine.__module__, Mine.__qualname__ = "__main__", "Mine"
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", Mine, raising=False)
+    grid = tmp_path / "g.toml"
+    grid.write_text(HEAD + 'method = "__main__:Mine"\n')
+    with pytest.raises(GridError, match="'__main__:Mine' is in the script that runs.*workers=1"):
+        launching.launch(str(grid), tmp_path / "run", workers=2, device="cpu", allow_code=True)
 
 
 def test_a_bar_moves_inside_a_batch_and_ends_where_the_work_does(
@@ -1204,18 +1363,79 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
     assert found.samples["text"].tolist() == alone.samples["text"].tolist()
 
 
-def test_grids_of_one_name_are_refused_and_cells_that_no_grid_has_are_named(tmp_path, capsys):
-    """A file x.toml in two folders; and a grid whose cells are others now."""
-    for folder, length in (("a", 20), ("b", 21)):
+def test_grids_of_one_name_are_refused(tmp_path, capsys):
+    """A file x.toml in two folders."""
+    for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        grid = ONE.replace("length = 18", f"length = {length}")
-        (tmp_path / folder / "x.toml").write_text(grid.replace("prompts = 3", "prompts = 1"))
+        (tmp_path / folder / "x.toml").write_text(ONE)
     one, two = (tmp_path / folder / "x.toml" for folder in "ab")
     assert lapa2("sweep --workers 1 --out", tmp_path / "run", one, two) == 2
     assert "two grids have the name x; rename a file" in capsys.readouterr().err
-    assert lapa2("sweep --workers 1 --out", tmp_path / "run", one) == 0
-    assert "no longer in a grid" not in capsys.readouterr().err
-    assert lapa2("sweep --workers 1 --out", tmp_path / "run", two) == 0
-    printed = capsys.readouterr()
-    assert "2 finished cells of " in printed.out + printed.err
-    assert "no longer in a grid, as x has other cells now" in printed.out + printed.err
+
+
+# --- a grid that has changed
+
+
+EARLIER = "2 cells of an earlier grid are in "
+
+
+@pytest.fixture
+def changed(undisturbed, tmp_path):
+    """A run whose grid two has lost two of its cells since: the folder, and the grid now."""
+    grid, _ = grid_of(tmp_path, ONE)
+    two = replace(grid, name="two")
+    return shutil.copytree(undisturbed[0], tmp_path / "changed"), [replace(grid, name="one"), two]
+
+
+def test_a_sweep_names_what_an_earlier_grid_has_left(changed, undisturbed, files):
+    run, grids = changed
+    for _ in range(2):  # every time, not only when the grid has changed
+        told = []
+        done = sweep(run, grids, Replaying(undisturbed[1]), told.append)
+        assert (done.before, done.made) == (2, 0)
+        (line,) = told
+        assert line.startswith(f"{EARLIER}{run} too, and in no table or report: tiny-gpt2 sent")
+        assert line.endswith("lists them, and with --remove-earlier removes them")
+    assert len(load_run(run).by_key) == 2
+    sweep(run, grids_of(files), Replaying(undisturbed[1]), pytest.fail)  # the grid as it was
+    assert_equal_runs(run, undisturbed[0])
+
+
+def test_cells_of_an_earlier_grid_are_listed_read_and_removed_when_asked_for(
+    changed, undisturbed, capsys
+):
+    run, grids = changed
+    sweep(run, grids, Replaying(undisturbed[1]), lambda line: None)
+    now, every = load_run(run), load_run(run, earlier=True)
+    old = [key for key in every.by_key if key not in now.by_key]
+    assert every.cells["grids"].tolist() == ["one, two"] * 2 + [""] * 2
+    assert len(every.samples(old)) == sum(every.by_key[key].n_texts for key in old)
+    assert lapa2("runs", run) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[2].startswith("earlier grids (in no table or report; --remove-earlier removes")
+    assert printed[2].endswith("): 2 finished")
+    assert [line[:16] for line in printed[-2:]] == old
+    assert all(", of an earlier grid  " in line for line in printed[-2:])
+    assert lapa2("runs", run, "--json --remove-earlier") == 2
+    assert set(old) < {place.name for place in (run / "cells").iterdir()}, "not asked for"
+    assert lapa2("runs", run, "--remove-earlier") == 0
+    assert "2 cells of earlier grids removed" in capsys.readouterr().out
+    assert {place.name for place in (run / "cells").iterdir()} == set(now.by_key)
+    assert load_run(run, earlier=True).cells.equals(now.cells)
+    sweep(run, grids, Replaying(undisturbed[1]), pytest.fail)
+
+
+def test_what_another_sweep_makes_and_links_are_not_removed(changed, undisturbed, tmp_path):
+    run, grids = changed
+    sweep(run, grids, Replaying(undisturbed[1]), lambda line: None)
+    busy, other = (
+        key for key in load_run(run, earlier=True).by_key if key not in load_run(run).by_key
+    )
+    (tmp_path / "precious").mkdir()
+    (run / "cells" / ("0" * 16)).symlink_to(tmp_path / "precious")
+    told = []
+    with acquire_lock(run / "cells" / busy / sweeping.LOCK):
+        assert remove_earlier(run, told.append) == [other]
+    assert told == [f"{busy} is being made by another sweep, and stays"]
+    assert (run / "cells" / ("0" * 16)).is_symlink()
+    assert (run / "cells" / busy / "000.json").exists()

@@ -1,0 +1,73 @@
+"""Axes of a block of settings: lists, whose combinations are points; one point gives one cell or
+several (`resolve.cells_of`)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from lapa2_interp._util.errors import Lapa2Error
+from lapa2_interp.bias.augmentation import Augmentation, is_value_of
+
+TABLES = ("method", "parameters", "augmentation")
+"""Settings that may be a table with lists in it."""
+
+
+def product(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Points of a block, of which each field is a value or a list of values, and each part of a
+    table (`axes_of_table`), too."""
+    return _combinations({name: _values(name, value) for name, value in fields.items()})
+
+
+def size_of_product(fields: Mapping[str, Any]) -> int:
+    """Number of points of `product`.
+
+    Raises:
+        Lapa2Error: A list is empty.
+    """
+    size = 1
+    for name, value in fields.items():
+        values = _not_empty(name, value) if isinstance(value, list) else [value]
+        size *= sum(
+            math.prod(map(len, axes_of_table(name, one).values())) if name in TABLES else 1
+            for one in values
+        )
+    return size
+
+
+def axes_of_table(name: str, value: Any) -> dict[str, list[Any]]:
+    """The parts of a setting's table, each with its values: a list is one value where the part may
+    have it (layers = [0, 1], heads = [[3, 1]], span = ["prefix", [0]], steps = [0, 16]), and else
+    an axis (layers = ["all", "bottom"], steps = [[0, 16], [16, 32]]). Empty for what is no table.
+
+    Raises:
+        Lapa2Error: A list is empty.
+    """
+    axes = {}
+    for part, given in value.items() if isinstance(value, Mapping) else ():
+        known = name == "augmentation" and part in Augmentation.model_fields
+        one = not isinstance(given, list) or part == "label" or (known and is_value_of(part, given))
+        axes[part] = [given] if one else _not_empty(f"{name}.{part}", given)
+    return axes
+
+
+def _values(name: str, value: Any) -> Iterator[Any]:
+    """The values of a setting of a block."""
+    for one in value if isinstance(value, list) else [value]:
+        if name in TABLES and isinstance(one, Mapping):
+            yield from _combinations(axes_of_table(name, one))
+        else:
+            yield one
+
+
+def _combinations(axes: Mapping[str, Iterable[Any]]) -> Iterator[dict[str, Any]]:
+    for point in itertools.product(*axes.values()):
+        yield dict(zip(axes, point, strict=True))
+
+
+def _not_empty(name: str, values: list[Any]) -> list[Any]:
+    if not values:
+        raise Lapa2Error(f"{name} is an empty list, so there is no cell")
+    return values
