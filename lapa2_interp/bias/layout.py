@@ -527,11 +527,6 @@ class Layout:
             n = np.maximum(n, 1)
         return np.where(acts, augmentation.bias(l, n), 0.0)
 
-    def first_in_sight(self, query: int, layer_type: LayerType) -> int:
-        """The first live slot that a query sees in layers of this type."""
-        first = int(layer_type.first_seen(np.array([query]), self.pad)[0])
-        return first if first < self.soft else max(first, self.bos.start)
-
     def in_sight(
         self, queries: Int[np.ndarray, " query"], layer_type: LayerType
     ) -> Int[np.ndarray, " query"]:

@@ -32,6 +32,8 @@ class AttentionHooks:
         read_pattern: Takes layer, pattern [row head query key] and the slot of the first query.
         edit_output: Takes layer, the heads' outputs [row query head d_head] and the slot of the
             first query; returns the outputs.
+        check_sight: Takes layer, scores as the model has masked them, before any edit, and the slot
+            of the first query.
         first: The slot of the pass's first query.
         state: The state of that pass.
     """
@@ -39,6 +41,7 @@ class AttentionHooks:
     edit_scores: Callable[[int, Tensor, int], Tensor] | None = None
     read_pattern: Callable[[int, Tensor, int], None] | None = None
     edit_output: Callable[[int, Tensor, int], Tensor] | None = None
+    check_sight: Callable[[int, Tensor, int], None] | None = None
     first: int = 0
     state: PassState = field(default_factory=PassState)
 
@@ -138,6 +141,9 @@ def attend(
         scores = torch.tanh(scores / softcap) * softcap
     if attention_mask is not None:
         scores = scores + attention_mask[..., : scores.shape[3]]
+    for hooks in lapa2:
+        if hooks.check_sight is not None:
+            hooks.check_sight(module.layer_idx, scores, hooks.first)
     for hooks in lapa2:
         if hooks.edit_scores is not None:
             scores = hooks.edit_scores(module.layer_idx, scores, hooks.first)

@@ -355,14 +355,14 @@ def test_a_mask_that_its_configuration_does_not_tell_is_refused(load, model_clas
     monkeypatch.setattr(config, "layer_types", ["full_attention"] * 2, raising=False)
     branch, rule = Layout.of(model.tokenizer, "Go:", " on"), Augmentation(alpha=1)
     long = left_pad([branch, Layout.of(model.tokenizer, PREFIX, PROMPT)])
-    message = "layer 0 is of type full .* sees keys from slot 7 on, not from 0;"
+    message = "layer 0 is of type full .* sees the keys in slots 7-18, not 0-18;"
     ids, mask = padded_ids(long, "cpu")
     with augmented(model, rule, long), pytest.raises(ModelError, match="layer 0 is of type full"):
         model(ids, attention_mask=mask)
     teacher_forced(model, branch, [[70] * 4], rule)
     with pytest.raises(ModelError, match=message):
         teacher_forced(model, branch, [[70] * 13], rule)
-    with pytest.raises(ModelError, match="in slot 64 sees keys from slot 53 on, not from 0"):
+    with pytest.raises(ModelError, match="in slot 64 sees the keys in slots 53-64, not 0-64"):
         teacher_forced(model, branch, [[70] * 90], rule, chunk=1)
     knocked = Augmentation(alpha=1, law="cut", span="bos", phase="everywhere")
     with pytest.raises(LayoutError, match="sees no key"):
