@@ -105,7 +105,7 @@ def attend(
     module: Any,
     query: Float[Tensor, "row head query d_head"],
     key: Float[Tensor, "row kv_head key d_head"],
-    value: Float[Tensor, "row kv_head key d_head"],
+    value: Float[Tensor, "row kv_head key d_value"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -120,7 +120,7 @@ def attend(
         s_aux: Scores of a learned sink, which takes a share beside the keys (gpt-oss).
 
     Returns:
-        The heads' outputs [row query head d_head], and the pattern, without a sink's share.
+        The heads' outputs [row query head d_value], and the pattern, without a sink's share.
 
     Raises:
         DeadHookError: The model asks for what this function does not compute, or no pass of the
@@ -142,6 +142,11 @@ def attend(
     if attention_mask is not None:
         scores = scores + attention_mask[..., : scores.shape[3]]
     for hooks in lapa2:
+        if module.layer_idx in hooks.state.seen:
+            raise DeadHookError(
+                f"{type(module).__name__} computes several attentions in one layer, so its heads"
+                " have no pattern of their own"
+            )
         if hooks.check_sight is not None:
             hooks.check_sight(module.layer_idx, scores, hooks.first)
     for hooks in lapa2:
@@ -157,7 +162,7 @@ def attend(
             hooks.read_pattern(module.layer_idx, pattern, hooks.first)
         hooks.state.seen.add(module.layer_idx)
     pattern = pattern.to(query.dtype)
-    # row head query d_head -> row query head d_head
+    # row head query d_value -> row query head d_value
     out = shared_product(pattern, value).transpose(1, 2).contiguous()
     for hooks in lapa2:
         if hooks.edit_output is not None:
