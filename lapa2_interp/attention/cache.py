@@ -417,11 +417,11 @@ class BridgeRows:
         for layer in self.cache.layers:
             if isinstance(layer, SlotLayer):
                 layer.used -= n
-            elif not getattr(layer, "is_croppable", False):  # not in the first transformers 5
+            elif hasattr(layer, "conv_states"):  # others keep nothing of their own
                 raise LayoutError(
-                    "phase 'predicting_only' reads tokens twice, and the recurrent layers of"
-                    f" {type(network_of(self.model)).__name__} cannot forget one; use phase"
-                    " 'last_query'"
+                    "phase 'predicting_only' reads tokens twice, and the recurrent or convolutional"
+                    f" layers of {type(network_of(self.model)).__name__} cannot forget one; use"
+                    " phase 'last_query'"
                 )
         self.positions = self.positions - n
 

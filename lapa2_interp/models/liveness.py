@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from lapa2_interp._util.errors import DeadHookError, ModelError
-from lapa2_interp.bias.layer_types import NO_ATTENTION
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import OUTSIDE_ERROR
 from lapa2_interp.models.card import (
@@ -32,7 +31,7 @@ from lapa2_interp.models.card import (
     attention_layers,
     check_has_tokenizer,
     is_bridge,
-    layer_types,
+    is_hybrid,
     network_of,
     plain_network,
 )
@@ -154,13 +153,9 @@ def _cache_problem(model: Model, ids: Tensor, whole: Tensor) -> str | None:
         whole: The logits of one pass over the ids.
     """
     network: Any = network_of(model)
-    if not is_bridge(model):
+    if not is_bridge(model) or not is_hybrid(network.config):
         return None
     cache = DynamicCache(config=network.config.get_text_config())
-    if NO_ATTENTION not in layer_types(model) and not any(
-        hasattr(each, "conv_states") for each in cache.layers
-    ):
-        return None
     positions, logits = torch.arange(ids.shape[1], device=ids.device)[None], []
     try:
         for start, stop in ((0, 3), (3, ids.shape[1])):

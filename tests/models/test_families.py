@@ -186,23 +186,24 @@ def test_a_model_that_reads_images_installs_nothing(folder, monkeypatch):
     load_model(folder("Gemma 3 with images"), device="cpu", model_class=BRIDGE)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-Next", "Gemma 4", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Falcon-H1", "Gemma 4", "DeepSeek-V3"])
 def test_layers_of_several_shapes_take_no_soft_prefix(load, name):
     with pytest.raises(PrefixError, match="keys and values of one shape.*use a hard prefix"):
         kv_shape(load(name, PLAIN), 3)
 
 
 def test_what_cannot_act_in_a_hybrid_is_told_why(load):
-    """No way back for recurrent layers, and no circuits beside them."""
-    for kind in CLASSES:
-        model = load("Granite 4", kind)
-        layout = layouts_of(model)[0]
-        with pytest.raises(LayoutError, match="recurrent layers of .* cannot forget.*last_query"):
-            teacher_forced(
-                model, layout, [[40, 41]], Augmentation(alpha=1.0, phase="predicting_only")
-            )
+    """No way back for layers that are recurrent, convolutional, or recurrent beside attention; and
+    no circuits beside the first two."""
+    cases = (("Granite 4", BRIDGE), ("Granite 4", PLAIN), ("LFM2", PLAIN), ("Falcon-H1", PLAIN))
+    rule = Augmentation(alpha=1.0, phase="predicting_only")
+    for name, kind in cases:
+        model = load(name, kind)
+        with pytest.raises(LayoutError, match="convolutional layers of .* cannot forget.*last_query"):
+            teacher_forced(model, layouts_of(model)[0], [[40, 41]], rule)
+    for name, kind in cases[:-1]:
         with pytest.raises(CircuitError, match="attention in every layer, and this one has it in"):
-            ContrastSet.of(model, "sentiment")
+            ContrastSet.of(load(name, kind), "sentiment")
 
 
 def test_heads_are_not_read_where_hooks_have_none(load):
