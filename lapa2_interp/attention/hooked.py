@@ -84,7 +84,7 @@ def augmented(
 
     It works with `model(tokens)`, `run_with_cache`, `run_with_hooks`, KV caches and other hooks.
     The forward pass must read the layout's keys: `layout.tensor`, or left-padded rows of several
-    layouts (`left_pad`) with their attention mask; positions that are not given come from the
+    layouts (`PaddedRows.of`) with their attention mask; positions that are not given come from the
     layouts. A prompt may be read in several passes with a cache. A plain transformers model may
     also `generate`, by sampling or with beams:
 
@@ -387,7 +387,7 @@ class _PassCheck:
             if self.pads.any() and start < width:
                 raise LayoutError(
                     "the layouts are left-padded but the forward pass has no attention_mask; pass"
-                    " the rows' mask"
+                    " the rows' mask (PaddedRows.of(layouts).mask)"
                 )
         elif isinstance(mask, Tensor) and mask.ndim == 2:
             live, in_layout = (
@@ -402,7 +402,7 @@ class _PassCheck:
                 raise LayoutError(
                     f"row {row} masks {int((~given_live[row]).sum())} slots where its layout has"
                     f" {int((~live[row]).sum())} of padding (slot {start + slot} differs); give one"
-                    " layout a row, in the rows' order, padded with left_pad"
+                    " layout a row, in the rows' order, as PaddedRows.of(layouts) has them"
                 )
 
     def _add_positions(self, given: dict[str, Any], read: Tensor | None) -> None:

@@ -562,6 +562,6 @@ def _check_no_start_token(tokenizer: Any, start: int, name: str, text: str) -> N
 
 def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts of a batch, padded so that all end at one slot and no row has tokens in the soft
-    slots of another."""
+    slots of another; `PaddedRows.of` also gives ids, mask and positions."""
     width = max(each.soft for each in layouts) + max(len(each.ids) for each in layouts)
     return [each.padded(width) for each in layouts]

@@ -69,7 +69,7 @@ class Liveness:
 
     Attributes:
         logit_shift: Largest change of a logit when the scores are edited.
-        problem: The reason why an augmentation would do nothing; None on a live model.
+        problem: The reason why the model cannot be augmented; None on a live model.
     """
 
     logit_shift: float
@@ -221,7 +221,7 @@ def assert_live(model: Model, name: str) -> Liveness:
     """Probe a model, and refuse one whose attention ignores edits.
 
     Raises:
-        DeadHookError: An augmentation would do nothing on this model.
+        DeadHookError: It cannot be augmented.
     """
     found = probe(model)
     if not found.alive:

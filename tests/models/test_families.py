@@ -199,7 +199,9 @@ def test_what_cannot_act_in_a_hybrid_is_told_why(load):
     rule = Augmentation(alpha=1.0, phase="predicting_only")
     for name, kind in cases:
         model = load(name, kind)
-        with pytest.raises(LayoutError, match="convolutional layers of .* cannot forget.*last_query"):
+        with pytest.raises(
+            LayoutError, match="convolutional layers of .* cannot forget.*last_query"
+        ):
             teacher_forced(model, layouts_of(model)[0], [[40, 41]], rule)
     for name, kind in cases[:-1]:
         with pytest.raises(CircuitError, match="attention in every layer, and this one has it in"):
