@@ -25,6 +25,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 __all__ = [  # noqa: RUF022 (the order of use)
     "load_model",
     "Layout",
+    "PaddedRows",
     "Augmentation",
     "recipe",
     "augmented",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from lapa2_interp.bias import recipes, theory
     from lapa2_interp.bias.augmentation import Augmentation
     from lapa2_interp.bias.layout import Layout
+    from lapa2_interp.bias.padded_rows import PaddedRows
     from lapa2_interp.bias.recipes import recipe
     from lapa2_interp.circuits.selection import Selection
     from lapa2_interp.generation.cell import Cell

@@ -27,7 +27,24 @@ IMAGES = {
     "image_size": 28, "patch_size": 14,
 }  # fmt: skip
 NO_INTERFACE = "computes its attention without transformers' attention interface"
+DROPPED = "its layers do not hand on the arguments of transformers' attention interface"
 DELEGATED = "its scores hook fires after the softmax"
+NO_BRIDGE = "Could not determine supported architecture"
+RESTARTS = "its recurrent layers begin anew in a pass of several tokens"
+OWN_CACHE = "it takes no cache of transformers"
+SEVERAL = "computes several attentions in one layer"
+HIDDEN = "the model hides keys by keep_window_size"
+SAID = {
+    NO_INTERFACE: "no: attention outside transformers' interface",
+    DROPPED: "no: its layers drop the interface's arguments",
+    DELEGATED: "no: its hook fires after the softmax",
+    NO_BRIDGE: "no: transformer-lens does not have it",
+    RESTARTS: "no: its recurrent layers forget the cached text",
+    OWN_CACHE: "no: a cache of its own",
+    SEVERAL: "no: several attentions in one layer",
+    HIDDEN: "no: which keys it hides is not known",
+}
+"""What the table says of a refusal."""
 S, F, L, C = "sliding_attention", "full_attention", "linear_attention", "chunked_attention"
 WINDOW = {"sliding_window": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -35,6 +52,21 @@ LINEAR = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "head_dim": 8, "layer_types": [L, F, L, F], "num_hidden_layers": 4,
 }  # fmt: skip
+ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+MLA = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+}  # fmt: skip
+QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MAMBA_2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
+    "mamba_expand": 2,
+}  # fmt: skip
+HEAD = {"head_dim": 8}
+OLD = {"num_key_value_heads": None, "intermediate_size": None}
 GEMMA_3 = {**WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": [S, F, S]}
 GEMMA_4 = {
     **WINDOW, "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4,
@@ -54,6 +86,7 @@ class Family(NamedTuple):
         refused: By class that refuses it, a part of the error.
         atol: How far logits may lie apart in float64. Experts' routers, sinks and recurrent layers
             compute in float32 whatever the dtype.
+        long: Less often used, so that it is tested by `make test-long`.
     """
 
     model_type: str
@@ -62,6 +95,7 @@ class Family(NamedTuple):
     inside: str = ""
     refused: Mapping[str, str] = MappingProxyType({})
     atol: float = 1e-9
+    long: bool = False
 
 
 FAMILIES = {
@@ -108,12 +142,7 @@ FAMILIES = {
     ),
     "DeepSeek-V3": Family(
         "deepseek_v3",
-        {
-            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
-            "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16, "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-        },
+        {**MLA, **ROUTED, "v_head_dim": 6},
         atol=1e-5,
     ),
     "gpt-oss": Family(
@@ -135,8 +164,7 @@ FAMILIES = {
     "Qwen3-Next": Family(
         "qwen3_next",
         {
-            **LINEAR, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
+            **LINEAR, **QWEN_MOE, "shared_expert_intermediate_size": 16,
         },
         ("none", "full") * 2,
         atol=1e-4,
@@ -145,13 +173,122 @@ FAMILIES = {
     "Granite 4": Family(
         "granitemoehybrid",
         {
-            **EXPERTS, "shared_intermediate_size": 16, "mamba_n_heads": 8, "mamba_d_head": 8,
-            "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2, "layer_types": [L, F, L],
+            **EXPERTS, **MAMBA_2, "shared_intermediate_size": 16, "layer_types": [L, F, L],
             "position_embedding_type": "nope", "attention_multiplier": 0.35,
         },
         ("none", "full", "none"),
         atol=1e-5,
     ),
+    "Gemma": Family("gemma", HEAD),
+    "Phi": Family("phi", {"num_key_value_heads": 4}),
+    "Mixtral": Family("mixtral", EXPERTS, atol=1e-5),
+    "Qwen3-MoE": Family("qwen3_moe", {**HEAD, **QWEN_MOE}, atol=1e-5),
+    "SmolLM3": Family("smollm3"),
+    "GLM-4": Family("glm4", HEAD),
+    "StableLM": Family("stablelm", refused={PLAIN: DROPPED}),
+    "OPT": Family(
+        "opt",
+        {**OLD, "ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2},
+        refused={BRIDGE: DELEGATED},
+    ),
+    # Less often used.
+    "Apertus": Family("apertus", long=True),
+    "Arcee": Family("arcee", long=True),
+    "Bamba": Family(
+        "bamba", {**MAMBA_2, "attn_layer_indices": [1]}, ("none", "full", "none"),
+        atol=1e-5, long=True,
+    ),
+    "BioGPT": Family(
+        "biogpt", {"num_key_value_heads": None}, refused={BRIDGE: NO_BRIDGE}, long=True
+    ),
+    "BitNet": Family("bitnet", long=True),
+    "CodeGen": Family(
+        "codegen", {**OLD, "rotary_dim": 4}, refused={PLAIN: NO_INTERFACE}, atol=1e-5, long=True
+    ),
+    "Cohere": Family("cohere", long=True),
+    "CWM": Family(
+        "cwm", {**WINDOW, **HEAD, "layer_types": [S, F, S]}, ("sliding 16", "full", "sliding 16"),
+        refused={BRIDGE: NO_BRIDGE}, long=True,
+    ),
+    "DeepSeek-V2": Family(
+        "deepseek_v2", {**MLA, **ROUTED, "v_head_dim": 8}, atol=1e-5, long=True
+    ),
+    "dots.llm1": Family(
+        "dots1", {**ROUTED, **HEAD}, refused={BRIDGE: NO_BRIDGE}, atol=1e-5, long=True
+    ),
+    "ERNIE 4.5": Family("ernie4_5", HEAD, long=True),
+    "ERNIE 4.5 MoE": Family(
+        "ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+        atol=1e-5, long=True,
+    ),
+    "EXAONE 4": Family(
+        "exaone4", {**WINDOW, **HEAD, "layer_types": [S, S, F]},
+        ("sliding 16", "sliding 16", "full"), long=True,
+    ),
+    "Falcon-H1": Family("falcon_h1", {**MAMBA_2, "mamba_d_ssm": 64}, atol=1e-5, long=True),
+    "FlexOlmo": Family("flex_olmo", QWEN_MOE, atol=1e-5, long=True),
+    "GLM": Family("glm", HEAD, long=True),
+    "GLM-4.5": Family("glm4_moe", {**ROUTED, **HEAD}, atol=1e-5, long=True),
+    "GPTBigCode": Family("gpt_bigcode", OLD, long=True),
+    "Granite": Family("granite", {"attention_multiplier": 0.35}, long=True),
+    "GraniteMoE": Family(
+        "granitemoe", {**EXPERTS, "attention_multiplier": 0.35}, atol=1e-5, long=True
+    ),
+    "Helium": Family("helium", HEAD, refused={BRIDGE: NO_BRIDGE}, long=True),
+    "HunYuan": Family("hunyuan_v1_dense", HEAD, long=True),
+    "LFM2": Family(
+        "lfm2", {"layer_types": ["conv", F, "conv", F], "num_hidden_layers": 4},
+        ("none", "full") * 2, long=True,
+    ),
+    "Ministral": Family(
+        "ministral", {**WINDOW, **HEAD, "layer_types": [S, F, S]},
+        ("sliding 16", "full", "sliding 16"), refused={BRIDGE: NO_BRIDGE}, long=True,
+    ),
+    "Ministral 3": Family("ministral3", HEAD, long=True),
+    "Nemotron": Family("nemotron", refused={PLAIN: DROPPED}, long=True),
+    "OLMo": Family("olmo", long=True),
+    "OLMoE": Family("olmoe", QWEN_MOE, atol=1e-5, long=True),
+    "Persimmon": Family(
+        "persimmon", {"num_key_value_heads": None}, refused={BRIDGE: NO_BRIDGE}, long=True
+    ),
+    "PhiMoE": Family("phimoe", EXPERTS, refused={BRIDGE: NO_BRIDGE}, atol=1e-5, long=True),
+    "Qwen2-MoE": Family(
+        "qwen2_moe", {**QWEN_MOE, "shared_expert_intermediate_size": 16}, atol=1e-5, long=True
+    ),
+    "Seed-OSS": Family("seed_oss", HEAD, long=True),
+    "StarCoder2": Family("starcoder2", WINDOW, ("sliding 16",) * 3, long=True),
+    "VaultGemma": Family("vaultgemma", GEMMA_3, ("sliding 16", "full", "sliding 16"), long=True),
+    # Refused in both classes.
+    "GPT-J": Family(
+        "gptj", {**OLD, "rotary_dim": 4}, refused={BRIDGE: DELEGATED, PLAIN: NO_INTERFACE},
+        long=True,
+    ),
+    "GPT-Neo": Family(
+        "gpt_neo",
+        {
+            **OLD, "window_size": 16, "attention_types": [[["global", "local"], 2]],
+            "num_layers": 4, "num_heads": 4, "num_hidden_layers": None, "num_attention_heads": None,
+        },
+        ("full", "sliding 16") * 2,
+        refused={BRIDGE: DELEGATED, PLAIN: NO_INTERFACE},
+        long=True,
+    ),
+    "Jamba": Family(
+        "jamba",
+        {
+            "attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 2,
+            "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+        ("none", "full", "none"),
+        refused={BRIDGE: RESTARTS, PLAIN: RESTARTS},
+    ),
+    "DiffLlama": Family("diffllama", refused={BRIDGE: NO_BRIDGE, PLAIN: SEVERAL}),
+    "MiniMax": Family(
+        "minimax", {**EXPERTS, **HEAD}, ("full", "none", "full"),
+        refused={BRIDGE: NO_BRIDGE, PLAIN: OWN_CACHE},
+    ),
+    "Doge": Family("doge", sees=(), refused={BRIDGE: NO_BRIDGE, PLAIN: HIDDEN}, long=True),
 }  # fmt: skip
 
 
@@ -175,10 +312,6 @@ def save_family(name: str, folder: Path) -> Path:
     return folder
 
 
-SAID = {NO_INTERFACE: "no: attention outside transformers' interface",
-        DELEGATED: "no: its hook fires after the softmax"}  # fmt: skip
-
-
 def table() -> str:
     """The table in Markdown, as it stands in docs/models.md."""
     rows = [
@@ -189,6 +322,7 @@ def table() -> str:
         kinds = {re.sub(r" \d+", "", each) for each in family.sees}
         layers = ", ".join(kind for kind in ("full", "sliding", "chunked", "none") if kind in kinds)
         works = [SAID.get(family.refused.get(kind, ""), "yes") for kind in (BRIDGE, PLAIN)]
+        layers = layers or "not known"
         rows.append(
             f"| {name} | `{family.inside or family.model_type}` | {layers} | {' | '.join(works)} |"
         )

@@ -168,7 +168,7 @@ def test_the_tests_stand_in_the_same_rooms():
 def test_the_public_names_are_these():
     """What the first day needs, in the order of use; one more or less is a decision."""
     assert lapa2_interp.__all__ == [
-        "load_model", "Layout", "Augmentation", "recipe", "augmented", "generate", "teacher_forced", "load_run", "steer", "Selection", "Cell",
+        "load_model", "Layout", "PaddedRows", "Augmentation", "recipe", "augmented", "generate", "teacher_forced", "load_run", "steer", "Selection", "Cell",
         "Lapa2Error", "methods", "circuits", "scoring", "tasks", "recipes", "plots", "theory",
     ]  # fmt: skip
 

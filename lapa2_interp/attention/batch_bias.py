@@ -468,8 +468,8 @@ class BatchBias:
         pads = [self.layouts[row // copies].soft + self.layouts[row // copies].pad for row in where]
         slots = torch.tensor([*self.current_pass[0]], device=log_odds.device)  # query
         live = slots >= torch.tensor(pads, device=log_odds.device)[:, None]  # row query
-        shares = log_odds.sigmoid().mean(1)  # row query
-        mean = (shares * live).sum(1) / live.sum(1).clamp(min=1)
+        shares = torch.where(live, log_odds.sigmoid().mean(1), 0.0)  # row query
+        mean = shares.sum(1) / live.sum(1).clamp(min=1)
         return mean.logit()[:, None, None].expand_as(log_odds)
 
     def _pass_rows(self, rows: Sequence[int], n_rows: int) -> list[int]:

@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from lapa2_interp._util.errors import LayoutError, ModelError, PrefixError
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.models.card import (
     Model,
     check_cache_grew,
@@ -94,22 +95,6 @@ def prompt_log_likelihood(
         log_probs = row[-each.l_pro - 1 : -1].log_softmax(dim=1)
         log_likelihoods.append(log_probs.gather(1, tokens[:, None]).sum())
     return torch.stack(log_likelihoods)
-
-
-def padded_ids(
-    layouts: Sequence[Layout], device: Any
-) -> tuple[Int[Tensor, "row query"], Int[Tensor, "row slot"]]:
-    """The ids of left-padded layouts after the slots of the longest soft prefix, and the mask of
-    all slots.
-
-    Padding has the row's BOS id and is masked.
-    """
-    width, first = len(layouts[0]), max(each.soft for each in layouts)
-    ids = [(each.ids[0],) * (width - first - len(each.ids)) + each.ids for each in layouts]
-    slot = torch.arange(width, device=device)
-    soft = torch.tensor([each.soft for each in layouts], device=device)[:, None]
-    bos = torch.tensor([each.bos.start for each in layouts], device=device)[:, None]
-    return torch.tensor(ids, device=device), ((slot < soft) | (slot >= bos)).long()
 
 
 def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
@@ -213,7 +198,7 @@ def soft_inputs(
     """
     check_has_tokenizer(model)
     check_readable(model, layouts)
-    ids, mask = padded_ids(layouts, model.cfg.device)
+    rows = PaddedRows.of(layouts, model.cfg.device, bos_positions(layouts, prefixes))
     check_window(model, layouts, len(layouts[0]))
     check_rotary_side(model_short_context(model), 0, len(layouts[0]), "texts read in one pass")
     cache = Cache(layers=new_cache_layers(model, DynamicLayer))
@@ -222,23 +207,11 @@ def soft_inputs(
         for layer, (keys, values) in enumerate(zip(*soft, strict=True)):
             cache.update(keys, values, layer)
     return {
-        "input": ids,
-        "attention_mask": mask,
-        "position_ids": _positions(layouts, prefixes, ids),
+        "input": rows.ids,
+        "attention_mask": rows.mask,
+        "position_ids": rows.positions,
         "past_key_values": cache,
     }
-
-
-def _positions(
-    layouts: Sequence[Layout],
-    prefixes: Sequence[SoftPrefix | None] | None,
-    ids: Int[Tensor, "row query"],
-) -> Int[Tensor, "row query"]:
-    """The position of every id; 0 on padding."""
-    bos = torch.tensor([ids.shape[1] - len(each.ids) for each in layouts], device=ids.device)
-    first = torch.tensor(bos_positions(layouts, prefixes), device=ids.device)
-    count = torch.arange(ids.shape[1], device=ids.device) - bos[:, None]
-    return torch.where(count < 0, 0, count + first[:, None])
 
 
 class SlotLayer(CacheLayerMixin):
@@ -366,12 +339,12 @@ class BridgeRows:
         prefixes: Sequence[SoftPrefix | None] | None = None,
         keep: int = 1,
     ) -> Float[Tensor, "row query vocab"]:
-        ids, self.mask = padded_ids(layouts, self.model.cfg.device)
-        self.layouts = layouts
-        self._open(layouts, prefixes)
-        positions = _positions(layouts, prefixes, ids)
-        self.positions = positions[:, -1:] + 1
-        return self._forward(ids, positions, keep)
+        first = bos_positions(layouts, prefixes)
+        rows = PaddedRows.of(layouts, self.model.cfg.device, first)
+        self.layouts, self.mask = rows.layouts, rows.mask
+        self.positions = rows.positions[:, -1:] + 1
+        self._open(self.layouts, prefixes)
+        return self._forward(rows.ids, rows.positions, keep)
 
     def start_after_prefix(
         self, layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None]
@@ -417,11 +390,11 @@ class BridgeRows:
         for layer in self.cache.layers:
             if isinstance(layer, SlotLayer):
                 layer.used -= n
-            elif not getattr(layer, "is_croppable", False):  # not in the first transformers 5
+            elif hasattr(layer, "conv_states"):  # others keep nothing of their own
                 raise LayoutError(
-                    "phase 'predicting_only' reads tokens twice, and the recurrent layers of"
-                    f" {type(network_of(self.model)).__name__} cannot forget one; use phase"
-                    " 'last_query'"
+                    "phase 'predicting_only' reads tokens twice, and the recurrent or convolutional"
+                    f" layers of {type(network_of(self.model)).__name__} cannot forget one; use"
+                    " phase 'last_query'"
                 )
         self.positions = self.positions - n
 
@@ -442,7 +415,7 @@ class HookedRows:
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
         check_readable(self.model, layouts)
-        ids, mask = padded_ids(layouts, self.model.cfg.device)
+        _, ids, mask, _ = PaddedRows.of(layouts, self.model.cfg.device)
         self.layouts = layouts
         check_window(self.model, layouts, len(layouts[0]))
         self.cache = TransformerLensKeyValueCache.init_cache(

@@ -25,9 +25,11 @@ from functools import partial
 from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError, TraceError
 from lapa2_interp.attention.batch_bias import BatchBias
@@ -37,7 +39,7 @@ from lapa2_interp.bias.augmentation import (
     active_augmentations,
     broadcast_to_rows,
 )
-from lapa2_interp.bias.layer_types import LayerType, describe_layers
+from lapa2_interp.bias.layer_types import LayerType, describe_layers, describe_runs
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
@@ -54,9 +56,6 @@ from lapa2_interp.models.card import (
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 
-MASKED_BELOW = -3e4
-"""Scores below this are masked: transformers adds a dtype's smallest number. A knock-out is -inf.
-"""
 MASK_CHECK_INTERVAL = 64
 """Tokens between two checks of the mask, in passes of one token."""
 
@@ -85,7 +84,7 @@ def augmented(
 
     It works with `model(tokens)`, `run_with_cache`, `run_with_hooks`, KV caches and other hooks.
     The forward pass must read the layout's keys: `layout.tensor`, or left-padded rows of several
-    layouts (`left_pad`) with their attention mask; positions that are not given come from the
+    layouts (`PaddedRows.of`) with their attention mask; positions that are not given come from the
     layouts. A prompt may be read in several passes with a cache. A plain transformers model may
     also `generate`, by sampling or with beams:
 
@@ -153,11 +152,13 @@ def augmented(
     augmented_slot: float = math.inf  # the slot of a query whose keys and values are augmented
     unchecked = set(bias.score_law_layers)  # layers that may have a learned sink
 
-    # The two hooks of a layer.
+    # The three hooks of a layer.
+    def check_sight(layer: int, scores: Tensor, first: int) -> None:
+        passes.check_sight(layer, bias.layer_types[layer], scores, first)
+
     def edit(layer: int, scores: Tensor, first: int) -> Tensor:
         nonlocal augmented_slot
         _check_cache_complete(scores, first)
-        passes.check_sight(layer, bias.layer_types[layer], scores, first)
         if scores.shape[3] < bias.last_key and not passes.is_ours:
             raise LayoutError(
                 f"the span ends at slot {bias.last_key} but the forward pass has"
@@ -183,9 +184,13 @@ def augmented(
     # Attach them.
     observed = attention_layers(model) if observer is not None else bias.layers
     if plain is not None:
-        with hook_attention(plain, AttentionHooks(edit, look), passes.begin, observed):
+        hooks = AttentionHooks(edit, look, check_sight=check_sight)
+        with hook_attention(plain, hooks, passes.begin, observed):
             yield
         return
+
+    def on_masked(scores: Tensor, hook: Any, layer: int) -> None:
+        check_sight(layer, scores, passes.first_query(scores))
 
     def on_scores(scores: Tensor, hook: Any, layer: int) -> Tensor:
         return edit(layer, scores, passes.first_query(scores))
@@ -196,9 +201,15 @@ def augmented(
 
     if not is_bridge(model):
         observed = sorted({0, *observed})  # layer 0 gives the first query, and so the ids
-    hooks = [(HOOK_SCORES.format(layer), partial(on_scores, layer=layer)) for layer in bias.layers]
-    hooks += [(HOOK_PATTERN.format(layer), partial(on_pattern, layer=layer)) for layer in observed]
-    with attach_hooks(model, hooks, passes.begin):
+    masked, edited, read = (
+        [(point.format(layer), partial(hook, layer=layer)) for layer in layers]
+        for point, hook, layers in (
+            (HOOK_SCORES, on_masked, bias.layers),
+            (HOOK_SCORES, on_scores, bias.layers),
+            (HOOK_PATTERN, on_pattern, observed),
+        )
+    )
+    with attach_hooks(model, [*edited, *read], passes.begin, ahead=masked):
         yield
 
 
@@ -252,6 +263,7 @@ class _PassCheck:
         self.pads, self.in_layout = pad, slot < stop
         self.live = (slot < soft) | (slot >= soft + pad)  # layout slot
         self.first, self.is_ours = 0, False
+        self.sights: dict[tuple[LayerType, int], Tensor] = {}  # layout slot
         self.unread: Tensor | None = None
 
     def begin(self, given: dict[str, Any]) -> int:
@@ -315,37 +327,46 @@ class _PassCheck:
     def check_sight(
         self, layer: int, seen: LayerType, scores: Float[Tensor, "row head query key"], first: int
     ) -> None:
-        """Refuse a layer whose unmasked scores begin at another key than its type says: l would
+        """Refuse a layer whose mask leaves its last query other keys than its type says: l would
         count other keys than the layer sees.
 
         Passes of one query are checked every `MASK_CHECK_INTERVAL` tokens.
 
+        Args:
+            scores: As the model has masked them, before any hook.
+
         Raises:
-            ModelError: They do.
+            ModelError: It does.
         """
         last = first + scores.shape[2] - 1
-        if not hasattr(network_of(self.model), "config") or (
-            scores.shape[2] == 1 and last % MASK_CHECK_INTERVAL
-        ):
+        if scores.shape[2] == 1 and last % MASK_CHECK_INTERVAL:
             return
-        wanted = self._repeat_rows(
-            torch.tensor([each.first_in_sight(last, seen) for each in self.layouts]), len(scores)
-        )
-        last_scores = scores[:, 0, -1, : last + 1]  # row key
-        first_visible = (
-            ((last_scores > MASKED_BELOW) | last_scores.isneginf()).int().argmax(1).cpu()
-        )
-        if (
-            wanted is not None
-            and (wrong := ((wanted <= last) & (first_visible != wanted)).nonzero()).numel()
-        ):
+        if (seen, last) not in self.sights:
+            self.sights = {key: each for key, each in self.sights.items() if key[1] == last}
+            self.sights[seen, last] = self._keys_in_sight(seen, last)
+        wanted = self._repeat_rows(self.sights[seen, last], len(scores))
+        if wanted is None:
+            return
+        found = has_weight(scores[:, :, -1, : last + 1])
+        reads_text = wanted[:, -1]  # row; padding sees nothing
+        if (wrong := ((found != wanted).any(1) & reads_text).nonzero()).numel():
             row = int(wrong[0])
+            sees, should = (
+                describe_runs(keys[row].nonzero()[:, 0].tolist()) for keys in (found, wanted)
+            )
             raise ModelError(
                 f"layer {layer} is of type {seen} by the model's configuration, and its query in"
-                f" slot {last} sees keys from slot {first_visible[row]} on, not from"
-                f" {wanted[row]}; if no hook of yours hides keys there, this model's masks are not"
-                " known here and it cannot be augmented in texts of this length"
+                f" slot {last} sees the keys in slots {sees or 'none'}, not {should}; if no mask of"
+                " yours hides keys there, this model's masks are not known here and it cannot be"
+                " augmented in texts of this length"
             )
+
+    def _keys_in_sight(self, seen: LayerType, query: int) -> Bool[Tensor, "layout slot"]:
+        """The keys that a query sees in layers of a type."""
+        slot = torch.arange(query + 1)
+        live = pad(self.live, (0, max(query + 1 - self.live.shape[1], 0)), value=True)
+        starts = [int(seen.first_seen(np.array([query]), each.pad)[0]) for each in self.layouts]
+        return live[:, : query + 1] & (slot >= torch.tensor(starts)[:, None])
 
     def _shown(self, token: Tensor) -> str:
         tokenizer = getattr(self.model, "tokenizer", None)
@@ -366,7 +387,7 @@ class _PassCheck:
             if self.pads.any() and start < width:
                 raise LayoutError(
                     "the layouts are left-padded but the forward pass has no attention_mask; pass"
-                    " the rows' mask"
+                    " the rows' mask (PaddedRows.of(layouts).mask)"
                 )
         elif isinstance(mask, Tensor) and mask.ndim == 2:
             live, in_layout = (
@@ -381,7 +402,7 @@ class _PassCheck:
                 raise LayoutError(
                     f"row {row} masks {int((~given_live[row]).sum())} slots where its layout has"
                     f" {int((~live[row]).sum())} of padding (slot {start + slot} differs); give one"
-                    " layout a row, in the rows' order, padded with left_pad"
+                    " layout a row, in the rows' order, as PaddedRows.of(layouts) has them"
                 )
 
     def _add_positions(self, given: dict[str, Any], read: Tensor | None) -> None:
@@ -397,6 +418,17 @@ class _PassCheck:
                 f"{type(network).__name__} takes no position_ids, so that left-padded rows would"
                 " be read at other positions than alone; read rows of one length together"
             )
+
+
+def has_weight(scores: Float[Tensor, "row head key"]) -> Bool[Tensor, "row key"]:
+    """The keys to which a query gives a weight in any head, however small: those that no mask
+    hides.
+
+    A mask may be -inf, a dtype's smallest number, or any other that no score outweighs, and may be
+    added or set. In float64 the weights of hidden keys are 0, and those of others are not, down to
+    scores of 700 below the highest.
+    """
+    return (scores.detach().cpu().double().softmax(2) > 0).any(1)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -53,11 +53,15 @@ def describe_layers(layer_types: Sequence[LayerType]) -> str:
     lines = []
     for layer_type in dict.fromkeys([*distinct_types(layer_types), *layer_types]):
         layers = [layer for layer, each in enumerate(layer_types) if each == layer_type]
-        starts = [layer for layer in layers if layer - 1 not in layers]
-        stops = [layer for layer in layers if layer + 1 not in layers]
-        runs = [f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, stops, strict=True)]
-        lines.append(f"{layer_type}: {' '.join(runs)}")
+        lines.append(f"{layer_type}: {describe_runs(layers)}")
     return "; ".join(lines)
+
+
+def describe_runs(numbers: Collection[int]) -> str:
+    """Ascending numbers in words: "0-4 6 8-10"."""
+    starts = [each for each in numbers if each - 1 not in numbers]
+    stops = [each for each in numbers if each + 1 not in numbers]
+    return " ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, stops, strict=True))
 
 
 FULL_ATTENTION, NO_ATTENTION = LayerType("full"), LayerType("none")

@@ -521,11 +521,6 @@ class Layout:
             n = np.where(hidden > 0, np.minimum(n, np.maximum(seen, 1)), n)
         return np.where(self.acts(augmentation, queries, layer_type), augmentation.bias(l, n), 0.0)
 
-    def first_in_sight(self, query: int, layer_type: LayerType) -> int:
-        """The first live slot that a query sees in layers of this type."""
-        first = int(layer_type.first_seen(np.array([query]), self.pad)[0])
-        return first if first < self.soft else max(first, self.bos.start)
-
     def in_sight(
         self, queries: Int[np.ndarray, " query"], layer_type: LayerType
     ) -> Int[np.ndarray, " query"]:
@@ -561,6 +556,6 @@ def _check_no_start_token(tokenizer: Any, start: int, name: str, text: str) -> N
 
 def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts of a batch, padded so that all end at one slot and no row has tokens in the soft
-    slots of another."""
+    slots of another; `PaddedRows.of` also gives ids, mask and positions."""
     width = max(each.soft for each in layouts) + max(len(each.ids) for each in layouts)
     return [each.padded(width) for each in layouts]

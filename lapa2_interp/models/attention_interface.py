@@ -32,6 +32,8 @@ class AttentionHooks:
         read_pattern: Takes layer, pattern [row head query key] and the slot of the first query.
         edit_output: Takes layer, the heads' outputs [row query head d_head] and the slot of the
             first query; returns the outputs.
+        check_sight: Takes layer, scores as the model has masked them, before any edit, and the slot
+            of the first query.
         first: The slot of the pass's first query.
         state: The state of that pass.
     """
@@ -39,6 +41,7 @@ class AttentionHooks:
     edit_scores: Callable[[int, Tensor, int], Tensor] | None = None
     read_pattern: Callable[[int, Tensor, int], None] | None = None
     edit_output: Callable[[int, Tensor, int], Tensor] | None = None
+    check_sight: Callable[[int, Tensor, int], None] | None = None
     first: int = 0
     state: PassState = field(default_factory=PassState)
 
@@ -102,7 +105,7 @@ def attend(
     module: Any,
     query: Float[Tensor, "row head query d_head"],
     key: Float[Tensor, "row kv_head key d_head"],
-    value: Float[Tensor, "row kv_head key d_head"],
+    value: Float[Tensor, "row kv_head key d_value"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -117,7 +120,7 @@ def attend(
         s_aux: Scores of a learned sink, which takes a share beside the keys (gpt-oss).
 
     Returns:
-        The heads' outputs [row query head d_head], and the pattern, without a sink's share.
+        The heads' outputs [row query head d_value], and the pattern, without a sink's share.
 
     Raises:
         DeadHookError: The model asks for what this function does not compute, or no pass of the
@@ -139,6 +142,14 @@ def attend(
     if attention_mask is not None:
         scores = scores + attention_mask[..., : scores.shape[3]]
     for hooks in lapa2:
+        if module.layer_idx in hooks.state.seen:
+            raise DeadHookError(
+                f"{type(module).__name__} computes several attentions in one layer, so its heads"
+                " have no pattern of their own"
+            )
+        if hooks.check_sight is not None:
+            hooks.check_sight(module.layer_idx, scores, hooks.first)
+    for hooks in lapa2:
         if hooks.edit_scores is not None:
             scores = hooks.edit_scores(module.layer_idx, scores, hooks.first)
     if s_aux is not None:
@@ -151,7 +162,7 @@ def attend(
             hooks.read_pattern(module.layer_idx, pattern, hooks.first)
         hooks.state.seen.add(module.layer_idx)
     pattern = pattern.to(query.dtype)
-    # row head query d_head -> row query head d_head
+    # row head query d_value -> row query head d_value
     out = shared_product(pattern, value).transpose(1, 2).contiguous()
     for hooks in lapa2:
         if hooks.edit_output is not None:

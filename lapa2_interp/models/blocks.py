@@ -238,12 +238,14 @@ def attach_hooks(
     model: Model,
     hooks: Sequence[tuple[str, Callable]],
     begin: Callable[[dict[str, Any]], Any] = lambda _given: None,
+    ahead: Sequence[tuple[str, Callable]] = (),
 ) -> Iterator[None]:
     """Attach hooks to a TransformerLens model in a block, which may close in any order.
 
     Args:
         hooks: Names of hook points, and the functions that are called there with tensor and hook.
         begin: As in `open_block`; before a HookedTransformer embeds, with `tokens` alone.
+        ahead: Hooks that are called before all others at their points, also those of other blocks.
 
     Raises:
         DeadHookError: There is no such hook point, or a pass has not called one.
@@ -253,25 +255,26 @@ def attach_hooks(
     # A HookedTransformer's `generate` calls its forward(), beside the hooks of the module itself.
     ends = {} if is_bridge(model) else {"starts": (model, model.embed), "end": model.unembed}
 
-    def record_call(name: str, function: Callable) -> Callable:
+    def guard(name: str, function: Callable, counts: bool) -> Callable:
         def call(tensor: torch.Tensor, hook: Any) -> Any:
             _check_thread(network)
             if not state.running and is_bridge(model):
                 raise DeadHookError(OUTSIDE_ERROR)
             found = function(tensor, hook)
-            state.seen.add(name)
+            if counts:
+                state.seen.add(name)
             return found
 
         return call
 
     with ExitStack() as undo:
-        names = [name for name, _ in hooks]
-        undo.enter_context(open_block(network, begin, state, names, **ends))
-        for name, function in hooks:
-            if (point := points.get(name)) is None:
-                raise DeadHookError(f"the model has no hook point {name}")
-            point.add_hook(record_call(name, function))
-            undo.callback(_detach, point, point.fwd_hooks[-1])
+        undo.enter_context(open_block(network, begin, state, [name for name, _ in hooks], **ends))
+        for those, is_ahead in ((ahead, True), (hooks, False)):
+            for name, function in those:
+                if (point := points.get(name)) is None:
+                    raise DeadHookError(f"the model has no hook point {name}")
+                point.add_hook(guard(name, function, not is_ahead), prepend=is_ahead)
+                undo.callback(_detach, point, point.fwd_hooks[0 if is_ahead else -1])
         yield
 
 

@@ -242,6 +242,17 @@ def config_layer_types(config: Any) -> tuple[LayerType, ...]:
     return tuple(found)
 
 
+def is_hybrid(config: Any) -> bool:
+    """True for models with recurrent or convolutional layers, in place of attention or beside
+    it."""
+    from transformers import DynamicCache
+
+    return any(each.kind == "none" for each in config_layer_types(config)) or any(
+        hasattr(each, "conv_states")
+        for each in DynamicCache(config=config.get_text_config()).layers
+    )
+
+
 def omit_if_all_full(seen: tuple[LayerType, ...]) -> tuple[LayerType, ...]:
     """An empty tuple if every layer sees all keys, as cards record it."""
     return () if set(seen) == {FULL_ATTENTION} else seen

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def make_softmax_exact(model: Model) -> None:
     """Compute the softmax in float64, also in architectures that always use float32.
 
-    Their float32 softmax also turns float64's masking value into -inf, and the row of a padding
-    query, which sees no key, into NaN. The pattern that arrives at `hook_pattern` is replaced by
+    In float32, float64's masking value is -inf, and the row of a padding query, which sees no key,
+    would be NaN; it becomes 0. The pattern that arrives at `hook_pattern` is replaced by
     the float64 softmax of the scores that left `hook_attn_scores`, edits included. Only entries
     where the two agree to float32 precision are replaced (a learned sink's share stays out).
     """
@@ -40,7 +40,8 @@ def make_softmax_exact(model: Model) -> None:
             latest = vars(scores_point).pop("latest", None)
             if latest is None or latest.shape != given[0].shape:  # the scores hook is dead
                 return given[0]
-            exact = latest.softmax(dim=-1)
+            blind = latest.isneginf().all(dim=-1, keepdim=True)
+            exact = latest.double().softmax(dim=-1).masked_fill(blind, 0.0)
             agree = ((given[0] - exact).abs() < 1e-6) | given[0].isnan()
             return torch.where(agree, exact, given[0])
 

@@ -7,6 +7,8 @@ Two passes over a short sequence, the second with +3 on one key's score in every
 2. the pattern that follows is the softmax of the *edited* scores, up to the share of a learned
    sink;
 3. the logits move.
+
+In models with recurrent layers, tokens after a cached text must also get the logits of one pass.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from lapa2_interp._util.errors import DeadHookError, ModelError
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.blocks import OUTSIDE_ERROR
 from lapa2_interp.models.card import (
     Model,
     attention_layers,
     check_has_tokenizer,
     is_bridge,
+    is_hybrid,
+    network_of,
     plain_network,
 )
 
@@ -42,16 +48,19 @@ LOGIT_TOLERANCE = {
 """Largest difference of logits that are computed in another order; other attention functions differ
 by more."""
 
+DROPPED = "its layers do not hand on the arguments of transformers' attention interface"
+
 _IN_BOTH = (
-    "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "GPT-2", "GPT-NeoX",
-    "OLMo 2", "OLMo 3", "Cohere 2", "DeepSeek-V3", "gpt-oss", "Qwen3-Next", "Qwen3.5", "Granite 4",
+    "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma 2", "Gemma 3", "Phi", "Phi-3", "GPT-2",
+    "GPT-NeoX", "OLMo 2", "OLMo 3", "Cohere 2", "DeepSeek-V3", "gpt-oss", "Qwen3-Next", "Qwen3.5",
+    "Granite 4", "Mixtral", "Qwen3-MoE", "SmolLM3", "GLM-4",
 )  # fmt: skip
 LIVE_FAMILIES = {
-    "TransformerBridge": (*_IN_BOTH, "Bloom", "MPT", "Falcon"),
-    "TransformersModel": (*_IN_BOTH, "Gemma 4", "Llama 4"),
+    "TransformerBridge": (*_IN_BOTH, "Bloom", "MPT", "Falcon", "StableLM"),
+    "TransformersModel": (*_IN_BOTH, "Gemma 4", "Llama 4", "OPT"),
 }
-"""Families of models that work, by class: tests/models/test_families.py loads them and compares
-them with transformers (docs/models.md)."""
+"""Families of models that work and are often used, by class: tests/models/test_families.py loads
+them and compares them with transformers (docs/models.md)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Liveness:
 
     Attributes:
         logit_shift: Largest change of a logit when the scores are edited.
-        problem: The reason why an augmentation would do nothing; None on a live model.
+        problem: The reason why the model cannot be augmented; None on a live model.
     """
 
     logit_shift: float
@@ -102,6 +111,8 @@ def probe(model: Model) -> Liveness:
             "the model's logits are NaN (not a number) before anything is changed: weights are NaN,"
             " or numbers exceed its dtype; load sound weights, or another --dtype"
         )
+    if (problem := _cache_problem(model, ids, plain)) is not None:
+        return Liveness(0.0, problem)
     # A pass with an edit, through the attention interface of a plain transformers model.
     if (network := plain_network(model)) is not None:
         try:
@@ -110,7 +121,7 @@ def probe(model: Model) -> Liveness:
             with hook_attention(network, AttentionHooks(), lambda _: 0):
                 again = model(ids).float()
         except DeadHookError as error:
-            return Liveness(0.0, str(error))
+            return Liveness(0.0, DROPPED if str(error) == OUTSIDE_ERROR else str(error))
         if not torch.allclose(again, plain, atol=LOGIT_TOLERANCE[model.cfg.dtype], rtol=0):
             return Liveness(
                 0.0,
@@ -132,6 +143,40 @@ def probe(model: Model) -> Liveness:
             0.0, f"it has no {HOOK_SCORES.format(layers[0])} ({type(error).__name__}: {error})"
         )
     return _judge(plain, edited, scores, patterns, layers)
+
+
+def _cache_problem(model: Model, ids: Tensor, whole: Tensor) -> str | None:
+    """What is wrong with the passes of a hybrid after a cached text; None if nothing, and for other
+    models.
+
+    Args:
+        whole: The logits of one pass over the ids.
+    """
+    network: Any = network_of(model)
+    if not is_bridge(model) or not is_hybrid(network.config):
+        return None
+    cache = DynamicCache(config=network.config.get_text_config())
+    positions, logits = torch.arange(ids.shape[1], device=ids.device)[None], []
+    try:
+        for start, stop in ((0, 3), (3, ids.shape[1])):
+            there = slice(start, stop)
+            logits.append(
+                model(
+                    ids[:, there],
+                    attention_mask=torch.ones_like(ids[:, :stop]),
+                    position_ids=positions[:, there],
+                    past_key_values=cache,
+                ).float()
+            )
+    except (AttributeError, TypeError, ValueError) as error:
+        return f"it takes no cache of transformers ({str(error).partition(chr(10))[0]})"
+    off = (torch.cat(logits, dim=1) - whole).abs().max()
+    if off <= LOGIT_TOLERANCE[model.cfg.dtype]:
+        return None
+    return (
+        f"its recurrent layers begin anew in a pass of several tokens after a cached text: logits"
+        f" differ by {off:.1g} from those of one pass"
+    )
 
 
 def _judge(
@@ -176,7 +221,7 @@ def assert_live(model: Model, name: str) -> Liveness:
     """Probe a model, and refuse one whose attention ignores edits.
 
     Raises:
-        DeadHookError: An augmentation would do nothing on this model.
+        DeadHookError: It cannot be augmented.
     """
     found = probe(model)
     if not found.alive:
@@ -186,8 +231,8 @@ def assert_live(model: Model, name: str) -> Liveness:
             other = ", or --model-class TransformersModel, which needs no hooks" if takes else ""
         kind = type(model).__name__
         raise DeadHookError(
-            f"{name}: {found.problem}, so an augmentation would do nothing; families that work as"
-            f" {kind}:"
-            f" {', '.join(LIVE_FAMILIES.get(kind, LIVE_FAMILIES['TransformerBridge']))}{other}"
+            f"{name} cannot be augmented: {found.problem}; families that work as {kind}:"
+            f" {', '.join(LIVE_FAMILIES.get(kind, LIVE_FAMILIES['TransformerBridge']))}, and others"
+            f" of docs/models.md{other}"
         )
     return found

@@ -27,7 +27,7 @@ from lapa2_interp._util.files import atomic_write, sha256_of, write_json
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp.models.card import (
     Model,
-    config_layer_types,
+    is_hybrid,
     kv_heads,
     kv_shapes,
     model_card,
@@ -244,7 +244,8 @@ def kv_shape(model: Model, n_slots: int) -> PrefixShape:
     """The shape of a soft prefix for a model.
 
     Raises:
-        PrefixError: Its layers differ in the shape of keys and values, or some have none.
+        PrefixError: Its layers differ in the shape of keys and values, or some have none, or a
+            recurrent state.
     """
     network: Any = network_of(model)
     if hasattr(network, "config"):
@@ -262,12 +263,11 @@ def kv_shape_of(config: Any, n_slots: int) -> PrefixShape:
         PrefixError: As `kv_shape`.
     """
     (n_kv_heads, d_head, d_value), *others = sorted(set(kv_shapes(config)))
-    hybrid = any(each.kind == "none" for each in config_layer_types(config))
     own = "reuse" not in (getattr(config, "kv_sharing_modes", None) or ())
-    if others or d_value != d_head or not own or hybrid:
+    if others or d_value != d_head or not own or is_hybrid(config):
         raise PrefixError(
             "a soft prefix has keys and values of one shape in every layer, and the layers of a"
-            f" {config.model_type} model have others or none; use a hard prefix"
+            f" {config.model_type} model have others, none, or a recurrent state; use a hard prefix"
         )
     return PrefixShape(
         n_layers=config.num_hidden_layers, n_kv_heads=n_kv_heads, n_slots=n_slots, d_head=d_head

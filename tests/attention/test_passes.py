@@ -11,9 +11,9 @@ from transformers import AutoConfig, DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented
 from lapa2_interp._util.errors import LayoutError
-from lapa2_interp.attention.cache import padded_ids
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.models.card import network_of
 
 PLAIN, BARE = "TransformersModel", "network"
@@ -58,7 +58,7 @@ def check_padded_rows(model, layouts, atol=1e-10):
     """Logits of padded rows in one pass, in two with a cache, and token by token, are those of the
     rows alone."""
     padded = left_pad(layouts)
-    ids, mask = padded_ids(padded, "cpu")
+    ids, mask = PaddedRows.of(padded)[1:3]
     whole = torch.cat([ids, TAIL], dim=1)
     every = torch.cat([mask, torch.ones_like(TAIL)], dim=1)
     wanted = []
@@ -96,7 +96,7 @@ def test_padded_rows_of_a_model_that_makes_positions_of_its_mask():
 def test_copies_of_padded_rows_are_the_rows_alone():
     net, layouts = loaded("tiny-gpt2", BARE)
     padded = left_pad(layouts)
-    ids, mask = (each.repeat_interleave(3, 0) for each in padded_ids(padded, "cpu"))
+    ids, mask = (each.repeat_interleave(3, 0) for each in PaddedRows.of(padded)[1:3])
     with augmented(net, RULE, padded):
         one = read(net, ids[::3], attention_mask=mask[::3])
         found = read(net, ids, attention_mask=mask)
@@ -109,7 +109,7 @@ def test_copies_of_padded_rows_are_the_rows_alone():
 def test_padded_rows_that_cannot_be_told_their_positions_are_refused():
     net, layouts = loaded("tiny-gpt2", BARE)
     padded = left_pad(layouts)
-    ids, mask = padded_ids(padded, "cpu")
+    ids, mask = PaddedRows.of(padded)[1:3]
 
     class Fixed(type(net)):
         def forward(self, input_ids, attention_mask=None, **others):
@@ -132,7 +132,7 @@ def test_a_mask_that_is_not_that_of_the_layouts_is_an_error_with_a_cache_too(kin
         return
     model, layouts = loaded("tiny-llama", kind)
     padded = left_pad(layouts)
-    ids, mask = padded_ids(padded, "cpu")
+    ids, mask = PaddedRows.of(padded)[1:3]
     cache = DynamicCache()
     with augmented(model, RULE, padded):
         read(model, ids, attention_mask=mask, past_key_values=cache)
@@ -149,7 +149,7 @@ def test_a_mask_that_is_not_that_of_the_layouts_is_an_error_with_a_cache_too(kin
 def test_other_ids_than_the_layouts_are_refused(kind):
     model, layouts = loaded("tiny-gpt2", kind)
     padded = left_pad(layouts)
-    ids, mask = padded_ids(padded, "cpu")
+    ids, mask = PaddedRows.of(padded)[1:3]
     other = ids.clone()
     other[1, -2] = 65
     message = rf"row 1 reads token 65.* in slot {ids.shape[1] - 2}, where its layout has token"
@@ -221,7 +221,7 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one(kind, rule, chunk):
     model, layouts = loaded("tiny-llama", kind)
     net = network_of(model)
     padded = left_pad(layouts)
-    ids, mask = padded_ids(padded, "cpu")
+    ids, mask = PaddedRows.of(padded)[1:3]
     found = []
     for size in (None, chunk):
         recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads)

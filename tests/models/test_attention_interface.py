@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented
 from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError
-from lapa2_interp.attention.cache import padded_ids
 from lapa2_interp.attention.neurons import assert_neurons_live
 from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
@@ -262,7 +262,7 @@ def test_a_cache_and_a_mask_are_seen_where_they_are_given_by_position():
     model = load("tiny-gpt2", "float32", PLAIN)
     net, rule = network_of(model), Augmentation(alpha=1.0)
     padded = left_pad([Layout.of(model.tokenizer, "Good:", text) for text in ("The lake", "A")])
-    ids, mask = padded_ids(padded, "cpu")
+    ids, mask = PaddedRows.of(padded)[1:3]
     longer = torch.cat([mask, mask[:, -1:]], dim=1)
     found = []
     for by_position in (False, True):

@@ -34,13 +34,15 @@ PROMPTS = ("The lake", "A book is on the")
 RULE = Augmentation(alpha=0.7)
 STEPS = 7
 """Every prompt is longer than a window of 16 tokens; the second text begins a chunk of 16 on its way."""
-WORKING = [
-    (name, kind)
-    for name, family in FAMILIES.items()
-    for kind in CLASSES
-    if kind not in family.refused
-]
-REFUSED = [(name, kind) for name, family in FAMILIES.items() for kind in family.refused]
+WORKING, REFUSED = (
+    [
+        pytest.param(name, kind, marks=[pytest.mark.long] * family.long)
+        for name, family in FAMILIES.items()
+        for kind in CLASSES
+        if (kind in family.refused) == refused
+    ]
+    for refused in (False, True)
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +96,16 @@ def decode(load):
 def test_the_list_in_the_error_and_the_documents_are_this_table():
     """Run `PYTHONPATH=. python tests/families.py` where the document differs."""
     for kind, names in LIVE_FAMILIES.items():
-        of_text_alone = [name for name, other in WORKING if other == kind and "images" not in name]
-        assert sorted(names) == sorted(of_text_alone)
-    assert table() in (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
+        often_used = [
+            name
+            for name, family in FAMILIES.items()
+            if kind not in family.refused and not family.long and not family.inside
+        ]
+        assert sorted(names) == sorted(often_used)
+    pages = Path(__file__).parents[2]
+    assert table() in (pages / "docs" / "models.md").read_text("utf-8")
+    working = sum(len(family.refused) < len(CLASSES) for family in FAMILIES.values())
+    assert f"[{working} families of models work]" in (pages / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(("name", "kind"), REFUSED)
@@ -177,23 +186,26 @@ def test_a_model_that_reads_images_installs_nothing(folder, monkeypatch):
     load_model(folder("Gemma 3 with images"), device="cpu", model_class=BRIDGE)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-Next", "Gemma 4", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Falcon-H1", "Gemma 4", "DeepSeek-V3"])
 def test_layers_of_several_shapes_take_no_soft_prefix(load, name):
     with pytest.raises(PrefixError, match="keys and values of one shape.*use a hard prefix"):
         kv_shape(load(name, PLAIN), 3)
 
 
 def test_what_cannot_act_in_a_hybrid_is_told_why(load):
-    """No way back for recurrent layers, and no circuits beside them."""
-    for kind in CLASSES:
-        model = load("Granite 4", kind)
-        layout = layouts_of(model)[0]
-        with pytest.raises(LayoutError, match="recurrent layers of .* cannot forget.*last_query"):
-            teacher_forced(
-                model, layout, [[40, 41]], Augmentation(alpha=1.0, phase="predicting_only")
-            )
+    """No way back for layers that are recurrent, convolutional, or recurrent beside attention; and
+    no circuits beside the first two."""
+    cases = (("Granite 4", BRIDGE), ("Granite 4", PLAIN), ("LFM2", PLAIN), ("Falcon-H1", PLAIN))
+    rule = Augmentation(alpha=1.0, phase="predicting_only")
+    for name, kind in cases:
+        model = load(name, kind)
+        with pytest.raises(
+            LayoutError, match="convolutional layers of .* cannot forget.*last_query"
+        ):
+            teacher_forced(model, layouts_of(model)[0], [[40, 41]], rule)
+    for name, kind in cases[:-1]:
         with pytest.raises(CircuitError, match="attention in every layer, and this one has it in"):
-            ContrastSet.of(model, "sentiment")
+            ContrastSet.of(load(name, kind), "sentiment")
 
 
 def test_heads_are_not_read_where_hooks_have_none(load):

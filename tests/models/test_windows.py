@@ -12,12 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lapa2_interp import Augmentation, Layout, augmented, generate, load_model, teacher_forced
 from lapa2_interp._util.errors import AugmentationError, LayoutError, ModelError, TraceError
-from lapa2_interp.attention.cache import new_rows, padded_ids
+from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.tables import fit_table, pooled, step_table, traced_layer_types
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, describe_layers
 from lapa2_interp.bias.layout import left_pad
+from lapa2_interp.bias.padded_rows import PaddedRows
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
@@ -111,7 +112,7 @@ def test_the_law_counts_what_a_query_sees(load, kind, model_class, rule):
     model = load(kind, model_class)
     layouts = left_pad([Layout.of(model.tokenizer, PREFIX, text) for text in (PROMPT, SHORT)])
     more = torch.arange(21)[None].repeat(2, 1) + 70
-    ids, mask = padded_ids(layouts, "cpu")
+    ids, mask = PaddedRows.of(layouts)[1:3]
     ids, mask = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
     before, after = masked_scores(model, rule, layouts, ids, mask)
     hidden = 0
@@ -363,14 +364,14 @@ def test_a_mask_that_its_configuration_does_not_tell_is_refused(load, model_clas
     monkeypatch.setattr(config, "layer_types", ["full_attention"] * 2, raising=False)
     branch, rule = Layout.of(model.tokenizer, "Go:", " on"), Augmentation(alpha=1)
     long = left_pad([branch, Layout.of(model.tokenizer, PREFIX, PROMPT)])
-    message = "layer 0 is of type full .* sees keys from slot 7 on, not from 0;"
-    ids, mask = padded_ids(long, "cpu")
+    message = "layer 0 is of type full .* sees the keys in slots 7-18, not 0-18;"
+    ids, mask = PaddedRows.of(long)[1:3]
     with augmented(model, rule, long), pytest.raises(ModelError, match="layer 0 is of type full"):
         model(ids, attention_mask=mask)
     teacher_forced(model, branch, [[70] * 4], rule)
     with pytest.raises(ModelError, match=message):
         teacher_forced(model, branch, [[70] * 13], rule)
-    with pytest.raises(ModelError, match="in slot 64 sees keys from slot 53 on, not from 0"):
+    with pytest.raises(ModelError, match="in slot 64 sees the keys in slots 53-64, not 0-64"):
         teacher_forced(model, branch, [[70] * 90], rule, chunk=1)
     knocked = Augmentation(alpha=1, law="cut", span="bos", phase="everywhere")
     with pytest.raises(LayoutError, match="sees no key"):
