@@ -340,6 +340,7 @@ class Judge(Scorer):
         self, client: httpx.Client, item: TextItem, stop: threading.Event
     ) -> Score | None:
         """The score of an item; None if the run stops before there is one."""
+        why = MALFORMED
         for _ in range(2):
             limit = self._limits[0]
             answer = self._ask(client, item, stop, limit)
@@ -347,9 +348,10 @@ class Judge(Scorer):
                 return answer
             if (numbers := answer.ratings) is not None:
                 return numbers
+            why = _cut_at(limit) if answer.is_cut else MALFORMED
             if answer.is_cut and not self._has_more_room(limit):
-                return _cut_at(limit)
-        return _cut_at(limit) if answer.is_cut else MALFORMED
+                break
+        return why
 
     def _has_more_room(self, limit: int | None) -> bool:
         """True if the answers after one that was cut at a limit may be longer."""
