@@ -17,6 +17,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int
 
+from lapa2_interp._util.errors import StatisticsError
+
 Labels = Sequence[Any] | np.ndarray | pd.Series
 FEW = 8
 """From this number of clusters on, clusters are resampled."""
@@ -67,12 +69,50 @@ def interval_text(low: float, high: float, form: str) -> str:
     return "" if math.isnan(low) else f" [{low + 0.0:{form}}, {high + 0.0:{form}}]"  # no -0.0
 
 
+def label_codes(labels: Labels, sort: bool = False) -> tuple[Int[np.ndarray, " n"], np.ndarray]:
+    """The number of each value's label, and the labels by number: in their order of appearance, or
+    sorted.
+
+    Raises:
+        StatisticsError: A label is missing (None, NaN): nobody knows which values depend on each
+            other.
+    """
+    codes, names = pd.factorize(np.asarray(labels), sort=sort)
+    if missing := np.flatnonzero(codes < 0).tolist():
+        raise StatisticsError(
+            f"{len(missing)} of {len(codes)} labels are missing (NaN or None), the first at"
+            f" {missing[0]}; give every value a label (its prompt, its text), or leave it out"
+        )
+    return codes, np.asarray(names)
+
+
+def check_finite(values: Float[np.ndarray, "*shape"], missing: bool = False) -> None:
+    """Refuse values that no mean can be made of.
+
+    Args:
+        missing: Allow NaN, and refuse infinite values alone.
+
+    Raises:
+        StatisticsError: A value is infinite, or NaN.
+    """
+    wrong = values[np.isinf(values) if missing else ~np.isfinite(values)]
+    if len(wrong):
+        raise StatisticsError(
+            f"{len(wrong)} of {values.size} values are not finite, the first is {wrong[0]};"
+            " leave them out, with their labels"
+        )
+
+
 def resampled_means(
     values: Float[np.ndarray, "n *rest"], clusters: Labels, resamples: int = 2000, seed: int = 0
 ) -> Float[np.ndarray, "resample *rest"]:
     """Means of the values over bootstrap resamples of whole clusters; columns are resampled
-    together."""
-    codes, names = pd.factorize(np.asarray(clusters))
+    together.
+
+    Raises:
+        StatisticsError: A cluster's label is missing.
+    """
+    codes, names = label_codes(clusters)
     sums = np.zeros((len(names), *values.shape[1:]))
     np.add.at(sums, codes, values)
     sizes, n = np.bincount(codes), len(names)
@@ -168,10 +208,15 @@ def bounds(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
-    """Low and high end of the mean's 95 % interval; NaN where there is one cluster. Without
-    clusters each value is its own."""
+    """Low and high end of the mean's 95 % interval; NaN where there is one cluster, or a value is
+    NaN. Without clusters each value is its own.
+
+    Raises:
+        StatisticsError: A cluster's label is missing, or their number is not that of the values.
+    """
     clusters = np.arange(len(values)) if clusters is None else clusters
-    codes, names = pd.factorize(np.asarray(clusters))
+    _check_lengths(values, clusters)
+    codes, names = label_codes(clusters)
     if len(names) < 2:
         nothing = np.full(values.shape[1:], np.nan)
         return nothing, nothing
@@ -203,14 +248,14 @@ def mean_interval(
         clusters: The text's prompt, or another label that dependent texts share.
 
     Raises:
-        ValueError: No values, or not one cluster label per value.
+        StatisticsError: No values, not one cluster label per value, or a value or a label is
+            missing.
     """
     numbers = np.asarray(values, dtype=np.float64)
-    if not len(numbers) or len(clusters) != len(numbers):
-        raise ValueError(
-            f"need one cluster label per value and at least one; found {len(numbers)} and"
-            f" {len(clusters)}"
-        )
+    if not len(numbers):
+        raise StatisticsError("a mean needs one value at least; found none")
+    _check_lengths(numbers, clusters)
+    check_finite(numbers)
     low, high = bounds(numbers, clusters, resamples, seed)
     return Interval(
         float(numbers.mean()),
@@ -221,7 +266,14 @@ def mean_interval(
     )
 
 
-class NothingPairedError(ValueError):
+def _check_lengths(values: Sequence[float] | np.ndarray | pd.Series, labels: Labels) -> None:
+    if len(values) != len(labels):
+        raise StatisticsError(
+            f"need one cluster label per value; found {len(values)} values and {len(labels)} labels"
+        )
+
+
+class NothingPairedError(StatisticsError):
     """Two conditions share no cluster."""
 
 
@@ -305,6 +357,7 @@ def paired_difference(
     """after - before, cluster by cluster: each shared cluster counts once.
 
     Args:
+        before, after: A number per text; NaN is a text without one, which is left out.
         kinds: Labels of the values of both conditions, by default one. A cluster's difference is
             the mean of its kinds' differences, over the kinds that both have of it.
         units: Labels of the values inside a cluster and kind, such as sample numbers. Values of one
@@ -313,15 +366,18 @@ def paired_difference(
 
     Raises:
         NothingPairedError: The two share no cluster.
+        StatisticsError: A value is infinite, a label is missing, or there is not one per value.
     """
     # Numbers of clusters, kinds and cells (cluster x kind) for the values of both conditions.
     values = np.concatenate([np.asarray(each, dtype=np.float64) for each in (before, after)])
-    clusters, names = pd.factorize(
-        np.concatenate([np.asarray(each) for each in (before_clusters, after_clusters)]), sort=True
-    )
+    check_finite(values, missing=True)
+    for labels in ((before_clusters, after_clusters), kinds, units):
+        for side, of_side in zip((before, after), labels or (), strict=False):
+            _check_lengths(side, of_side)
+    clusters, names = _codes_of_both((before_clusters, after_clusters))
     kind, n_kinds = np.zeros(len(values), int), 1
     if kinds is not None:
-        kind, found = pd.factorize(np.concatenate([np.asarray(each) for each in kinds]), sort=True)
+        kind, found = _codes_of_both(kinds)
         n_kinds = len(found)
     cells, n_cells = clusters * n_kinds + kind, len(names) * n_kinds
     kept, later = ~np.isnan(values), np.arange(len(values)) >= len(before)
@@ -343,7 +399,7 @@ def paired_difference(
     # The variance that texts inside a cluster give its difference.
     label = np.arange(len(values))
     if units is not None:
-        label, _ = pd.factorize(np.concatenate([np.asarray(each) for each in units]))
+        label, _ = _codes_of_both(units)
 
     def share(of_cells: np.ndarray) -> float:
         """The share of a text's variance in the cluster's difference, from the shares in cells'
@@ -364,6 +420,11 @@ def paired_difference(
     noise = float(np.clip(inside / variance, 0, 1)) if variance > 0 else math.nan
     error = math.sqrt(variance / n)
     return Difference(float(gaps.mean()), float(low), float(high), p, error, n, texts, noise)
+
+
+def _codes_of_both(labels: tuple[Labels, Labels]) -> tuple[Int[np.ndarray, " n"], np.ndarray]:
+    """`label_codes` of the values of two conditions, one after the other."""
+    return label_codes(np.concatenate([np.asarray(each) for each in labels]), sort=True)
 
 
 def least_p(clusters: int, resamples: int = 4000) -> float:

@@ -1,10 +1,15 @@
 """Intervals that resample whole prompts."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 
 from lapa2_interp import stats
+from lapa2_interp._util.errors import ScoringError, StatisticsError
+from lapa2_interp.circuits.statistics import max_t, ranks
+from lapa2_interp.scoring.agreement import agreement
+from lapa2_interp.scoring.distinct import distinct_table
 from lapa2_interp.stats import error_at, least_p, mean_interval, paired_difference
 
 
@@ -54,6 +59,50 @@ def test_one_cluster_tells_no_spread():
     found = mean_interval([1.0, 2.0], ["a", "a"])
     assert found.mean == 1.5
     assert np.isnan([found.low, found.high]).all()
+
+
+VALUES, CLUSTERS = [0.1 * i for i in range(24)], [str(i // 2) for i in range(24)]
+
+
+@pytest.mark.parametrize("missing", [None, np.nan, pd.NA])
+def test_a_missing_label_joins_no_other_cluster(missing):
+    labels = pd.Series([*CLUSTERS[:-1], missing], dtype=object)
+    values, refused = np.array(VALUES), pytest.raises(StatisticsError, match="[12] of .* labels are missing .* the first at")  # fmt: skip
+    for compute in (
+        lambda: stats.label_codes(labels),
+        lambda: stats.resampled_means(values, labels),
+        lambda: stats.bounds(values, labels),
+        lambda: stats.bounds(values[-4:], labels[-4:]),
+        lambda: mean_interval(values, labels),
+        lambda: paired_difference(values, labels, values, CLUSTERS),
+        lambda: paired_difference(values, CLUSTERS, values, labels),
+        lambda: paired_difference(values, CLUSTERS, values, CLUSTERS, kinds=(labels, labels)),
+        lambda: paired_difference(values, CLUSTERS, values, CLUSTERS, units=(labels, labels)),
+        lambda: distinct_table(["a b"] * 24, labels),
+    ):
+        with refused:
+            compute()
+
+
+def test_no_mean_is_made_of_a_value_that_is_not_there():
+    wrong = [*VALUES[:-1], np.nan]
+    with pytest.raises(StatisticsError, match="1 of 24 values are not finite, the first is nan"):
+        mean_interval(wrong, CLUSTERS)
+    for compute in (max_t, ranks):
+        with pytest.raises(StatisticsError, match="1 of 24 values"):
+            compute(np.array(wrong).reshape(12, 2))
+    with pytest.raises(StatisticsError, match="the first is inf"):
+        paired_difference([*VALUES[:-1], np.inf], CLUSTERS, VALUES, CLUSTERS)
+    numbers = pd.DataFrame({"calm": wrong, "angry": VALUES})
+    with pytest.raises(ScoringError, match="text 24 of 24 has no number"):
+        agreement(numbers, ["calm"] * 24, ["a b"] * 24)
+
+
+def test_every_condition_has_a_label_for_each_value():
+    for labels in ({}, {"kinds": (CLUSTERS, CLUSTERS[1:])}, {"units": (CLUSTERS[1:], CLUSTERS)}):
+        clusters = CLUSTERS if labels else CLUSTERS[1:]
+        with pytest.raises(StatisticsError, match="found 24 values and 23 labels"):
+            paired_difference(VALUES, CLUSTERS, VALUES, clusters, **labels)
 
 
 def test_missing_labels():

@@ -141,6 +141,10 @@ class ScoringError(Lapa2Error):
     not there."""
 
 
+class StatisticsError(Lapa2Error, ValueError):
+    """No interval or test can be made of these values and labels."""
+
+
 class CircuitError(Lapa2Error):
     """An experiment on a circuit cannot be done: branches that do not fit, too few texts, heads the
     model does not have."""

@@ -182,14 +182,15 @@ def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
 
 
 def is_damage(error: Exception) -> bool:
-    """True if an error in reading a file means that the file is damaged or missing. Too little
+    """True if an error in reading a file means that the file is damaged or missing, or something
+    else is in its place. Too little
     memory, a library that cannot take the file's name, a disk that fails, and a missing permission
     say nothing about the file."""
     if isinstance(error, (MemoryError, UnicodeEncodeError)):
         return False
     if not isinstance(error, OSError) or error.errno is None:  # libraries raise OSError without one
         return True
-    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 def sha256_of(file: Path) -> str:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import CircuitError, DataError, unknown_choice
@@ -27,6 +26,7 @@ from lapa2_interp.models.card import (
 )
 from lapa2_interp.models.load import resolve_model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
+from lapa2_interp.stats import label_codes
 from lapa2_interp.tasks.task import Task
 
 LONGEST_FACT = 60
@@ -169,7 +169,7 @@ class ContrastSet:
         self, values: Float[np.ndarray, "example *rest"]
     ) -> Float[np.ndarray, "prompt *rest"]:
         """Means over the examples of each prompt, in the order of the prompts."""
-        codes, names = pd.factorize(np.asarray(self.prompts))
+        codes, names = label_codes(self.prompts)
         sums = np.zeros((len(names), *values.shape[1:]))
         np.add.at(sums, codes, values)
         return sums / np.bincount(codes).reshape(-1, *[1] * (values.ndim - 1))

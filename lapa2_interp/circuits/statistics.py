@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from lapa2_interp.stats import FEW, bounds, resampled_means, tails
+from lapa2_interp.stats import FEW, bounds, check_finite, resampled_means, tails
 
 ALL_SIGNS = 16
 """Up to this number of prompts every assignment of signs is used."""
@@ -48,9 +48,13 @@ def max_t(values: Float[np.ndarray, "prompt unit"]) -> MaxT:
 
     Args:
         values: The mean of each unit in each prompt.
+
+    Raises:
+        StatisticsError: A value is not finite.
     """
     from scipy.stats import false_discovery_control
 
+    check_finite(values)
     n, n_units = values.shape
     if n < 2:
         nothing = np.full(n_units, np.nan)
@@ -99,9 +103,14 @@ class Ranks:
 
 
 def ranks(values: Float[np.ndarray, "prompt unit"]) -> Ranks:
-    """Ranks of the units' means; intervals from resampled prompts (NaN below `stats.FEW`)."""
+    """Ranks of the units' means; intervals from resampled prompts (NaN below `stats.FEW`).
+
+    Raises:
+        StatisticsError: A value is not finite.
+    """
     from scipy.stats import rankdata
 
+    check_finite(values)
     rank = rankdata(-values.mean(0), method="min").astype(int)
     n = len(values)
     if n < FEW:

@@ -19,6 +19,7 @@ from lapa2_interp.paper.claims import Claim
 from lapa2_interp.stats import (
     FEW,
     Interval,
+    label_codes,
     mean_interval,
     resampled_means,
     student_quantile,
@@ -165,7 +166,7 @@ def mean_curve_slope(
     if n >= FEW:
         low, high = np.percentile(fit_slopes(x, np.log(resampled_means(share, texts))), tails(n))
     elif n > 1:  # too few to resample: the jackknife leaves out each text in turn
-        codes, _ = pd.factorize(texts)
+        codes, _ = label_codes(texts)
         left = np.array([fit_slopes(x, np.log(share[codes != i].mean(0))) for i in range(n)])
         error = np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum())
         half = student_quantile(0.975, n - 1) * error

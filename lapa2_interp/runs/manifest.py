@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import Cell
@@ -85,9 +85,9 @@ class GenerationFacts(Provenance):
 
     created: datetime
     """Time at which the last of them was finished, UTC."""
-    seconds: float
+    seconds: float = Field(ge=0, allow_inf_nan=False)
     """Seconds of preparing and generating."""
-    new_tokens: int
+    new_tokens: int = Field(ge=0)
     """Number of generated tokens."""
     problems: tuple[str, ...] = ()
     """Texts that ended because no token was left to draw (`finish` is "empty"), and why."""
@@ -98,11 +98,11 @@ class BatchRecord(GenerationFacts):
 
     key: str
     """Key of its cell."""
-    n_batches: int
+    n_batches: int = Field(ge=1)
     """Number of batches that the cell has."""
-    n_texts: int
+    n_texts: int = Field(ge=1)
     """Number of texts in this one."""
-    memory: int = 0
+    memory: int = Field(0, ge=0)
     """Most bytes that the worker has had so far: of its GPU, or of its process."""
     sha256: dict[str, str] = {}
     """The sha256 of each file of the batch."""

@@ -323,7 +323,7 @@ class Run:
         if self.folder is None:
             return []
         folder = self.place(key)
-        return [read_record(folder, number) for number in batch_numbers(folder)]
+        return [read_record(folder, number, self.by_key[key]) for number in batch_numbers(folder)]
 
     def finished_cell(self, key: str | None = None) -> FinishedCell:
         """One cell's manifest, samples and trace as they are stored.
@@ -357,7 +357,8 @@ class Run:
             tables = [batch.samples for batch in self.batches[key]]
         else:
             folder = self.place(key)
-            tables = [read_samples(folder, number) for number in batch_numbers(folder)]
+            cell = self.by_key[key]
+            tables = [read_samples(folder, number, cell) for number in batch_numbers(folder)]
         return pd.concat(tables, ignore_index=True)
 
     def select(self, **wanted: Any) -> Run:

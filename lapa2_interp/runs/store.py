@@ -13,7 +13,7 @@ A batch exists when its JSON exists, and a cell is finished when all its batches
 from __future__ import annotations
 
 import errno
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,9 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lapa2_interp._util.errors import DamagedError, Lapa2Error, RunError, validation_message
+from lapa2_interp._util.errors import (
+    DamagedError,
+    Lapa2Error,
+    RunError,
+    pluralize,
+    validation_message,
+)
 from lapa2_interp._util.files import (
     atomic_write,
     is_damage,
@@ -52,8 +58,9 @@ read in another way.
 
 A run of another format is neither read nor filled."""
 STATES = ("finished", "failed", "partly", "damaged", "missing")
-"""States of a cell. Damaged: a record of a batch cannot be read, or a file beside it is missing; a
-sweep makes the batch again. Other changes are noticed when a file is read."""
+"""States of a cell. Damaged: a record of a batch cannot be read, a file beside it is missing, or
+the records do not count the cell's texts; a sweep makes the batch again. Other changes are noticed
+when a file is read."""
 AGAIN = "the command that made the run makes it again"
 """Remedy for a damaged file of a cell."""
 WRITES_AGAIN = "remove it, and `lapa2 sweep` with the run's grids writes it again"
@@ -88,11 +95,12 @@ def write_batch(folder: Path, number: int, made: FinishedBatch) -> None:
     write_json(folder / f"{number:03d}.json", record.model_dump_json())
 
 
-def read_record(folder: Path, number: int) -> BatchRecord:
-    """Facts of a finished batch.
+def read_record(folder: Path, number: int, cell: Cell) -> BatchRecord:
+    """Facts of a finished batch of a cell.
 
     Raises:
-        DamagedError: They are missing, cannot be read, or are of another cell.
+        DamagedError: They are missing, cannot be read, are of another cell, or count what the cell
+            cannot have.
     """
     file = folder / f"{number:03d}.json"
     try:
@@ -100,6 +108,10 @@ def read_record(folder: Path, number: int) -> BatchRecord:
         record = _record(file.resolve(), stat.st_size, stat.st_mtime_ns)
         if record.key != folder.name:
             raise ValueError(f"it belongs to cell {record.key}")
+        if not number < record.n_batches <= cell.n_texts:
+            raise ValueError(
+                f"it counts {record.n_batches} batches of {pluralize(cell.n_texts, 'text')}"
+            )
         return record
     except (OSError, ValueError) as error:
         if not is_damage(error):
@@ -121,16 +133,20 @@ def read_batch(folder: Path, number: int, cell: Cell) -> FinishedBatch:
         DamagedError: A file is missing, or not what was written.
     """
     return FinishedBatch(
-        read_record(folder, number), read_samples(folder, number), read_trace(folder, number, cell)
+        read_record(folder, number, cell),
+        read_samples(folder, number, cell),
+        read_trace(folder, number, cell),
     )
 
 
-def read_samples(folder: Path, number: int) -> pd.DataFrame:
+def read_samples(folder: Path, number: int, cell: Cell) -> pd.DataFrame:
     """The texts of a finished batch; errors as `read_batch`."""
-    with _damage(folder, number, ".parquet") as file:
+    with _damage(folder, number, cell, ".parquet") as (file, record):
         found = pd.read_parquet(file)
         if lacking := [column for column in COLUMNS if column not in found]:
             raise ValueError(f"it has no column {lacking[0]}")
+        if len(found) != record.n_texts:
+            raise ValueError(f"it has {len(found)} texts, and {number:03d}.json {record.n_texts}")
         return found
 
 
@@ -140,27 +156,36 @@ def read_trace(folder: Path, number: int, cell: Cell) -> xr.Dataset | None:
 
     if cell.trace == "none":
         return None
-    with _damage(folder, number, ".nc") as file, xr.open_dataset(file, engine="h5netcdf") as stored:
-        return stored.load()
+    with (
+        _damage(folder, number, cell, ".nc") as (file, record),
+        xr.open_dataset(file, engine="h5netcdf") as stored,
+    ):
+        found = stored.load()
+        if found.sizes.get("sample") != record.n_texts:
+            raise ValueError(f"it has {found.sizes.get('sample')} samples, not {record.n_texts}")
+        return found
 
 
 def check_batch(folder: Path, number: int, cell: Cell) -> BatchRecord:
     """The record of a finished batch whose files have their sha256; errors as `read_batch`."""
     for name in _files(number, cell.trace != "none"):
-        with _damage(folder, number, Path(name).suffix):
+        with _damage(folder, number, cell, Path(name).suffix):
             pass
-    return read_record(folder, number)
+    return read_record(folder, number, cell)
 
 
 @contextmanager
-def _damage(folder: Path, number: int, suffix: str) -> Iterator[Path]:
-    """A file of a batch, compared with its sha256; whatever reading it raises is damage."""
-    file, record = folder / f"{number:03d}{suffix}", read_record(folder, number)
+def _damage(
+    folder: Path, number: int, cell: Cell, suffix: str
+) -> Iterator[tuple[Path, BatchRecord]]:
+    """A file of a batch, compared with its sha256, and the record; whatever reading it raises is
+    damage."""
+    file, record = folder / f"{number:03d}{suffix}", read_record(folder, number, cell)
     try:
         check_regular_file(file)
         if sha256_of(file) != record.sha256.get(file.name):
             raise ValueError(f"its sha256 is not that in {number:03d}.json")
-        yield file
+        yield file, record
     except Exception as error:  # libraries raise all kinds at damaged bytes
         if not is_damage(error):
             raise
@@ -179,10 +204,13 @@ def batch_numbers(folder: Path) -> list[int]:
 
 
 def _names(folder: Path) -> set[str] | None:
-    """Names of the files in a folder; None where there is no folder."""
+    """Names of the files in a folder; None where there is no folder, also where something else is
+    in its place."""
     try:
         return {each.name for each in folder.iterdir()}
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if not is_damage(error):
+            raise
         return None
 
 
@@ -197,17 +225,30 @@ def state_of(folder: Path, cell: Cell) -> str:
     if names is None:
         return "missing"
     if numbers := _numbers(names):
-        try:
-            n_batches = read_record(folder, numbers[0]).n_batches
-        except DamagedError:
-            return "damaged"
         if any(not names.issuperset(_files(each, cell.trace != "none")) for each in numbers):
             return "damaged"
-        if numbers == list(range(n_batches)):
+        try:
+            records = [read_record(folder, number, cell) for number in numbers]
+        except DamagedError:
+            return "damaged"
+        if not agree(records, cell):
+            return "damaged"
+        if len(records) == records[0].n_batches:
             return "finished"
     if FAILED in names:
         return "failed"
     return "partly" if numbers else "missing"
+
+
+def agree(records: Collection[BatchRecord], cell: Cell) -> bool:
+    """True if records of a cell's batches count the same batches, and as many texts as the cell has
+    once all batches are there."""
+    n_batches, n_texts = {each.n_batches for each in records}, sum(each.n_texts for each in records)
+    if len(n_batches) > 1:
+        return False
+    if n_batches == {len(records)}:
+        return n_texts == cell.n_texts
+    return n_texts < cell.n_texts
 
 
 def remove_batches(folder: Path, keep: Container[int] = ()) -> None:
@@ -240,8 +281,12 @@ def read_cell(folder: Path, key: str) -> Cell:
         cell = Cell.model_validate(parse_json(read_text(file)))
     except FileNotFoundError as error:
         raise DamagedError(f"{file} is missing") from error
-    except IsADirectoryError as error:
-        raise DamagedError(f"{file} is a folder; remove it") from error
+    except OSError as error:
+        if not is_damage(error):
+            raise
+        place = file if folder.is_dir() else folder
+        kind = "a folder" if place.is_dir() else "a file" if place.is_file() else "a loop of links"
+        raise DamagedError(f"{place} is {kind}; remove it") from error
     except (ValueError, Lapa2Error) as error:
         raise DamagedError(
             f"{file} is damaged or of another version: {validation_message(error)}"
@@ -260,7 +305,7 @@ class Failure(BaseModel):
 
     when: datetime
     """UTC."""
-    traceback: str
+    traceback: str = Field(pattern=r"\S")
     """Traceback of the worker; its last line is the error."""
 
     @property
@@ -270,11 +315,17 @@ class Failure(BaseModel):
 
 
 def read_failure(file: Path) -> Failure:
-    """A note of why a cell failed; of a damaged note, that it is damaged."""
+    """A note of why a cell failed; of a damaged note, that it is damaged.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
     try:
         return Failure.model_validate(parse_json(read_text(file)))
-    except ValueError:
-        when = datetime.fromtimestamp(file.stat().st_mtime, UTC)
+    except (ValueError, OSError) as error:
+        if not is_damage(error):
+            raise
+        when = datetime.fromtimestamp(file.lstat().st_mtime, UTC)
         return Failure(when=when, traceback=f"unknown: {file} is damaged")
 
 

@@ -41,6 +41,7 @@ from lapa2_interp.runs.store import (
     LISTING,
     Failure,
     Listing,
+    agree,
     batch_numbers,
     check_batch,
     earlier_keys,
@@ -117,6 +118,8 @@ def open_run(
     for place in (folder / CELLS, *(folder / CELLS / c.key for grid in grids for c in grid.cells)):
         if place.is_symlink():
             raise RunError(f"{place} is a link, which is not followed; put the folder itself there")
+        if place.exists() and not place.is_dir():
+            raise RunError(f"{place} is a file in the place of a folder; remove it")
     with writing(folder), acquire_lock(folder / LOCK, timeout=-1.0):
         remove_abandoned(folder)
         listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
@@ -217,18 +220,25 @@ def _sound_records(
     run: Run, key: str, notify: Callable[[str], None] = lambda line: None
 ) -> dict[int, BatchRecord]:
     """Records of a cell's batches whose files are as they were written; a damaged batch is
-    reported. What dead processes left beside them is removed."""
+    reported. What dead processes left beside them is removed. Where the records do not count the
+    cell's texts, nobody knows which of them is wrong, and all are made again."""
     found: dict[int, BatchRecord] = {}
+    cell = run.by_key[key]
     remove_abandoned(run.place(key))
     for number in batch_numbers(run.place(key)):
         try:
-            found[number] = check_batch(run.place(key), number, run.by_key[key])
+            found[number] = check_batch(run.place(key), number, cell)
         except DamagedError as error:
-            notify(f"{run.by_key[key].description} ({key}): batch {number} made again; {error}")
-    n_batches = next(iter(found.values())).n_batches if found else 0
-    return {
-        number: record for number, record in found.items() if number < n_batches == record.n_batches
-    }
+            notify(f"{cell.description} ({key}): batch {number} made again; {error}")
+    if found and not agree(found.values(), cell):
+        counts = " and ".join(str(n) for n in sorted({each.n_batches for each in found.values()}))
+        notify(
+            f"{cell.description} ({key}): all batches made again; their records count"
+            f" {sum(each.n_texts for each in found.values())} of {pluralize(cell.n_texts, 'text')},"
+            f" in {counts} batches"
+        )
+        return {}
+    return found
 
 
 def _missing(records: Mapping[int, BatchRecord]) -> list[int]:
@@ -360,7 +370,10 @@ class _Sweep:
         self._check_same_weights(cell, record.model.weights)
         if not work.begun and work.records:
             before = next(iter(work.records.values()))
-            if changes := before.changes(record):
+            changes = before.changes(record)
+            if not changes and before.n_batches != record.n_batches:
+                changes = f"n_batches was {before.n_batches} and is {record.n_batches}"
+            if changes:
                 self.notify(
                     f"{cell.description} ({cell.key}):"
                     f" {pluralize(len(work.records), 'finished batch')} made again; {changes}"
@@ -400,7 +413,7 @@ class _Sweep:
 
     def _finish(self, work: _Work) -> None:
         folder = self.run.place(work.cell.key)
-        (folder / FAILED).unlink(missing_ok=True)
+        remove_path(folder / FAILED)
         self.made += 1
         self.disk += sum(file.stat().st_size for file in folder.iterdir())
         work.lock.close()
@@ -411,6 +424,7 @@ class _Sweep:
             return
         work.failed, cell = True, work.cell
         self.failed.append(cell.key)
+        remove_path(self.run.place(cell.key) / FAILED)
         write_json(self.run.place(cell.key) / FAILED, failure.model_dump_json())
         self.ready = deque(each for each in self.ready if each.work is not work)
         self.bar.total -= cost(cell) - work.done

@@ -58,7 +58,8 @@ def agreement(
         an AUC of one label.
 
     Raises:
-        ScoringError: There is no text, or the truth does not fit the columns or is out of range.
+        ScoringError: There is no text, a text has no number, or the truth does not fit the columns
+            or is out of range.
     """
     graded, true, values = _match_truth(numbers, truth)
     words = np.array([len(word_spans(text)) for text in texts])
@@ -132,6 +133,11 @@ def _match_truth(
         raise ScoringError("there is no text to compare; give a file that has some")
     if len(truth) != len(values):
         raise ScoringError(f"{len(values)} texts have numbers and {len(truth)} have a truth")
+    if not np.isfinite(values).all():
+        place = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+        raise ScoringError(
+            f"text {place + 1} of {len(values)} has no number from the scorer; leave such texts out"
+        )
     if all(isinstance(each, str) for each in truth):
         if wrong := [each for each in truth if each not in columns]:
             raise ScoringError(unknown_choice("label", wrong[0], columns))

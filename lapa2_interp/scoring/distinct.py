@@ -21,7 +21,7 @@ import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
-from lapa2_interp.stats import student_quantile
+from lapa2_interp.stats import label_codes, student_quantile
 from lapa2_interp.tasks.segmentation import COUNT_UNIT, words_and_signs
 
 ORDERS = (1, 2, 3)
@@ -90,7 +90,7 @@ def distinct_table(
         name).
     """
     lists, name = token_lists(texts, tokenizer)
-    codes, names = pd.factorize(np.asarray(prompts))
+    codes, names = label_codes(prompts)
     tokens = np.bincount(codes, weights=[len(ids) for ids in lists], minlength=len(names))
     rows = []
     for order in ORDERS:

@@ -4,8 +4,9 @@ completions.
 1. Attribute, prompt and text are filled into the paper's prompt, whose words are unchanged.
 2. The request asks for JSON of a schema. If the server refuses schemas, it asks for plain JSON, and
    then for no format.
-3. A valid answer is three integers from 1 to 5. After another answer the request is repeated once;
-   then the text has no score. No number is guessed.
+3. A valid answer has three whole numbers from 1 to 5 (`judge_answer`). After another answer the
+   request is repeated once; then the text has no score. No number is guessed.
+4. An answer that was cut at a limit of tokens is asked for again only with more room.
 
 The paper names the model (GPT-4o) and the prompt, but no decoding parameter. Temperature 0 is our
 choice, for repeatability.
@@ -34,6 +35,7 @@ from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.terminal import deferred_interrupts
 from lapa2_interp.scoring.http_client import BoundedClient
+from lapa2_interp.scoring.judge_answer import COLUMNS, REFUSED, Answer, error_status, read_answer
 from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -58,7 +60,6 @@ Output: Respond in JSON format only:
 """The paper's GPT-4o evaluation prompt, without its bold type and indents. The three lower-case
 names in braces are filled in."""
 
-COLUMNS = ("relevance", "fluency", "topicality")
 RESPONSE_FORMATS: tuple[dict[str, Any] | None, ...] = (
     {
         "type": "json_schema",
@@ -85,14 +86,17 @@ the only one on some servers. A limit is sent if the cost is limited."""
 LONGEST_WAIT = 120.0
 """Seconds. If a server asks for a longer wait, the run ends and can be resumed later."""
 
+FORMAT_REFUSALS = (400, 404, 405, 415, 422, 501)
+"""Statuses that may mean that a server does not know the form of a request."""
 REFUSAL_CODES = ("content_filter", "content_policy_violation")
-REFUSED = SkippedText("refused", final=False)
 TOO_LONG = SkippedText("text too long for the judge")
 MALFORMED = SkippedText("malformed answer", final=False)
 MAX_COUNT = 10**8
 """A server's count of tokens above this is ignored."""
 MAX_ANSWER_TOKENS = 500
 """Tokens of an answer, at most, if the cost is limited. The three integers need 25."""
+MORE_ANSWER_TOKENS = 4000
+"""The same, after an answer that was cut: models that think before they answer need it."""
 
 
 def chat_messages(item: TextItem) -> list[dict[str, str]]:
@@ -101,26 +105,6 @@ def chat_messages(item: TextItem) -> list[dict[str, str]]:
     filled = re.sub(r"\{(attribute|prompt|text)\}", lambda match: fields[match[1]], PROMPT)
     unpaired = filled.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
     return [{"role": "system", "content": SYSTEM_MESSAGE}, {"role": "user", "content": unpaired}]
-
-
-def parse_ratings(answer: str) -> tuple[float, float, float] | None:
-    """Relevance, fluency and topicality of an answer; None unless it has exactly these three fields
-    with integers from 1 to 5.
-
-    Args:
-        answer: A JSON object, with or without a code fence around it.
-    """
-    fence = re.fullmatch(r"\s*```(?:json)?\s(.*?)```\s*", answer, flags=re.DOTALL)
-    try:
-        ratings = parse_json(fence[1] if fence else answer)
-    except ValueError:
-        return None
-    if not isinstance(ratings, dict) or sorted(ratings) != sorted(COLUMNS):
-        return None
-    if not all(type(ratings[column]) is int and 1 <= ratings[column] <= 5 for column in COLUMNS):
-        return None
-    relevance, fluency, topicality = (float(ratings[column]) for column in COLUMNS)
-    return relevance, fluency, topicality
 
 
 @dataclass(frozen=True)
@@ -169,7 +153,8 @@ class Judge(Scorer):
             neither.
         max_cost: US dollars. A request that could exceed this limit is not sent. Its cost is
             bounded by as many input tokens as it has bytes, and `MAX_ANSWER_TOKENS` output tokens,
-            which the server gets as a limit.
+            which the server gets as a limit. After the first answer that is cut there, the limit is
+            `MORE_ANSWER_TOKENS`.
         sleep: Waits for seconds; by default a wait that ends with the run.
 
     Attributes:
@@ -244,9 +229,14 @@ class Judge(Scorer):
         self._sleep = sleep
         self._client: httpx.Client | None = None
         self._condition = threading.Condition()
-        limits = (None,) if max_cost is None else TOKEN_LIMIT_NAMES
-        self._forms = [(answers, limit) for limit in limits for answers in RESPONSE_FORMATS]
+        names = (None,) if max_cost is None else TOKEN_LIMIT_NAMES
+        self._forms = [(answers, name) for name in names for answers in RESPONSE_FORMATS]
         self._form = 0  # the first that the server has not refused
+        self._answered = False  # the server has answered a request of some form
+        # Limits of tokens, the present one first; None is the server's own.
+        self._limits: list[int | None] = (
+            [None] if max_cost is None else [MAX_ANSWER_TOKENS, MORE_ANSWER_TOKENS]
+        )
         self._under_way = 0
         self._reserved = 0.0
         self._longest_answer = MAX_ANSWER_TOKENS
@@ -350,33 +340,50 @@ class Judge(Scorer):
         self, client: httpx.Client, item: TextItem, stop: threading.Event
     ) -> Score | None:
         """The score of an item; None if the run stops before there is one."""
+        why = MALFORMED
         for _ in range(2):
-            answer = self._ask(client, item, stop)
+            limit = self._limits[0]
+            answer = self._ask(client, item, stop, limit)
             if answer is None or isinstance(answer, SkippedText):
                 return answer
-            if (numbers := parse_ratings(answer)) is not None:
+            if (numbers := answer.ratings) is not None:
                 return numbers
-        return MALFORMED
+            why = _cut_at(limit) if answer.is_cut else MALFORMED
+            if answer.is_cut and not self._has_more_room(limit):
+                break
+        return why
+
+    def _has_more_room(self, limit: int | None) -> bool:
+        """True if the answers after one that was cut at a limit may be longer."""
+        with self._condition:
+            if self._limits[0] == limit and len(self._limits) > 1:
+                del self._limits[0]
+            return self._limits[0] != limit
 
     def _ask(
-        self, client: httpx.Client, item: TextItem, stop: threading.Event
-    ) -> str | SkippedText | None:
-        """The model's answer as text, or the reason why there is none; None if the run stops
-        before."""
+        self, client: httpx.Client, item: TextItem, stop: threading.Event, limit: int | None
+    ) -> Answer | SkippedText | None:
+        """The model's answer, or the reason why there is none; None if the run stops before."""
         form, attempt = self._form, 1
         while not stop.is_set():
-            answer = self._send(client, item, form)
+            answer = self._send(client, item, form, limit)
             if not isinstance(answer, _FailedRequest):
                 with self._condition:
-                    self._form = max(self._form, form)
+                    self._form, self._answered = max(self._form, form), True
                 return answer
             if answer.status == 400 and answer.code in REFUSAL_CODES:
                 return REFUSED
-            if answer.too_long:
-                return TOO_LONG
-            if answer.status in (400, 422) and form + 1 < len(self._forms):
+            refused = answer.status in FORMAT_REFUSALS and not answer.too_long
+            if refused and form + 1 < len(self._forms):
                 form += 1
                 continue
+            if limit == MORE_ANSWER_TOKENS and (refused or answer.too_long):
+                # More than the server gives: the others are asked as before.
+                with self._condition:
+                    self._limits = [MAX_ANSWER_TOKENS]
+                return _cut_at(MAX_ANSWER_TOKENS)
+            if answer.too_long:
+                return TOO_LONG
             cause = self._describe_failure(answer)
             if not answer.is_transient:
                 raise ScoringError(cause)
@@ -389,24 +396,27 @@ class Judge(Scorer):
                 )
             (self._sleep or stop.wait)(pause)
             attempt += 1
+            # Some servers fail at a form that they do not know.
+            if answer.status == 500 and not self._answered and form + 1 < len(self._forms):
+                form += 1
         return None
 
     def _send(
-        self, client: httpx.Client, item: TextItem, form: int
-    ) -> str | SkippedText | _FailedRequest:
+        self, client: httpx.Client, item: TextItem, form: int, limit: int | None
+    ) -> Answer | SkippedText | _FailedRequest:
         """Send one request. A caught error does not leave this method, since it holds the request
         and so the key."""
         # The body of the request, in the format that the server accepts.
         body: dict[str, Any] = {"model": self.model, "messages": chat_messages(item)}
         if self.temperature is not None:
             body["temperature"] = self.temperature
-        answers, limit = self._forms[form]
+        answers, limit_name = self._forms[form]
         if answers is not None:
             body["response_format"] = answers
-        if limit is not None:
-            body[limit] = MAX_ANSWER_TOKENS
+        if limit_name is not None:
+            body[limit_name] = limit
         content = json.dumps(body).encode()
-        most = self._reserve_cost(len(content))
+        most = self._reserve_cost(len(content), limit)
         released = 0.0  # a request without a counted answer may be billed
         try:
             response = client.post(self._url, content=content)
@@ -421,23 +431,25 @@ class Judge(Scorer):
             found = None
             with suppress(ValueError):
                 found = parse_json(response.text)
-            if not response.is_success:
-                released = most
+            status = error_status(found) if response.is_success else response.status_code
+            if status is not None:
+                released = 0.0 if response.is_success else most
                 key = client.headers["Authorization"].removeprefix("Bearer ")
                 code, message = _code_and_message(found, key)
                 wait = _requested_wait(response.headers)
-                return _FailedRequest(response.status_code, code, message, wait)
+                return _FailedRequest(status, code, message, wait)
             if self._count(found):
                 released = most
-            return _answer_text(found)
+            return read_answer(found)
         finally:
             self._release_cost(released)
 
-    def _reserve_cost(self, size: int) -> float:
+    def _reserve_cost(self, size: int, tokens: int | None) -> float:
         """Count a request, and reserve the largest cost that it can have, in US dollars.
 
         Args:
             size: Bytes of the request; a token has at least one.
+            tokens: The limit of the answer's.
 
         Raises:
             ScoringError: It could exceed the limit, even when the requests under way have ended.
@@ -445,7 +457,8 @@ class Judge(Scorer):
         price_in, price_out = (price or 0.0 for price in self.prices)
         limit = math.inf if self.max_cost is None else self.max_cost
         with self._condition:
-            most = (size * price_in + self._longest_answer * price_out) / 1e6
+            longest = max(self._longest_answer, tokens or 0)
+            most = (size * price_in + longest * price_out) / 1e6
             while (room := limit - self.spent) < most:
                 if not self._under_way:
                     raise ScoringError(
@@ -531,17 +544,10 @@ def _code_and_message(found: Any, key: str) -> tuple[str, str]:
     return str(error.get("code") or ""), " ".join(words)[:200]
 
 
-def _answer_text(response: Any) -> str | SkippedText:
-    """The answer in a response; "" if there is none."""
-    try:
-        choice = response["choices"][0]
-        message = choice.get("message") or {}
-        content, refused = message.get("content"), message.get("refusal")
-    except (LookupError, TypeError, AttributeError):
-        return ""
-    if refused or choice.get("finish_reason") == "content_filter":
-        return REFUSED
-    return content if isinstance(content, str) else ""
+def _cut_at(limit: int | None) -> SkippedText:
+    """The reason for an answer that was cut. The next command asks again."""
+    place = "the server's limit" if limit is None else f"{limit} tokens"
+    return SkippedText(f"answer cut at {place}", final=False)
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -1,5 +1,7 @@
 """Runs in folders appear complete or not at all, and read back as they were."""
 
+import json
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -12,13 +14,14 @@ from conftest import load, run_of
 
 from lapa2_interp import Augmentation, Layout, generate, load_run
 from lapa2_interp._util.errors import (
+    DamagedError,
     Lapa2Error,
     LayoutError,
     ModelError,
     RunError,
     TraceError,
 )
-from lapa2_interp._util.files import result_folder
+from lapa2_interp._util.files import remove_path, result_folder
 from lapa2_interp.attention.tables import step_table
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import Cell, _with_slot
@@ -405,3 +408,136 @@ def test_a_batch_of_another_cell_is_damage(saved):
         saved.samples(one)
     with pytest.raises(RunError, match=f"it belongs to cell {other}"):
         saved.records(one)
+
+
+@pytest.fixture(scope="module")
+def in_batches(tmp_path_factory):
+    """A run of one cell of 6 texts in 3 batches."""
+    cell = cell_of(
+        "tiny-gpt2", attribute="positive", prompts=["The lake", "The sea", "The hut"], length=12,
+        samples=2, max_rows=2, dtype="float32", trace="pooled",
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("batches") / "run"
+    sweep(folder, [Grid("one", "", (cell,))], InProcess("cpu"))
+    return folder
+
+
+@pytest.fixture
+def batched(in_batches, tmp_path):
+    return load_run(shutil.copytree(in_batches, tmp_path / "run"))
+
+
+def again(run):
+    """What a sweep says that makes the run again."""
+    said = []
+    sweep(run.home, [Grid("one", "", tuple(run.by_key.values()))], InProcess("cpu"), said.append)
+    return said
+
+
+def texts_of(run):
+    return load_run(run.home).samples()["text"].tolist()
+
+
+def edit(file, **fields):
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def remove_last(place):
+    """The last batch, so that the others look like all."""
+    for file in place.glob("002.*"):
+        file.unlink()
+    for number in range(2):
+        edit(place / f"00{number}.json", n_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (remove_last, "all batches made again; their records count 4 of 6 texts, in 2 batches"),
+        (lambda place: edit(place / "000.json", n_batches=2), "count 6 of 6 texts, in 2 and 3 bat"),
+        (lambda place: edit(place / "001.json", n_texts=3), "count 7 of 6 texts"),
+        (lambda place: edit(place / "001.json", n_batches=10**12), "batch 1 made again.*it counts"),
+        (lambda place: edit(place / "001.json", n_batches=0), "batch 1 made again.*n_batches"),
+        (lambda place: edit(place / "001.json", n_texts=-2), "batch 1 made again.*n_texts"),
+        (lambda place: edit(place / "001.json", seconds=-1), "batch 1 made again.*seconds"),
+        (lambda place: edit(place / "001.json", new_tokens=-1), "batch 1 made again.*new_tokens"),
+        (lambda place: edit(place / "001.json", memory=-1), "batch 1 made again.*memory"),
+    ],
+)  # fmt: skip
+def test_a_count_in_a_record_is_compared_with_the_cells_texts(batched, harm, told):
+    ((key, _),) = batched.by_key.items()
+    wanted = texts_of(batched)
+    harm(batched.place(key))
+    assert batched.state(key) == "damaged"
+    with pytest.raises(RunError, match="is damaged"):
+        batched.finished_cell(key)
+    (said,) = again(batched)
+    assert re.search(told, said)
+    assert texts_of(batched) == wanted
+
+
+def test_one_record_with_a_wrong_count_of_batches_is_found_by_the_next_batch(batched):
+    ((key, _),) = batched.by_key.items()
+    wanted, place = texts_of(batched), batched.place(key)
+    for file in [*place.glob("000.*"), *place.glob("002.*")]:
+        file.unlink()
+    edit(place / "001.json", n_batches=5)
+    assert "n_batches was 5 and is 3" in "".join(again(batched))
+    assert texts_of(batched) == wanted
+
+
+def test_a_batch_has_as_many_rows_as_its_record_counts(batched):
+    ((key, cell),) = batched.by_key.items()
+    place = batched.place(key)
+    for number, n in ((0, 1), (1, 3)):
+        edit(place / f"00{number}.json", n_texts=n)
+    assert batched.state(key) == "finished", "6 texts, according to the records"
+    with pytest.raises(DamagedError, match=r"000\.parquet .*it has 2 texts, and 000\.json 1"):
+        batched.samples()
+    with pytest.raises(DamagedError, match=r"000\.nc .*it has 2 samples, not 1"):
+        store.read_trace(place, 0, cell)
+
+
+@pytest.mark.parametrize("note", ["blank", "no text", "a folder", "a loop", "a file"])
+def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, capsys):
+    ((key, _),) = batched.by_key.items()
+    place = batched.place(key)
+    store.remove_batches(place)
+    file = place / "failed.json"
+    if note == "a folder":
+        file.mkdir()
+    elif note == "a loop":
+        file.symlink_to(file)
+    else:
+        blank = {"when": "2026-01-01T00:00:00Z", "traceback": " \n"}
+        file.write_text({"blank": json.dumps(blank), "no text": "{", "a file": "[1]"}[note])
+    assert batched.failures[key].reason == f"unknown: {file} is damaged"
+    assert main(["runs", str(batched.home)]) == 0
+    assert again(batched) == []
+    assert not file.exists()
+    assert batched.state(key) == "finished"
+
+
+@pytest.mark.parametrize("name", ["cells", "cells/KEY", "cells/KEY/cell.json"])
+@pytest.mark.parametrize("kind", ["a file", "a folder", "a loop"])
+def test_what_is_in_the_place_of_a_cell_is_one_line(batched, name, kind, capsys):
+    ((key, cell),) = batched.by_key.items()
+    place = batched.home / name.replace("KEY", key)
+    remove_path(place)
+    if kind == "a loop":
+        place.symlink_to(place)
+    elif kind == "a folder":
+        place.mkdir()
+    else:
+        place.touch()
+    whole = kind == "a file" and name.endswith("json")
+    said = r"is missing|is a folder; remove it|is a file; remove it|is a loop of links; remove it"
+    with pytest.raises(DamagedError, match="is damaged" if whole else said):
+        load_run(batched.home)
+    for words in (["runs", batched.home], ["trace", batched.home], ["report", batched.home]):
+        assert main(list(map(str, words))) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("lapa2: ")
+    if kind == "a file" and not whole:
+        with pytest.raises(RunError, match="is a file in the place of a folder; remove it"):
+            sweep(batched.home, [Grid("one", "", (cell,))], InProcess("cpu"))

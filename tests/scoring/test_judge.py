@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.scoring.judge import TOKEN_LIMIT_NAMES, Judge, parse_ratings
+from lapa2_interp.scoring.judge import PROMPT, TOKEN_LIMIT_NAMES, Judge
+from lapa2_interp.scoring.judge_answer import parse_ratings
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
@@ -228,19 +229,45 @@ def test_three_integers_are_read_with_or_without_a_code_fence(fence):
 @pytest.mark.parametrize(
     "answer",
     [
+        f"Here it is: {GOOD}",
+        f"{GOOD} {GOOD}",
+        f"```json\n{GOOD}\n``` as asked",
+        f"[{GOOD}]",
+        f"<think>\nIt may be {rating(1, 1, 1)} {{or so}}.\n</think>\n\n{GOOD}",
+        f"It may be {rating(1, 1, 1)}.\n</think>{GOOD}",  # the chat template has opened it
+        f"[THINK]{{[/THINK]{GOOD}",
+        f"I rate as {PROMPT.splitlines()[-1]}. {{So}}: {GOOD}",
+        f'{{"text": "calm"}}\n{GOOD}',
+        rating(5, 4.0, 3),
+        rating("5", "4", "3.0"),
+    ],
+)
+def test_one_reading_is_read_amid_thoughts_and_words(answer):
+    assert parse_ratings(answer) == (5.0, 4.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
         "",
         "5 4 3",
         "[5, 4, 3]",
         '[["relevance", 5], ["fluency", 4], ["topicality", 3]]',
-        f"Here it is: {GOOD}",
-        f"{GOOD} {GOOD}",
-        f"```json\n{GOOD}\n``` as asked",
+        f"{GOOD} or {rating(1, 1, 1)}",
+        f"{GOOD} {rating(5, 4, 6)}",
+        f'{{"draft": {rating(1, 1, 1)}}} {GOOD}',
+        f'{{"relevance": 1, "fluency": {GOOD}',
+        f'{GOOD} no: {{"relevance": 1, "flu',
+        f"<think>{GOOD}",
+        f"{GOOD}<think>no, ",
+        f"{GOOD}{'x' * 100_000}",
+        '{"a":' * 20_000,
         rating(5, 4, 0),
         rating(6, 4, 3),
         rating(-1, 4, 3),
-        rating(5, 4.0, 3),
         rating(5, 4.5, 3),
-        rating("5", 4, 3),
+        rating("5/5", 4, 3),
+        rating("five", 4, 3),
         rating(True, 4, 3),
         rating(None, 4, 3),
         rating([5], 4, 3),
@@ -301,6 +328,96 @@ def test_a_refusal_is_not_asked_again_and_not_a_number(server, make, reply):
     server.replies = [reply, Reply()]
     assert make().score([item()]) == [REFUSED]
     assert len(server.bodies) == 1
+
+
+PART = {"type": "text", "text": GOOD}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[PART], [{"type": "thinking", "thinking": rating(1, 1, 1)}, PART], [PART["text"]],
+     [{"type": "text", "text": GOOD[:20]}, {"type": "output_text", "text": GOOD[20:]}]],
+)  # fmt: skip
+def test_content_in_parts_is_their_text_without_thoughts(server, make, content):
+    server.replies = [Reply(content)]
+    assert make().score([item()]) == [(5.0, 4.0, 3.0)]
+    assert len(server.bodies) == 1
+
+
+def completion(finish: str = "stop", **message: Any) -> Reply:
+    return Reply(body={"choices": [{"message": message, "finish_reason": finish}]})
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (completion(content=None, reasoning_content=GOOD), MALFORMED),
+        (completion(content="", reasoning=GOOD), MALFORMED),
+        (completion(content=[{"type": "refusal", "refusal": "no"}]), REFUSED),
+        (completion(finish="SAFETY", content=GOOD), REFUSED),
+    ],
+)
+def test_thoughts_and_refusals_are_no_answer(server, make, reply, reason):
+    server.replies = [reply]
+    assert make().score([item()]) == [reason]
+
+
+def cut(content: Any = None, finish: str = "length") -> Reply:
+    return Reply(content, finish=finish)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [cut(), cut(GOOD[:30]), cut(f"<think>{GOOD}"), cut(f"{GOOD} But then"), cut("", "MAX_TOKENS")],
+)
+def test_a_cut_answer_is_not_paid_for_twice(server, make, reply):
+    server.replies = [reply]
+    judge = make()
+    assert judge.score([item()]) == [SkippedText("answer cut at the server's limit", final=False)]
+    assert judge.requests == 1
+
+
+@pytest.mark.parametrize("blanks", ["", "\n" * 400, "\n```\n"])
+def test_a_rating_that_nothing_follows_is_read_though_it_was_cut(server, make, blanks):
+    server.replies = [cut(GOOD + blanks)]
+    assert make().score([item()]) == [(5.0, 4.0, 3.0)]
+
+
+PRICED = {"concurrency": 1, "input_price": 1.0, "output_price": 1.0, "max_cost": 1.0}
+
+
+def limits(server: Server) -> list[int]:
+    return [body["max_completion_tokens"] for body in server.bodies]
+
+
+def test_the_first_answer_cut_at_our_limit_gives_all_that_follow_more_room(server, make):
+    server.replies = [cut(), Reply(), Reply(), cut(), Reply()]
+    judge = make(**PRICED)
+    found = judge.score([item(text) for text in "abcd"])
+    why = SkippedText("answer cut at 4000 tokens", final=False)
+    assert found == [(5.0, 4.0, 3.0), (5.0, 4.0, 3.0), why, (5.0, 4.0, 3.0)]
+    assert limits(server) == [500, 4000, 4000, 4000, 4000]
+
+
+@pytest.mark.parametrize("message", ["at most 2048", "This model's maximum context length is 4096"])
+def test_a_server_that_refuses_more_room_is_asked_as_before(server, make, message):
+    server.replies = [cut(), Reply()]
+    in_turn = server.reply
+
+    def reply(text: str) -> Reply:
+        more = 4000 in server.bodies[-1].values()
+        return Reply(message, status=400) if more else in_turn(text)
+
+    server.reply = reply
+    why = SkippedText("answer cut at 500 tokens", final=False)
+    assert make(**PRICED).score([item("a"), item("b")]) == [why, (5.0, 4.0, 3.0)]
+
+
+def test_more_room_counts_for_the_cost(server, make):
+    server.replies = [cut(), Reply()]
+    with pytest.raises(ScoringError, match=r"may cost \$0\.00[45]\d, and \$0\.00[23]\d* is left"):
+        make(**PRICED | {"max_cost": 0.003}).score([item()])
+    assert limits(server) == [500]
 
 
 def test_items_without_a_prompt_an_attribute_or_a_text_need_no_key_and_no_request(
@@ -389,16 +506,46 @@ def test_a_server_that_is_not_there_is_named(make, waits, server):
     [
         (401, r"does not accept the key in OPENAI_API_KEY \(401\)"),
         (403, r"does not let the key in OPENAI_API_KEY use m \(403: .*no such right"),
-        (404, r"cannot serve m \(.*no such right.*model's name"),
     ],
 )
-def test_a_key_or_a_model_the_server_does_not_know_ends_the_run_at_once(
-    server, make, waits, status, words
-):
+def test_a_key_the_server_does_not_know_ends_the_run_at_once(server, make, waits, status, words):
     server.replies = [Reply("no such right", status=status)]
     with pytest.raises(ScoringError, match=words):
         make().score([item()])
     assert (waits, len(server.bodies)) == ([], 1)
+
+
+def test_a_model_that_the_server_does_not_know_in_any_form_is_named(server, make, waits):
+    server.replies = [Reply("no such model", status=404)]
+    with pytest.raises(ScoringError, match=r"cannot serve m \(no such model.*model's name"):
+        make().score([item()])
+    assert (waits, len(server.bodies)) == ([], 3)
+
+
+def test_an_error_with_status_200_is_a_failure_of_the_server(server, make, waits):
+    server.replies = [
+        Reply(body={"error": {"message": "rate limited", "code": 429}}),
+        Reply(body={"error": "overloaded"}),
+        Reply(),
+    ]
+    assert make().score([item()]) == [(5.0, 4.0, 3.0)]
+    assert waits == [1.0, 2.0]
+
+
+def test_a_server_that_fails_at_a_format_is_asked_without_it_until_it_has_answered(
+    server, make, waits
+):
+    formats = lambda: [body.get("response_format", {}).get("type") for body in server.bodies]  # noqa: E731
+    server.reply = lambda _: Reply(status=500 if formats()[-1] else 200)
+    judge = make(concurrency=1)
+    assert judge.score([item("a"), item("b")]) == [(5.0, 4.0, 3.0)] * 2
+    assert formats() == ["json_schema", "json_object", None, None]
+    assert waits == [1.0, 2.0]
+    server.bodies.clear()
+    server.replies = [Reply(), Reply(status=500), Reply()]
+    server.reply = lambda _: server.replies.pop(0)
+    make(concurrency=1).score([item("a"), item("b")])
+    assert formats() == ["json_schema"] * 3, "it has answered in this form"
 
 
 def test_a_quota_that_is_used_up_is_not_waited_for(server, make, waits):
@@ -409,7 +556,7 @@ def test_a_quota_that_is_used_up_is_not_waited_for(server, make, waits):
     assert (waits, len(server.bodies)) == ([], 1)
 
 
-@pytest.mark.parametrize("status", [400, 422])
+@pytest.mark.parametrize("status", [400, 404, 422, 501])
 @pytest.mark.parametrize("refused", [1, 2])
 def test_a_server_that_refuses_a_format_is_asked_for_the_next_and_not_again(
     server, make, waits, refused, status

@@ -1,0 +1,155 @@
+"""What a judge has said: the answer in a chat completion, and the ratings in an answer.
+
+Servers answer one question in several forms. The content is a text, or a list of parts; thoughts
+stand in fields of their own, or in the text before the answer; the JSON is bare, fenced, or amid
+words. Thoughts are never read as an answer, and ratings are read only where there is one reading.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lapa2_interp._util.parsing import parse_json
+from lapa2_interp.scoring.scorer import SkippedText
+
+COLUMNS = ("relevance", "fluency", "topicality")
+FORM = '{"relevance": int, "fluency": int, "topicality": int}'
+"""The form that the prompt asks for; models repeat it before they answer."""
+LONGEST = 100_000
+"""Characters of an answer without its thoughts, at most: a longer one holds no rating."""
+REFUSED = SkippedText("refused", final=False)
+CUT_REASONS = ("length", "max_tokens", "max_output_tokens", "model_length")
+"""Words of servers for an answer that ended at a limit of tokens, in small letters."""
+REFUSAL_REASONS = ("content_filter", "safety", "refusal")
+"""Words of servers for an answer that was withheld, in small letters."""
+THOUGHTS = re.compile(r"[<\[◁](/?)(?:think|thinking|thought|reasoning)[>\]▷]", re.IGNORECASE)
+"""Marks around thoughts; with a slash, their end."""
+FIELD = re.compile(rf"\"(?:{'|'.join(COLUMNS)})\"\s*:")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The words of an answer.
+
+    Attributes:
+        text: "" if there are none.
+        is_cut: It ended at a limit of tokens.
+    """
+
+    text: str
+    is_cut: bool = False
+
+    @property
+    def ratings(self) -> tuple[float, float, float] | None:
+        """As `parse_ratings`; of an answer that was cut, only if nothing follows its JSON: a
+        correction might have."""
+        if self.is_cut and not self.text.rstrip("` \t\r\n").endswith("}"):
+            return None
+        return parse_ratings(self.text)
+
+
+def read_answer(response: Any) -> Answer | SkippedText:
+    """The answer in a chat completion, or that it was refused.
+
+    Args:
+        response: The JSON that the server sent, whatever it is.
+    """
+    choices = response.get("choices") if isinstance(response, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict):
+        return Answer("")
+    message = choice.get("message")
+    message = message if isinstance(message, dict) else {}
+    reason = str(choice.get("finish_reason")).lower()
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    if message.get("refusal") or reason in REFUSAL_REASONS or any(map(_is_refusal, parts)):
+        return REFUSED
+    return Answer("".join(map(_part_text, parts)), reason in CUT_REASONS)
+
+
+def error_status(response: Any) -> int | None:
+    """The status in an error that a gateway sends with status 200; None of an answer."""
+    error = response.get("error") if isinstance(response, dict) else None
+    if not error or "choices" in response:
+        return None
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if type(code) is int and 400 <= code < 600 else 500
+
+
+def _is_refusal(part: Any) -> bool:
+    return isinstance(part, dict) and (part.get("type") == "refusal" or bool(part.get("refusal")))
+
+
+def _part_text(part: Any) -> str:
+    """The words of a part of a content; "" of a thought, a picture, or what is no part."""
+    if isinstance(part, dict) and part.get("type") in ("text", "output_text"):
+        part = part.get("text")
+    return part if isinstance(part, str) else ""
+
+
+def parse_ratings(answer: str) -> tuple[float, float, float] | None:
+    """Relevance, fluency and topicality of an answer; None unless there is one reading.
+
+    An object is a rating if it has exactly these three fields with whole numbers from 1 to 5, which
+    may be written 4, 4.0 or "4". Words may stand around it, and it may be repeated. Another object
+    or an unfinished one with one of the fields is another reading.
+
+    Args:
+        answer: The words of a model. Thoughts in front, up to the last </think>, are not read.
+    """
+    *_, last = [("", 0), *((mark[1], mark.end()) for mark in THOUGHTS.finditer(answer))]
+    slash, start = last
+    if start and not slash:  # thoughts that do not end
+        return None
+    text = answer[start:].replace(FORM, "")
+    if len(text) > LONGEST:
+        return None
+    found = list(_objects(text))
+    if len(FIELD.findall(text)) > sum(len(words) for words, _ in found):
+        return None
+    readings = {_rating(fields) for words, fields in found if words}
+    return readings.pop() if len(readings) == 1 else None
+
+
+def _objects(text: str) -> Iterator[tuple[list[str], Any]]:
+    """The outermost JSON objects in a text, each with the rated fields that its words name; None
+    for an object that no parser of ours takes."""
+    decoder, place = json.JSONDecoder(), 0
+    while (place := text.find("{", place)) >= 0:
+        try:
+            _, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            place += 1
+            continue
+        words = text[place:end]
+        try:
+            fields = parse_json(words)
+        except ValueError:
+            fields = None
+        yield FIELD.findall(words), fields
+        place = end
+
+
+def _rating(fields: Any) -> tuple[float, float, float] | None:
+    """The three numbers of a rating; None of any other object."""
+    if not isinstance(fields, dict) or sorted(fields) != sorted(COLUMNS):
+        return None
+    numbers = [_whole_number(fields[column]) for column in COLUMNS]
+    relevance, fluency, topicality = numbers
+    if relevance is None or fluency is None or topicality is None:
+        return None
+    return relevance, fluency, topicality
+
+
+def _whole_number(value: Any) -> float | None:
+    """A whole number from 1 to 5, also as a text; None of anything else."""
+    if isinstance(value, str) and re.fullmatch(r"[1-5](?:\.0)?", value.strip()):
+        value = float(value)
+    if type(value) not in (int, float) or value not in (1, 2, 3, 4, 5):
+        return None
+    return float(value)
