@@ -114,8 +114,8 @@ def _last_states(network: Any, **inputs: Any) -> Float[Tensor, "row slot d_model
 
 
 def _output_head(network: Any) -> Callable[[Tensor], Tensor]:
-    """The map from what the output layer reads to the logits. Some families scale the logits (Granite,
-    Cohere, Falcon-H1) or cap them (Gemma 2)."""
+    """The map from what the output layer reads to the logits. Some families scale the logits
+    (Granite, Cohere, Falcon-H1) or cap them (Gemma 2)."""
     config = network.config.get_text_config()
     embeddings = network.get_output_embeddings()
     scale = 1.0
@@ -129,6 +129,23 @@ def _output_head(network: Any) -> Callable[[Tensor], Tensor]:
         return torch.tanh(found / cap) * cap if cap else found
 
     return logits
+
+
+def check_has_embeddings(network: Any, ids: Tensor) -> None:
+    """Refuse tokens that a network does not have.
+
+    Raises:
+        LayoutError: It has no embedding for a token.
+    """
+    try:
+        n = getattr(network.get_input_embeddings(), "num_embeddings", None)  # I-BERT's has none
+    except NotImplementedError:  # CANINE hashes characters
+        return
+    if n is not None and (most := int(ids.max())) >= n:
+        raise LayoutError(
+            f"token {most} has no embedding: the model has {n} tokens, 0 to {n - 1}; its tokenizer"
+            " must be the one it was trained with"
+        )
 
 
 def text_nll(
@@ -151,11 +168,7 @@ def text_nll(
         ModelError: The network drops its cache, and so the soft prefix.
     """
     check_no_checkpointing(network)
-    if (most := int(rows.ids.max())) >= (n := network.get_input_embeddings().num_embeddings):
-        raise LayoutError(
-            f"token {most} has no embedding: the model has {n} tokens, 0 to {n - 1}; its tokenizer"
-            " must be the one it was trained with"
-        )
+    check_has_embeddings(network, rows.ids)
     short = short_context(network.config)
     if short is not None and keys is None and rows.ids.shape[1] - 1 > short:
         return _nll_across_rotary_change(network, rows, short)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lapa2_interp._util.errors import (
-    Lapa2Error,
+    ModelError,
     ScoringError,
     first_sentence,
     pluralize,
@@ -340,7 +340,10 @@ def _decode_value(key: str, value: str) -> Any:
     text, _, digest = value.rpartition(" ")
     if digest != _value_digest(key, text):
         raise ValueError(value)
-    return parse_json(text)
+    found = parse_json(text)
+    if not isinstance(found, str) and not all(map(math.isfinite, found)):
+        raise ValueError(value)
+    return found
 
 
 def _value_digest(key: str, text: str) -> str:
@@ -360,11 +363,15 @@ class _TextFailedError(Exception):
         self.place, self.error = place, error
 
 
-def describe_text_failure(number: int, text: str, error: Exception) -> str:
-    """A library's error at a text, in one line, with the text's number, from 1, and its beginning."""
+def describe_text_failure(title: str, text: str, error: Exception) -> str:
+    """A library's error at a text, in one line with the text's beginning.
+
+    Args:
+        title: Which text it is, such as "text 3".
+    """
     beginning = f"{text[:40]!r}{'...' * (len(text) > 40)}"
-    message = f"{type(error).__name__}: {first_sentence(error)}"
-    return f"text {number} ({beginning}): {message}; leave the text out, or take another scorer"
+    message = f"{type(error).__name__}: {first_sentence(error)}".removesuffix(": ")
+    return f"{title} ({beginning}): {message}; leave the text out, or take another scorer"
 
 
 def _checked_pieces(scorer: Scorer, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
@@ -372,7 +379,8 @@ def _checked_pieces(scorer: Scorer, items: Sequence[TextItem]) -> Iterator[dict[
     no score yet are scored one by one.
 
     Raises:
-        ScoringError: As the scorer; or it does not give the numbers of its columns for each item.
+        ScoringError, ModelError: As the scorer, which cannot go on; or it does not give the numbers
+            of its columns for each item.
         _TextFailedError: A library fails at one item alone.
     """
     left = dict(enumerate(items))
@@ -382,17 +390,18 @@ def _checked_pieces(scorer: Scorer, items: Sequence[TextItem]) -> Iterator[dict[
             for place in checked:
                 del left[place]
             yield checked
-    except Lapa2Error:
+    except (ScoringError, ModelError):
         raise
-    except Exception as error:
-        if len(items) == 1:
-            raise _TextFailedError(0, error) from error
+    except Exception:
         for place, item in left.items():
             try:
-                for piece in _checked_pieces(scorer, [item]):
-                    yield {place: score for score in piece.values()}
-            except _TextFailedError as failure:
-                raise _TextFailedError(place, failure.error) from failure.error
+                (score,) = scorer.score([item])
+                checked = {place: _checked_score(scorer, score)}
+            except (ScoringError, ModelError):
+                raise
+            except Exception as error:
+                raise _TextFailedError(place, error) from error
+            yield checked
         return
     if left:
         raise ScoringError(
@@ -433,8 +442,8 @@ def run_scorer(
     keys = [scorer.key(item) for item in items]
     known = cache.get(keys)
     waiting = {key: item for key, item in zip(keys, items, strict=True) if key not in known}
-    # Texts of similar length together, since models pad a batch to its longest text; or texts with
-    # the same beginning, which a causal model reads once.
+    # Texts of similar length together, since those of equal length are read in one pass; or texts
+    # with the same beginning, which a causal model reads once.
     texts = {key: item.text for key, item in waiting.items()}
     order = sorted(texts, key=lambda key: len(texts[key]) if scorer.by_length else texts[key])
     with progress_bar(len(order), scorer.name, "text") as bar:
@@ -445,11 +454,12 @@ def run_scorer(
                     cache.put(scores)
                     known.update(scores)
                     bar.update(len(scores))
-            except (Lapa2Error, _TextFailedError) as error:
+            except (ScoringError, ModelError, _TextFailedError) as error:
                 cause: object = error
                 if isinstance(error, _TextFailedError):
                     key = part[error.place]
-                    cause = describe_text_failure(keys.index(key) + 1, texts[key], error.error)
+                    title = f"text {keys.index(key) + 1}"
+                    cause = describe_text_failure(title, texts[key], error.error)
                 kept = {
                     key
                     for key, score in known.items()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lapa2_interp._util.errors import (
+    Lapa2Error,
     ModelError,
     ScoringError,
     first_sentence,
@@ -38,7 +39,7 @@ from lapa2_interp.models.load import (
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.models.weights import check_weights, files_unchanged, load_network
-from lapa2_interp.prefixes.likelihood import TextRows, text_nll
+from lapa2_interp.prefixes.likelihood import TextRows, check_has_embeddings, text_nll
 from lapa2_interp.scoring.adapter import TOKENS_AT_ONCE, batch_by_tokens, group_by_beginning
 from lapa2_interp.scoring.scorer import (
     NO_NUMBER,
@@ -212,25 +213,37 @@ def _check_causal(network: Any, bos: int, model: str) -> None:
     texts, as its logits after these tokens alone say it.
 
     Raises:
-        ScoringError: They differ by more than rounding.
+        ScoringError: They differ by more than rounding, or cannot be computed.
     """
-    n_tokens = network.get_input_embeddings().num_embeddings
-    ids = torch.linspace(0, n_tokens - 1, 6)[1:-1].long().tolist()
-    rows = TextRows.of([ids, ids[:2]], (bos,), network.device)
-    wanted = []
-    with torch.no_grad():
-        found = text_nll(network, rows).double().cpu()
-        for place, token in enumerate(ids):
-            before = torch.tensor([[bos, *ids[:place]]], device=network.device)
-            wanted.append(-network(before).logits[0, -1].double().log_softmax(-1)[token].cpu())
-    alone = torch.stack([*wanted, *wanted[:2]])
-    difference = float((torch.cat([found[0], found[1, :2]]) - alone).abs().mean())
-    allowed = LOG_PROB_TOLERANCE[str(network.dtype).removeprefix("torch.")]
-    if difference > allowed:
+    title = f"{model} ({type(network).__name__})"
+    try:
+        n_tokens = network.get_input_embeddings().num_embeddings
+        ids = torch.linspace(0, n_tokens - 1, 6)[1:-1].long().tolist()
+        texts, alone = [ids, ids[:2]], []
+        with torch.no_grad():
+            nll = text_nll(network, TextRows.of(texts, (bos,), network.device)).double().cpu()
+            for place, token in enumerate(ids):
+                before = torch.tensor([[bos, *ids[:place]]], device=network.device)
+                logits = network(before, use_cache=False).logits[0, -1]
+                alone.append(-logits.double().log_softmax(-1)[token].cpu())
+    except Lapa2Error:
+        raise
+    except Exception as error:  # each class has its own
         raise ScoringError(
-            f"{model} ({type(network).__name__}) is no causal model: its log-probabilities of"
-            f" tokens change by {difference:.2g} with the text that follows (allowed {allowed:g}),"
-            " so it has no perplexity; give one that reads from left to right, such as gpt2"
+            f"cannot read the perplexity of a text under {title}: {type(error).__name__}:"
+            f" {first_sentence(error)}; give another causal model, such as gpt2"
+        ) from error
+    away = [
+        abs(row[i] - alone[i])
+        for row, text in zip(nll, texts, strict=True)
+        for i in range(len(text))
+    ]
+    allowed = LOG_PROB_TOLERANCE[str(network.dtype).removeprefix("torch.")]
+    if (mean := float(torch.stack(away).mean())) > allowed:
+        raise ScoringError(
+            f"{title} is no causal model: its log-probabilities of tokens change by {mean:.2g} with"
+            f" the text that follows (allowed {allowed:g}), so a text has no perplexity; give a"
+            " model that reads from left to right, such as gpt2"
         )
 
 
@@ -298,6 +311,7 @@ class Classifier(ScorerInPieces):
         self.parts = torch.tensor([[name == label for label in self.labels] for name in names])
         self.max_tokens = min(LONGEST_TEXT, _longest_input(self.network))
         self.inputs = inspect.signature(self.network.forward).parameters.keys()
+        self.settings = {"use_cache": False} if "use_cache" in self.inputs else {}
         self.one_by_one = False
         kept = "" if column is None else f", {column} alone"
         self.version = (
@@ -334,6 +348,7 @@ class Classifier(ScorerInPieces):
             name: torch.tensor([row[name] for row in rows], device=self.network.device)
             for name in rows[0]
         }
+        check_has_embeddings(self.network, inputs["input_ids"])
         with prepacked(self.network):
             logits = self._logits(inputs).double()
         if logits.shape != (len(rows), len(self.parts)):
@@ -356,7 +371,7 @@ class Classifier(ScorerInPieces):
         n = len(inputs["input_ids"])
         if n == 1 or not self.one_by_one:
             try:
-                return self.network(**inputs).logits
+                return self.network(**inputs, **self.settings).logits
             except Exception:  # each class has its own
                 if n == 1:
                     raise
