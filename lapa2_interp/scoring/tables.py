@@ -146,7 +146,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def _reason_columns(reasons: Counter[str]) -> dict[str, Any]:
-    """skipped, the number of texts without a score, and why: the reasons with the number of each."""
+    """skipped, the number of texts without a score, and why: each reason with its number."""
     why = "; ".join(f"{n} {reason}" for reason, n in reasons.most_common())
     return {"skipped": reasons.total(), "why": why}
 
@@ -276,7 +276,9 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
         frames.append(table.assign(**keys, **_reason_columns(reasons)))
     found = pd.concat(frames, ignore_index=True)
     if "scorer" not in found:
-        raise ScoringError("there is no text to count the words of: all are empty")
+        raise ScoringError(
+            "there is no text to count the words of: all are empty, or not valid Unicode"
+        )
     found = found.assign(scorer=found["scorer"].dropna().iloc[0])
     columns = ["metric", "mean", "low", "high", "n", "prompts", "skipped", "why", "scorer"]
     return found.rename(columns={"clusters": "prompts"})[[*keys, *columns]]
