@@ -206,6 +206,11 @@ def validation_message(
     return f"{at}{message}, found {found[:160]}{'...' * (len(found) > 160)}"
 
 
+def first_sentence(error: Exception) -> str:
+    """The first sentence of a library's error, in one line."""
+    return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
+
+
 def pluralize(n: int, noun: str) -> str:
     """A number with its noun: 1 cell, 2 cells."""
     return f"{n} {noun}{'s' * (n != 1)}"

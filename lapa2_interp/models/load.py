@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from unittest import mock
 
-from lapa2_interp._util.errors import ModelError, unknown_choice
+from lapa2_interp._util.errors import ModelError, first_sentence, unknown_choice
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import (
     Model,
@@ -437,11 +437,6 @@ def check_hub(name: str) -> None:
 def needs_remote_code(error: Exception) -> bool:
     """True if loading failed because the model's own code may not run."""
     return "trust_remote_code" in str(error)
-
-
-def first_sentence(error: Exception) -> str:
-    """The first sentence of a library's error, in one line."""
-    return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".")
 
 
 def load_error(name: str, error: Exception) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from transformers.cache_utils import DynamicCache
 
-from lapa2_interp._util.errors import LayoutError
+from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.models.card import check_cache_grew, check_no_checkpointing, short_context
 
 CHUNK = 256
@@ -86,9 +86,36 @@ class _TokenNll(torch.autograd.Function):
         return gradients * upstream[0][:, None].to(gradients.dtype), None, None
 
 
+def _last_states(network: Any, **inputs: Any) -> Float[Tensor, "row slot d_model"]:
+    """What the output layer of a network reads in a pass. It is given no position, so that the
+    logits of all never exist.
+
+    Raises:
+        ModelError: The network has no output layer, or does not call it.
+    """
+    states: list[Tensor] = []
+
+    def keep(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states.append(args[0])
+        return (args[0][:, :0],)
+
+    if (layer := network.get_output_embeddings()) is not None:
+        handle = layer.register_forward_pre_hook(keep)
+        try:
+            network(**inputs)
+        finally:
+            handle.remove()
+    if not states:
+        raise ModelError(
+            f"{type(network).__name__} computes its logits without an output layer, so the"
+            " likelihood of a text cannot be read; give another causal model"
+        )
+    return states[-1]
+
+
 def _output_head(network: Any) -> Callable[[Tensor], Tensor]:
-    """The map from the last hidden states to the logits. Some families scale the logits (Granite,
-    Cohere, Falcon-H1) or cap them (Gemma 2)."""
+    """The map from what the output layer reads to the logits. Some families scale the logits
+    (Granite, Cohere, Falcon-H1) or cap them (Gemma 2)."""
     config = network.config.get_text_config()
     embeddings = network.get_output_embeddings()
     scale = 1.0
@@ -102,6 +129,23 @@ def _output_head(network: Any) -> Callable[[Tensor], Tensor]:
         return torch.tanh(found / cap) * cap if cap else found
 
     return logits
+
+
+def check_has_embeddings(network: Any, ids: Tensor) -> None:
+    """Refuse tokens that a network does not have.
+
+    Raises:
+        LayoutError: It has no embedding for a token.
+    """
+    try:
+        n = getattr(network.get_input_embeddings(), "num_embeddings", None)  # I-BERT's has none
+    except NotImplementedError:  # CANINE hashes characters
+        return
+    if n is not None and (most := int(ids.max())) >= n:
+        raise LayoutError(
+            f"token {most} has no embedding: the model has {n} tokens, 0 to {n - 1}; its tokenizer"
+            " must be the one it was trained with"
+        )
 
 
 def text_nll(
@@ -124,11 +168,7 @@ def text_nll(
         ModelError: The network drops its cache, and so the soft prefix.
     """
     check_no_checkpointing(network)
-    if (most := int(rows.ids.max())) >= (n := network.get_input_embeddings().num_embeddings):
-        raise LayoutError(
-            f"token {most} has no embedding: the model has {n} tokens, 0 to {n - 1}; its tokenizer"
-            " must be the one it was trained with"
-        )
+    check_has_embeddings(network, rows.ids)
     short = short_context(network.config)
     if short is not None and keys is None and rows.ids.shape[1] - 1 > short:
         return _nll_across_rotary_change(network, rows, short)
@@ -144,20 +184,22 @@ def _nll_of_one_pass(
 ) -> Float[Tensor, "row position"]:
     """`text_nll` from one forward pass."""
     n_rows, width = rows.ids.shape
-    slots = 0 if keys is None else keys.shape[3]
-    cache = DynamicCache()
+    slots, cache = 0, None
     if keys is not None and values is not None:
+        slots, cache = keys.shape[3], DynamicCache()
         for layer in range(keys.shape[1]):
             cache.update(keys[:, layer], values[:, layer], layer)
     positions = torch.arange(width - 1, device=rows.ids.device) + (slots if shifted else 0)
     live = rows.live[:, :-1].long()
-    hidden = network.base_model(
+    hidden = _last_states(
+        network,
         input_ids=rows.ids[:, :-1],
         attention_mask=torch.cat([live.new_ones(n_rows, slots), live], dim=1),
         position_ids=positions.expand(n_rows, -1),
         past_key_values=cache,
-    ).last_hidden_state
-    check_cache_grew(network, not slots or cache.get_seq_length() > slots)
+        use_cache=cache is not None,
+    )
+    check_cache_grew(network, cache is None or cache.get_seq_length() > slots)
     scored = rows.targets[:, 1:]
     found = _TokenNll.apply(hidden[scored], _output_head(network), rows.ids[:, 1:][scored])
     return torch.zeros_like(scored, dtype=found.dtype).masked_scatter(scored, found)

@@ -20,7 +20,13 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
+from lapa2_interp.scoring.scorer import (
+    Score,
+    Scorer,
+    SkippedText,
+    TextItem,
+    describe_text_failure,
+)
 from lapa2_interp.stats import label_codes, student_quantile
 from lapa2_interp.tasks.segmentation import COUNT_UNIT, words_and_signs
 
@@ -32,16 +38,29 @@ REPETITION_ORDER = 4
 def token_lists(texts: Sequence[str], tokenizer: Any = None) -> tuple[list[list[int]], str]:
     """Token ids of texts and the tokenizer's name: a transformers tokenizer with its special
     tokens, as the released script counts roberta-large's, or words and punctuation marks without
-    one (graphemes in scripts without spaces)."""
+    one (graphemes in scripts without spaces).
+
+    Raises:
+        ScoringError: The tokenizer fails.
+    """
     if tokenizer is None:
         numbers: dict[str, int] = {}
         return [
             [numbers.setdefault(word, len(numbers)) for word in words_and_signs(text)]
             for text in texts
         ], COUNT_UNIT
-    return [list(ids) for ids in tokenizer(list(texts)).input_ids], tokenizer.name_or_path or type(
-        tokenizer
-    ).__name__
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    try:
+        return [list(ids) for ids in tokenizer(list(texts)).input_ids], name
+    except Exception:  # tokenizers raise errors of many kinds
+        for text in texts:
+            try:
+                tokenizer([text])
+            except Exception as error:
+                raise ScoringError(
+                    f"distinct ({name}): {describe_text_failure('a text', text, error)}"
+                ) from error
+        raise
 
 
 def distinct(lists: Sequence[Sequence[int]], n: int) -> float:

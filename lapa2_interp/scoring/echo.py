@@ -11,11 +11,11 @@ The words are those of an attribute's hard prefix, and its name, that no other a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
-from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
+from lapa2_interp.scoring.scorer import Score, Scorer, ScorerInPieces, SkippedText, TextItem
 from lapa2_interp.tasks.segmentation import COUNT_UNIT, normalize_text, words_pattern
 from lapa2_interp.tasks.task import Task
 
@@ -70,7 +70,7 @@ class Echo(Scorer):
         )
 
 
-class Masked(Scorer):
+class Masked(ScorerInPieces):
     """A classifier of texts in which `MASK` replaces every word of every prefix.
 
     Args:
@@ -96,10 +96,11 @@ class Masked(Scorer):
             return item
         return replace(item, text=self.hidden.sub(MASK, text))
 
-    def score(self, items: Sequence[TextItem]) -> list[Score]:
+    def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
         if self.hidden is None:
-            return [SkippedText(NO_WORDS)] * len(items)
-        return self.inner.score([self.masked(item) for item in items])
+            yield dict.fromkeys(range(len(items)), SkippedText(NO_WORDS))
+        else:
+            yield from self.inner.scores_in_pieces([self.masked(item) for item in items])
 
     def key(self, item: TextItem) -> str:
         """The classifier's key for the masked text, so that its score of a text without these words

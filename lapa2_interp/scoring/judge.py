@@ -36,7 +36,7 @@ from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.terminal import deferred_interrupts
 from lapa2_interp.scoring.http_client import BoundedClient
 from lapa2_interp.scoring.judge_answer import COLUMNS, REFUSED, Answer, error_status, read_answer
-from lapa2_interp.scoring.scorer import Score, Scorer, SkippedText, TextItem
+from lapa2_interp.scoring.scorer import Score, ScorerInPieces, SkippedText, TextItem
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 SYSTEM_MESSAGE = "You are an expert evaluator for text generation quality."
@@ -132,7 +132,7 @@ class _FailedRequest:
         return says_so and self.status in (400, 413, 422)
 
 
-class Judge(Scorer):
+class Judge(ScorerInPieces):
     """Relevance to the attribute, fluency and topicality, integers from 1 to 5, rated by a language
     model.
 
@@ -271,12 +271,6 @@ class Judge(Scorer):
         client, self._client = self._client, None
         if client is not None:
             client.close()
-
-    def score(self, items: Sequence[TextItem]) -> list[Score]:
-        found = {
-            place: score for piece in self.scores_in_pieces(items) for place, score in piece.items()
-        }
-        return [found[place] for place in range(len(items))]
 
     def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
         lacking = {place: why for place, item in enumerate(items) if (why := _missing_field(item))}

@@ -1,6 +1,6 @@
 """Scorers: numbers of texts, one row per text, with the scorer's name and version for every table.
 
-A scorer gives each `TextItem` a tuple of numbers, or a `SkippedText` with the reason.
+A scorer gives each `TextItem` a tuple of finite numbers, or a `SkippedText` with the reason.
 `run_scorer` calls it in batches, for texts that are not in the cache on disk, and keeps the scores
 that are made when it fails.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import sqlite3
 import sys
@@ -22,7 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lapa2_interp._util.errors import ScoringError, pluralize, unknown_choice
+from lapa2_interp._util.errors import (
+    ModelError,
+    ScoringError,
+    first_sentence,
+    pluralize,
+    unknown_choice,
+)
 from lapa2_interp._util.parsing import check_regular_file, parse_json
 from lapa2_interp._util.progress import progress_bar
 
@@ -59,6 +66,8 @@ class SkippedText:
     final: bool = True
 
 
+NO_NUMBER = SkippedText("no number", final=False)
+"""A score that is NaN or infinite. float16 overflows; another precision may not."""
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Half a character of UTF-16 by itself, which UTF-8 does not have."""
 
@@ -211,6 +220,19 @@ class Scorer(ABC):
         ).hexdigest()
 
 
+class ScorerInPieces(Scorer):
+    """A scorer that makes the scores of a batch in pieces, by `scores_in_pieces`."""
+
+    def score(self, items: Sequence[TextItem]) -> list[Score]:
+        found = {
+            place: score for piece in self.scores_in_pieces(items) for place, score in piece.items()
+        }
+        return [found[place] for place in range(len(items))]
+
+    @abstractmethod
+    def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]: ...
+
+
 def score_readable(
     items: Sequence[TextItem], numbers: Callable[[list[str]], Iterable[Iterable[float]]]
 ) -> list[Score]:
@@ -285,7 +307,7 @@ class ScoreCache:
         scores: dict[str, Score] = {}
         damaged = 0
         with self._database_errors(), closing(self._database.cursor()) as cursor:
-            for part in _chunks(list(dict.fromkeys(keys)), 500):
+            for part in chunks(list(dict.fromkeys(keys)), 500):
                 marks = ",".join("?" * len(part))
                 cursor.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", part)
                 for key, value in cursor:
@@ -318,16 +340,87 @@ def _decode_value(key: str, value: str) -> Any:
     text, _, digest = value.rpartition(" ")
     if digest != _value_digest(key, text):
         raise ValueError(value)
-    return parse_json(text)
+    found = parse_json(text)
+    if not isinstance(found, str) and not all(map(math.isfinite, found)):
+        raise ValueError(value)
+    return found
 
 
 def _value_digest(key: str, text: str) -> str:
     return hashlib.sha256(f"{key} {text}".encode()).hexdigest()[:16]
 
 
-def _chunks(values: Sequence, size: int) -> Iterator[Sequence]:
+def chunks(values: Sequence, size: int) -> Iterator[Sequence]:
+    """The values in order, so many at a time."""
     for first in range(0, len(values), size):
         yield values[first : first + size]
+
+
+class _TextFailedError(Exception):
+    """The error of a library at the item of a batch with this index."""
+
+    def __init__(self, place: int, error: Exception) -> None:
+        self.place, self.error = place, error
+
+
+def describe_text_failure(title: str, text: str, error: Exception) -> str:
+    """A library's error at a text, in one line with the text's beginning.
+
+    Args:
+        title: Which text it is, such as "text 3".
+    """
+    beginning = f"{text[:40]!r}{'...' * (len(text) > 40)}"
+    message = f"{type(error).__name__}: {first_sentence(error)}".removesuffix(": ")
+    return f"{title} ({beginning}): {message}; leave the text out, or take another scorer"
+
+
+def _checked_pieces(scorer: Scorer, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
+    """The scores of a batch by index, in pieces. After an error of a library, the items that have
+    no score yet are scored one by one.
+
+    Raises:
+        ScoringError, ModelError: As the scorer, which cannot go on; or it does not give the numbers
+            of its columns for each item.
+        _TextFailedError: A library fails at one item alone.
+    """
+    left = dict(enumerate(items))
+    try:
+        for piece in scorer.scores_in_pieces(items):
+            checked = {place: _checked_score(scorer, score) for place, score in piece.items()}
+            for place in checked:
+                del left[place]
+            yield checked
+    except (ScoringError, ModelError):
+        raise
+    except Exception:
+        for place, item in left.items():
+            try:
+                (score,) = scorer.score([item])
+                checked = {place: _checked_score(scorer, score)}
+            except (ScoringError, ModelError):
+                raise
+            except Exception as error:
+                raise _TextFailedError(place, error) from error
+            yield checked
+        return
+    if left:
+        raise ScoringError(
+            f"it gives {pluralize(len(items) - len(left), 'score')} for"
+            f" {pluralize(len(items), 'text')}; it must give one for each"
+        )
+
+
+def _checked_score(scorer: Scorer, score: Score) -> Score:
+    """A score as plain numbers; what is not finite is none."""
+    if isinstance(score, SkippedText):
+        return score
+    numbers = tuple(map(float, score))
+    if len(numbers) != len(scorer.columns):
+        raise ScoringError(
+            f"it gives {pluralize(len(numbers), 'number')} of a text, and its columns are"
+            f" {', '.join(scorer.columns)}; it must give one for each"
+        )
+    return numbers if all(map(math.isfinite, numbers)) else NO_NUMBER
 
 
 def run_scorer(
@@ -340,8 +433,8 @@ def run_scorer(
         or "").
 
     Raises:
-        ScoringStoppedError: The scorer stopped; the message has the number of scores kept and the
-            cause.
+        ScoringStoppedError: The scorer stopped, or a library failed; the message has the number of
+            scores kept, and the cause with the number of the text if it is that of one text.
     """
     import pandas as pd
 
@@ -349,19 +442,24 @@ def run_scorer(
     keys = [scorer.key(item) for item in items]
     known = cache.get(keys)
     waiting = {key: item for key, item in zip(keys, items, strict=True) if key not in known}
-    # Texts of similar length together, since models pad a batch to its longest text; or texts with
-    # the same beginning, which a causal model reads once.
+    # Texts of similar length together, since those of equal length are read in one pass; or texts
+    # with the same beginning, which a causal model reads once.
     texts = {key: item.text for key, item in waiting.items()}
     order = sorted(texts, key=lambda key: len(texts[key]) if scorer.by_length else texts[key])
     with progress_bar(len(order), scorer.name, "text") as bar:
-        for part in _chunks(order, scorer.batch_size):
+        for part in chunks(order, scorer.batch_size):
             try:
-                for piece in scorer.scores_in_pieces([waiting[key] for key in part]):
+                for piece in _checked_pieces(scorer, [waiting[key] for key in part]):
                     scores = [(part[place], score) for place, score in piece.items()]
                     cache.put(scores)
                     known.update(scores)
                     bar.update(len(scores))
-            except ScoringError as error:
+            except (ScoringError, ModelError, _TextFailedError) as error:
+                cause: object = error
+                if isinstance(error, _TextFailedError):
+                    key = part[error.place]
+                    title = f"text {keys.index(key) + 1}"
+                    cause = describe_text_failure(title, texts[key], error.error)
                 kept = {
                     key
                     for key, score in known.items()
@@ -370,7 +468,7 @@ def run_scorer(
                 done = sum(key in kept for key in keys)
                 raise ScoringStoppedError(
                     f"{scorer.name} stopped after {done} of {len(items)} texts, which are kept:"
-                    f" {error}"
+                    f" {cause}"
                 ) from error
     nothing = (float("nan"),) * len(scorer.columns)
     rows = [known[key] for key in keys]

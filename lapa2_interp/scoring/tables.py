@@ -16,7 +16,13 @@ import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
-from lapa2_interp.scoring.scorer import ScoreCache, Scorer, TextItem, run_scorer
+from lapa2_interp.scoring.scorer import (
+    ScoreCache,
+    Scorer,
+    TextItem,
+    run_scorer,
+    unreadable_reason,
+)
 from lapa2_interp.stats import (
     Difference,
     Interval,
@@ -122,8 +128,7 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
         for (metric, scorer), texts in part.groupby(["metric", "scorer"], sort=False):
             known = texts["value"].notna()
             reasons = Counter(texts["skipped"][~known])
-            why = "; ".join(f"{n} {reason}" for reason, n in reasons.most_common())
-            facts = {"skipped": sum(reasons.values()), "why": why, "scorer": scorer}
+            facts = {**_reason_columns(reasons), "scorer": scorer}
             scored = texts[known]
             clusters = _clusters(scored)
             values = {metric: (scored["value"].to_numpy(), clusters)}
@@ -138,6 +143,12 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
                 for name, each in values.items()
             ]
     return pd.DataFrame(rows)
+
+
+def _reason_columns(reasons: Counter[str]) -> dict[str, Any]:
+    """skipped, the number of texts without a score, and why: each reason with its number."""
+    why = "; ".join(f"{n} {reason}" for reason, n in reasons.most_common())
+    return {"skipped": reasons.total(), "why": why}
 
 
 def mean_columns(metric: str, values: np.ndarray, prompts: np.ndarray) -> dict[str, float | int]:
@@ -251,22 +262,23 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
     """distinct-1, -2, -3 of every cell's texts as rows of a cell table; NaN if all are empty.
 
     Raises:
-        ScoringError: All texts of all cells are empty.
+        ScoringError: All texts of all cells are empty, or the tokenizer fails.
     """
     frames = []
     for keys, part in _iterate_cells(samples):
-        filled = part[part["text"].str.strip() != ""]
-        left = len(part) - len(filled)
+        reasons = Counter(filter(None, map(unreadable_reason, part["text"])))
+        filled = part[[not unreadable_reason(text) for text in part["text"]]]
         if len(filled):
             table = distinct_table(list(filled["text"]), list(_clusters(filled)), tokenizer)
         else:
             metrics = [f"distinct-{n}" for n in ORDERS]
             table = pd.DataFrame({"metric": metrics, "n": 0, "clusters": 0})
-        why = f"{left} empty text" if left else ""
-        frames.append(table.assign(**keys, skipped=left, why=why))
+        frames.append(table.assign(**keys, **_reason_columns(reasons)))
     found = pd.concat(frames, ignore_index=True)
     if "scorer" not in found:
-        raise ScoringError("there is no text to count the words of: all are empty")
+        raise ScoringError(
+            "there is no text to count the words of: all are empty, or not valid Unicode"
+        )
     found = found.assign(scorer=found["scorer"].dropna().iloc[0])
     columns = ["metric", "mean", "low", "high", "n", "prompts", "skipped", "why", "scorer"]
     return found.rename(columns={"clusters": "prompts"})[[*keys, *columns]]

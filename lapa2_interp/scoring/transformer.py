@@ -4,38 +4,50 @@ classifier."""
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from lapa2_interp._util.errors import ModelError, ScoringError, unknown_choice
+from lapa2_interp._util.errors import (
+    Lapa2Error,
+    ModelError,
+    ScoringError,
+    first_sentence,
+    pluralize,
+    unknown_choice,
+)
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.layout import text_markers
-from lapa2_interp.models.card import context_length, short_context
+from lapa2_interp.models.card import context_length
 from lapa2_interp.models.load import (
+    LOG_PROB_TOLERANCE,
     REMOTE_CODE,
     check_hub,
-    first_sentence,
     load_transformers,
     move_to_device,
     needs_remote_code,
     provenance,
 )
 from lapa2_interp.models.prepacked import prepacked
-from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.models.weights import check_weights, files_unchanged, load_network
-from lapa2_interp.prefixes.likelihood import TextRows, text_nll
+from lapa2_interp.prefixes.likelihood import TextRows, check_has_embeddings, text_nll
 from lapa2_interp.scoring.adapter import TOKENS_AT_ONCE, batch_by_tokens, group_by_beginning
 from lapa2_interp.scoring.scorer import (
+    NO_NUMBER,
     Score,
-    Scorer,
+    ScorerInPieces,
     SkippedText,
     TextItem,
-    score_readable,
+    chunks,
     unreadable_reason,
 )
 from lapa2_interp.tasks.segmentation import COUNT_UNIT, has_unspaced_script, word_spans
@@ -45,11 +57,21 @@ if TYPE_CHECKING:
 
 MIN_WORDS = 10
 MAX_TOKENS = 1024
+UNNAMED = re.compile(r"LABEL_\d+")
+"""Names that transformers gives to outputs without a name."""
+HEADS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "single_label_classification": partial(torch.softmax, dim=1),
+    "multi_label_classification": torch.sigmoid,
+}
+"""Probabilities from the outputs of a head, [text label], by the `problem_type` of its
+configuration: labels that exclude each other, and labels that do not."""
+LONGEST_TEXT = 512
+"""Tokens that a classifier reads of a text, at most."""
 VERSIONED_ENDINGS = (".json", ".txt", ".model", ".py")
 """Endings of the files of a model, besides its weights, that are part of its version."""
 
 
-class Perplexity(Scorer):
+class Perplexity(ScorerInPieces):
     """exp of a text's mean -ln p per token, the first token conditioned on BOS (section 5.1,
     Fluency; eval_perplexity.py).
 
@@ -67,6 +89,10 @@ class Perplexity(Scorer):
         max_tokens: A longer text is scored up to here; by default the model's context, 1,024 at
             most.
         doubled_bos: BOS twice, and P(BOS | BOS) in the mean, as in the released LLaMA script.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        ScoringError: Its numbers are no P(token | tokens before it): it also reads what follows.
     """
 
     name = "perplexity"
@@ -88,7 +114,9 @@ class Perplexity(Scorer):
         self.network, self.tokenizer, weights = load_transformers(model, dtype, trust_remote_code)
         move_to_device(self.network, device)
         self.min_words, self.doubled_bos = min_words, doubled_bos
-        n_ctx = context_length(self.network.config)
+        self.bos = text_markers(self.tokenizer).start
+        _check_causal(self.network, self.bos, model)
+        n_ctx = context_length(self.network.config.get_text_config())
         self.max_tokens = min(n_ctx - 2, max_tokens or MAX_TOKENS)
         own = " self" if generator == weights else ""
         bos = ", BOS twice" if doubled_bos else ""
@@ -100,14 +128,8 @@ class Perplexity(Scorer):
     def close(self) -> None:
         self.__dict__.pop("network", None)  # frees memory for the next scorer
 
-    def score(self, items: Sequence[TextItem]) -> list[Score]:
-        found = {
-            place: score for piece in self.scores_in_pieces(items) for place, score in piece.items()
-        }
-        return [found[place] for place in range(len(items))]
-
     def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
-        bos = text_markers(self.tokenizer).start
+        bos = self.bos
         # Tokenise; leave out texts that cannot be scored.
         left_out: dict[int, Score] = {}
         texts: dict[int, list[int]] = {}
@@ -179,15 +201,61 @@ def _n_words(text: str) -> int:
 
 
 def _perplexity_score(value: float) -> Score:
-    if math.isnan(value):  # float16 overflows; another precision may not
-        return SkippedText("no number", final=False)
+    if math.isnan(value):
+        return NO_NUMBER
     if math.isinf(value):
         return SkippedText("probability 0")
     return (value,)
 
 
-class Classifier(Scorer):
+def _check_causal(network: Any, bos: int, model: str) -> None:
+    """Refuse a network for which `text_nll` is not -ln P(token | tokens before it), in a batch of
+    texts, as its logits after these tokens alone say it.
+
+    Raises:
+        ScoringError: They differ by more than rounding, or cannot be computed.
+    """
+    title = f"{model} ({type(network).__name__})"
+    try:
+        n_tokens = network.get_input_embeddings().num_embeddings
+        ids = torch.linspace(0, n_tokens - 1, 6)[1:-1].long().tolist()
+        texts, alone = [ids, ids[:2]], []
+        with torch.no_grad():
+            nll = text_nll(network, TextRows.of(texts, (bos,), network.device)).double().cpu()
+            for place, token in enumerate(ids):
+                before = torch.tensor([[bos, *ids[:place]]], device=network.device)
+                logits = network(before, use_cache=False).logits[0, -1]
+                alone.append(-logits.double().log_softmax(-1)[token].cpu())
+    except Lapa2Error:
+        raise
+    except Exception as error:  # each class has its own
+        raise ScoringError(
+            f"cannot read the perplexity of a text under {title}: {type(error).__name__}:"
+            f" {first_sentence(error)}; give another causal model, such as gpt2"
+        ) from error
+    away = [
+        abs(row[i] - alone[i])
+        for row, text in zip(nll, texts, strict=True)
+        for i in range(len(text))
+    ]
+    allowed = LOG_PROB_TOLERANCE[str(network.dtype).removeprefix("torch.")]
+    if (mean := float(torch.stack(away).mean())) > allowed:
+        raise ScoringError(
+            f"{title} is no causal model: its log-probabilities of tokens change by {mean:.2g} with"
+            f" the text that follows (allowed {allowed:g}), so a text has no perplexity; give a"
+            " model that reads from left to right, such as gpt2"
+        )
+
+
+class Classifier(ScorerInPieces):
     """Any sequence classifier of transformers; its numbers are the probabilities of its labels.
+
+    The configuration says what the outputs are: of `problem_type` single_label_classification, or
+    by default of several named labels, P by softmax, which exclude each other; of
+    multi_label_classification P of each label by itself, by the logistic function.
+
+    A text is read as it would be alone. Texts in one pass have equal numbers of tokens, so nothing
+    is padded.
 
     Args:
         model: A hub id or a folder.
@@ -195,7 +263,13 @@ class Classifier(Scorer):
             in lower case. The probabilities of labels with the same name are added.
         column: Keep only this label's probability, as `name` (for toxicity).
         name: accuracy or toxicity.
+
+    Raises:
+        ScoringError: The model cannot be loaded, lacks a label, or is a regression; or what its
+            outputs mean is not known.
     """
+
+    batch_size = 256
 
     def __init__(
         self,
@@ -209,7 +283,7 @@ class Classifier(Scorer):
         self.name = name
         self.network, self.tokenizer, weights = _load_classifier(model, trust_remote_code)
         move_to_device(self.network, device)
-        own = [str(self.network.config.id2label[i]) for i in range(self.network.config.num_labels)]
+        own = _output_names(self.network.config, model)
         if wrong := [label for label in labels or {} if label not in own]:
             raise ScoringError(f"{model}: {unknown_choice('label', wrong[0], own)}")
         names = [(labels or {}).get(label, label.lower()) for label in own]
@@ -219,44 +293,148 @@ class Classifier(Scorer):
         self.column = column
         self.columns = self.labels if column is None else (name,)
         self.classifies = column is None
-        # Multi-label heads (of toxicity models) give the labels independent probabilities.
-        self.multi_label = (
-            self.network.config.problem_type == "multi_label_classification" or len(own) == 1
+        unnamed = (
+            []
+            if column
+            else [
+                label for label in own if UNNAMED.fullmatch(label) and label not in (labels or {})
+            ]
         )
-        if self.multi_label and len(self.labels) < len(names):
+        problem = _problem_type(self.network.config, model, unnamed)
+        self.probabilities = HEADS[problem]
+        several = problem == "multi_label_classification"
+        if several and len(self.labels) < len(names):
             raise ScoringError(
                 f"{model}: its labels do not exclude each other, so their probabilities cannot be"
                 f" added; give each another name, found {', '.join(names)}"
             )
         self.parts = torch.tensor([[name == label for label in self.labels] for name in names])
+        self.max_tokens = min(LONGEST_TEXT, _longest_input(self.network))
+        self.inputs = inspect.signature(self.network.forward).parameters.keys()
+        self.settings = {"use_cache": False} if "use_cache" in self.inputs else {}
+        self.one_by_one = False
         kept = "" if column is None else f", {column} alone"
         self.version = (
-            f"{model}, {weights}, {'each of' if self.multi_label else 'one of'} the labels"
-            f" {', '.join(f'{a}: {b}' for a, b in zip(own, names, strict=True))}{kept}"
-            f"{_other_files_version(model)}"
+            f"{model}, {weights}, {'each of' if several else 'one of'} the labels"
+            f" {', '.join(f'{a}: {b}' for a, b in zip(own, names, strict=True))}{kept}, at most"
+            f" {self.max_tokens} tokens{_other_files_version(model)}"
         )
 
     def close(self) -> None:
         self.__dict__.pop("network", None)
 
-    def score(self, items: Sequence[TextItem]) -> list[Score]:
-        return score_readable(items, self._probabilities)
+    def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
+        left_out: dict[int, Score] = {}
+        read: dict[int, dict[str, list[int]]] = {}
+        for place, item in enumerate(items):
+            if why := unreadable_reason(item.text):
+                left_out[place] = SkippedText(why)
+                continue
+            fields = self.tokenizer(item.text, truncation=True, max_length=self.max_tokens)
+            if not fields["input_ids"]:
+                left_out[place] = SkippedText("no token")
+                continue
+            read[place] = {name: ids for name, ids in fields.items() if name in self.inputs}
+        yield left_out
+        order = sorted(read, key=lambda place: len(read[place]["input_ids"]))
+        for length, same in groupby(order, key=lambda place: len(read[place]["input_ids"])):
+            for places in chunks(list(same), max(1, TOKENS_AT_ONCE // length)):
+                yield dict(zip(places, self._numbers([read[i] for i in places]), strict=True))
 
     @torch.no_grad()
-    def _probabilities(self, texts: list[str]) -> list[list[float]]:
-        """The numbers of each text."""
-        config = self.network.config
-        limit = min(512, context_length(config) - 2, short_context(config) or 512)
-        batch = self.tokenizer(
-            texts, truncation=True, max_length=limit, padding=True, return_tensors="pt"
-        ).to(self.network.device)
+    def _numbers(self, rows: Sequence[Mapping[str, list[int]]]) -> list[Score]:
+        """The numbers of texts with equal numbers of tokens."""
+        inputs = {
+            name: torch.tensor([row[name] for row in rows], device=self.network.device)
+            for name in rows[0]
+        }
+        check_has_embeddings(self.network, inputs["input_ids"])
         with prepacked(self.network):
-            logits = self.network(**batch).logits.double()
-        probabilities = logits.sigmoid() if self.multi_label else logits.softmax(1)
-        probabilities = probabilities @ self.parts.to(probabilities)
+            logits = self._logits(inputs).double()
+        if logits.shape != (len(rows), len(self.parts)):
+            raise ScoringError(
+                f"{type(self.network).__name__} has outputs of shape {list(logits.shape)} for"
+                f" {pluralize(len(rows), 'text')} and {len(self.parts)} labels; give a classifier"
+                " of whole texts"
+            )
+        probabilities = self.probabilities(logits) @ self.parts.to(logits)
         if self.column is not None:
             probabilities = probabilities[:, [self.labels.index(self.column)]]
-        return probabilities.tolist()
+        return list(map(tuple, probabilities.tolist()))
+
+    def _logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The outputs of the network, [text label].
+
+        Some read one text at a time: decoders without a padding token, and those of BART's make
+        where texts differ in their numbers of end tokens.
+        """
+        n = len(inputs["input_ids"])
+        if n == 1 or not self.one_by_one:
+            try:
+                return self.network(**inputs, **self.settings).logits
+            except Exception:  # each class has its own
+                if n == 1:
+                    raise
+                self.one_by_one = True
+        alone = ({name: ids[i : i + 1] for name, ids in inputs.items()} for i in range(n))
+        return torch.cat([self._logits(each) for each in alone])
+
+
+def _output_names(config: Any, model: str) -> list[str]:
+    """The names of a head's outputs.
+
+    Raises:
+        ScoringError: The configuration does not name each.
+    """
+    names = config.id2label
+    if sorted(names) != list(range(len(names))):
+        raise ScoringError(
+            f"{model}: id2label in config.json must number the labels from 0 to {len(names) - 1},"
+            f" found {', '.join(map(str, names))}"
+        )
+    return [str(names[i]) for i in range(len(names))]
+
+
+def _problem_type(config: Any, model: str, unnamed: Sequence[str]) -> str:
+    """A name in `HEADS`: what the outputs of a head are.
+
+    Args:
+        unnamed: Outputs that nobody has named.
+
+    Raises:
+        ScoringError: They are no probabilities of labels, or what they are is not known.
+    """
+    problem, n = config.problem_type, len(config.id2label)
+    step = "give a classifier with a label for each attribute"
+    if problem is not None and problem not in HEADS:
+        raise ScoringError(
+            f"{model}: problem_type in config.json is {problem!r}, so its outputs are no"
+            f" probabilities of labels (allowed: {', '.join(HEADS)}); {step}"
+        )
+    if problem is None and n == 1:
+        raise ScoringError(
+            f"{model} has one output and no problem_type in config.json, as regressions and reward"
+            f" models have, so it is no probability; {step}, or, if it is the logit of one label,"
+            ' set "problem_type" to "multi_label_classification" there'
+        )
+    if problem is None and unnamed:
+        raise ScoringError(
+            f"{model}: config.json has neither a problem_type nor names of the outputs"
+            f" {', '.join(unnamed)}, so what they mean is not known; name them: --labels"
+            f" {unnamed[0]}=NAME"
+        )
+    return problem or "single_label_classification"
+
+
+def _longest_input(network: Any) -> int:
+    """Tokens that a network reads, at most. In tables of positions with a padding row (RoBERTa's)
+    the positions of tokens begin behind this row."""
+    tables = [
+        len(module.weight) - module.padding_idx - 1
+        for name, module in network.named_modules()
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+    ]
+    return min([context_length(network.config.get_text_config()), *tables])
 
 
 def _other_files_version(model: str) -> str:
@@ -299,8 +477,4 @@ def _load_classifier(
             f"cannot load the classifier {model!r}; give a hub id or a folder with safetensors"
             f" ({first_sentence(error)})"
         ) from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-        network.config.pad_token_id = tokenizer.pad_token_id
-    refuse_mixed_rotary(network)
     return network.eval(), tokenizer, weights

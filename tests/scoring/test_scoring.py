@@ -349,7 +349,7 @@ def classifier(tmp_path):
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_labels=2, max_position_embeddings=600, pad_token_id=tokenizer.pad_token_id, initializer_range=0.5,
-        id2label={0: "LABEL_0", 1: "LABEL_1"},
+        id2label={0: "LABEL_0", 1: "LABEL_1"}, problem_type="single_label_classification",
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "model")
