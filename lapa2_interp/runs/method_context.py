@@ -52,7 +52,7 @@ class ModelContext:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.card = model_card(model)
-        self.end_ids = tuple(model.tokenizer.convert_tokens_to_ids(list(self.card.end_tokens)))
+        self.end_ids = self.card.end_ids
         self.gated = is_gated(model)
         self._made: dict[Hashable, Any] = {}
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 LISTING, CELLS, SETTINGS, FAILED = "run.json", "cells", "cell.json", "failed.json"
 COLUMNS = ("prompt", "attribute", "sample", "text", "tokens", "n_tokens", "finish")
 """Columns that the texts of a batch have, at least."""
-FORMAT = 3
+FORMAT = 4
 """Version of the form of run folders: raised when texts under a key become others, or files are
 read in another way.
 
