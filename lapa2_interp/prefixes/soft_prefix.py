@@ -236,7 +236,7 @@ class SoftPrefix:
             raise PrefixError(
                 f"the soft prefix {self.card.attribute!r} was made for {self.card.model} with"
                 f" weights {self.card.weights}; this is {card.name} with weights {card.weights}; if"
-                " they are the same, attach it to this one: `lapa2 prefix import`"
+                " they are the same, attach it to this one: `lapa2 prefix import --other-base`"
             )
 
 

@@ -299,6 +299,13 @@ def test_import_and_lists(tmp_path, capsys):
     named = (tmp_path / "a/positive.safetensors", "--set-name", "mine", "--out", tmp_path / "c")
     assert lapa2(line, *named) == 0
     assert load_prefix(tmp_path / "c", "negative").card.set == "mine"
+    own = tmp_path / "a/positive.json"
+    own.write_text(own.read_text().replace('"weights": "', '"weights": "other '))
+    other = (tmp_path / "a/positive.safetensors", "--out", tmp_path / "d")
+    assert lapa2(line, *other) == 2
+    assert "give the model it was trained for, or --other-base if" in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
+    assert lapa2(line, *other, "--other-base") == 0
     capsys.readouterr()
     assert lapa2("prefixes") == 0
     printed = capsys.readouterr().out
