@@ -76,13 +76,12 @@ class Base:
         files of a folder that is still there; then the name."""
         if self.weights is not None:
             return self.weights == card.weights
-        folder = Path(self.name)
-        if folder.is_dir():
+        name = expand_name(self.name)
+        if (folder := Path(name)).is_dir():
             place = smollm2_folder() if card.name == SMOLLM2 else Path(card.name)
-            return (place.is_dir() and place.samefile(folder)) or folder_hash(
-                folder
-            ) in card.weights
-        return expand_name(self.name) == card.name
+            same_place = place.is_dir() and place.samefile(folder)
+            return same_place or folder_hash(folder) in card.weights
+        return name == card.name
 
     def __str__(self) -> str:
         return self.name if self.weights is None else f"{self.name} with weights {self.weights}"

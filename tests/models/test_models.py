@@ -276,7 +276,7 @@ def test_an_end_id_without_a_token_ends_texts(made, tmp_path):
     ends counts however the model came to be."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer, sizes = load_tokenizer("tiny-gpt2"), dict(num_hidden_layers=1, hidden_size=16)
+    tokenizer, sizes = load_tokenizer("tiny-gpt2"), {"num_hidden_layers": 1, "hidden_size": 16}
     torch.manual_seed(0)
     network = LlamaForCausalLM(
         LlamaConfig(vocab_size=len(tokenizer) + 40, num_attention_heads=2, intermediate_size=16, eos_token_id=0, **sizes)
