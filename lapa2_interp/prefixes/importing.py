@@ -187,7 +187,7 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore")  # old pickle protocols are read or refused
             tensors = (
                 load_file(file)
-                if file.suffix == ".safetensors"
+                if file.suffix.lower() == ".safetensors"
                 else torch.load(file, "cpu", weights_only=True)
             )
     except pickle.UnpicklingError as error:
