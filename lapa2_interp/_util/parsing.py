@@ -15,12 +15,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lapa2_interp._util.errors import LayoutError
 from lapa2_interp._util.paths import is_compressed
 
 LARGEST_TEXT = 2**30
 """Size of a text file in bytes, at most."""
+MAX_LETTERS = 2**22
+"""Largest number of letters of a text. A tokenizer takes a hundred times their memory, and where
+memory ends we could not report an error."""
 DEEPEST = 100
 """Nested lists and tables in a file, at most."""
+
+
+def check_text_length(name: str, text: str) -> None:
+    """Refuse a text that is too long for any model, before it is tokenised.
+
+    Raises:
+        LayoutError: It has more than MAX_LETTERS letters.
+    """
+    if len(text) > MAX_LETTERS:
+        raise LayoutError(
+            f"the {name} {text[:20]!r}... has {len(text)} letters, and {MAX_LETTERS} are allowed;"
+            " give a shorter text, or a file with one on each line"
+        )
 
 
 def check_regular_file(file: Path) -> None:

@@ -25,14 +25,12 @@ from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.tasks.prompts import as_prompts
-from lapa2_interp.tasks.task import Prompts, Task
+from lapa2_interp.tasks.task import RAW, Prompts, Task
 from lapa2_interp.tasks.word_lists import read_word_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RAW = "raw"
-"""The source of texts that were written without a prefix, and the branch without one."""
 _TOKEN_IDS: dict[tuple[bytes, tuple[str, ...]], tuple[int, ...]] = {}
 """`_single_token_ids` by a tokenizer's contents and words."""
 

@@ -55,6 +55,8 @@ from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.prefixes.soft_prefix import read_card, set_folder
 from lapa2_interp.tasks.prompts import as_prompts
 from lapa2_interp.tasks.task import (
+    ALL,
+    CUSTOM,
     Attribute,
     MethodSettings,
     Prompts,
@@ -64,8 +66,6 @@ from lapa2_interp.tasks.task import (
 
 MISSING = "0" * 64
 """Stands for the sha256 of a file that is not there."""
-CUSTOM = "custom"
-"""Task and attribute of a prefix that belongs to no task."""
 
 
 def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
@@ -146,7 +146,7 @@ def resolve(
         card = model_card(model)
         facts = {"model": card.name, "dtype": card.dtype, "model_class": card.model_class}
     attributes = [settings.attribute]
-    if settings.attribute == "all" and "all" not in task.attributes:
+    if settings.attribute == ALL:
         attributes = list(task.attributes)
     cells = []
     for attribute in attributes:
@@ -212,7 +212,7 @@ def _task(settings: CellSettings, needs: list[str] | None) -> Task:
             )
             for name in task.attributes
         }
-    elif form != TASK and settings.attribute == "all":
+    elif form != TASK and settings.attribute == ALL:
         changes |= {"name": CUSTOM, "attributes": {CUSTOM: Attribute(prefix=form)}, "methods": {}}
     elif form != TASK:
         task.prefix(settings.attribute)

@@ -35,6 +35,7 @@ from lapa2_interp.prefixes.soft_prefix import (
     PrefixCard,
     PrefixShape,
     SoftPrefix,
+    check_set_place,
     kv_shape,
     load_prefix,
     prefix_files,
@@ -327,6 +328,7 @@ def import_into_set(
         ModelError: The model cannot be loaded.
     """
     task.prefix(attribute)
+    check_set_place(out)
     if any(file.exists() for file in prefix_files(out, attribute)):
         raise PrefixError(f"{out} has a prefix {attribute!r} already; choose another --out")
     loaded = load_model(model, trust_remote_code=trust_remote_code)

@@ -33,7 +33,7 @@ from lapa2_interp.scoring.tables import (
     format_scores,
     score_table,
 )
-from lapa2_interp.tasks.task import Task, read_task
+from lapa2_interp.tasks.task import ALL, Task, read_task
 
 LETTERS = 4.5
 """Letters of a token, about."""
@@ -205,6 +205,11 @@ def _task(asked: str | None, own: Task | None) -> Task | str | None:
 
 def _with_attribute(samples: pd.DataFrame, source: Path, attribute: str | None) -> pd.DataFrame:
     """The texts with an attribute that they do not name themselves."""
+    if attribute == ALL or ALL in set(samples["attribute"]):
+        raise ScoringError(
+            f"{source}: texts are steered towards {ALL!r}, which names every attribute in tables of"
+            " scores; give the attribute another name"
+        )
     if attribute is None:
         return samples
     if others := [

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from lapa2_interp._util.errors import LayoutError, TaskError
-from lapa2_interp._util.parsing import check_regular_file, parse_json, read_text
+from lapa2_interp._util.parsing import check_regular_file, check_text_length, parse_json, read_text
 from lapa2_interp._util.paths import COMPRESSIONS, is_path, kind_of
-from lapa2_interp.bias.tokens import check_text_length
 from lapa2_interp.tasks.task import Prompts
 
 Entries = Iterable[tuple[str, object]]
@@ -88,8 +87,8 @@ def read_prompts(path: str | Path) -> tuple[str, ...]:
         prompts = [_prompt_of(place, entry) for place, entry in READERS[kind](path)]
     except OSError as error:
         raise TaskError(
-            f"cannot read prompts from {path}: {error.strerror}; give {PROMPT_FILES}; a prompt that"
-            " looks like a path may stand in such a file"
+            f"cannot read prompts from {path}: {error.strerror}; give {PROMPT_FILES} (a text that"
+            " looks like a path may stand in one)"
         ) from None
     except ValueError as error:
         mark = "" if str(error).startswith(("line", "row", "entry")) else ":"
@@ -164,14 +163,15 @@ def _table(path: Path, delimiter: str) -> Entries:
 
 def _parquet(path: Path) -> Entries:
     """The column `prompt` of a Parquet file."""
-    from lapa2_interp.tasks.corpora import READ_ERRORS, read_table
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     try:
-        table = read_table(path)
-    except READ_ERRORS as error:
+        table = pq.ParquetFile(path).read()
+    except pa.ArrowException as error:
         raise ValueError(f"it is not Parquet: {' '.join(str(error).split())[:80]}") from None
-    _only_prompt(list(map(str, table.columns)))
-    return [(f"row {number}", entry) for number, entry in enumerate(table["prompt"], start=1)]
+    column = table.column(_only_prompt(table.column_names)).to_pylist()
+    return [(f"row {number}", entry) for number, entry in enumerate(column, start=1)]
 
 
 def _only_prompt(columns: Sequence[str]) -> int:

@@ -41,6 +41,24 @@ prefix = "The following text is furious.\\n\\n"
 """A complete task file."""
 
 
+ALL = "all"
+"""The word for every attribute, in settings and in tables."""
+RAW = "raw"
+"""The source of texts that were written without a prefix, and the branch without one."""
+CUSTOM = "custom"
+"""Task and attribute of a prefix that belongs to no task."""
+RESERVED_ATTRIBUTES = {
+    ALL: "every attribute",
+    RAW: "texts without a prefix",
+    "none": "no prefix",
+    "base": "a branch of methods",
+    "target": "a branch of methods",
+}
+"""Words that stand where an attribute's name does, and what they mean: no attribute has them."""
+RESERVED_TASKS = {CUSTOM: "a prefix that belongs to no task"}
+"""The same for tasks of a user's files, beside the names of the package's tasks."""
+
+
 class Attribute(BaseModel):
     """One attribute: its hard prefix, exactly as it stands in front of the prompt."""
 
@@ -94,9 +112,13 @@ class Task(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Task:
-        for name in ("base", "target"):
-            if name in self.attributes:
-                raise ValueError(f"an attribute may not be called {name!r}, which names a branch")
+        for name in self.attributes:
+            if name in RESERVED_ATTRIBUTES or name.startswith("hard "):
+                means = RESERVED_ATTRIBUTES.get(name, "a hard prefix")
+                raise ValueError(
+                    f"an attribute may not be called {name!r}, which names {means}; give another"
+                    " name"
+                )
         for kind, names in (("a task", [self.name]), ("an attribute", list(self.attributes))):
             for name in names:
                 if not name.strip() or set(name) & set("\0/\\") or name.startswith("."):
@@ -186,12 +208,12 @@ def read_task(name: str | Path) -> Task:
     elif path.suffix.lower() == ".toml":
         try:
             text = read_text(path)
+        except FileNotFoundError:
+            raise TaskError(_no_task(name)) from None
         except (OSError, ValueError) as error:
             raise TaskError(f"cannot read the task file {name}: {error}") from None
     else:
-        raise TaskError(
-            f"{unknown_choice('task', name, built_in_tasks())}, or the path of a .toml file"
-        )
+        raise TaskError(_no_task(name))
     task = _parse_task(name, path.stem, text)
     of_methods = [
         text for own in task.methods.values() for by in own.texts.values() for text in by.values()
@@ -200,12 +222,21 @@ def read_task(name: str | Path) -> Task:
     for text in (*task.prompts.texts, *prefixes, *of_methods):
         if is_path(text):
             raise TaskError(f"task file {name}: {taken_as_path(text)}, and a task file holds texts")
+    if task.name in RESERVED_TASKS:
+        raise TaskError(
+            f"task file {name}: a task may not be called {task.name!r}, which names"
+            f" {RESERVED_TASKS[task.name]}; give another name"
+        )
     if task.name in built_in_tasks():
         raise TaskError(
             f"task file {name}: {task.name!r} is a task of the package, and results would be told"
             " for its; give another name"
         )
     return task
+
+
+def _no_task(name: str) -> str:
+    return f"{unknown_choice('task', name, built_in_tasks())}, or the path of a .toml file"
 
 
 TABLES: dict[str, type[BaseModel]] = {
