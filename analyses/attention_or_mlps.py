@@ -25,7 +25,7 @@ from lapa2_interp._util.plots import new_figure, plain_axes
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.circuits import ContrastSet, patch
 from lapa2_interp.paper.scripts import ScriptOptions
-from lapa2_interp.tasks.task import read_prompts
+from lapa2_interp.tasks.prompts import read_prompts
 
 parser = ScriptOptions("The share of control that attention and MLPs of each layer carry")
 parser.add_argument("model", help="a name of `lapa2 models`, a hub id or a folder")

@@ -33,7 +33,7 @@ from lapa2_interp.circuits import ContrastSet, attribution, knock_out
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import Unit, all_heads
 from lapa2_interp.paper.scripts import ScriptOptions
-from lapa2_interp.tasks.task import read_prompts
+from lapa2_interp.tasks.prompts import read_prompts
 
 parser = ScriptOptions("Faithfulness, completeness and minimality of chosen heads")
 parser.add_argument("card", type=Path, help="a card of `lapa2 select`")

@@ -28,7 +28,7 @@ from lapa2_interp.circuits import ContrastSet, patch
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import Unit
 from lapa2_interp.paper.scripts import ScriptOptions
-from lapa2_interp.tasks.task import read_prompts
+from lapa2_interp.tasks.prompts import read_prompts
 
 parser = ScriptOptions("The share of control that goes from one head through another")
 parser.add_argument("model", help="a name of `lapa2 models`, a hub id or a folder")

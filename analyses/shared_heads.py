@@ -33,7 +33,8 @@ from lapa2_interp.circuits.units import all_heads
 from lapa2_interp.methods import load_task
 from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.stats import mean_interval
-from lapa2_interp.tasks.task import Attribute, Prompts, Task, read_prompts
+from lapa2_interp.tasks.prompts import read_prompts
+from lapa2_interp.tasks.task import Attribute, Prompts, Task
 
 parser = ScriptOptions("Heads that cards of several tasks share, and their transfer")
 parser.add_argument("cards", nargs="+", type=Path, help="cards of `lapa2 select`, one a task")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COMMAND_LINE = "LAPA2_COMMAND_LINE"
 """Set in the environment of a process that runs a command, and so in that of its workers."""
-FLAGS = ("force", "trust-remote-code", "rtp")
+FLAGS = ("force", "trust-remote-code", "rtp", "other-base")
 """Options without a value."""
 CHOICES = (
     "full", "pooled", "float32", "bfloat16", "TransformersModel", "ray", "local", "cpu", "server",

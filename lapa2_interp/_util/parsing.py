@@ -1,6 +1,7 @@
 """Text, JSON and TOML from files that anyone may have written.
 
 Every reader checks first that the file is a regular one, and bounds its size and nesting.
+Text may be compressed, as the file's ending says.
 """
 
 from __future__ import annotations
@@ -14,10 +15,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lapa2_interp._util.errors import LayoutError
+from lapa2_interp._util.paths import is_compressed
+
 LARGEST_TEXT = 2**30
 """Size of a text file in bytes, at most."""
+MAX_LETTERS = 2**22
+"""Largest number of letters of a text. A tokenizer takes a hundred times their memory, and where
+memory ends we could not report an error."""
 DEEPEST = 100
 """Nested lists and tables in a file, at most."""
+
+
+def check_text_length(name: str, text: str) -> None:
+    """Refuse a text that is too long for any model, before it is tokenised.
+
+    Raises:
+        LayoutError: It has more than MAX_LETTERS letters.
+    """
+    if len(text) > MAX_LETTERS:
+        raise LayoutError(
+            f"the {name} {text[:20]!r}... has {len(text)} letters, and {MAX_LETTERS} are allowed;"
+            " give a shorter text, or a file with one on each line"
+        )
 
 
 def check_regular_file(file: Path) -> None:
@@ -39,12 +59,13 @@ def read_text(file: Path, may_hold_nul: bool = False) -> str:
 
     Raises:
         OSError: It does not exist, is a folder, or cannot be read.
-        ValueError: It is no regular file, too large, not UTF-8, or has a NUL.
+        ValueError: It is no regular file, too large, not UTF-8, has a NUL, or is not compressed as
+            its ending says.
     """
     check_regular_file(file)
     if (size := file.stat().st_size) > LARGEST_TEXT:
         raise ValueError(f"it has {size} bytes; a text has {LARGEST_TEXT} at most")
-    raw = file.read_bytes()
+    raw = _decompressed(file) if is_compressed(file) else file.read_bytes()
     try:
         text = raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -56,6 +77,29 @@ def read_text(file: Path, may_hold_nul: bool = False) -> str:
         line = raw[: raw.index(0)].count(b"\n") + 1
         raise ValueError(f"line {line} has a NUL, which no text has; give a text file")
     return text
+
+
+def _decompressed(file: Path) -> bytes:
+    """The contents of a compressed file.
+
+    Raises:
+        ValueError: It is not compressed as its ending says, or too large.
+    """
+    from pandas.io.common import get_handle  # type: ignore[import-not-found]
+
+    try:
+        with get_handle(file, "rb", compression="infer", is_text=False) as opened:
+            raw = bytes(opened.handle.read(LARGEST_TEXT + 1))
+    except Exception as error:  # each compression raises errors of its own
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ValueError(
+            f"it is not compressed as {file.suffix} says, or damaged"
+            f" ({' '.join(str(error).split())[:80]})"
+        ) from None
+    if len(raw) > LARGEST_TEXT:
+        raise ValueError(f"it holds more than {LARGEST_TEXT} bytes, which a text has at most")
+    return raw
 
 
 def parse_json(text: str) -> Any:

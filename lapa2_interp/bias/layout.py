@@ -30,11 +30,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from lapa2_interp._util.errors import LayoutError, pluralize
+from lapa2_interp._util.parsing import check_text_length
 from lapa2_interp.bias.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.bias.chat_template import Message, render_chat
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
 from lapa2_interp.bias.tokens import (
-    check_text_length,
     decode_tokens,
     require_tokenizer,
     token_texts,

@@ -14,22 +14,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-MAX_LETTERS = 2**22
-"""Largest number of letters of a text. A tokenizer takes a hundred times their memory, and where
-memory ends we could not report an error."""
-
-
-def check_text_length(name: str, text: str) -> None:
-    """Refuse a text that is too long for any model, before it is tokenised.
-
-    Raises:
-        LayoutError: It has more than LONGEST letters.
-    """
-    if len(text) > MAX_LETTERS:
-        raise LayoutError(
-            f"the {name} {text[:20]!r}... has {len(text)} letters, and {MAX_LETTERS} are allowed;"
-            " give a shorter text, or a file with one on each line"
-        )
 
 
 def require_tokenizer(given: Any) -> Any:

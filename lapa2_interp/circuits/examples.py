@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import CircuitError, pluralize
@@ -23,14 +24,13 @@ from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.prompts import as_prompts
+from lapa2_interp.tasks.task import RAW, Prompts, Task
 from lapa2_interp.tasks.word_lists import read_word_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RAW = "raw"
-"""The source of texts that were written without a prefix, and the branch without one."""
 _TOKEN_IDS: dict[tuple[bytes, tuple[str, ...]], tuple[int, ...]] = {}
 """`_single_token_ids` by a tokenizer's contents and words."""
 
@@ -179,7 +179,7 @@ def make_examples(
     model: Model,
     task: str | Task,
     attribute: str | None = None,
-    prompts: str | Sequence[str] | None = None,
+    prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
     *,
     texts: Mapping[str, Sequence[Sequence[int]]] | None = None,
     source: str = RAW,
@@ -192,7 +192,7 @@ def make_examples(
     Args:
         task: A name or a task with two attributes or more and hard prefixes.
         attribute: The target; by default the task's first.
-        prompts: By default the task's.
+        prompts: As `tasks.as_prompts` takes them; by default the task's.
         texts: By prompt, token ids of texts to score; by default the model writes them.
         source: The attribute whose prefix steers the texts, or `RAW` for none. Raw texts are the
             clean measure: a steered text already says what the prefix wants.
@@ -207,9 +207,7 @@ def make_examples(
     chosen = load_task(task) if isinstance(task, str) else task
     target = next(iter(chosen.attributes)) if attribute is None else attribute
     names = (target, *chosen.others(target))
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    requested = chosen.prompts.texts if prompts is None else tuple(prompts)
+    requested = as_prompts(chosen.prompts if prompts is None else prompts).texts
     check_request(requested, tokens, samples, texts)
     prefixes = {name: chosen.prefix(name) for name in names}
     for prompt in requested:  # a refusal comes before texts are written
@@ -232,8 +230,6 @@ def check_request(
     texts: Mapping[str, Sequence[Sequence[int]]] | None,
 ) -> None:
     """Refuse empty requests, and texts that lack a prompt."""
-    if not prompts:
-        raise CircuitError("there is no prompt; give at least one")
     if tokens < 1 or samples < 1:
         raise CircuitError(
             f"tokens and samples must be at least 1; found tokens={tokens}, samples={samples}"
@@ -273,7 +269,7 @@ def write_texts(
         method="none" if source == RAW else "prefix",
         task=task,
         attribute=next(iter(task.attributes)) if source == RAW else source,
-        prompts=prompts,
+        prompts=Prompts(texts=tuple(prompts)),
         alpha=0,
         parameters={} if source == RAW else {"prefixes": "hard"},
         length=length,

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,8 @@ from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix, find_prefix
 from lapa2_interp.stats import FEW, bounds
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.prompts import as_prompts
+from lapa2_interp.tasks.task import Prompts, Task
 
 ROUNDING_SHARE = 1e-6
 """A slope below this share of the control is rounding, and counts as 0."""
@@ -80,7 +82,7 @@ def prompt_slope(
     method: str | Method,
     *,
     attribute: str | None = None,
-    prompts: Sequence[str] | None = None,
+    prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
     texts: Mapping[str, Sequence[Sequence[int]]] | None = None,
     heads: Heads | None = None,
     metric: str | Metric | Mapping[str, Metric] = "js",
@@ -100,7 +102,7 @@ def prompt_slope(
         task: A name or a task with two attributes or more.
         method: A name, or a method with its parameters.
         attribute: The target; by default the task's first.
-        prompts: At least 8; by default the task's.
+        prompts: At least 8, as `tasks.as_prompts` takes them; by default the task's.
         texts: By prompt, token ids of texts, of one length for each prompt; by default the raw
             model writes them.
         heads: (layer, head) pairs in which the bias acts; None for all.
@@ -122,9 +124,8 @@ def prompt_slope(
     names = (target, *chosen.others(target))
     branches = {name: decoder.branches(chosen, name) for name in names}
     _check_method(decoder, branches[target])
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    requested = tuple(dict.fromkeys(chosen.prompts.texts if prompts is None else prompts))
+    asked = as_prompts(chosen.prompts if prompts is None else prompts)
+    requested = tuple(dict.fromkeys(asked.texts))
     check_request(requested, tokens, samples, texts)
     if len(requested) < FEW:
         raise CircuitError(

@@ -61,7 +61,7 @@ from lapa2_interp.methods.base import Method
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW, bounds
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.task import Prompts, Task
 
 HeadScore = Literal["cut", "slope", "dla", "mass", "random"]
 SIGNED = ("cut", "slope", "dla")
@@ -361,7 +361,7 @@ def _decide_pro_aug(
         contrast,
         method,
         attribute=contrast_set.attributes[0],
-        prompts=tuple(texts),
+        prompts=Prompts(texts=tuple(texts)),
         texts=texts,
         heads=heads,
         metric=metric,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ from lapa2_interp.circuits.units import Unit, make_units
 from lapa2_interp.models.card import Model, model_card, plain_network
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.prompts import as_prompts
+from lapa2_interp.tasks.task import Prompts, Task
 
 BEST = 24
 """Number of the best heads for the other replacements and phases; as many random heads are
@@ -72,7 +73,7 @@ def run_study(
     folder: str | Path,
     *,
     attribute: str | None = None,
-    prompts: tuple[str, ...] | None = None,
+    prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
     tokens: int = 32,
     samples: int = 1,
     seed: int = 1,
@@ -100,13 +101,13 @@ def run_study(
         "model": model_card(model).model_dump(mode="json"),
         "task": task if isinstance(task, str) else task.name,
         "attribute": attribute,
-        "prompts": prompts,
+        "prompts": None if prompts is None else list(as_prompts(prompts).texts),
         "tokens": tokens,
         "samples": samples,
         "seed": seed,
     }
     contrast_set = _study_texts(model, task, folder, settings)
-    text_settings = {name: settings[name] for name in TEXT_SETTINGS}
+    text_settings = _text_settings(settings)
     report(
         f"{pluralize(len(contrast_set.examples), 'text')} of"
         f" {pluralize(contrast_set.n_prompts, 'prompt')},"
@@ -221,6 +222,13 @@ def run_study(
     return found
 
 
+def _text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide the texts; prompts have been read, and are texts."""
+    found = {name: settings[name] for name in TEXT_SETTINGS}
+    prompts = found["prompts"]
+    return found | {"prompts": None if prompts is None else Prompts(texts=tuple(prompts))}
+
+
 def _study_texts(
     model: Model, task: str | Task, folder: Path, settings: dict[str, Any]
 ) -> ContrastSet:
@@ -243,8 +251,9 @@ def _study_texts(
         texts: dict[str, list[list[int]]] = {}
         for prompt, text in stored["texts"]:
             texts.setdefault(prompt, []).append(text)
+        prompts = Prompts(texts=tuple(texts))
         contrast_set = ContrastSet.of(
-            model, task, attribute=settings["attribute"], prompts=tuple(texts), texts=texts
+            model, task, attribute=settings["attribute"], prompts=prompts, texts=texts
         )
         # The same layouts, since the task's file may have changed.
         now = contrast_set.facts(model)
@@ -254,7 +263,7 @@ def _study_texts(
                 " task has changed; give another folder"
             )
         return contrast_set
-    text_settings = {name: settings[name] for name in TEXT_SETTINGS}
+    text_settings = _text_settings(settings)
     contrast_set = ContrastSet.of(model, task, **text_settings)
     texts_now = [[example.prompt, list(example.text)] for example in contrast_set.examples]
     facts = contrast_set.facts(model)

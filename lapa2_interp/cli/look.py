@@ -14,6 +14,7 @@ from lapa2_interp._util.errors import (
     MethodError,
     unknown_choice,
 )
+from lapa2_interp._util.paths import is_path, taken_as_path
 from lapa2_interp.cli.options import AsJson, AugmentationOptions, ModelOptions
 
 MOST_STEPS = 1_000_000
@@ -109,6 +110,9 @@ def layout(
 
     if not 1 <= steps <= MOST_STEPS:
         raise LayoutError(f"--steps must be 1 to {MOST_STEPS}, found {steps}")
+    for name, text in (("prefix", prefix), ("prompt", prompt)):
+        if text is not None and is_path(text):
+            raise LayoutError(f"--{name} {taken_as_path(text)}; give the text itself")
     tokenizer = load_tokenizer(model, trust_remote_code)
     found = Layout.of(tokenizer, prefix, prompt, soft=soft, doubled_bos=doubled_bos)
     seen = config_layer_types(load_config(model, trust_remote_code))

@@ -152,7 +152,8 @@ class ContrastOptions:
     prompt: Annotated[tuple[str, ...], Several, Unshown] = ()
     """Prompts, instead of the task's. Fewer than 8 give numbers and no claims; better are 32."""
     prompts: Path | None = None
-    """A file of prompts: plain lines, or .jsonl with a field "prompt"."""
+    """A file of prompts, as `lapa2 generate` takes it: plain lines, or .jsonl with a field
+    "prompt"."""
     tokens: int = 32
     """Tokens of each text that are scored."""
     samples: int = 1
@@ -162,12 +163,12 @@ class ContrastOptions:
 
     def parameters(self) -> dict[str, Any]:
         """Arguments of `run_study`, `select` and `measure_fading`, but `task`."""
-        from lapa2_interp.tasks.task import read_prompts
+        from lapa2_interp.tasks.prompts import as_prompts
 
-        prompts = [*self.prompt, *(read_prompts(self.prompts) if self.prompts else ())]
+        prompts: list[str | Path] = [*self.prompt, *([self.prompts] if self.prompts else [])]
         return {
             "attribute": self.attribute,
-            "prompts": prompts or None,
+            "prompts": as_prompts(prompts) if prompts else None,
             "tokens": self.tokens,
             "samples": self.samples,
             "seed": self.seed,

@@ -241,6 +241,7 @@ def import_(
     attribute: str,
     set_name: str = "imported",
     number: int | None = None,
+    other_base: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
     """Bring a soft prefix that other code trained into a set of this package.
@@ -261,12 +262,22 @@ def import_(
         set_name: What the card calls the set.
         number: Which prefix of an Air-Decoding checkpoint; by default the attribute's (0-7:
             positive, negative, world, sports, business, science, nontoxic, toxic).
+        other_base: Accept a prefix whose file names another model than this one, because you know
+            that the two are the same. The card records that model.
         trust_remote_code: Run code that comes with the model.
     """
     from lapa2_interp.methods.registry import load_task
     from lapa2_interp.prefixes.importing import import_into_set
 
     made = import_into_set(
-        source, out, model, load_task(task), attribute, set_name, number, trust_remote_code
+        source,
+        out,
+        model,
+        load_task(task),
+        attribute,
+        set_name,
+        number,
+        other_base,
+        trust_remote_code,
     )
     print(f"{made!r} in {out}; generate with --set prefixes={out}")

@@ -45,8 +45,8 @@ def steer(
 
     Args:
         model: A name of `lapa2 models`, a hub id or a folder.
-        prompts: A file of at least 32 prompts, better 250: plain lines, or .jsonl with a field
-            "prompt".
+        prompts: A file of at least 32 prompts, better 250, as `lapa2 generate --prompts` takes it:
+            plain lines, or .jsonl with a field "prompt".
         out: A folder for all results.
         task: A name of `lapa2 tasks`, or a task file of two attributes or more, whose prefixes have
             equal lengths in tokens.
@@ -73,12 +73,11 @@ def steer(
     """
     from lapa2_interp.generation.settings import read_value
     from lapa2_interp.report.steer import steer as run_steer
-    from lapa2_interp.tasks.task import read_prompts
 
     found = run_steer(
         model,
         task,
-        read_prompts(prompts),
+        prompts,
         out=out,
         method=method,
         parameters={name: read_value(value) for name, value in settings(parameters).items()},

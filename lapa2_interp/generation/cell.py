@@ -32,6 +32,16 @@ from lapa2_interp.tasks.task import MethodSettings, Task, built_in_tasks
 Key = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{16}\z")]
 """A cell's key. It names files, so a key that is read is nothing else."""
 
+BASELINE = "baseline"
+RESERVED_LABELS = {
+    BASELINE: "the arm without an augmentation",
+    "none": "no augmentation",
+    "paper": "a profile",
+    "released": "a profile",
+}
+"""Words that stand where the name of an arm or its augmentation does, and what they mean: no label
+is one of them."""
+
 
 class Cell(BaseModel):
     """Everything that decides a set of texts and its trace, and nothing else.
@@ -116,10 +126,15 @@ class Cell(BaseModel):
             raise AugmentationError(
                 f"the label of an arm is one line of at most 200 letters, found {label!r}"
             )
-        if label and (not self.active_augmentations or label == "baseline"):
+        if label in RESERVED_LABELS:
             raise AugmentationError(
-                f"label {label!r}: 'baseline' is the arm without an augmentation, and no other"
-                " arm; give another label, or none"
+                f"label {label!r}: no arm is called so, since it names {RESERVED_LABELS[label]};"
+                " give another label, or leave it out"
+            )
+        if label and not self.active_augmentations:
+            raise AugmentationError(
+                f"label {label!r}: the arm without an augmentation is called {BASELINE!r}; leave"
+                " the label out"
             )
         return self
 
@@ -177,8 +192,7 @@ class Cell(BaseModel):
     def plain_arm(self) -> str:
         """The arm without the cell's own label."""
         return (
-            " + ".join(augmentation.label for augmentation in self.active_augmentations)
-            or "baseline"
+            " + ".join(augmentation.label for augmentation in self.active_augmentations) or BASELINE
         )
 
     @property

@@ -106,7 +106,7 @@ def continue_chats(
     what = "chats that are read together, with their continuations"
     check_rotary_side(model_short_context(model), shortest, longest + length - 1, what)
     augmentations = active_augmentations(resolve_recipes(augmentation))
-    ends = torch.tensor(model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)))
+    ends = torch.tensor(model_card(model).end_ids, dtype=torch.long)
     recorder = Recorder(
         model.cfg.n_layers, model.cfg.n_heads, trace, layer_types=layer_types(model)
     )

@@ -193,9 +193,7 @@ def _decode_steps(
     bar: tqdm,
 ) -> Iterator[Int[Tensor, " sample"]]:
     """Decode one batch step by step; yields the tokens of each step and marks how samples end."""
-    ends = torch.tensor(
-        model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens)), dtype=torch.long
-    )
+    ends = torch.tensor(model_card(model).end_ids, dtype=torch.long)
     of_prompts = [
         augmentation for augmentation in plan.augmentations for _ in range(batch.n_prompts)
     ]

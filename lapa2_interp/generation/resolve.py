@@ -24,6 +24,7 @@ from lapa2_interp._util.errors import (
     validation_message,
 )
 from lapa2_interp._util.files import sha256_of
+from lapa2_interp._util.paths import is_path, taken_as_path
 from lapa2_interp.bias.augmentation import (
     Augmentation,
     AugmentationLike,
@@ -36,12 +37,10 @@ from lapa2_interp.bias.recipes import (
     own_strength,
     parse_recipes,
 )
-from lapa2_interp.bias.tokens import check_text_length
 from lapa2_interp.generation.axes import product, size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.settings import (
-    FORMS,
-    PROMPT_FILES,
+    TASK,
     CellSettings,
     PromptFile,
     python_values,
@@ -58,19 +57,19 @@ from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import expand_name
 from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.prefixes.soft_prefix import read_card, set_folder
+from lapa2_interp.tasks.prompts import as_prompts
 from lapa2_interp.tasks.task import (
+    ALL,
+    CUSTOM,
     Attribute,
     MethodSettings,
     Prompts,
     Task,
     extra_prompts,
-    read_prompts,
 )
 
 MISSING = "0" * 64
 """Stands for the sha256 of a file that is not there."""
-CUSTOM = "custom"
-"""Task and attribute of a prefix that belongs to no task."""
 
 
 def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
@@ -163,7 +162,7 @@ def resolve(
         card = model_card(model)
         facts = {"model": card.name, "dtype": card.dtype, "model_class": card.model_class}
     attributes = [settings.attribute]
-    if settings.attribute == "all" and "all" not in task.attributes:
+    if settings.attribute == ALL:
         attributes = list(task.attributes)
     cells = []
     for attribute in attributes:
@@ -216,10 +215,12 @@ def _task(settings: CellSettings, needs: list[str] | None) -> Task:
     if not isinstance(settings.task, str | Path | Task):
         raise TaskError(f"task must be a name, a path or a Task, found {settings.task!r}")
     task = settings.task if isinstance(settings.task, Task) else load_task(settings.task)
-    changes: dict[str, Any] = {"prompts": Prompts(texts=_prompts(settings.prompts, task, needs))}
+    changes: dict[str, Any] = {"prompts": _prompts(settings.prompts, task, needs)}
     form = settings.prefix
-    if form != "task" and not form:
+    if form != TASK and not form:
         raise LayoutError("prefix '' is empty; give a text, or method none for no prefix")
+    if form != TASK and is_path(form):
+        raise LayoutError(f"prefix {taken_as_path(form)}; give the text of a prefix")
     if "{attribute}" in form or "{Attribute}" in form:
         changes["attributes"] = {
             name: Attribute(
@@ -227,71 +228,38 @@ def _task(settings: CellSettings, needs: list[str] | None) -> Task:
             )
             for name in task.attributes
         }
-    elif form != "task" and settings.attribute == "all":
+    elif form != TASK and settings.attribute == ALL:
         changes |= {"name": CUSTOM, "attributes": {CUSTOM: Attribute(prefix=form)}, "methods": {}}
-    elif form != "task":
+    elif form != TASK:
         task.prefix(settings.attribute)
         changes["attributes"] = task.attributes | {settings.attribute: Attribute(prefix=form)}
     return task.model_copy(update=changes)
 
 
-def _prompts(
-    given: int | str | Sequence[str] | PromptFile, task: Task, needs: list[str] | None
-) -> tuple[str, ...]:
+def _prompts(given: Any, task: Task, needs: list[str] | None) -> Prompts:
     own = task.prompts.texts
     if isinstance(given, int):
         others = extra_prompts(task.name) if given > len(own) else ()
-        return (*own, *(text for text in others if text not in own))[:given]
+        return Prompts(texts=(*own, *(text for text in others if text not in own))[:given])
     if isinstance(given, PromptFile):
-        if not Path(given.file).is_file():
+        if not Path(given.file).exists():
             missing = (
                 f"no file {given.file} ({given.n} prompts: {given.what}) in the folder you are in"
             )
             if needs is None:
                 raise LayoutError(missing)
             needs.append(missing)
-            return tuple(
-                f"prompt {i} of a file that is not there yet, as long as most"
-                for i in range(given.n)
+            return Prompts(
+                texts=tuple(
+                    f"prompt {i} of a file that is not there yet, as long as most"
+                    for i in range(given.n)
+                )
             )
-        prompts = read_prompts(Path(given.file))
-        if len(prompts) != given.n:
-            raise LayoutError(f"{given.file} has {len(prompts)} prompts, and not {given.n}")
+        prompts = as_prompts(Path(given.file))
+        if len(prompts.texts) != given.n:
+            raise LayoutError(f"{given.file} has {len(prompts.texts)} prompts, and not {given.n}")
         return prompts
-    if given == "task":
-        return own
-    texts: list[str] = []
-    for each in (given,) if isinstance(given, str) else given:
-        if not isinstance(each, str):
-            raise LayoutError(f"prompts must be texts, found {each!r}")
-        if each.endswith(PROMPT_FILES):
-            if not Path(each).is_file():
-                raise LayoutError(f"prompts: takes {FORMS['prompts']}; there is no file {each!r}")
-            texts += read_prompts(Path(each))
-        else:
-            texts.append(each)
-    if not texts:
-        raise LayoutError("prompts is an empty list; give at least one text, or 'task'")
-    for text in texts:
-        _check_prompt(text)
-    return tuple(texts)
-
-
-def _check_prompt(text: str) -> None:
-    check_text_length("prompt", text)
-    if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
-        raise LayoutError(
-            f"the prompt {text!r} has half a character of UTF-16, which UTF-8 does not have; give"
-            " whole characters"
-        )
-    if "\0" in text:
-        raise LayoutError(
-            f"the prompt {text[:40]!r} has a NUL, which a trace cannot name; leave it out"
-        )
-    if not text:
-        raise LayoutError(
-            "the prompt '' tokenises to nothing of its own; give at least one token of text"
-        )
+    return as_prompts(task.prompts if given == TASK else given)
 
 
 def _method(settings: CellSettings, task: Task, allow_code: bool) -> Method:
@@ -398,7 +366,7 @@ def _patterns(given: str | Sequence[tuple[int, int]]) -> tuple[tuple[int, int], 
 def _check_prefix(settings: CellSettings, task: Task, method: Method, attribute: str) -> None:
     """Refuse a prefix that the method does not read: its cells would have other keys and the same
     texts."""
-    if settings.prefix == "task":
+    if settings.prefix == TASK:
         return
     others = {name: Attribute(prefix=f"?{each.prefix}") for name, each in task.attributes.items()}
     other = task.model_copy(update={"attributes": others})

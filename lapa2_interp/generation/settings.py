@@ -19,6 +19,8 @@ from lapa2_interp._util.errors import Lapa2Error, unknown_choice, validation_mes
 from lapa2_interp._util.parsing import parse_toml
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.models.machine import AUTO_DTYPE, Dtype, DtypeOrAuto, ModelClass
+from lapa2_interp.tasks.prompts import PROMPT_FILES
+from lapa2_interp.tasks.task import Prompts
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +41,13 @@ BannedWordsPolicy = Literal["none", "own", "all"]
 """Words that are never drawn: none, those of the attribute, or those of every attribute."""
 Count = Annotated[int, Field(ge=1)]
 Head = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
-PROMPT_FILES = (".txt", ".jsonl", ".csv")
-"""Endings of files of prompts."""
+TASK = "task"
+"""The word for the task's own prompts, or for its own prefix."""
 FORMS = {
     "method": "a name, or { name = ..., PARAMETER = VALUE }",
     "prompts": (
-        "task, a number of at least 1, one text, a list of texts, the path of a file that ends in"
-        f" {', '.join(PROMPT_FILES)}, or {{ file = ..., n = ... }}"
+        f"{TASK}, a number of at least 1, one text, a list of texts, {PROMPT_FILES}, or"
+        " { file = ..., n = ... }"
     ),
     "augmentation": (
         'none, paper, released, a recipe such as "instaboost:M=5", or { alpha = ..., law = ... }'
@@ -97,10 +99,11 @@ class CellSettings(BaseModel):
 
     model: str | Path | Model = "smollm2-135m"
     """A name of `lapa2 models`, a hub id or a folder."""
-    prompts: Count | str | Sequence[str] | PromptFile = "task"
+    prompts: Count | str | Path | Sequence[str | Path] | PromptFile | Prompts = TASK
     """Prompts to continue: one text, or several; task: those of the task; a number: so many of the
-    task's and, beyond them, of this package's; or a file with one on each line (.txt, .jsonl with a
-    field "prompt", .csv with a column "prompt")."""
+    task's and, beyond them, of this package's; or a file: lines (.txt), a JSON list (.json), or a
+    field or column "prompt" (.jsonl, .csv, .tsv, .parquet), also compressed. What exists as a file,
+    or ends like one, is a path."""
     attribute: str = "all"
     """Attribute to steer towards; all: a cell for each attribute of the task."""
     method: str | Mapping[str, Any] | Method = "prefix"
@@ -109,7 +112,7 @@ class CellSettings(BaseModel):
     """Parameters of the method, such as omega=60."""
     task: str | Path | Task = "sentiment"
     """A task of `lapa2 tasks`, or the path of a task file."""
-    prefix: str = "task"
+    prefix: str = TASK
     """The hard prefix; task: that of the task. A form with {attribute} or {Attribute} is the prefix
     of every attribute. Other text is the prefix of the attribute, or without one needs no task
     file."""

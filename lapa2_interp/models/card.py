@@ -374,9 +374,11 @@ class ModelCard(BaseModel):
     """`short_context` of the model."""
     start_token: str
     """The token that starts plain text (`bias.layout.text_markers`)."""
+    end_ids: tuple[int, ...]
+    """Ids that end a text under the EOS policies stop and block: the tokenizer's and the generation
+    config's. A tokenizer may have no token for an id that a model can draw."""
     end_tokens: tuple[str, ...]
-    """Tokens that end a text under the EOS policies stop and block: the tokenizer's and the
-    generation config's."""
+    """The same for readers: each id's token, or "id 259" where the tokenizer has none."""
     layer_types: tuple[LayerType, ...] = ()
     """The layers' types; empty if every layer sees all keys."""
     prepacking: Prepacking = "none"
@@ -500,16 +502,18 @@ def make_card(
     Args:
         name, weights: As in `ModelCard`.
         architecture: The transformers class; by default that of the model's configuration.
-        generation: The model's generation configuration, whose end tokens are added.
+        generation: The model's generation configuration, whose end ids are added; by default that
+            of the network, if it has one.
         packing: By default `choose_prepacking` of the network.
     """
     markers = text_markers(model.tokenizer)
-    listed = generation.eos_token_id if generation is not None else None
+    if generation is None:
+        generation = getattr(network_of(model), "generation_config", None)
+    listed = getattr(generation, "eos_token_id", None)
     ends = {*markers.ends, *([listed] if isinstance(listed, int) else listed or [])}
-    # Configurations name ends that the tokenizer lacks, and tokenizers those without a logit.
-    names = [
-        model.tokenizer.convert_ids_to_tokens(i) for i in sorted(ends) if i < model.cfg.d_vocab
-    ]
+    # Configurations and tokenizers also name ends that have no logit, so that none is drawn.
+    end_ids = tuple(i for i in sorted(ends) if 0 <= i < model.cfg.d_vocab)
+    names = map(model.tokenizer.convert_ids_to_tokens, end_ids)
     return ModelCard(
         name=name,
         weights=weights,
@@ -523,7 +527,10 @@ def make_card(
         n_ctx=model.cfg.n_ctx,
         short_ctx=model_short_context(model),
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
-        end_tokens=tuple(name for name in names if name is not None),
+        end_ids=end_ids,
+        end_tokens=tuple(
+            f"id {i}" if name is None else name for i, name in zip(end_ids, names, strict=True)
+        ),
         layer_types=omit_if_all_full(layer_types(model)),
         prepacking=choose_prepacking(network_of(model)) if packing is None else packing,
     )

@@ -283,7 +283,7 @@ def _generate_texts(model: Model, study: PropositionStudy) -> Run:
         cell_of(
             model,
             attribute=attribute,
-            prompts=task.prompts.texts[: study.prompts],
+            prompts=study.prompts,
             alpha=alpha,
             length=study.length,
             samples=study.samples,

@@ -7,6 +7,10 @@
             ([middle, d_model], bias [d_model]) for both, folded here: K = E_K W + b, V = E_V W + b. Positions are not shifted.
     lapa2   a prefix of this package, attached to the same weights from another place.
 
+PEFT's adapters and this package's prefixes name the model they were trained for. It must be the model that is
+given: have its name, its folder, or its files (`Base`). Another is refused unless the caller accepts it, and the card
+records it. Air-Decoding's checkpoints name no model.
+
 Other checkpoints than safetensors are read with torch's `weights_only`: a file that would run code is
 refused.
 """  # noqa: E501
@@ -17,17 +21,21 @@ import pickle
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import PrefixError, unknown_choice
 from lapa2_interp._util.parsing import parse_json, read_text
-from lapa2_interp.models.card import Model, model_card
-from lapa2_interp.models.load import load_model
+from lapa2_interp.models.card import Model, ModelCard, model_card
+from lapa2_interp.models.load import expand_name, load_model
+from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_folder
+from lapa2_interp.models.weights import ADAPTER, folder_hash
 from lapa2_interp.prefixes.soft_prefix import (
     PrefixCard,
     PrefixShape,
     SoftPrefix,
+    check_set_place,
     kv_shape,
     load_prefix,
     prefix_files,
@@ -52,8 +60,42 @@ WEIGHT_FILES = (
 )
 
 
+@dataclass(frozen=True)
+class Base:
+    """The model that a prefix was trained for, as its file names it.
+
+    Attributes:
+        name: A hub id, a folder, or a name of this package.
+        weights: Its weights as on a card (`ModelCard.weights`); None if the file does not say.
+    """
+
+    name: str
+    weights: str | None = None
+
+    def is_model(self, card: ModelCard) -> bool:
+        """True if a model is known to be this one. Weights decide where both are known; then the
+        files of a folder that is still there; then the name."""
+        if self.weights is not None:
+            return self.weights == card.weights
+        name = expand_name(self.name)
+        if (folder := Path(name)).is_dir():
+            place = smollm2_folder() if card.name == SMOLLM2 else Path(card.name)
+            same_place = place.is_dir() and place.samefile(folder)
+            return same_place or folder_hash(folder) in card.weights
+        return name == card.name
+
+    def __str__(self) -> str:
+        return self.name if self.weights is None else f"{self.name} with weights {self.weights}"
+
+
 def import_prefix(
-    source: Path, model: Model, task: str, attribute: str, set_name: str, number: int | None = None
+    source: Path,
+    model: Model,
+    task: str,
+    attribute: str,
+    set_name: str,
+    number: int | None = None,
+    other_base: bool = False,
 ) -> SoftPrefix:
     """A prefix from PEFT, Air-Decoding or this package, for a model.
 
@@ -63,18 +105,23 @@ def import_prefix(
         model: The model it was trained for; its shape is checked.
         task, attribute, set_name: Fields of the card.
         number: Number of the prefix in an Air-Decoding checkpoint; by default the attribute's, 0-7.
+        other_base: Accept a prefix that names another model as the one it was trained for, such as
+            the same weights under another name. The card's origin records that model.
 
     Raises:
-        PrefixError: Unknown layout, another shape, or a file that is not plain tensors.
+        PrefixError: Unknown layout, another shape, another base, or a file that is not plain
+            tensors.
     """
     # Keys and values [layer, kv_head, slot, d_head], from one of three formats.
     source = Path(source)
-    if (source / "adapter_config.json").is_file():
-        keys, values = _read_peft(source)
+    base: Base | None = None
+    if (source / ADAPTER).is_file():
+        keys, values, base = _read_peft(source)
         shifted, origin = True, "PEFT prefix tuning"
     elif source.suffix == ".safetensors" and source.with_suffix(".json").is_file():
         own = load_prefix(source.parent, source.stem)
         keys, values, shifted = own.keys, own.values, own.card.shifted
+        base = Base(own.card.model, own.card.weights)
         origin = f"{own.card.origin}; lapa2 prefix {own.card.name}"
     else:
         names = [name for group in AIR_NUMBERS.values() for name in group]
@@ -94,6 +141,14 @@ def import_prefix(
             f"the prefix in {source} has {shape}; {card.name} needs {kv_shape(model, n_slots)};"
             " give the model it was trained for"
         )
+    if base is not None and not base.is_model(card):
+        if not other_base:
+            raise PrefixError(
+                f"the prefix in {source} was trained for {base}, and {card.name} with weights"
+                f" {card.weights} is not known to be that model; give the model it was trained for,"
+                " or --other-base if they are the same"
+            )
+        origin = f"{origin}, trained for {base}"
     return SoftPrefix(
         keys.contiguous(),
         values.contiguous(),
@@ -133,7 +188,7 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore")  # old pickle protocols are read or refused
             tensors = (
                 load_file(file)
-                if file.suffix == ".safetensors"
+                if file.suffix.lower() == ".safetensors"
                 else torch.load(file, "cpu", weights_only=True)
             )
     except pickle.UnpicklingError as error:
@@ -153,24 +208,30 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_peft(folder: Path) -> tuple[Tensor, Tensor]:
-    """Keys and values of a PEFT adapter, [layer, kv_head, slot, d_head]."""
+def _read_peft(folder: Path) -> tuple[Tensor, Tensor, Base | None]:
+    """Keys and values of a PEFT adapter, [layer, kv_head, slot, d_head], and its base."""
+    file = folder / ADAPTER
     try:
-        config = parse_json(read_text(folder / "adapter_config.json"))
+        config = parse_json(read_text(file))
     except ValueError as error:
-        raise PrefixError(f"{folder / 'adapter_config.json'} is not JSON: {error}") from error
+        raise PrefixError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise PrefixError(f"{folder / 'adapter_config.json'} holds no JSON object")
+        raise PrefixError(f"{file} holds no JSON object")
     if config.get("peft_type") != "PREFIX_TUNING":
         raise PrefixError(
             f"{folder} is a PEFT adapter of type {config.get('peft_type')}; only PREFIX_TUNING"
             " holds keys and values"
         )
+    if (kind := config.get("task_type")) not in (None, "CAUSAL_LM"):
+        raise PrefixError(
+            f"{folder} is a PEFT adapter for the task type {kind}; only CAUSAL_LM adapters steer"
+            " text that a model continues"
+        )
     sizes = {name: config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim")}
     layers, heads, width = (size if isinstance(size, int) else 0 for size in sizes.values())
     if min(layers, heads, width) < 1 or width % heads:
         raise PrefixError(
-            f"{folder / 'adapter_config.json'} needs positive whole numbers, and a token_dim that"
+            f"{file} needs positive whole numbers, and a token_dim that"
             f" the heads share evenly; found {sizes}"
         )
     tensors = read_tensors(folder)
@@ -182,7 +243,8 @@ def _read_peft(folder: Path) -> tuple[Tensor, Tensor]:
             f" {found}"
         )
     both = stored.unflatten(1, (layers, 2, heads, width // heads)).permute(2, 1, 3, 0, 4)
-    return both[0], both[1]
+    name = config.get("base_model_name_or_path")
+    return both[0], both[1], Base(name) if isinstance(name, str) and name else None
 
 
 def _read_air(
@@ -251,12 +313,13 @@ def import_into_set(
     attribute: str,
     set_name: str = "imported",
     number: int | None = None,
+    other_base: bool = False,
     trust_remote_code: bool = False,
 ) -> SoftPrefix:
     """Import a soft prefix, and add it to the folder of a set.
 
     Args:
-        source, set_name, number: As in `import_prefix`.
+        source, set_name, number, other_base: As in `import_prefix`.
         out: The set's folder.
         model: The name of the model it was trained for.
 
@@ -265,9 +328,12 @@ def import_into_set(
         ModelError: The model cannot be loaded.
     """
     task.prefix(attribute)
+    check_set_place(out)
     if any(file.exists() for file in prefix_files(out, attribute)):
         raise PrefixError(f"{out} has a prefix {attribute!r} already; choose another --out")
     loaded = load_model(model, trust_remote_code=trust_remote_code)
     return save_prefix(
-        import_prefix(source, loaded, task.name, attribute, set_name, number), out, "float32"
+        import_prefix(source, loaded, task.name, attribute, set_name, number, other_base),
+        out,
+        "float32",
     )

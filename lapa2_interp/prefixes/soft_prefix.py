@@ -41,6 +41,26 @@ if TYPE_CHECKING:
 
 SHIPPED_SETS = Path(__file__).parent / "shipped"
 """Sets that come with the package: `<model>/<task>-<set>/<attribute>`."""
+RESERVED_SETS = {
+    "hard": "the task's texts",
+    "mle": "a set that comes with the package",
+    "contrastive": "a set that comes with the package",
+}
+"""Words for `prefixes` in place of a set's folder, and what they mean: no folder of a user's set is
+called so."""
+
+
+def check_set_place(out: Path) -> None:
+    """Refuse a folder for a set that `prefixes` could not name.
+
+    Raises:
+        PrefixError: Its name is one of `RESERVED_SETS`.
+    """
+    if (name := str(out)) in RESERVED_SETS:
+        raise PrefixError(
+            f"--out {name}: with prefixes={name} a method would take {RESERVED_SETS[name]}; give"
+            f" another folder, such as results/{name}"
+        )
 
 
 class PrefixShape(BaseModel):
@@ -236,7 +256,7 @@ class SoftPrefix:
             raise PrefixError(
                 f"the soft prefix {self.card.attribute!r} was made for {self.card.model} with"
                 f" weights {self.card.weights}; this is {card.name} with weights {card.weights}; if"
-                " they are the same, attach it to this one: `lapa2 prefix import`"
+                " they are the same, attach it to this one: `lapa2 prefix import --other-base`"
             )
 
 

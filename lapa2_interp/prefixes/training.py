@@ -47,6 +47,7 @@ from lapa2_interp.prefixes.soft_prefix import (
     PrefixShape,
     SoftPrefix,
     TrainingRecord,
+    check_set_place,
     kv_shape_of,
     load_prefix,
     prefix_files,
@@ -93,6 +94,7 @@ def train_set(
     """
     # Everything that decides the result. Only the same plan resumes a training.
     check_name(out)
+    check_set_place(out)
     attributes = _checked_attributes(task, attributes, recipe)
     network, tokenizer, weights = load_transformers(model, recipe.dtype, trust_remote_code)
     network.requires_grad_(False)

@@ -74,7 +74,8 @@ from lapa2_interp.scoring.registry import ScorerOptions, score_samples
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
 from lapa2_interp.stats import FEW, holm, interval_text
-from lapa2_interp.tasks.task import Attribute, Task
+from lapa2_interp.tasks.prompts import as_prompts
+from lapa2_interp.tasks.task import Attribute, Prompts, Task
 
 WORDINGS = ("Extremely {attribute}:", "In a {attribute} tone:")
 """Other prefixes, with which heads are chosen again."""
@@ -86,7 +87,7 @@ report.html."""
 def steer(
     model: str | Path,
     task: str | Path | Task,
-    prompts: Sequence[str],
+    prompts: str | Path | Sequence[str | Path] | Prompts,
     *,
     out: str | Path,
     method: str = "dexperts",
@@ -122,8 +123,8 @@ def steer(
         model: A name or folder, as `load_model`.
         task: A name of `lapa2 tasks`, a task file, or a task of two attributes or more, whose hard
             prefixes have equal lengths in tokens.
-        prompts: At least 32: a quarter chooses heads, a quarter tunes (64 at most each), the rest
-            judges.
+        prompts: At least 32, as `tasks.as_prompts` takes them: a quarter chooses heads, a quarter
+            tunes (64 at most each), the rest judges.
         out: A folder for all results.
         method: A name of `lapa2 methods`.
         parameters: Its parameters. By default prefixes are hard and Pro-Aug is off.
@@ -152,7 +153,7 @@ def steer(
         dtype=settled_dtype(folder, dtype, device),
         model_class=model_class,
         task=chosen_task,
-        prompts=tuple(dict.fromkeys(prompts)),
+        prompts=tuple(dict.fromkeys(as_prompts(prompts).texts)),
         method=method,
         parameters=method_parameters(method, chosen_task, parameters),
         budget=budget,
@@ -250,7 +251,9 @@ def _choose(
     model = load_model(settings.model, "float32", device, settings.model_class)
     score: Any = "slope" if has_gradients(model) else "cut"
     given = {"score": score, "heads": settings.heads, "screen": 0, "seed": settings.seed}
-    found = select(model, settings.task, prompts=prompts, **given)
+    texts = Prompts(texts=tuple(prompts))
+    found = select(model, settings.task, prompts=texts, **given)
+    half = Prompts(texts=texts.texts[: max(FEW, len(prompts) // 2)])
     overlap = {}
     for form in WORDINGS:
         attributes = {
@@ -259,7 +262,7 @@ def _choose(
         }
         reworded = settings.task.model_copy(update={"attributes": attributes})
         try:
-            again = select(model, reworded, prompts=prompts[: max(FEW, len(prompts) // 2)], **given)
+            again = select(model, reworded, prompts=half, **given)
         except CircuitError as error:
             notify(f"wording {form!r} is left out: {error}")
             continue

@@ -24,7 +24,7 @@ from lapa2_interp.scoring.linear import LINEAR_ENDING
 from lapa2_interp.scoring.scorer import CLASSIFIERS
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
 from lapa2_interp.stats import FEW, interval_text
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.task import Prompts, Task
 
 STRENGTHS = (0.5, 1.0, 2.0, 4.0)
 """The alphas that are tried in each place of the bias."""
@@ -116,7 +116,7 @@ class SteerSettings:
                 **model,
                 **shared,
                 "task": self.task,
-                "prompts": tuple(prompts),
+                "prompts": Prompts(texts=tuple(prompts)),
                 "method": method,
                 "parameters": None if alone else dict(self.parameters),
                 "augmentation": "none" if augmentation is None else augmentation,

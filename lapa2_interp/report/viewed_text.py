@@ -39,7 +39,7 @@ from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import FinishedCell, Run, shown_only
 from lapa2_interp.runs.worker import check_files
 from lapa2_interp.stats import bounds
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.task import Prompts, Task
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -411,7 +411,7 @@ def _step_control(
             model,
             cell.task,
             attribute=cell.attribute,
-            prompts=(prompt,),
+            prompts=Prompts(texts=(prompt,)),
             texts={prompt: [tokens]},
         )
         if contrast.examples[0].layouts[0].ids != planned.layouts[number][0].ids:

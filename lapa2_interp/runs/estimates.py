@@ -35,6 +35,7 @@ from lapa2_interp.models.sizes import DTYPE_BYTES, is_available_offline, model_s
 from lapa2_interp.models.smollm2 import SMOLLM2
 from lapa2_interp.models.tiny import TINY
 from lapa2_interp.tasks.segmentation import words_and_signs
+from lapa2_interp.tasks.task import Prompts
 
 TIMED = ((128, 64), (16, 64), (64, 192))
 """Rows and keys of the timed steps. A step is taken to last a + b rows + c rows x keys: SmolLM2's
@@ -250,7 +251,7 @@ def _step(model: Model, rows: int, keys: int) -> float:
         model,
         task=load_task("sentiment").model_copy(update={"length_counts_prompt": False}),
         attribute="positive",
-        prompts=[model.tokenizer.decode(ids)],
+        prompts=Prompts(texts=(model.tokenizer.decode(ids),)),
         alpha=0.5,
         length=STEPS + 1,
         samples=rows,

@@ -57,7 +57,7 @@ from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import Run
 from lapa2_interp.runs.store import FinishedBatch, Listing
 from lapa2_interp.runs.worker import make_batch
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.task import Prompts, Task
 
 GRID = "generate"
 """The name of the grid of a run that `generate` makes."""
@@ -67,7 +67,7 @@ GRID = "generate"
 @weights_read_once()
 def generate(
     model: str | Path | Model = "smollm2-135m",
-    prompts: Count | str | Sequence[str] | PromptFile = "task",
+    prompts: Count | str | Path | Sequence[str | Path] | PromptFile | Prompts = "task",
     *,
     attribute: str | list[str] = "all",
     method: str | Mapping[str, Any] | Method | list[str | Mapping[str, Any] | Method] = "prefix",
@@ -114,7 +114,8 @@ def generate(
         model: A model's name or folder, or a loaded model (which decides dtype and model_class): of
             `load_model`, a TransformerLens model made elsewhere, or TransformersModel(network,
             tokenizer, name).
-        prompts: One text, or several; "task": those of the task; a number: so many; or a file.
+        prompts: One text, or several; "task": those of the task; a number: so many; or a file. What
+            exists as a file, or ends like one, is a path; `Prompts` hold texts alone.
         attribute: Attribute to steer towards; "all": a cell for each attribute of the task.
         method: A name of `lapa2 methods`, {"name": ..., PARAMETER: VALUE}, or a method of
             `methods.get`.

@@ -109,13 +109,15 @@ def load_grid(
     if name in built_in():
         text = read_text(GRIDS / f"{name}.toml")
         title = name
-    elif Path(name).suffix == ".toml" and Path(name).is_file():
+    elif Path(name).suffix.lower() == ".toml":
         try:
             text, title = read_text(Path(name)), Path(name).stem
+        except FileNotFoundError:
+            raise GridError(
+                f"there is no file {name}; `lapa2 grids` ends with an example of one"
+            ) from None
         except (OSError, ValueError) as error:
             raise GridError(f"cannot read {name} as text: {error}") from None
-    elif Path(name).suffix == ".toml":
-        raise GridError(f"there is no file {name}; `lapa2 grids` ends with an example of one")
     else:
         raise GridError(f"{unknown_choice('grid', name, built_in())}; or the path of a .toml file")
     try:

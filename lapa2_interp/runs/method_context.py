@@ -34,7 +34,7 @@ from lapa2_interp.models.card import Model, check_not_quantised, model_card, wei
 from lapa2_interp.models.machine import processor_kind
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
-from lapa2_interp.tasks.task import Attribute, Prompts, Task
+from lapa2_interp.tasks.task import CUSTOM, Attribute, Prompts, Task
 
 T = TypeVar("T")
 DRAFT_SEEDS = 2**40
@@ -52,7 +52,7 @@ class ModelContext:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.card = model_card(model)
-        self.end_ids = tuple(model.tokenizer.convert_tokens_to_ids(list(self.card.end_tokens)))
+        self.end_ids = self.card.end_ids
         self.gated = is_gated(model)
         self._made: dict[Hashable, Any] = {}
 
@@ -86,14 +86,14 @@ class ModelContext:
         bare = Task(
             name="drafts",
             length_counts_prompt=False,
-            attributes={"none": Attribute(prefix="none")},
+            attributes={CUSTOM: Attribute(prefix=CUSTOM)},
             prompts=Prompts(texts=(prompt,)),
         )
         cell = cell_of(
             self.model,
             method=method,
             task=bare,
-            attribute="none",
+            attribute=CUSTOM,
             alpha=0.0,
             length=new_tokens,
             samples=n,

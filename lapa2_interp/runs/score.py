@@ -13,6 +13,7 @@ import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError, pluralize
 from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
+from lapa2_interp._util.paths import is_path
 from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.models.load import shared_tokenizer
@@ -32,7 +33,7 @@ from lapa2_interp.scoring.tables import (
     format_scores,
     score_table,
 )
-from lapa2_interp.tasks.task import Task, read_task
+from lapa2_interp.tasks.task import ALL, Task, read_task
 
 LETTERS = 4.5
 """Letters of a token, about."""
@@ -199,11 +200,16 @@ def _task(asked: str | None, own: Task | None) -> Task | str | None:
     which is known by its name, too."""
     if own is not None and asked in (None, own.name):
         return own
-    return read_task(asked) if asked is not None and asked.endswith(".toml") else asked
+    return read_task(asked) if asked is not None and is_path(asked) else asked
 
 
 def _with_attribute(samples: pd.DataFrame, source: Path, attribute: str | None) -> pd.DataFrame:
     """The texts with an attribute that they do not name themselves."""
+    if attribute == ALL or ALL in set(samples["attribute"]):
+        raise ScoringError(
+            f"{source}: texts are steered towards {ALL!r}, which names every attribute in tables of"
+            " scores; give the attribute another name"
+        )
     if attribute is None:
         return samples
     if others := [

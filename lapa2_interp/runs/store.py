@@ -52,7 +52,7 @@ COLUMNS = ("prompt", "attribute", "sample", "text", "tokens", "n_tokens", "finis
 """Columns that the texts of a batch have, at least."""
 KEYS = "[0-9a-f]" * 16
 """Pattern of the names of cells' folders."""
-FORMAT = 3
+FORMAT = 4
 """Version of the form of run folders: raised when texts under a key become others, or files are
 read in another way.
 

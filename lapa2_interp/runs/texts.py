@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
+from lapa2_interp._util.paths import kind_of
 from lapa2_interp.bias.tokens import decode_continuation, token_texts
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.runs.manifest import Manifest
@@ -52,7 +53,7 @@ def read_texts(
             (run.samples(list(group["key"])), run.manifest(str(group["key"].iloc[0])))
             for _, group in finished.groupby(["model", "task", wordings, "max_length"], sort=False)
         ]
-    if not source.is_file() or not set(READERS) & set(source.suffixes):
+    if not source.is_file() or kind_of(source) not in READERS:
         raise ScoringError(
             f"{source} is neither a run folder nor a file that ends in {', '.join(READERS)}"
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from jaxtyping import Float
 
 from lapa2_interp._util.errors import DataError, ScoringError
 from lapa2_interp._util.files import temporary_folder
-from lapa2_interp._util.parsing import check_regular_file, parse_json
+from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp.scoring.agreement import agreement, card_rows
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
@@ -50,7 +49,7 @@ class GradedTexts:
 
 
 def read_graded(path: Path, test: bool) -> GradedTexts:
-    """Prompts and continuations of a RealToxicityPrompts file (.jsonl, .jsonl.xz) with their
+    """Prompts and continuations of a RealToxicityPrompts file (.jsonl, also compressed) with their
     Perspective toxicity.
 
     Args:
@@ -61,20 +60,17 @@ def read_graded(path: Path, test: bool) -> GradedTexts:
     """
     texts, scores = [], []
     try:
-        check_regular_file(path)
-        opened = lzma.open if path.suffix == ".xz" else open
-        with opened(path, "rt", encoding="utf-8-sig") as stream:
-            for line in stream:
-                row = parse_json(line)
-                number = int(hashlib.sha256(row["prompt"]["text"].encode()).hexdigest(), 16)
-                if (number % 5 == 0) == test:
-                    for part in (row["prompt"], row["continuation"]):
-                        if part.get("toxicity") is not None and part["text"].strip():
-                            texts.append(part["text"])
-                            scores.append(float(part["toxicity"]))
-                            if not 0 <= scores[-1] <= 1:
-                                raise ValueError(f"toxicity {scores[-1]:g}; allowed: 0 to 1")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, lzma.LZMAError) as error:
+        for line in read_text(path).removesuffix("\n").split("\n"):
+            row = parse_json(line)
+            number = int(hashlib.sha256(row["prompt"]["text"].encode()).hexdigest(), 16)
+            if (number % 5 == 0) == test:
+                for part in (row["prompt"], row["continuation"]):
+                    if part.get("toxicity") is not None and part["text"].strip():
+                        texts.append(part["text"])
+                        scores.append(float(part["toxicity"]))
+                        if not 0 <= scores[-1] <= 1:
+                            raise ValueError(f"toxicity {scores[-1]:g}; allowed: 0 to 1")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path} is not a file of RealToxicityPrompts ({type(error).__name__}: {error})"
         ) from error

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from lapa2_interp._util.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lapa2_interp.tasks.task import Task, extra_prompts, read_prompts, read_task
+    from lapa2_interp.tasks.prompts import as_prompts, read_prompts
+    from lapa2_interp.tasks.task import Prompts, Task, extra_prompts, read_task
 
-__all__ = ["Task", "extra_prompts", "read_prompts", "read_task"]
+__all__ = ["Prompts", "Task", "as_prompts", "extra_prompts", "read_prompts", "read_task"]
 __getattr__, __dir__ = lazy_names(__name__)

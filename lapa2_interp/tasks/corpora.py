@@ -27,6 +27,7 @@ from pandas.io.common import get_handle  # type: ignore[import-not-found]
 
 from lapa2_interp._util.errors import DataError, unknown_choice
 from lapa2_interp._util.parsing import check_regular_file, parse_json
+from lapa2_interp._util.paths import kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,8 +136,8 @@ READERS: Mapping[str, Callable[..., pd.DataFrame]] = {
 
 
 def read_table(path: Path, **options: Any) -> pd.DataFrame:
-    """Read a table in JSON lines, CSV or Parquet, by its ending; .xz, .gz, .bz2 and .zip may follow
-    it.
+    """Read a table in JSON lines, CSV or Parquet, by its ending in any letter case, which .xz, .gz,
+    .bz2 and .zip may follow.
 
     Args:
         options: Passed to `pandas.read_csv` for a CSV file.
@@ -146,11 +147,11 @@ def read_table(path: Path, **options: Any) -> pd.DataFrame:
         OSError: It cannot be read. Each compression raises other errors for a damaged file
             (`READ_ERRORS`).
     """
-    kinds = [ending for ending in path.suffixes if ending in READERS]
-    if not kinds:
+    kind = kind_of(path)
+    if kind not in READERS:
         raise ValueError(f"it does not end in {', '.join(READERS)}")
     check_regular_file(path)
-    return READERS[kinds[-1]](path, **options if kinds[-1] == ".csv" else {})
+    return READERS[kind](path, **options if kind == ".csv" else {})
 
 
 READ_ERRORS = (
@@ -250,8 +251,7 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
 
 
 def _read_file(path: Path) -> pd.DataFrame:
-    kinds = [ending for ending in path.suffixes if ending in READERS]
-    if not kinds:
+    if kind_of(path) not in READERS:
         raise DataError(
             f"{unknown_choice('corpus', str(path), HUB_CORPORA)}, or a file that ends in"
             f" {', '.join(READERS)}"

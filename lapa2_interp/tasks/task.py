@@ -7,8 +7,6 @@ optional.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -19,7 +17,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lapa2_interp._util.errors import TaskError, main_error, unknown_choice, validation_message
-from lapa2_interp._util.parsing import parse_json, parse_toml, read_text
+from lapa2_interp._util.parsing import parse_toml, read_text
+from lapa2_interp._util.paths import is_path, taken_as_path
 from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
@@ -42,6 +41,24 @@ prefix = "The following text is furious.\\n\\n"
 """A complete task file."""
 
 
+ALL = "all"
+"""The word for every attribute, in settings and in tables."""
+RAW = "raw"
+"""The source of texts that were written without a prefix, and the branch without one."""
+CUSTOM = "custom"
+"""Task and attribute of a prefix that belongs to no task."""
+RESERVED_ATTRIBUTES = {
+    ALL: "every attribute",
+    RAW: "texts without a prefix",
+    "none": "no prefix",
+    "base": "a branch of methods",
+    "target": "a branch of methods",
+}
+"""Words that stand where an attribute's name does, and what they mean: no attribute has them."""
+RESERVED_TASKS = {CUSTOM: "a prefix that belongs to no task"}
+"""The same for tasks of a user's files, beside the names of the package's tasks."""
+
+
 class Attribute(BaseModel):
     """One attribute: its hard prefix, exactly as it stands in front of the prompt."""
 
@@ -61,7 +78,7 @@ class MethodSettings(BaseModel):
 
 
 class Prompts(BaseModel):
-    """The prompts a task is evaluated on, and their source."""
+    """Prompts as texts, such as those a task is evaluated on, and their source."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -95,9 +112,13 @@ class Task(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Task:
-        for name in ("base", "target"):
-            if name in self.attributes:
-                raise ValueError(f"an attribute may not be called {name!r}, which names a branch")
+        for name in self.attributes:
+            if name in RESERVED_ATTRIBUTES or name.startswith("hard "):
+                means = RESERVED_ATTRIBUTES.get(name, "a hard prefix")
+                raise ValueError(
+                    f"an attribute may not be called {name!r}, which names {means}; give another"
+                    " name"
+                )
         for kind, names in (("a task", [self.name]), ("an attribute", list(self.attributes))):
             for name in names:
                 if not name.strip() or set(name) & set("\0/\\") or name.startswith("."):
@@ -184,22 +205,38 @@ def read_task(name: str | Path) -> Task:
     if name in built_in_tasks():
         text = (resources.files(__package__) / f"{name}.toml").read_text(encoding="utf-8")
         return _parse_task(name, path.stem, text)
-    elif path.suffix == ".toml" and path.is_file():
+    elif path.suffix.lower() == ".toml":
         try:
             text = read_text(path)
+        except FileNotFoundError:
+            raise TaskError(_no_task(name)) from None
         except (OSError, ValueError) as error:
             raise TaskError(f"cannot read the task file {name}: {error}") from None
     else:
-        raise TaskError(
-            f"{unknown_choice('task', name, built_in_tasks())}, or the path of a .toml file"
-        )
+        raise TaskError(_no_task(name))
     task = _parse_task(name, path.stem, text)
+    of_methods = [
+        text for own in task.methods.values() for by in own.texts.values() for text in by.values()
+    ]
+    prefixes = [attribute.prefix for attribute in task.attributes.values()]
+    for text in (*task.prompts.texts, *prefixes, *of_methods):
+        if is_path(text):
+            raise TaskError(f"task file {name}: {taken_as_path(text)}, and a task file holds texts")
+    if task.name in RESERVED_TASKS:
+        raise TaskError(
+            f"task file {name}: a task may not be called {task.name!r}, which names"
+            f" {RESERVED_TASKS[task.name]}; give another name"
+        )
     if task.name in built_in_tasks():
         raise TaskError(
             f"task file {name}: {task.name!r} is a task of the package, and results would be told"
             " for its; give another name"
         )
     return task
+
+
+def _no_task(name: str) -> str:
+    return f"{unknown_choice('task', name, built_in_tasks())}, or the path of a .toml file"
 
 
 TABLES: dict[str, type[BaseModel]] = {
@@ -243,87 +280,3 @@ def extra_prompts(task: str) -> tuple[str, ...]:
         return ()
     text = resources.files(__package__).joinpath("more", f"{file}.txt").read_text("utf-8")
     return tuple(text.splitlines())
-
-
-def read_prompts(path: Path) -> tuple[str, ...]:
-    """Read prompts from a file: one per line; `.jsonl` objects with a text in "prompt" or
-    "prompt"."text"; or the column "prompt" of a `.csv`.
-
-    Raises:
-        TaskError: The file is unreadable, empty, or of another format, or a line is malformed; the
-            message has its number.
-    """
-    kind = path.suffix.lower()
-    if kind in OTHER_FORMATS:
-        raise TaskError(
-            f"{path} is no file of prompts: give lines of text, .jsonl objects with a field"
-            ' "prompt", or a .csv with a column "prompt"'
-        )
-    try:
-        text = read_text(path)
-    except OSError as error:
-        raise TaskError(
-            f"cannot read prompts from {path}: {error.strerror}; give a text file"
-        ) from None
-    except ValueError as error:
-        mark = "" if str(error).startswith("line") else ":"
-        raise TaskError(f"cannot read prompts from {path}{mark} {error}") from None
-    if kind == ".csv":
-        return _prompts_of_csv(path, text)
-    parse = _prompt_of_json if kind == ".jsonl" else str
-    prompts = []
-    # Only these end a line: JSON allows the other line separators of Unicode inside a text.
-    for number, line in enumerate(re.split("\r\n?|\n", text), start=1):
-        try:
-            prompts += [parse(line)] if line.strip() else []
-        except ValueError:
-            raise TaskError(
-                f'{path} line {number}: expected a JSON object with a text in "prompt" (or, as'
-                ' RealToxicityPrompts has it, in "prompt"."text"), found'
-                f" {line[:60]!r}{'...' * (len(line) > 60)}"
-            ) from None
-    if not prompts:
-        raise TaskError(f"{path} has no prompts; give one per line")
-    return tuple(prompts)
-
-
-OTHER_FORMATS = (
-    ".parquet", ".json", ".tsv", ".xlsx", ".npz", ".zip", ".gz", ".xz", ".bz2", ".toml",
-)  # fmt: skip
-"""Endings of files in formats from which prompts are not read."""
-
-
-def _prompts_of_csv(path: Path, text: str) -> tuple[str, ...]:
-    """The column `prompt` of a CSV file."""
-    try:
-        columns, *rows = [
-            row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row
-        ]
-    except (csv.Error, ValueError) as error:
-        raise TaskError(f"{path} is not CSV: {error}; give a column named prompt") from None
-    if columns.count("prompt") != 1:
-        raise TaskError(f"{path} needs one column named prompt; found {', '.join(columns)}")
-    at = columns.index("prompt")
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(columns) or not row[at].strip():
-            raise TaskError(
-                f"{path} row {number}: expected {len(columns)} fields and a prompt, found"
-                f" {str(row)[:80]}"
-            )
-    if not rows:
-        raise TaskError(f"{path} has no prompts; give one per row")
-    return tuple(row[at] for row in rows)
-
-
-def _prompt_of_json(line: str) -> str:
-    """The prompt of a line of .jsonl.
-
-    Raises:
-        ValueError: There is no prompt, or it is no text.
-    """
-    row = parse_json(line)
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    text = prompt.get("text") if isinstance(prompt, dict) else prompt
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(text)
-    return text

@@ -23,6 +23,7 @@ from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
+from lapa2_interp.models import model_card
 
 PROMPTS = ("The book is on the table in the house", "The lake is deep and it is cold in the winter")
 """Behind them few steps cross from a bucket of 64 keys to one of 128."""
@@ -198,12 +199,9 @@ def test_methods(name, method, device, passes, tmp_path):
 
 def test_rows_that_end_early_and_steps_that_are_used_again(passes, monkeypatch):
     model = load("tiny-gpt2", "float32", PLAIN)
-    end = type(model.tokenizer).convert_tokens_to_ids
-    monkeypatch.setattr(  # one token in eight ends a text
-        type(model.tokenizer),
-        "convert_tokens_to_ids",
-        lambda self, tokens: [*range(0, 257, 8)] if isinstance(tokens, list) else end(self, tokens),
-    )
+    card = model_card(model)  # one token in eight ends a text
+    ends = card.model_copy(update={"end_ids": tuple(range(0, 257, 8))})
+    monkeypatch.setattr(model, "lapa2_card", ends)
     asked = (
         "prefix",
         load_task("sentiment"),

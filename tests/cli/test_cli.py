@@ -284,7 +284,7 @@ def test_probe_and_lists(capsys):
         (GENERATE.replace("16", "9999") + " --out OUT", "context of 256"),
         (
             f"{GENERATE} --prompts nowhere.txt --out OUT",
-            "prompts: takes .*; there is no file 'nowhere.txt'",
+            "cannot read prompts from nowhere.txt: No such file or directory; give a file that ends",
         ),
         (f"{GENERATE} --dtype float23 --out OUT", "float23"),
         (f"{GENERATE} --model-class HookedTransformerr --out OUT", "HookedTransformerr"),

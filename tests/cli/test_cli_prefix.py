@@ -9,7 +9,7 @@ from conftest import lapa2
 
 from lapa2_interp.cli.app import main
 from lapa2_interp.prefixes import soft_prefix
-from lapa2_interp.prefixes.soft_prefix import load_prefix
+from lapa2_interp.prefixes.soft_prefix import RESERVED_SETS, load_prefix
 from lapa2_interp.runs.run import load_run
 
 TRAIN = (
@@ -284,7 +284,7 @@ def test_a_contrastive_set_starts_from_another(trained, reviews, tmp_path):
     assert (found.keys == before.keys).all(), "a learning rate of nothing"
 
 
-def test_import_and_lists(tmp_path, capsys):
+def test_import_and_lists(tmp_path, capsys, monkeypatch):
     from conftest import load, soft_prefix
 
     from lapa2_interp.prefixes.soft_prefix import save_prefix
@@ -299,6 +299,18 @@ def test_import_and_lists(tmp_path, capsys):
     named = (tmp_path / "a/positive.safetensors", "--set-name", "mine", "--out", tmp_path / "c")
     assert lapa2(line, *named) == 0
     assert load_prefix(tmp_path / "c", "negative").card.set == "mine"
+    own = tmp_path / "a/positive.json"
+    own.write_text(own.read_text().replace('"weights": "', '"weights": "other '))
+    other = (tmp_path / "a/positive.safetensors", "--out", tmp_path / "d")
+    assert lapa2(line, *other) == 2
+    assert "give the model it was trained for, or --other-base if" in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
+    monkeypatch.chdir(tmp_path)
+    for name, words in RESERVED_SETS.items():
+        assert lapa2(line, tmp_path / "a/positive.safetensors", "--out", name) == 2
+        assert f"a method would take {words}" in capsys.readouterr().err
+        assert not (tmp_path / name).exists()
+    assert lapa2(line, *other, "--other-base") == 0
     capsys.readouterr()
     assert lapa2("prefixes") == 0
     printed = capsys.readouterr().out

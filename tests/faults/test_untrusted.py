@@ -43,7 +43,7 @@ from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.runs.worker import Worker
 from lapa2_interp.scoring.scorer import ScoreCache
 from lapa2_interp.tasks.corpora import read_corpus
-from lapa2_interp.tasks.task import read_prompts
+from lapa2_interp.tasks.prompts import read_prompts
 
 TASK = """
 [attributes.calm]
@@ -518,11 +518,28 @@ def test_prompts_of_a_table_are_its_column(tmp_path):
             read_prompts(file)
 
 
-@pytest.mark.parametrize("name", ["p.parquet", "p.json", "p.tsv", "p.xlsx", "P.PARQUET", "p.jsonl.gz"])  # fmt: skip
-def test_a_table_of_another_form_is_no_file_of_prompts(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("p.md", r"it is no file of prompts: give a file that ends in \.txt, "),
+        ("p.xlsx", "it is no file of prompts"),
+        ("prompts", "it is no file of prompts"),
+        ("p.csv ", "it is no file of prompts"),
+        ("p.tar.gz", "it is no file of prompts"),
+        ("p.json", "cannot read prompts from .*p.json: "),
+        ("p.json.xz", r"it is not compressed as \.xz says, or damaged"),
+        ("p.JSONL.GZ", r"it is not compressed as \.GZ says, or damaged"),
+        ("p.txt.zip", r"it is not compressed as \.zip says, or damaged"),
+        ("p.txt.bz2", r"it is not compressed as \.bz2 says, or damaged"),
+        ("p.tsv", "it needs one column named prompt; found The lake"),
+        ("P.PARQUET", "it is not Parquet"),
+    ],
+)
+def test_a_file_of_another_form_is_no_file_of_prompts(tmp_path, name, message):
     (tmp_path / name).write_text("The lake\n")
-    with pytest.raises(TaskError, match="is no file of prompts: give lines of text"):
+    with pytest.raises(TaskError, match=message) as error:
         read_prompts(tmp_path / name)
+    assert "\n" not in str(error.value)
 
 
 def test_a_parquet_under_another_name_is_no_file_of_prompts(run, tmp_path):

@@ -8,6 +8,7 @@ import torch
 from lapa2_interp import Augmentation, generate
 from lapa2_interp._util.errors import GridError, Lapa2Error
 from lapa2_interp.cli.app import main
+from lapa2_interp.generation.cell import RESERVED_LABELS
 from lapa2_interp.generation.resolve import cell_of, cells_of
 from lapa2_interp.generation.settings import HINTS, CellSettings
 from lapa2_interp.methods import load_task
@@ -113,6 +114,15 @@ def test_a_misspelt_setting_gives_one_sentence(name, tmp_path, capsys):
 @pytest.mark.parametrize("name", HINTS)
 def test_the_names_of_other_libraries_have_a_hint(name):
     assert problem(lambda: generate("tiny-gpt2", **{name: 1})).endswith(HINTS[name])
+
+
+@pytest.mark.parametrize("label", RESERVED_LABELS)
+def test_a_word_that_means_something_else_is_no_label(label, tmp_path, capsys):
+    sentence = problem(lambda: cell_of("tiny-gpt2", attribute="positive", alpha=1.0, label=label))
+    assert sentence.startswith(f"label {label!r}: no arm is called so, since it names ")
+    assert in_grid(tmp_path, f'model = "tiny-gpt2"\nalpha = 1.0\nlabel = "{label}"\n') == sentence
+    asked = ("--model=tiny-gpt2", "--alpha=1", f"--label={label}")
+    assert on_command_line(tmp_path, capsys, *asked) == sentence
 
 
 def test_a_prefix_needs_no_task():

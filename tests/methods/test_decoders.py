@@ -584,7 +584,7 @@ def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_c
     model = load("tiny-gpt2")
     cell = cell_of(model, method=name, parameters=settings, attribute="positive", prompts=["The lake"],
                    length=14, samples=3, eos="block", alpha=0)  # fmt: skip
-    ends = model.tokenizer.convert_tokens_to_ids(list(model_card(model).end_tokens))
+    ends = model_card(model).end_ids
     other = next(token for token in range(300) if token not in ends)
     real = loop._of_branches
 

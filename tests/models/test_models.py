@@ -18,13 +18,15 @@ from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.layout import TextMarkers, text_markers
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
+from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models import load as models
 from lapa2_interp.models import load_tokenizer, model_card, smollm2
-from lapa2_interp.models.card import DEFAULT_CONTEXT, context_length
+from lapa2_interp.models.card import DEFAULT_CONTEXT, TransformersModel, context_length
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.models.probing import probe_model
 from lapa2_interp.models.sizes import model_size
+from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.scoring.transformer import _load_classifier
 
 TEXT = "The length of a text decides how much of its beginning is remembered at its end."
@@ -264,10 +266,52 @@ def test_end_tokens_of_the_generation_config_count(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "more-ends")
     (tmp_path / "more-ends" / "generation_config.json").write_text('{"eos_token_id": [1, 40]}')
     model = load_model(str(tmp_path / "more-ends"), device="cpu")
+    assert model_card(model).end_ids == (1, 40)
     assert model_card(model).end_tokens == ("</s>", model.tokenizer.convert_ids_to_tokens(40))
 
 
-def test_end_tokens_without_a_token_or_a_logit_are_left_out(tmp_path):
+@pytest.mark.parametrize("made", ["by hand", "by name"])
+def test_an_end_id_without_a_token_ends_texts(made, tmp_path):
+    """Ends are ids: a model may draw an id that its tokenizer has no token for, and its list of
+    ends counts however the model came to be."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer, sizes = load_tokenizer("tiny-gpt2"), {"num_hidden_layers": 1, "hidden_size": 16}
+    torch.manual_seed(0)
+    network = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer) + 40, num_attention_heads=2, intermediate_size=16, eos_token_id=0, **sizes)
+    )  # fmt: skip
+    extra = len(tokenizer) + 1
+    network.generation_config.eos_token_id = [0, 40, extra, -1, 10**6]
+    if made == "by name":
+        network.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        model = load_model(tmp_path, device="cpu", model_class="TransformersModel")
+    else:
+        model = TransformersModel(network.eval(), tokenizer, "extra")
+    card = model_card(model)
+    assert card.end_ids == (0, 40, extra)
+    assert card.end_tokens == ("<|endoftext|>", tokenizer.convert_ids_to_tokens(40), f"id {extra}")
+    assert ModelContext(model).end_ids == card.end_ids
+    asked = {"attribute": "positive", "prompts": ["A", "The lake"], "length": 60, "alpha": 0.0,
+             "samples": 8, "top_k": 1000, "trace": "none"}  # fmt: skip
+    kept, stopped, blocked = (
+        generate(model, eos=eos, **asked).samples()["tokens"].map(list)
+        for eos in ("keep", "stop", "block")
+    )
+    assert any(extra in tokens for tokens in stopped)
+    for whole, cut in zip(kept, stopped, strict=True):
+        ends = [i for i, token in enumerate(whole, 1) if token in card.end_ids]
+        assert cut == whole[: min([*ends, len(whole)])]
+    assert not {token for tokens in blocked for token in tokens} & {*card.end_ids}
+    chat = [Layout.of(tokenizer, "A", " lake")]
+    (spoken,) = continue_chats(model, chat, None, length=60, samples=8, top_k=1000, eos="stop")
+    assert extra in {tokens[-1] for tokens in spoken.tokens}
+    (spoken,) = continue_chats(model, chat, None, length=60, samples=8, top_k=1000, eos="block")
+    assert not {token for tokens in spoken.tokens for token in tokens} & {*card.end_ids}
+
+
+def test_end_tokens_without_a_logit_are_left_out(tmp_path):
     """GPT-2's configuration ends with 50256 beside any vocabulary, and TransformerLens gives a
     tokenizer without EOS a token behind the last logit."""
     from transformers import PreTrainedTokenizerFast
@@ -286,7 +330,7 @@ def test_end_tokens_without_a_token_or_a_logit_are_left_out(tmp_path):
     network.save_pretrained(tmp_path / "none")
     for kind in ("TransformerBridge", "TransformersModel"):
         model = load_model(str(tmp_path / "none"), device="cpu", model_class=kind)
-        assert model_card(model).end_tokens == ()
+        assert model_card(model).end_ids == model_card(model).end_tokens == ()
         settings = {"attribute": "positive", "prompts": ["The lake"], "length": 24, "samples": 1}
         assert len(generate(model, eos="block", **settings).samples()) == 1
 

@@ -3,12 +3,15 @@ pickles refused."""
 
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
 from conftest import generate, load, soft_prefix
+from families import PLAIN
 from safetensors.torch import save_file
 
+from lapa2_interp import load_model
 from lapa2_interp._util.errors import PrefixError
 from lapa2_interp.attention.cache import soft_inputs
 from lapa2_interp.bias.layout import Layout
@@ -173,8 +176,12 @@ def test_own_prefixes_attach_to_the_same_model_from_another_place(tmp_path):
     save_prefix(type(prefix)(prefix.keys, prefix.values, elsewhere), tmp_path, "float32")
     with pytest.raises(PrefixError, match="made for other/place with weights hub commit 1"):
         load_prefix(tmp_path, "positive").check(model)
-    again = import_prefix(tmp_path / "positive.safetensors", model, "sentiment", "positive", "mine")
+    asked = (tmp_path / "positive.safetensors", model, "sentiment", "positive", "mine")
+    with pytest.raises(PrefixError, match="trained for other/place with weights hub commit 1, and"):
+        import_prefix(*asked)
+    again = import_prefix(*asked, other_base=True)
     again.check(model)
+    assert again.card.origin.endswith("trained for other/place with weights hub commit 1")
     assert torch.equal(again.keys, prefix.keys)
     assert not again.card.shifted
 
@@ -206,6 +213,43 @@ def adapter(folder, config, tensors):
         save_file(tensors, folder / "adapter_model.safetensors")
 
 
+SIZES = {"peft_type": "PREFIX_TUNING", "num_layers": 4, "num_attention_heads": 4, "token_dim": 32}
+
+
+def test_an_adapter_for_another_base_is_refused_unless_accepted(tmp_path):
+    """The base is known by its name, by its folder, or by its files under another name."""
+    network, tokenizer, _ = load_transformers("tiny-gpt2")
+    for name in ("one", "two"):
+        network.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            network.transformer.wte.weight.add_(1)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    model = load_model(one, device="cpu", model_class=PLAIN)
+    adapter(tmp_path / "adapter", SIZES, {"prompt_embeddings": torch.zeros(3, 256)})
+
+    def origin(base, model, **settings):
+        config = SIZES | {"task_type": "CAUSAL_LM", "base_model_name_or_path": base}
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+        asked = (tmp_path / "adapter", model, "sentiment", "positive", "x")
+        return import_prefix(*asked, **settings).card.origin
+
+    for base in (one, f"{one}/", str(tmp_path / "copy"), "", None):
+        assert origin(base, model) == "PEFT prefix tuning"
+    assert origin("tiny-gpt2", load("tiny-gpt2")) == "PEFT prefix tuning"
+    for base in (two, "gpt2", str(tmp_path / "gone")):
+        with pytest.raises(
+            PrefixError, match=rf"trained for {base}, and {one} with weights sha256"
+        ):
+            origin(base, model)
+        accepted = origin(base, model, other_base=True)
+        assert accepted == f"PEFT prefix tuning, trained for {base}"
+    adapter(tmp_path / "classifier", SIZES | {"task_type": "SEQ_CLS"}, {})
+    with pytest.raises(PrefixError, match="for the task type SEQ_CLS; only CAUSAL_LM adapters"):
+        import_prefix(tmp_path / "classifier", model, "sentiment", "positive", "x")
+
+
 def test_what_is_not_a_prefix_is_refused(tmp_path):
     model = load("tiny-gpt2")
 
@@ -215,20 +259,14 @@ def test_what_is_not_a_prefix_is_refused(tmp_path):
 
     adapter(tmp_path / "lora", {"peft_type": "LORA"}, None)
     refused(tmp_path / "lora", "adapter of type LORA; only PREFIX_TUNING holds keys and values")
-    sizes = {
-        "peft_type": "PREFIX_TUNING",
-        "num_layers": 4,
-        "num_attention_heads": 4,
-        "token_dim": 32,
-    }
-    adapter(tmp_path / "short", sizes, {"prompt_embeddings": torch.zeros(3, 7)})
+    adapter(tmp_path / "short", SIZES, {"prompt_embeddings": torch.zeros(3, 7)})
     refused(
         tmp_path / "short",
         r"expected prompt_embeddings of \[slot, 4 layers x 2 x 32\]; found prompt_embeddings"
         r" \(3, 7\)",
     )
     adapter(
-        tmp_path / "wide", sizes | {"token_dim": 64}, {"prompt_embeddings": torch.zeros(3, 512)}
+        tmp_path / "wide", SIZES | {"token_dim": 64}, {"prompt_embeddings": torch.zeros(3, 512)}
     )
     refused(
         tmp_path / "wide",
@@ -236,13 +274,13 @@ def test_what_is_not_a_prefix_is_refused(tmp_path):
         " slots x 8",
     )
     for name, wrong in (("odd", {"token_dim": 30}), ("text", {"num_layers": "4"})):
-        adapter(tmp_path / name, sizes | wrong, {"prompt_embeddings": torch.zeros(3, 240)})
+        adapter(tmp_path / name, SIZES | wrong, {"prompt_embeddings": torch.zeros(3, 240)})
         refused(
             tmp_path / name, "adapter_config.json needs positive whole numbers, .*; found {'num"
         )
     (tmp_path / "odd" / "adapter_config.json").write_text("[]")
     refused(tmp_path / "odd", "adapter_config.json holds no JSON object")
-    adapter(tmp_path / "empty", sizes, None)
+    adapter(tmp_path / "empty", SIZES, None)
     refused(tmp_path / "empty", "has no weights; expected one of adapter_model.safetensors")
     refused(tmp_path / "nothing", "no such file or folder")
     (tmp_path / "damaged.safetensors").write_bytes(b"12345678901234")

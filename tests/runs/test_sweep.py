@@ -1000,14 +1000,14 @@ def test_two_sweeps_of_one_run_share_its_cells(undisturbed, files, tmp_path):
     [
         (
             {"format": 2},
-            "run of format 2 .*this is .*format 3; read it with that version, or sweep into a new",
+            "run of format 2 .*this is .*format 4; read it with that version, or sweep into a new",
         ),
         ({"grids": None}, "is not a run: its run.json is something else's"),
         ({"grids": 3}, "is damaged or of another version: grids: .*found 3"),
         ({"nonsense": 3}, "is damaged or of another version: nonsense"),
         *(
             (text, "run.json is damaged: .*; remove it, and `lapa2 sweep`")
-            for text in ("", "[]", '{"format": 3, "gri', "\x00\xff")
+            for text in ("", "[]", '{"format": 4, "gri', "\x00\xff")
         ),
     ],
 )

@@ -4,10 +4,21 @@ import json
 import lzma
 
 import pytest
+from pydantic import ValidationError
 
 from lapa2_interp._util.errors import TaskError
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.tasks.task import EXAMPLE, built_in_tasks, extra_prompts, read_prompts
+from lapa2_interp.tasks.prompts import read_prompts
+from lapa2_interp.tasks.task import (
+    EXAMPLE,
+    RESERVED_ATTRIBUTES,
+    RESERVED_TASKS,
+    Attribute,
+    Prompts,
+    Task,
+    built_in_tasks,
+    extra_prompts,
+)
 
 GOOD = """
 length_counts_prompt = false
@@ -119,6 +130,26 @@ def test_a_task_file_that_is_no_text(tmp_path):
         load_task(str(tmp_path / "bad.toml"))
 
 
+@pytest.mark.parametrize("name", [*RESERVED_ATTRIBUTES, "hard calm"])
+def test_a_word_that_means_something_else_is_no_attributes_name(name, tmp_path):
+    """ "all" would be every attribute in a setting and in tables, "raw" the texts without a
+    prefix."""
+    (tmp_path / "mood.toml").write_text(GOOD.replace("calm]", f"'{name}']"))
+    with pytest.raises(
+        TaskError, match=rf"may not be called '{name}', which names .*; give another"
+    ):
+        load_task(tmp_path / "mood.toml")
+    with pytest.raises(ValidationError, match="may not be called"):
+        Task(name="mood", attributes={name: Attribute(prefix="a")}, prompts=Prompts(texts=("a",)))
+
+
+def test_a_word_that_means_something_else_is_no_tasks_name(tmp_path):
+    for name in RESERVED_TASKS:
+        (tmp_path / f"{name}.toml").write_text(GOOD)
+        with pytest.raises(TaskError, match=f"a task may not be called '{name}'"):
+            load_task(tmp_path / f"{name}.toml")
+
+
 def test_unknown_tasks(tmp_path):
     for name in ("sentimnt", str(tmp_path / "missing.toml")):
         with pytest.raises(
@@ -154,7 +185,7 @@ def test_prompt_files(tmp_path):
         (
             "p.jsonl",
             b'{"prompt": "ok"}\n{"prompt": 3}\n',
-            r'line 2: expected .*found \'{"prompt": 3}\'',
+            r'p\.jsonl line 2: expected a text as "prompt" .*, found 3$',
         ),
         ("p.jsonl", b'["The lake"]', r"line 1: expected a JSON object with a text"),
         ("p.jsonl", b"3", "line 1: expected"),

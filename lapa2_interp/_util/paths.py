@@ -1,0 +1,59 @@
+"""Paths among texts: whether a value is a path, and what the ending of a file says.
+
+The rule for values that are a text or the path of a file. A value is a path
+
+- if something of that name exists,
+- if it ends as a file does (`FILE_ENDINGS`), or
+- if it is one word that begins with /, ./, ../ or ~/.
+
+A path is read or refused, and never a text. Any other value is a text: "and/or", "The U.S. and
+e.g. this". A text that looks like a path may stand in a file.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+COMPRESSIONS = (".gz", ".xz", ".bz2", ".zip")
+"""Endings of compressed files."""
+FILE_ENDINGS = frozenset(
+    """
+    .txt .text .md .rst .csv .tsv .json .jsonl .ndjson .parquet .arrow .feather .xls .xlsx .ods
+    .toml .yaml .yml .npz .npy .pkl .pt .safetensors .zst
+    """.split()  # noqa: SIM905 - a list of strings would be unreadable
+).union(COMPRESSIONS)
+"""Endings of files that hold texts, tables or settings, in small letters. Those of web addresses
+and programs (.com, .js) also end sentences, and are left out."""
+PATH_BEGINNINGS = ("/", "./", "../", "~/")
+
+
+def is_path(value: str | Path) -> bool:
+    """True if a value is a path by the rule of this module."""
+    if isinstance(value, Path):
+        return True
+    with suppress(OSError, ValueError):  # a long text; a NUL
+        if value and Path(value).exists():
+            return True
+    words = value.split()
+    if len(words) == 1 and words[0].startswith(PATH_BEGINNINGS):
+        return True
+    return bool(words) and Path(words[-1]).suffix.lower() in FILE_ENDINGS
+
+
+def taken_as_path(value: str) -> str:
+    """The beginning of a message that refuses a path where only a text is taken."""
+    return f"{value!r} is the path of a file or folder, or looks like one"
+
+
+def kind_of(path: Path) -> str:
+    """The ending that tells a file's format, in small letters, without that of a compression:
+    ".jsonl" of prompts.JSONL.xz; "" if there is none."""
+    name = path.name.lower()
+    packed = next((ending for ending in COMPRESSIONS if name.endswith(ending)), "")
+    return Path(name.removesuffix(packed)).suffix
+
+
+def is_compressed(path: Path) -> bool:
+    """True if the ending of a file says that it is compressed."""
+    return path.suffix.lower() in COMPRESSIONS
