@@ -54,7 +54,7 @@ nodes = {"attn_out": "attention", "mlp_out": "MLPs"}
 frames = []
 for node, name in nodes.items():
     found = patch(model, asked, node, direction="both", together=sets)
-    frames.append(found.frame().assign(output=name, prompts=len(set(asked.prompts))))
+    frames.append(found.frame().assign(output=name, prompts=asked.n_prompts))
 table = pd.concat(frames, ignore_index=True).rename(columns={"name": "layer"})
 order = ["all", *map(str, layers)]
 table = table.sort_values(

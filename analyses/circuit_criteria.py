@@ -74,9 +74,16 @@ def control(contrast_set: ContrastSet, sets: list) -> np.ndarray:
 
 def halves() -> tuple[ContrastSet, ContrastSet]:
     """The texts of every other prompt, to find a set on, and the others, to judge it."""
-    names = list(dict.fromkeys(asked.prompts))
+    names = list(dict.fromkeys(asked.clusters))
     return tuple(
-        replace(asked, examples=tuple(e for e in asked.examples if names.index(e.prompt) % 2 == i))
+        replace(
+            asked,
+            examples=tuple(
+                example
+                for example, cluster in zip(asked.examples, asked.clusters, strict=True)
+                if names.index(cluster) % 2 == i
+            ),
+        )
         for i in (0, 1)
     )
 

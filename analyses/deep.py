@@ -29,7 +29,9 @@ item = open_item("deep", "Attention on the prefix in texts of 8,000 tokens, head
 cells = item.cells
 finished = cells[cells["state"] == "finished"]
 if not len(finished):
-    raise RunError(f"{item.run.name} has no finished cell of quick/deep; `lapa2 runs` says why")
+    raise RunError(
+        f"{item.run.name} has no finished cell of quick/deep; {item.run.cells_from} says why"
+    )
 
 # %% [markdown]
 # Teacher-forced passes in float32. Stored are means over windows of l, each twice as long as the

@@ -71,7 +71,7 @@ table = paths.frame()
 alone = dict(zip(sets, found.table("noise").shares, strict=True))
 table["from_alone"] = table["from"].map(alone)
 table["to_alone"] = table["to"].map(alone)
-table["prompts"] = len(set(asked.prompts))
+table["prompts"] = asked.n_prompts
 columns = ["from", "to", "share", "share_low", "share_high", "p_max", "from_alone", "to_alone"]
 print(table[columns].head(20).round(4).to_string(index=False))
 write_text(options.out / "head_paths.csv", as_csv(table[[*columns, "prompts"]], 6))

@@ -169,7 +169,7 @@ for task_name, task in TASKS.items():
                 bar.update()
             for metric in metrics:
                 by_prompt = np.mean([each[metric] for each in found], axis=0)
-                interval = mean_interval(by_prompt, np.array(contrast_set.prompts))
+                interval = mean_interval(by_prompt, np.array(contrast_set.clusters))
                 rows.append(
                     {"task": task_name, "heads": set_name, "kind": kind, "n heads": len(of_kind[0])}
                     | {"attention": float(np.mean([attention[h] for s in of_kind for h in s]))}

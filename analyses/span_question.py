@@ -39,6 +39,7 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, Layout, load_run
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import LayoutError, RunError
 from lapa2_interp._util.plots import COLOURS, crosses, legend_above, new_figure, plain_axes
 from lapa2_interp.generation.loop import join_traces
@@ -160,7 +161,8 @@ cells = {
 grids = [Grid(arm, "", tuple(own)) for arm, own in cells.items()]
 done = sweep(folder, grids, InProcess(threads=torch.get_num_threads()))
 if done.failed:
-    raise RunError(f"{len(done.failed)} cells failed; `lapa2 runs {folder} --traceback` says why")
+    told = command("runs", folder, traceback=True)
+    raise RunError(f"{len(done.failed)} cells failed; `{told}` says why")
 run = load_run(folder)
 
 

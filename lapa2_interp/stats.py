@@ -17,6 +17,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int
 
+from lapa2_interp._util.table_formats import format_number
+
 Labels = Sequence[Any] | np.ndarray | pd.Series
 FEW = 8
 """From this number of clusters on, clusters are resampled."""
@@ -49,9 +51,11 @@ class Interval:
         return {"mean": self.mean, "low": self.low, "high": self.high}
 
 
-def format_interval(mean: float, low: float, high: float, form: str = ".3g") -> str:
-    """A number and, if it is known, its interval: "0.61 [0.55, 0.67]"."""
-    return f"{mean:{form}}{interval_text(low, high, form)}"
+def format_interval(mean: float, low: float, high: float, form: str = ".3g", unit: str = "") -> str:
+    """A number, its unit, and if it is known its interval: "61 % [55, 67]"."""
+    if math.isnan(mean):
+        return format_number(mean)
+    return f"{format_number(mean, form)}{unit}{interval_text(low, high, form)}"
 
 
 def interval_cells(
@@ -64,7 +68,9 @@ def interval_cells(
 
 def interval_text(low: float, high: float, form: str) -> str:
     """ " [low, high]", or nothing where there is no interval."""
-    return "" if math.isnan(low) else f" [{low + 0.0:{form}}, {high + 0.0:{form}}]"  # no -0.0
+    if math.isnan(low):
+        return ""
+    return f" [{format_number(low, form)}, {format_number(high, form)}]"
 
 
 def resampled_means(

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util import plots
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.files import atomic_write
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.synthetic import geometric_lengths
@@ -280,8 +281,14 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
         " layers, heads and texts; both axes are logarithmic, so a power of l is a straight line."
         " Bands are 95 % intervals over texts; dotted is the closed form (Eq. 11) with the scores"
         " as they are without LaPA2.",
-        f"lapa2 propositions --model {grid.cells[0].model} --text my-text.txt --long-length 400"
-        " --long-texts 6 --out results/my-curves",
+        command(
+            "propositions",
+            model=grid.cells[0].model,
+            text="my-text.txt",
+            long_length=400,
+            long_texts=6,
+            out="results/my-curves",
+        ),
         [
             f"From l = {l.min():.0f} to l = {l.max():.0f} the prefix's share goes:"
             f" {'; '.join(found)}."
@@ -371,8 +378,15 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
         "Each square is one head of one layer. Left: its attention on the prefix without LaPA2."
         " Right: what LaPA2 adds (red) or takes (blue). The same texts as above, mean over texts"
         " and steps. The changes have one scale.",
-        f'lapa2 generate --model {model} --attribute positive --prompt "Your prompt" --out'
-        " results/my-map && lapa2 trace results/my-map --out results/my-map-figures",
+        command(
+            "generate",
+            model=model,
+            attribute="positive",
+            prompt="Your prompt",
+            out="results/my-map",
+        )
+        + " && "
+        + command("trace", "results/my-map", out="results/my-map-figures"),
         found,
         _image(_head_figure(alphas, mass)),
         "layer by head maps of attention on the prefix",
@@ -474,8 +488,14 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         "Each token is coloured by the prefix attention of the step that chose it: the stronger the"
         " blue, the more. All texts of a row start from the same prompt and the same random"
         " numbers. Point at a token for its number.",
-        f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set prompts=my-prompts.txt"
-        " --out results/mine && lapa2 report results/mine",
+        command(
+            "sweep",
+            "analyses/demo/demo.toml",
+            set={"model": model, "prompts": "my-prompts.txt"},
+            out="results/mine",
+        )
+        + " && "
+        + command("report", "results/mine"),
         [f"Mean attention on the prefix over these texts: {found}."],
         part="texts",
         data={
@@ -676,7 +696,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
         " says. Synthetic logits keep or break the paper's assumptions, one family at a time (up"
         f" to l = {SYNTHETIC['longest']:,}); the real attention is that of panel 1, {texts} texts."
         " ✓ as in the paper, ✗ against the paper, ○ inconclusive.",
-        f"lapa2 propositions --model {cell.model} --length 256 --out results/my-verdicts",
+        command("propositions", model=cell.model, length=256, out="results/my-verdicts"),
         [f"Verdicts on {name}: {count}." for name, count in counts.items()],
         tables=[
             _table(
@@ -722,8 +742,14 @@ def methods(grid: Grid) -> Panel:
         f" Here is one text of each, steered towards “{stored['attribute']}”, from the prompt"
         f" “{stored['prompt']}”. One text shows what a method's output looks like, not how good"
         " it is.",
-        f"lapa2 generate --model {grid.cells[0].model} --method air-decoding --attribute positive"
-        ' --prompt "Your prompt" --out results/my-method',
+        command(
+            "generate",
+            model=grid.cells[0].model,
+            method="air-decoding",
+            attribute="positive",
+            prompt="Your prompt",
+            out="results/my-method",
+        ),
         tables=[
             _table(
                 ["method", "paper", "log weight of the next token", "text", "text with LaPA2"],

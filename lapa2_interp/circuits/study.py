@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from lapa2_interp.circuits.units import Unit, make_units
 from lapa2_interp.models.card import Model, model_card, plain_network
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import FEW
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.task import Prompts, Task
 
 BEST = 24
 """Number of the best heads for the other replacements and phases; as many random heads are
@@ -72,7 +72,7 @@ def run_study(
     folder: str | Path,
     *,
     attribute: str | None = None,
-    prompts: tuple[str, ...] | None = None,
+    prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
     tokens: int = 32,
     samples: int = 1,
     seed: int = 1,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import EmptyDistributionError, pluralize
 from lapa2_interp.cli.options import (
     COMPUTING,
@@ -96,7 +97,7 @@ def generate(
         print(f"---\n{text}")
     print(
         f"---\n{pluralize(len(texts), 'text')} in {out}"
-        + (f"; see `lapa2 trace {out}`" if fields.get("trace") != "none" else "")
+        + (f"; see `{command('trace', out)}`" if fields.get("trace") != "none" else "")
     )
 
 

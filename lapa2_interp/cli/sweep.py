@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.terminal import escape_line
 from lapa2_interp.cli.options import AsJson, Changes, Several, columns
@@ -258,8 +259,8 @@ def sweep(
         print(f"{pluralize(done.elsewhere, 'cell')} being made by another sweep of {out}")
     if done.failed:
         raise RunError(
-            f"{pluralize(len(done.failed), 'cell')} failed; `lapa2 runs {out}` says why, and the"
-            " same command tries them again"
+            f"{pluralize(len(done.failed), 'cell')} failed; `{command('runs', out)}` says why, and"
+            " the same command tries them again"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import ScoringError, pluralize
 from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
 from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
@@ -315,8 +316,8 @@ def _gaps(source: Path) -> str:
     if not left or not run.finished:  # where nothing is, an error says so
         return ""
     return (
-        f"{left} of {pluralize(len(run.by_key), 'cell')} not finished (`lapa2 runs {source}`):"
-        " nothing of them is scored"
+        f"{left} of {pluralize(len(run.by_key), 'cell')} not finished"
+        f" (`{command('runs', source)}`): nothing of them is scored"
     )
 
 
@@ -337,7 +338,8 @@ def read_answers(
     """
     if not files:
         raise ScoringError(
-            "give the raters' files after the key: lapa2 scorers answers key.csv anna.csv ben.csv"
+            "give the raters' files after the key:"
+            f" `{command('scorers', 'answers', key, 'anna.csv', 'ben.csv')}`"
         )
     found = human.read_answers(key, files)
     tables = {
