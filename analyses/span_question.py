@@ -42,6 +42,7 @@ from lapa2_interp import Augmentation, Layout, load_run
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import LayoutError, RunError
 from lapa2_interp._util.plots import COLOURS, crosses, legend_above, new_figure, plain_axes
+from lapa2_interp._util.table_formats import interval_cells
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
@@ -65,7 +66,7 @@ from lapa2_interp.scoring.tables import (
     score_table,
 )
 from lapa2_interp.scoring.transformer import Perplexity
-from lapa2_interp.stats import interval_cells, mean_interval
+from lapa2_interp.stats import mean_interval
 
 parser = ScriptOptions("Boost different keys and see what attention, control and fluency do.")
 parser.add_argument(

@@ -17,8 +17,6 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int
 
-from lapa2_interp._util.table_formats import format_number
-
 Labels = Sequence[Any] | np.ndarray | pd.Series
 FEW = 8
 """From this number of clusters on, clusters are resampled."""
@@ -49,28 +47,6 @@ class Interval:
     def columns(self) -> dict[str, float]:
         """Mean, low and high by name, for the row of a table."""
         return {"mean": self.mean, "low": self.low, "high": self.high}
-
-
-def format_interval(mean: float, low: float, high: float, form: str = ".3g", unit: str = "") -> str:
-    """A number, its unit, and if it is known its interval: "61 % [55, 67]"."""
-    if math.isnan(mean):
-        return format_number(mean)
-    return f"{format_number(mean, form)}{unit}{interval_text(low, high, form)}"
-
-
-def interval_cells(
-    table: pd.DataFrame, form: str = ".3g", columns: Sequence[str] = ("mean", "low", "high")
-) -> list[str]:
-    """The three columns of every row as `format_interval`."""
-    rows = table[[*columns]].to_numpy(float)
-    return [format_interval(mean, low, high, form) for mean, low, high in rows]
-
-
-def interval_text(low: float, high: float, form: str) -> str:
-    """ " [low, high]", or nothing where there is no interval."""
-    if math.isnan(low):
-        return ""
-    return f" [{format_number(low, form)}, {format_number(high, form)}]"
 
 
 def resampled_means(

@@ -27,6 +27,28 @@ def format_number(value: float, form: str = ".3g") -> str:
     return f"{value:{sign}z{digits}}"
 
 
+def format_interval(mean: float, low: float, high: float, form: str = ".3g", unit: str = "") -> str:
+    """A number, its unit, and if it is known its interval: "61 % [55, 67]"."""
+    if math.isnan(mean):
+        return format_number(mean)
+    return f"{format_number(mean, form)}{unit}{interval_text(low, high, form)}"
+
+
+def interval_cells(
+    table: pd.DataFrame, form: str = ".3g", columns: Sequence[str] = ("mean", "low", "high")
+) -> list[str]:
+    """The three columns of every row as `format_interval`."""
+    rows = table[[*columns]].to_numpy(float)
+    return [format_interval(mean, low, high, form) for mean, low, high in rows]
+
+
+def interval_text(low: float, high: float, form: str) -> str:
+    """ " [low, high]", or nothing where there is no interval."""
+    if math.isnan(low):
+        return ""
+    return f" [{format_number(low, form)}, {format_number(high, form)}]"
+
+
 def as_text(shown: pd.DataFrame, form: str = ".4g", missing: str = "") -> str:
     """A table for the terminal, without its index.
 
@@ -54,7 +76,9 @@ def as_csv(table: pd.DataFrame, digits: int | None = None) -> str:
     split = any(texts[name].str.contains("\r", regex=False).any() for name in texts)
     quoting: Literal[0, 2] = 2 if split else 0  # csv.QUOTE_NONNUMERIC, csv.QUOTE_MINIMAL
     how = None if digits is None else f"%.{digits}g"
-    numbers = {name: table[name] + 0.0 for name in table.select_dtypes("float")}  # no -0.0
+    numbers: dict[str, Any] = {
+        str(name): table[name] + 0.0 for name in table.select_dtypes("float")
+    }  # no -0.0
     return str(table.assign(**numbers).to_csv(index=False, float_format=how, quoting=quoting))
 
 

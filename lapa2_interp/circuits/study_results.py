@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import pluralize
-from lapa2_interp._util.table_formats import records
+from lapa2_interp._util.table_formats import format_interval, records
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW
@@ -17,7 +17,7 @@ from lapa2_interp.circuits.gradients import Attribution, PrefilterRecall
 from lapa2_interp.circuits.knockout import JointCurve, KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
 from lapa2_interp.circuits.statistics import spearman
-from lapa2_interp.stats import FEW, format_interval
+from lapa2_interp.stats import FEW
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Numbers of heads that are knocked out together."""

@@ -144,8 +144,8 @@ def trace(
 
 
 def _show(found: Attention) -> None:
+    from lapa2_interp._util.table_formats import interval_cells
     from lapa2_interp.attention.tables import branch_name
-    from lapa2_interp.stats import interval_cells
 
     part, steps, trace = found.part, found.steps, found.kinds[0][1]
     last = int(steps["step"].max())

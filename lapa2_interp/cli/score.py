@@ -238,8 +238,8 @@ def check(
         trust_remote_code: Run code that comes with a model.
         force: Replace an earlier folder of tables.
     """
+    from lapa2_interp._util.table_formats import interval_text
     from lapa2_interp.runs.check_scorers import check_scorers
-    from lapa2_interp.stats import interval_text
 
     found = check_scorers(
         file,

@@ -21,8 +21,9 @@ import pandas as pd
 
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.parsing import check_regular_file
+from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_metric
-from lapa2_interp.stats import Difference, format_interval, holm
+from lapa2_interp.stats import Difference, holm
 
 Verdict = Literal[
     "as in the paper", "against the paper", "no difference", "inconclusive", "missing"

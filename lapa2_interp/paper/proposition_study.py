@@ -27,7 +27,7 @@ from lapa2_interp._util.files import refuse_foreign_files, result_folder, write_
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import records
+from lapa2_interp._util.table_formats import format_interval, interval_text, records
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -62,7 +62,6 @@ from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.run import FinishedCell, Run, write_run
 from lapa2_interp.runs.store import FinishedBatch, Listing
-from lapa2_interp.stats import format_interval, interval_text
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import pluralize
-from lapa2_interp._util.table_formats import records
+from lapa2_interp._util.table_formats import format_interval, interval_cells, interval_text, records
 from lapa2_interp.methods.registry import known_methods
 from lapa2_interp.paper.reported import (
     BETTER_SIGN,
@@ -28,7 +28,6 @@ from lapa2_interp.scoring.tables import (
     metric_name,
     paired_change,
 )
-from lapa2_interp.stats import format_interval, interval_cells, interval_text
 
 PART_NAMES = {0: "whole", 1: "first", 2: "second"}
 """Names of a text's parts, as in the paper's table half."""

@@ -31,7 +31,7 @@ import pandas as pd
 
 from lapa2_interp._util.errors import CircuitError, RunError, pluralize
 from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp._util.table_formats import as_csv, format_interval
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.gradients import has_gradients
@@ -76,7 +76,7 @@ from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.scoring.registry import ScorerOptions, score_samples
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
-from lapa2_interp.stats import FEW, format_interval, holm
+from lapa2_interp.stats import FEW, holm
 from lapa2_interp.tasks.task import Attribute, Task
 
 WORDINGS = ("Extremely {attribute}:", "In a {attribute} tone:")
@@ -423,7 +423,7 @@ def _tests(settings: SteerSettings, scores: pd.DataFrame) -> pd.DataFrame:
     tests = pd.DataFrame({"against": against}).set_index("against")
     for name in ("difference", "low", "high", "p", "detectable", "prompts"):
         tests[name] = found[name].astype(float) if len(found) else np.nan
-    comparable = [CHOSEN in judged and arm in judged for arm in against]
+    comparable = np.array([CHOSEN in judged and arm in judged for arm in against])
     tests["prompts"] = tests["prompts"].fillna(0).where(comparable)
     ends = [("difference", "difference"), ("low", "high"), ("high", "low")]
     tests = tests.assign(**{name: 0.0 - tests[other] for name, other in ends})

@@ -19,9 +19,9 @@ from lapa2_interp._util.plots import (
     new_figure,
     plain_axes,
 )
+from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.report.steer_result import ORDER, Steered, format_test
-from lapa2_interp.stats import format_interval
 
 SHOWN_TEXTS = 3
 """Prompts whose texts are on the page."""

@@ -14,6 +14,7 @@ from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import RunError, TaskError, pluralize
 from lapa2_interp._util.files import write_json
 from lapa2_interp._util.parsing import parse_object, read_text
+from lapa2_interp._util.table_formats import format_interval, format_number
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.selection import Selection, random_heads
 from lapa2_interp.generation.cell import Cell
@@ -24,7 +25,7 @@ from lapa2_interp.models.sizes import model_size
 from lapa2_interp.scoring.linear import LINEAR_ENDING
 from lapa2_interp.scoring.scorer import CLASSIFIERS
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
-from lapa2_interp.stats import FEW, format_interval, format_number
+from lapa2_interp.stats import FEW
 from lapa2_interp.tasks.segmentation import text_key
 from lapa2_interp.tasks.task import Task
 
@@ -187,8 +188,10 @@ class Steered:
         part = self.table[(self.table["attribute"] == "all") & (self.table["metric"] == decisive)]
         lines += [
             f"{row['arm']}: {decisive}"
-            f" {format_interval(*(100 * row[end] for end in ENDS), '.1f', ' %')}"
-            for row in part.to_dict("records")
+            f" {format_interval(mean, low, high, '.1f', ' %')}"
+            for row, (mean, low, high) in zip(
+                part.to_dict("records"), 100 * part[[*ENDS]].to_numpy(float), strict=True
+            )
         ]
         return "\n".join([*lines, *map(format_test, self.tests.to_dict("records"))])
 
@@ -243,14 +246,15 @@ def format_test(test: Mapping[Any, Any]) -> str:
     told = f"chosen heads against {test['against']}: "
     if np.isnan(test["p_holm"]):
         return told + verdict(test)
-    points = [100 * test[name] for name in ("difference", "low", "high", "detectable")]
+    names = ("difference", "low", "high", "detectable")
+    mean, low, high, least = (100 * float(test[name]) for name in names)
     shown = (
         "all prompts have the same difference"
-        if np.isnan(points[3])
-        else f"so many prompts can show {format_number(points[3], '.1f')} points"
+        if np.isnan(least)
+        else f"so many prompts can show {format_number(least, '.1f')} points"
     )
     return (
-        f"{told}{format_interval(*points[:3], '+.1f', ' points')}, corrected p"
+        f"{told}{format_interval(mean, low, high, '+.1f', ' points')}, corrected p"
         f" {test['p_holm']:.2g}: {verdict(test)} ({shown})"
     )
 

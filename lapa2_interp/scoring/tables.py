@@ -15,13 +15,13 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
+from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
 from lapa2_interp.scoring.scorer import ScoreCache, Scorer, TextItem, run_scorer
 from lapa2_interp.stats import (
     Difference,
     Interval,
     NothingPairedError,
-    format_interval,
     mean_interval,
     paired_difference,
 )

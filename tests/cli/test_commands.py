@@ -39,9 +39,8 @@ def texts(tree):
         if isinstance(node, ast.JoinedStr):
             parts = [each.value if isinstance(each, ast.Constant) else HOLE for each in node.values]
             yield node.lineno, "".join(parts)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in inside:
-                yield node.lineno, node.value
+        elif id(node) not in inside and isinstance(getattr(node, "value", None), str):
+            yield node.lineno, node.value
 
 
 def printed():
@@ -59,9 +58,8 @@ def calls():
     """Calls of `command` in the package: (place, positional nodes, keyword nodes)."""
     for file, tree in TREES.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                if node.func.id == "command":
-                    yield f"{file.name}:{node.lineno}", node.args, node.keywords
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command":
+                yield f"{file.name}:{node.lineno}", node.args, node.keywords
 
 
 def parse(words):
