@@ -8,10 +8,10 @@ cover 82 %): their interval is Student's, on the prompts' means.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -144,6 +144,26 @@ def holm(p: Sequence[float] | np.ndarray) -> Float[np.ndarray, " test"]:
     return np.where(np.isnan(raw), np.nan, found)
 
 
+IntervalMethod = Literal["resampled", "student", "none"]
+METHOD_WORDS: dict[IntervalMethod, str] = {
+    "resampled": "prompts resampled",
+    "student": f"Student's t on prompts' means, where there are fewer than {FEW} prompts",
+    "none": "none where there is one prompt",
+}
+"""The methods in words, for notes under tables."""
+
+
+def interval_method(clusters: int) -> IntervalMethod:
+    """How `bounds` makes the interval of so many clusters."""
+    return "resampled" if clusters >= FEW else "student" if clusters > 1 else "none"
+
+
+def describe_intervals(clusters: Iterable[int]) -> str:
+    """The methods that made the intervals of numbers with so many prompts each, in words."""
+    methods = {interval_method(int(n)) for n in clusters}
+    return "; ".join(words for method, words in METHOD_WORDS.items() if method in methods)
+
+
 def bounds(
     values: Float[np.ndarray, "n *rest"],
     clusters: Labels | None = None,
@@ -154,10 +174,11 @@ def bounds(
     clusters each value is its own."""
     clusters = np.arange(len(values)) if clusters is None else clusters
     codes, names = pd.factorize(np.asarray(clusters))
-    if len(names) < 2:
+    method = interval_method(len(names))
+    if method == "none":
         nothing = np.full(values.shape[1:], np.nan)
         return nothing, nothing
-    if len(names) >= FEW:
+    if method == "resampled":
         low, high = np.percentile(
             resampled_means(values, clusters, resamples, seed), tails(len(names)), axis=0
         )

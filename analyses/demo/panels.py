@@ -16,6 +16,7 @@ import pandas as pd
 from lapa2_interp._util import plots
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.files import atomic_write
+from lapa2_interp._util.table_formats import format_number, interval_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.synthetic import geometric_lengths
 from lapa2_interp.models.machine import n_cores, processor_kind
@@ -199,7 +200,7 @@ def percent(share: float) -> str:
 
 
 def interval(low: float, high: float, digits: int = 2) -> str:
-    return "no interval" if np.isnan(low) else f"[{low:.{digits}f}, {high:.{digits}f}]"
+    return interval_text(low, high, f".{digits}f").strip() or "no interval"
 
 
 def _table(
@@ -398,7 +399,6 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
     others = [(alpha, each - base) for alpha, each in zip(alphas, mass, strict=True) if alpha]
     figure = plots.Drawing(figsize=(WIDTH, 5.6), layout="constrained", dpi=150)
     axes = figure.subplots(1, 1 + len(others), sharey=True)
-    look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     maps = [("without LaPA2", "attention, %", 100 * base, {"cmap": "Blues", "vmin": 0})]
     reach = 100 * max(float(np.abs(each).max()) for _, each in others) or 1.0
     for alpha, each in others:
@@ -407,7 +407,7 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
     for panel, (title, label, found, scale) in zip(axes, maps, strict=True):
         panel.set_title(title, fontsize=11)
         bar = figure.colorbar(
-            panel.imshow(found, **look, **scale),
+            plots.layer_map(panel, found, interpolation="nearest", **scale),
             ax=panel,
             location="bottom",
             shrink=0.92,
@@ -416,11 +416,10 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
         bar.set_label(label, fontsize=10)
         bar.ax.tick_params(labelsize=10)
     for panel in axes:
-        panel.set_xticks(range(0, base.shape[1], 2 if base.shape[1] > 5 else 1))
-        panel.set_xlabel("head", fontsize=10)
         panel.tick_params(labelsize=10)
-    axes[0].yaxis.get_major_locator().set_params(integer=True)
-    axes[0].set_ylabel("layer", fontsize=10)
+        for label in (panel.xaxis.label, panel.yaxis.label):
+            label.set_fontsize(10)
+        panel.label_outer()
     return figure
 
 
@@ -567,7 +566,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     found, points = [], gaps[gaps["metric"] == "accuracy"] if len(gaps) else gaps
     for row in points.to_dict("records"):
         found.append(
-            f"{arm_label(row['arm'])}: {100 * row['difference']:+.0f} points "
+            f"{arm_label(row['arm'])}: {format_number(100 * row['difference'], '+.0f')} points "
             f"{interval(100 * row['low'], 100 * row['high'], 0)}"
         )
     least = points.loc[points["detectable"] > 0, "detectable"] if len(points) else pd.Series()
@@ -647,6 +646,7 @@ SIGNS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "
 
 def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     """The propositions on synthetic logits and on the stored texts."""
+    from lapa2_interp.paper.proposition_claims import SYNTHETIC, count_by_source
     from lapa2_interp.paper.proposition_study import verdict_page_table
     from lapa2_interp.paper.propositions import trace_verdicts
 
@@ -654,7 +654,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     cell = grid.cells[0]
     real = trace_verdicts(traces, f"{cell.model}, the same texts", dtype=cell.dtype)
     drawn = verdict_page_table(measured.synthetic).assign(
-        family=measured.synthetic["where"].str.removeprefix("synthetic: ").to_numpy()
+        family=measured.synthetic["where"].str.removeprefix(SYNTHETIC).to_numpy()
     )
     claims = list(dict.fromkeys(drawn["claim"]))
     marks = drawn.assign(mark=drawn["verdict"].map(SIGNS)).pivot(
@@ -677,18 +677,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
         for row in seen.to_dict("records")
     ]
     # Numbers of verdicts.
-    broken = measured.synthetic["where"].str.contains("not exchangeable|unbounded")
-    groups = {
-        "synthetic logits that keep the assumptions": measured.synthetic[~broken],
-        "synthetic logits that break them": measured.synthetic[broken],
-        "these texts": real,
-    }
-    counts = {
-        name: ", ".join(
-            f"{n} {verdict}" for verdict in SIGNS if (n := int((each["verdict"] == verdict).sum()))
-        )
-        for name, each in groups.items()
-    }
+    counts = count_by_source(pd.concat([real, measured.synthetic]))
     texts = int(real["texts"].max())
     return Panel(
         "The paper's claims, with verdicts",
@@ -697,7 +686,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
         f" to l = {SYNTHETIC['longest']:,}); the real attention is that of panel 1, {texts} texts."
         " ✓ as in the paper, ✗ against the paper, ○ inconclusive.",
         command("propositions", model=cell.model, length=256, out="results/my-verdicts"),
-        [f"Verdicts on {name}: {count}." for name, count in counts.items()],
+        counts,
         tables=[
             _table(
                 ["verdict", "claim", "measured", "expected", "margin", "quantity"],
@@ -728,7 +717,7 @@ def methods(grid: Grid) -> Panel:
         found = stored["methods"].get(name, {})
         with_it = found.get("with LaPA2")
         rows.append(
-            [name, method.paper_name, method.equation, found.get("base", "no example"),
+            [name, method.display_name, method.equation, found.get("base", "no example"),
              with_it["text"] + f" (alpha {number(with_it['alpha'])})" if with_it else "–"]
         )  # fmt: skip
     note = (
@@ -752,7 +741,7 @@ def methods(grid: Grid) -> Panel:
         ),
         tables=[
             _table(
-                ["method", "paper", "log weight of the next token", "text", "text with LaPA2"],
+                ["method", "name", "log weight of the next token", "text", "text with LaPA2"],
                 rows,
                 note,
                 (2, 3, 4),

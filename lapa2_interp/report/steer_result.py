@@ -187,8 +187,7 @@ class Steered:
         decisive = self.settings.metrics[0]
         part = self.table[(self.table["attribute"] == "all") & (self.table["metric"] == decisive)]
         lines += [
-            f"{row['arm']}: {decisive}"
-            f" {format_interval(mean, low, high, '.1f', ' %')}"
+            f"{row['arm']}: {decisive} {format_interval(mean, low, high, '.1f', ' %')}"
             for row, (mean, low, high) in zip(
                 part.to_dict("records"), 100 * part[[*ENDS]].to_numpy(float), strict=True
             )

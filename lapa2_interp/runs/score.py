@@ -28,9 +28,11 @@ from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers,
 from lapa2_interp.scoring.tables import (
     DIFFERENCE_COLUMNS,
     cell_table,
+    column_names,
     difference_table,
     distinct_cells,
     format_scores,
+    interval_note,
     score_table,
 )
 from lapa2_interp.tasks.task import Task, read_task
@@ -169,8 +171,9 @@ def score(
 
 def score_notes(table: pd.DataFrame, differences: pd.DataFrame) -> list[str]:
     """Lines under a table of scores."""
-    notes = [f"scored by {'; '.join(dict.fromkeys(table['scorer']))}"]
-    notes.append("in brackets: 95 % interval, prompts resampled; none where there is one prompt")
+    names = column_names(table)
+    notes = [f"{name}: {scorer}" for (_, scorer), name in names.items()]
+    notes = [f"Scorers. {'; '.join(notes)}", interval_note(table, differences)]
     if len(differences):
         notes.append("change: against the baseline, paired by prompt")
     return notes

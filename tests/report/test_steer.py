@@ -21,6 +21,7 @@ from lapa2_interp.cli.app import main
 from lapa2_interp.cli.options import AugmentationOptions
 from lapa2_interp.models.load import load_transformers
 from lapa2_interp.report.steer import _gain, _tests
+from lapa2_interp.report.steer_page import heads_figure
 from lapa2_interp.report.steer_result import (
     ALL,
     CARD,
@@ -229,6 +230,14 @@ def test_the_command_prints_what_so_many_prompts_can_show(found, tmp_path, capsy
     page = (found.folder / "report.html").read_text()
     assert found.selection.gain[:40] in page
     assert page.count("<img") >= 3
+
+
+def test_the_map_of_heads_has_layers_as_rows(found):
+    axes = heads_figure(found).axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("head", "layer")
+    shown = axes.images[0].get_array()
+    ((layer, head),) = found.selection.heads
+    assert shown[layer, head] == pytest.approx(found.selection.scores[0][0])
 
 
 def test_the_command_that_steers_runs_as_it_is_printed(found, tmp_path):
