@@ -22,7 +22,7 @@ import pandas as pd
 from lapa2_interp import load_model
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.plots import new_figure, plain_axes
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits import ContrastSet, patch
 from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.tasks.prompts import read_prompts
@@ -54,14 +54,14 @@ nodes = {"attn_out": "attention", "mlp_out": "MLPs"}
 frames = []
 for node, name in nodes.items():
     found = patch(model, asked, node, direction="both", together=sets)
-    frames.append(found.frame().assign(output=name, prompts=len(set(asked.prompts))))
+    frames.append(found.frame().assign(output=name, prompts=asked.n_prompts))
 table = pd.concat(frames, ignore_index=True).rename(columns={"name": "layer"})
 order = ["all", *map(str, layers)]
 table = table.sort_values(
     ["output", "direction", "layer"],
     key=lambda column: column.map(order.index) if column.name == "layer" else column,
 )[["output", "direction", "layer", "share", "share_low", "share_high", "prompts"]]
-print(table.round(3).to_string(index=False))
+print(as_text(table, ".3f"))
 write_text(options.out / "attention_or_mlps.csv", as_csv(table))
 
 # %%

@@ -17,13 +17,13 @@ import pandas as pd
 
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv, as_markdown
+from lapa2_interp._util.table_formats import as_csv, as_markdown, as_text, interval_cells
 from lapa2_interp.paper.equal_perplexity import SteeringCurves
 from lapa2_interp.paper.items import open_item
 from lapa2_interp.paper.scripts import DEFAULT_SCORERS
 from lapa2_interp.paper.tables import format_item_table
 from lapa2_interp.scoring.tables import paired_change
-from lapa2_interp.stats import holm, interval_cells, mean_interval
+from lapa2_interp.stats import holm, mean_interval
 
 item = open_item(
     "bases",
@@ -218,5 +218,5 @@ if tests:
     decisive = every[every["p_holm"].notna()].drop(columns=["metric", "attribute", "p"])
     notes.append(f"Differences of {DECIDES} in points, paired on prompts; p_holm: over a part.")
     write_text(folder / "bases.tests.md", as_markdown(title, decisive.round(4), notes))
-    print(f"\n{title}\n\n{decisive.round(4).to_string(index=False)}")
+    print(f"\n{title}\n\n{as_text(decisive, '.4f')}")
 print("\n".join(notes))

@@ -20,11 +20,11 @@ import torch
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp._util.table_formats import as_csv, interval_cells
 from lapa2_interp.bias.recipes import parse_recipes
 from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
-from lapa2_interp.stats import interval_cells, mean_interval, paired_difference
+from lapa2_interp.stats import mean_interval, paired_difference
 
 # %% [markdown]
 # Who speaks, of what, and the words that are counted (`*`: any ending). The request is the same in

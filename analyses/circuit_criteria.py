@@ -28,7 +28,7 @@ from lapa2_interp import Selection, load_model
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.plots import new_figure, plain_axes
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits import ContrastSet, attribution, knock_out
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import Unit, all_heads
@@ -74,9 +74,16 @@ def control(contrast_set: ContrastSet, sets: list) -> np.ndarray:
 
 def halves() -> tuple[ContrastSet, ContrastSet]:
     """The texts of every other prompt, to find a set on, and the others, to judge it."""
-    names = list(dict.fromkeys(asked.prompts))
+    names = list(dict.fromkeys(asked.clusters))
     return tuple(
-        replace(asked, examples=tuple(e for e in asked.examples if names.index(e.prompt) % 2 == i))
+        replace(
+            asked,
+            examples=tuple(
+                example
+                for example, cluster in zip(asked.examples, asked.clusters, strict=True)
+                if names.index(cluster) % 2 == i
+            ),
+        )
         for i in (0, 1)
     )
 
@@ -114,7 +121,7 @@ for kind, of_kind in orders.items():
     gap = np.abs(found.mean(2) / whole.mean() - 1)  # order size
     areas[kind] = float(np.trapezoid(gap, np.array(sizes) / len(every), axis=1).mean())
 faithfulness = pd.DataFrame(rows).assign(area=lambda table: table["order"].map(areas))
-print(faithfulness.round(3).to_string(index=False))
+print(as_text(faithfulness, ".3f"))
 write_text(options.out / "faithfulness.csv", as_csv(faithfulness))
 figure = new_figure(3.6, 2.8)
 axes = figure.subplots()
@@ -174,7 +181,7 @@ for (kind, subset), by_prompt in zip(kinds.items(), judged, strict=True):
         | {"which": " ".join(f"{layer}.{head}" for layer, head in subset)}
     )
 completeness = pd.DataFrame(rows)
-print(completeness.round(3).to_string(index=False))
+print(as_text(completeness, ".3f"))
 write_text(options.out / "completeness.csv", as_csv(completeness))
 
 # %% [markdown]
@@ -200,5 +207,5 @@ for head in chosen:
         | {"share": share[0], "low": low[0], "high": high[0], "prompts": len(whole)}
     )
 minimality = pd.DataFrame(rows)
-print(minimality.round(3).to_string(index=False))
+print(as_text(minimality, ".3f"))
 write_text(options.out / "minimality.csv", as_csv(minimality))

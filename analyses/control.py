@@ -14,6 +14,7 @@ import os
 import numpy as np
 
 from lapa2_interp import load_model
+from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.circuits import RAW, ContrastSet, control_score
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
@@ -85,7 +86,7 @@ js = found.values["js"]
 early, late = js[:, :third].mean(1), js[:, -third:].mean(1)
 change = paired_difference(early, contrast_set.prompts, late, contrast_set.prompts)
 print(f"js early {early.mean():.4f}, late {late.mean():.4f}")
-print(f"change {change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]")
+print(f"change {format_interval(change.mean, change.low, change.high, '+.4f')}")
 
 # %% [markdown]
 # ## A custom metric

@@ -20,16 +20,19 @@ from lapa2_interp import Augmentation, Layout, load_model
 from lapa2_interp._util.errors import RunError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper.items import open_item
-from lapa2_interp.stats import format_interval, mean_interval, paired_difference
+from lapa2_interp.stats import mean_interval, paired_difference
 
 ALPHA = 0.5
 item = open_item("deep", "Attention on the prefix in texts of 8,000 tokens, head by head")
 cells = item.cells
 finished = cells[cells["state"] == "finished"]
 if not len(finished):
-    raise RunError(f"{item.run.name} has no finished cell of quick/deep; `lapa2 runs` says why")
+    raise RunError(
+        f"{item.run.name} has no finished cell of quick/deep; {item.run.cells_from} says why"
+    )
 
 # %% [markdown]
 # Teacher-forced passes in float32. Stored are means over windows of l, each twice as long as the

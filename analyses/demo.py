@@ -172,6 +172,7 @@ def _count(grid: Grid) -> int:
 
 
 def _write_texts(out: Path, grid: Grid, worker: Worker) -> None:
+    from lapa2_interp._util.commands import command
     from lapa2_interp._util.errors import RunError, pluralize
     from lapa2_interp.runs.engines import InProcess
     from lapa2_interp.runs.sweep import sweep
@@ -179,8 +180,9 @@ def _write_texts(out: Path, grid: Grid, worker: Worker) -> None:
     done = sweep(out, [grid], InProcess(worker=worker), _say)
     if done.failed:
         raise RunError(
-            f"{pluralize(len(done.failed), 'cell')} failed; `lapa2 runs {out} --traceback` says"
-            " why, and the same command tries them again"
+            f"{pluralize(len(done.failed), 'cell')} failed;"
+            f" `{command('runs', out, traceback=True)}` says why, and the same command tries them"
+            " again"
         )
 
 

@@ -37,6 +37,7 @@ import torch
 from lapa2_interp import plots
 from lapa2_interp._util.files import result_folder
 from lapa2_interp._util.progress import CountingBar, progress_bar
+from lapa2_interp._util.table_formats import as_text
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.generation.plan import plan_batches
@@ -94,7 +95,7 @@ def main() -> None:
             bar.update()
         table = pd.DataFrame(rows)
         fits = exponents(table)
-        print(fits.to_string(index=False, float_format="%.2f"))
+        print(as_text(fits, ".2f"))
         machine = f"{processor_kind('cpu')}; one thread; torch {version('torch')}"
         table.assign(model=options.model, machine=machine).to_csv(
             folder / "growth.csv", index=False, float_format="%.6g"

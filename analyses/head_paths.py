@@ -23,7 +23,7 @@ import numpy as np
 from lapa2_interp import load_model
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.plots import new_figure
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits import ContrastSet, patch
 from lapa2_interp.circuits.unit_table import UnitTable
 from lapa2_interp.circuits.units import Unit
@@ -71,9 +71,9 @@ table = paths.frame()
 alone = dict(zip(sets, found.table("noise").shares, strict=True))
 table["from_alone"] = table["from"].map(alone)
 table["to_alone"] = table["to"].map(alone)
-table["prompts"] = len(set(asked.prompts))
+table["prompts"] = asked.n_prompts
 columns = ["from", "to", "share", "share_low", "share_high", "p_max", "from_alone", "to_alone"]
-print(table[columns].head(20).round(4).to_string(index=False))
+print(as_text(table[columns].head(20), ".4f"))
 write_text(options.out / "head_paths.csv", as_csv(table[[*columns, "prompts"]], 6))
 
 # %%

@@ -15,7 +15,7 @@ from lapa2_interp.paper.reported import paper_number
 from lapa2_interp.paper.tables import drop_parameter
 
 item = open_item(
-    "prefix_preadd_components", "Pre-Aug and Pro-Aug on GPT-2+Prefix and PREADD", "components"
+    "prefix_preadd_components", "Pre-Aug and Pro-Aug on Prefix and PREADD", "components"
 )
 cells = item.cells
 cells = item.require_cells(cells[cells["method"].isin(["prefix", "preadd"])], "prefix or preadd")
@@ -45,4 +45,4 @@ for where, words, _ in item.data.groups(rows):
         )
 
 # %%
-item.write(table, ["GPT-2+Prefix with Pro-Aug is not defined: the method has no raw branch."])
+item.write(table, ["Prefix with Pro-Aug is not defined: the method has no raw branch."])

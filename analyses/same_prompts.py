@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.paper.scripts import ScriptOptions
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.registry import ScorerOptions, score_samples
@@ -52,7 +52,7 @@ def main() -> None:
             for scorer in [*SCORERS[str(task)], "repetition", PERPLEXITY]
         ]
     table = pd.concat(tables, ignore_index=True)
-    print(table.round(3).to_string(index=False))
+    print(as_text(table, ".3f"))
     write_text(options.run / "tables" / "same_prompts.csv", as_csv(table, 5))
 
 

@@ -33,7 +33,7 @@ from sklearn.naive_bayes import MultinomialNB
 from lapa2_interp import Selection
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.load import load_transformers
@@ -140,7 +140,7 @@ if options.train:
                     row |= {"difference": change.mean, "low": change.low, "high": change.high}
                     changes.append(row | {"p": change.p, "prompts": change.clusters})
     for name, each in (("control", rows), ("changes", changes)):
-        print(pd.DataFrame(each).round(3).to_string(index=False))
+        print(as_text(pd.DataFrame(each), ".3f"))
         write_text(options.out / f"{name}.csv", as_csv(pd.DataFrame(each), 6))
 
 # %% [markdown]
@@ -196,5 +196,5 @@ for name in options.judges:
             rows.append(row)
 if rows:
     fluency = pd.DataFrame(rows)
-    print(fluency.round(3).to_string(index=False))
+    print(as_text(fluency, ".3f"))
     write_text(options.out / "fluency.csv", as_csv(fluency, 6))

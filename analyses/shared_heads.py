@@ -25,7 +25,7 @@ from lapa2_interp import Augmentation, Selection, load_model
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import hidden_bar, progress_bar
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp._util.table_formats import as_csv, as_text
 from lapa2_interp.circuits import ContrastSet, control_score, head_logit_attribution
 from lapa2_interp.circuits.prefix_attention import prefix_attention_by_head
 from lapa2_interp.circuits.selection import random_heads
@@ -170,7 +170,7 @@ for task_name, task in TASKS.items():
                 bar.update()
             for metric in metrics:
                 by_prompt = np.mean([each[metric] for each in found], axis=0)
-                interval = mean_interval(by_prompt, np.array(contrast_set.prompts))
+                interval = mean_interval(by_prompt, np.array(contrast_set.clusters))
                 rows.append(
                     {"task": task_name, "heads": set_name, "kind": kind, "n heads": len(of_kind[0])}
                     | {"attention": float(np.mean([attention[h] for s in of_kind for h in s]))}
@@ -184,7 +184,7 @@ transfer = pd.DataFrame(rows)
 shown = transfer[transfer["metric"] == "js"].assign(
     name=transfer["heads"] + transfer["kind"].map(lambda kind: f" ({kind})" if kind else "")
 )
-print(shown.pivot(index="name", columns="task", values="gain").round(4).to_string())
+print(as_text(shown.pivot(index="name", columns="task", values="gain").reset_index(), ".4f"))
 
 # %% [markdown]
 # ## What else the heads do
@@ -226,7 +226,7 @@ for set_name, heads in sets.items():
     row["prefix"] = float(np.mean([attention[head] for head in heads]))
     rows.append(row | {n: float(np.mean([m[h] for h in heads])) for n, m in behaviour.items()})
 others = pd.DataFrame(rows)
-print(others.round(3).to_string(index=False))
+print(as_text(others, ".3f"))
 write_text(options.out / "behaviour.csv", as_csv(others))
 by_head = pd.DataFrame(
     [

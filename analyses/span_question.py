@@ -39,8 +39,10 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, Layout, load_run
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import LayoutError, RunError
 from lapa2_interp._util.plots import COLOURS, crosses, legend_above, new_figure, plain_axes
+from lapa2_interp._util.table_formats import as_text, interval_cells
 from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
@@ -64,7 +66,7 @@ from lapa2_interp.scoring.tables import (
     score_table,
 )
 from lapa2_interp.scoring.transformer import Perplexity
-from lapa2_interp.stats import interval_cells, mean_interval
+from lapa2_interp.stats import mean_interval
 
 parser = ScriptOptions("Boost different keys and see what attention, control and fluency do.")
 parser.add_argument(
@@ -160,7 +162,8 @@ cells = {
 grids = [Grid(arm, "", tuple(own)) for arm, own in cells.items()]
 done = sweep(folder, grids, InProcess(threads=torch.get_num_threads()))
 if done.failed:
-    raise RunError(f"{len(done.failed)} cells failed; `lapa2 runs {folder} --traceback` says why")
+    told = command("runs", folder, traceback=True)
+    raise RunError(f"{len(done.failed)} cells failed; `{told}` says why")
 run = load_run(folder)
 
 
@@ -211,7 +214,7 @@ shown = shown[["mass: prefix", "mass: bos", *dict.fromkeys(scores["metric"])]]
 print(shown.to_string())
 print("\nagainst the baseline, paired on prompts; detectable: what so many texts could have shown")
 columns = ["arm", "attribute", "metric", "difference", "low", "high", "p", "detectable"]
-print(gains[columns].to_string(index=False, float_format="%.3f"))
+print(as_text(gains[columns], ".3f"))
 
 # %% [markdown]
 # The baseline is not the only control: boosting two prompt tokens disturbs the text as much and
@@ -235,7 +238,7 @@ for metric in ACCURACY:
 direct = pd.DataFrame(rows)
 direct.to_csv(options.out / "against_sham.csv", index=False)
 print("\naccuracy, arm against arm, paired on prompts")
-print(direct.to_string(index=False, float_format="%.3f"))
+print(as_text(direct, ".3f"))
 print("\nscorers: " + "; ".join(sorted(set(scores["scorer"]))))
 
 # %% [markdown]
@@ -294,7 +297,7 @@ matched.to_csv(options.out / "matched.csv", index=False)
 print(
     "\nat equal prefix mass: distance from the curve of the prefix arms (95 %, prompts resampled)"
 )
-print(matched.to_string(index=False, float_format="%.3f"))
+print(as_text(matched, ".3f"))
 
 
 # %%

@@ -18,6 +18,7 @@ import pandas as pd
 from matplotlib.patches import Rectangle
 
 from lapa2_interp import Augmentation, load_model, plots, recipe, recipes, teacher_forced
+from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.circuits import METRICS, ContrastSet, attribution, control_score, select
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import answer_key
@@ -146,13 +147,11 @@ figure, axes = plt.subplots(
     figsize=(1.8 + 0.25 * slopes.shape[1], 1.2 + 0.13 * slopes.shape[0]), layout="constrained"
 )
 reach = np.abs(slopes).max()
-drawing = axes.imshow(slopes, "RdBu_r", aspect="auto", vmin=-reach, vmax=reach)
+drawing = plots.layer_map(axes, slopes, cmap="RdBu_r", vmin=-reach, vmax=reach)
 for layer, head in chosen.heads:
     axes.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, lw=1.2))
 for layer, head in chosen.suppressors:
     axes.plot(head, layer, "x", color="black", ms=5)
-plots.plain_axes(axes, "head", "layer")
-axes.yaxis.get_major_locator().set_params(integer=True)
 bar = figure.colorbar(drawing, ax=axes)
 bar.set_label("slope: js per unit of bias", fontsize=7)
 bar.ax.tick_params(labelsize=7)
@@ -303,7 +302,7 @@ same = texts[texts["strength"] == 1].set_index("family")
 mine, others = same.loc["chosen heads"], same.loc["random heads"]
 for metric in ("js", "lex"):
     gap = paired_difference(others[metric], others["prompt"], mine[metric], mine["prompt"])
-    print(f"{metric}: chosen - random {gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]")
+    print(f"{metric}: chosen - random {format_interval(gap.mean, gap.low, gap.high, '+.4f')}")
 
 # %% [markdown]
 # ## Checks

@@ -65,7 +65,9 @@ arms = cells["family"] + [f" {each:g}" if each else "" for each in cells["streng
 known = cells.assign(arm=arms).set_index("key")[["arm", "family", "strength", "words"]]
 scores = item.data.scores(cells)
 if not len(scores):
-    raise RunError(f"{item.run.name} has no finished cell of {item.item}; `lapa2 runs` says why")
+    raise RunError(
+        f"{item.run.name} has no finished cell of {item.item}; {item.run.cells_from} says why"
+    )
 scores["arm"], cells["arm"] = scores["cell"].map(known["arm"]), arms
 table = item.table(scores, cells)
 note = (

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv, as_markdown, records
+from lapa2_interp._util.table_formats import as_csv, as_markdown, format_interval, records
 from lapa2_interp.paper.claims import (
     ClaimResult,
     ItemClaims,
@@ -48,8 +48,8 @@ def main() -> None:
         list(shown).index("here"),
         "here before",
         [
-            f"{row.here_before:+.2f} [{row.low_before:+.2f}, {row.high_before:+.2f}]"
-            f" ({row.prompts_before:.0f} prompts)"
+            format_interval(row.here_before, row.low_before, row.high_before, "+.2f")
+            + f" ({row.prompts_before:.0f} prompts)"
             for row in once.itertuples()
         ],
     )

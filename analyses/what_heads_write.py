@@ -15,6 +15,7 @@ import os
 import numpy as np
 
 from lapa2_interp import load_model
+from lapa2_interp._util.table_formats import format_number
 from lapa2_interp.circuits import ContrastSet, head_logit_attribution, knock_out
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import POSITIVE, answer_key
@@ -77,7 +78,10 @@ exact = knock_out(
 )
 for (i, j), unit, effect in zip(top, exact.units, exact.values.mean(0), strict=True):
     direct = found.frame().set_index(["layer", "head"]).loc[(i, j), "direct"]
-    print(f"{unit.name:>6}: direct {direct:+.4f}, lost without it {effect:+.4f}")
+    print(
+        f"{unit.name:>6}: direct {format_number(direct, '+.4f')}, lost without it"
+        f" {format_number(effect, '+.4f')}"
+    )
 
 # %% [markdown]
 # ## Checks

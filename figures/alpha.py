@@ -3,7 +3,7 @@ panel per method."""
 
 import numpy as np
 import pandas as pd
-from house import METRIC_LABELS, paper_name, render, style_of
+from house import METRIC_LABELS, display_name, render, style_of
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from lapa2_interp._util.plots import Drawing, band, error_bars, new_figure, plain_axes
@@ -31,7 +31,7 @@ def draw(table: pd.DataFrame) -> Drawing:
         metric = "tox" if task == "detox" else "acc"
         control, fluency = part[part["metric"] == metric], part[part["metric"] == "ppl"]
         band(panel, control, "alpha", colour, marker=marker, ms=4, lw=1.3)
-        panel.set_title(f"{paper_name(method)}, {task}", fontsize=9)
+        panel.set_title(f"{display_name(method)}, {task}", fontsize=9)
         plain_axes(panel, "alpha", METRIC_LABELS[metric])
         panel.yaxis.label.set_color(colour)
         other = panel.twinx()

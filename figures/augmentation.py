@@ -4,7 +4,7 @@ dashed with LaPA2."""
 from typing import Any
 
 import pandas as pd
-from house import by_task, legend_below, paper_name, render, style_of
+from house import by_task, display_name, legend_below, render, style_of
 
 from lapa2_interp._util.plots import Drawing, band, plain_axes
 
@@ -27,7 +27,7 @@ def draw(table: pd.DataFrame) -> Drawing:
                 "markevery": max(1, len(line) // 6),
                 "mfc": colour if plain else "white",
             }
-            name = paper_name(str(method)) if plain else None
+            name = display_name(str(method)) if plain else None
             band(panel, line, "step", colour, ls="-" if plain else "--", lw=1.2, label=name, **look)
         for name, ls in (("without LaPA2", "-"), ("with LaPA2", "--")):
             panel.plot([], [], color="#777777", ls=ls, lw=1.2, label=name)

@@ -1,7 +1,7 @@
 """Figure decay: accuracy against length, one line per method and one panel per task, 95 % bands."""
 
 import pandas as pd
-from house import METRIC_LABELS, by_task, legend_below, paper_name, render, style_of
+from house import METRIC_LABELS, by_task, display_name, legend_below, render, style_of
 
 from lapa2_interp._util.plots import Drawing, band, plain_axes
 from lapa2_interp.paper.tables import rows_of_all_attributes
@@ -27,7 +27,7 @@ def draw(table: pd.DataFrame) -> Drawing:
                 marker=marker,
                 ms=4,
                 lw=1.3,
-                label=paper_name(str(method)),
+                label=display_name(str(method)),
             )
         panel.set_xticks(sorted(part["length"].unique()))
         panel.set_title(task, fontsize=9)

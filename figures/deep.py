@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from house import legend_below, render
 
-from lapa2_interp._util.plots import COLOURS, Drawing, band, new_figure, plain_axes
+from lapa2_interp._util.plots import COLOURS, Drawing, band, layer_map, new_figure, plain_axes
 
 
 def draw(table: pd.DataFrame, heads: pd.DataFrame) -> Drawing:
@@ -35,15 +35,13 @@ def draw(table: pd.DataFrame, heads: pd.DataFrame) -> Drawing:
     middle.axhline(1, color="#999999", lw=0.8, zorder=0)
     last = heads[(heads["l_kv"] == heads["l_kv"].max()) & (heads["alpha"] == 0)]
     grid = last.pivot_table(index="layer", columns="head", values="share").to_numpy()
-    image = right.imshow(np.log10(np.maximum(grid, 1e-6)), aspect="auto", cmap="viridis")
+    image = layer_map(right, np.log10(np.maximum(grid, 1e-6)), cmap="viridis")
     bar = figure.colorbar(image, ax=right)
     bar.set_label("log10 of the attention", fontsize=7)
     bar.ax.tick_params(labelsize=6)
     plain_axes(left, "l_kv", "attention on the prefix")
     left.set_title("dotted: the derived law", fontsize=7)
     plain_axes(middle, "layer", "part of the law that is left")
-    plain_axes(right, "head", "layer")
-    right.xaxis.get_major_locator().set_params(integer=True)
     legend_below(figure, [("", left, shares), ("", middle, left_law)], 5)
     return figure
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from house import by_task, legend_below, paper_name, render, style_of
+from house import by_task, display_name, legend_below, render, style_of
 
 from lapa2_interp._util.plots import Drawing, band, plain_axes
 
@@ -20,7 +20,7 @@ def draw(table: pd.DataFrame, fits: pd.DataFrame) -> Drawing:
     for task, panel, part in panels:
         for i, (method, line) in enumerate(part.groupby("method", sort=False)):
             colour, _ = style_of(str(method))
-            band(panel, line, "step", colour, lw=1.3, label=paper_name(str(method)))
+            band(panel, line, "step", colour, lw=1.3, label=display_name(str(method)))
             own = (fits["task"] == line["task"].iloc[0]) & (fits["model"] == line["model"].iloc[0])
             c, d, r2 = fits.loc[own & (fits["method"] == method), ["C", "D", "R2"]].iloc[0]
             if not np.isnan(c):

@@ -97,9 +97,9 @@ COLUMN = 3.4
 """Width of a paper's column, inches."""
 
 
-def paper_name(method: str) -> str:
-    """A method as the paper's tables name it."""
-    return known_methods()[method].paper_name if method in known_methods() else method
+def display_name(method: str) -> str:
+    """A method's name in figures."""
+    return known_methods()[method].display_name if method in known_methods() else method
 
 
 def style_of(method: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 dashed with LaPA2."""
 
 import pandas as pd
-from house import by_task, legend_below, paper_name, render
+from house import by_task, display_name, legend_below, render
 
 from lapa2_interp._util.plots import COLOURS, Drawing, band, plain_axes
 
@@ -24,7 +24,7 @@ def draw(table: pd.DataFrame) -> Drawing:
                 plain = arm == "baseline"
                 name = f"k = {k}{'' if plain else ', with LaPA2'}"
                 band(panel, line, "step", colour, ls="-" if plain else "--", lw=1.1, label=name)
-        panel.set_title(f"{task}, {paper_name(part['method'].iloc[0])}", fontsize=9)
+        panel.set_title(f"{task}, {display_name(part['method'].iloc[0])}", fontsize=9)
         panel.set_ylim(0, 1.05)
         plain_axes(panel, "generation step t", "share of the nearest k")
     legend_below(figure, panels, 4)

@@ -8,10 +8,10 @@ cover 82 %): their interval is Student's, on the prompts' means.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -49,24 +49,6 @@ class Interval:
     def columns(self) -> dict[str, float]:
         """Mean, low and high by name, for the row of a table."""
         return {"mean": self.mean, "low": self.low, "high": self.high}
-
-
-def format_interval(mean: float, low: float, high: float, form: str = ".3g") -> str:
-    """A number and, if it is known, its interval: "0.61 [0.55, 0.67]"."""
-    return f"{mean:{form}}{interval_text(low, high, form)}"
-
-
-def interval_cells(
-    table: pd.DataFrame, form: str = ".3g", columns: Sequence[str] = ("mean", "low", "high")
-) -> list[str]:
-    """The three columns of every row as `format_interval`."""
-    rows = table[[*columns]].to_numpy(float)
-    return [format_interval(mean, low, high, form) for mean, low, high in rows]
-
-
-def interval_text(low: float, high: float, form: str) -> str:
-    """ " [low, high]", or nothing where there is no interval."""
-    return "" if math.isnan(low) else f" [{low + 0.0:{form}}, {high + 0.0:{form}}]"  # no -0.0
 
 
 def label_codes(labels: Labels, sort: bool = False) -> tuple[Int[np.ndarray, " n"], np.ndarray]:
@@ -202,6 +184,26 @@ def holm(p: Sequence[float] | np.ndarray) -> Float[np.ndarray, " test"]:
     return np.where(np.isnan(raw), np.nan, found)
 
 
+IntervalMethod = Literal["resampled", "student", "none"]
+METHOD_WORDS: dict[IntervalMethod, str] = {
+    "resampled": "prompts resampled",
+    "student": f"Student's t on prompts' means, where there are fewer than {FEW} prompts",
+    "none": "none where there is one prompt",
+}
+"""The methods in words, for notes under tables."""
+
+
+def interval_method(clusters: int) -> IntervalMethod:
+    """How `bounds` makes the interval of so many clusters."""
+    return "resampled" if clusters >= FEW else "student" if clusters > 1 else "none"
+
+
+def describe_intervals(clusters: Iterable[int]) -> str:
+    """The methods that made the intervals of numbers with so many prompts each, in words."""
+    methods = {interval_method(int(n)) for n in clusters}
+    return "; ".join(words for method, words in METHOD_WORDS.items() if method in methods)
+
+
 def bounds(
     values: Float[np.ndarray, "n *rest"],
     clusters: Labels | None = None,
@@ -217,10 +219,11 @@ def bounds(
     clusters = np.arange(len(values)) if clusters is None else clusters
     _check_lengths(values, clusters)
     codes, names = label_codes(clusters)
-    if len(names) < 2:
+    method = interval_method(len(names))
+    if method == "none":
         nothing = np.full(values.shape[1:], np.nan)
         return nothing, nothing
-    if len(names) >= FEW:
+    if method == "resampled":
         low, high = np.percentile(
             resampled_means(values, clusters, resamples, seed), tails(len(names)), axis=0
         )

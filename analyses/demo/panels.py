@@ -14,7 +14,9 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util import plots
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.files import atomic_write
+from lapa2_interp._util.table_formats import format_number, interval_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.synthetic import geometric_lengths
 from lapa2_interp.models.machine import n_cores, processor_kind
@@ -198,7 +200,7 @@ def percent(share: float) -> str:
 
 
 def interval(low: float, high: float, digits: int = 2) -> str:
-    return "no interval" if np.isnan(low) else f"[{low:.{digits}f}, {high:.{digits}f}]"
+    return interval_text(low, high, f".{digits}f").strip() or "no interval"
 
 
 def _table(
@@ -280,8 +282,14 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
         " layers, heads and texts; both axes are logarithmic, so a power of l is a straight line."
         " Bands are 95 % intervals over texts; dotted is the closed form (Eq. 11) with the scores"
         " as they are without LaPA2.",
-        f"lapa2 propositions --model {grid.cells[0].model} --text my-text.txt --long-length 400"
-        " --long-texts 6 --out results/my-curves",
+        command(
+            "propositions",
+            model=grid.cells[0].model,
+            text="my-text.txt",
+            long_length=400,
+            long_texts=6,
+            out="results/my-curves",
+        ),
         [
             f"From l = {l.min():.0f} to l = {l.max():.0f} the prefix's share goes:"
             f" {'; '.join(found)}."
@@ -371,8 +379,15 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
         "Each square is one head of one layer. Left: its attention on the prefix without LaPA2."
         " Right: what LaPA2 adds (red) or takes (blue). The same texts as above, mean over texts"
         " and steps. The changes have one scale.",
-        f'lapa2 generate --model {model} --attribute positive --prompt "Your prompt" --out'
-        " results/my-map && lapa2 trace results/my-map --out results/my-map-figures",
+        command(
+            "generate",
+            model=model,
+            attribute="positive",
+            prompt="Your prompt",
+            out="results/my-map",
+        )
+        + " && "
+        + command("trace", "results/my-map", out="results/my-map-figures"),
         found,
         _image(_head_figure(alphas, mass)),
         "layer by head maps of attention on the prefix",
@@ -384,7 +399,6 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
     others = [(alpha, each - base) for alpha, each in zip(alphas, mass, strict=True) if alpha]
     figure = plots.Drawing(figsize=(WIDTH, 5.6), layout="constrained", dpi=150)
     axes = figure.subplots(1, 1 + len(others), sharey=True)
-    look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
     maps = [("without LaPA2", "attention, %", 100 * base, {"cmap": "Blues", "vmin": 0})]
     reach = 100 * max(float(np.abs(each).max()) for _, each in others) or 1.0
     for alpha, each in others:
@@ -393,7 +407,7 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
     for panel, (title, label, found, scale) in zip(axes, maps, strict=True):
         panel.set_title(title, fontsize=11)
         bar = figure.colorbar(
-            panel.imshow(found, **look, **scale),
+            plots.layer_map(panel, found, interpolation="nearest", **scale),
             ax=panel,
             location="bottom",
             shrink=0.92,
@@ -402,11 +416,10 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
         bar.set_label(label, fontsize=10)
         bar.ax.tick_params(labelsize=10)
     for panel in axes:
-        panel.set_xticks(range(0, base.shape[1], 2 if base.shape[1] > 5 else 1))
-        panel.set_xlabel("head", fontsize=10)
         panel.tick_params(labelsize=10)
-    axes[0].yaxis.get_major_locator().set_params(integer=True)
-    axes[0].set_ylabel("layer", fontsize=10)
+        for label in (panel.xaxis.label, panel.yaxis.label):
+            label.set_fontsize(10)
+        panel.label_outer()
     return figure
 
 
@@ -474,8 +487,14 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         "Each token is coloured by the prefix attention of the step that chose it: the stronger the"
         " blue, the more. All texts of a row start from the same prompt and the same random"
         " numbers. Point at a token for its number.",
-        f"lapa2 sweep analyses/demo/demo.toml --set model={model} --set prompts=my-prompts.txt"
-        " --out results/mine && lapa2 report results/mine",
+        command(
+            "sweep",
+            "analyses/demo/demo.toml",
+            set={"model": model, "prompts": "my-prompts.txt"},
+            out="results/mine",
+        )
+        + " && "
+        + command("report", "results/mine"),
         [f"Mean attention on the prefix over these texts: {found}."],
         part="texts",
         data={
@@ -547,7 +566,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
     found, points = [], gaps[gaps["metric"] == "accuracy"] if len(gaps) else gaps
     for row in points.to_dict("records"):
         found.append(
-            f"{arm_label(row['arm'])}: {100 * row['difference']:+.0f} points "
+            f"{arm_label(row['arm'])}: {format_number(100 * row['difference'], '+.0f')} points "
             f"{interval(100 * row['low'], 100 * row['high'], 0)}"
         )
     least = points.loc[points["detectable"] > 0, "detectable"] if len(points) else pd.Series()
@@ -627,6 +646,7 @@ SIGNS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "
 
 def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     """The propositions on synthetic logits and on the stored texts."""
+    from lapa2_interp.paper.proposition_claims import SYNTHETIC, count_by_source
     from lapa2_interp.paper.proposition_study import verdict_page_table
     from lapa2_interp.paper.propositions import trace_verdicts
 
@@ -634,7 +654,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     cell = grid.cells[0]
     real = trace_verdicts(traces, f"{cell.model}, the same texts", dtype=cell.dtype)
     drawn = verdict_page_table(measured.synthetic).assign(
-        family=measured.synthetic["where"].str.removeprefix("synthetic: ").to_numpy()
+        family=measured.synthetic["where"].str.removeprefix(SYNTHETIC).to_numpy()
     )
     claims = list(dict.fromkeys(drawn["claim"]))
     marks = drawn.assign(mark=drawn["verdict"].map(SIGNS)).pivot(
@@ -657,18 +677,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
         for row in seen.to_dict("records")
     ]
     # Numbers of verdicts.
-    broken = measured.synthetic["where"].str.contains("not exchangeable|unbounded")
-    groups = {
-        "synthetic logits that keep the assumptions": measured.synthetic[~broken],
-        "synthetic logits that break them": measured.synthetic[broken],
-        "these texts": real,
-    }
-    counts = {
-        name: ", ".join(
-            f"{n} {verdict}" for verdict in SIGNS if (n := int((each["verdict"] == verdict).sum()))
-        )
-        for name, each in groups.items()
-    }
+    counts = count_by_source(pd.concat([real, measured.synthetic]))
     texts = int(real["texts"].max())
     return Panel(
         "The paper's claims, with verdicts",
@@ -676,8 +685,8 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
         " says. Synthetic logits keep or break the paper's assumptions, one family at a time (up"
         f" to l = {SYNTHETIC['longest']:,}); the real attention is that of panel 1, {texts} texts."
         " ✓ as in the paper, ✗ against the paper, ○ inconclusive.",
-        f"lapa2 propositions --model {cell.model} --length 256 --out results/my-verdicts",
-        [f"Verdicts on {name}: {count}." for name, count in counts.items()],
+        command("propositions", model=cell.model, length=256, out="results/my-verdicts"),
+        counts,
         tables=[
             _table(
                 ["verdict", "claim", "measured", "expected", "margin", "quantity"],
@@ -708,7 +717,7 @@ def methods(grid: Grid) -> Panel:
         found = stored["methods"].get(name, {})
         with_it = found.get("with LaPA2")
         rows.append(
-            [name, method.paper_name, method.equation, found.get("base", "no example"),
+            [name, method.display_name, method.equation, found.get("base", "no example"),
              with_it["text"] + f" (alpha {number(with_it['alpha'])})" if with_it else "–"]
         )  # fmt: skip
     note = (
@@ -722,11 +731,17 @@ def methods(grid: Grid) -> Panel:
         f" Here is one text of each, steered towards “{stored['attribute']}”, from the prompt"
         f" “{stored['prompt']}”. One text shows what a method's output looks like, not how good"
         " it is.",
-        f"lapa2 generate --model {grid.cells[0].model} --method air-decoding --attribute positive"
-        ' --prompt "Your prompt" --out results/my-method',
+        command(
+            "generate",
+            model=grid.cells[0].model,
+            method="air-decoding",
+            attribute="positive",
+            prompt="Your prompt",
+            out="results/my-method",
+        ),
         tables=[
             _table(
-                ["method", "paper", "log weight of the next token", "text", "text with LaPA2"],
+                ["method", "name", "log weight of the next token", "text", "text with LaPA2"],
                 rows,
                 note,
                 (2, 3, 4),

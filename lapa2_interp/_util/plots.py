@@ -13,7 +13,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from itertools import cycle
 from typing import Any
@@ -22,7 +22,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.")
@@ -68,6 +71,33 @@ def legend_above(figure: Figure, columns: int, panel: Axes | None = None) -> Non
     """A legend above all panels: of one panel's curves, or of all."""
     named = () if panel is None else panel.get_legend_handles_labels()
     figure.legend(*named, loc="outside upper center", frameon=False, fontsize=7, ncols=columns)
+
+
+def layer_map(
+    axes: Axes,
+    values: ArrayLike,
+    columns: Sequence[str] | None = None,
+    by: str = "head",
+    **look: Any,
+) -> AxesImage:
+    """A map of every layer's heads, or of its slots: layers are rows, heads are columns, in every
+    figure.
+
+    Args:
+        values: Numbers, or colours, [layer column].
+        columns: Names of the columns; by default their numbers.
+        by: What a column is.
+        look: As `Axes.imshow`.
+    """
+    drawn = axes.imshow(values, aspect="auto", **look)
+    plain_axes(axes, by, "layer")
+    if columns is None:
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    else:
+        shown = range(0, len(columns), 1 if by == "slots" else max(1, len(columns) // 9))
+        axes.set_xticks(shown, [columns[i] for i in shown])
+    axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    return drawn
 
 
 def band(axes: Axes, table: pd.DataFrame, x: str, colour: str, **line: Any) -> None:
@@ -149,19 +179,16 @@ def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Drawing:
     panels = np.atleast_1d(figure.subplots(1, len(maps), sharey=True))
     for panel, (arm, found) in zip(panels, maps.items(), strict=True):
         if arm == first:
-            drawn = panel.imshow(found, aspect="auto", cmap="Blues", vmin=0)
+            drawn = layer_map(panel, found, cmap="Blues", vmin=0)
             panel.set_title(arm, fontsize=8)
         else:
             difference = found - maps[first]
             reach = float(np.abs(difference).max()) or 1.0
-            drawn = panel.imshow(difference, aspect="auto", cmap="RdBu_r", vmin=-reach, vmax=reach)
+            drawn = layer_map(panel, difference, cmap="RdBu_r", vmin=-reach, vmax=reach)
             panel.set_title(f"{arm}\nminus {first}", fontsize=8)
         bar = figure.colorbar(drawn, ax=panel, location="bottom", shrink=0.9)
         bar.ax.tick_params(labelsize=7)
-        panel.set(xlabel="head")
-        panel.xaxis.get_major_locator().set_params(integer=True)
-    panels[0].yaxis.get_major_locator().set_params(integer=True)
-    panels[0].set(ylabel="layer")
+        panel.label_outer()
     figure.suptitle(f"attention on {name} (each map has its own scale)", fontsize=9)
     return figure
 

@@ -2,12 +2,66 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+NO_NUMBER = "no number"
+
+
+def format_number(value: float, form: str = ".3g") -> str:
+    """A number for readers: 0 has no minus, also where it is a rounded number; NaN is `NO_NUMBER`.
+    Numbers that may be negative are shown by this alone.
+
+    Args:
+        form: A format: an optional "+", the digits and the type, such as "+.1f".
+    """
+    if math.isnan(value):
+        return NO_NUMBER
+    sign, digits = form[: form.startswith("+")], form.removeprefix("+")
+    return f"{value:{sign}z{digits}}"
+
+
+def format_interval(mean: float, low: float, high: float, form: str = ".3g", unit: str = "") -> str:
+    """A number, its unit, and if it is known its interval: "61 % [55, 67]"."""
+    if math.isnan(mean):
+        return format_number(mean)
+    return f"{format_number(mean, form)}{unit}{interval_text(low, high, form)}"
+
+
+def interval_cells(
+    table: pd.DataFrame, form: str = ".3g", columns: Sequence[str] = ("mean", "low", "high")
+) -> list[str]:
+    """The three columns of every row as `format_interval`."""
+    rows = table[[*columns]].to_numpy(float)
+    return [format_interval(mean, low, high, form) for mean, low, high in rows]
+
+
+def interval_text(low: float, high: float, form: str) -> str:
+    """ " [low, high]", or nothing where there is no interval."""
+    if math.isnan(low):
+        return ""
+    return f" [{format_number(low, form)}, {format_number(high, form)}]"
+
+
+def as_text(shown: pd.DataFrame, form: str = ".4g", missing: str = "") -> str:
+    """A table for the terminal, without its index.
+
+    Args:
+        form: Of its numbers, as `format_number`.
+        missing: In the place of NaN.
+    """
+    return str(shown.to_string(index=False, float_format=number_formatter(form), na_rep=missing))
+
+
+def number_formatter(form: str) -> Callable[[float], str]:
+    """`format_number` in one format, as pandas takes it."""
+    return lambda value: format_number(value, form)
 
 
 def as_csv(table: pd.DataFrame, digits: int | None = None) -> str:
@@ -22,7 +76,10 @@ def as_csv(table: pd.DataFrame, digits: int | None = None) -> str:
     split = any(texts[name].str.contains("\r", regex=False).any() for name in texts)
     quoting: Literal[0, 2] = 2 if split else 0  # csv.QUOTE_NONNUMERIC, csv.QUOTE_MINIMAL
     how = None if digits is None else f"%.{digits}g"
-    return str(table.to_csv(index=False, float_format=how, quoting=quoting))
+    numbers: dict[str, Any] = {
+        str(name): table[name] + 0.0 for name in table.select_dtypes("float")
+    }  # no -0.0
+    return str(table.assign(**numbers).to_csv(index=False, float_format=how, quoting=quoting))
 
 
 def as_markdown(title: str, shown: pd.DataFrame, notes: Sequence[str]) -> str:

@@ -117,7 +117,7 @@ def step_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
         branch: Name of the branch; by default the first with a prefix.
 
     Returns:
-        Columns arm, layer_type, step, name, mean, low, high (95 %, prompts resampled; NaN for a
+        Columns arm, layer_type, step, name, mean, low, high (95 %, over prompts; NaN for a
         single prompt), n, prompts. There is a curve for each layer type. Steps that any sample of
         the arm lacks are left out, so that all points of a curve have the same texts.
 
@@ -181,7 +181,7 @@ def prefix_token_table(
 
     Returns:
         Columns arm, key ("BOS", "p1", ...; those that any sample of the arm has), mean, low, high
-        (95 %, prompts resampled), n.
+        (95 %, over prompts), n.
     """
     at = _branch_index(trace, branch)
     rows = []

@@ -411,7 +411,7 @@ class Augmentation(BaseModel):
         fields = type(self).model_fields
         usual = {name: field.default for name, field in fields.items()} | PROFILES[self.profile]
         others = [
-            f"{field} {shorten_value(value)}"
+            shorten_value(value, name=field)
             for field, value in self.model_dump(
                 exclude={"alpha", "profile"}, exclude_none=True
             ).items()
@@ -482,15 +482,34 @@ def normalize_augmentations(augmentations: AugmentationLike) -> Augmentations:
     return active if len(active) > 1 else active[0] if active else None
 
 
-def shorten_value(value: Any, mark: str = ",") -> str:
-    """A field's value in a label; long lists by their size and a hash."""
+LONGEST_LIST = 24
+"""Letters of a list in a label."""
+
+
+def shorten_value(value: Any, mark: str = ",", *, name: str, to: str = " ") -> str:
+    """A field with its value in a label: "layers 0,1,5", and a long list as "layers 0-14" or "24
+    heads (#6b2e68)", with a hash that tells it from others as long."""
     if isinstance(value, str | float | int):
-        return f"{value:g}" if isinstance(value, float) else str(value)
-    text = mark.join(
-        ".".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value
-    )
-    return (
-        text
-        if len(text) <= 24
-        else f"{len(value)} of {hashlib.sha256(text.encode()).hexdigest()[:6]}"
-    )
+        return f"{name}{to}{value:g}" if isinstance(value, float) else f"{name}{to}{value}"
+    parts = [".".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value]
+    text = mark.join(parts)
+    if len(text) <= LONGEST_LIST:
+        return f"{name}{to}{text}"
+    runs = mark.join(_runs(value)) if all(isinstance(part, int) for part in value) else text
+    if len(runs) <= LONGEST_LIST:
+        return f"{name}{to}{runs}"
+    return f"{len(value)} {name} (#{hashlib.sha256(text.encode()).hexdigest()[:6]})"
+
+
+def _runs(numbers: Sequence[int]) -> list[str]:
+    """Numbers in their order, three and more neighbours as "first-last"."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return [
+        f"{group[0]}-{group[-1]}" if len(group) > 2 else ",".join(map(str, group))
+        for group in groups
+    ]

@@ -271,20 +271,18 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
         for each in augmentations
     ]
     given = ",".join(
-        f"{key}={_format_value(key, value)}"
-        for key, value in parameters.items()
-        if value is not None
+        _format_parameter(key, value) for key, value in parameters.items() if value is not None
     )
     return LabeledAugmentations.of(narrowed, f"{name}:{given}" if given else name)
 
 
-def _format_value(key: str, value: Any) -> str:
-    """A parameter's value as `parse_recipes` takes it; a long list shortened."""
+def _format_parameter(key: str, value: Any) -> str:
+    """A parameter as `parse_recipes` takes it; a long list shortened."""
     if isinstance(value, bool):
-        return str(value).lower()
+        return f"{key}={str(value).lower()}"
     if key == "steps":
-        return ":".join(map(str, value))
-    return shorten_value(value, "/")
+        return f"{key}={':'.join(map(str, value))}"
+    return shorten_value(value, "/", name=key, to="=")
 
 
 def resolve_recipes(given: Any) -> Any:

@@ -27,6 +27,7 @@ from lapa2_interp.models.card import (
 from lapa2_interp.models.load import resolve_model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.stats import label_codes
+from lapa2_interp.tasks.segmentation import text_key
 from lapa2_interp.tasks.task import Task
 
 LONGEST_FACT = 60
@@ -157,19 +158,25 @@ class ContrastSet:
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The prompt of each example, the unit of resampling."""
+        """The prompt of each example."""
         return tuple(example.prompt for example in self.examples)
+
+    @property
+    def clusters(self) -> tuple[str, ...]:
+        """The unit of resampling of each example, and of halves: its prompt, whatever its white
+        space and capitals are (`text_key`)."""
+        return tuple(text_key(prompt) for prompt in self.prompts)
 
     @property
     def n_prompts(self) -> int:
         """Number of different prompts."""
-        return len(set(self.prompts))
+        return len(set(self.clusters))
 
     def by_prompt(
         self, values: Float[np.ndarray, "example *rest"]
     ) -> Float[np.ndarray, "prompt *rest"]:
         """Means over the examples of each prompt, in the order of the prompts."""
-        codes, names = label_codes(self.prompts)
+        codes, names = label_codes(self.clusters)
         sums = np.zeros((len(names), *values.shape[1:]))
         np.add.at(sums, codes, values)
         return sums / np.bincount(codes).reshape(-1, *[1] * (values.ndim - 1))

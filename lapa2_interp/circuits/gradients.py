@@ -43,6 +43,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
+from lapa2_interp._util.table_formats import format_number
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
@@ -333,9 +334,10 @@ class PrefilterRecall:
         if self.missed is not None:
             layer, head = self.missed
             missed = f"largest effect missed {self.largest_missed:.3g} ({layer}.{head})"
+        cut_hat, slope = (format_number(rank, ".2f") for rank in (self.cut_hat, self.slope))
         return (
-            f"{pluralize(self.heads, 'head')}: Spearman {self.cut_hat:.2f} (cut_hat),"
-            f" {self.slope:.2f} (slope); recall@{self.n} {self.recall:.2f}; {missed}"
+            f"{pluralize(self.heads, 'head')}: Spearman {cut_hat} (cut_hat), {slope} (slope);"
+            f" recall@{self.n} {self.recall:.2f}; {missed}"
         )
 
 

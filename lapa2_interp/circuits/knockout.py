@@ -327,7 +327,7 @@ def joint_curve(
             f" {', '.join(map(str, requested)) or 'none'}"
         )
     asked = table.contrast_set
-    prompts = list(dict.fromkeys(asked.prompts))
+    prompts = list(dict.fromkeys(asked.clusters))
     whole = np.zeros(len(asked.examples))
     left: dict[tuple[str, int], Float[np.ndarray, "draw example"]] = {}
     for fold in (0, 1):
@@ -337,7 +337,7 @@ def joint_curve(
         # Heads in the order of their effects in one half of the prompts.
         held_out = set(prompts[fold::2])
         choosing = [i for i, prompt in enumerate(prompts) if prompt not in held_out]
-        judged = [i for i, prompt in enumerate(asked.prompts) if prompt in held_out]
+        judged = [i for i, prompt in enumerate(asked.clusters) if prompt in held_out]
         order = np.argsort(-table.by_prompt[choosing].mean(0), kind="stable")
         best = [table.units[i].heads[0] for i in order]
         # Sets of heads that are knocked out, by kind, size and draw.

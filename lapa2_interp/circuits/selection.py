@@ -178,7 +178,7 @@ class Selection(BaseModel):
         if card.weights != self.weights:
             raise CircuitError(
                 f"the selection belongs to {self.model} with {self.weights}; found {card.name} with"
-                f" {card.weights}: choose again in this model (lapa2 select)"
+                f" {card.weights}: choose again in this model (`lapa2 select`)"
             )
 
     def save(self, file: str | Path) -> None:
@@ -421,13 +421,18 @@ def _screened(
     and the texts of the other half. All heads and texts where that saves nothing, or prompts are
     few, or the model has no gradients."""
     every = all_heads(model)
-    names = list(dict.fromkeys(contrast_set.prompts))
+    clusters = contrast_set.clusters
+    names = list(dict.fromkeys(clusters))
     if not 0 < most < len(every) or len(names) < 2 * FEW - 1 or not has_gradients(model):
         return every, contrast_set
     halves = [
         replace(
             contrast_set,
-            examples=tuple(each for each in contrast_set.examples if each.prompt in half),
+            examples=tuple(
+                example
+                for example, cluster in zip(contrast_set.examples, clusters, strict=True)
+                if cluster in half
+            ),
         )
         for half in (names[1::2], names[::2])
     ]
@@ -455,11 +460,17 @@ def _scores(
         return attribution(model, contrast_set, metric=metric).table("slope").by_prompt
     if score == "dla":
         return head_logit_attribution(model, contrast_set).table().by_prompt
+    clusters = contrast_set.clusters
     masses = {
-        prompt: prefix_attention_by_head(
-            model, [example for example in contrast_set.examples if example.prompt == prompt]
+        name: prefix_attention_by_head(
+            model,
+            [
+                example
+                for example, cluster in zip(contrast_set.examples, clusters, strict=True)
+                if cluster == name
+            ],
         )
-        for prompt in dict.fromkeys(contrast_set.prompts)
+        for name in dict.fromkeys(clusters)
     }
     return np.stack([each.ravel() for each in masses.values()])
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import pluralize
-from lapa2_interp._util.table_formats import records
+from lapa2_interp._util.table_formats import format_interval, format_number, records
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW
@@ -17,7 +17,7 @@ from lapa2_interp.circuits.gradients import Attribution, PrefilterRecall
 from lapa2_interp.circuits.knockout import JointCurve, KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
 from lapa2_interp.circuits.statistics import spearman
-from lapa2_interp.stats import FEW, format_interval
+from lapa2_interp.stats import FEW
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Numbers of heads that are knocked out together."""
@@ -146,7 +146,7 @@ def _tested_heads(found: CircuitStudy) -> list[str]:
         parts.append(f"{pluralize(len(against), 'head')} {verb} against it{more}.")
     parts.append(
         f"Halves of the prompts agree on the order of heads with rank correlation"
-        f" {heads.split_half:.2f}."
+        f" {format_number(heads.split_half, '.2f')}."
     )
     if found.contrast_set.n_prompts < SAFE:
         parts.append(
@@ -184,8 +184,8 @@ def _limits(found: CircuitStudy) -> list[str]:
     correlations = {row["ranking"]: row["spearman"] for row in records(found.agreement())}
     attention = correlations["attention on the prefix"]
     ranking = (
-        f"A ranking of heads by their attention on the prefix has rank correlation {attention:.2f}"
-        " with this one."
+        "A ranking of heads by their attention on the prefix has rank correlation"
+        f" {format_number(attention, '.2f')} with this one."
     )
     untested = ["what MLPs do with it", "paths from head to head", "other prefixes and prompts"]
     if found.logit_attribution is None:

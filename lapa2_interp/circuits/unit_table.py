@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
-from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
+from lapa2_interp._util.plots import Drawing, layer_map, new_figure, plain_axes
+from lapa2_interp._util.table_formats import number_formatter
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.circuits.units import Location, Unit
@@ -199,7 +200,7 @@ class UnitTable:
         """The largest units, for notebooks."""
         columns = [*self.units[0].labels, self.name, "low", "high", "share", "p_max", "rank"]
         shown = self.frame().head(SHOWN).filter(columns)
-        table = shown.to_html(index=False, border=0, float_format="{:.3g}".format)
+        table = shown.to_html(index=False, border=0, float_format=number_formatter(".3g"))
         told = f"the largest {SHOWN} of {len(self.units)}: " if len(self.units) > SHOWN else ""
         return f"<p>{told}{escape(self.label)}, with 95 % intervals over prompts</p>{table}"
 
@@ -291,13 +292,10 @@ def draw_tables(tables: Mapping[str, UnitTable]) -> Drawing:
         np.atleast_1d(figure.subplots(1, len(maps))), maps, strict=True
     ):
         top = tops[table.label] or 1.0
-        drawn = axes.imshow(grid, cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
+        by, columns = table._column.replace("_", " "), list(map(str, table._columns))
+        drawn = layer_map(axes, grid, columns, by, cmap="RdBu_r", vmin=-top, vmax=top)
         bar = figure.colorbar(drawn, ax=axes)
         bar.set_label(table.label, fontsize=7)
         bar.ax.tick_params(labelsize=7)
         axes.set_title(title, fontsize=8)
-        plain_axes(axes, table._column.replace("_", " "), "layer")
-        shown = range(0, n_columns, 1 if table._column == "slots" else max(1, n_columns // 9))
-        axes.set_xticks(shown, [str(table._columns[i]) for i in shown])
-        axes.set_yticks(range(0, n_layers, max(1, n_layers // 10)))
     return figure

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+from lapa2_interp._util.table_formats import as_text, format_interval, format_number
 from lapa2_interp.cli.options import ContrastOptions, ModelOptions, Several
 
 
@@ -116,16 +117,19 @@ def select(
     for i, (layer, head) in enumerate((*found.heads, *found.suppressors)):
         mean, low, high = found.scores[i]
         what = "chosen" if i < n else "works against the prefix"
-        print(f"{layer}.{head:<4} {mean:.4f} [{low:.4f}, {high:.4f}]  {what}")
+        print(f"{layer}.{head:<4} {format_interval(mean, low, high, '.4f')}  {what}")
     if found.positions is not None:
         print(f"tokens of the prefix: {', '.join(map(str, found.positions))}")
     if found.screened is not None:
         print(f"{found.screened} heads of largest estimate by the gradient were knocked out")
     if found.stability is not None:
-        print(f"halves of the prompts agree on the order of heads: Spearman {found.stability:.2f}")
+        print(
+            "halves of the prompts agree on the order of heads: Spearman"
+            f" {format_number(found.stability, '.2f')}"
+        )
     if (asked := found.prompt) is not None:
         verdict = "strengthen the prompt" if asked.boost else "leave the prompt as it is"
-        slope = f"{asked.mean:.3g} [{asked.low:.3g}, {asked.high:.3g}] {asked.metric} a unit of b"
+        slope = f"{format_interval(asked.mean, asked.low, asked.high)} {asked.metric} a unit of b"
         print(f"{asked.method}: {verdict}; slope {slope}")
     print(f"written: {out}")
 
@@ -199,7 +203,7 @@ def fading(
         found.fades().to_csv(folder / "control.csv", index=False)
         found.plot().savefig(folder / "fading.png")
     print(f"control ({found.metric}) and its fade, by tokens in between")
-    print(found.fades().to_string(index=False, float_format="%.4g"))
+    print(as_text(found.fades(), ".4g"))
     print("\nshare of the fade that each bias brings back (removed: that its absence takes)")
-    print(table.to_string(index=False, float_format="%.3f"))
+    print(as_text(table, ".3f"))
     print(f"\n{found.verdict()}: {VERDICTS[found.verdict()]}\nwritten: {out}")

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import EmptyDistributionError, pluralize
+from lapa2_interp._util.table_formats import as_text
 from lapa2_interp.cli.options import (
     COMPUTING,
     AugmentationOptions,
@@ -98,7 +100,7 @@ def generate(
         print(f"---\n{text}")
     print(
         f"---\n{pluralize(len(texts), 'text')} in {out}"
-        + (f"; see `lapa2 trace {out}`" if fields.get("trace") != "none" else "")
+        + (f"; see `{command('trace', out)}`" if fields.get("trace") != "none" else "")
     )
 
 
@@ -145,8 +147,9 @@ def trace(
 
 
 def _show(found: Attention) -> None:
+    from lapa2_interp._util.table_formats import interval_cells
     from lapa2_interp.attention.tables import branch_name
-    from lapa2_interp.stats import interval_cells
+    from lapa2_interp.stats import describe_intervals
 
     part, steps, trace = found.part, found.steps, found.kinds[0][1]
     last = int(steps["step"].max())
@@ -163,9 +166,7 @@ def _show(found: Attention) -> None:
     read = f"branch {branch} (of {', '.join(map(str, trace['branch'].to_numpy()))})"
     print(f"{read}: attention on its {part}, on BOS and on the released slice")
     n, prompts = int(steps["n"].iloc[0]), int(steps["prompts"].iloc[0])
-    interval = (
-        "95 % interval over prompts" if prompts > 1 else "no interval: one prompt tells no spread"
-    )
+    interval = f"95 % interval: {describe_intervals([prompts])}"
     print(
         f"mean over layers{' of a type' * (len(rows) > 2)} and heads; {n} texts of"
         f" {pluralize(prompts, 'prompt')} an arm; {interval}"
@@ -175,8 +176,8 @@ def _show(found: Attention) -> None:
     print(table.rename_axis(columns=None).to_string())
     print(f"\nC/(t+D) fitted to the curve of the {part}")
     fits = found.fits[["arm", "C", "D", "R2"]]
-    print(fits.to_string(index=False, float_format="%.4g", na_rep="no fit"))
+    print(as_text(fits, ".4g", "no fit"))
     if found.by_head:
         print(f"\nheads with most attention on the {part}, mean over steps")
         top = found.heads.best(5, part)[["arm", "layer", "head", part, "bos"]]
-        print(top.to_string(index=False, float_format="%.4f"))
+        print(as_text(top, ".4f"))

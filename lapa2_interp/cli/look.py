@@ -273,7 +273,7 @@ def list_methods(*names: str) -> None:
     for name, method in known_methods().items():
         if names and name not in names:
             continue
-        print(f"{name}: {method.paper_name}")
+        print(f"{name}: {method.display_name}")
         print(f"  next token  {method.equation}")
         whose = "the paper's" if method.in_paper else "ours"
         shown = (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from lapa2_interp._util.table_formats import as_text, format_interval, interval_cells
 from lapa2_interp.cli.options import Changes, Unshown, settings
 from lapa2_interp.models.machine import Dtype, DtypeOrAuto
 
@@ -174,7 +175,7 @@ def score(
         seed=seed,
         trust_remote_code=trust_remote_code,
     )
-    print(table.to_string(index=False, float_format="%.3f"))
+    print(as_text(table, ".3f"))
 
 
 def recipes() -> None:
@@ -202,9 +203,7 @@ def _show(folder: Path, table: pd.DataFrame) -> None:
     attributes apart."""
     from lapa2_interp.prefixes.soft_prefix import cards_in
 
-    cells = table.assign(
-        cell=[f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in table[["nll", "low", "high"]].to_numpy()]
-    )
+    cells = table.assign(cell=interval_cells(table, ".3f", ("nll", "low", "high")))
     wide = cells.pivot(index="prefix", columns="label", values="cell").loc[
         list(dict.fromkeys(table["prefix"]))
     ]
@@ -228,7 +227,7 @@ def _show(folder: Path, table: pd.DataFrame) -> None:
 
 def _percent(found: Interval) -> str:
     low, high = max(found.low, 0.0), min(found.high, 1.0)
-    return f"{100 * found.mean:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+    return format_interval(100 * found.mean, 100 * low, 100 * high, ".1f", " %")
 
 
 def import_(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from lapa2_interp._util.errors import ScoringError
+from lapa2_interp._util.table_formats import as_text, format_number, interval_text
 from lapa2_interp.cli.options import Several, Unshown, columns
 from lapa2_interp.models.machine import Dtype
 from lapa2_interp.scoring.scorer import CLASSIFIERS, SCORERS
@@ -239,7 +240,6 @@ def check(
         force: Replace an earlier folder of tables.
     """
     from lapa2_interp.runs.check_scorers import check_scorers
-    from lapa2_interp.stats import interval_text
 
     found = check_scorers(
         file,
@@ -313,14 +313,14 @@ def answers(key: Path, /, *files: Path, out: Path | None = None) -> None:
 
     tables = read_answers(key, files, out)
     for name in ("table", "agreement"):
-        print(tables[name].to_string(index=False, float_format="%.3f") + "\n")
+        print(as_text(tables[name], ".3f") + "\n")
     if out is not None:
         print(f"tables in {out}")
 
 
 def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
     """The cells, one block per scorer, and what the arms changed."""
-    from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS
+    from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS, interval_note
 
     usual = ("attribute", "arm")
     told = (*CELL_COLUMNS, *EXTRA_CELL_COLUMNS)
@@ -333,10 +333,12 @@ def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
     for scorer, part in table.groupby("scorer", sort=False):
         print(f"\n{scorer}")
         interval = [
-            f"[{low:.4g}, {high:.4g}]" if low == low else ""
+            interval_text(low, high, ".4g").strip()
             for low, high in part[["low", "high"]].to_numpy()
         ]
-        shown = part.assign(mean=[f"{mean:.4g}" for mean in part["mean"]], interval=interval)
+        shown = part.assign(
+            mean=[format_number(mean, ".4g") for mean in part["mean"]], interval=interval
+        )
         columns = [
             *keys,
             "metric",
@@ -347,19 +349,18 @@ def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
             *(["why"] if (part["skipped"] > 0).any() else []),
         ]
         print(shown[columns].rename(columns={"why": "skipped"}).to_string(index=False))
-    if (table["prompts"] == 1).any():
-        print("\nno interval where there is one prompt, which tells no spread")
+    print(f"\n{interval_note(table, differences)}")
     if len(differences):
         print(
             "\nagainst the baseline, paired on prompts (p: sign-flip permutation; detectable: at 80"
             " % power)"
         )
-        drop = [key for key in differences if key == "scorer" or (key in told and key not in keys)]
-        shown = differences.drop(columns=drop)
-        shown = shown.assign(
-            difference=shown["difference"].round(12) + 0.0
-        )  # no -0 and no rounding error
-        print(shown.to_string(index=False, float_format="%.4g"))
+        drop = [key for key in differences if key in told and key not in keys]
+        for scorer, part in differences.groupby("scorer", sort=False):
+            shown = part.drop(columns=["scorer", *drop])
+            # Without rounding errors, which ".4g" would show.
+            shown = shown.assign(difference=shown["difference"].round(12))
+            print(f"\n{scorer}\n{as_text(shown, '.4g')}")
 
 
 def _labels(text: str) -> dict[str, str]:

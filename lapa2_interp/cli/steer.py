@@ -95,5 +95,4 @@ def steer(
         yes=yes,
     )
     print(f"\n{found.summary()}\n{found.selection.gain}")
-    print(f"\nwritten: {out / 'report.html'}; steer with")
-    print(f"    lapa2 generate --selection {out / 'selection.json'} --method {method} ...")
+    print(f"\nwritten: {out / 'report.html'}; {found.next_step(task, prompts, device)}")

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import RunError, pluralize
+from lapa2_interp._util.table_formats import as_text
 from lapa2_interp._util.terminal import escape_line
 from lapa2_interp.cli.options import AsJson, Changes, Several, columns
 from lapa2_interp.models.machine import Dtype
@@ -153,7 +155,7 @@ def power(
         grid = load_grid(name, parse_changes(changes), check=False, allow_code=allow_code)
         table = ask(grid, known, perplexity or PERPLEXITY_TEXTS)
         found.append(table.assign(grid=grid.name))
-        print(f"{grid.name}\n{table.to_string(index=False, float_format='%.2f')}")
+        print(f"{grid.name}\n{as_text(table, '.2f')}")
         print(f"{summarize_power(table)}\n")
     print(
         f"detectable: the smallest true difference that is found in {POWER:.0%} of runs;"
@@ -259,8 +261,8 @@ def sweep(
         print(f"{pluralize(done.elsewhere, 'cell')} being made by another sweep of {out}")
     if done.failed:
         raise RunError(
-            f"{pluralize(len(done.failed), 'cell')} failed; `lapa2 runs {out}` says why, and the"
-            " same command tries them again"
+            f"{pluralize(len(done.failed), 'cell')} failed; `{command('runs', out)}` says why, and"
+            " the same command tries them again"
         )
 
 

@@ -186,6 +186,7 @@ class Method(ABC):
     Attributes:
         name: Its name on the command line.
         paper_name: Its name in the paper's tables.
+        display_name: Its name in lists and figures, of any model; by default the paper's.
         equation: The formula by which it combines its branches.
         alpha: The paper's strength of LaPA2 for it (section 5.1).
         pro_aug: True if LaPA2 also acts on the prompt of the base branch (Contextual Anchor
@@ -203,6 +204,7 @@ class Method(ABC):
 
     name: ClassVar[str]
     paper_name: ClassVar[str]
+    display_name: ClassVar[str]
     equation: ClassVar[str]
     alpha: ClassVar[float]
     pro_aug: bool = False
@@ -213,6 +215,11 @@ class Method(ABC):
     reads_prompt: ClassVar[bool] = False
     rereads_text: ClassVar[bool] = False
     trials: int = 1
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "display_name" not in vars(cls) and "paper_name" in vars(cls):
+            cls.display_name = cls.paper_name
 
     @abstractmethod
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:

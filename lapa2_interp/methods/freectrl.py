@@ -133,7 +133,8 @@ class FreeCtrl(Method):
         gated_neurons: Neurons per keyword in gated MLPs, instead of neurons.
         noise: Smallest noise ratio of a keyword (its nearness to the word of its class, relative to
             those of the others).
-        words: A custom word list (JSON) from `lapa2 words`; by default the package's for the task.
+        words: A custom word list (JSON) of `lapa2 word-lists`; by default the package's for the
+            task.
         at: Set a neuron's value before its activation function ("pre") or after it ("post"); in
             gated MLPs always after.
         sampler: "official" (one of the 25 likeliest tokens, by its rank; no end token), or
@@ -246,8 +247,8 @@ class FreeCtrl(Method):
         if empty:
             raise MethodError(
                 f"freectrl: the word list has no words for {empty[0]!r}; it has"
-                f" {', '.join(lists) or 'none'}; make one with `lapa2 words` and give --set"
-                " words=FILE"
+                f" {', '.join(lists) or 'none'}; make one with `lapa2 word-lists` and give"
+                " --set words=FILE"
             )
         return lists
 

@@ -43,7 +43,7 @@ class NoControl(Method):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class PrefixConditioning(Method):
-    """GPT-2+Prefix: the attribute's prefix before the prompt, and nothing else.
+    """The attribute's prefix before the prompt, and nothing else. The paper: GPT-2+Prefix.
 
     Args:
         prefixes: "hard", or soft ones: mle, contrastive, or a set's folder. The paper's tasks
@@ -53,6 +53,7 @@ class PrefixConditioning(Method):
 
     name: ClassVar[str] = "prefix"
     paper_name: ClassVar[str] = "GPT-2+Prefix"
+    display_name: ClassVar[str] = "Prefix"
     equation: ClassVar[str] = "log w = log P_prefix"
     alpha: ClassVar[float] = 0.5
     text_names: ClassVar[tuple[str, ...] | None] = ("prefix",)

@@ -21,8 +21,9 @@ import pandas as pd
 
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.parsing import check_regular_file
+from lapa2_interp._util.table_formats import format_interval, format_number
 from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_metric
-from lapa2_interp.stats import Difference, format_interval, holm
+from lapa2_interp.stats import Difference, holm
 
 Verdict = Literal[
     "as in the paper", "against the paper", "no difference", "inconclusive", "missing"
@@ -467,7 +468,7 @@ def format_claims(claims: pd.DataFrame) -> pd.DataFrame:
     """A table of claims formatted as text."""
     rows = [dict(zip(claims.columns, row, strict=True)) for row in claims.to_numpy(dtype=object)]
     here = ["" if pd.isna(row["here"]) else _value_and_interval(row) for row in rows]
-    paper = ["" if pd.isna(value) else f"{value:+.2f}" for value in claims["paper"]]
+    paper = ["" if pd.isna(value) else format_number(value, "+.2f") for value in claims["paper"]]
     columns = ["verdict", "claim", "metric", "expected"]
     formatted = claims[columns].assign(paper=paper, here=here)
     for name, values in deciding_p_values(claims).items():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import NoGridError, RunError, ScoringError
 from lapa2_interp.attention.tables import branch_name
 from lapa2_interp.generation.loop import join_traces
@@ -77,8 +78,8 @@ class ItemData:
             have = ", ".join(self.run.listing.grids) or "none"
             raise NoGridError(
                 f"{self.run.name} has no grid {wanted}, which {self.item} is made of; it has:"
-                f" {have}. Read one of these (--grids NAME), or add it: `lapa2 sweep"
-                f" quick/{self.grids[0]} --out {self.run.name}`"
+                f" {have}. Read one of these (--grids NAME), or add it:"
+                f" `{command('sweep', f'quick/{self.grids[0]}', out=self.run.name)}`"
             )
         planned = {
             key: self.run.by_key[key] for name in names for key in self.run.listing.grids[name]
@@ -273,8 +274,8 @@ class ItemData:
             frames.append(found.assign(**arm))
         if not frames:
             raise RunError(
-                f"{self.run.name} has no finished cell with a trace for {self.item}; `lapa2 runs`"
-                " lists what is missing"
+                f"{self.run.name} has no finished cell with a trace for {self.item};"
+                f" {self.run.cells_from} lists what is missing"
             )
         return pd.concat(frames, ignore_index=True)
 

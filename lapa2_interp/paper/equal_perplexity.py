@@ -20,8 +20,9 @@ import pandas as pd
 from jaxtyping import Bool, Float
 
 from lapa2_interp._util.errors import ScoringError, unknown_choice
+from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.paper.claims import LEVEL
-from lapa2_interp.stats import FEW, format_interval, holm, resampled, resampled_p, tails
+from lapa2_interp.stats import FEW, holm, resampled, resampled_p, tails
 
 SETTING_COLUMNS = ("task", "words", "model", "method", "variant")
 """Columns of a setting; only arms of one setting are compared."""

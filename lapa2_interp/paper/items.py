@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.table_formats import interval_cells
 from lapa2_interp.attention.tables import pooled, step_table, traced_layer_types
 from lapa2_interp.models.machine import print_if_slow
 from lapa2_interp.paper.claims import ItemClaims
@@ -28,7 +29,7 @@ from lapa2_interp.paper.scripts import DEFAULT_SCORERS, ScriptOptions, add_scori
 from lapa2_interp.paper.tables import ARM_COLUMNS, format_item_table, format_step_curves, item_table
 from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.scoring.scorer import expand_scorers
-from lapa2_interp.stats import interval_cells, mean_interval, paired_difference
+from lapa2_interp.stats import mean_interval, paired_difference
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -155,6 +155,31 @@ def rate_row(
     return min(rows, key=lambda row: order.index(str(row["verdict"])))
 
 
+SYNTHETIC = "synthetic: "
+"""How `where` of a verdict on synthetic logits begins."""
+BROKEN = ("not exchangeable", "unbounded")
+"""Words of `where` on families that break an assumption (`LOGIT_FAMILIES`)."""
+
+
+def count_by_source(verdicts: pd.DataFrame) -> list[str]:
+    """Numbers of verdicts as sentences: those on a model apart from those on synthetic logits,
+    which keep the paper's assumptions, or break them to show what then is left of a claim."""
+    where = verdicts["where"].astype(str)
+    synthetic = where.str.startswith(SYNTHETIC)
+    broken = where.str.contains("|".join(BROKEN))
+    parts = {
+        "the model": verdicts[~synthetic],
+        "synthetic logits that keep the assumptions": verdicts[synthetic & ~broken],
+        "synthetic logits that break them": verdicts[synthetic & broken],
+    }
+    counts = {name: part["verdict"].value_counts() for name, part in parts.items()}
+    return [
+        f"Claims on {name}: {', '.join(f'{n} {verdict}' for verdict, n in counted.items())}."
+        for name, counted in counts.items()
+        if len(counted)
+    ]
+
+
 def mean_curve_slope(
     x: Float[np.ndarray, "*#text step"], share: Float[np.ndarray, "text step"], texts: np.ndarray
 ) -> Interval:

@@ -13,6 +13,7 @@ from lapa2_interp._util.plots import (
     Drawing,
     band,
     error_bars,
+    layer_map,
     legend_above,
     new_figure,
     plain_axes,
@@ -122,12 +123,12 @@ def growth_map(heads: pd.DataFrame) -> Drawing:
     kinds = base.pivot(index="layer", columns="head", values="kind").to_numpy()
     figure = new_figure(6.4, 5.4)
     left, right = figure.subplots(1, 2, sharey=True)
-    drawn = left.imshow(found, aspect="auto", cmap="RdBu_r", vmin=-1, vmax=1)
+    drawn = layer_map(left, found, cmap="RdBu_r", vmin=-1, vmax=1)
     figure.colorbar(drawn, ax=left, location="bottom", shrink=0.9, extend="both")
     left.set_title("slope of log(e_P/e_R) on log l\nblue: faster than 1/l, red: slower", fontsize=8)
     names = ("mixed", "sink", "local", "prefix")
     tints = dict(zip(names, ("#DDDDDD", "#0072B2", "#009E73", "#D55E00"), strict=True))
-    right.imshow([[to_rgb(tints[kind]) for kind in row] for row in kinds], aspect="auto")
+    layer_map(right, [[to_rgb(tints[kind]) for kind in row] for row in kinds])
     for name in names:
         right.scatter(
             [], [], color=tints[name], marker="s", label=f"{name} ({(kinds == name).sum()})"
@@ -136,11 +137,7 @@ def growth_map(heads: pd.DataFrame) -> Drawing:
         loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False, fontsize=7
     )
     right.set_title("at least half of the attention on", fontsize=8)
-    for panel in (left, right):
-        panel.set(xlabel="head")
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.yaxis.get_major_locator().set_params(integer=True)
-    left.set(ylabel="layer")
+    right.label_outer()
     return figure
 
 

@@ -27,7 +27,7 @@ from lapa2_interp._util.files import refuse_foreign_files, result_folder, write_
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.table_formats import records
+from lapa2_interp._util.table_formats import format_interval, format_number, interval_text, records
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -42,6 +42,7 @@ from lapa2_interp.models.card import Model, model_card, model_short_context
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.paper import proposition_plots
+from lapa2_interp.paper.proposition_claims import SYNTHETIC, count_by_source
 from lapa2_interp.paper.propositions import (
     decay_curve_table,
     exponent_table,
@@ -62,7 +63,6 @@ from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.run import FinishedCell, Run, write_run
 from lapa2_interp.runs.store import FinishedBatch, Listing
-from lapa2_interp.stats import format_interval, interval_text
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -195,7 +195,9 @@ def write_proposition_study(out: Path, study: PropositionStudy, force: bool = Fa
             _study_page(found.tables, figures, facts), encoding="utf-8"
         )
     return (
-        f"{format_verdicts(found.tables['verdicts'])}\n\nLook at {out}/report.html"
+        f"{format_verdicts(found.tables['verdicts'])}\n\n"
+        + "\n".join(count_by_source(found.tables["verdicts"]))
+        + f"\n\nLook at {out}/report.html"
         " (tables/verdicts.csv has every number)."
     )
 
@@ -454,12 +456,12 @@ def draw_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plo
 def format_verdicts(verdicts: pd.DataFrame) -> str:
     """The verdicts as text: synthetic ones as a table of families and claims, the others one on
     each line."""
-    synthetic = verdicts["where"].str.startswith("synthetic: ")
+    synthetic = verdicts["where"].str.startswith(SYNTHETIC)
     parts = []
     # Synthetic logits: families x claims.
     if synthetic.any():
         short = verdicts[synthetic].assign(
-            family=verdicts["where"].str.removeprefix("synthetic: "),
+            family=verdicts["where"].str.removeprefix(SYNTHETIC),
             claim=[_with_alpha(r) for r in records(verdicts[synthetic])],
         )
         chosen = short[short["alpha"].isna() | short["alpha"].isin(TERMINAL_ALPHAS)]
@@ -483,7 +485,7 @@ def format_verdicts(verdicts: pd.DataFrame) -> str:
         others = others[others["alpha"].isna() | others["alpha"].isin(TERMINAL_ALPHAS)]
     for where, rows in others.groupby("where", sort=False):
         lines = [
-            f"  {r['verdict']:<17} {_with_alpha(r):<48}{r['mean']:>8.3f}"
+            f"  {r['verdict']:<17} {_with_alpha(r):<48}{format_number(r['mean'], '.3f'):>8}"
             f"{interval_text(r['low'], r['high'], '.3f'):<18} claimed {r['expected']}"
             for r in records(rows)
         ]
@@ -517,12 +519,7 @@ def _study_page(
     figures: Mapping[str, tuple[str, plots.Drawing]],
     facts: Mapping[str, str],
 ) -> str:
-    verdicts = tables["verdicts"]
-    counts = verdicts["verdict"].value_counts()
-    lead = (
-        ", ".join(f"{count} {name}" for name, count in counts.items())
-        + " of the claims put to the test."
-    )
+    lead = count_by_source(tables["verdicts"])
     sections = [
         Section(name.replace("_", " ").capitalize(), caption, drawing)
         for name, (caption, drawing) in figures.items()
@@ -532,10 +529,10 @@ def _study_page(
             "Verdicts",
             "A verdict is the 95 % interval against the margin around the claim.",
             None,
-            verdict_page_table(verdicts),
+            verdict_page_table(tables["verdicts"]),
         )
     )
-    return page("Do the propositions hold?", [lead], sections, facts)
+    return page("Do the propositions hold?", lead, sections, facts)
 
 
 def _study_facts(study: PropositionStudy, found: PropositionResults) -> dict[str, str]:

@@ -10,7 +10,13 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import pluralize
-from lapa2_interp._util.table_formats import records
+from lapa2_interp._util.table_formats import (
+    format_interval,
+    format_number,
+    interval_cells,
+    interval_text,
+    records,
+)
 from lapa2_interp.methods.registry import known_methods
 from lapa2_interp.paper.reported import (
     BETTER_SIGN,
@@ -28,7 +34,7 @@ from lapa2_interp.scoring.tables import (
     metric_name,
     paired_change,
 )
-from lapa2_interp.stats import format_interval, interval_cells, interval_text
+from lapa2_interp.stats import describe_intervals
 
 PART_NAMES = {0: "whole", 1: "first", 2: "second"}
 """Names of a text's parts, as in the paper's table half."""
@@ -316,7 +322,7 @@ def _format_paper_number(row: Mapping[str, Any]) -> str:
     form = _number_format(row["metric"])
     scorer, gap = PAPER_SCORERS[row["metric"].rstrip("123")], row["mean"] - row["paper"]
     comparable = row["model"] in PAPER_MODELS and scorer in str(row["scorer"])
-    difference = f" ({gap:+{form}})" if comparable and not pd.isna(gap) else ""
+    difference = f" ({format_number(gap, f'+{form}')})" if comparable and not pd.isna(gap) else ""
     return f"{row['paper']:{form}}{difference}"
 
 
@@ -326,7 +332,11 @@ def footnotes(table: pd.DataFrame) -> list[str]:
         return []
     scorers = "; ".join(sorted(set(table["scorer"].dropna())))
     has_distinct = table["metric"].str.startswith("dist").any()
-    diversity = "dist-n: different n-grams of all texts per token; " if has_distinct else ""
+    diversity = (
+        "dist-n: different n-grams of all texts per token, intervals by the jackknife; "
+        if has_distinct
+        else ""
+    )
     first = table.loc[table["metric"].isin(["acc", "tox"]), "scorer"].dropna()
     kinds = dict.fromkeys(str(name).partition(" (")[2].partition(" ")[0] for name in first)
     has_second = bool((table["metric"].map(metric_name) != table["metric"]).any())
@@ -343,7 +353,8 @@ def footnotes(table: pd.DataFrame) -> list[str]:
     theirs = _describe_paper_numbers(table)
     return [
         (
-            f"acc and tox in percent{second}; {echo}{diversity}95 % intervals over prompts; n texts"
+            f"acc and tox in percent{second}; {echo}{diversity}95 % intervals over prompts"
+            f" ({describe_intervals(table['prompts'].dropna())}); n texts"
             " (fewer for ppl); change: against the baseline, paired on prompts, and in parentheses"
             " the smallest difference so many prompts show at 80 % power; bold: better than the"
             " next by an interval without 0."

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import PrefixError, validation_message
 from lapa2_interp._util.files import atomic_write, sha256_of, write_json
 from lapa2_interp._util.parsing import parse_object, read_text
@@ -250,7 +251,7 @@ class SoftPrefix:
             raise PrefixError(
                 f"the soft prefix {self.card.attribute!r} was made for {self.card.model}"
                 f" ({self.card.shape}); {card.name} needs {shape}; train or import one for it"
-                f" (`lapa2 prefix train --model {card.name}`)"
+                f" (`{_training(card.name, self.card.task)}`)"
             )
         if card.weights != self.card.weights:
             raise PrefixError(
@@ -407,9 +408,13 @@ def set_folder(model: str, task: str, which: str) -> Path:
     raise PrefixError(
         f"no soft prefixes {which!r} of task {task} for {model}; "
         + (f"allowed: {', '.join(have)}, a folder, or " if have else "")
-        + f"hard ones (the method's prefixes=hard); `lapa2 prefix train --model {model} --task"
-        f" {task}` makes them"
+        + f"hard ones (the method's prefixes=hard); `{_training(model, task)}` makes them"
     )
+
+
+def _training(model: str, task: str) -> str:
+    """The command that trains a set."""
+    return command("prefix", "train", model=model, task=task, data="CORPUS", out="FOLDER")
 
 
 def cards_in(folder: Path) -> list[PrefixCard]:

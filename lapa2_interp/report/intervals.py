@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from lapa2_interp._util.table_formats import format_number
 from lapa2_interp.runs.store import STATES
 
 if TYPE_CHECKING:
@@ -45,11 +46,11 @@ def format_numbers(found: Mapping[str, float]) -> dict[str, str]:
     )
 
     def number(value: float, sign: str = "+") -> str:
-        return "" if math.isnan(value) else f"{value:{sign}.{digits}f}"
+        return "" if math.isnan(value) else format_number(value, f"{sign}.{digits}f")
 
     interval = "no interval" if math.isnan(low) else f"[{number(low)}, {number(high)}]"
     return {
-        "paper": "" if math.isnan(found["paper"]) else f"{found['paper']:+.4g}",
+        "paper": "" if math.isnan(found["paper"]) else format_number(found["paper"], "+.4g"),
         "here": number(here),
         "interval": interval if not math.isnan(here) else "",
         "p": "" if math.isnan(found["p"]) else f"{found['p']:.3g}",
@@ -67,7 +68,7 @@ def shared_scale(ends: pd.DataFrame) -> tuple[float, float]:
     if not (reach > 0).any():
         return 0.0, 0.0
     far = SCALE_LIMIT * float(reach[reach > 0].median())  # rows without a difference do not count
-    return max(float(np.nanmin(ends)), -far), min(float(np.nanmax(ends)), far)
+    return max(float(np.nanmin(ends)), -far) + 0.0, min(float(np.nanmax(ends)), far) + 0.0
 
 
 def interval_svg(

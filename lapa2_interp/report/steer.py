@@ -31,7 +31,7 @@ import pandas as pd
 
 from lapa2_interp._util.errors import CircuitError, RunError, pluralize
 from lapa2_interp._util.files import write_text
-from lapa2_interp._util.table_formats import as_csv
+from lapa2_interp._util.table_formats import as_csv, format_interval
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.gradients import has_gradients
@@ -50,6 +50,7 @@ from lapa2_interp.paper.equal_perplexity import (
 from lapa2_interp.report.steer_page import write_steer_page
 from lapa2_interp.report.steer_result import (
     ALL,
+    CARD,
     CHOSEN,
     NO_BIAS,
     ORDER,
@@ -60,10 +61,12 @@ from lapa2_interp.report.steer_result import (
     Steered,
     SteerSettings,
     check_settings,
+    different_prompts,
     method_parameters,
     note_settings,
     settled_dtype,
     shipped_classifiers,
+    verdict,
 )
 from lapa2_interp.runs.engines import Engine, local_engine
 from lapa2_interp.runs.estimates import check_affordable, estimate, reading_seconds
@@ -73,15 +76,17 @@ from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.scoring.registry import ScorerOptions, score_samples
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache
 from lapa2_interp.scoring.tables import cell_table, difference_table, distinct_cells
-from lapa2_interp.stats import FEW, holm, interval_text
+from lapa2_interp.stats import FEW, holm
 from lapa2_interp.tasks.prompts import as_prompts
 from lapa2_interp.tasks.task import Attribute, Prompts, Task
 
 WORDINGS = ("Extremely {attribute}:", "In a {attribute} tone:")
 """Other prefixes, with which heads are chosen again."""
-CARD, TABLE, TESTS, TUNING = "selection.json", "table.csv", "tests.csv", "tuning.csv"
-"""Files of a result's folder; the texts are in the runs tune/ and judge/, the page is
-report.html."""
+TABLE, TESTS, TUNING = "table.csv", "tests.csv", "tuning.csv"
+"""Files of a result's folder, beside the card; the texts are in the runs tune/ and judge/, the page
+is report.html."""
+GAINS = {"more": "a gain", "less": "a loss", "not decided": "no sure difference"}
+"""What the card says of a `verdict` on the method without bias."""
 
 
 def steer(
@@ -124,7 +129,8 @@ def steer(
         task: A name of `lapa2 tasks`, a task file, or a task of two attributes or more, whose hard
             prefixes have equal lengths in tokens.
         prompts: At least 32, as `tasks.as_prompts` takes them: a quarter chooses heads, a quarter
-            tunes (64 at most each), the rest judges.
+            tunes (64 at most each), the rest judges. The same text in other white space or capitals
+            counts once.
         out: A folder for all results.
         method: A name of `lapa2 methods`.
         parameters: Its parameters. By default prefixes are hard and Pro-Aug is off.
@@ -147,13 +153,13 @@ def steer(
         RunError: Too few prompts, a budget not above 1, other settings in `out`, or a failed cell.
     """
     chosen_task, folder = task if isinstance(task, Task) else load_task(task), Path(out)
-    size = model_size(str(model))
+    size, texts = model_size(str(model)), as_prompts(prompts).texts
     settings = SteerSettings(
         model=str(model),
         dtype=settled_dtype(folder, dtype, device),
         model_class=model_class,
         task=chosen_task,
-        prompts=tuple(dict.fromkeys(as_prompts(prompts).texts)),
+        prompts=different_prompts(texts),
         method=method,
         parameters=method_parameters(method, chosen_task, parameters),
         budget=budget,
@@ -165,6 +171,11 @@ def steer(
         seed=seed,
     )
     check_settings(settings)
+    if left_out := len(texts) - len(settings.prompts):
+        notify(
+            f"{pluralize(left_out, 'prompt')} left out: the same text as another, but for white"
+            " space or capitals"
+        )
     _check_scorers(settings, device)
     note_settings(folder, settings)
     parts = settings.parts()
@@ -181,8 +192,8 @@ def steer(
         update={"alpha": alphas.get(CHOSEN), "gain": _gain(settings, tests, table, alphas)}
     )
     selection.save(folder / CARD)
-    for name, each in ((TUNING, tuning), (TABLE, table), (TESTS, tests)):
-        write_text(folder / name, as_csv(each))
+    for name, frame in ((TUNING, tuning), (TABLE, table), (TESTS, tests)):
+        write_text(folder / name, as_csv(frame))
     found = Steered(folder, settings, selection, tuning, table, tests, samples_made)
     write_steer_page(folder / "report.html", found)
     return found
@@ -407,6 +418,7 @@ def _judged_table(scores: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
 
 def _tests(settings: SteerSettings, scores: pd.DataFrame) -> pd.DataFrame:
     """`Steered.tests`; what is not comparable has p 1 in the correction."""
+    judged = set(scores["arm"])
     against = (NO_BIAS, ALL, RANDOM)
     rows = scores[scores["metric"] == settings.metrics[0]]
     rows = rows[["arm", "attribute", "prompt", "sample", "metric", "value", "skipped", "scorer"]]
@@ -415,6 +427,8 @@ def _tests(settings: SteerSettings, scores: pd.DataFrame) -> pd.DataFrame:
     tests = pd.DataFrame({"against": against}).set_index("against")
     for name in ("difference", "low", "high", "p", "detectable", "prompts"):
         tests[name] = found[name].astype(float) if len(found) else np.nan
+    comparable = np.array([CHOSEN in judged and arm in judged for arm in against])
+    tests["prompts"] = tests["prompts"].fillna(0).where(comparable)
     ends = [("difference", "difference"), ("low", "high"), ("high", "low")]
     tests = tests.assign(**{name: 0.0 - tests[other] for name, other in ends})
     return tests.assign(p_holm=holm(tests["p"].to_numpy())).reset_index()
@@ -432,16 +446,22 @@ def _gain(
             f"The bias in these heads does not reach {settings.budget:g} times the perplexity of"
             f" {settings.method} within alpha {STRENGTHS[-1]:g}; what it gains is not known."
         )
-    test = tests.iloc[0]
+    test = tests.to_dict("records")[0]
+    outcome = verdict(test)
+    if outcome not in GAINS:
+        return (
+            f"What {settings.method} gains from the bias in these heads at alpha"
+            f" {alphas[CHOSEN]:.2f} is not known: {outcome}."
+        )
     points, p = 100 * test["difference"], test["p_holm"]
-    verdict = "no sure difference" if p >= 0.05 else "a gain" if points > 0 else "a loss"
     perplexity = table[(table["metric"] == "perplexity") & (table["attribute"] == "all")]
     cost = perplexity.set_index("arm")["mean"]
+    ratio = cost[CHOSEN] / cost[NO_BIAS]
+    at_cost = "" if np.isnan(ratio) else f", at {ratio:.2f} times its perplexity"
     return (
         f"On {test['prompts']:.0f} other prompts, {settings.method} with the bias in these heads at"
-        f" alpha {alphas[CHOSEN]:.2f} has {points:+.1f} points"
-        f"{interval_text(100 * test['low'], 100 * test['high'], '+.1f')} of accuracy"
-        f" ({settings.classifiers[0]}, words of prefixes hidden) against the method without bias,"
-        f" at {cost[CHOSEN] / cost[NO_BIAS]:.2f} times its perplexity (corrected p {p:.2g}):"
-        f" {verdict}."
+        f" alpha {alphas[CHOSEN]:.2f} has"
+        f" {format_interval(points, 100 * test['low'], 100 * test['high'], '+.1f', ' points')} of"
+        f" accuracy ({settings.classifiers[0]}, words of prefixes hidden) against the method"
+        f" without bias{at_cost} (corrected p {p:.2g}): {GAINS[outcome]}."
     )

@@ -15,13 +15,15 @@ from lapa2_interp._util.plots import (
     Drawing,
     band,
     error_bars,
+    layer_map,
     legend_above,
     new_figure,
     plain_axes,
 )
+from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.report.steer_result import ORDER, Steered, format_test
-from lapa2_interp.stats import format_interval
+from lapa2_interp.stats import describe_intervals
 
 SHOWN_TEXTS = 3
 """Prompts whose texts are on the page."""
@@ -45,7 +47,8 @@ def _render(found: Steered) -> str:
     sections = [
         Section(
             "Judged",
-            "Accuracy with the words of all prefixes hidden, and 95 % intervals over prompts."
+            "Accuracy with the words of all prefixes hidden, and 95 % intervals"
+            f" ({describe_intervals(found.table['prompts'])})."
             f" These {pluralize(len(parts['judge']), 'prompt')} decided nothing before. First come"
             " all attributes together.",
             judged_figure(found),
@@ -142,13 +145,10 @@ def heads_figure(found: Steered) -> Drawing:
     ):
         scores[layer, head] = mean
     reach = float(np.nanmax(np.abs(scores)))
-    figure = new_figure(6.8, 3.2)
+    figure = new_figure(min(6.8, 2.2 + 0.22 * size.n_heads), max(2.0, 1.0 + 0.13 * size.n_layers))
     axes = figure.subplots()
-    drawn = axes.imshow(scores.T, aspect="auto", cmap="RdBu_r", vmin=-reach, vmax=reach)
+    drawn = layer_map(axes, scores, cmap="RdBu_r", vmin=-reach, vmax=reach)
     figure.colorbar(drawn, ax=axes, shrink=0.9).ax.tick_params(labelsize=7)
-    axes.set_xticks(range(0, size.n_layers, max(1, size.n_layers // 10)))
-    axes.set_yticks(range(0, size.n_heads, max(1, size.n_heads // 6)))
-    plain_axes(axes, "layer", "head")
     return figure
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import RunError, TaskError, pluralize
 from lapa2_interp._util.files import write_json
 from lapa2_interp._util.parsing import parse_object, read_text
+from lapa2_interp._util.table_formats import format_interval, format_number
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.selection import Selection, random_heads
 from lapa2_interp.generation.cell import Cell
@@ -23,7 +25,8 @@ from lapa2_interp.models.sizes import model_size
 from lapa2_interp.scoring.linear import LINEAR_ENDING
 from lapa2_interp.scoring.scorer import CLASSIFIERS
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
-from lapa2_interp.stats import FEW, interval_text
+from lapa2_interp.stats import FEW
+from lapa2_interp.tasks.segmentation import text_key
 from lapa2_interp.tasks.task import Prompts, Task
 
 STRENGTHS = (0.5, 1.0, 2.0, 4.0)
@@ -44,8 +47,11 @@ TUNED = (CHOSEN, ALL, RANDOM)
 """Places of the bias."""
 ORDER = (PREFIX, NO_BIAS, ALL, RANDOM, CHOSEN)
 """All arms, as they are shown."""
+ENDS = ("mean", "low", "high")
 SETTINGS = "steer.json"
 """Name of the settings' file in a result's folder."""
+CARD = "selection.json"
+"""Name of the card's."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ class Steered:
             and for each place the interpolated strength, with `tuned` True.
         table: A row per arm, attribute (and "all") and metric: mean, low, high, n, prompts.
         tests: A row for each of the three tests: against, difference, low, high, p, p_holm,
-            detectable, prompts.
+            detectable, prompts (that have scores in both; NaN where an arm is not comparable).
         samples: The judged texts.
     """
 
@@ -173,31 +179,92 @@ class Steered:
             f"{row['place']}: does not reach {self.settings.budget:g} times the perplexity within"
             f" alpha {STRENGTHS[-1]:g}, so it is not comparable"
             if np.isnan(row["alpha"])
-            else f"{row['place']}: alpha {row['alpha']:.2f}, perplexity {row['ratio']:.2f} times"
-            f" that without bias{interval_text(row['low'], row['high'], '.2f')} where it was tuned"
+            else f"{row['place']}: alpha {row['alpha']:.2f}, perplexity"
+            f" {format_interval(row['ratio'], row['low'], row['high'], '.2f', ' times')} that"
+            " without bias where it was tuned"
             for row in self.tuning[self.tuning["tuned"]].to_dict("records")
         ]
         decisive = self.settings.metrics[0]
         part = self.table[(self.table["attribute"] == "all") & (self.table["metric"] == decisive)]
         lines += [
-            f"{row['arm']}: {decisive} {100 * row['mean']:.1f} %"
-            f"{interval_text(100 * row['low'], 100 * row['high'], '.1f')}"
-            for row in part.to_dict("records")
+            f"{row['arm']}: {decisive} {format_interval(mean, low, high, '.1f', ' %')}"
+            for row, (mean, low, high) in zip(
+                part.to_dict("records"), 100 * part[[*ENDS]].to_numpy(float), strict=True
+            )
         ]
         return "\n".join([*lines, *map(format_test, self.tests.to_dict("records"))])
+
+    def next_step(self, task: str, prompts: Path, device: str | None = None) -> str:
+        """What to do with the result: a command that steers with the card, or what could decide
+        whether to.
+
+        Args:
+            task, prompts, device: As the command line gave them.
+        """
+        if self.selection.alpha is None:
+            return "another --budget may be within reach"
+        if verdict(self.tests.to_dict("records")[0]) != "more":
+            return "it is not shown that steering with these heads gains; more prompts may decide"
+        return f"steer with\n    {self.command(task, prompts, device)}"
+
+    def command(self, task: str, prompts: Path, device: str | None = None) -> str:
+        """The command that makes texts as the chosen heads' were made."""
+        settings = self.settings
+        return command(
+            "generate",
+            model=settings.model,
+            dtype=settings.dtype,
+            model_class=settings.model_class,
+            device=device,
+            task=task,
+            prompts=prompts,
+            method=settings.method,
+            set=settings.parameters,
+            selection=self.folder / CARD,
+            length=settings.length,
+            samples=settings.samples,
+            seed=settings.seed,
+            out=self.folder / "steered",
+        )
+
+
+def verdict(test: Mapping[Any, Any]) -> str:
+    """What a row of `Steered.tests` says of the chosen heads: "more", "less" or "not decided"; or
+    why there is no test."""
+    if np.isnan(test["prompts"]):
+        return "not comparable at this budget"
+    if np.isnan(test["p_holm"]):
+        return f"no test with {pluralize(int(test['prompts']), 'prompt')} that both have scores of"
+    if test["p_holm"] >= 0.05:
+        return "not decided"
+    return "more" if test["difference"] > 0 else "less"
 
 
 def format_test(test: Mapping[Any, Any]) -> str:
     """A row of `Steered.tests` as a sentence."""
-    if np.isnan(test["difference"]):
-        return f"chosen heads against {test['against']}: not comparable at this budget"
-    p = test["p_holm"]
-    verdict = ("more" if test["difference"] > 0 else "less") if p < 0.05 else "not decided"
-    return (
-        f"chosen heads against {test['against']}: {100 * test['difference']:+.1f} points"
-        f"{interval_text(100 * test['low'], 100 * test['high'], '+.1f')}, corrected p {p:.2g}:"
-        f" {verdict} (so many prompts can show {100 * test['detectable']:.1f} points)"
+    told = f"chosen heads against {test['against']}: "
+    if np.isnan(test["p_holm"]):
+        return told + verdict(test)
+    names = ("difference", "low", "high", "detectable")
+    mean, low, high, least = (100 * float(test[name]) for name in names)
+    shown = (
+        "all prompts have the same difference"
+        if np.isnan(least)
+        else f"so many prompts can show {format_number(least, '.1f')} points"
     )
+    return (
+        f"{told}{format_interval(mean, low, high, '+.1f', ' points')}, corrected p"
+        f" {test['p_holm']:.2g}: {verdict(test)} ({shown})"
+    )
+
+
+def different_prompts(prompts: Sequence[str]) -> tuple[str, ...]:
+    """The first prompt of those that are the same text (`text_key`). If another part had the same
+    text again, what decides would have been seen by what is decided."""
+    found: dict[str, str] = {}
+    for prompt in prompts:
+        found.setdefault(text_key(prompt), prompt)
+    return tuple(found.values())
 
 
 def method_parameters(method: str, task: Task, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -216,7 +283,7 @@ def shipped_classifiers(task: Task) -> tuple[str, ...]:
     if not (SHIPPED_WEIGHTS / f"{task.name}{LINEAR_ENDING}").is_file():
         raise TaskError(
             f"no classifier of the task {task.name!r} comes with the package; give one:"
-            " --classifiers FOLDER, or train one: lapa2 scorers train"
+            " --classifiers FOLDER, or train one: `lapa2 scorers train`"
         )
     return tuple(reversed(CLASSIFIERS))
 

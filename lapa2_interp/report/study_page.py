@@ -10,13 +10,13 @@ import pandas as pd
 from lapa2_interp._util.errors import pluralize
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
-from lapa2_interp._util.table_formats import records
+from lapa2_interp._util.table_formats import format_interval, interval_cells, records
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW, ContrastExample
 from lapa2_interp.circuits.knockout import JointCurve, KnockOut
 from lapa2_interp.circuits.logit_attribution import HeadLogitAttribution
 from lapa2_interp.circuits.study_results import EDGES, CircuitStudy, head_name
-from lapa2_interp.stats import FEW, format_interval, interval_cells
+from lapa2_interp.stats import FEW
 
 METRIC_TEXTS = {
     "js": "js is the distance between the branches' predictions (Jensen-Shannon divergence).",

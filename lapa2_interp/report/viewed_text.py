@@ -155,7 +155,9 @@ def select_text(
     cells = cells[cells["key"].isin(run.select(**only).by_key) & (cells["state"] == "finished")]
     if not len(cells):
         filters = f" with {shown_only(only)}" if only else ""
-        raise TraceError(f"{run.name} has no finished cell{filters}; `lapa2 runs` lists its cells")
+        raise TraceError(
+            f"{run.name} has no finished cell{filters}; {run.cells_from} lists its cells"
+        )
     for name in (*ALIKE, "seed"):
         values = list(dict.fromkeys(cells[name]))
         if len(values) > 1:

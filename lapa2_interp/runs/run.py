@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pandas as pd
 
 from lapa2_interp._util import plots
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import DamagedError, RunError, TraceError, pluralize, unknown_choice
 from lapa2_interp._util.files import (
     TEMPORARY_PREFIX,
@@ -88,6 +89,11 @@ class Run:
     def name(self) -> str:
         """Its folder, for messages."""
         return "the run" if self.folder is None else str(self.folder)
+
+    @property
+    def cells_from(self) -> str:
+        """What lists its cells, for messages: a command, or of a run in memory its table."""
+        return "run.cells" if self.folder is None else f"`{command('runs', self.folder)}`"
 
     @property
     def home(self) -> Path:
@@ -434,14 +440,14 @@ class Run:
     def _only(self, key: str | None) -> str:
         if key is None and len(self.by_key) != 1:
             raise RunError(
-                f"{self.name} has {len(self.by_key)} cells; give the key of one (run.cells, or"
-                " `lapa2 runs`, lists them)"
+                f"{self.name} has {len(self.by_key)} cells; give the key of one"
+                f" ({self.cells_from} lists them)"
             )
         return next(iter(self.by_key)) if key is None else key
 
     def _not_there(self, key: str) -> str:
         if key not in self.by_key:
-            return f"{self.name} has no cell {key!r}; `lapa2 runs {self.name}` lists them"
+            return f"{self.name} has no cell {key!r}; {self.cells_from} lists them"
         where = f"{self.name}: cell {key} ({self.by_key[key].description})"
         if self.state(key) == "damaged":
             return (
@@ -523,7 +529,7 @@ def is_finished_run(folder: Path) -> bool:
     if left := int((~states.isin(["finished", "damaged"])).sum()):
         raise RunError(
             f"{folder} is a run with {left} of {pluralize(len(states), 'cell')} not finished"
-            f" (`lapa2 runs {folder}`); choose another --out"
+            f" (`{command('runs', folder)}`); choose another --out"
         )
     return True
 

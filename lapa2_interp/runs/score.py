@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import ScoringError, pluralize
 from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
 from lapa2_interp._util.paths import is_path
@@ -28,9 +29,11 @@ from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers,
 from lapa2_interp.scoring.tables import (
     DIFFERENCE_COLUMNS,
     cell_table,
+    column_names,
     difference_table,
     distinct_cells,
     format_scores,
+    interval_note,
     score_table,
 )
 from lapa2_interp.tasks.task import ALL, Task, read_task
@@ -169,8 +172,9 @@ def score(
 
 def score_notes(table: pd.DataFrame, differences: pd.DataFrame) -> list[str]:
     """Lines under a table of scores."""
-    notes = [f"scored by {'; '.join(dict.fromkeys(table['scorer']))}"]
-    notes.append("in brackets: 95 % interval, prompts resampled; none where there is one prompt")
+    names = column_names(table)
+    notes = [f"{name}: {scorer}" for (_, scorer), name in names.items()]
+    notes = [f"Scorers. {'; '.join(notes)}", interval_note(table, differences)]
     if len(differences):
         notes.append("change: against the baseline, paired by prompt")
     return notes
@@ -321,8 +325,8 @@ def _gaps(source: Path) -> str:
     if not left or not run.finished:  # where nothing is, an error says so
         return ""
     return (
-        f"{left} of {pluralize(len(run.by_key), 'cell')} not finished (`lapa2 runs {source}`):"
-        " nothing of them is scored"
+        f"{left} of {pluralize(len(run.by_key), 'cell')} not finished"
+        f" (`{command('runs', source)}`): nothing of them is scored"
     )
 
 
@@ -343,7 +347,8 @@ def read_answers(
     """
     if not files:
         raise ScoringError(
-            "give the raters' files after the key: lapa2 scorers answers key.csv anna.csv ben.csv"
+            "give the raters' files after the key:"
+            f" `{command('scorers', 'answers', key, 'anna.csv', 'ben.csv')}`"
         )
     found = human.read_answers(key, files)
     tables = {

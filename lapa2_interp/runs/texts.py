@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp._util.paths import kind_of
 from lapa2_interp.bias.tokens import decode_continuation, token_texts
@@ -44,7 +45,9 @@ def read_texts(
     if source.is_dir():
         run = load_run(source)
         if not run.finished:
-            raise ScoringError(f"{source} has no finished cell; `lapa2 runs {source}` tells why")
+            raise ScoringError(
+                f"{source} has no finished cell; `{command('runs', source)}` tells why"
+            )
         wanted = {name: value for name, value in (only or {}).items() if name in run.cells}
         keys = each_once(run.select(**wanted).finished)
         finished = run.cells[run.cells["key"].isin(keys)]

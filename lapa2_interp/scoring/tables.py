@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import ScoringError
+from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
 from lapa2_interp.scoring.scorer import (
     ScoreCache,
@@ -27,7 +28,7 @@ from lapa2_interp.stats import (
     Difference,
     Interval,
     NothingPairedError,
-    format_interval,
+    describe_intervals,
     mean_interval,
     paired_difference,
 )
@@ -292,13 +293,12 @@ def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFram
         table, differences: From `cell_table` and `distinct_cells`, and `difference_table`.
     """
     keys = varying_columns(table)
-    metrics = table[["metric", "scorer"]].drop_duplicates()
+    names = column_names(table)
     found = table[keys].drop_duplicates() if keys else pd.DataFrame(index=[0])
     joined = {"on": keys, "how": "left"} if keys else {"how": "cross"}
-    for metric, scorer in metrics.itertuples(index=False):
-        name = str(metric) if (metrics["metric"] == metric).sum() == 1 else f"{metric}, {scorer}"
+    for (metric, scorer), name in names.items():
         for source, number, title, sign in (
-            (table, "mean", name, ""), (differences, "difference", f"change of {name}", "+"),
+            (table, "mean", name, ""), (differences, "difference", f"{name} change", "+"),
         ):  # fmt: skip
             if not len(source):
                 continue
@@ -310,6 +310,54 @@ def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFram
             cells = part[keys].assign(**{title: shown})
             found = found.merge(cells, **joined)
     return found.fillna("")
+
+
+def column_names(table: pd.DataFrame) -> dict[tuple[str, str], str]:
+    """A short name of every metric and scorer: the metric, and of several scorers of one metric in
+    parentheses what tells them apart, without their versions: "accuracy (linear)".
+
+    Args:
+        table: Columns metric and scorer.
+    """
+    pairs = list(dict.fromkeys(table[["metric", "scorer"]].itertuples(index=False, name=None)))
+    names = {}
+    for metric, scorer in pairs:
+        rivals = [other for name, other in pairs if name == metric]
+        if len(rivals) == 1:
+            names[metric, scorer] = metric
+            continue
+        # The last word is the version, which a legend has.
+        words = {rival: (scorer_of_metric(rival) or rival).split() for rival in rivals}
+        short = {
+            n: {rival: " ".join((found[:-1] or found)[:n]) for rival, found in words.items()}
+            for n in range(1, max(map(len, words.values())) + 1)
+        }
+        apart = [labels for labels in short.values() if len(set(labels.values())) == len(rivals)]
+        numbered = {rival: f"{short[1][rival]} {i}" for i, rival in enumerate(rivals, 1)}
+        names[metric, scorer] = f"{metric} ({(apart or [numbered])[0][scorer]})"
+    return names
+
+
+def interval_note(table: pd.DataFrame, differences: pd.DataFrame) -> str:
+    """The methods that made the intervals of a table of scores.
+
+    Args:
+        table, differences: From `cell_table` and `distinct_cells`, and `difference_table`.
+    """
+    is_distinct = table["metric"].astype(str).str.startswith("distinct")
+    alike = ~is_distinct & np.array(
+        [
+            mean in RANGES.get(metric_name(str(metric)), ()) and low < high
+            for metric, mean, low, high in table[["metric", "mean", "low", "high"]].to_numpy()
+        ],
+        dtype=bool,
+    )
+    usual = table[~is_distinct & ~alike & table["mean"].notna()]
+    counts = [*usual["prompts"], *(differences["prompts"] if len(differences) else ())]
+    parts = [describe_intervals(counts)] * bool(counts)
+    parts += ["where all texts score alike, what so few prompts leave open"] * bool(alike.any())
+    parts += ["of distinct-n Student's t from the jackknife over prompts"] * bool(is_distinct.any())
+    return f"in brackets: 95 % interval ({'; '.join(parts)})"
 
 
 def varying_columns(table: pd.DataFrame) -> list[str]:

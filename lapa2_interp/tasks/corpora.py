@@ -28,6 +28,7 @@ from pandas.io.common import get_handle  # type: ignore[import-not-found]
 from lapa2_interp._util.errors import DataError, unknown_choice
 from lapa2_interp._util.parsing import check_regular_file, parse_json
 from lapa2_interp._util.paths import kind_of
+from lapa2_interp.tasks.segmentation import text_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -318,16 +319,18 @@ def detokenise(text: str) -> str:
 
 
 def without_texts_of(others: Sequence[Corpus], corpora: Sequence[Corpus]) -> list[Corpus]:
-    """Remove the texts of other corpora from corpora.
+    """Remove the texts of other corpora from corpora, also in another writing (`text_key`).
 
     Raises:
         DataError: No text of a label is left.
     """
-    known = {text for corpus in others for texts in corpus.texts.values() for text in texts}
+    known = {
+        text_key(text) for corpus in others for texts in corpus.texts.values() for text in texts
+    }
     kept = []
     for corpus in corpora:
         texts = {
-            label: tuple(text for text in found if text not in known)
+            label: tuple(text for text in found if text_key(text) not in known)
             for label, found in corpus.texts.items()
         }
         if empty := [label for label, found in texts.items() if not found]:
@@ -347,7 +350,8 @@ def split_held_out(
     corpus: Corpus, per_label: int, one_in: int = 5, at_least: int = 1
 ) -> tuple[Corpus, Corpus]:
     """Split a corpus into (rest, held out). Of each label, the `per_label` texts with the smallest
-    sha256 are held out, but at most one text in `one_in`.
+    sha256 are held out, but at most one text in `one_in`; and what is the same text in another
+    writing (`text_key`).
 
     Raises:
         DataError: Fewer than `at_least` texts of a label are held out.
@@ -355,9 +359,10 @@ def split_held_out(
     rest, held = {}, {}
     for label, texts in corpus.texts.items():
         order = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).hexdigest())
-        chosen = set(order[: min(per_label, len(texts) // one_in)])
-        held[label] = tuple(text for text in texts if text in chosen)
-        rest[label] = tuple(text for text in texts if text not in chosen)
+        keys = {text: text_key(text) for text in texts}
+        chosen = {keys[text] for text in order[: min(per_label, len(texts) // one_in)]}
+        held[label] = tuple(text for text in texts if keys[text] in chosen)
+        rest[label] = tuple(text for text in texts if keys[text] not in chosen)
         if len(chosen) < at_least:
             raise DataError(
                 f"{corpus.source} has {len(texts)} {label!r} texts, too few to hold some out; give"

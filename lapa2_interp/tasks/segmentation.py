@@ -40,6 +40,13 @@ def normalize_text(text: str) -> str:
     return unicodedata.normalize("NFC", _UNSEEN.sub("", text))
 
 
+def text_key(text: str) -> str:
+    """Equal for texts that are the same up to white space, small and capital letters, and invisible
+    characters. What divides texts into parts divides these keys, so that no part has seen a text
+    of another."""
+    return " ".join(normalize_text(text).casefold().split())
+
+
 def has_unspaced_script(text: str) -> bool:
     """True if a text has letters of a script that writes no spaces between words."""
     return _UNSPACED.search(text) is not None

@@ -22,6 +22,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import DataError, validation_message
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.parsing import parse_json, read_text
@@ -125,7 +126,7 @@ def read_word_list(file: str, task: str) -> dict[str, tuple[str, ...]]:
     except OSError:
         where = f"cannot read {file}" if file else f"the package has no words for task {task!r}"
         raise DataError(
-            f"{where}; `lapa2 word-lists --task {task} --data CORPUS --out FILE` makes a list"
+            f"{where}; `{command('word-lists', task=task, data='CORPUS', out='FILE')}` makes a list"
         ) from None
     except ValueError as error:
         raise DataError(f"{source} is not a word list: {validation_message(error)}") from None

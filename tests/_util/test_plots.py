@@ -1,6 +1,8 @@
 """Drawings show the numbers of their tables; pages escape what models write."""
 
+import ast
 import math
+from pathlib import Path
 
 import pandas as pd
 
@@ -108,3 +110,18 @@ def test_a_dollar_begins_no_formula_but_on_an_axis_of_powers(tmp_path):
     powers, legend = drawn(True, odd[0])
     assert all(powers)
     assert not legend.get_texts()[0].get_parse_math()
+
+
+def test_layers_are_rows_and_heads_columns_in_every_map():
+    axes = plots.new_figure(2, 2).subplots()
+    drawn = plots.layer_map(axes, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
+    assert drawn.get_array().shape == (2, 3)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("head", "layer")
+    package = Path(plots.__file__).parent.parent
+    wrong = [
+        f"{file.name}:{node.lineno}"
+        for file in package.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "imshow"
+    ]
+    assert [place.partition(":")[0] for place in wrong] == ["plots.py"]

@@ -1,5 +1,7 @@
 """What an arm is called: a recipe's name, or a label of the user's, which decides no text."""
 
+import re
+
 import pytest
 import torch
 from conftest import load
@@ -63,8 +65,25 @@ def test_a_recipe_has_its_name(given, label):
 
 def test_long_lists_are_short_in_a_label():
     many = recipe("head-selective", heads=tuple((layer, 0) for layer in range(12)), alpha=1.0)
-    assert many.label.startswith("head-selective:heads=12 of ")
-    assert len(many.label) < 60
+    assert re.fullmatch(r"head-selective:12 heads \(#[0-9a-f]{6}\),alpha=1", many.label)
+    others = recipe("head-selective", heads=tuple((layer, 1) for layer in range(12)), alpha=1.0)
+    assert others.label != many.label
+
+
+@pytest.mark.parametrize(
+    ("fields", "label"),
+    [
+        ({"layers": (0, 1, 5)}, "layers 0,1,5"),
+        ({"layers": (*range(11),)}, "layers 0,1,2,3,4,5,6,7,8,9,10"),
+        ({"layers": (*range(15),)}, "layers 0-14"),
+        ({"layers": (0, 1, *range(10, 20), 29)}, "layers 0,1,10-19,29"),
+        ({"layers": (*range(0, 30, 2), 29)}, r"16 layers \(#[0-9a-f]{6}\)"),
+        ({"heads": ((3, 1), (4, 0))}, "heads 3.1,4.0"),
+        ({"heads": tuple((layer, 0) for layer in range(24))}, r"24 heads \(#[0-9a-f]{6}\)"),
+    ],
+)
+def test_a_list_is_named_or_counted_in_a_label(fields, label):
+    assert re.fullmatch(f"alpha 1 paper, {label}", Augmentation(alpha=1.0, **fields).label)
 
 
 def test_a_label_is_no_part_of_the_key():

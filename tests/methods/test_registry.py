@@ -1,5 +1,7 @@
 """Methods by name: their parameters, their texts, and the augmentations of their branches."""
 
+import re
+
 import pytest
 
 from lapa2_interp import (
@@ -146,3 +148,11 @@ def test_methods_refuse_tasks_they_cannot_serve(tmp_path):
         TaskError, match="has one attribute, 'calm'; a method with classes needs a second"
     ):
         methods.get("air-decoding").branches(load_task(str(tmp_path / "mood.toml")), "calm")
+
+
+def test_no_method_is_shown_with_the_name_of_a_model():
+    names = {name: method.display_name for name, method in methods.known_methods().items()}
+    assert names["prefix"] == "Prefix"
+    assert not [name for name in names.values() if re.search(r"gpt|llama|smollm", name, re.I)]
+    assert names["dexperts"] == methods.known_methods()["dexperts"].paper_name
+    assert len(set(names.values())) == len(names)

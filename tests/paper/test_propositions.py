@@ -19,6 +19,7 @@ from lapa2_interp.bias.synthetic import (
 from lapa2_interp.bias.theory import augmented_share, shifted_share
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper.claims import Claim
+from lapa2_interp.paper.proposition_claims import count_by_source
 from lapa2_interp.paper.propositions import (
     decay_curve_table,
     exponent_table,
@@ -555,3 +556,23 @@ def test_tables_are_tidy(forced):
     assert heads["tightness"].between(0, 1 + 1e-6).all()
     assert isinstance(prediction_table(traces, {a: r for a, r in rules.items() if r}), pd.DataFrame)
     assert augmented_share(8, 3, 0.0) == pytest.approx(3 / 8)
+
+
+def test_verdicts_on_the_model_are_counted_apart_from_those_on_synthetic_logits():
+    rows = [
+        ("synthetic: equal (exchangeable)", "as in the paper"),
+        ("synthetic: sink (not exchangeable)", "against the paper"),
+        ("synthetic: growth (exchangeable, ratio unbounded)", "against the paper"),
+        ("tiny-gpt2, free texts", "as in the paper"),
+        ("tiny-gpt2, long texts", "inconclusive"),
+    ]
+    assert count_by_source(pd.DataFrame(rows, columns=["where", "verdict"])) == [
+        "Claims on the model: 1 as in the paper, 1 inconclusive.",
+        "Claims on synthetic logits that keep the assumptions: 1 as in the paper.",
+        "Claims on synthetic logits that break them: 2 against the paper.",
+    ]
+    for family in LOGIT_FAMILIES.values():
+        kept = family.exchangeable and family.bounded
+        where = f"synthetic: x ({family.keeps})"
+        (told,) = count_by_source(pd.DataFrame({"where": [where], "verdict": ["inconclusive"]}))
+        assert ("keep" in told) == kept

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -19,8 +20,18 @@ from lapa2_interp.circuits.selection import random_heads
 from lapa2_interp.cli.app import main
 from lapa2_interp.cli.options import AugmentationOptions
 from lapa2_interp.models.load import load_transformers
-from lapa2_interp.report.steer import CARD
-from lapa2_interp.report.steer_result import ALL, CHOSEN, NO_BIAS, RANDOM, SETTINGS
+from lapa2_interp.report.steer import _gain, _tests
+from lapa2_interp.report.steer_page import heads_figure
+from lapa2_interp.report.steer_result import (
+    ALL,
+    CARD,
+    CHOSEN,
+    NO_BIAS,
+    RANDOM,
+    SETTINGS,
+    different_prompts,
+    format_test,
+)
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.linear import LinearScorer
 from lapa2_interp.scoring.scorer import TextItem
@@ -213,11 +224,119 @@ def test_the_command_prints_what_so_many_prompts_can_show(found, tmp_path, capsy
     code = main(["steer", "tiny-gpt2", "--prompts", str(file), "--out", str(found.folder), *asked])
     said = capsys.readouterr().out
     assert code == 0
-    assert "so many prompts can show" in said
-    assert f"lapa2 generate --selection {found.folder / 'selection.json'} --method prefix" in said
+    assert said.count("so many prompts can show") + said.count("have the same difference") == 3
+    assert "lapa2 generate" not in said  # nothing is decided
+    assert "more prompts may decide" in said
     page = (found.folder / "report.html").read_text()
     assert found.selection.gain[:40] in page
     assert page.count("<img") >= 3
+
+
+def test_the_map_of_heads_has_layers_as_rows(found):
+    axes = heads_figure(found).axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("head", "layer")
+    shown = axes.images[0].get_array()
+    ((layer, head),) = found.selection.heads
+    assert shown[layer, head] == pytest.approx(found.selection.scores[0][0])
+
+
+def test_the_command_that_steers_runs_as_it_is_printed(found, tmp_path):
+    """With the task, the model and the method's parameters of the result, from any folder name."""
+    copy = tmp_path / "my 'result'"
+    shutil.copytree(found.folder, copy)
+    prompts = tmp_path / "two prompts.txt"
+    prompts.write_text("The lake\nThe house\n")
+    task = tmp_path / "own task.toml"
+    task.write_text(
+        'name = "own"\nlength_counts_prompt = true\nprompts = { texts = ["The lake"] }\n'
+        + "".join(f'[attributes.{name}]\nprefix = "{name}:"\n' for name in ("abc", "xyz"))
+    )
+    made = replace(found, folder=copy)
+    sure = found.tests.assign(difference=0.2, p=0.001, p_holm=0.003)
+    printed = replace(made, tests=sure).next_step(str(task), prompts)
+    assert printed.startswith("steer with\n")
+    name, *words = shlex.split(printed.splitlines()[1])
+    assert name == "lapa2"
+    assert main(words) == 0
+    run = load_run(copy / "steered")
+    assert {cell.attribute for cell in run.by_key.values()} == {"abc", "xyz"}
+    for cell in run.by_key.values():
+        (bias,) = cell.active_augmentations
+        assert (cell.model, cell.method, cell.dtype) == ("tiny-gpt2", "prefix", "float32")
+        assert (bias.heads, bias.alpha) == (found.selection.heads, found.selection.alpha)
+        assert cell.prompts == ("The lake", "The house")
+
+
+TEST = {
+    "against": NO_BIAS, "difference": 0.1, "low": 0.05, "high": 0.15, "p": 0.01, "p_holm": 0.03,
+    "detectable": 0.04, "prompts": 16.0,
+}  # fmt: skip
+NOTHING = dict.fromkeys(("difference", "low", "high", "p", "p_holm", "detectable"), math.nan)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told", "gain"),
+    [
+        ({}, "+10.0 points [+5.0, +15.0], corrected p 0.03: more", ": a gain."),
+        ({"difference": -0.1}, "-10.0 points", ": a loss."),
+        ({"p_holm": 0.3}, "not decided", ": no sure difference."),
+        ({"detectable": math.nan}, "all prompts have the same difference", ": a gain."),
+        (NOTHING | {"prompts": 0.0}, "no test with 0 prompts that both", "not known: no test"),
+        (
+            NOTHING | {"prompts": 1.0, "difference": -0.1},
+            "no test with 1 prompt that both",
+            "not known: no test with 1 prompt",
+        ),
+        (NOTHING | {"prompts": math.nan}, "not comparable at this budget", "not known: not comp"),
+    ],
+)  # fmt: skip
+def test_what_has_no_test_is_neither_a_gain_nor_a_loss(found, changed, told, gain):
+    test = TEST | changed
+    assert told in format_test(test).partition(f"against {NO_BIAS}: ")[2]
+    sentence = _gain(found.settings, pd.DataFrame([test]), found.table, {CHOSEN: 1.0})
+    assert gain in sentence
+    for text in (format_test(test), sentence):
+        assert "nan" not in text
+
+
+def test_arms_without_common_scores_are_told_from_arms_that_are_not_judged(found):
+    columns = {"attribute": "positive", "metric": found.settings.metrics[0], "scorer": "s"}
+    scores = pd.DataFrame(
+        [("a", CHOSEN, 1.0), ("a", NO_BIAS, 0.0), ("b", CHOSEN, 1.0), ("b", ALL, math.nan)],
+        columns=["prompt", "arm", "value"],
+    ).assign(sample=0, skipped="", **columns)
+    both = pd.concat([scores, scores.assign(attribute="negative")], ignore_index=True)
+    tests = _tests(found.settings, both).set_index("against")
+    assert tests.loc[NO_BIAS, "prompts"] == 1
+    assert tests.loc[ALL, "prompts"] == 0
+    assert math.isnan(tests.loc[RANDOM, "prompts"])
+    assert tests["p_holm"].isna().all()
+
+
+def test_a_text_in_another_writing_is_no_other_prompt():
+    prompts = ["The lake", " The lake", "the  Lake", "The\u00a0lake\t", "The lakes", "THE LAKES"]
+    assert different_prompts(prompts) == ("The lake", "The lakes")
+
+
+def test_prompts_of_one_text_are_counted_once_and_told(tmp_path):
+    lines = []
+    twice = [*PROMPTS[:31], *(f"  {prompt.upper()} " for prompt in PROMPTS[:31])]
+    with pytest.raises(RunError, match="31 prompts are too few"):
+        steer("tiny-gpt2", "sentiment", twice, out=tmp_path / "a", notify=lines.append, **GIVEN)
+
+    class Told(Exception):
+        pass
+
+    def stop(line):
+        lines.append(line)
+        raise Told
+
+    with pytest.raises(Told):
+        steer("tiny-gpt2", "sentiment", [*PROMPTS, *twice], out=tmp_path / "b", notify=stop,
+              **GIVEN)  # fmt: skip
+    assert lines == [
+        "62 prompts left out: the same text as another, but for white space or capitals"
+    ]
 
 
 def test_a_place_that_is_not_comparable_has_no_number(found, tmp_path):

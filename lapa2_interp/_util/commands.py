@@ -1,0 +1,40 @@
+"""Commands of `lapa2` that are printed as the next step, so that a reader can copy them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+
+def command(*words: object, **options: Any) -> str:
+    """A command line, quoted for a shell: `lapa2 runs 'my run' --state failed`.
+
+    Every command that is printed and holds a value is made here.
+
+    Args:
+        words: The command's name and its arguments.
+        options: By the names of parameters (out, model_class). None, False and nothing are left
+            out, True is a flag, several values repeat the option, and a mapping is NAME=VALUE of
+            each.
+    """
+    found = ["lapa2", *map(str, words)]
+    for name, value in options.items():
+        if value is None or value is False or value == ():
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            found.append(option)
+            continue
+        if isinstance(value, Mapping):
+            value = [f"{key}={_plain(each)}" for key, each in value.items()]
+        for each in value if isinstance(value, list | tuple) else [value]:
+            text = _plain(each)
+            # After "=", a value that begins with a hyphen is no option.
+            found += [f"{option}={text}"] if text.startswith("-") else [option, text]
+    return shlex.join(found)
+
+
+def _plain(value: object) -> str:
+    """A value as options and TOML write it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
