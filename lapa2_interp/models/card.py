@@ -457,7 +457,7 @@ def hash_weights(model: Model) -> str:
             raise ModelError(f"the weight {name} is not in memory; load the whole model")
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         for part in plain_tensors(tensor):
-            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return f"sha256 {digest.hexdigest()} (of the weights in memory, configuration and vocabulary)"
 
 

@@ -101,7 +101,7 @@ def _digest(weight: Tensor) -> bytes:
         content = tensor.detach().contiguous().flatten().view(torch.uint8)
         if content.device.type != "cpu":
             content = _sums(content).cpu().view(torch.uint8)
-        digest.update(content.numpy())
+        digest.update(content.numpy().data)
     return digest.digest()
 
 
