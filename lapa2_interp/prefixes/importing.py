@@ -19,9 +19,11 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zipfile import is_zipfile
 
 from lapa2_interp._util.errors import PrefixError, unknown_choice
 from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.unpacking import check_archive
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.prefixes.soft_prefix import (
@@ -129,6 +131,8 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
     if not file.is_file():
         raise PrefixError(f"no such file or folder: {source}")
     try:
+        if is_zipfile(file):
+            check_archive(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old pickle protocols are read or refused
             tensors = (
