@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile
 
 from lapa2_interp._util.errors import ModelError, RunError
-from lapa2_interp._util.parsing import check_regular_file
+from lapa2_interp._util.paths import check_regular_file
+from lapa2_interp._util.unpacking import check_archive
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -168,6 +169,7 @@ def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
     import torch
 
     try:
+        check_archive(file)
         with ZipFile(file) as stored:
             if (bad := stored.testzip()) is not None:
                 raise ValueError(f"the checksum of {bad} differs")

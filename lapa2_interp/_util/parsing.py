@@ -6,20 +6,16 @@ Text may be compressed, as the file's ending says.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import stat
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lapa2_interp._util.errors import LayoutError
-from lapa2_interp._util.paths import is_compressed
+from lapa2_interp._util.paths import LARGEST_TEXT
+from lapa2_interp._util.unpacking import open_packed
 
-LARGEST_TEXT = 2**30
-"""Size of a text file in bytes, at most."""
 MAX_LETTERS = 2**22
 """Largest number of letters of a text. A tokenizer takes a hundred times their memory, and where
 memory ends we could not report an error."""
@@ -40,20 +36,6 @@ def check_text_length(name: str, text: str) -> None:
         )
 
 
-def check_regular_file(file: Path) -> None:
-    """Refuse a pipe, a socket or a device, since to open a pipe may block for ever.
-
-    Raises:
-        OSError: It does not exist, or is a folder.
-        ValueError: It is a pipe, a socket or a device.
-    """
-    mode = file.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-    if not stat.S_ISREG(mode):
-        raise ValueError("it is a pipe, a socket or a device; give a file")
-
-
 def read_text(file: Path, may_hold_nul: bool = False) -> str:
     """The text of a file in UTF-8, without a byte-order mark.
 
@@ -62,10 +44,10 @@ def read_text(file: Path, may_hold_nul: bool = False) -> str:
         ValueError: It is no regular file, too large, not UTF-8, has a NUL, or is not compressed as
             its ending says.
     """
-    check_regular_file(file)
-    if (size := file.stat().st_size) > LARGEST_TEXT:
-        raise ValueError(f"it has {size} bytes; a text has {LARGEST_TEXT} at most")
-    raw = _decompressed(file) if is_compressed(file) else file.read_bytes()
+    with open_packed(file) as opened:
+        if (size := file.stat().st_size) > LARGEST_TEXT:
+            raise ValueError(f"it has {size} bytes; a text has {LARGEST_TEXT} at most")
+        raw = opened.read()
     try:
         text = raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -77,29 +59,6 @@ def read_text(file: Path, may_hold_nul: bool = False) -> str:
         line = raw[: raw.index(0)].count(b"\n") + 1
         raise ValueError(f"line {line} has a NUL, which no text has; give a text file")
     return text
-
-
-def _decompressed(file: Path) -> bytes:
-    """The contents of a compressed file.
-
-    Raises:
-        ValueError: It is not compressed as its ending says, or too large.
-    """
-    from pandas.io.common import get_handle  # type: ignore[import-not-found]
-
-    try:
-        with get_handle(file, "rb", compression="infer", is_text=False) as opened:
-            raw = bytes(opened.handle.read(LARGEST_TEXT + 1))
-    except Exception as error:  # each compression raises errors of its own
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise ValueError(
-            f"it is not compressed as {file.suffix} says, or damaged"
-            f" ({' '.join(str(error).split())[:80]})"
-        ) from None
-    if len(raw) > LARGEST_TEXT:
-        raise ValueError(f"it holds more than {LARGEST_TEXT} bytes, which a text has at most")
-    return raw
 
 
 def parse_json(text: str) -> Any:

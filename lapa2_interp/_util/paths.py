@@ -12,9 +12,14 @@ e.g. this". A text that looks like a path may stand in a file.
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
+LARGEST_TEXT = 2**30
+"""Size of a text file in bytes, at most."""
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zip")
 """Endings of compressed files."""
 FILE_ENDINGS = frozenset(
@@ -54,6 +59,15 @@ def kind_of(path: Path) -> str:
     return Path(name.removesuffix(packed)).suffix
 
 
-def is_compressed(path: Path) -> bool:
-    """True if the ending of a file says that it is compressed."""
-    return path.suffix.lower() in COMPRESSIONS
+def check_regular_file(file: Path) -> None:
+    """Refuse a pipe, a socket or a device, since to open a pipe may block for ever.
+
+    Raises:
+        OSError: It does not exist, or is a folder.
+        ValueError: It is a pipe, a socket or a device.
+    """
+    mode = file.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not stat.S_ISREG(mode):
+        raise ValueError("it is a pipe, a socket or a device; give a file")

@@ -147,6 +147,14 @@ def raw_stream(stream: Any) -> Any:
     return stream.stream if isinstance(stream, SanitizedStream) else stream
 
 
+def use_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode, if the locale (C, POSIX) has ASCII alone:
+    its arguments, names of files and texts are UTF-8 nevertheless."""
+    if sys.getfilesystemencoding() == "ascii" and not sys.flags.utf8_mode:
+        os.environ["PYTHONUTF8"] = "1"  # of the workers
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 @contextmanager
 def sanitized_output() -> Iterator[None]:
     """A block in which no printed text can control the terminal, and every text can be printed."""

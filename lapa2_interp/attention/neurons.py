@@ -24,6 +24,7 @@ from torch import Tensor
 from lapa2_interp._util.errors import DeadHookError
 from lapa2_interp._util.files import atomic_write, writing_cache
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.unpacking import check_archive
 from lapa2_interp.methods.base import Intervention
 from lapa2_interp.models.card import Model
 
@@ -165,6 +166,7 @@ def promoting_neurons(
 def _load_table(file: Path) -> tuple[Tensor, Tensor, int] | None:
     """The stored part of a table; None if none is stored or its file is damaged."""
     try:
+        check_archive(file)
         # Opened here: NumPy would leave a damaged file open.
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
             return (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from lapa2_interp._util.terminal import (
     raw_stream,
     sanitized_output,
     stop_on_sigterm,
+    use_utf8,
 )
 from lapa2_interp._util.version import __version__
 
@@ -116,6 +118,21 @@ def setting_problem(words: Sequence[str], error: CycloptsError) -> str | None:
     return None
 
 
+def check_arguments(words: Sequence[str]) -> None:
+    """Refuse arguments that are no text.
+
+    Raises:
+        Lapa2Error: The bytes of an argument are not of the locale's encoding.
+    """
+    for number, word in enumerate(words, start=1):
+        if re.search("[\ud800-\udfff]", word):
+            raise Lapa2Error(
+                f"argument {number}, {ascii(word)[:80]}, is not"
+                f" {sys.getfilesystemencoding().upper()}; give texts and names of files in the"
+                " encoding of this locale"
+            )
+
+
 def resumes(words: Sequence[str]) -> bool:
     """True if a command that is stopped keeps what it has finished."""
     match words:
@@ -139,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stderr; 130 after Ctrl-C; 141 where the reader of the output left before the end; 143 after
         SIGTERM.
     """
+    if arguments is None:
+        use_utf8()
     words = list(sys.argv[1:] if arguments is None else arguments)
     with sanitized_output(), on_command_line():
         return _run(words)
@@ -147,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     done = False
     try:
+        check_arguments(words)
         with stop_on_sigterm():
             app(
                 words,
@@ -162,6 +182,12 @@ def _run(words: list[str]) -> int:
     except CycloptsError as error:
         message = setting_problem(words, error) or " ".join(str(error).split())
         print(f"lapa2: {escape_line(message)} (see --help)", file=sys.stderr)
+    except UnicodeEncodeError as error:  # a name of a file that the locale has no letters for
+        print(
+            f"lapa2: the letters {ascii(error.object[error.start : error.end])[:40]} are not in"
+            f" this locale's encoding ({error.encoding}); set PYTHONUTF8=1 and repeat",
+            file=sys.stderr,
+        )
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0 if done else 128 + signal.SIGPIPE

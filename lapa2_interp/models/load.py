@@ -60,6 +60,7 @@ from lapa2_interp.models.weights import (
     ADAPTER,
     adapter_error,
     check_generation_config,
+    check_layers,
     check_weights,
     files_unchanged,
     folder_hash,
@@ -396,6 +397,7 @@ def model_source(name: str) -> str | Path:
             raise ModelError(
                 f"the folder {name} has no config.json; give a folder that transformers can load"
             )
+        check_layers(path)
         return path.resolve()
     if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         found = "is a file" if path.is_file() else "does not exist"

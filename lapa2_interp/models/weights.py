@@ -9,6 +9,9 @@ weights, and a hash of the files identifies them.
 from __future__ import annotations
 
 import hashlib
+import math
+import re
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +45,116 @@ WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 MAX_NAMES = 3
 
 
+LAYERS = re.compile(r"(?!max_window)(\w*layers?|\w*blocks|attention_types)")
+"""Fields of a configuration that count layers, or list their kinds."""
+FEW_LAYERS = 1000
+"""A network of so many layers is built in seconds, whatever its files hold."""
+SLACK = 4
+"""Networks hold this times as much as their files, at most: tied layers count twice."""
+
+
+def check_layers(folder: Path) -> None:
+    """Refuse a configuration that counts more layers than the weights' files hold tensors, before
+    anything is built.
+
+    Args:
+        folder: A folder of a model; of what is none, nothing is known, and nothing is checked.
+
+    Raises:
+        ModelError: It counts too many, or cannot be read.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return
+    try:
+        config = parse_json(read_text(file))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file} ({error}); download or save it again") from error
+    tensors, _ = stored_sizes(folder)
+    most = max(FEW_LAYERS, tensors)
+    for name, number in _layer_counts(config):
+        if number > most:
+            raise ModelError(
+                f"{file} says {name} = {number}, and the weights beside it hold {tensors} tensors;"
+                " put back the file that was saved with these weights"
+            )
+
+
+def _layer_counts(config: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in fields that count layers."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from _layer_counts(value, str(key))
+    elif isinstance(config, list):
+        for value in config:
+            yield from _layer_counts(value, name)
+    elif isinstance(config, int | float) and LAYERS.fullmatch(name):
+        yield name, config
+
+
+def stored_sizes(source: str | Path) -> tuple[int, int]:
+    """Numbers of the tensors in a folder's weights, and of their elements.
+
+    Raises:
+        ModelError: A file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    tensors = elements = 0
+    for file in sorted(Path(source).glob("*.safetensors")):
+        try:
+            with safe_open(file, "np") as stored:
+                for name in stored.keys():  # noqa: SIM118  it is no dict
+                    tensors += 1
+                    elements += math.prod(stored.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"cannot read {file} ({' '.join(str(error).split())[:80]}); download it again"
+            ) from error
+    return tensors, elements
+
+
+@contextmanager
+def _no_larger_than_files(source: str | Path) -> Iterator[None]:
+    """A block in which no network is built that is much larger than the weights in a folder:
+    parameters are counted when they are made, before they take memory.
+
+    Raises:
+        ModelError: It has many more parameters than the files.
+    """
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    if not Path(source).is_dir():
+        yield
+        return
+    tensors, elements = stored_sizes(source)
+    if not tensors:
+        yield
+        return
+    quantised = "quantization_config" in read_text(Path(source) / "config.json")
+    # Quantised weights are packed, 16 in an element at most.
+    most = SLACK * (16 if quantised else 1) * elements + 10**7
+    thread, counted = threading.get_ident(), [0, 0]
+
+    def count(_module: Any, _name: str, parameter: Any) -> None:
+        if parameter is None or threading.get_ident() != thread or not parameter.is_meta:
+            return
+        counted[0] += 1
+        counted[1] += parameter.numel()
+        if counted[0] > SLACK * tensors + FEW_LAYERS or counted[1] > most:
+            raise ModelError(
+                f"config.json of {source} asks for more than {counted[0]} tensors of {counted[1]}"
+                f" numbers, and its weights hold {tensors} of {elements}; put back the file that"
+                " was saved with these weights"
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
     """A network whose weights are those of its files.
 
@@ -55,9 +168,10 @@ def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
             lists explain it; the files hold more of the network than it takes; or an adapter.
         Exception: As `from_pretrained`: damaged files raise errors of many libraries.
     """
-    network, found = kind.from_pretrained(
-        source, output_loading_info=True, ignore_mismatched_sizes=True, **settings
-    )
+    with _no_larger_than_files(source):
+        network, found = kind.from_pretrained(
+            source, output_loading_info=True, ignore_mismatched_sizes=True, **settings
+        )
     if getattr(network, "_hf_peft_config_loaded", False):
         raise ModelError(adapter_error(source))
     if other := sorted(found["mismatched_keys"]):
@@ -175,6 +289,7 @@ def check_weights(name: str, kind: str = "AutoModelForCausalLM") -> None:
     folder = Path(name)
     if (folder / ADAPTER).is_file():
         raise ModelError(adapter_error(name))
+    check_layers(folder)
     index = folder / f"{WEIGHTS}.index.json"
     if not folder.is_dir() or (folder / WEIGHTS).is_file():
         return

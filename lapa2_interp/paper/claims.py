@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError, pluralize
-from lapa2_interp._util.parsing import check_regular_file
+from lapa2_interp._util.paths import check_regular_file
 from lapa2_interp._util.table_formats import format_interval, format_number
 from lapa2_interp.scoring.tables import metric_name, paired_change, scorer_of_metric
 from lapa2_interp.stats import Difference, holm

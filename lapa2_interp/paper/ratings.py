@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from lapa2_interp._util.errors import DamagedError
+from lapa2_interp._util.unpacking import check_parquet
+
 CRITERIA = ("relevance", "fluency", "topicality")
 COLUMNS = [
     "rater",
@@ -38,7 +41,14 @@ def stored_ratings(folder: Path) -> pd.DataFrame:
     frames = [pd.DataFrame(columns=COLUMNS)]
     scores = folder / "judge" / "scores.parquet"
     if scores.is_file():
-        found = pd.read_parquet(scores)
+        try:
+            check_parquet(scores)
+            found = pd.read_parquet(scores)
+        except (OSError, ValueError) as error:
+            raise DamagedError(
+                f"{scores} is damaged ({' '.join(str(error).split())[:120]}); remove the folder, or"
+                " score the run with the judge again"
+            ) from error
         found = found[found["metric"].isin(CRITERIA) & found["value"].notna()]
         frames.append(
             found.assign(rater=found["scorer"], criterion=found["metric"]).reindex(columns=COLUMNS)

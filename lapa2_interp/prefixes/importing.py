@@ -24,9 +24,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zipfile import is_zipfile
 
 from lapa2_interp._util.errors import PrefixError, unknown_choice
 from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.unpacking import check_archive
 from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.load import expand_name, load_model
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_folder
@@ -184,6 +186,8 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
     if not file.is_file():
         raise PrefixError(f"no such file or folder: {source}")
     try:
+        if is_zipfile(file):
+            check_archive(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old pickle protocols are read or refused
             tensors = (

@@ -12,8 +12,8 @@ from typing import Any
 import pandas as pd
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.files import check_regular_file
 from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.paths import check_regular_file
 from lapa2_interp._util.table_formats import records
 from lapa2_interp.paper.claims import (
     OUR_VERDICTS,

@@ -20,8 +20,8 @@ import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import CircuitError, Lapa2Error, TraceError, unknown_choice
-from lapa2_interp._util.files import check_regular_file
 from lapa2_interp._util.parsing import parse_object, read_text
+from lapa2_interp._util.paths import check_regular_file
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.tables import select_layer_type, traced_layer_types
 from lapa2_interp.bias.augmentation import Augmentations

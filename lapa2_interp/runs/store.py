@@ -39,7 +39,9 @@ from lapa2_interp._util.files import (
     write_json,
     write_netcdf,
 )
-from lapa2_interp._util.parsing import check_regular_file, parse_json, parse_object, read_text
+from lapa2_interp._util.parsing import parse_json, parse_object, read_text
+from lapa2_interp._util.paths import check_regular_file
+from lapa2_interp._util.unpacking import check_hdf5, check_parquet
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import Cell, Key
 from lapa2_interp.runs.manifest import BatchRecord
@@ -108,7 +110,7 @@ def read_record(folder: Path, number: int, cell: Cell) -> BatchRecord:
         record = _record(file.resolve(), stat.st_size, stat.st_mtime_ns)
         if record.key != folder.name:
             raise ValueError(f"it belongs to cell {record.key}")
-        if not number < record.n_batches <= cell.n_texts:
+        if record.n_batches > cell.n_texts:
             raise ValueError(
                 f"it counts {record.n_batches} batches of {pluralize(cell.n_texts, 'text')}"
             )
@@ -142,6 +144,7 @@ def read_batch(folder: Path, number: int, cell: Cell) -> FinishedBatch:
 def read_samples(folder: Path, number: int, cell: Cell) -> pd.DataFrame:
     """The texts of a finished batch; errors as `read_batch`."""
     with _damage(folder, number, cell, ".parquet") as (file, record):
+        check_parquet(file)
         found = pd.read_parquet(file)
         if lacking := [column for column in COLUMNS if column not in found]:
             raise ValueError(f"it has no column {lacking[0]}")
@@ -156,11 +159,10 @@ def read_trace(folder: Path, number: int, cell: Cell) -> xr.Dataset | None:
 
     if cell.trace == "none":
         return None
-    with (
-        _damage(folder, number, cell, ".nc") as (file, record),
-        xr.open_dataset(file, engine="h5netcdf") as stored,
-    ):
-        found = stored.load()
+    with _damage(folder, number, cell, ".nc") as (file, record):
+        check_hdf5(file)
+        with xr.open_dataset(file, engine="h5netcdf") as stored:
+            found = stored.load()
         if found.sizes.get("sample") != record.n_texts:
             raise ValueError(f"it has {found.sizes.get('sample')} samples, not {record.n_texts}")
         return found
@@ -231,9 +233,11 @@ def state_of(folder: Path, cell: Cell) -> str:
             records = [read_record(folder, number, cell) for number in numbers]
         except DamagedError:
             return "damaged"
-        if not agree(records, cell):
+        pairs = zip(numbers, records, strict=True)
+        known = [record for number, record in pairs if number < record.n_batches]
+        if not agree(known, cell):
             return "damaged"
-        if len(records) == records[0].n_batches:
+        if len(known) == len(records) == records[0].n_batches:
             return "finished"
     if FAILED in names:
         return "failed"

@@ -227,7 +227,9 @@ def _sound_records(
     remove_abandoned(run.place(key))
     for number in batch_numbers(run.place(key)):
         try:
-            found[number] = check_batch(run.place(key), number, cell)
+            record = check_batch(run.place(key), number, cell)
+            if number < record.n_batches:
+                found[number] = record
         except DamagedError as error:
             notify(f"{cell.description} ({key}): batch {number} made again; {error}")
     if found and not agree(found.values(), cell):

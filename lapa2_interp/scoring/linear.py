@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.files import atomic_write
+from lapa2_interp._util.unpacking import check_archive
 from lapa2_interp._util.version import __version__
 from lapa2_interp.scoring.task_scorer import (
     SHIPPED_WEIGHTS,
@@ -188,6 +190,14 @@ def load_linear(task: str, folder: Path = SHIPPED_WEIGHTS) -> tuple[LinearClassi
         ScoringError: The task has no linear classifier, or its files are damaged.
     """
     card = load_card(LinearCard, "linear", task, folder, LINEAR_ENDING)
-    with np.load(folder / f"{task}{LINEAR_ENDING}", allow_pickle=False) as stored:
-        wide = {name: stored[name].astype(np.float32) for name in ("weights", "bias", "rarity")}
-        return LinearClassifier(card.labels, **wide), card
+    file = folder / f"{task}{LINEAR_ENDING}"
+    try:
+        check_archive(file)
+        with np.load(file, allow_pickle=False) as stored:
+            wide = {name: stored[name].astype(np.float32) for name in ("weights", "bias", "rarity")}
+    except (OSError, ValueError, KeyError) as error:
+        raise ScoringError(
+            f"cannot read {file} ({' '.join(str(error).split())[:160]}); train it again: `lapa2"
+            " scorers train`"
+        ) from error
+    return LinearClassifier(card.labels, **wide), card

@@ -30,7 +30,8 @@ from lapa2_interp._util.errors import (
     pluralize,
     unknown_choice,
 )
-from lapa2_interp._util.parsing import check_regular_file, parse_json
+from lapa2_interp._util.parsing import parse_json
+from lapa2_interp._util.paths import check_regular_file
 from lapa2_interp._util.progress import progress_bar
 
 if TYPE_CHECKING:

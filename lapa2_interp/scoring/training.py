@@ -7,6 +7,7 @@ also by their first and by their last words. Toxicity is graded: a text with a P
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from jaxtyping import Float
 
 from lapa2_interp._util.errors import DataError, ScoringError
 from lapa2_interp._util.files import temporary_folder
-from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.parsing import parse_json
+from lapa2_interp._util.unpacking import open_packed
 from lapa2_interp.scoring.agreement import agreement, card_rows
 from lapa2_interp.scoring.linear import LinearCard, LinearScorer, save_linear, train_linear
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
@@ -60,16 +62,17 @@ def read_graded(path: Path, test: bool) -> GradedTexts:
     """
     texts, scores = [], []
     try:
-        for line in read_text(path).removesuffix("\n").split("\n"):
-            row = parse_json(line)
-            number = int(hashlib.sha256(row["prompt"]["text"].encode()).hexdigest(), 16)
-            if (number % 5 == 0) == test:
-                for part in (row["prompt"], row["continuation"]):
-                    if part.get("toxicity") is not None and part["text"].strip():
-                        texts.append(part["text"])
-                        scores.append(float(part["toxicity"]))
-                        if not 0 <= scores[-1] <= 1:
-                            raise ValueError(f"toxicity {scores[-1]:g}; allowed: 0 to 1")
+        with open_packed(path) as opened:
+            for line in io.TextIOWrapper(opened, encoding="utf-8-sig"):
+                row = parse_json(line)
+                number = int(hashlib.sha256(row["prompt"]["text"].encode()).hexdigest(), 16)
+                if (number % 5 == 0) == test:
+                    for part in (row["prompt"], row["continuation"]):
+                        if part.get("toxicity") is not None and part["text"].strip():
+                            texts.append(part["text"])
+                            scores.append(float(part["toxicity"]))
+                            if not 0 <= scores[-1] <= 1:
+                                raise ValueError(f"toxicity {scores[-1]:g}; allowed: 0 to 1")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path} is not a file of RealToxicityPrompts ({type(error).__name__}: {error})"

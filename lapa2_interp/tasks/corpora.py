@@ -9,12 +9,10 @@ nontoxic.
 from __future__ import annotations
 
 import hashlib
-import lzma
+import io
 import re
 import sys
 import warnings
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from pandas.io.common import get_handle  # type: ignore[import-not-found]
 
 from lapa2_interp._util.errors import DataError, unknown_choice
-from lapa2_interp._util.parsing import check_regular_file, parse_json
-from lapa2_interp._util.paths import kind_of
+from lapa2_interp._util.parsing import parse_json
+from lapa2_interp._util.paths import check_regular_file, kind_of
+from lapa2_interp._util.unpacking import check_parquet, open_packed
 from lapa2_interp.tasks.segmentation import text_key
 
 if TYPE_CHECKING:
@@ -68,20 +66,22 @@ HUB_CORPORA = {
 """Jigsaw's comments (toxicity) need a registration: download them there and give the file."""
 
 
-def read_csv(path: Any, **options: Any) -> pd.DataFrame:
+def read_csv(path: Path, **options: Any) -> pd.DataFrame:
     """Read a CSV file literally: "NA" is a text, and the first field is never an index.
 
     Raises:
         ValueError: Rows have more fields than the first line has names, or two columns have the
             same name.
     """
-    head = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
+    with open_packed(path) as opened:
+        head = pd.read_csv(opened, header=None, nrows=1, dtype=str, keep_default_na=False)
     _check_names(head.iloc[0])
     usual: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "index_col": False}
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)
         try:
-            found: Any = pd.read_csv(path, **usual | options)
+            with open_packed(path) as opened:
+                found: Any = pd.read_csv(opened, **usual | options)
         except pd.errors.ParserWarning as error:
             raise ValueError("rows have more fields than the first line has names") from error
     return pd.DataFrame(found)
@@ -94,8 +94,9 @@ def read_json_lines(path: Path) -> pd.DataFrame:
         ValueError: A line is no JSON object; the message has its number.
     """
     rows = []
-    with get_handle(path, "rt", encoding="utf-8-sig", compression="infer") as opened:
-        for number, line in enumerate(opened.handle, start=1):
+    with open_packed(path) as opened:
+        lines = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
+        for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
@@ -119,6 +120,7 @@ def read_json_lines(path: Path) -> pd.DataFrame:
 def _read_parquet(path: Path) -> pd.DataFrame:
     import pyarrow.parquet as pq
 
+    check_parquet(path)
     _check_names(pq.read_schema(path).names)
     return pd.read_parquet(path)
 
@@ -144,27 +146,15 @@ def read_table(path: Path, **options: Any) -> pd.DataFrame:
         options: Passed to `pandas.read_csv` for a CSV file.
 
     Raises:
-        ValueError: It is no regular file, has another ending, or two columns of the same name.
-        OSError: It cannot be read. Each compression raises other errors for a damaged file
-            (`READ_ERRORS`).
+        ValueError: It is no regular file, has another ending, two columns of the same name,
+            unpacks to more than its size allows, or is damaged.
+        OSError: It cannot be read.
     """
     kind = kind_of(path)
     if kind not in READERS:
         raise ValueError(f"it does not end in {', '.join(READERS)}")
     check_regular_file(path)
     return READERS[kind](path, **options if kind == ".csv" else {})
-
-
-READ_ERRORS = (
-    OSError,
-    ValueError,
-    EOFError,
-    ImportError,  # a compression whose library is not there
-    lzma.LZMAError,
-    zlib.error,
-    zipfile.BadZipFile,
-)
-"""Errors of `read_table` for a damaged file."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +249,7 @@ def _read_file(path: Path) -> pd.DataFrame:
         )
     try:
         return _expand_pairs(read_table(path))
-    except READ_ERRORS as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())[:160]}") from error
 
 

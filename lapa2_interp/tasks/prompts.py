@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from lapa2_interp._util.errors import LayoutError, TaskError
-from lapa2_interp._util.parsing import check_regular_file, check_text_length, parse_json, read_text
-from lapa2_interp._util.paths import COMPRESSIONS, is_path, kind_of
+from lapa2_interp._util.parsing import check_text_length, parse_json, read_text
+from lapa2_interp._util.paths import COMPRESSIONS, check_regular_file, is_path, kind_of
 from lapa2_interp.tasks.task import Prompts
 
 Entries = Iterable[tuple[str, object]]

@@ -2,6 +2,7 @@
 that load back."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -538,3 +539,24 @@ def test_completion_is_installed_into_the_users_shell(tmp_path, monkeypatch, cap
     assert str(script) in capsys.readouterr().out
     assert lapa2("--install-completion --shell tcsh") == 2
     assert 'Choose from: "zsh", "bash", "fish"' in capsys.readouterr().err
+
+
+def test_a_locale_of_ascii_reads_and_prints_utf8(tmp_path):
+    prompt = "Der M\u00fcller \u6e56"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))}
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = ["layout", "--model", "tiny-gpt2", "--prefix", "Tr\u00e8s:", "--prompt", prompt]
+    script = "import sys; from lapa2_interp.cli.app import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *(word.encode() for word in words)],
+        env=environment | ascii_alone, cwd=tmp_path, capture_output=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "\u6e56".encode() in done.stdout
+
+
+@pytest.mark.parametrize("command", ["layout", "generate", "chat", "score"])
+def test_an_argument_that_is_no_text_is_one_line(command, capsys):
+    assert main([command, "--prompt", "a\udcff"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lapa2: argument 3, 'a\\udcff', is not UTF-8; give texts")

@@ -15,8 +15,15 @@ from lapa2_interp._util.errors import CircuitError, ModelError, ScoringError
 from lapa2_interp.generation.resolve import cell_of as make_cell
 from lapa2_interp.models import model_card, weights
 from lapa2_interp.models.card import TransformersModel, hash_weights
-from lapa2_interp.models.load import check_hub, load_transformers, provenance, wrap_in_bridge
+from lapa2_interp.models.load import (
+    check_hub,
+    load_tokenizer,
+    load_transformers,
+    provenance,
+    wrap_in_bridge,
+)
 from lapa2_interp.models.prepacked import choose_prepacking, prepacked
+from lapa2_interp.models.sizes import load_config, model_size
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.scoring import adapter
 from lapa2_interp.scoring.transformer import Classifier, Perplexity
@@ -308,3 +315,39 @@ def test_a_hub_that_is_not_reached_is_asked_once(monkeypatch):
     check_hub("no hub id")
     with pytest.raises(ScoringError, match="is not reached"):
         Classifier("someone/else")
+
+
+@pytest.fixture(scope="module")
+def whole_llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "llama"
+    for part in load_transformers("tiny-llama")[:2]:
+        part.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, and the weights beside it"),
+        ({"layer_types": [10**9]}, "layer_types = 1000000000"),
+        ({"text_config": {"n_layer": 1e30}}, r"n_layer = 1e\+30"),
+        ({"num_hidden_layers": 600}, "asks for more than .* and its weights hold 39 of"),
+        ({"vocab_size": 10**12}, "asks for more than 1 tensors of 32000000000000 numbers"),
+        ({"intermediate_size": 10**10}, "asks for more than"),
+        ({"num_key_value_heads": 10**9}, "asks for more than"),
+    ],
+)
+def test_a_configuration_of_more_than_its_weights_hold_is_refused_before_it_is_built(
+    whole_llama, tmp_path, fields, told
+):
+    folder = shutil.copytree(whole_llama, tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(ModelError, match=told):
+        load_transformers(folder)
+    with pytest.raises(ScoringError if "asks" in told else ModelError, match=told):
+        Classifier(str(folder))
+    if "beside" in told:
+        for read in (load_tokenizer, model_size, load_config):
+            with pytest.raises(ModelError, match=told):
+                read(str(folder))

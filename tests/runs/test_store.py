@@ -35,6 +35,7 @@ from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import Run, each_once, is_run, write_run
 from lapa2_interp.runs.store import Listing
 from lapa2_interp.runs.sweep import sweep
+from lapa2_interp.runs.worker import Worker
 from lapa2_interp.tasks.task import Attribute, Task
 
 ONE_HEAD = Augmentation(alpha=1, heads=((0, 1),))
@@ -411,14 +412,14 @@ def test_a_batch_of_another_cell_is_damage(saved):
 
 
 @pytest.fixture(scope="module")
-def in_batches(tmp_path_factory):
+def in_batches(tmp_path_factory, worker):
     """A run of one cell of 6 texts in 3 batches."""
     cell = cell_of(
         "tiny-gpt2", attribute="positive", prompts=["The lake", "The sea", "The hut"], length=12,
         samples=2, max_rows=2, dtype="float32", trace="pooled",
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("batches") / "run"
-    sweep(folder, [Grid("one", "", (cell,))], InProcess("cpu"))
+    sweep(folder, [Grid("one", "", (cell,))], InProcess(worker=worker))
     return folder
 
 
@@ -427,10 +428,15 @@ def batched(in_batches, tmp_path):
     return load_run(shutil.copytree(in_batches, tmp_path / "run"))
 
 
-def again(run):
+@pytest.fixture(scope="module")
+def worker():
+    return Worker("cpu")
+
+
+def again(run, worker):
     """What a sweep says that makes the run again."""
-    said = []
-    sweep(run.home, [Grid("one", "", tuple(run.by_key.values()))], InProcess("cpu"), said.append)
+    said, grid = [], Grid("one", "", tuple(run.by_key.values()))
+    sweep(run.home, [grid], InProcess(worker=worker), said.append)
     return said
 
 
@@ -464,25 +470,25 @@ def remove_last(place):
         (lambda place: edit(place / "001.json", memory=-1), "batch 1 made again.*memory"),
     ],
 )  # fmt: skip
-def test_a_count_in_a_record_is_compared_with_the_cells_texts(batched, harm, told):
+def test_a_count_in_a_record_is_compared_with_the_cells_texts(batched, harm, told, worker):
     ((key, _),) = batched.by_key.items()
     wanted = texts_of(batched)
     harm(batched.place(key))
     assert batched.state(key) == "damaged"
     with pytest.raises(RunError, match="is damaged"):
         batched.finished_cell(key)
-    (said,) = again(batched)
+    (said,) = again(batched, worker)
     assert re.search(told, said)
     assert texts_of(batched) == wanted
 
 
-def test_one_record_with_a_wrong_count_of_batches_is_found_by_the_next_batch(batched):
+def test_one_record_with_a_wrong_count_of_batches_is_found_by_the_next_batch(batched, worker):
     ((key, _),) = batched.by_key.items()
     wanted, place = texts_of(batched), batched.place(key)
     for file in [*place.glob("000.*"), *place.glob("002.*")]:
         file.unlink()
     edit(place / "001.json", n_batches=5)
-    assert "n_batches was 5 and is 3" in "".join(again(batched))
+    assert "n_batches was 5 and is 3" in "".join(again(batched, worker))
     assert texts_of(batched) == wanted
 
 
@@ -499,7 +505,7 @@ def test_a_batch_has_as_many_rows_as_its_record_counts(batched):
 
 
 @pytest.mark.parametrize("note", ["blank", "no text", "a folder", "a loop", "a file"])
-def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, capsys):
+def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, worker):
     ((key, _),) = batched.by_key.items()
     place = batched.place(key)
     store.remove_batches(place)
@@ -513,7 +519,7 @@ def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, capsys):
         file.write_text({"blank": json.dumps(blank), "no text": "{", "a file": "[1]"}[note])
     assert batched.failures[key].reason == f"unknown: {file} is damaged"
     assert main(["runs", str(batched.home)]) == 0
-    assert again(batched) == []
+    assert again(batched, worker) == []
     assert not file.exists()
     assert batched.state(key) == "finished"
 
