@@ -44,6 +44,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.hooked import edit_scores, refuse_sinks
 from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
@@ -219,6 +220,7 @@ def _verdict(low: float, high: float, no_fade: bool, prompts: int) -> str:
     return "in part" if low > MARGIN and high < 1 - MARGIN else "inconclusive"
 
 
+@numbers_checked
 @accepts_model_name
 def measure_fading(
     model: Model,
@@ -226,7 +228,7 @@ def measure_fading(
     *,
     filler: Sequence[int] = (64, 128, 256),
     tokens: int = 32,
-    heads: Mapping[str, Heads] | None = None,
+    heads: Mapping[str, Heads | str] | None = None,
     random: int = 0,
     alpha: float = 0.5,
     metric: str | Metric | Mapping[str, Metric] | None = None,
@@ -244,7 +246,7 @@ def measure_fading(
             have `max(filler) + tokens` tokens: the last ones are scored, after the filler.
         filler: Numbers of tokens between prompt and scored tokens; near, it is one.
         tokens: Number of scored tokens.
-        heads: Sets of heads by name, beside all heads.
+        heads: Sets of heads by name, beside all heads: pairs, or a text such as "3.1,4.0-8".
         random: Sets of as many random heads as the first of `heads` has.
         alpha: Alpha of the bias lapa2.
         metric: The metric of control; by default lex where there are words, because shares of lex

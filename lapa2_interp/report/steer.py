@@ -33,6 +33,7 @@ from lapa2_interp._util.errors import CircuitError, RunError, pluralize
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.terminal import format_duration
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.gradients import has_gradients
 from lapa2_interp.circuits.selection import Selection, select
@@ -83,6 +84,7 @@ CARD, TABLE, TESTS, TUNING = "selection.json", "table.csv", "tests.csv", "tuning
 report.html."""
 
 
+@numbers_checked
 def steer(
     model: str | Path,
     task: str | Path | Task,

@@ -1,7 +1,8 @@
 """The viewer: the attention of every head at every step of one text of a run, as one HTML file that
 loads nothing.
 
-    from lapa2_interp import load_run, view
+    from lapa2_interp._util.values import numbers_checked
+from lapa2_interp import load_run, view
 
     shown = view(load_run("results/run"))     # in a notebook this is the viewer itself
     shown.save("view.html")
@@ -152,6 +153,7 @@ class View:
         return {"text/html": frame, "text/plain": repr(self)}
 
 
+@numbers_checked
 def view(
     run: Run | str | Path,
     *,

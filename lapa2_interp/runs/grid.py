@@ -15,11 +15,11 @@ from typing import Any
 
 from lapa2_interp._util.errors import GridError, Lapa2Error, unknown_choice
 from lapa2_interp._util.parsing import parse_toml, read_text
+from lapa2_interp._util.values import read_value
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
     CellSettings,
-    read_value,
     size_of_product,
     unknown_setting,
 )

@@ -264,18 +264,18 @@ class Run:
             `ALIKE` (model, task, method, ...), whose arms are compared, attribute and cell (its
             key); attributes are taken together. Texts that ended before a first token are left out.
         """
-        return self.attention(branch, **wanted).steps
+        return self.attention(branch, **wanted).steps()
 
     def fits(self, branch: str | None = None, **wanted: Any) -> pd.DataFrame:
         """C / (t + D) fitted to the curves of `steps` on the prefix (on the raw model, the prompt),
         by arm, with the same arguments and first columns: C, D and R2; NaN where it does not
         fit."""
-        return self.attention(branch, **wanted).fits
+        return self.attention(branch, **wanted).fits()
 
     def prefix_tokens(self, branch: str | None = None, **wanted: Any) -> pd.DataFrame:
         """Attention on BOS and on each prefix token, mean over steps, layers and heads, with 95 %
         intervals: columns of `prefix_token_table`; arguments and errors as `steps`."""
-        return self.attention(branch, **wanted).prefix_tokens
+        return self.attention(branch, **wanted).prefix_tokens()
 
     def heads(self, branch: str | None = None, **wanted: Any) -> HeadAttention:
         """Attention of every head, mean over each text's steps and then over texts; arguments and
@@ -284,7 +284,7 @@ class Run:
         Raises:
             TraceError: The trace is pooled over heads.
         """
-        return self.attention(branch, **wanted).heads
+        return self.attention(branch, **wanted).heads()
 
     def plot(self, branch: str | None = None, **wanted: Any) -> plots.Drawing:
         """Attention on the prefix against step, a curve with its 95 % band for each arm and the
