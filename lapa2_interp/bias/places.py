@@ -87,7 +87,7 @@ def _pairs(text: str) -> tuple[tuple[int, int], ...] | None:
     ranges = [tuple(map(_range, part.split("."))) for part in re.split("[,/]", text)]
     if not all(0 < len(each) <= MOST for both in ranges for each in both):
         return None
-    return tuple(dict.fromkeys(pair for both in ranges for pair in product(*both)))
+    return tuple(dict.fromkeys((i, j) for one, other in ranges for i, j in product(one, other)))
 
 
 def _intervals(text: str) -> tuple[tuple[int, int], ...] | None:

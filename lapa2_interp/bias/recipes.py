@@ -264,8 +264,8 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
     own = {key: value for key, value in read.items() if key not in SHARED_PARAMETERS}
     where = {key: value for key, value in read.items() if key in SHARED_PARAMETERS}
     for key, value in own.items():
-        kind = bool if isinstance(chosen.parameters[key], bool) else float
-        check_value(key, value, kind, AugmentationError, f"recipe {name}: ")
+        number = bool if isinstance(chosen.parameters[key], bool) else float
+        check_value(key, value, number, AugmentationError, f"recipe {name}: ")
     if isinstance(tokens := where.get("tokens"), str):
         raise AugmentationError(
             f"recipe {name}: tokens: takes {FORMS['positions']}; found {tokens!r}"

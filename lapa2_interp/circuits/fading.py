@@ -153,6 +153,7 @@ class Fading:
             rows.append(row | {"prompts": len(fade)})
         return pd.DataFrame(rows)
 
+    @property
     def verdict(self) -> str:
         """The verdict on `hold` in all heads at the longest filler: does mass mediate the fade?"""
         table = self.frame()
@@ -287,7 +288,7 @@ def measure_fading(
             f"some layers of this model see {window} keys, and prompt, filler and scored tokens"
             f" have {longest}: keys are hidden there, not only outweighed; ask for shorter fillers"
         )
-    sets = _head_sets(model, contrast_set, dict(heads or {}), random, seed)
+    sets = _head_sets(model, contrast_set, heads or {}, random, seed)
     if metric is None:
         metric = "lex" if contrast_set.words else "js"
     name, measure = one_metric(metric)
@@ -418,7 +419,11 @@ def _check_stored(
 
 
 def _head_sets(
-    model: Model, contrast_set: ContrastSet, heads: dict[str, Heads], random: int, seed: int
+    model: Model,
+    contrast_set: ContrastSet,
+    heads: Mapping[str, Heads | str],
+    random: int,
+    seed: int,
 ) -> dict[str, Heads]:
     """Sets of heads by name: all heads, the given sets, and random sets."""
     every = all_heads(model)
@@ -436,7 +441,7 @@ def _head_sets(
     }
     rng = np.random.default_rng(seed)
     for name in drawn:
-        size = len(next(iter(heads.values())))
+        size = len(found[next(iter(heads))])
         picked = sorted(rng.choice(len(every), size, replace=False))
         found[name] = tuple(every[at] for at in picked)
     return found

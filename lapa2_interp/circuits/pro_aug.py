@@ -32,6 +32,7 @@ from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import words_in_order
 from lapa2_interp.circuits.edits import Heads, with_text
 from lapa2_interp.circuits.examples import RAW, attribute_words, check_request, write_texts

@@ -15,6 +15,7 @@ from typing import Any
 
 from cyclopts import (
     App,
+    CoercionError,
     CycloptsError,
     Group,
     Parameter,
@@ -132,11 +133,19 @@ def setting_problem(words: Sequence[str], error: CycloptsError) -> str | None:
     if list(words[:1]) != ["generate"]:
         return None
     token = getattr(error, "token", None)
+    from lapa2_interp._util.values import read_value
     from lapa2_interp.cli.options import name_of_setting
-    from lapa2_interp.generation.settings import unknown_setting
+    from lapa2_interp.generation.settings import CellSettings, unknown_setting
 
     if isinstance(error, UnknownOptionError):
         return unknown_setting(name_of_setting(str(token.keyword if token else "")))
+    if isinstance(error, CoercionError) and token is not None:
+        name = name_of_setting(str(token.keyword))
+        if name in CellSettings.model_fields:
+            try:
+                CellSettings.of({name: read_value(token.value)})
+            except Lapa2Error as found:
+                return str(found)
     return None
 
 

@@ -194,4 +194,4 @@ def fading(
     print(found.fades().to_string(index=False, float_format="%.4g"))
     print("\nshare of the fade that each bias brings back (removed: that its absence takes)")
     print(table.to_string(index=False, float_format="%.3f"))
-    print(f"\n{found.verdict()}: {VERDICTS[found.verdict()]}\nwritten: {out}")
+    print(f"\n{found.verdict}: {VERDICTS[found.verdict]}\nwritten: {out}")

@@ -1,8 +1,7 @@
 """The viewer: the attention of every head at every step of one text of a run, as one HTML file that
 loads nothing.
 
-    from lapa2_interp._util.values import numbers_checked
-from lapa2_interp import load_run, view
+    from lapa2_interp import load_run, view
 
     shown = view(load_run("results/run"))     # in a notebook this is the viewer itself
     shown.save("view.html")
@@ -27,6 +26,7 @@ from markupsafe import escape
 
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.page import embedded, template, write_page
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.methods.registry import find_class

@@ -193,7 +193,7 @@ class Run:
         if not keys:
             first = next(iter(self.by_key), None)
             raise RunError(f"{self.name} has no cell" if first is None else self._not_there(first))
-        found = {key: self.finished_cell(key).trace for key in keys}
+        found = {key: finished_cell(self, key).trace for key in keys}
         traces = {key: each for key, each in found.items() if each is not None}
         if not traces:
             return None
@@ -324,25 +324,6 @@ class Run:
         folder = self.place(key)
         return [read_record(folder, number) for number in batch_numbers(folder)]
 
-    def finished_cell(self, key: str | None = None) -> FinishedCell:
-        """One cell's manifest, samples and trace as they are stored.
-
-        Args:
-            key: By default that of the only cell.
-
-        Raises:
-            RunError: It is not finished, or damaged; or no key is given and there are several
-                cells.
-        """
-        key = self._only(key)
-        manifest = self.manifest(key)
-        batches = self._batches(key)
-        table = pd.concat([batch.samples for batch in batches], ignore_index=True)
-        table = table.assign(arm=self.by_key[key].arm)
-        # The joined trace may need another type than a batch was stored with: NaN is no integer.
-        traces = [batch.trace.drop_encoding() for batch in batches if batch.trace is not None]
-        return FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
-
     def _batches(self, key: str) -> list[FinishedBatch]:
         """All batches of a finished cell."""
         if key in self.batches:
@@ -447,6 +428,25 @@ class Run:
                 " command that made it"
             )
         return f"{where} is not finished; `lapa2 sweep` with its grid makes it"
+
+
+def finished_cell(run: Run, key: str | None = None) -> FinishedCell:
+    """One cell's manifest, samples and trace as they are stored, read at once.
+
+    Args:
+        key: By default that of the only cell.
+
+    Raises:
+        RunError: It is not finished, or damaged; or no key is given and there are several cells.
+    """
+    key = run._only(key)
+    manifest = run.manifest(key)
+    batches = run._batches(key)
+    table = pd.concat([batch.samples for batch in batches], ignore_index=True)
+    table = table.assign(arm=run.by_key[key].arm)
+    # The joined trace may need another type than a batch was stored with: NaN is no integer.
+    traces = [batch.trace.drop_encoding() for batch in batches if batch.trace is not None]
+    return FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
 
 
 def each_once(cells: Mapping[str, Cell]) -> list[str]:
