@@ -54,7 +54,9 @@ def test_heads_are_named_alike_everywhere():
     found = circuits.knock_out(model, "sentiment", over={"some": text}, tokens=2)
     assert found.units[0].heads == HEADS
     layout = Layout.of(model.tokenizer, "Very positive:", " The lake")
-    assert teacher_forced(model, layout, [[1, 2]], patterns=text).sizes["pattern"] == len(HEADS)
+    kept = [teacher_forced(model, layout, [[1, 2]], patterns=heads) for heads in (text, HEADS)]
+    assert kept[0].identical(kept[1])
+    assert kept[0].sizes["pair"] == len(HEADS)
 
 
 @pytest.mark.parametrize("heads", [[(-1, 0)], "x", [(True, 0)], [1, 2]])

@@ -367,9 +367,8 @@ def test_what_a_model_wrote_does_not_act(run):
     scripts = [attrs for tag, attrs in parts.elements if tag == "script"]
     assert scripts == [{"type": "application/json", "id": "data"}, {}]
     assert [attrs for tag, attrs in parts.elements if "onerror" in attrs] == []
-    assert [attrs["src"][:15] for tag, attrs in parts.elements if tag == "img"] == [
-        "data:image/png;"
-    ]
+    images = [attrs["src"][:15] for tag, attrs in parts.elements if tag == "img"]
+    assert set(images) == {"data:image/png;"}
     assert HOSTILE in parts.text
     text = parts.data["groups"][0]["arms"][0]["texts"][0]
     assert text["end"] == HOSTILE
