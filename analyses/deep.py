@@ -23,6 +23,7 @@ from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.paper.items import open_item
+from lapa2_interp.runs.run import finished_cell
 from lapa2_interp.stats import mean_interval, paired_difference
 
 ALPHA = 0.5
@@ -82,7 +83,7 @@ model = load_model(name, dtype=item.data.dtype, device=item.data.device)
 texts = [
     (key, Layout.of(model.tokenizer, cell.task.prefix(cell.attribute), made.prompt), made)
     for key, cell in zip(finished["key"], map(item.run.by_key.get, finished["key"]), strict=True)
-    for made in item.run.finished_cell(key).samples.itertuples()
+    for made in finished_cell(item.run, key).samples.itertuples()
 ]
 edges = windows(max(layout.n_live + len(made.tokens) - 1 for _, layout, made in texts))
 rows = []

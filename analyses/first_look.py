@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 
 from lapa2_interp import Augmentation, Layout, augmented, generate, load_model, plots
-from lapa2_interp.attention import head_table, pooled
+from lapa2_interp.attention import pooled
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
 
@@ -92,15 +92,11 @@ plots.head_maps(maps)
 # %%
 prompts = load_task("sentiment").prompts.texts[:4]
 runs = {
-    arm: (
-        generate(
-            model, attribute="positive", prompts=prompts, alpha=alpha, length=64, samples=2
-        ).finished_cell()
-    )
+    arm: generate(model, attribute="positive", prompts=prompts, alpha=alpha, length=64, samples=2)
     for arm, alpha in {"plain": 0.0, "alpha 1": 1.0}.items()
 }
 for arm, run in runs.items():
-    print(f"{arm}: {run.samples['text'][0]!r}\n")
+    print(f"{arm}: {run.samples()['text'][0]!r}\n")
 
 # %% [markdown]
 # ## One head
@@ -108,14 +104,14 @@ for arm, run in runs.items():
 # The head that attends to the prefix most without help, and its curve over the steps.
 
 # %%
-top = head_table(runs["plain"].trace, runs["plain"].samples).sort_values("prefix").iloc[-1]
+top = runs["plain"].heads().largest(1).iloc[0]
 layer, head = int(top["layer"]), int(top["head"])
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 for (arm, run), colour in zip(runs.items(), plots.COLOURS, strict=False):
-    curve = run.trace["prefix"].isel(branch=0, layer=layer, head=head)
+    curve = run.trace()["prefix"].isel(branch=0, layer=layer, head=head)
     axes.plot(curve.mean("sample"), color=colour, label=f"{arm}, head {layer}.{head}")
     axes.plot(
-        np.nanmean(pooled(run.trace, "prefix")[0], axis=0),
+        np.nanmean(pooled(run.trace(), "prefix")[0], axis=0),
         color=colour,
         ls=":",
         label=f"{arm}, all heads",

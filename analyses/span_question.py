@@ -55,6 +55,7 @@ from lapa2_interp.paper.equal_perplexity import interpolate_at_cost, resampled_i
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.grid import Grid
+from lapa2_interp.runs.run import finished_cell
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.scoring.registry import ScorerOptions, score_samples
 from lapa2_interp.scoring.scorer import ScoreCache, expand_scorers
@@ -169,7 +170,7 @@ run = load_run(folder)
 
 def of_arm(arm):
     """The texts of an arm, and their trace."""
-    made = [run.finished_cell(cell.key) for cell in cells[arm]]
+    made = [finished_cell(run, cell.key) for cell in cells[arm]]
     samples = pd.concat([each.samples for each in made], ignore_index=True).assign(arm=arm)
     return samples, join_traces([each.trace for each in made], samples)
 

@@ -33,7 +33,7 @@ for name in ("planted", "planted-gain"):
     known[name] = measure_fading(
         load_model(name), "sentiment", filler=(64, 200), tokens=8, heads=heads
     )
-    print(f"{name}: {known[name].verdict()}")
+    print(f"{name}: {known[name].verdict}")
 known["planted"].plot()
 
 # %% [markdown]
@@ -73,14 +73,14 @@ found.plot()
 found.frame()
 
 # %%
-print(f"{MODEL}: {found.verdict()}")
+print(f"{MODEL}: {found.verdict}")
 
 # %% [markdown]
 # ## Checks
 
 # %%
-assert known["planted"].verdict() == "mass mediates"
-assert known["planted-gain"].verdict() == "mass does not"
+assert known["planted"].verdict == "mass mediates"
+assert known["planted-gain"].verdict == "mass does not"
 sham = known["planted"].frame().query("heads == 'decoy'")["share"]
 assert sham.abs().max() < 1e-4
 assert not set(choosing) & set(judging)

@@ -13,7 +13,7 @@ from lapa2_interp._util.errors import RunError
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.run import write_run
+from lapa2_interp.runs.run import finished_cell, write_run
 
 ROOT = Path(__file__).resolve().parent.parent
 DEEP = """
@@ -74,7 +74,7 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
     model, cells = load("tiny-llama"), load_run(run)
     (key,) = cells.by_key
     shares, gains = [], []
-    for sample in cells.finished_cell(key).samples.itertuples():
+    for sample in finished_cell(cells, key).samples.itertuples():
         layout = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
         pair = [
             teacher_forced(model, layout, [sample.tokens], Augmentation(alpha=alpha))["prefix"]

@@ -177,7 +177,7 @@ def test_the_page_loads_nothing_and_escapes_what_models_write(made):
 
 def test_numbers_are_those_of_the_run_folder(made):
     """Attention and accuracy, from the stored files alone."""
-    from lapa2_interp.runs.run import load_run
+    from lapa2_interp.runs.run import finished_cell, load_run
     from lapa2_interp.scoring.adapter import AdapterScorer
     from lapa2_interp.scoring.linear import LinearScorer
     from lapa2_interp.scoring.scorer import TextItem
@@ -192,7 +192,7 @@ def test_numbers_are_those_of_the_run_folder(made):
         name = names[alpha]
         right, masses, echoes = {place: [] for place in scorers}, [], []
         for key, attribute in cells[["key", "attribute"]].to_numpy():
-            cell = run.finished_cell(key)
+            cell = finished_cell(run, key)
             for place, scorer in scorers.items():
                 scores = scorer.score([TextItem(text) for text in cell.samples["text"]])
                 right[place] += [

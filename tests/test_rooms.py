@@ -51,7 +51,7 @@ def imports(module):
 
 
 def room(module):
-    return module.split(".")[1] if module != FACE else FACE
+    return module.split(".")[1] if module not in (FACE, f"{FACE}.__main__") else FACE
 
 
 @functools.cache

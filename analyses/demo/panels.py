@@ -20,7 +20,7 @@ from lapa2_interp._util.table_formats import format_number, interval_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.synthetic import geometric_lengths
 from lapa2_interp.models.machine import n_cores, processor_kind
-from lapa2_interp.runs.run import Run, load_run
+from lapa2_interp.runs.run import Run, finished_cell, load_run
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -437,7 +437,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     attributes = list(dict.fromkeys(each.attribute for each in grid.cells))
     columns = {
         (each.attribute, arms[each.key]): text_column(
-            run.finished_cell(each.key), prompts, tokenizer
+            finished_cell(run, each.key), prompts, tokenizer
         )
         for each in grid.cells
     }

@@ -20,7 +20,7 @@ from panels import machine
 from lapa2_interp._util.errors import RunError
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.run import load_run
+from lapa2_interp.runs.run import finished_cell, load_run
 
 HERE = Path(__file__).resolve().parent
 TOKENS = 392
@@ -40,7 +40,7 @@ def texts(runs: Sequence[Path], n: int) -> Mapping[str, Any]:
     """The first n texts of runs, in turns."""
     found = []
     for folder in runs:
-        run = load_run(folder).finished_cell()
+        run = finished_cell(load_run(folder))
         rows = run.samples.to_dict("records")
         found.append(
             [

@@ -53,22 +53,23 @@ from jaxtyping import Bool, Float, Int, Real
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from lapa2_interp._util.errors import AugmentationError, validation_message
+from lapa2_interp.bias.places import FORMS, read_place
 
 Law = Literal["log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"]
 PAPER_LAWS = ("log", "linear", "sqrt", "constant")
 Profile = Literal["paper", "released"]
 LengthRule = Literal["paper", "kv"]
 Phase = Literal["decode", "last_query", "after_span", "everywhere", "predicting_only"]
+Number = Annotated[int, Field(ge=0)]
 Slots = Annotated[tuple[tuple[int, int], ...], Field(min_length=1)]
-Positions = tuple[
-    Literal["prefix"], Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
-]
+Positions = tuple[Literal["prefix"], Annotated[tuple[Number, ...], Field(min_length=1)]]
 """Positions within the prefix, 0 being its first token: ("prefix", (1, 2))."""
 SpanRule = Literal["prefix", "prefix+bos", "bos", "input", "released"] | Positions | Slots
 LayerRule = (
-    Literal["all", "bottom", "top", "even", "odd"] | Annotated[tuple[int, ...], Field(min_length=1)]
+    Literal["all", "bottom", "top", "even", "odd"]
+    | Annotated[tuple[Number, ...], Field(min_length=1)]
 )
-HeadRule = Literal["all"] | Annotated[tuple[tuple[int, int], ...], Field(min_length=1)]
+HeadRule = Literal["all"] | Annotated[tuple[tuple[Number, Number], ...], Field(min_length=1)]
 
 PROFILES: dict[str, dict[str, str]] = {
     "paper": {"span": "prefix", "length_rule": "paper", "phase": "last_query"},
@@ -93,16 +94,17 @@ the shares within a span) keep less than three digits."""
 MAX_LOG_ODDS = 80.0
 """Log-odds are clipped to +-MAX_LOG_ODDS: float32 cannot hold a more extreme share."""
 FIELD_FORMS = {
-    "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', slots ((start, stop), ...), or"
-    " positions within the prefix ('prefix', (position, ...))",
-    "layers": "'all', 'bottom', 'top', 'even', 'odd', or numbers (layer, ...)",
-    "heads": "'all', or pairs ((layer, head), ...)",
+    "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', slots ((start, stop), ...) or a"
+    " text such as '1:4,6:8', or positions within the prefix ('prefix', (position, ...)) or"
+    " 'prefix:0,2'",
+    "layers": f"'all', 'bottom', 'top', 'even', 'odd', or {FORMS['layers']}",
+    "heads": f"'all', or {FORMS['heads']}",
 }
 """Allowed values of fields that take several forms, for error messages."""
 
 
 class Augmentation(BaseModel):
-    """One bias: a frozen value that round-trips through JSON (`to_json`, `from_json`).
+    """One bias: a frozen value. `to_json` writes it, `Augmentation(**json.loads(text))` reads it.
 
     It belongs to a branch. On a branch without a prefix (the raw language model) it acts on the
     prompt: the paper's Contextual Anchor Reinforcement, Eq. 15.
@@ -155,15 +157,18 @@ class Augmentation(BaseModel):
         steps: `(a, b)`: only the queries that predict the generated tokens a, ..., b - 1; 0 is the
             first.
         layers: "all", "bottom" (first half), "top" (second half), "even", "odd" or explicit layer
-            numbers.
-        heads: "all" or explicit `((layer, head), ...)`; layers and heads intersect.
+            numbers from 0.
+        heads: "all" or explicit `((layer, head), ...)` from 0; layers and heads intersect.
+
+    Slots, positions, steps, layers and heads may also be text, as on the command line: "1:4",
+    "prefix:0,2", "0:16", "0,5,10-20" (a range has both its ends), "3.1,4.0-8" (`bias.places`).
 
     Raises:
         AugmentationError: A field is out of range; the message names it, the value and what is
             allowed.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     alpha: Annotated[float, Field(allow_inf_nan=False)]
     profile: Profile = "paper"
@@ -175,7 +180,7 @@ class Augmentation(BaseModel):
     span: SpanRule = "prefix"
     length_rule: LengthRule = "paper"
     phase: Phase = "last_query"
-    steps: tuple[Annotated[int, Field(ge=0)], int] | None = None
+    steps: tuple[Number, int] | None = None
     layers: LayerRule = "all"
     heads: HeadRule = "all"
 
@@ -192,9 +197,10 @@ class Augmentation(BaseModel):
     def _fill_from_profile(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        if isinstance(given := fields.get("alpha"), bool):
-            raise ValueError(f"alpha is a number, found {given}; 0 is off")
-        return PROFILES.get(fields.get("profile", "paper"), {}) | fields
+        read = {name: read_place(name, value) for name, value in fields.items()}
+        if isinstance(steps := read.get("steps"), str):
+            raise ValueError(f"steps: takes {FORMS['steps']}; found {steps!r}")
+        return PROFILES.get(str(read.get("profile", "paper")), {}) | read
 
     @model_validator(mode="after")
     def _check(self) -> Augmentation:

@@ -31,6 +31,7 @@ from jaxtyping import Bool, Float, Int
 
 from lapa2_interp._util.errors import LayoutError, pluralize
 from lapa2_interp._util.parsing import check_text_length
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.bias.chat_template import Message, render_chat
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
@@ -141,6 +142,7 @@ class Layout:
     n_before: int = 0
 
     @classmethod
+    @numbers_checked
     def of(
         cls,
         tokenizer: PreTrainedTokenizerBase,
@@ -531,6 +533,7 @@ class Layout:
         )
         return n_seen if layer_type.kind != "none" else np.zeros_like(n_seen)
 
+    @numbers_checked
     def padded(self, width: int) -> Layout:
         """A copy, left-padded to `width` slots."""
         return replace(self, pad=width - self.n_live)

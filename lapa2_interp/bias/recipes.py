@@ -10,8 +10,8 @@ is the label of its arm.
     augmentation = ["none", "instaboost:M=5"]      # in a grid
 
 Every recipe also takes `SHARED_PARAMETERS`: `tokens` (positions within the prefix), `layers`,
-`heads`, `steps` and `phase`. As text, the parts of a value are joined by "/", and recipes that act
-together by "+":
+`heads`, `steps` and `phase`. As text, the parts of a value are joined by "/" (`bias.places`), and
+recipes that act together by "+":
 
     lapa2:tokens=1,alpha=1 + lapa2:tokens=2,alpha=0.5     two tokens with a bias each
     instaboost:steps=0:16 + lapa2:steps=16:9999           another control from step 16 on
@@ -34,7 +34,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lapa2_interp._util.errors import AugmentationError, unknown_choice
+from lapa2_interp._util.values import check_value, read_value
 from lapa2_interp.bias.augmentation import Augmentation, shorten_value
+from lapa2_interp.bias.places import FORMS, read_place
 
 SHARED_PARAMETERS = ("tokens", "layers", "heads", "steps", "phase")
 """Parameters that every recipe takes: the tokens, layers, heads, steps and queries it acts on."""
@@ -136,8 +138,8 @@ def _log_of_positive(value: float | int, name: str) -> float:
     return math.log(_check_positive(value, name))
 
 
-def _check_positive(value: Any, name: str) -> float | int:
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
+def _check_positive(value: float | int, name: str) -> float | int:
+    if not 0 < value < math.inf:
         raise AugmentationError(f"{name} should be above 0, found {value!r}")
     return value
 
@@ -258,8 +260,16 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
             f"recipe {name} needs {' and '.join(missing)}, such as"
             f" {name}:{','.join(PARAMETER_EXAMPLES[each] for each in chosen.required)}"
         )
-    own = {key: value for key, value in parameters.items() if key not in SHARED_PARAMETERS}
-    where = {key: value for key, value in parameters.items() if key in SHARED_PARAMETERS}
+    read = {key: read_place(PLACES.get(key, key), value) for key, value in parameters.items()}
+    own = {key: value for key, value in read.items() if key not in SHARED_PARAMETERS}
+    where = {key: value for key, value in read.items() if key in SHARED_PARAMETERS}
+    for key, value in own.items():
+        number = bool if isinstance(chosen.parameters[key], bool) else float
+        check_value(key, value, number, AugmentationError, f"recipe {name}: ")
+    if isinstance(tokens := where.get("tokens"), str):
+        raise AugmentationError(
+            f"recipe {name}: tokens: takes {FORMS['positions']}; found {tokens!r}"
+        )
     steering = chosen.make(**own)
     augmentations = steering if isinstance(steering, tuple) else (steering,)
     # Narrow them down.
@@ -271,7 +281,7 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
         for each in augmentations
     ]
     given = ",".join(
-        _format_parameter(key, value) for key, value in parameters.items() if value is not None
+        _format_parameter(key, value) for key, value in read.items() if value is not None
     )
     return LabeledAugmentations.of(narrowed, f"{name}:{given}" if given else name)
 
@@ -291,6 +301,8 @@ def resolve_recipes(given: Any) -> Any:
 
 
 PARAMETER_EXAMPLES = {"tokens": "tokens=1", "heads": "heads=3.1/4.0"}
+PLACES = {"tokens": "positions"}
+"""Shared parameters that `bias.places` knows by another name."""
 
 
 def parse_recipes(text: str, alpha: float | None = None) -> LabeledAugmentations:
@@ -318,14 +330,8 @@ def parse_recipes(text: str, alpha: float | None = None) -> LabeledAugmentations
                     f"{each!r} of recipe {name!r} is not PARAMETER=VALUE, each once, such as"
                     " instaboost:M=5,steps=0:16"
                 )
-            default = RECIPES[name].parameters.get(key) if name in RECIPES else None
-            try:
-                given[key] = _parse_value(key, value.strip(), default)
-            except ValueError:
-                raise AugmentationError(
-                    f"{key}={value} of recipe {name!r} cannot be read; give"
-                    f" {VALUE_FORMS.get(key, 'a number')}"
-                ) from None
+            value = value.strip()
+            given[key] = value if key in SHARED_PARAMETERS else read_value(value)
         if alpha is not None and name in RECIPES and "alpha" in RECIPES[name].parameters:
             takes_alpha = takes_alpha or "alpha" not in given
             given = {"alpha": alpha} | given
@@ -344,35 +350,6 @@ def own_strength(alpha: float, augmentation: str) -> AugmentationError:
         f"alpha {alpha:g} is for an augmentation that leaves its alpha open, such as lapa2, paper"
         f' or {{ layers = "top" }}, and {augmentation} has a strength of its own; leave one out'
     )
-
-
-VALUE_FORMS = {
-    "tokens": "positions such as 0/2",
-    "layers": "all, bottom, top, even, odd, or numbers such as 0/5",
-    "heads": "layer.head pairs such as 3.1/4.0",
-    "steps": "first:stop, such as 0:16",
-    "floor": "true or false",
-}
-"""Forms of values in text, for error messages."""
-
-
-def _parse_value(key: str, text: str, default: Any) -> Any:
-    if key == "tokens" or (key == "layers" and text[:1].isdigit()):
-        return tuple(int(each) for each in text.split("/"))
-    if key == "heads" and text != "all":
-        return tuple(_parse_pair(each, ".") for each in text.split("/"))
-    if key == "steps":
-        return _parse_pair(text, ":")
-    if key in SHARED_PARAMETERS:
-        return text
-    if isinstance(default, bool):
-        return {"true": True, "false": False}[text] if text in ("true", "false") else int("")
-    return float(text)
-
-
-def _parse_pair(text: str, mark: str) -> tuple[int, int]:
-    one, other = text.split(mark)
-    return int(one), int(other)
 
 
 def strength(augmentations: tuple[Augmentation, ...]) -> float:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, unknown_choice
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import evaluate_edits
@@ -104,6 +105,7 @@ class ControlScore:
         return figure
 
 
+@numbers_checked
 @accepts_model_name
 def control_score(
     model: Model,

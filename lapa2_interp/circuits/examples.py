@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import CircuitError, pluralize
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens
 from lapa2_interp.generation.loop import decode_batches
@@ -174,6 +175,7 @@ class ContrastExample:
         return cls(prompt, tuple(prefixes), tuple(layouts), tuple(map(int, ids)), source, raw)
 
 
+@numbers_checked
 @accepts_model_name
 def make_examples(
     model: Model,

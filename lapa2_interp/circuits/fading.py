@@ -44,6 +44,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.hooked import edit_scores, refuse_sinks
 from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
@@ -152,6 +153,7 @@ class Fading:
             rows.append(row | {"prompts": len(fade)})
         return pd.DataFrame(rows)
 
+    @property
     def verdict(self) -> str:
         """The verdict on `hold` in all heads at the longest filler: does mass mediate the fade?"""
         table = self.frame()
@@ -219,6 +221,7 @@ def _verdict(low: float, high: float, no_fade: bool, prompts: int) -> str:
     return "in part" if low > MARGIN and high < 1 - MARGIN else "inconclusive"
 
 
+@numbers_checked
 @accepts_model_name
 def measure_fading(
     model: Model,
@@ -226,7 +229,7 @@ def measure_fading(
     *,
     filler: Sequence[int] = (64, 128, 256),
     tokens: int = 32,
-    heads: Mapping[str, Heads] | None = None,
+    heads: Mapping[str, Heads | str] | None = None,
     random: int = 0,
     alpha: float = 0.5,
     metric: str | Metric | Mapping[str, Metric] | None = None,
@@ -244,7 +247,7 @@ def measure_fading(
             have `max(filler) + tokens` tokens: the last ones are scored, after the filler.
         filler: Numbers of tokens between prompt and scored tokens; near, it is one.
         tokens: Number of scored tokens.
-        heads: Sets of heads by name, beside all heads.
+        heads: Sets of heads by name, beside all heads: pairs, or a text such as "3.1,4.0-8".
         random: Sets of as many random heads as the first of `heads` has.
         alpha: Alpha of the bias lapa2.
         metric: The metric of control; by default lex where there are words, because shares of lex
@@ -285,7 +288,7 @@ def measure_fading(
             f"some layers of this model see {window} keys, and prompt, filler and scored tokens"
             f" have {longest}: keys are hidden there, not only outweighed; ask for shorter fillers"
         )
-    sets = _head_sets(model, contrast_set, dict(heads or {}), random, seed)
+    sets = _head_sets(model, contrast_set, heads or {}, random, seed)
     if metric is None:
         metric = "lex" if contrast_set.words else "js"
     name, measure = one_metric(metric)
@@ -416,7 +419,11 @@ def _check_stored(
 
 
 def _head_sets(
-    model: Model, contrast_set: ContrastSet, heads: dict[str, Heads], random: int, seed: int
+    model: Model,
+    contrast_set: ContrastSet,
+    heads: Mapping[str, Heads | str],
+    random: int,
+    seed: int,
 ) -> dict[str, Heads]:
     """Sets of heads by name: all heads, the given sets, and random sets."""
     every = all_heads(model)
@@ -434,7 +441,7 @@ def _head_sets(
     }
     rng = np.random.default_rng(seed)
     for name in drawn:
-        size = len(next(iter(heads.values())))
+        size = len(found[next(iter(heads))])
         picked = sorted(rng.choice(len(every), size, replace=False))
         found[name] = tuple(every[at] for at in picked)
     return found

@@ -44,6 +44,7 @@ from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.table_formats import format_number
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Span
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
@@ -133,6 +134,7 @@ class Attribution:
         return draw_tables({name: self.table(name) for name in ESTIMATES})
 
 
+@numbers_checked
 @accepts_model_name
 def attribution(
     model: Model,

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike, Phase
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import Edit, Heads, evaluate_edits
@@ -79,6 +80,7 @@ class KnockOut(UnitTable):
         return replace(self, metric=metric, whole=whole, values=values, noise=noise, label=label)
 
 
+@numbers_checked
 @accepts_model_name
 def knock_out(
     model: Model,
@@ -100,7 +102,8 @@ def knock_out(
 
     Args:
         model, contrast, settings: As `control_score`.
-        over: "layer", "head", "kv", "position", "head x position", or sets of heads by name.
+        over: "layer", "head", "kv", "position", "head x position", or sets of heads by name: pairs,
+            or a text such as "3.1,4.0-8".
         units: Chosen units, instead of all of a kind.
         replacement: "cut", "zero", "resample" or "mean" (`edits`).
         phase: "after_span" (whatever reaches the text, also through the prompt), "last_query",
@@ -227,18 +230,20 @@ class JointCurve:
 
     Attributes:
         metric: The metric of control.
-        table: A row for every kind and size: left (the share of the control that is left), its 95 %
-            interval over prompts, heads, and prompts. Kinds: "without" the best n (are they
-            needed?), "only" the best n (do they suffice?), without "random" n, and without "mass",
-            the n with the largest attention on the prefix.
+        rows: The table.
     """
 
     metric: str
-    table: pd.DataFrame
+    rows: pd.DataFrame
 
     def frame(self) -> pd.DataFrame:
-        """The table."""
-        return self.table
+        """A row for every kind and size: left (the share of the control that is left), its 95 %
+        interval over prompts, heads, and prompts.
+
+        Kinds: "without" the best n (are they needed?), "only" the best n (do they suffice?),
+        without "random" n, and without "mass", the n with the largest attention on the prefix.
+        """
+        return self.rows
 
     def plot(self) -> Drawing:
         """The share of control left against the number of heads."""
@@ -246,7 +251,7 @@ class JointCurve:
         axes = figure.subplots()
         for colour, (kind, part) in zip(
             ("#D55E00", "#0072B2", "#777777", "#E69F00"),
-            self.table.groupby("kind", sort=False),
+            self.rows.groupby("kind", sort=False),
             strict=False,
         ):
             axes.plot(part["heads"], part["left"], color=colour, marker="o", ms=3, label=kind)
@@ -255,7 +260,7 @@ class JointCurve:
             )
         axes.axhline(1, color="0.7", lw=0.6)
         axes.axhline(0, color="0.7", lw=0.6)
-        sizes = sorted(set(self.table["heads"]))
+        sizes = sorted(set(self.rows["heads"]))
         axes.set_xscale("log", base=2)
         axes.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)  # also where no share is defined
         axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -264,6 +269,7 @@ class JointCurve:
         return figure
 
 
+@numbers_checked
 @accepts_model_name
 def joint_curve(
     model: Model,

@@ -35,6 +35,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import check_has_hooks, check_one_pass, text_logits
@@ -133,6 +134,7 @@ class HeadLogitAttribution:
             found.append(row | {"low": float(low), "high": float(high)})
         return pd.DataFrame(found)
 
+    @numbers_checked
     def words(self, layer: int, head: int, n: int = 10) -> tuple[list[str], list[str]]:
         """Tokens that a head's output from the prefix promotes most, and tokens that it demotes
         most.
@@ -159,6 +161,7 @@ class HeadLogitAttribution:
         return self.table().plot_against(mass, "attention on the prefix", named)
 
 
+@numbers_checked
 @accepts_model_name
 def head_logit_attribution(
     model: Model,

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import CircuitError, DeadHookError, unknown_choice
+from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import Branches, Edit, check_has_hooks, edited_logits, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
@@ -124,7 +125,11 @@ def make_patch_units(
             )
     # Sets by name, with the heads that each keeps.
     sets, kept = (
-        {name: tuple(pairs) for name, pairs in (given or {}).items()} for given in (together, keep)
+        {
+            name: tuple(pairs) if kind == "slots" else head_pairs(name, pairs, CircuitError)
+            for name, pairs in (given or {}).items()
+        }
+        for given in (together, keep)
     )
     if kept and node not in HEAD_NODES:
         raise CircuitError(f"keep is for nodes {' and '.join(HEAD_NODES)}; found node {node}")

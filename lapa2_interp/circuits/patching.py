@@ -41,6 +41,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
@@ -132,6 +133,7 @@ class Patching:
         return draw_tables({f"{each} {self.node}": self.table(each) for each in self.effects})
 
 
+@numbers_checked
 @accepts_model_name
 def patch(
     model: Model,

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import CircuitError
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.tables import select_layer_type
 from lapa2_interp.bias.augmentation import ALPHA_BOUNDS, Augmentation, AugmentationLike
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
@@ -65,6 +66,7 @@ def mean_prefix_attention(
     return float(np.nanmean(select_layer_type(trace, "prefix").mean("step").to_numpy()))
 
 
+@numbers_checked
 @accepts_model_name
 def alpha_at_prefix_attention(
     model: Model,

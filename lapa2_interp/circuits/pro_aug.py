@@ -29,15 +29,17 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from lapa2_interp._util.errors import CircuitError
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import words_in_order
 from lapa2_interp.circuits.edits import Heads, with_text
 from lapa2_interp.circuits.examples import RAW, attribute_words, check_request, write_texts
 from lapa2_interp.circuits.gradients import check_gradients, recorded_gradients
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
-from lapa2_interp.circuits.units import all_heads, head_mask, head_pairs
+from lapa2_interp.circuits.units import all_heads, head_mask
 from lapa2_interp.methods.base import FLOOR, BatchStart, Branch, Method, Prepared, SoftPrefixKey
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.card import Model
@@ -75,6 +77,7 @@ class PromptSlope(BaseModel):
         return self.low > 0
 
 
+@numbers_checked
 @accepts_model_name
 def prompt_slope(
     model: Model,
@@ -141,7 +144,7 @@ def prompt_slope(
             " or kl"
         )
     every = all_heads(model)
-    chosen_heads = every if heads is None else head_pairs(heads)
+    chosen_heads = every if heads is None else head_pairs("heads", heads, CircuitError)
     if not chosen_heads or not set(chosen_heads) <= set(every):
         raise CircuitError(
             f"heads {chosen_heads} are none, or not all of this model; give (layer, head) pairs up"

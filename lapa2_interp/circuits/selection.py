@@ -45,8 +45,10 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.files import write_json
 from lapa2_interp._util.parsing import parse_object, read_text
+from lapa2_interp._util.values import check_value, numbers_checked
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.bias.places import FORMS, read_place
 from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.examples import prefix_texts
@@ -202,6 +204,7 @@ class Selection(BaseModel):
             ) from error
 
 
+@numbers_checked
 @accepts_model_name
 def select(
     model: Model,
@@ -209,7 +212,7 @@ def select(
     *,
     score: HeadScore = "cut",
     heads: int = 8,
-    positions: Literal["all", "auto"] | Sequence[int] = "all",
+    positions: str | Sequence[int] = "all",
     metric: str = "js",
     screen: int = SCREENED,
     seed: int = 1,
@@ -229,7 +232,7 @@ def select(
         score: "cut", "slope", "dla", "mass" or "random".
         heads: The largest number of heads; 0 is all heads, in no order.
         positions: Tokens of the prefix: "all", "auto" (`sufficient_tokens`), or positions within
-            it.
+            it, also as a text such as "0,2-4".
         metric: The metric of control, for cut, slope, positions and Pro-Aug.
         screen: The number of heads that are knocked out (by cut); 0 is all of them, on all prompts,
             as are fewer than 15 prompts.
@@ -483,13 +486,13 @@ def _positions(
         return None
     if positions == "auto":
         return sufficient_tokens(model, contrast_set, metric)
-    if isinstance(positions, str):
+    chosen = read_place("positions", positions)
+    if isinstance(chosen, str):
         raise CircuitError(
-            f"{unknown_choice('choice of positions', positions, ('all', 'auto'))}, or numbers such"
-            " as (0, 1)"
+            f"positions: takes 'all', 'auto', or {FORMS['positions']}; found {chosen!r}"
         )
+    check_value("positions", chosen, tuple[int, ...], CircuitError)
     n = contrast_set.l_pre
-    chosen = tuple(int(each) for each in positions)
     if not chosen or any(not 0 <= each < n for each in chosen):
         raise CircuitError(
             f"positions {chosen} are not within a prefix of {n} tokens; give some of 0-{n - 1},"

@@ -32,6 +32,7 @@ from lapa2_interp._util.files import is_damage, write_json, write_text
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.terminal import format_duration
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Phase
 from lapa2_interp.circuits.contrast_set import ContrastSet
@@ -66,6 +67,7 @@ VARIANTS: tuple[tuple[str, Phase], ...] = (
 TEXT_SETTINGS = ("attribute", "prompts", "tokens", "samples", "seed")
 
 
+@numbers_checked
 @accepts_model_name
 def run_study(
     model: Model,

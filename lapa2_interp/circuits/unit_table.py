@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing, layer_map, new_figure, plain_axes
 from lapa2_interp._util.table_formats import number_formatter
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
 from lapa2_interp.circuits.units import Location, Unit
@@ -132,6 +133,7 @@ class UnitTable:
         shown = names if self.as_shares else [self.name, "low", "high"]
         return self.frame()[[*self.units[0].labels, *shown]]
 
+    @numbers_checked
     def carriers(self, level: float = 0.05) -> pd.DataFrame:
         """Units that carry control: a positive value above the noise, family-wise p below `level`.
 
@@ -144,11 +146,13 @@ class UnitTable:
         above = table[self.name] > (self.noise or 0)
         return table[(table["p_max"] < level) & above]
 
+    @numbers_checked
     def order(self, absolute: bool = False) -> Int[np.ndarray, " unit"]:
         """Numbers of the units, the largest first, by value or by its size."""
         means = np.abs(self.means) if absolute else self.means * self._sign
         return np.argsort(-means, kind="stable")
 
+    @numbers_checked
     def best(self, n: int, absolute: bool = False) -> tuple[Location, ...]:
         """The heads (or other locations) of the n largest units, by value or by its size.
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lapa2_interp._util.errors import CircuitError, unknown_choice
+from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.models.card import Model, kv_heads
@@ -70,7 +70,10 @@ def make_units(
     layers, heads = range(n_layers), range(n_heads)
     every = all_heads(model)
     if isinstance(over, Mapping):
-        found = [Unit({"name": name}, head_pairs(pairs)) for name, pairs in over.items()]
+        found = [
+            Unit({"name": name}, head_pairs(name, pairs, CircuitError))
+            for name, pairs in over.items()
+        ]
         check_heads(model, found)
         return found
     match over:
@@ -114,23 +117,6 @@ def head_units(n_layers: int, n_heads: int) -> tuple[Unit, ...]:
     """A unit of each head, in the order of (layer, head)."""
     every = product(range(n_layers), range(n_heads))
     return tuple(Unit({"layer": i, "head": j}, ((i, j),)) for i, j in every)
-
-
-def head_pairs(pairs: Any) -> Heads:
-    """Convert [[layer, head], ...] to pairs.
-
-    Raises:
-        CircuitError: Something else.
-    """
-    try:
-        found = tuple((layer, head) for layer, head in pairs)
-    except (TypeError, ValueError):
-        found = ((None, None),)
-    if any(isinstance(i, bool) or not isinstance(i, Integral) for pair in found for i in pair):
-        raise CircuitError(
-            f"heads are pairs of whole numbers, [[layer, head], ...]; found {str(pairs)[:80]}"
-        )
-    return tuple((int(layer), int(head)) for layer, head in found)
 
 
 def head_mask(model: Model, heads: Heads) -> Bool[Tensor, "layer head"]:

@@ -14,7 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cyclopts import App, CoercionError, CycloptsError, Group, Parameter, UnknownOptionError
+from cyclopts import (
+    App,
+    CoercionError,
+    CycloptsError,
+    Group,
+    Parameter,
+    Token,
+    UnknownOptionError,
+    convert,
+)  # fmt: skip
 from rich.console import Console
 
 from lapa2_interp._util.errors import Lapa2Error, on_command_line
@@ -69,6 +78,29 @@ def add_command(app: App, path: str, **shown: Any) -> None:
     )
 
 
+NUMBERS = (int, float, int | None, float | None)
+"""Types of options that are a number."""
+SEVERAL = (tuple[int, ...], tuple[float, ...], tuple[float, float], tuple[float, float] | None)
+"""Types of options that are several."""
+
+
+def convert_value(kind: Any, tokens: Sequence[Token]) -> Any:
+    """An option's value: numbers as a grid file has them, all else as cyclopts reads it.
+
+    Raises:
+        Lapa2Error: No number where one belongs, in the sentence of every setting.
+    """
+    if kind not in (*NUMBERS, *SEVERAL):
+        return convert(kind, tokens)
+    from lapa2_interp._util.values import check_value, read_value
+
+    name = str(tokens[0].keyword or tokens[0].value).lstrip("-").replace("-", "_")
+    values = tuple(read_value(token.value) for token in tokens)
+    value = values if kind in SEVERAL else values[0]
+    check_value(name, value, kind)
+    return value
+
+
 app = App(
     name="lapa2",
     version=__version__,
@@ -80,7 +112,7 @@ app = App(
         " sweep` (`lapa2 grids` lists them with what they take)."
     ),
     help_format="plaintext",  # of the list of commands; markdown takes a third of its time
-    default_parameter=Parameter(negative=()),
+    default_parameter=Parameter(negative=(), converter=convert_value),
     suppress_keyboard_interrupt=False,
 )
 for number, (title, paths) in enumerate(COMMANDS.items(), 1):
@@ -103,8 +135,9 @@ def setting_problem(words: Sequence[str], error: CycloptsError) -> str | None:
     if list(words[:1]) != ["generate"]:
         return None
     token = getattr(error, "token", None)
+    from lapa2_interp._util.values import read_value
     from lapa2_interp.cli.options import name_of_setting
-    from lapa2_interp.generation.settings import CellSettings, read_value, unknown_setting
+    from lapa2_interp.generation.settings import CellSettings, unknown_setting
 
     if isinstance(error, UnknownOptionError):
         return unknown_setting(name_of_setting(str(token.keyword if token else "")))

@@ -79,7 +79,7 @@ def select(
             the prefix (mass); nothing (random).
         heads: How many at most; 0 is all.
         positions: Tokens of the prefix: all, auto (the smallest set that keeps 90 % of the
-            control), or positions within it such as 0,1.
+            control), or positions within it such as 0,2-4.
         metric: By which control is measured: js, lex, llr or kl.
         screen: How many heads are knocked out (score cut): of 15 prompts or more, one half orders
             all heads by the gradient, and the other half decides; 0 knocks out all.
@@ -92,20 +92,12 @@ def select(
 
     if file is not None and file.resolve() == out.resolve():
         raise CircuitError(f"--file and --out are both {out}; give each a file of its own")
-    kept: Literal["all", "auto"] | list[int] = "all" if positions == "all" else "auto"
-    if positions not in ("all", "auto"):
-        try:
-            kept = [int(each) for each in positions.split(",")]
-        except ValueError:
-            raise CircuitError(
-                f"--positions {positions!r} is not all, auto, or positions such as 0,1"
-            ) from None
     found = choose(
         computing.load(model),
         texts.task,
         score=score,
         heads=heads,
-        positions=kept,
+        positions=positions,
         metric=metric,
         screen=screen,
         file=file,
@@ -206,4 +198,4 @@ def fading(
     print(as_text(found.fades(), ".4g"))
     print("\nshare of the fade that each bias brings back (removed: that its absence takes)")
     print(as_text(table, ".3f"))
-    print(f"\n{found.verdict()}: {VERDICTS[found.verdict()]}\nwritten: {out}")
+    print(f"\n{found.verdict}: {VERDICTS[found.verdict]}\nwritten: {out}")

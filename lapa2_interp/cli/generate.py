@@ -22,6 +22,8 @@ from lapa2_interp.cli.options import (
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from lapa2_interp.generation.plan import BatchPlan
     from lapa2_interp.models.card import Model
     from lapa2_interp.runs.attention import Attention
@@ -133,8 +135,8 @@ def trace(
 
     chosen = load_run(run)
     found = chosen.attention(branch, **columns(only))
-    one_kind(found.steps)
-    _show(found)
+    steps = one_kind(found.steps())
+    _show(found, steps)
     arms = {chosen.by_key[key].arm: chosen.by_key[key] for key in found.kinds[0][0]["cell"]}
     rules = "; ".join(
         f"{arm}: {' + '.join(rule.to_json() for rule in cell.active_augmentations) or None}"
@@ -146,12 +148,12 @@ def trace(
         print(f"\ntables and figures in {out}")
 
 
-def _show(found: Attention) -> None:
+def _show(found: Attention, steps: pd.DataFrame) -> None:
     from lapa2_interp._util.table_formats import interval_cells
     from lapa2_interp.attention.tables import branch_name
     from lapa2_interp.stats import describe_intervals
 
-    part, steps, trace = found.part, found.steps, found.kinds[0][1]
+    part, trace = found.part, found.kinds[0][1]
     last = int(steps["step"].max())
     powers = [0, *(2**i for i in range(20) if 2**i < last), last]
     names = [part, "bos", "released_slice"]
@@ -175,9 +177,9 @@ def _show(found: Attention) -> None:
         print(f"left out: {pluralize(found.n_untraced, 'text')} that ended before a first token")
     print(table.rename_axis(columns=None).to_string())
     print(f"\nC/(t+D) fitted to the curve of the {part}")
-    fits = found.fits[["arm", "C", "D", "R2"]]
+    fits = found.fits()[["arm", "C", "D", "R2"]]
     print(as_text(fits, ".4g", "no fit"))
     if found.by_head:
         print(f"\nheads with most attention on the {part}, mean over steps")
-        top = found.heads.best(5, part)[["arm", "layer", "head", part, "bos"]]
+        top = found.heads().largest(5, part)[["arm", "layer", "head", part, "bos"]]
         print(as_text(top, ".4f"))

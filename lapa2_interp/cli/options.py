@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, make_dataclass
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter
 
 from lapa2_interp._util.errors import AugmentationError, Lapa2Error, MethodError, ScoringError
-from lapa2_interp.generation.settings import CellSettings, read_value
+from lapa2_interp._util.values import read_fields, read_value
+from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def given_settings(options: Any) -> dict[str, Any]:
     prompts = found.get("prompts", ())
     if len(prompts) == 1 and (prompts[0].isdigit() or prompts[0] == "task"):
         found["prompts"] = read_value(prompts[0])
-    return found | {"parameters": settings(found.get("parameters", ()))}
+    method = found.get("method", CellSettings.model_fields["method"].default)
+    return found | {"parameters": method_parameters(method, found.get("parameters", ()))}
 
 
 def name_of_setting(option: str) -> str:
@@ -220,9 +222,10 @@ class AugmentationOptions:
     only_steps: str | None = None
     """Only the generated tokens from one to before another, such as 0:16 (0 is the first)."""
     layers: str = "all"
-    """all, bottom, top, even, odd, or numbers such as 0,1,5."""
+    """all, bottom, top, even, odd, or numbers and ranges such as 0,5,10-20 (20 included)."""
     heads: str = "all"
-    """all, or layer.head pairs such as 3.1,4.0."""
+    """all, or layer.head pairs such as 3.1,4.0; with ranges, 4.0-8 is heads 0 to 8 of layer 4, and
+    10-20.3 head 3 of layers 10 to 20."""
     selection: Path | None = None
     """A card of `lapa2 steer` or `lapa2 select`, which gives heads, alpha if it was tuned, and,
     where --span names none, tokens of the prefix; in `generate` also pro_aug of the method that
@@ -275,14 +278,13 @@ class AugmentationOptions:
             alpha = default_alpha if chosen is None or chosen.alpha is None else chosen.alpha
         same = ("profile", "law", "l0", "tau", "floor", "pooled", "length_rule", "phase")
         fields = {name: getattr(self, name) for name in same} | {
-            "span": None if self.span is None else _span(self.span),
-            "steps": _steps(self.only_steps),
-            "layers": _numbers("layers", self.layers, "0,1,5"),
+            "span": self.span,
+            "steps": self.only_steps,
+            "layers": self.layers,
         }
         given = {name: value for name, value in fields.items() if value is not None}
         if chosen is None:
-            heads = _numbers("heads", self.heads, "1.4,6.8", ".")
-            return active_augmentations(Augmentation(alpha=alpha, heads=heads, **given))
+            return active_augmentations(Augmentation(alpha=alpha, heads=self.heads, **given))
         if self.heads != "all":
             raise AugmentationError(
                 "--selection gives the heads; leave out --heads, or --selection"
@@ -299,46 +301,15 @@ class AugmentationOptions:
             chosen.check(model)
 
 
-def _span(text: str) -> Any:
-    """A span rule: a word, slots, or positions within the prefix."""
-    word, mark, rest = text.partition(":")
-    if word != "prefix" or not mark:
-        return _numbers("span", text, "1:4,6:8", ":")
-    try:
-        return ("prefix", tuple(int(part) for part in rest.split(",")))
-    except ValueError:
-        raise AugmentationError(
-            f"--span {text!r}: give tokens of the prefix as prefix:0,2"
-        ) from None
+def method_parameters(method: str, texts: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE options of --set, for the parameters of a method."""
+    from lapa2_interp.methods.registry import find_class
 
-
-def _steps(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, _, stop = text.partition(":")
-    try:
-        return int(first), int(stop)
-    except ValueError:
-        raise AugmentationError(f"--only-steps {text!r} is not first:stop, such as 0:16") from None
-
-
-def _numbers(option: str, text: str, example: str, mark: str = "") -> Any:
-    """A list such as "0,1,5" as numbers, or with a mark "3.1,4.0" as pairs of numbers; words
-    stay as they are, and the augmentation checks them."""
-    if not text[:1].isdigit():
-        return text
-    parts = text.split(",")
-    try:
-        if not mark:
-            return tuple(map(int, parts))
-        return tuple((int(a), int(b)) for a, b in (part.split(mark) for part in parts))
-    except ValueError:
-        raise AugmentationError(f"--{option} {text!r} is not a list such as {example}") from None
+    return read_fields(settings(texts), get_type_hints(find_class(method, True)))
 
 
 def settings(texts: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE options of --set; the types of the fields they set convert and check the
-    values."""
+    """NAME=VALUE options of --set as text (`read_fields` reads the values)."""
     found = _assignments(texts, "set", "NAME=VALUE, such as omega=60", MethodError)
     for name, values in found.items():
         if len(values) > 1:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
 
 from cyclopts import Parameter
 
 from lapa2_interp._util.table_formats import as_text, format_interval, interval_cells
+from lapa2_interp._util.values import read_fields
 from lapa2_interp.cli.options import Changes, Unshown, settings
 from lapa2_interp.models.machine import Dtype, DtypeOrAuto
 
@@ -66,6 +67,7 @@ def train(
     """
     from lapa2_interp.methods.registry import load_task
     from lapa2_interp.prefixes.make import make_set
+    from lapa2_interp.prefixes.recipes import TrainingRecipe
     from lapa2_interp.prefixes.recipes import training_recipe as make_recipe
 
     changes = {
@@ -73,9 +75,8 @@ def train(
         "parameterisation": parameterisation,
         "start": "set" if start_from else None,
     }
-    chosen = make_recipe(
-        recipe, **({k: v for k, v in changes.items() if v is not None} | settings(changed))
-    )
+    values = read_fields(settings(changed), get_type_hints(TrainingRecipe))
+    chosen = make_recipe(recipe, **({k: v for k, v in changes.items() if v is not None} | values))
     table = make_set(
         model,
         load_task(task),

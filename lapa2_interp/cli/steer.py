@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from lapa2_interp.cli.options import Changes, Several, Unshown, settings
+from lapa2_interp.cli.options import Changes, Several, Unshown, method_parameters
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
 
 
@@ -71,7 +71,6 @@ def steer(
         workers: By default one per GPU, or per CPU core.
         yes: Start also what would take a year, or more memory than there is.
     """
-    from lapa2_interp.generation.settings import read_value
     from lapa2_interp.report.steer import steer as run_steer
 
     found = run_steer(
@@ -80,7 +79,7 @@ def steer(
         prompts,
         out=out,
         method=method,
-        parameters={name: read_value(value) for name, value in settings(parameters).items()},
+        parameters=method_parameters(method, parameters),
         budget=budget,
         heads=heads,
         classifiers=classifiers,

@@ -19,7 +19,6 @@ from lapa2_interp._util.errors import (
     MethodError,
     PrefixError,
     TaskError,
-    TraceError,
     unknown_choice,
     validation_message,
 )
@@ -193,7 +192,7 @@ def resolve(
                     ),
                     attribute=attribute,
                     augmentation=normalize_augmentations(augmentations),
-                    patterns=_patterns(settings.patterns),
+                    patterns=settings.patterns,
                     files=_files(facts["model"], task.name, branches, method, needs),
                     label=label,
                     **{name: getattr(settings, name) for name in _UNCHANGED},
@@ -341,26 +340,7 @@ def _with_alpha(fields: dict[str, Any], alpha: float | None, method: Method) -> 
     else the method's."""
     if alpha is not None and "alpha" in fields:
         raise own_strength(alpha, f"{{ alpha = {fields['alpha']} }}")
-    fields = {"alpha": method.alpha if alpha is None else alpha} | fields
-    return Augmentation(**{name: _tuples(value) for name, value in fields.items()})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _patterns(given: str | Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    if not isinstance(given, str):
-        return tuple((layer, head) for layer, head in given)
-    try:
-        return tuple(
-            (int(layer), int(head))
-            for layer, head in (pair.split(".") for pair in given.split(",") if given)
-        )
-    except ValueError:
-        raise TraceError(
-            f"patterns {given!r} is not a list of layer.head pairs such as 3.1,4.0"
-        ) from None
+    return Augmentation(**({"alpha": method.alpha if alpha is None else alpha} | fields))
 
 
 def _check_prefix(settings: CellSettings, task: Task, method: Method, attribute: str) -> None:

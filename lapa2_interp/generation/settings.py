@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, g
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from lapa2_interp._util.errors import Lapa2Error, unknown_choice, validation_message
-from lapa2_interp._util.parsing import parse_toml
+from lapa2_interp._util.errors import Lapa2Error, TraceError, unknown_choice, validation_message
 from lapa2_interp.attention.trace import TraceKind
+from lapa2_interp.bias.places import FORMS as PLACES
+from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.models.machine import AUTO_DTYPE, Dtype, DtypeOrAuto, ModelClass
 from lapa2_interp.tasks.prompts import PROMPT_FILES
 from lapa2_interp.tasks.task import Prompts
@@ -53,7 +54,7 @@ FORMS = {
         'none, paper, released, a recipe such as "instaboost:M=5", or { alpha = ..., law = ... }'
         " with a label = ..."
     ),
-    "patterns": 'pairs (layer, head), or a text such as "3.1,4.0"',
+    "patterns": PLACES["heads"],
 }
 """Forms of the settings that take several."""
 HINTS = {
@@ -143,7 +144,7 @@ class CellSettings(BaseModel):
     trace: TraceKind = "full"
     """Recorded attention: full (every layer and head), pooled (their mean) or none."""
     patterns: str | Sequence[Head] = ()
-    """Heads, as layer.head pairs such as 3.1,4.0, whose whole attention rows are kept."""
+    """Heads, as layer.head pairs such as 3.1,4.0-8, whose whole attention rows are kept."""
     dtype: DtypeOrAuto | TorchDtype = "auto"
     """Precision of weights and computation; auto is bfloat16 or float32, whichever this machine
     computes faster."""
@@ -159,6 +160,11 @@ class CellSettings(BaseModel):
     @classmethod
     def _as_given(cls, value: Any) -> Any:
         return value  # names and values of many kinds, which `resolve` reads and refuses
+
+    @field_validator("patterns", mode="before")
+    @classmethod
+    def _read_heads(cls, value: Any) -> Any:
+        return () if value == "" else head_pairs("patterns", value, TraceError)
 
     @field_validator("dtype", mode="plain")
     @classmethod
@@ -198,14 +204,6 @@ def unknown_setting(name: str) -> str:
     """The sentence for a setting that does not exist."""
     sentence = unknown_choice("setting", name, CellSettings.model_fields)
     return f"{sentence}; {HINTS[name]}" if name in HINTS else sentence
-
-
-def read_value(text: str) -> Any:
-    """A value as a grid file has it, or the text where that is not TOML."""
-    try:
-        return parse_toml(f"value = {text}")["value"]
-    except ValueError:
-        return text
 
 
 def python_values(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import LayoutError, TraceError
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.cache import check_tokens, new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
@@ -30,6 +31,7 @@ from lapa2_interp.bias.augmentation import (
     broadcast_to_rows,
 )
 from lapa2_interp.bias.layout import Layout, left_pad
+from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.generation.loop import concat_traces
 from lapa2_interp.models.card import (
@@ -52,6 +54,7 @@ KEYS_AT_ONCE = 2**14
 """Keys of a batch, all rows together: two contexts of SmolLM2, or 60 texts of 256 tokens."""
 
 
+@numbers_checked
 @accepts_model_name
 @torch.no_grad()
 def teacher_forced(
@@ -63,7 +66,7 @@ def teacher_forced(
     prefixes: Sequence[SoftPrefix | None] | None = None,
     trace: TraceKind = "full",
     branch: str = "target",
-    patterns: Sequence[tuple[int, int]] = (),
+    patterns: str | Sequence[tuple[int, int]] = (),
     chunk: int | None = None,
     progress: tqdm | None = None,
 ) -> xr.Dataset:
@@ -88,7 +91,8 @@ def teacher_forced(
         prefixes: The rows' soft prefixes.
         trace: "pooled" or "full".
         branch: Name of the trace's only branch; its samples are the rows.
-        patterns: (layer, head) pairs whose whole attention rows are kept, as in `Recorder`.
+        patterns: Heads whose whole attention rows are kept: (layer, head) pairs, or a text such as
+            "3.1,4.0-8".
         chunk: Queries read at once; changes nothing but memory and time. Under a pooled law it is
             1.
         progress: A bar to advance by the steps read.
@@ -131,6 +135,7 @@ def teacher_forced(
             f"{len(augmentations)} augmentations and {len(soft)} prefixes for {len(rows)} texts;"
             " give one a text"
         )
+    kept = head_pairs("patterns", patterns, TraceError)
     if chunk is not None and chunk < 1:
         raise TraceError(f"chunk must be at least 1, found {chunk}")
     # Every text must fit the context.
@@ -155,7 +160,7 @@ def teacher_forced(
             [soft[i] for i in chosen],
         )
         with prepacked_model(model):
-            parts.append(_read(model, batch, trace, branch, patterns, chunk, progress))
+            parts.append(_read(model, batch, trace, branch, kept, chunk, progress))
     if len(parts) == 1:
         return parts[0]
     return concat_traces(parts).assign_coords(sample=np.arange(len(rows)))

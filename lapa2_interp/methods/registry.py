@@ -10,7 +10,7 @@ from importlib import import_module
 from inspect import getattr_static
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,6 +21,7 @@ from lapa2_interp._util.errors import (
     unknown_choice,
     validation_message,
 )
+from lapa2_interp._util.values import check_value
 from lapa2_interp.bias.augmentation import (
     PAPER_LAWS,
     Augmentation,
@@ -122,6 +123,12 @@ def get(name: str, **parameters: Any) -> Method:
     unknown = [each for each in parameters if each not in names]  # a custom class may ignore them
     if unknown:
         raise MethodError(f"method {name!r}: {unknown_choice('field', unknown[0], names)}")
+    kinds = get_type_hints(kind, include_extras=True)
+    for each, value in parameters.items():
+        # A cell stores all numbers as floats.
+        whole = isinstance(value, float) and value.is_integer()
+        check_value(each, int(value) if whole else value, kinds[each], MethodError,
+                    f"method {name!r}: ")  # fmt: skip
     try:
         return TypeAdapter(kind).validate_python(parameters)
     except ValidationError as error:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from unittest import mock
 
 from lapa2_interp._util.errors import ModelError, first_sentence, unknown_choice
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import (
     Model,
@@ -84,6 +85,7 @@ REMOTE_CODE = (
 )
 
 
+@numbers_checked
 def load_model(
     name: str | Path,
     dtype: str = "float32",

@@ -22,7 +22,7 @@ from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, perplexity
 from lapa2_interp.paper.reported import PAPER_METRICS
 from lapa2_interp.paper.scripts import DEFAULT_SCORERS
 from lapa2_interp.paper.tables import ARM_COLUMNS, ROW_COLUMNS
-from lapa2_interp.runs.run import Run, each_once
+from lapa2_interp.runs.run import Run, each_once, finished_cell
 from lapa2_interp.runs.texts import at_lengths, in_parts
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, score_samples
 from lapa2_interp.scoring.scorer import (
@@ -244,7 +244,7 @@ class ItemData:
         The trace has only the branch with the steered attribute's prefix.
         """
         for values, group in cells[cells["state"] == "finished"].groupby(ARM_COLUMNS, sort=False):
-            runs = [self.run.finished_cell(key) for key in group["key"]]
+            runs = [finished_cell(self.run, key) for key in group["key"]]
             found = [run.trace for run in runs if run.trace is not None]
             traces = [
                 each.sel(branch=[branch_name(each)]).assign_coords(branch=["steered"])

@@ -61,7 +61,7 @@ from lapa2_interp.paper.synthetic_propositions import (
 from lapa2_interp.runs.estimates import LONG
 from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
 from lapa2_interp.runs.manifest import library_versions, source_commit
-from lapa2_interp.runs.run import FinishedCell, Run, write_run
+from lapa2_interp.runs.run import FinishedCell, Run, finished_cell, write_run
 from lapa2_interp.runs.store import FinishedBatch, Listing
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ def _texts_by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
     """The texts and the trace of each alpha of a run, attribute after attribute."""
     found: dict[float, list[FinishedCell]] = {}
     for key, cell in run.by_key.items():
-        found.setdefault(cell.columns["alpha"], []).append(run.finished_cell(key))
+        found.setdefault(cell.columns["alpha"], []).append(finished_cell(run, key))
     joined = {}
     for alpha, cells in found.items():
         samples = pd.concat([each.samples for each in cells], ignore_index=True)

@@ -156,7 +156,7 @@ def training_recipe(name: str = "small", **changes: Any) -> TrainingRecipe:
     if changes.get("start") == "set":
         fields["shared"] = 0
     try:
-        return TrainingRecipe.model_validate(fields | changes)
+        return TrainingRecipe.model_validate(fields | changes, strict=True)
     except ValidationError as error:
         raise PrefixError(
             f"recipe: {validation_message(error, fields=TrainingRecipe.model_fields)}"

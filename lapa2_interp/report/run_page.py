@@ -4,11 +4,12 @@ Its sections, from a run folder and the tables and figures made from it:
 
 1. texts of the arms side by side, every token coloured by the attention of the query that predicted
    it;
-2. the scores in the run folder (`lapa2 score RUN`), and each arm against the baseline;
-3. the paper's claims with intervals and verdicts, and ours separately;
-4. every item: its figure, table and notes;
-5. every cell with its state;
-6. models, grids, weights, versions and seeds.
+2. attention on the prefix against step, of cells in grids that are not this package's;
+3. the scores in the run folder (`lapa2 score RUN`), and each arm against the baseline;
+4. the paper's claims with intervals and verdicts, and ours separately;
+5. every item: its figure, table and notes;
+6. every cell with its state;
+7. models, grids, weights, versions and seeds.
 
 A section without data is left out.
 """
@@ -16,22 +17,26 @@ A section without data is left out.
 from __future__ import annotations
 
 import math
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
 
-from lapa2_interp._util.errors import RunError, pluralize
+from lapa2_interp._util.errors import RunError, TraceError, pluralize
 from lapa2_interp._util.page import embedded, template, write_page
 from lapa2_interp._util.table_formats import records
 from lapa2_interp.paper.gallery import read_gallery
 from lapa2_interp.report.intervals import format_numbers, interval_svg, mark_cell, shared_scale
 from lapa2_interp.report.item_sections import ITEM_ORDER, VERDICT_MARKS, claim_groups, item_sections
 from lapa2_interp.report.run_texts import MAX_PROMPTS, each_text, texts_to_show
+from lapa2_interp.runs.attention import ALIKE
+from lapa2_interp.runs.grid import built_in
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.run import Run
+from lapa2_interp.runs.run import Run, load_run
 from lapa2_interp.runs.score import score_notes
 from lapa2_interp.runs.store import STATES
 from lapa2_interp.scoring.tables import (
@@ -43,14 +48,19 @@ from lapa2_interp.scoring.tables import (
 
 PAGE_BYTES = 3_800_000
 """Largest intended page in bytes, which limits the number of prompts with texts."""
+MOST_FIGURES = 24
+"""Figures of attention on a page."""
 PACKING_NAMES = {"all": "every linear layer", "lm_head": "the output layer"}
 """Descriptions of the values of `ModelCard.prepacking`."""
 
 
-def write_report(run: Run, tables: Path | None = None, out: Path | None = None) -> Path:
+def write_report(
+    run: Run | str | Path, tables: str | Path | None = None, out: str | Path | None = None
+) -> Path:
     """Write a run's page; returns the file.
 
     Args:
+        run: A run or its folder.
         tables: The folder of the items' tables, with figures/ beside it; by default RUN/tables.
         out: The file; by default RUN/report.html. An existing file is replaced. Pages of `lapa2
             view` beside it (view*.html) are linked.
@@ -58,13 +68,14 @@ def write_report(run: Run, tables: Path | None = None, out: Path | None = None) 
     Raises:
         RunError: The given folder has no tables, or the file cannot be written.
     """
-    folder = run.home / "tables" if tables is None else tables
+    run = run if isinstance(run, Run) else load_run(run)
+    folder = run.home / "tables" if tables is None else Path(tables)
     if tables is not None and not any(folder.glob("*.json")):
         raise RunError(
             f"--tables {folder} has no tables (ITEM.json); `python analyses/ITEM.py {run.home}`"
             " makes those of an item"
         )
-    file = run.home / "report.html" if out is None else out
+    file = run.home / "report.html" if out is None else Path(out)
     views = sorted(each.name for each in file.parent.glob("view*.html"))
     return write_page(file, lambda: run_report(run, folder, folder.parent / "figures", views=views))
 
@@ -96,8 +107,9 @@ def run_report(
     }
     items = item_sections(tables, figures, names)
     groups = claim_groups(items)
+    attention, left = _attention_figures(run, cells)
     used = (
-        sum(len(item["image"] or "") for item in items)
+        sum(len(each["image"] or "") for each in (*items, *attention))
         + 3 * sum(len(str(item["rows"])) for item in items)
         + 100_000
     )
@@ -112,6 +124,8 @@ def run_report(
         facts=_run_facts(run, manifests),
         others=_other_runs(run, tables.parent),
         items=items,
+        attention=attention,
+        attention_left=left,
         scores=[] if run.folder is None else _score_sections(run, run.folder),
         absent=[name for name in ITEM_ORDER if name not in {item["name"] for item in items}],
         groups=groups,
@@ -222,6 +236,43 @@ def _cell_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
             numbers = {"tokens": f"{row['tokens']:.0f}", "seconds": f"{row['seconds']:.1f}"}
         rows.append(row | numbers | {"size": f"{row['samples']} x {row['max_length']}"})
     return sorted(rows, key=lambda row: row["state"] == "finished")
+
+
+# --- attention
+
+
+def _attention_figures(run: Run, cells: pd.DataFrame) -> tuple[list[dict[str, str]], int]:
+    """Attention against step of cells in grids that are not this package's, whose items show
+    theirs: a figure for each kind of cells that can be drawn together; and how many kinds are left
+    out."""
+    own = {
+        key
+        for name, keys in run.listing.grids.items()
+        if name not in built_in()
+        for key in keys
+        if run.by_key[key].trace != "none"
+    }
+    if not own:
+        return [], 0
+    kinds = cells[cells["key"].isin(own) & (cells["state"] == "finished")].groupby(
+        [*ALIKE], sort=False
+    )
+    figures = []
+    for _, kind in list(kinds)[:MOST_FIGURES]:
+        with suppress(TraceError):  # all texts ended before a first token
+            found = run.attention(key=list(kind["key"]))
+            first = kind.iloc[0]
+            variant = f" ({first['variant']})" if first["variant"] else ""
+            figures.append(
+                {
+                    "title": f"{first['task']}, {first['method']}{variant}: attention on the"
+                    f" {found.part}",
+                    "about": f"{first['model']}, {first['max_length']} tokens; mean over layers,"
+                    " heads, texts and attributes, with 95 % intervals over prompts",
+                    "image": b64encode(found.plot()._repr_png_()).decode("ascii"),
+                }
+            )
+    return figures, max(0, len(kinds) - MOST_FIGURES)
 
 
 # --- scores

@@ -12,7 +12,7 @@ from lapa2_interp.attention.tables import branch_name, pooled
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.runs.manifest import Manifest
-from lapa2_interp.runs.run import FinishedCell, Run
+from lapa2_interp.runs.run import FinishedCell, Run, finished_cell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def texts_to_show(run: Run, room: int) -> tuple[int, dict[str, Any]]:
         columns = []
         for arm, cell in arms.items():
             tokenizer = shared_tokenizer(cell.model)
-            shown_texts = text_column(run.finished_cell(cell.key), prompts, tokenizer)
+            shown_texts = text_column(finished_cell(run, cell.key), prompts, tokenizer)
             columns.append({"arm": arm, "cell": cell.key} | shown_texts)
         names = dict(zip(("setup", "task", "attribute", "method", "size"), labels, strict=True))
         shown.append(names | {"prompts": prompts, "arms": columns})

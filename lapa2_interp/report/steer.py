@@ -33,6 +33,7 @@ from lapa2_interp._util.errors import CircuitError, RunError, pluralize
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, format_interval
 from lapa2_interp._util.terminal import format_duration
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.gradients import has_gradients
 from lapa2_interp.circuits.selection import Selection, select
@@ -89,6 +90,7 @@ GAINS = {"more": "a gain", "less": "a loss", "not decided": "no sure difference"
 """What the card says of a `verdict` on the method without bias."""
 
 
+@numbers_checked
 def steer(
     model: str | Path,
     task: str | Path | Task,

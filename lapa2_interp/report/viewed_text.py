@@ -36,7 +36,7 @@ from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import usable_memory
 from lapa2_interp.runs.attention import ALIKE
 from lapa2_interp.runs.method_context import ModelContext
-from lapa2_interp.runs.run import FinishedCell, Run, shown_only
+from lapa2_interp.runs.run import FinishedCell, Run, finished_cell, shown_only
 from lapa2_interp.runs.worker import check_files
 from lapa2_interp.stats import bounds
 from lapa2_interp.tasks.task import Prompts, Task
@@ -225,7 +225,7 @@ def recompute_attention(
     if model is None:
         model = load_model(first.model, first.dtype, device, first.model_class)
     cells = list(selected.cells.values())
-    finished = [run.finished_cell(cell.key) for cell in cells]
+    finished = [finished_cell(run, cell.key) for cell in cells]
     plans = [_plan_prompt(model, run, cell, selected.prompt) for cell in cells]
     # The branch, whose keys must be the same in all arms.
     number = _branch_number(plans[0], branch)

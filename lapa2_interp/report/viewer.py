@@ -26,6 +26,7 @@ from markupsafe import escape
 
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.page import embedded, template, write_page
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.methods.registry import find_class
@@ -152,6 +153,7 @@ class View:
         return {"text/html": frame, "text/plain": repr(self)}
 
 
+@numbers_checked
 def view(
     run: Run | str | Path,
     *,

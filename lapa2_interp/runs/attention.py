@@ -55,11 +55,15 @@ class HeadAttention:
     """Attention of every head.
 
     Attributes:
-        frame: One row for each arm, layer and head; columns as `head_table` after those of
-            `Run.steps`.
+        rows: The table.
     """
 
-    frame: pd.DataFrame
+    rows: pd.DataFrame
+
+    def frame(self) -> pd.DataFrame:
+        """One row for each arm, layer and head; columns as `head_table` after those of
+        `Run.steps`."""
+        return self.rows
 
     def plot(self, name: str = "prefix") -> plots.Drawing:
         """Layer x head maps: the first arm as it is, the others as differences from it.
@@ -70,14 +74,14 @@ class HeadAttention:
         Raises:
             TraceError: Cells of several models, tasks, methods, ...
         """
-        return plots.head_maps(one_kind(self.frame), name)
+        return plots.head_maps(one_kind(self.rows), name)
 
-    def best(self, n: int, name: str = "prefix") -> pd.DataFrame:
-        """The n heads of each arm with most attention on a part of the context."""
-        return self.frame.sort_values(name, ascending=False).groupby("arm", sort=False).head(n)
+    def largest(self, n: int, name: str = "prefix") -> pd.DataFrame:
+        """Rows of the n heads of each arm with most attention on a part of the context."""
+        return self.rows.sort_values(name, ascending=False).groupby("arm", sort=False).head(n)
 
     def _repr_html_(self) -> str:
-        return self.frame.to_html(index=False, border=0, max_rows=SHOWN)
+        return self.rows.to_html(index=False, border=0, max_rows=SHOWN)
 
 
 @dataclass(frozen=True)
@@ -95,23 +99,19 @@ class Attention:
     branch: str | None
     n_untraced: int
 
-    @cached_property
     def steps(self) -> pd.DataFrame:
         """As `Run.steps`."""
         return self._joined(self._curves)
 
-    @cached_property
     def fits(self) -> pd.DataFrame:
         """As `Run.fits`."""
         parts = [augmented_part(trace, self.branch) for _, trace in self.kinds]
         return self._joined(list(map(fit_table, self._curves, parts)))
 
-    @cached_property
     def prefix_tokens(self) -> pd.DataFrame:
         """As `Run.prefix_tokens`."""
         return self._joined(self._each(prefix_token_table))
 
-    @cached_property
     def heads(self) -> HeadAttention:
         """As `Run.heads`."""
         return HeadAttention(self._joined(self._each(head_table)))
@@ -150,7 +150,7 @@ class Attention:
         Raises:
             TraceError: Cells of several kinds.
         """
-        return plots.attention_curves(one_kind(self.steps), self.fits, self.part)
+        return plots.attention_curves(one_kind(self.steps()), self.fits(), self.part)
 
     def save(self, out: Path, force: bool = False) -> None:
         """Write tables (CSV) and figures (PNG) into a new folder.
@@ -159,14 +159,19 @@ class Attention:
             TraceError: Cells of several kinds.
             RunError: As `files.result_folder`.
         """
-        tables = {"steps": one_kind(self.steps), "fits": self.fits}
-        figures = {f"{self.part}_attention": self.plot()}
+        tables = {"steps": one_kind(self.steps()), "fits": self.fits()}
+        figures = {
+            f"{self.part}_attention": plots.attention_curves(
+                tables["steps"], tables["fits"], self.part
+            )
+        }
         if self.part == "prefix":
-            tables["prefix_tokens"] = self.prefix_tokens
-            figures["prefix_tokens"] = plots.prefix_token_bars(self.prefix_tokens)
+            tables["prefix_tokens"] = self.prefix_tokens()
+            figures["prefix_tokens"] = plots.prefix_token_bars(tables["prefix_tokens"])
         if self.by_head:
-            tables["heads"] = self.heads.frame
-            figures["head_maps"] = self.heads.plot(self.part)
+            heads = self.heads()
+            tables["heads"] = heads.frame()
+            figures["head_maps"] = heads.plot(self.part)
         with result_folder(out, force, holds_only("steps.csv", *WRITTEN)) as folder:
             for name, table in tables.items():
                 write_text(folder / f"{name}.csv", as_csv(table))

@@ -16,12 +16,12 @@ from typing import Any
 
 from lapa2_interp._util.errors import GridError, Lapa2Error, unknown_choice
 from lapa2_interp._util.parsing import parse_toml, read_text
+from lapa2_interp._util.values import read_value
 from lapa2_interp.generation.axes import size_of_product
 from lapa2_interp.generation.cell import Cell, same_label
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
     CellSettings,
-    read_value,
     unknown_setting,
 )
 from lapa2_interp.models.machine import AUTO_DTYPE, faster_dtype

@@ -200,7 +200,7 @@ class Run:
         if not keys:
             first = next(iter(self.by_key), None)
             raise RunError(f"{self.name} has no cell" if first is None else self._not_there(first))
-        found = {key: self.finished_cell(key).trace for key in keys}
+        found = {key: finished_cell(self, key).trace for key in keys}
         traces = {key: each for key, each in found.items() if each is not None}
         if not traces:
             return None
@@ -271,18 +271,18 @@ class Run:
             `ALIKE` (model, task, method, ...), whose arms are compared, attribute and cell (its
             key); attributes are taken together. Texts that ended before a first token are left out.
         """
-        return self.attention(branch, **wanted).steps
+        return self.attention(branch, **wanted).steps()
 
     def fits(self, branch: str | None = None, **wanted: Any) -> pd.DataFrame:
         """C / (t + D) fitted to the curves of `steps` on the prefix (on the raw model, the prompt),
         by arm, with the same arguments and first columns: C, D and R2; NaN where it does not
         fit."""
-        return self.attention(branch, **wanted).fits
+        return self.attention(branch, **wanted).fits()
 
     def prefix_tokens(self, branch: str | None = None, **wanted: Any) -> pd.DataFrame:
         """Attention on BOS and on each prefix token, mean over steps, layers and heads, with 95 %
         intervals: columns of `prefix_token_table`; arguments and errors as `steps`."""
-        return self.attention(branch, **wanted).prefix_tokens
+        return self.attention(branch, **wanted).prefix_tokens()
 
     def heads(self, branch: str | None = None, **wanted: Any) -> HeadAttention:
         """Attention of every head, mean over each text's steps and then over texts; arguments and
@@ -291,7 +291,7 @@ class Run:
         Raises:
             TraceError: The trace is pooled over heads.
         """
-        return self.attention(branch, **wanted).heads
+        return self.attention(branch, **wanted).heads()
 
     def plot(self, branch: str | None = None, **wanted: Any) -> plots.Drawing:
         """Attention on the prefix against step, a curve with its 95 % band for each arm and the
@@ -330,25 +330,6 @@ class Run:
             return []
         folder = self.place(key)
         return [read_record(folder, number, self.by_key[key]) for number in batch_numbers(folder)]
-
-    def finished_cell(self, key: str | None = None) -> FinishedCell:
-        """One cell's manifest, samples and trace as they are stored.
-
-        Args:
-            key: By default that of the only cell.
-
-        Raises:
-            RunError: It is not finished, or damaged; or no key is given and there are several
-                cells.
-        """
-        key = self._only(key)
-        manifest = self.manifest(key)
-        batches = self._batches(key)
-        table = pd.concat([batch.samples for batch in batches], ignore_index=True)
-        table = table.assign(arm=self.by_key[key].arm)
-        # The joined trace may need another type than a batch was stored with: NaN is no integer.
-        traces = [batch.trace.drop_encoding() for batch in batches if batch.trace is not None]
-        return FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
 
     def _batches(self, key: str) -> list[FinishedBatch]:
         """All batches of a finished cell."""
@@ -455,6 +436,25 @@ class Run:
                 " command that made it"
             )
         return f"{where} is not finished; `lapa2 sweep` with its grid makes it"
+
+
+def finished_cell(run: Run, key: str | None = None) -> FinishedCell:
+    """One cell's manifest, samples and trace as they are stored, read at once.
+
+    Args:
+        key: By default that of the only cell.
+
+    Raises:
+        RunError: It is not finished, or damaged; or no key is given and there are several cells.
+    """
+    key = run._only(key)
+    manifest = run.manifest(key)
+    batches = run._batches(key)
+    table = pd.concat([batch.samples for batch in batches], ignore_index=True)
+    table = table.assign(arm=run.by_key[key].arm)
+    # The joined trace may need another type than a batch was stored with: NaN is no integer.
+    traces = [batch.trace.drop_encoding() for batch in batches if batch.trace is not None]
+    return FinishedCell(manifest, table, join_traces(traces, table) if traces else None)
 
 
 def each_once(cells: Mapping[str, Cell]) -> list[str]:

@@ -360,10 +360,10 @@ REFUSED = {
     "pasta:alpha=1,alpha=2": "each once",
     "pasta:alpha=0": "alpha should be above 0, found 0",
     "instaboost:M=-1": "M should be above 0",
-    "instaboost:M=x": "M=x of recipe 'instaboost' cannot be read; give a number",
-    "instaboost:heads=3": "layer.head pairs such as 3.1/4.0",
-    "instaboost:steps=3": "first:stop, such as 0:16",
-    "set-point:floor=yes": "true or false",
+    "instaboost:M=x": "recipe instaboost: M: input should be a valid number, found 'x'",
+    "instaboost:heads=3": "heads: takes 'all', or pairs .* such as '3.1,4.0-8'; found '3'",
+    "instaboost:steps=3": "steps: takes .* such as '0:16'; found '3'",
+    "set-point:floor=yes": "floor: input should be a valid boolean, found 'yes'",
     "split-softmax:k=2": "at most 1, found 2",
     "selective:tokens=1": "needs heads, such as selective:tokens=1,heads=3.1/4.0",
     "lapa2-released:tokens=1": "takes no tokens",
@@ -380,7 +380,9 @@ def test_what_cannot_be_is_refused_by_name(text):
 
 @pytest.mark.parametrize(("name", "parameter"), [("instaboost", "M"), ("split-softmax", "k")])
 def test_a_number_in_quotes_is_refused_by_name(name, parameter):
-    with pytest.raises(AugmentationError, match=f"{parameter} should be above 0, found '0.5'"):
+    with pytest.raises(
+        AugmentationError, match=f"{parameter}: input should be a valid number, found '0.5'"
+    ):
         recipe(name, **{parameter: "0.5"})
 
 

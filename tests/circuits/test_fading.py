@@ -121,12 +121,12 @@ def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
 def test_verdicts_of_the_planted_models(planted_fading):
     """In one the mass mediates the fade; in its twin what fades is a reader of the prompt."""
     table = planted_fading.frame().set_index(["filler", "heads", "bias"])
-    assert planted_fading.verdict() == "mass mediates"
+    assert planted_fading.verdict == "mass mediates"
     assert table.loc[(200, "decoy", "hold"), "share"] == pytest.approx(0, abs=1e-5)
     assert table.loc[(200, "carrier", "hold"), "low"] > 0.95
     twin = found_of("planted-gain", (200,))
     assert twin.fades()["fade"].iloc[-1] > 10
-    assert twin.verdict() == "mass does not"
+    assert twin.verdict == "mass does not"
     held = twin.frame().set_index(["heads", "bias", "filler"])["share"]
     assert abs(held[ALL, "hold", 200]) < 0.05
     assert set(table["verdict"]) <= set(VERDICTS)
@@ -209,7 +209,7 @@ def test_short_texts_are_refused():
 
 def test_few_prompts_make_no_claim_and_a_plot_is_drawn(tmp_path):
     found = found_of(filler=(20,), prompts=["The lake", "The road"], random=1)
-    assert found.verdict() == "inconclusive"
+    assert found.verdict == "inconclusive"
     assert [name for name in found.sets if name.startswith("random")] == ["random 1"]
     file = tmp_path / "fading.png"
     found.plot().savefig(file)
@@ -257,13 +257,13 @@ def test_control_that_grows_has_not_faded(planted_fading):
         changed={(8, ALL, "hold"): near + 0.02}, sets={ALL: planted_fading.sets[ALL]},
     )  # fmt: skip
     row = grown.frame().iloc[0]
-    assert (row["verdict"], grown.verdict()) == ("no fade", "no fade")
+    assert (row["verdict"], grown.verdict) == ("no fade", "no fade")
     assert np.isnan(row["share"])
     # A fade that no interval tells from 0, and may be large, is no absence of one.
     for size, verdict in ((0.05, "no fade"), (1.0, "inconclusive")):
         gaps = size * np.resize([1, -1], n)
         unsure = replace(grown, far={8: near - gaps}, changed={(8, ALL, "hold"): near})
-        assert unsure.verdict() == verdict
+        assert unsure.verdict == verdict
     # Few prompts never tell, however large the fade.
     for prompts in (1, 2):
         examples = {
@@ -274,4 +274,4 @@ def test_control_that_grows_has_not_faded(planted_fading):
             near=np.full(prompts, 1.0), far={8: np.arange(prompts) - 0.9},
             changed={(8, ALL, "hold"): np.full(prompts, 0.95)},
         )  # fmt: skip
-        assert few.verdict() == "inconclusive"
+        assert few.verdict == "inconclusive"

@@ -16,7 +16,7 @@ from conftest import lapa2, load
 from lapa2_interp import Layout, generate, load_model, teacher_forced
 from lapa2_interp._util.errors import Lapa2Error, LayoutError, ModelError, TaskError, TraceError
 from lapa2_interp.cli.app import main
-from lapa2_interp.runs.run import load_run
+from lapa2_interp.runs.run import finished_cell, load_run
 
 ROOT = Path(__file__).parents[2]
 GENERATE = "generate --model tiny-gpt2 --attribute positive --prompt 'The lake' --length 16"
@@ -29,7 +29,7 @@ def test_generate_writes_a_run_that_loads_back(tmp_path, capsys):
         " --seed 1 --patterns 0.1"
     )
     assert lapa2(line, "--out", out) == 0
-    run = load_run(out).finished_cell()
+    run = finished_cell(load_run(out))
     assert run.manifest.cell.arm == "alpha 0.5 paper"
     assert [rule.alpha for rule in run.manifest.cell.active_augmentations] == [0.5]
     assert run.samples["prompt"].tolist() == ["The lake"] * 4 + ["The sea"] * 4
@@ -50,7 +50,7 @@ def made(tmp_path_factory):
 
 def test_generation_from_the_shell_is_reproducible(made, tmp_path):
     assert lapa2(f"{GENERATE} --samples 2 --max-rows 1", "--out", tmp_path / "run") == 0
-    one, two = (load_run(each).finished_cell().samples for each in (made, tmp_path / "run"))
+    one, two = (finished_cell(load_run(each)).samples for each in (made, tmp_path / "run"))
     assert one["text"].tolist() == two["text"].tolist()
 
 
@@ -104,7 +104,7 @@ def test_texts_that_ran_out_of_tokens_are_written_and_reported(tmp_path, capsys)
     error = capsys.readouterr().err.splitlines()[-1]
     assert "no token has positive weight for 'The lake' sample 0 at step" in error
     assert "lower omega" in error
-    run = load_run(tmp_path / "run").finished_cell()
+    run = finished_cell(load_run(tmp_path / "run"))
     assert run.samples["finish"].tolist() == ["empty"]
     assert run.manifest.problems[0] in error
 
@@ -114,7 +114,7 @@ def test_trace_reads_a_run_and_never_writes_over_one(made, tmp_path, capsys):
     for force in ((), ("--force",)):
         assert lapa2("trace", run, "--out", run, *force) == 2
         assert "not a folder of this command's making" in capsys.readouterr().err
-    load_run(run).finished_cell()
+    finished_cell(load_run(run))
     assert lapa2("trace", run, "--out", tmp_path / "look") == 0
     printed = capsys.readouterr().out
     assert (
@@ -263,14 +263,24 @@ def test_probe_and_lists(capsys):
         (f"{GENERATE} --alpha nan --out OUT", "alpha: input should be a finite number, found nan"),
         (f"{GENERATE} --law constant --out OUT", "needs l0"),
         (f"{GENERATE} --layers 9 --out OUT", "layer 9 does not exist"),
+        (
+            f"{GENERATE} --alpha half --out OUT",
+            "alpha: input should be a valid number, found 'half'",
+        ),
+        ("layout --prompt x --steps 2.5", "steps: input should be a valid integer, found 2.5"),
+        (
+            "select planted --heads 2.5 --out OUT",
+            "heads: input should be a valid integer, found 2.5",
+        ),
+        (f"{GENERATE} --layers 3-1 --out OUT", "layers: takes 'all', .* found '3-1'"),
         (f"{GENERATE} --layers middle --out OUT", "layers: takes 'all', .* found 'middle'"),
-        (f"{GENERATE} --layers 1,x --out OUT", "not a list such as 0,1,5"),
+        (f"{GENERATE} --layers 1,x --out OUT", "layers: takes 'all', .* found '1,x'"),
         (f"{GENERATE} --heads 1.9 --out OUT", "does not exist"),
-        (f"{GENERATE} --heads 1-2 --out OUT", "not a list such as"),
+        (f"{GENERATE} --heads 1-2 --out OUT", "heads: takes 'all', .* found '1-2'"),
         (f"{GENERATE} --span 3:99 --out OUT", "lies outside the sequence"),
         (f"{GENERATE} --span 3:1 --out OUT", "is empty or negative"),
         (f"{GENERATE} --patterns 0.9 --out OUT", "does not exist"),
-        (f"{GENERATE} --patterns all --out OUT", "not a list of layer.head pairs"),
+        (f"{GENERATE} --patterns all --out OUT", "patterns: takes pairs .* found 'all'"),
         (f"{GENERATE} --patterns 0.1 --trace none --out OUT", "patterns are part of a trace"),
         (f"{GENERATE} --model-class HookedTransformerr --out OUT/deep/er", "HookedTransformerr"),
         (

@@ -10,7 +10,7 @@ from conftest import lapa2
 from lapa2_interp.cli.app import main
 from lapa2_interp.prefixes import soft_prefix
 from lapa2_interp.prefixes.soft_prefix import RESERVED_SETS, load_prefix
-from lapa2_interp.runs.run import load_run
+from lapa2_interp.runs.run import finished_cell, load_run
 
 TRAIN = (
     "prefix train --model tiny-llama --task sentiment --set dtype=float32 --set slots=3 --set"
@@ -231,7 +231,7 @@ def test_a_trained_set_generates(trained, tmp_path):
     line = "generate --model tiny-llama --attribute positive --prompt 'The lake' --length 16"
     assert lapa2(f"{line} --set prefixes={trained}", "--out", tmp_path / "soft") == 0
     assert lapa2(line, "--out", tmp_path / "hard") == 0
-    soft, hard = (load_run(tmp_path / name).finished_cell() for name in ("soft", "hard"))
+    soft, hard = (finished_cell(load_run(tmp_path / name)) for name in ("soft", "hard"))
     assert soft.samples["text"][0] != hard.samples["text"][0]
     assert soft.manifest.branches["prefix"] == load_prefix(trained, "positive").card.name
     assert soft.trace.sizes["prefix_token"] == 3

@@ -37,6 +37,7 @@ from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.launch import launch
+from lapa2_interp.runs.run import finished_cell
 from lapa2_interp.runs.store import FinishedBatch
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.runs.texts import read_texts
@@ -420,7 +421,7 @@ def test_a_pipe_in_the_place_of_a_result_is_damage(run, name, capsys):
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(RunError, match="damaged"):
-        load_run(run).finished_cell()
+        finished_cell(load_run(run))
     for words in (["score", "--scorers", "distinct"], ["trace"], ["report"], ["view"]):
         main([words[0], str(run), *words[1:]])
         assert capsys.readouterr().err.count("\n") <= 1

@@ -28,6 +28,7 @@ from lapa2_interp.methods.base import Branch, SoftPrefixKey
 from lapa2_interp.methods.registry import assign_augmentations
 from lapa2_interp.models.load import load_model, load_transformers
 from lapa2_interp.prefixes.soft_prefix import load_prefix
+from lapa2_interp.runs.run import finished_cell
 
 GENERATED = [70, 81, 92, 103, 114, 64, 75]
 SENTIMENT = load_task("sentiment")
@@ -261,7 +262,7 @@ def test_traces_of_different_prefix_lengths_join():
         ["The lake", "The blue lake"],
         **settings,
     )
-    cells = [run.finished_cell(key) for key in run.by_key]
+    cells = [finished_cell(run, key) for key in run.by_key]
     texts = pd.concat([each.samples for each in cells], ignore_index=True)
     trace = join_traces([each.trace for each in cells], texts)
     assert trace.sizes["prefix_token"] == len("Very nontoxic:")

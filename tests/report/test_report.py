@@ -28,7 +28,7 @@ from lapa2_interp.report.run_texts import MASS_UNIT
 from lapa2_interp.runs import store
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.grid import load_grid
-from lapa2_interp.runs.run import is_finished_run, load_run
+from lapa2_interp.runs.run import finished_cell, is_finished_run, load_run
 from lapa2_interp.runs.store import Failure, remove_batches
 from lapa2_interp.runs.sweep import sweep
 
@@ -317,7 +317,7 @@ def test_colours_are_the_trace_and_tokens_are_the_text(html, finished):
     seen = 0
     for group in data["groups"]:
         for arm in group["arms"]:
-            cell = run.finished_cell(arm["cell"])
+            cell = finished_cell(run, arm["cell"])
             branch = list(cell.trace["branch"].values).index(branch_name(cell.trace))
             assert arm["branch"] == branch_name(cell.trace)
             for prompt, text in zip(group["prompts"], arm["texts"], strict=True):
@@ -367,9 +367,8 @@ def test_what_a_model_wrote_does_not_act(run):
     scripts = [attrs for tag, attrs in parts.elements if tag == "script"]
     assert scripts == [{"type": "application/json", "id": "data"}, {}]
     assert [attrs for tag, attrs in parts.elements if "onerror" in attrs] == []
-    assert [attrs["src"][:15] for tag, attrs in parts.elements if tag == "img"] == [
-        "data:image/png;"
-    ]
+    images = [attrs["src"][:15] for tag, attrs in parts.elements if tag == "img"]
+    assert set(images) == {"data:image/png;"}
     assert HOSTILE in parts.text
     text = parts.data["groups"][0]["arms"][0]["texts"][0]
     assert text["end"] == HOSTILE
@@ -564,7 +563,7 @@ def test_scores_that_lie_in_a_run_are_on_its_page(scored):
     assert is_finished_run(scored), "`scores` is a part of a run, as its page is"
     parts = Parts(page(scored))
     ids = [each["id"] for tag, each in parts.elements if tag == "h2"]
-    assert ids == ["texts", "scores", "cells", "run"]
+    assert ids == ["texts", "attention", "scores", "cells", "run"]
     assert "No scores yet" not in parts.text
     table = pd.read_csv(scored / "scores/table.csv", keep_default_na=False)
     for row in table[table["metric"] == "accuracy"].to_dict("records"):
@@ -573,7 +572,9 @@ def test_scores_that_lie_in_a_run_are_on_its_page(scored):
         assert arm in parts.text
     changes = pd.read_csv(scored / "scores/differences.csv")
     figures = [tag for tag, _ in parts.elements if tag == "figure"]
-    assert len(figures) == changes["metric"].nunique()
+    pictures = [attrs["alt"] for tag, attrs in parts.elements if tag == "img"]
+    assert pictures == ["sentiment, prefix: attention on the prefix, against step"]
+    assert len(figures) - len(pictures) == changes["metric"].nunique()
     drawings = [each for tag, each in parts.elements if tag == "svg"]
     assert len(drawings) == len(changes[changes["low"] < changes["high"]])
 
@@ -605,7 +606,7 @@ def test_scores_without_a_comparison_have_no_figure(scored, tmp_path):
     assert main(["score", str(run), "--scorers", "distinct"]) == 0
     parts = Parts(page(run))
     assert "distinct-1" in parts.text
-    assert not [tag for tag, _ in parts.elements if tag == "figure"]
+    assert [tag for tag, _ in parts.elements if tag in ("figure", "img")] == ["figure", "img"]
     assert main(["score", str(run), "--scorers", "echo", "--only", "arm=strong", "--force"]) == 0
     assert "not among these scores: baseline, instaboost:M=5" in Parts(page(run)).text
 

@@ -148,7 +148,7 @@ def test_a_grid_takes_recipes_together(text, grid):
     [
         ("past", "unknown augmentation 'past'.*did you mean 'pasta'.*or a table of fields"),
         ("selective:tokens=1", "needs tokens and heads|needs heads"),
-        ("pasta:alpha=x", "cannot be read; give a number"),
+        ("pasta:alpha=x", "recipe pasta: alpha: input should be a valid number, found .x."),
     ],
 )
 def test_a_grid_refuses_recipes_by_name(text, problem, tmp_path):

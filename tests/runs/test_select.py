@@ -14,7 +14,7 @@ from lapa2_interp.attention.tables import fit_table, head_table, prefix_token_ta
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.runs.attention import ALIKE, SHOWN
 from lapa2_interp.runs.generate import make_cells
-from lapa2_interp.runs.run import Run
+from lapa2_interp.runs.run import Run, finished_cell
 
 ASKED = {"attribute": "positive", "prompts": ["The lake", "A road"], "dtype": "float32"}
 
@@ -87,7 +87,7 @@ def test_traces_of_several_cells_are_one_with_coordinates(run):
             assert trace[name].to_numpy().tolist() == samples[name].tolist()
         assert trace["prompt_text"].to_numpy().tolist() == samples["prompt"].tolist()
         for key in set(samples["cell"]):
-            alone, at = run.finished_cell(key).trace, (samples["cell"] == key).to_numpy()
+            alone, at = finished_cell(run, key).trace, (samples["cell"] == key).to_numpy()
             part = trace["prefix"].isel(sample=at).sel(branch=alone["branch"], step=alone["step"])
             np.testing.assert_array_equal(part, alone["prefix"])
     both = run.trace(method="air-decoding", alpha=[0, 0.5])
@@ -107,7 +107,7 @@ def test_steps_are_a_tidy_table_by_arm(run):
 def test_tables_are_those_of_each_cell_after_its_columns(run):
     for found, table in (
         (run.steps(), step_table),
-        (run.heads().frame, head_table),
+        (run.heads().frame(), head_table),
         (run.prefix_tokens(), prefix_token_table),
     ):
         assert list(found)[:9] == [*ALIKE, "attribute", "cell", "arm"]

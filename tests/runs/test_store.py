@@ -32,7 +32,7 @@ from lapa2_interp.runs.attention import one_kind
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid
-from lapa2_interp.runs.run import Run, each_once, is_run, write_run
+from lapa2_interp.runs.run import Run, each_once, finished_cell, is_run, write_run
 from lapa2_interp.runs.store import Listing
 from lapa2_interp.runs.sweep import sweep
 from lapa2_interp.runs.worker import Worker
@@ -80,7 +80,7 @@ def test_a_run_reads_back_equal(run, stored):
     assert again.finished == run.by_key
     assert run.samples().groupby(["arm", "attribute"]).size().tolist() == [4, 4, 4, 4]
     for key in run.by_key:
-        same(again.finished_cell(key), run.finished_cell(key))
+        same(finished_cell(again, key), finished_cell(run, key))
         names = {"cell.json", "000.json", "000.parquet", "000.nc"}
         assert {path.name for path in again.place(key).iterdir()} == names
     assert {path.name for path in stored.iterdir()} == {"cells", "run.json"}
@@ -91,12 +91,12 @@ def test_one_cell_is_a_run(run, saved, tmp_path):
     for whole in (run, saved):
         alone = whole.select(key=key)
         assert list(alone.by_key) == [key]
-        same(alone.finished_cell(), run.finished_cell(key))
+        same(finished_cell(alone), finished_cell(run, key))
         assert alone.samples()["text"].tolist() == run.samples([key])["text"].tolist()
         with pytest.raises(RunError, match="has no cell with key=ab"):
             whole.select(key="ab")
     with pytest.raises(RunError, match="has 4 cells; give the key of one"):
-        run.finished_cell()
+        finished_cell(run)
     with pytest.raises(RunError, match="in memory only; run.save"):
         run.home  # noqa: B018
     for place in (whole.place(key), tmp_path):
@@ -205,7 +205,7 @@ def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
 def test_texts_without_a_first_token_have_no_attention(run, capsys):
     """They are left out, and said."""
     key = next(iter(run.by_key))
-    cell = run.finished_cell(key)
+    cell = finished_cell(run, key)
     samples, trace = cell.samples.copy(), cell.trace.copy(deep=True)
     samples.loc[0, "n_tokens"] = 0
     for name in trace.data_vars:
@@ -215,7 +215,7 @@ def test_texts_without_a_first_token_have_no_attention(run, capsys):
     ended = Run(None, run.listing, {key: run.by_key[key]}, {key: [batch]})
     found = ended.attention()
     assert (found.n_untraced, len(found.kinds[0][0])) == (1, len(samples) - 1)
-    assert set(found.steps["n"]) == {len(samples) - 1}
+    assert set(found.steps()["n"]) == {len(samples) - 1}
     samples["n_tokens"] = 0
     with pytest.raises(TraceError, match="all texts .* ended before a first token"):
         ended.attention()
@@ -272,7 +272,7 @@ def test_generate_makes_a_run_of_one_cell(tmp_path):
     assert again.samples().equals(run.samples())
     assert again.manifest().cell == run.manifest().cell == cell
     saved = run.save(tmp_path / "run")
-    same(saved.finished_cell(), run.finished_cell())
+    same(finished_cell(saved), finished_cell(run))
     with pytest.raises(RunError, match="is finished; force=True replaces it"):
         run.save(tmp_path / "run")
     assert generate(load("tiny-gpt2"), alpha=0, **asked).samples()["arm"].unique() == ["baseline"]

@@ -51,7 +51,7 @@ from lapa2_interp.runs.estimates import cost
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
-from lapa2_interp.runs.run import load_run
+from lapa2_interp.runs.run import finished_cell, load_run
 from lapa2_interp.runs.store import Failure, Listing, read_batch
 from lapa2_interp.runs.sweep import ATTEMPTS, open_run, remove_earlier, sweep
 from lapa2_interp.runs.worker import Worker, check_files
@@ -1186,7 +1186,7 @@ def test_a_damaged_batch_is_named_and_made_again_with_a_line(undisturbed, files,
         f"{cell.key} .* is (damaged|not fin)" if seen_at_once else f"{name} is missing or damaged"
     )
     with pytest.raises(RunError, match=told):
-        run.finished_cell(cell.key)
+        finished_cell(run, cell.key)
     with pytest.raises(DamagedError, match=f"{name} is missing or damaged .*makes it again"):
         read_batch(place, number, cell)
     assert len(run.samples(list(run.by_key)[:-1])) == 18
@@ -1315,7 +1315,12 @@ def test_cells_that_are_not_finished_are_named(undisturbed, files, tmp_path, cap
     key = run.cells["key"][2]
     assert set(run.samples()["cell"]) == {run.cells["key"][0]}
     told = f"cell {key} .* is not finished; `lapa2 sweep` with its grid makes it"
-    for read in (run.finished_cell, run.trace, run.manifest, lambda lost: run.samples([lost])):
+    for read in (
+        lambda lost: finished_cell(run, lost),
+        run.trace,
+        run.manifest,
+        lambda lost: run.samples([lost]),
+    ):
         with pytest.raises(RunError, match=told):
             read(key)
         with pytest.raises(RunError, match="has no cell 'nonsense'; `lapa2 runs .*` lists them"):
@@ -1352,7 +1357,7 @@ def test_every_class_of_model_and_every_option_reaches_the_worker(tmp_path, mode
     text += f'model_class = "{model_class}"\neos = "stop"\ntop_k = 5\nseed = 3\n'
     grid, (cell,) = grid_of(tmp_path, text + 'method = "prefix"\n')
     assert sweep(tmp_path / "run", [grid], InProcess("cpu"), pytest.fail).made == 1
-    found = load_run(tmp_path / "run").finished_cell(cell.key)
+    found = finished_cell(load_run(tmp_path / "run"), cell.key)
     assert found.trace is None
     card = found.manifest.model
     assert (card.model_class, card.dtype) == (model_class, "float64")

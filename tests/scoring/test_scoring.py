@@ -14,6 +14,7 @@ from scipy.stats import t
 
 from lapa2_interp._util.errors import DataError, ScoringError
 from lapa2_interp.models.load import load_transformers
+from lapa2_interp.runs.run import finished_cell
 from lapa2_interp.runs.texts import at_lengths, in_parts, read_texts
 from lapa2_interp.scoring import transformer
 from lapa2_interp.scoring.distinct import Repetition, distinct, distinct_table, token_lists
@@ -706,10 +707,10 @@ def test_lengths_are_cut_from_one_run():
     from lapa2_interp.methods import registry as methods
 
     def run(length):
-        return run_of(
+        return finished_cell(run_of(
             load("tiny-gpt2"), methods.get("prefix"), load_task("sentiment"), ["positive"], ["The lake", "The sea"],
             length=length, samples=2, seed=4, trace="none",
-        ).finished_cell()  # fmt: skip
+        ))  # fmt: skip
 
     long, short = run(40), run(20)
     cut = at_lengths(long.samples, long.manifest, [20, 40])

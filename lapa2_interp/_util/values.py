@@ -1,0 +1,100 @@
+"""Values as users give them: text read as a value, arrays as lists, numbers that are no text.
+
+A number is a number: text is read as one where all is text (the command line, recipes) and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
+
+from lapa2_interp._util.errors import Lapa2Error, validation_message
+from lapa2_interp._util.parsing import parse_toml
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+"""A number that TOML may refuse, such as .5"""
+KINDS: dict[str, Any] = {
+    "int": int, "float": float, "bool": bool, "Sequence[int]": tuple[int, ...],
+}  # fmt: skip
+"""Types of parameters that `numbers_checked` checks, as signatures name them."""
+
+
+def read_value(text: str) -> Any:
+    """A value as a grid file has it, or a number such as .5, or the text where it is neither."""
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
+        return float(text) if NUMBER.fullmatch(text) else text
+
+
+def plain(value: Any) -> Any:
+    """A value without arrays: those of numpy, pandas and torch, lists and ranges become tuples, and
+    their numbers Python's."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return tuple(map(plain, value)) if isinstance(value, list | tuple | range) else value
+
+
+def check_value(
+    name: str, value: Any, kind: Any, error: type[Lapa2Error] = Lapa2Error, where: str = ""
+) -> None:
+    """Refuse a value of another type, such as a number as text.
+
+    Args:
+        kind: The type, perhaps with bounds (`Annotated`).
+        error: The error that is raised.
+        where: What comes before the name in its message.
+    """
+    from pydantic import ValidationError
+
+    try:
+        _adapter(kind).validate_python(plain(value), strict=True)
+    except ValidationError as problem:
+        raise error(f"{where}{name}: {validation_message(problem)}") from None
+
+
+def read_fields(texts: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Texts as values of fields of these types; where a field may be text, they are that text."""
+    found: dict[str, Any] = {}
+    for name, text in texts.items():
+        try:
+            check_value(name, text, kinds.get(name, str))
+            found[name] = text
+        except Lapa2Error:
+            found[name] = read_value(text)
+    return found
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def numbers_checked(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that refuses other types where its signature has a number (`KINDS`), in the
+    sentence of every setting."""
+    shape = signature(function)
+    kinds: dict[str, tuple[Any, bool]] = {}
+    for name, parameter in shape.parameters.items():
+        annotation = str(parameter.annotation)
+        if (kind := annotation.removesuffix(" | None")) in KINDS:
+            kinds[name] = KINDS[kind], kind != annotation
+
+    @wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> T:
+        values = dict(zip(shape.parameters, arguments, strict=False)) | named
+        for name, (kind, optional) in kinds.items():
+            if name in values and not (optional and values[name] is None):
+                check_value(name, values[name], kind)
+        return function(*arguments, **named)
+
+    return call

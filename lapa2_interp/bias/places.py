@@ -1,0 +1,113 @@
+"""Layers, heads, slots and steps as text: one form in Python, grid files, recipes and the command
+line.
+
+    layers  0,5,10-20           numbers, and ranges with both their ends
+    heads   3.1,4.0-8,10-20.3   layer.head pairs; a range stands for each of its numbers
+    span    1:4,6:8             slots [1, 4) and [6, 8)
+            prefix:0,2-4        tokens of the prefix
+    steps   0:16                from the first to before the last
+
+"/" may stand for ",": commas divide the parameters of a recipe.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+from lapa2_interp._util.errors import Lapa2Error
+from lapa2_interp._util.values import plain
+
+RANGE = r"\d{1,6}(?:-\d{1,6})?"
+MOST = 1000
+"""Numbers in a range, at most: more than any model has layers or heads."""
+FORMS = {
+    "layers": "numbers from 0, (layer, ...) or a text such as '0,5,10-20'",
+    "heads": "pairs of numbers from 0, ((layer, head), ...) or a text such as '3.1,4.0-8'",
+    "positions": "positions from 0, (position, ...) or a text such as '0,2-4'",
+    "steps": "numbers from 0, (first, stop) with first < stop, or a text such as '0:16'",
+}
+"""What is allowed, for error messages."""
+
+
+def read_place(name: str, value: Any) -> Any:
+    """The numbers of a text, by the name of what they are; other text as it is, other values
+    `plain`."""
+    if name not in READERS or not isinstance(value, str):
+        return plain(value)
+    if name == "span" and value.startswith("prefix:"):
+        positions = _numbers(value.removeprefix("prefix:"))
+        return value if positions is None else ("prefix", positions)
+    found = READERS[name](value.replace(" ", ""))
+    return value if found is None else found
+
+
+def head_pairs(name: str, value: Any, error: type[Lapa2Error]) -> tuple[tuple[int, int], ...]:
+    """(layer, head) pairs of pairs or of text; whether a model has them is for others to check.
+
+    Args:
+        name: What they are called in the message.
+        error: The error that is raised.
+
+    Raises:
+        Lapa2Error: Something else.
+    """
+    found = read_place("heads", value)
+    pairs = found if isinstance(found, tuple) else (None,)
+    if not all(
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in pair)
+        for pair in pairs
+    ):
+        raise error(f"{name}: takes {FORMS['heads']}; found {str(value)[:80]!r}")
+    return pairs
+
+
+def _range(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _numbers(text: str) -> tuple[int, ...] | None:
+    if not re.fullmatch(rf"{RANGE}([,/]{RANGE})*", text, re.ASCII):
+        return None
+    ranges = [_range(part) for part in re.split("[,/]", text)]
+    if not all(0 < len(each) <= MOST for each in ranges):
+        return None
+    return tuple(dict.fromkeys(number for each in ranges for number in each))
+
+
+def _pairs(text: str) -> tuple[tuple[int, int], ...] | None:
+    pair = rf"{RANGE}\.{RANGE}"
+    if not re.fullmatch(rf"{pair}([,/]{pair})*", text, re.ASCII):
+        return None
+    ranges = [tuple(map(_range, part.split("."))) for part in re.split("[,/]", text)]
+    if not all(0 < len(each) <= MOST for both in ranges for each in both):
+        return None
+    return tuple(dict.fromkeys((i, j) for one, other in ranges for i, j in product(one, other)))
+
+
+def _intervals(text: str) -> tuple[tuple[int, int], ...] | None:
+    interval = r"\d{1,9}:\d{1,9}"
+    if not re.fullmatch(rf"{interval}([,/]{interval})*", text, re.ASCII):
+        return None
+    parts = [part.split(":") for part in re.split("[,/]", text)]
+    return tuple((int(start), int(stop)) for start, stop in parts)
+
+
+def _one_interval(text: str) -> tuple[int, int] | None:
+    found = _intervals(text)
+    return found[0] if found is not None and len(found) == 1 else None
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "layers": _numbers,
+    "positions": _numbers,
+    "heads": _pairs,
+    "span": _intervals,
+    "steps": _one_interval,
+}
+"""Readers of texts; None where a text has another form."""

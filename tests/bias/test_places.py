@@ -1,0 +1,71 @@
+"""Layers, heads, slots and steps as text: one form in every place that names them."""
+
+import numpy as np
+import pytest
+from conftest import load
+
+from lapa2_interp import Augmentation, Layout, circuits, recipe, teacher_forced
+from lapa2_interp._util.errors import Lapa2Error
+from lapa2_interp.bias.places import read_place
+from lapa2_interp.bias.recipes import parse_recipes
+from lapa2_interp.generation.settings import CellSettings
+
+HEADS = ((0, 1), (1, 0), (1, 1), (1, 2))
+PLACES = [
+    ("layers", "0,5,10-12", (0, 5, 10, 11, 12)),
+    ("layers", "1-3/2", (1, 2, 3)),
+    ("heads", "0.1,1.0-2", HEADS),
+    ("heads", "2-3.1", ((2, 1), (3, 1))),
+    ("span", "1:4, 6:8", ((1, 4), (6, 8))),
+    ("span", "prefix:0,2-3", ("prefix", (0, 2, 3))),
+    ("steps", "0:16", (0, 16)),
+]
+WRONG = [("layers", text) for text in ("3-1", "1,", "-1", "1.5", "0-99999", "١")] + [
+    ("heads", text) for text in ("3", "1.2-", "-1.0", "1.2.3")
+] + [("steps", "16"), ("span", "prefix:"), ("span", "1-4")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "value"), PLACES)
+def test_a_text_is_its_numbers(name, text, value):
+    assert read_place(name, text) == value
+    assert Augmentation(alpha=1, **{name: text}) == Augmentation(alpha=1, **{name: value})
+
+
+@pytest.mark.parametrize(("name", "text"), WRONG)
+def test_other_text_is_refused_with_what_is_allowed(name, text):
+    with pytest.raises(Lapa2Error, match=f"augmentation {name}: takes .*; found '{text}'"):
+        Augmentation(alpha=1, **{name: text})
+
+
+@pytest.mark.parametrize("value", [(-1,), (True,), (1.0,), ("1",), (np.float32(1),)])
+def test_layers_and_heads_are_whole_numbers_from_0(value):
+    for fields in ({"layers": value}, {"heads": ((0, *value),)}):
+        with pytest.raises(Lapa2Error, match="takes 'all', .* from 0"):
+            Augmentation(alpha=1, **fields)
+
+
+def test_heads_are_named_alike_everywhere():
+    text = "0.1,1.0-2"
+    named = parse_recipes(f"lapa2:heads={text.replace(',', '/')},tokens=0-1")
+    assert named == recipe("lapa2", heads=text, tokens="0-1")
+    assert (named[0].heads, named[0].positions) == (HEADS, (0, 1))
+    assert CellSettings.of({"patterns": text}).patterns == HEADS
+    model = load("planted")
+    found = circuits.knock_out(model, "sentiment", over={"some": text}, tokens=2)
+    assert found.units[0].heads == HEADS
+    layout = Layout.of(model.tokenizer, "Very positive:", " The lake")
+    kept = [teacher_forced(model, layout, [[1, 2]], patterns=heads) for heads in (text, HEADS)]
+    assert kept[0].identical(kept[1])
+    assert kept[0].sizes["pair"] == len(HEADS)
+
+
+@pytest.mark.parametrize("heads", [[(-1, 0)], "x", [(True, 0)], [1, 2]])
+def test_what_is_no_head_is_refused_everywhere(heads):
+    model = load("planted")
+    for call in (
+        lambda: CellSettings.of({"patterns": heads}),
+        lambda: circuits.knock_out(model, "sentiment", over={"some": heads}, tokens=2),
+        lambda: circuits.patch(model, "sentiment", "z", together={"some": heads}, tokens=2),
+    ):
+        with pytest.raises(Lapa2Error, match="takes pairs of numbers from 0"):
+            call()
