@@ -533,7 +533,7 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (('samples = 1', 'samples = "many"'), "samples: .* valid integer.*, found 'many'"),
         (('samples = 1', 'samples = true'), "samples: input should be a number, found True"),
         (('prompts = 2', 'prompts = true'), "prompts: takes task, a number .* found True"),
-        (('length = 24', 'length = 24\naugmentation = { alpha = true }'), "alpha is a number, found True"),
+        (('length = 24', 'length = 24\naugmentation = { alpha = true }'), "alpha: input should be a valid number, found True"),
         (('prompts = 2', 'prompts = 0'), "prompts: takes task, a number of at least 1, .* found 0"),
         (('prompts = 2', 'prompts = "nowhere.txt"'), "cannot read prompts from nowhere.txt: No such file or directory; give a file that ends in .txt"),
         (('prompts = 2', 'prompts = { file = "p.txt" }'), "prompts: takes task.*; found {'file': 'p.txt'}"),
