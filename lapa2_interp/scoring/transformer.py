@@ -293,13 +293,8 @@ class Classifier(ScorerInPieces):
         self.column = column
         self.columns = self.labels if column is None else (name,)
         self.classifies = column is None
-        unnamed = (
-            []
-            if column
-            else [
-                label for label in own if UNNAMED.fullmatch(label) and label not in (labels or {})
-            ]
-        )
+        named = own if column else [*(labels or {})]  # whoever asks for a label knows it
+        unnamed = [label for label in own if UNNAMED.fullmatch(label) and label not in named]
         problem = _problem_type(self.network.config, model, unnamed)
         self.probabilities = HEADS[problem]
         several = problem == "multi_label_classification"
