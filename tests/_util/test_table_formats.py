@@ -62,7 +62,7 @@ def test_numbers_that_may_be_negative_are_formatted_by_one_function():
                 (first, *_) = node.format_spec.values
                 if isinstance(first, ast.Constant) and str(first.value).startswith("+"):
                     wrong.append(f"{file.name}:{node.lineno}")
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "to_string":
-                if any(each.arg == "float_format" for each in node.keywords):
-                    wrong.append(f"{file.name}:{node.lineno}")
+            own_format = any(each.arg == "float_format" for each in getattr(node, "keywords", ()))
+            if own_format and getattr(node.func, "attr", "") == "to_string":
+                wrong.append(f"{file.name}:{node.lineno}")
     assert [place for place in wrong if not place.startswith("table_formats.py")] == []
