@@ -583,7 +583,7 @@ def test_scores_are_also_markdown_and_latex(scored):
     markdown = (scored / "scores/table.md").read_text()
     latex = (scored / "scores/table.tex").read_text()
     for text in (markdown, latex):
-        for word in ("instaboost:M=5", "strong", "change of accuracy", "change of echo"):
+        for word in ("instaboost:M=5", "strong", "accuracy change", "echo change"):
             assert word in text
     assert "distinct-1" in markdown
     assert latex.count(r"\\") == 1 + 3  # a head, and a row an arm
