@@ -127,8 +127,8 @@ def check_arguments(words: Sequence[str]) -> None:
     for number, word in enumerate(words, start=1):
         if re.search("[\ud800-\udfff]", word):
             raise Lapa2Error(
-                f"argument {number}, {ascii(word)[:80]}, is not {sys.getfilesystemencoding().upper()};"
-                " give texts and names of files in the encoding of this locale"
+                f"argument {number}, {ascii(word)[:80]}, is not"
+                f" {sys.getfilesystemencoding().upper()}; give texts and names of files in the encoding of this locale"
             )
 
 
