@@ -128,7 +128,8 @@ def check_arguments(words: Sequence[str]) -> None:
         if re.search("[\ud800-\udfff]", word):
             raise Lapa2Error(
                 f"argument {number}, {ascii(word)[:80]}, is not"
-                f" {sys.getfilesystemencoding().upper()}; give texts and names of files in the encoding of this locale"
+                f" {sys.getfilesystemencoding().upper()}; give texts and"
+                " names of files in the encoding of this locale"
             )
 
 
