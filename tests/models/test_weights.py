@@ -329,7 +329,7 @@ def whole_llama(tmp_path_factory):
     ("fields", "told"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, and the weights beside it"),
-        ({"layer_types": [10**9]}, "layer_types = 1000000000"),
+        ({"attention_types": [[["global"], 10**9]]}, "attention_types = 1000000000"),
         ({"text_config": {"n_layer": 1e30}}, r"n_layer = 1e\+30"),
         ({"num_hidden_layers": 600}, "asks for more than .* and its weights hold 39 of"),
         ({"vocab_size": 10**12}, "asks for more than 1 tensors of 32000000000000 numbers"),
