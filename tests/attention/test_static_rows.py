@@ -118,14 +118,8 @@ def folder(tmp_path_factory):
 NOTES = {
     **dict.fromkeys(
         (
-            "Qwen3-Next",
-            "Qwen3.5",
-            "Granite 4",
-            "Gemma 4",
-            "Gemma 4 with images",
-            "Bamba",
-            "Falcon-H1",
-            "LFM2",
+            "Qwen3-Next", "Qwen3.5", "Granite 4", "Gemma 4", "Gemma 4 with images", "Bamba",
+            "Falcon-H1", "LFM2",
         ),
         "keeps keys and values",
     ),
@@ -133,24 +127,14 @@ NOTES = {
     # Routers choose experts in Python; these steps are static, and called.
     **dict.fromkeys(
         (
-            "DeepSeek-V3",
-            "gpt-oss",
-            "Qwen3-MoE",
-            "DeepSeek-V2",
-            "dots.llm1",
-            "ERNIE 4.5 MoE",
-            "FlexOlmo",
-            "GLM-4.5",
-            "GraniteMoE",
-            "OLMoE",
-            "PhiMoE",
-            "Qwen2-MoE",
+            "DeepSeek-V3", "gpt-oss", "Mixtral", "Qwen3-MoE", "DeepSeek-V2", "dots.llm1",
+            "ERNIE 4.5 MoE", "FlexOlmo", "GLM-4.5", "GraniteMoE", "OLMoE", "PhiMoE", "Qwen2-MoE",
         ),
         "cannot be captured",
     ),
     # It makes a number into a tensor, which a graph of a GPU can hold.
     ("Gemma 3 with images", "cpu"): "cannot be captured",
-}
+}  # fmt: skip
 """By family, or by family and device, the note."""
 PASSES = {"cpu": 1, "cuda": 1 + static_rows.WARM_UP}
 """Passes of a capture."""
