@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from lapa2_interp.models.tiny import tiny_tokenizer
@@ -290,6 +291,11 @@ FAMILIES = {
     ),
     "Doge": Family("doge", sees=(), refused={BRIDGE: NO_BRIDGE, PLAIN: HIDDEN}, long=True),
 }  # fmt: skip
+
+
+def marked(name: str, *values: str) -> Any:
+    """A case of a family for `pytest.mark.parametrize`, with the family's marker."""
+    return pytest.param(name, *values, marks=[pytest.mark.long] * FAMILIES[name].long)
 
 
 def save_family(name: str, folder: Path) -> Path:

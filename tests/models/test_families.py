@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import BRIDGE, FAMILIES, PLAIN, save_family, table
+from families import BRIDGE, FAMILIES, PLAIN, marked, save_family, table
 from transformers import DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
@@ -36,7 +36,7 @@ STEPS = 7
 """Every prompt is longer than a window of 16 tokens; the second text begins a chunk of 16 on its way."""
 WORKING, REFUSED = (
     [
-        pytest.param(name, kind, marks=[pytest.mark.long] * family.long)
+        marked(name, kind)
         for name, family in FAMILIES.items()
         for kind in CLASSES
         if (kind in family.refused) == refused
