@@ -198,7 +198,7 @@ def interval_method(clusters: int) -> IntervalMethod:
     return "resampled" if clusters >= FEW else "student" if clusters > 1 else "none"
 
 
-def describe_intervals(clusters: Iterable[int]) -> str:
+def describe_intervals(clusters: Iterable[int | float]) -> str:
     """The methods that made the intervals of numbers with so many prompts each, in words."""
     methods = {interval_method(int(n)) for n in clusters}
     return "; ".join(words for method, words in METHOD_WORDS.items() if method in methods)

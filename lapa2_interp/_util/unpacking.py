@@ -24,7 +24,7 @@ ALWAYS = 2**26
 RATIO = 100
 """Bytes that a byte of a larger file may unpack to."""
 DAMAGE = (EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)
-"""Errors of the decompressors at damaged bytes; others are OSErrors."""
+"""Errors of the decompressors at damaged bytes; others are OSErrors without a number."""
 
 
 def unpacked_limit(file: Path) -> int:
@@ -67,14 +67,21 @@ class _Bounded(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             read = self._stream.read(len(buffer))
-        except DAMAGE as error:
-            raise ValueError(f"its compression is damaged ({error})") from error
+        except (OSError, *DAMAGE) as error:
+            raise _damaged(self._file, error) from error
         self._size += len(read)
         if self._size > self._limit:
             check_unpacked(self._file, self._size)
             raise ValueError(f"it unpacks to more than {LARGEST_TEXT} bytes; give it in parts")
         buffer[: len(read)] = read
         return len(read)
+
+
+def _damaged(file: Path, error: Exception) -> Exception:
+    """What a decompressor's error says; one of the disk is raised as it is."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    return ValueError(f"it is not compressed as {file.suffix} says, or damaged ({error})")
 
 
 @contextmanager
@@ -101,7 +108,7 @@ def open_packed(file: Path) -> Iterator[IO[bytes]]:
                     raise ValueError(f"it is an archive of {len(names)} files; give one of one")
                 stream = archive.open(names[0])
             except (*DAMAGE, NotImplementedError, RuntimeError) as error:
-                raise ValueError(f"its compression is damaged ({error})") from error
+                raise _damaged(file, error) from error
         else:
             openers: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
             stream = openers[ending](file, "rb")

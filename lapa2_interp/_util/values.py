@@ -44,8 +44,8 @@ def plain(value: Any) -> Any:
 
 def check_value(
     name: str, value: Any, kind: Any, error: type[Lapa2Error] = Lapa2Error, where: str = ""
-) -> None:
-    """Refuse a value of another type, such as a number as text.
+) -> Any:
+    """The value; one of another type, such as a number as text, is refused.
 
     Args:
         kind: The type, perhaps with bounds (`Annotated`).
@@ -55,7 +55,7 @@ def check_value(
     from pydantic import ValidationError
 
     try:
-        _adapter(kind).validate_python(plain(value), strict=True)
+        return _adapter(kind).validate_python(plain(value), strict=True)
     except ValidationError as problem:
         raise error(f"{where}{name}: {validation_message(problem)}") from None
 

@@ -97,8 +97,7 @@ def convert_value(kind: Any, tokens: Sequence[Token]) -> Any:
     name = str(tokens[0].keyword or tokens[0].value).lstrip("-").replace("-", "_")
     values = tuple(read_value(token.value) for token in tokens)
     value = values if kind in SEVERAL else values[0]
-    check_value(name, value, kind)
-    return value
+    return check_value(name, value, kind)
 
 
 app = App(

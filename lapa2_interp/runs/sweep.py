@@ -18,6 +18,7 @@ from time import perf_counter
 from filelock import Timeout
 from tqdm import tqdm
 
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize
 from lapa2_interp._util.files import (
     TEMPORARY_PREFIX,
@@ -134,8 +135,8 @@ def open_run(
         shown = "; ".join(list(arms)[:2]) + "; ..." * (len(arms) > 2)
         notify(
             f"{pluralize(len(left), 'cell')} of an earlier grid {'is' if len(left) == 1 else 'are'}"
-            f" in {folder} too, and in no table or report: {shown}; `lapa2 runs {folder}` lists"
-            " them, and with --remove-earlier removes them"
+            f" in {folder} too, and in no table or report: {shown}; `{command('runs', folder)}`"
+            " lists them, and with --remove-earlier removes them"
         )
     return load_run(folder)
 

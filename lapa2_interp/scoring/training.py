@@ -62,8 +62,8 @@ def read_graded(path: Path, test: bool) -> GradedTexts:
     """
     texts, scores = [], []
     try:
-        with open_packed(path) as opened:
-            for line in io.TextIOWrapper(opened, encoding="utf-8-sig"):
+        with open_packed(path) as opened, io.TextIOWrapper(opened, "utf-8-sig") as lines:
+            for line in lines:
                 row = parse_json(line)
                 number = int(hashlib.sha256(row["prompt"]["text"].encode()).hexdigest(), 16)
                 if (number % 5 == 0) == test:

@@ -798,7 +798,7 @@ def test_few_prompts_give_numbers_and_no_claims():
 def test_heads_are_pairs_of_integers():
     for wrong in ([1], [[1.7, 2]], [[True, 1]], ["12"], [[1, 2, 3]]):
         with pytest.raises(CircuitError, match="pairs"):
-            head_pairs(wrong)
+            head_pairs("heads", wrong, CircuitError)
 
 
 def test_in_bfloat16_what_is_noise_is_marked():
@@ -958,7 +958,7 @@ def test_cases_that_cannot_be_read_are_refused():
         )
     with pytest.raises(CircuitError, match="texts has none for the prompt 'The lake'"):
         make_examples(model, "sentiment", prompts=["The lake"], texts={"The lake": []})
-    with pytest.raises(CircuitError, match="there is no prompt; give at least one"):
+    with pytest.raises(LayoutError, match="prompts is an empty list; give at least one"):
         control_score(model, "sentiment", prompts=[])
     soft = Layout.of(model.tokenizer, None, "efg hi", soft=example.layouts[0].l_pre)
     with pytest.raises(CircuitError, match="the layouts have 6, 0 slots, the prefixes 0, 0"):
@@ -1046,7 +1046,7 @@ def test_a_joint_curve_takes_heads_by_prompts():
     units = (Unit({"layer": 0, "head": 0}, ((0, 0),)), Unit({"layer": 0, "head": 1}, ((0, 1),)))
     table = knock_out(model, asked, units=units, metric="lex", other_metrics=())
     effects = np.array([[1.0, 0]] * 9 + [[9.0, 0], [0, 2], [9.0, 0]])  # b and d are judged first
-    found = joint_curve(model, replace(table, values=effects), sizes=(1,), seeds=1).table
+    found = joint_curve(model, replace(table, values=effects), sizes=(1,), seeds=1).rows
     left = found[found["kind"] == "without"]["left"].iloc[0]
     whole = asked.by_prompt(table.whole[:, None])[:, 0]
     rest = asked.by_prompt(table.whole[:, None] - table.values)

@@ -157,7 +157,10 @@ def test_tokens_that_are_given(contrast_set):
         ({"score": "cat"}, "unknown score 'cat'; allowed: cut"),
         ({"heads": -1}, "heads must be at least 1, or 0 for all"),
         ({"file": "cuts"}, "finished knock-outs, and the score random makes none; leave out"),
-        ({"positions": "first"}, "unknown choice of positions 'first'; allowed: all, auto"),
+        (
+            {"positions": "first"},
+            "positions: takes 'all', 'auto', or positions from 0.* found 'first'",
+        ),
         ({"positions": (7,)}, "positions .7,. are not within a prefix of 3 tokens"),
         ({"prompts": ["The lake"]}, "1 prompts are too few to choose by; give at least 8"),
     ],
@@ -231,7 +234,7 @@ def test_the_commands(tmp_path, capsys):
     assert "mass mediates: holding the mass restores four fifths of the fade" in printed
     assert {file.name for file in out.iterdir()} == {"fading.csv", "control.csv", "fading.png"}
     assert main(f"select planted --positions x --out {card}".split()) == 2
-    assert "--positions 'x' is not all, auto, or positions such as 0,1" in capsys.readouterr().err
+    assert "positions: takes 'all', 'auto', or positions from 0" in capsys.readouterr().err
     assert main(f"fading planted:3 --selection {card} --out {tmp_path / 'no'}".split()) == 2
     assert "choose again in this model" in capsys.readouterr().err
 

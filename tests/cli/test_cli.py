@@ -122,7 +122,7 @@ def test_trace_reads_a_run_and_never_writes_over_one(made, tmp_path, capsys):
         in printed
     )
     assert "4 texts" not in printed
-    assert "2 texts of 1 prompt an arm; no interval: one prompt tells no spread" in printed
+    assert "2 texts of 1 prompt an arm; 95 % interval: none where there is one prompt" in printed
     assert "C/(t+D)" in printed
     assert sorted(path.name for path in (tmp_path / "look").iterdir()) == [
         "fits.csv", "head_maps.png", "heads.csv", "prefix_attention.png", "prefix_tokens.csv",

@@ -26,7 +26,7 @@ def test_the_papers_parameters():
     }
     assert omegas == {"sentiment": 140, "topic": 60, "detox": 120}
     assert methods.get_for_task("preadd", load_task("detox")).lam == -1
-    assert methods.get_for_task("preadd", load_task("detox"), lam="-2").lam == -2
+    assert methods.get_for_task("preadd", load_task("detox"), lam=-2).lam == -2
 
 
 def test_pro_aug_defaults():

@@ -209,7 +209,7 @@ def test_code_of_a_model_runs_when_asked_for(with_code):
          r"lacks weights that its index names: m-1\.safetensors and 1 more; download the rest"),
         (["model.safetensors"], {"model.safetensors.index.json": "{"}, r"cannot read .*index\.json \(JSONDecodeError"),
         (["tokenizer.json", "tokenizer_config.json"], {}, r"cannot load the model in the folder .*tokenizer"),
-        ([], {"config.json": "{"}, r"cannot load the model in the folder .*not a valid JSON file; download"),
+        ([], {"config.json": "{"}, r"cannot read .*config\.json \(.*\); download or save it again"),
         ([], {"config.json": '{"model_type": "no-such-type"}'}, r"cannot load the model in the folder .*no-such-type"),
     ],
 )  # fmt: skip
@@ -251,7 +251,7 @@ def test_damaged_and_unsupported_models_are_typed_errors(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
-    with pytest.raises(ModelError, match="cannot load the model in the folder"):
+    with pytest.raises(ModelError, match=r"cannot read .*model\.safetensors \(.*\); download it"):
         load_model(str(tmp_path / "cut"), device="cpu")
     shutil.copytree(folder, tmp_path / "ctrl")
     config = CTRLConfig(vocab_size=300, n_embd=16, dff=32, n_layer=1, n_head=2, n_positions=64)

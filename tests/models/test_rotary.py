@@ -297,7 +297,8 @@ def test_perplexity_across_the_switch(folder):
 
 
 def test_a_classifier_reads_up_to_the_switch(tmp_path):
-    saved(tmp_path, Phi3ForSequenceClassification, num_labels=2)
+    saved(tmp_path, Phi3ForSequenceClassification, num_labels=2,
+          problem_type="single_label_classification")  # fmt: skip
     scorer = Classifier(str(tmp_path))
     texts = ["short", "a text that is longer than the switch is far"]
     together = run_scorer(scorer, [TextItem(text) for text in texts])

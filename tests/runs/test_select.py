@@ -144,7 +144,7 @@ def test_a_cell_of_two_attributes_is_one_arm():
 
 def test_heads_show_the_strongest_and_draw_their_maps(run):
     heads = run.heads(method="prefix")
-    best = heads.best(2)
+    best = heads.largest(2)
     for arm, part in best.groupby("arm"):
         (key,) = run.select(method="prefix", arm=arm).by_key
         alone = head_table(run.trace(key), run.samples(key))

@@ -307,7 +307,7 @@ def test_columns_are_chosen_by_number_and_by_text(tmp_path, capsys):
     with pytest.raises(
         TraceError, match="several kinds .max_length: 14, 18. .*choose one, such as max_length=14"
     ):
-        one_kind(run.attention().steps)
+        one_kind(run.attention().steps())
     assert len(run.attention(max_length="14").kinds[0][0]) == 2
     line = ["score", str(tmp_path / "run"), "--scorers", "repetition", "--out"]
     assert main([*line, str(tmp_path / "scores")]) == 0
@@ -476,7 +476,7 @@ def test_a_count_in_a_record_is_compared_with_the_cells_texts(batched, harm, tol
     harm(batched.place(key))
     assert batched.state(key) == "damaged"
     with pytest.raises(RunError, match="is damaged"):
-        batched.finished_cell(key)
+        finished_cell(batched, key)
     (said,) = again(batched, worker)
     assert re.search(told, said)
     assert texts_of(batched) == wanted
