@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import xxhash
 from jaxtyping import Int, UInt8
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 CHUNK = 1 << 16
 """Numbers that one sum covers, on an accelerator."""
@@ -56,7 +58,7 @@ def fingerprint(network: Any) -> bytes:
     """
     digest = xxhash.xxh3_128()
     for name, weight in network.state_dict(keep_vars=True).items():
-        if isinstance(weight, Tensor) and not name.endswith(TABLES):
+        if hasattr(weight, "is_meta") and not name.endswith(TABLES):
             digest.update(name.encode())
             digest.update(weight_fingerprint(weight))
     return digest.digest()
@@ -94,6 +96,8 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def _digest(weight: Tensor) -> bytes:
+    import torch
+
     digest = xxhash.xxh3_128(f"{weight.dtype} {tuple(weight.shape)}".encode())
     for tensor in plain_tensors(weight):
         if tensor.is_meta or not tensor.numel():
@@ -111,6 +115,8 @@ def _sums(content: UInt8[Tensor, " byte"]) -> Int[Tensor, " sum"]:
     Another value at one place alone always gives another sum. They are computed where the weight
     is, and few enough to be copied.
     """
+    import torch
+
     width = CHUNK * 8
     padded = torch.nn.functional.pad(content, (0, -len(content) % width))
     numbers = padded.view(torch.int64).view(-1, CHUNK)
@@ -122,6 +128,8 @@ def _sums(content: UInt8[Tensor, " byte"]) -> Int[Tensor, " sum"]:
 
 @cache
 def _factors(device: torch.device) -> Int[Tensor, " place"]:
+    import torch
+
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=generator)
     return (drawn | 1).to(device)

@@ -33,6 +33,7 @@ from lapa2_interp._util.errors import (
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.paths import check_regular_file
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp.models.fingerprint import weights_read_once
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -424,6 +425,7 @@ def _checked_score(scorer: Scorer, score: Score) -> Score:
     return numbers if all(map(math.isfinite, numbers)) else NO_NUMBER
 
 
+@weights_read_once()
 def run_scorer(
     scorer: Scorer, items: Sequence[TextItem], cache: ScoreCache | None = None
 ) -> pd.DataFrame:

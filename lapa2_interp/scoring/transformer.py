@@ -27,6 +27,7 @@ from lapa2_interp._util.errors import (
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import context_length
+from lapa2_interp.models.fingerprint import fingerprint
 from lapa2_interp.models.load import (
     LOG_PROB_TOLERANCE,
     REMOTE_CODE,
@@ -71,7 +72,32 @@ VERSIONED_ENDINGS = (".json", ".txt", ".model", ".py")
 """Endings of the files of a model, besides its weights, that are part of its version."""
 
 
-class Perplexity(ScorerInPieces):
+class NetworkScorer(ScorerInPieces):
+    """A scorer that reads texts with a network, whose weights its version names."""
+
+    network: PreTrainedModel
+
+    def _note_weights(self) -> None:
+        self._weights = fingerprint(self.network)
+
+    def _check_weights(self) -> None:
+        """Refuse weights other than those that the version names.
+
+        Raises:
+            ScoringError: They have changed since they were loaded.
+        """
+        if fingerprint(self.network) != self._weights:
+            raise ScoringError(
+                f"the weights of the scorer {self.name} have changed since it was loaded, and its"
+                f" scores would be kept as those of {self.version}; save the changed model, and"
+                " load a scorer of that folder"
+            )
+
+    def close(self) -> None:
+        self.__dict__.pop("network", None)  # frees memory for the next scorer
+
+
+class Perplexity(NetworkScorer):
     """exp of a text's mean -ln p per token, the first token conditioned on BOS (section 5.1,
     Fluency; eval_perplexity.py).
 
@@ -124,11 +150,10 @@ class Perplexity(ScorerInPieces):
             f"{model} {dtype}{own}, {weights}, at most {self.max_tokens} tokens, {min_words}+"
             f" {COUNT_UNIT}{bos}{_other_files_version(model)}"
         )
-
-    def close(self) -> None:
-        self.__dict__.pop("network", None)  # frees memory for the next scorer
+        self._note_weights()
 
     def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
+        self._check_weights()
         bos = self.bos
         # Tokenise; leave out texts that cannot be scored.
         left_out: dict[int, Score] = {}
@@ -247,7 +272,7 @@ def _check_causal(network: Any, bos: int, model: str) -> None:
         )
 
 
-class Classifier(ScorerInPieces):
+class Classifier(NetworkScorer):
     """Any sequence classifier of transformers; its numbers are the probabilities of its labels.
 
     The configuration says what the outputs are: of `problem_type` single_label_classification, or
@@ -314,11 +339,10 @@ class Classifier(ScorerInPieces):
             f" {', '.join(f'{a}: {b}' for a, b in zip(own, names, strict=True))}{kept}, at most"
             f" {self.max_tokens} tokens{_other_files_version(model)}"
         )
-
-    def close(self) -> None:
-        self.__dict__.pop("network", None)
+        self._note_weights()
 
     def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
+        self._check_weights()
         left_out: dict[int, Score] = {}
         read: dict[int, dict[str, list[int]]] = {}
         for place, item in enumerate(items):

@@ -355,3 +355,12 @@ def test_a_text_without_a_token_is_skipped(tmp_path):
     scorer = Classifier(save_classifier(tmp_path), device="cpu")
     scorer.tokenizer = lambda text, **_: {"input_ids": []}
     assert scorer.score(ITEMS[:1]) == [SkippedText("no token")]
+
+
+def test_a_scorer_whose_weights_have_changed_keeps_no_scores(tmp_path):
+    scorer = Classifier(str(save_classifier(tmp_path)))
+    cache = ScoreCache(None)
+    run_scorer(scorer, ITEMS[:2], cache)
+    next(scorer.network.parameters()).data.mul_(2)
+    with pytest.raises(ScoringStoppedError, match="weights of the scorer accuracy have changed"):
+        run_scorer(scorer, ITEMS, cache)
