@@ -646,7 +646,7 @@ SIGNS = {"as in the paper": "✓", "against the paper": "✗", "inconclusive": "
 
 def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     """The propositions on synthetic logits and on the stored texts."""
-    from lapa2_interp.paper.proposition_claims import SYNTHETIC, count_by_source
+    from lapa2_interp.paper.proposition_claims import ON_SYNTHETIC, count_by_source
     from lapa2_interp.paper.proposition_study import verdict_page_table
     from lapa2_interp.paper.propositions import trace_verdicts
 
@@ -654,7 +654,7 @@ def verdicts(grid: Grid, measured: Measured, traces: xr.Dataset) -> Panel:
     cell = grid.cells[0]
     real = trace_verdicts(traces, f"{cell.model}, the same texts", dtype=cell.dtype)
     drawn = verdict_page_table(measured.synthetic).assign(
-        family=measured.synthetic["where"].str.removeprefix(SYNTHETIC).to_numpy()
+        family=measured.synthetic["where"].str.removeprefix(ON_SYNTHETIC).to_numpy()
     )
     claims = list(dict.fromkeys(drawn["claim"]))
     marks = drawn.assign(mark=drawn["verdict"].map(SIGNS)).pivot(

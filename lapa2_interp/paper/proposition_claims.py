@@ -155,7 +155,7 @@ def rate_row(
     return min(rows, key=lambda row: order.index(str(row["verdict"])))
 
 
-SYNTHETIC = "synthetic: "
+ON_SYNTHETIC = "synthetic: "
 """How `where` of a verdict on synthetic logits begins."""
 BROKEN = ("not exchangeable", "unbounded")
 """Words of `where` on families that break an assumption (`LOGIT_FAMILIES`)."""
@@ -165,7 +165,7 @@ def count_by_source(verdicts: pd.DataFrame) -> list[str]:
     """Numbers of verdicts as sentences: those on a model apart from those on synthetic logits,
     which keep the paper's assumptions, or break them to show what then is left of a claim."""
     where = verdicts["where"].astype(str)
-    synthetic = where.str.startswith(SYNTHETIC)
+    synthetic = where.str.startswith(ON_SYNTHETIC)
     broken = where.str.contains("|".join(BROKEN))
     parts = {
         "the model": verdicts[~synthetic],

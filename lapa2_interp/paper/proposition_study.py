@@ -42,7 +42,7 @@ from lapa2_interp.models.card import Model, model_card, model_short_context
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.paper import proposition_plots
-from lapa2_interp.paper.proposition_claims import SYNTHETIC, count_by_source
+from lapa2_interp.paper.proposition_claims import ON_SYNTHETIC, count_by_source
 from lapa2_interp.paper.propositions import (
     decay_curve_table,
     exponent_table,
@@ -456,12 +456,12 @@ def draw_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plo
 def format_verdicts(verdicts: pd.DataFrame) -> str:
     """The verdicts as text: synthetic ones as a table of families and claims, the others one on
     each line."""
-    synthetic = verdicts["where"].str.startswith(SYNTHETIC)
+    synthetic = verdicts["where"].str.startswith(ON_SYNTHETIC)
     parts = []
     # Synthetic logits: families x claims.
     if synthetic.any():
         short = verdicts[synthetic].assign(
-            family=verdicts["where"].str.removeprefix(SYNTHETIC),
+            family=verdicts["where"].str.removeprefix(ON_SYNTHETIC),
             claim=[_with_alpha(r) for r in records(verdicts[synthetic])],
         )
         chosen = short[short["alpha"].isna() | short["alpha"].isin(TERMINAL_ALPHAS)]

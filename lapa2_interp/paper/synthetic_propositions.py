@@ -20,7 +20,7 @@ from lapa2_interp.paper.proposition_claims import (
     CLOSED_FORM,
     EXPECTED_SHARE,
     MEAN_DECAY,
-    SYNTHETIC,
+    ON_SYNTHETIC,
     TYPICAL_RATIO,
     mean_curve_slope,
     rate_row,
@@ -98,7 +98,7 @@ def synthetic_verdicts(
     for name, odds in drawn.items():
         texts, ratio = np.arange(len(odds)), odds + np.log(lengths / l_pre - 1)
         family = LOGIT_FAMILIES.get(name)
-        where = f"{SYNTHETIC}{name}" + (f" ({family.keeps})" if family else "")
+        where = f"{ON_SYNTHETIC}{name}" + (f" ({family.keeps})" if family else "")
         share = 1 / (1 + np.exp(-odds))
         start = share[..., 0].mean(1) / float(prefix_share(float(lengths[0]), l_pre))
         enough_draws = [_effective_draws(share[..., i]) >= MIN_DRAWS for i in range(len(lengths))]
