@@ -325,7 +325,7 @@ def _gaps(source: Path) -> str:
     if not left or not run.finished:  # where nothing is, an error says so
         return ""
     return (
-        f"{left} of {pluralize(len(run.by_key), 'cell')} not finished"
+        f"{left} of {pluralize(len(run.by_key), 'cell')} not finished, or damaged"
         f" (`{command('runs', source)}`): nothing of them is scored"
     )
 
