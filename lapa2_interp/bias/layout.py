@@ -476,18 +476,17 @@ class Layout:
         step = queries - last_prompt
         acts = (queries >= first) & (step >= start) & (step < stop)
         # Those that see a key of the span.
-        if layer_type.size:
-            first_seen = layer_type.first_seen(queries, self.pad)
-            if (
-                augmentation.follows_released_code
-                and (acts & (self._live_before(first_seen) > 0)).any()
-            ):
-                raise LayoutError(
-                    f"the released code boosts the first slots, and a layer that is {layer_type}"
-                    " lacks them; use profile 'paper', layers that see all keys, or texts of at"
-                    f" most {layer_type.size} tokens"
-                )
-            acts &= sum(span.size for span in spans) > _n_hidden(spans, first_seen)
+        first_seen = layer_type.first_seen(queries, self.pad)
+        if (
+            augmentation.follows_released_code
+            and (acts & (self._live_before(first_seen) > 0)).any()
+        ):
+            raise LayoutError(
+                f"the released code boosts the first slots, and a layer that is {layer_type} lacks"
+                " them; use profile 'paper', layers that see all keys, or texts of at most"
+                f" {layer_type.size} tokens"
+            )
+        acts &= _n_seen(spans, queries, first_seen) > 0
         if augmentation.profile == "released":
             lengths = self.lengths(queries, augmentation.length_rule)
             acts &= lengths > self.n(augmentation.span)
@@ -517,10 +516,9 @@ class Layout:
         l = np.maximum(self.lengths(queries, augmentation.length_rule, layer_type), 1)
         n: Any = self.n(augmentation.span)
         if layer_type.size:
-            spans = self.spans(augmentation.span)
-            hidden = _n_hidden(spans, layer_type.first_seen(queries, self.pad))
-            seen = sum(span.size for span in spans) - hidden
-            n = np.where(hidden > 0, np.minimum(n, np.maximum(seen, 1)), n)
+            spans, first = self.spans(augmentation.span), layer_type.first_seen(queries, self.pad)
+            seen = np.maximum(_n_seen(spans, queries, first), 1)
+            n = np.where(_n_hidden(spans, first) > 0, np.minimum(n, seen), n)
         return np.where(self.acts(augmentation, queries, layer_type), augmentation.bias(l, n), 0.0)
 
     def in_sight(
@@ -543,6 +541,19 @@ def _n_hidden(spans: Sequence[Span], first: Int[np.ndarray, " query"]) -> Int[np
     """Number of keys of the spans before the first slot that each query sees."""
     return sum(
         (np.clip(first - span.start, 0, span.size) for span in spans), start=np.zeros_like(first)
+    )
+
+
+def _n_seen(
+    spans: Sequence[Span], queries: Int[np.ndarray, " query"], first: Int[np.ndarray, " query"]
+) -> Int[np.ndarray, " query"]:
+    """Number of keys of the spans from the first slot that each query sees to its own."""
+    return sum(
+        (
+            np.clip(np.minimum(queries + 1, span.stop) - np.maximum(first, span.start), 0, None)
+            for span in spans
+        ),
+        start=np.zeros_like(first),
     )
 
 

@@ -136,9 +136,9 @@ def test_the_law_counts_what_a_query_sees(load, kind, model_class, rule):
             for query in range(each.bos.start, ids.shape[1]):
                 seen = set((before[layer][row, 0, query] > -1e30).nonzero()[:, 0].tolist())
                 hidden += len(set(range(each.bos.start, query + 1)) - seen)
-                # A query inside the span counts it whole, as far as its window reaches back.
-                left = len({key for key in keys if key in seen or key > query})
-                n = len(counted) if left == len(keys) else min(len(counted), left)
+                left = len(keys & seen)
+                cut = any(key <= query and key not in seen for key in keys)
+                n = min(len(counted), left) if cut else len(counted)
                 l = len(seen - ({each.bos.start} if rule.length_rule == "paper" else set()))
                 b = 0.0
                 if query >= first and left:
