@@ -357,8 +357,8 @@ class _PassCheck:
             raise ModelError(
                 f"layer {layer} is of type {seen} by the model's configuration, and its query in"
                 f" slot {last} sees the keys in slots {sees or 'none'}, not {should}; if no mask of"
-                " yours hides keys there, this model's masks are not known here and it cannot be"
-                " augmented in texts of this length"
+                " yours hides keys there, and no score is some 700 below the highest, this model's"
+                " masks are not known here and it cannot be augmented in texts of this length"
             )
 
     def _keys_in_sight(self, seen: LayerType, query: int) -> Bool[Tensor, "layout slot"]:

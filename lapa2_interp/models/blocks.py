@@ -165,15 +165,15 @@ def open_block(
 
 
 def check_no_open_block(model: Model) -> None:
-    """Refuse a model with an open block, whose texts would not be those of the model alone.
+    """Refuse a model with an open block, whose numbers would not be those of the model alone.
 
     Raises:
         ModelError: A block is open.
     """
     if network_of(model) in _open:
         raise ModelError(
-            "a block such as augmented(...) is open on this model, and would act on texts that a"
-            " run says are made without it; leave the block first, or give augmentation=... here"
+            "a block such as augmented(...) is open on this model, and would act here, where the"
+            " result says that it does not; leave the block first, or give augmentation=... here"
         )
 
 

@@ -24,6 +24,7 @@ from unittest import mock
 from lapa2_interp._util.errors import ModelError, first_sentence, unknown_choice
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import (
     Model,
     TransformersModel,
@@ -213,18 +214,27 @@ def resolve_model(model: Model | str | Path) -> Model:
     return model
 
 
+def _model_alone(given: Any) -> Model:
+    """`resolve_model`, without an open block."""
+    model = resolve_model(given)
+    check_no_open_block(model)
+    return model
+
+
 def accepts_model_name(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the argument `model` of a function, its first one, also be a name (`resolve_model`). In
-    each call its weights are read once (`weights_read_once`)."""
+    """Let the argument `model` of a function, its first one, also be a name (`resolve_model`). A
+    model with an open block is refused, and in each call its weights are read once
+    (`weights_read_once`).
+    """
 
     @functools.wraps(function)
     @weights_read_once()
     def with_model(*args: P.args, **settings: P.kwargs) -> R:
         given: Any = args
         if args:
-            given = (resolve_model(args[0]), *args[1:])
+            given = (_model_alone(args[0]), *args[1:])
         elif "model" in settings:
-            settings["model"] = resolve_model(settings["model"])
+            settings["model"] = _model_alone(settings["model"])
         return function(*given, **settings)
 
     return with_model

@@ -39,7 +39,6 @@ from lapa2_interp.generation.settings import (
     settings_checked,
 )
 from lapa2_interp.methods.base import Method, MethodContext
-from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import accepts_model_name, load_model, resolve_model
@@ -217,7 +216,6 @@ def make_cells(
         Lapa2Error: As `plan`.
         ModelError: A block such as `augmented` is open on the model.
     """
-    check_no_open_block(model)
     context = context or ModelContext(model)
     plans = {cell.key: plan_batches(model, cell, context) for cell in cells}
     if announce is not None:

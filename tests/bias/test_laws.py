@@ -259,6 +259,19 @@ def test_joint_targets_land_together(tiny, model_class):
     assert (one_by_one - 0.3).abs().max() > 0.05
 
 
+def test_a_target_of_a_span_that_is_still_to_come_takes_nothing_from_another(tiny):
+    model = load(tiny, "float64")
+    layout = branch(model)
+    rules = [
+        Augmentation(alpha=1, law="target", tau=tau, span=("prefix", (place,)), phase="everywhere")
+        for tau, place in ((0.3, 0), (0.5, 4))
+    ]
+    found = shares_of(model, layout, rules)[0]  # head query key
+    first, second = layout.prefix.start, layout.prefix.start + 4
+    assert (found[:, first + 1 :, first] - 0.3).abs().max() < 1e-12
+    assert (found[:, second + 1 :, second] - 0.5).abs().max() < 1e-12
+
+
 def test_joint_floors_are_the_least_change_that_keeps_all_of_them(tiny):
     """Against a search over all subsets of spans: those raised hit tau, the others have enough."""
     model = load(tiny, "float64")

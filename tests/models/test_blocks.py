@@ -15,6 +15,8 @@ from lapa2_interp import Augmentation, Layout, augmented, generate
 from lapa2_interp._util.errors import DeadHookError, ModelError
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import edit_scores
+from lapa2_interp.circuits.control import control_score
+from lapa2_interp.circuits.prefix_attention import mean_prefix_attention
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import TransformersModel, network_of
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
@@ -132,6 +134,18 @@ def test_a_run_is_not_made_in_an_open_block(kind):
     ):
         generate(model, **asked)
     assert list(generate(model, **asked).samples()["text"]) == alone
+
+
+def test_texts_are_not_read_as_unsteered_in_an_open_block():
+    model, layout = loaded("TransformersModel")
+    with augmented(model, STRONG, layout):
+        for reads in (
+            lambda: teacher_forced(model, layout, [[5, 6]]),
+            lambda: control_score(model, "sentiment", prompts=["The lake"]),
+            lambda: mean_prefix_attention(model, "sentiment", prompts=["The lake"]),
+        ):
+            with pytest.raises(ModelError, match="is open on this model"):
+                reads()
 
 
 def in_thread(function):
