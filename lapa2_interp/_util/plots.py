@@ -68,9 +68,16 @@ def plain_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
 
 
 def legend_above(figure: Figure, columns: int, panel: Axes | None = None) -> None:
-    """A legend above all panels: of one panel's curves, or of all."""
+    """A legend above all panels: of one panel's curves, or of all; in fewer columns where they would
+    be wider than the figure."""
     named = () if panel is None else panel.get_legend_handles_labels()
-    figure.legend(*named, loc="outside upper center", frameon=False, fontsize=7, ncols=columns)
+    for n in range(columns, 0, -1):
+        legend = figure.legend(
+            *named, loc="outside upper center", frameon=False, fontsize=7, ncols=n
+        )
+        if n == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def layer_map(

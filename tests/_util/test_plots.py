@@ -125,3 +125,14 @@ def test_layers_are_rows_and_heads_columns_in_every_map():
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "imshow"
     ]
     assert [place.partition(":")[0] for place in wrong] == ["plots.py"]
+
+
+def test_a_legend_is_no_wider_than_its_figure():
+    for words, columns in (("alpha 0.25 paper, layers bottom", 2), ("a", 4)):
+        figure = plots.new_figure(5, 3)
+        for i in range(8):
+            figure.gca().plot([0, 1], label=f"{words} {i}")
+        plots.legend_above(figure, 4)
+        [legend] = figure.legends
+        assert legend.get_window_extent().width <= figure.bbox.width
+        assert legend._ncols >= columns
