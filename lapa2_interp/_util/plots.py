@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -42,17 +43,21 @@ class Drawing(Figure):
     def draw(self, renderer: Any) -> None:
         """Draw the figure with dollars in texts as plain characters, since tokens such as "$$" are
         no formulas. Numbers on an axis may be formulas of matplotlib."""
-        for text in self.findobj(Text):
-            assert isinstance(text, Text)
-            words = text.get_text()
-            if "$" in words and not words.startswith("$\\mathdefault{"):
-                text.set_parse_math(False)
+        _keep_dollars(self)
         super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         buffer = BytesIO()
         self.savefig(buffer, format="png")
         return buffer.getvalue()
+
+
+def _keep_dollars(artist: Artist) -> None:
+    for text in artist.findobj(Text):
+        assert isinstance(text, Text)
+        words = text.get_text()
+        if "$" in words and not words.startswith("$\\mathdefault{"):
+            text.set_parse_math(False)
 
 
 def new_figure(width: float, height: float) -> Drawing:
@@ -68,13 +73,14 @@ def plain_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
 
 
 def legend_above(figure: Figure, columns: int, panel: Axes | None = None) -> None:
-    """A legend above all panels: of one panel's curves, or of all; in fewer columns where they would
-    be wider than the figure."""
+    """A legend above all panels: of one panel's curves, or of all; in fewer columns where they
+    would be wider than the figure."""
     named = () if panel is None else panel.get_legend_handles_labels()
     for n in range(columns, 0, -1):
         legend = figure.legend(
             *named, loc="outside upper center", frameon=False, fontsize=7, ncols=n
         )
+        _keep_dollars(legend)
         if n == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
         legend.remove()
