@@ -35,7 +35,14 @@ from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.terminal import deferred_interrupts
 from lapa2_interp.scoring.http_client import BoundedClient
-from lapa2_interp.scoring.judge_answer import COLUMNS, REFUSED, Answer, error_status, read_answer
+from lapa2_interp.scoring.judge_answer import (
+    COLUMNS,
+    REFUSED,
+    Answer,
+    error_status,
+    found_error,
+    read_answer,
+)
 from lapa2_interp.scoring.scorer import Score, ScorerInPieces, SkippedText, TextItem
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -425,11 +432,12 @@ class Judge(ScorerInPieces):
             found = None
             with suppress(ValueError):
                 found = parse_json(response.text)
-            status = error_status(found) if response.is_success else response.status_code
-            if status is not None:
+            error = found_error(found)
+            if error or not response.is_success:
                 released = 0.0 if response.is_success else most
+                status = error_status(error) if response.is_success else response.status_code
                 key = client.headers["Authorization"].removeprefix("Bearer ")
-                code, message = _code_and_message(found, key)
+                code, message = _code_and_message(error, key)
                 wait = _requested_wait(response.headers)
                 return _FailedRequest(status, code, message, wait)
             if self._count(found):
@@ -521,12 +529,11 @@ class Judge(ScorerInPieces):
         return f"{self.host} answers {problem.status} ({problem.message})"
 
 
-def _code_and_message(found: Any, key: str) -> tuple[str, str]:
+def _code_and_message(error: Any, key: str) -> tuple[str, str]:
     """The code and the message of a server that refuses. Only a message in OpenAI's or vLLM's form
     is quoted, cut short, and without words that hold a piece of the key or may be the key in
     another form, since some servers repeat it."""
-    inner = found.get("error") if isinstance(found, dict) else None
-    error = inner if isinstance(inner, dict) else {"message": inner}
+    error = error if isinstance(error, dict) else {"message": error}
     message = error.get("message")
     if not isinstance(message, str):
         return str(error.get("code") or ""), "its answer is no error in JSON"

@@ -231,7 +231,8 @@ def test_three_integers_are_read_with_or_without_a_code_fence(fence):
     [
         f"Here it is: {GOOD}",
         f"{GOOD} {GOOD}",
-        f"```json\n{GOOD}\n``` as asked",
+        f"As asked:\n```json\n{GOOD}\n```",
+        f"Relevance < 6 and > 4: **{GOOD}**.",
         f"[{GOOD}]",
         f"<think>\nIt may be {rating(1, 1, 1)} {{or so}}.\n</think>\n\n{GOOD}",
         f"It may be {rating(1, 1, 1)}.\n</think>{GOOD}",  # the chat template has opened it
@@ -282,6 +283,30 @@ def test_one_reading_is_read_amid_thoughts_and_words(answer):
     ],
 )
 def test_anything_else_is_no_rating(answer):
+    assert parse_ratings(answer) is None
+
+
+DRAFT, WORDS = f"Perhaps {rating(1, 1, 1)}. No.", "I rate relevance 5, fluency 4, topicality 3."
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"<seed:think>{DRAFT}</seed:think>\n{WORDS}",
+        f"<seed:think>Perhaps {rating(1, 1, 1)}",
+        f"<|begin_of_thought|>{DRAFT}<|end_of_thought|><|begin_of_solution|>{WORDS}",
+        f"<|START_THINKING|>{DRAFT}<|END_THINKING|>{WORDS}",
+        f"<|channel|>analysis<|message|>{DRAFT}<|end|><|start|>assistant<|message|>{WORDS}",
+        f"<unused94>thought\n{DRAFT}<unused95>{WORDS}",
+        f'<think time="3">{DRAFT}</think>{WORDS}',
+        f"<analysis>{rating(1, 1, 1)}</analysis>",
+        f'<details type="reasoning"><summary>3 s</summary>\n> {DRAFT}\n</details>\n{WORDS}',
+        f"[ANALYSIS]{DRAFT}[/ANALYSIS]{WORDS}",
+        f"{DRAFT} {WORDS}",
+        f'{rating(1, 1, 1)} {{"but": "no"}}',
+    ],
+)
+def test_a_draft_in_unknown_marks_or_before_other_words_is_no_rating(answer):
     assert parse_ratings(answer) is None
 
 
@@ -522,14 +547,28 @@ def test_a_model_that_the_server_does_not_know_in_any_form_is_named(server, make
     assert (waits, len(server.bodies)) == ([], 3)
 
 
-def test_an_error_with_status_200_is_a_failure_of_the_server(server, make, waits):
-    server.replies = [
-        Reply(body={"error": {"message": "rate limited", "code": 429}}),
-        Reply(body={"error": "overloaded"}),
-        Reply(),
-    ]
+BUSY = {"message": "overloaded", "code": 503}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"error": BUSY},
+        {"error": "overloaded"},
+        {"choices": None, "error": BUSY},
+        {"choices": [], "error": BUSY},
+        {"choices": [{"message": {"content": ""}, "finish_reason": "error", "error": BUSY}]},
+        {"choices": [{"message": {"content": GOOD}, "finish_reason": "stop", "error": BUSY}]},
+        {"choices": [{"message": {"content": GOOD[:20]}, "finish_reason": "error"}]},
+    ],
+)
+def test_an_error_with_status_200_is_a_failure_of_the_server(server, make, waits, body):
+    server.replies = [Reply(body=body), Reply(body=body), Reply()]
     assert make().score([item()]) == [(5.0, 4.0, 3.0)]
     assert waits == [1.0, 2.0]
+    server.replies = [Reply(body=body)]
+    with pytest.raises(ScoringError, match=r"answers 50[03] \((overloaded|the answer ended)"):
+        make(attempts=1).score([item()])
 
 
 def test_a_server_that_fails_at_a_format_is_asked_without_it_until_it_has_answered(
