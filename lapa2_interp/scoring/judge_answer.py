@@ -3,7 +3,7 @@
 Servers answer one question in several forms. The content is a text, or a list of parts; thoughts
 stand in fields of their own, or in the text before the answer; the JSON is bare, fenced, or behind
 words. Thoughts are never read as an answer, and ratings are read only where there is one reading.
-Servers mark thoughts in more ways than are known here, so an answer with an unknown tag is not read.
+Thoughts have more marks than are known here, so an answer with an unknown tag is not read.
 """
 
 from __future__ import annotations
@@ -93,6 +93,22 @@ def error_status(error: Any) -> int:
     """The status that an error with status 200 names, or else 500."""
     code = error.get("code") if isinstance(error, dict) else None
     return code if type(code) is int and 400 <= code < 600 else 500
+
+
+def code_and_message(error: Any, key: str) -> tuple[str, str]:
+    """The code and the message of a server that refuses. Only a message in OpenAI's or vLLM's form
+    is quoted, cut short, and without words that hold a piece of the key or may be the key in
+    another form, since some servers repeat it."""
+    error = error if isinstance(error, dict) else {"message": error}
+    message = error.get("message")
+    if not isinstance(message, str):
+        return str(error.get("code") or ""), "its answer is no error in JSON"
+    pieces = [key[at : at + 6].lower() for at in range(max(1, len(key) - 5))]
+    words = [
+        "[...]" if len(word) > 24 or any(piece in word.lower() for piece in pieces) else word
+        for word in message.split()
+    ]
+    return str(error.get("code") or ""), " ".join(words)[:200]
 
 
 def _is_refusal(part: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from base64 import b64encode
@@ -445,6 +446,50 @@ def test_more_room_counts_for_the_cost(server, make):
     assert limits(server) == [500]
 
 
+@pytest.mark.parametrize(
+    ("needed", "prices", "cost"),
+    [(25, (0.02, 0.08), 1e-6), (25, (2.6, 10.0), 1e-4), (900, (2.0, 8.0), 0.02)],
+)
+def test_the_limit_that_is_printed_is_enough_to_go_on(server, make, needed, prices, cost):
+    """Also when the next run begins with answers that are cut."""
+
+    def reply(text: str) -> Reply:
+        limit = server.bodies[-1]["max_completion_tokens"]
+        is_cut = needed > limit
+        return Reply(
+            body={
+                "choices": [
+                    {
+                        "message": {"content": "<think>" if is_cut else GOOD},
+                        "finish_reason": "length" if is_cut else "stop",
+                    }
+                ],
+                "usage": {"prompt_tokens": 300, "completion_tokens": min(needed, limit)},
+            }
+        )
+
+    server.reply = reply
+    names = {"input_price": prices[0], "output_price": prices[1], "concurrency": 2}
+    rest = {n: item("y" * n) for n in range(20)}
+
+    def run(cost: float) -> str:
+        places = [*rest]
+        try:
+            for piece in make(max_cost=cost, **names).scores_in_pieces([*rest.values()]):
+                for place in piece:
+                    del rest[places[place]]
+        except ScoringError as error:
+            return str(error)
+        return ""
+
+    for is_told in (False, True, True):
+        before = len(rest)
+        why = run(cost)
+        assert not is_told or len(rest) < before
+        if why:
+            cost = float(re.search(r"max_cost=([\d.]+) or more", why)[1])
+
+
 def test_items_without_a_prompt_an_attribute_or_a_text_need_no_key_and_no_request(
     server, make, monkeypatch
 ):
@@ -825,7 +870,7 @@ def test_the_cost_never_passes_its_limit_and_uses_it_up(server, make):
     found = {}
     with pytest.raises(
         ScoringError,
-        match=r"next request may cost \$0\.0084, and \$0\.00\d\d is left .* max_cost=0\.0084 or more",
+        match=r"next request may cost \$0\.0085, and \$0\.00\d\d is left .* max_cost=0\.0085 or more",
     ):
         for piece in judge.scores_in_pieces([item(str(number)) for number in range(40)]):
             found.update(piece)
@@ -983,6 +1028,7 @@ def test_two_paths_of_one_server_are_two_judges(make):
         "https://user:secret@judge.example/a/v1": "judge.example/a/v1",
         "https://judge.example/b/v1/": "judge.example/b/v1",
         "https://judge.example": "judge.example/",
+        "https://judge.example/v1/chat/completions": "judge.example",
     }
     for url, place in places.items():
         assert make("gpt-4o", base_url=url).version.startswith(f"gpt-4o at {place}, prompt ")
@@ -1012,6 +1058,7 @@ def test_the_server_is_the_clients_own_unless_one_is_given(make, monkeypatch):
         ({"base_url": "http://a b/v1"}, "base_url 'http://a b/v1'"),
         ({"base_url": "localhost:8000"}, "base_url 'localhost:8000'"),
         ({"base_url": "http://localhost:port/v1"}, "base_url 'http://localhost:port/v1'"),
+        ({"base_url": "http://a/v1?key=b"}, r"a \? or # behind a/v1, and"),
         ({"model": " "}, "no name"),
     ],
 )
