@@ -454,7 +454,8 @@ def test_the_limit_that_is_printed_is_enough_to_go_on(server, make, needed, pric
     """Also when the next run begins with answers that are cut."""
 
     def reply(text: str) -> Reply:
-        limit = server.bodies[-1]["max_completion_tokens"]
+        asked = next(body for body in reversed(server.bodies) if judged(body) == text)
+        limit = asked["max_completion_tokens"]
         is_cut = needed > limit
         return Reply(
             body={
