@@ -26,6 +26,7 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.bias.tokens import without_dropout
 from lapa2_interp.models.card import context_length, unknown_mask
 from lapa2_interp.models.fingerprint import fingerprint
 from lapa2_interp.models.load import (
@@ -506,7 +507,9 @@ def _load_classifier(
                 trust_remote_code=trust_remote_code,
             )
             weights = provenance(model, network.config)
-            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+            tokenizer = without_dropout(
+                AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+            )
     except ModelError as error:
         raise ScoringError(f"cannot load the classifier: {error}") from error
     except Exception as error:  # many libraries raise here

@@ -2,6 +2,7 @@
 says."""
 
 import copy
+import json
 import math
 import re
 import threading
@@ -191,6 +192,15 @@ def test_a_classifier_that_draws_random_numbers_has_no_score(tmp_path):
     folder = save_classifier(tmp_path, "reformer", REFORMER)
     with pytest.raises(ScoringError, match=r"accuracy: Reformer\w+ draws random numbers"):
         numbers(Classifier(folder, device="cpu"), [TextItem("x" * 62)])
+
+
+def test_a_classifiers_tokenizer_cuts_a_text_the_same_way_each_time(tmp_path):
+    folder = save_classifier(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    saved = json.loads(file.read_text("utf-8"))
+    saved["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(saved), "utf-8")
+    assert Classifier(folder, device="cpu").tokenizer.backend_tokenizer.model.dropout is None
 
 
 @pytest.mark.parametrize(("window", "refused"), [(16, True), (66, False)])
