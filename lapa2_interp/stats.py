@@ -186,11 +186,11 @@ def holm(p: Sequence[float] | np.ndarray) -> Float[np.ndarray, " test"]:
 
 IntervalMethod = Literal["resampled", "student", "none"]
 METHOD_WORDS: dict[IntervalMethod, str] = {
-    "resampled": "prompts resampled",
-    "student": f"Student's t on prompts' means, where there are fewer than {FEW} prompts",
-    "none": "none where there is one prompt",
+    "resampled": "{unit}s resampled",
+    "student": f"Student's t on {{unit}}s' means, where there are fewer than {FEW} {{unit}}s",
+    "none": "none where there is one {unit}",
 }
-"""The methods in words, for notes under tables."""
+"""The methods in words, for notes under tables; a unit is what the clusters are."""
 
 
 def interval_method(clusters: int) -> IntervalMethod:
@@ -198,10 +198,17 @@ def interval_method(clusters: int) -> IntervalMethod:
     return "resampled" if clusters >= FEW else "student" if clusters > 1 else "none"
 
 
-def describe_intervals(clusters: Iterable[int | float]) -> str:
-    """The methods that made the intervals of numbers with so many prompts each, in words."""
+def describe_intervals(
+    clusters: Iterable[int | float], unit: Literal["prompt", "text"] = "prompt"
+) -> str:
+    """The methods that made the intervals of numbers with so many clusters each, in words.
+
+    Args:
+        unit: What the clusters are.
+    """
     methods = {interval_method(int(n)) for n in clusters}
-    return "; ".join(words for method, words in METHOD_WORDS.items() if method in methods)
+    words = (words for method, words in METHOD_WORDS.items() if method in methods)
+    return "; ".join(words).format(unit=unit)
 
 
 def bounds(

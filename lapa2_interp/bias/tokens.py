@@ -20,7 +20,7 @@ def require_tokenizer(given: Any) -> Any:
     """A tokenizer, or that of a model or processor that has one.
 
     Raises:
-        LayoutError: It is neither.
+        LayoutError: It is neither, or it draws how it cuts a text.
     """
     found = getattr(given, "tokenizer", given)
     if not hasattr(found, "convert_tokens_to_ids"):
@@ -28,7 +28,25 @@ def require_tokenizer(given: Any) -> Any:
         raise LayoutError(
             f"a tokenizer is needed here, found a {type(given).__name__}; give {near}"
         )
+    if dropout := getattr(_cutting_model(found), "dropout", None):
+        raise LayoutError(
+            f"the tokenizer drops merges by chance (dropout {dropout:g}), so it cuts a text"
+            " otherwise each time; set tokenizer.backend_tokenizer.model.dropout = None"
+        )
     return found
+
+
+def without_dropout(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer just loaded, which from now on cuts a text the same way each time. Some are saved
+    with the dropout of merges (BPE dropout) of their training."""
+    if getattr(model := _cutting_model(tokenizer), "dropout", None):
+        model.dropout = None
+    return tokenizer
+
+
+def _cutting_model(tokenizer: Any) -> Any:
+    """The part of a tokenizer of the library tokenizers that cuts words; None if there is none."""
+    return getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
 
 
 def _decode_ids(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -188,7 +188,21 @@ LAYER_TYPE_NAMES: Mapping[str, LayerTypeName] = {
 
 
 UNKNOWN_MASKS = ("keep_window_size", "index_block_size", "local_attn_chunk_length")
-"""Settings of models whose masks are not known here (Doge, MiniMax M3, Reformer)."""
+"""Settings of models whose masks are not known here (Doge, MiniMax M3, Reformer): numbers of keys
+that hide none of fewer."""
+
+
+def unknown_mask(config: Any, keys: int | None = None) -> str:
+    """The setting by which a model hides keys in a way that is not known here; "" if there is none.
+
+    Args:
+        keys: Keys of the longest text; by default there is no longest.
+    """
+    config = config.get_text_config()
+    if getattr(config, "attention_type", None) == "block_sparse":  # BigBird
+        return "attention_type"
+    sizes = {name: getattr(config, name, None) for name in UNKNOWN_MASKS}
+    return next((n for n, size in sizes.items() if size and (keys is None or size < keys)), "")
 
 
 def layer_types(model: Model) -> tuple[LayerType, ...]:
@@ -209,9 +223,9 @@ def layer_types(model: Model) -> tuple[LayerType, ...]:
 def config_layer_types(config: Any) -> tuple[LayerType, ...]:
     """`layer_types` of a model with this configuration of transformers."""
     config = config.get_text_config()
-    if unknown := [name for name in UNKNOWN_MASKS if getattr(config, name, None)]:
+    if unknown := unknown_mask(config):
         raise ModelError(
-            f"the model hides keys by {unknown[0]}, so which keys its queries see is not known here"
+            f"the model hides keys by {unknown}, so which keys its queries see is not known here"
         )
     # The names of the layers' types in the configuration.
     window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)

@@ -24,6 +24,7 @@ from unittest import mock
 from lapa2_interp._util.errors import ModelError, first_sentence, unknown_choice
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.layout import text_markers
+from lapa2_interp.bias.tokens import without_dropout
 from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import (
     Model,
@@ -367,7 +368,9 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
     source = str(model_source(name))
     with quiet_transformers():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            tokenizer = without_dropout(
+                AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            )
             reads = bool(tokenizer("a", add_special_tokens=False).input_ids)
         except Exception as error:  # damaged files raise errors of many libraries
             raise ModelError(load_error(name, error)) from error

@@ -28,6 +28,7 @@ from zipfile import is_zipfile
 
 from lapa2_interp._util.errors import PrefixError, unknown_choice
 from lapa2_interp._util.parsing import parse_json, read_text
+from lapa2_interp._util.paths import kind_of
 from lapa2_interp._util.unpacking import check_archive
 from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.load import expand_name, load_model
@@ -120,7 +121,7 @@ def import_prefix(
     if (source / ADAPTER).is_file():
         keys, values, base = _read_peft(source)
         shifted, origin = True, "PEFT prefix tuning"
-    elif source.suffix == ".safetensors" and source.with_suffix(".json").is_file():
+    elif kind_of(source) == ".safetensors" and source.with_suffix(".json").is_file():
         own = load_prefix(source.parent, source.stem)
         keys, values, shifted = own.keys, own.values, own.card.shifted
         base = Base(own.card.model, own.card.weights)

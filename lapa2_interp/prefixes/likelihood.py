@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.models.card import check_cache_grew, check_no_checkpointing, short_context
+from lapa2_interp.models.lone_pass import lone_pass
 
 CHUNK = 256
 """Positions whose logits exist at the same time: [chunk, vocab] stays in the processor's cache."""
@@ -183,6 +184,13 @@ def _nll_of_one_pass(
     shifted: bool = False,
 ) -> Float[Tensor, "row position"]:
     """`text_nll` from one forward pass."""
+    with lone_pass(network):
+        return _nll_of_lone_pass(network, rows, keys, values, shifted)
+
+
+def _nll_of_lone_pass(
+    network: Any, rows: TextRows, keys: Tensor | None, values: Tensor | None, shifted: bool
+) -> Float[Tensor, "row position"]:
     n_rows, width = rows.ids.shape
     slots, cache = 0, None
     if keys is not None and values is not None:

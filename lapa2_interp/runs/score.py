@@ -24,7 +24,7 @@ from lapa2_interp.runs.run import load_run, shown_only
 from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import human
 from lapa2_interp.scoring.adapter import ADAPTER_SHARE
-from lapa2_interp.scoring.registry import TRAINED, ScorerOptions, make_scorer
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, trained_ending
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers, parse_scorer
 from lapa2_interp.scoring.tables import (
     DIFFERENCE_COLUMNS,
@@ -192,7 +192,7 @@ def _check_options(
     own = {model for name, model in named if name in ("accuracy", "masked", "toxicity")}
     if source.is_dir() and column != "text":
         raise ScoringError(f"--column {column} belongs to a file of texts; {source} is a run")
-    own = {model for model in own if not model.endswith(TRAINED)}
+    own = {model for model in own if not trained_ending(model)}
     if labels and not own - {"", *CLASSIFIERS}:
         raise ScoringError("--labels belongs to a classifier of your own: accuracy=MODEL")
     if of_judge and "judge" not in dict(named):

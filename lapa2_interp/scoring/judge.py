@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Decimal
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit
@@ -35,7 +36,15 @@ from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.terminal import deferred_interrupts
 from lapa2_interp.scoring.http_client import BoundedClient
-from lapa2_interp.scoring.judge_answer import COLUMNS, REFUSED, Answer, error_status, read_answer
+from lapa2_interp.scoring.judge_answer import (
+    COLUMNS,
+    REFUSED,
+    Answer,
+    code_and_message,
+    error_status,
+    found_error,
+    read_answer,
+)
 from lapa2_interp.scoring.scorer import Score, ScorerInPieces, SkippedText, TextItem
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -60,6 +69,7 @@ Output: Respond in JSON format only:
 """The paper's GPT-4o evaluation prompt, without its bold type and indents. The three lower-case
 names in braces are filled in."""
 
+ENDPOINT = "/chat/completions"
 RESPONSE_FORMATS: tuple[dict[str, Any] | None, ...] = (
     {
         "type": "json_schema",
@@ -143,8 +153,8 @@ class Judge(ScorerInPieces):
     Args:
         model: Name of the model on the server. A dated name (gpt-4o-2024-08-06) always means the
             same weights.
-        base_url: Address of the server, up to and including /v1; by default OPENAI_BASE_URL, or
-            else OpenAI's.
+        base_url: Address of the server, up to and including /v1, with or without
+            /chat/completions; by default OPENAI_BASE_URL, or else OpenAI's.
         concurrency: Requests under way at once.
         attempts: Requests per answer while the server is overloaded, failing, or unreachable.
         timeout: Seconds for a whole request, from the connection to the last byte of the answer.
@@ -209,9 +219,9 @@ class Judge(ScorerInPieces):
                 "the judge's model has no name; give one the server knows, such as gpt-4o"
             )
         self.model = model
-        self.base_url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
-        self.host = _host_of(self.base_url)
-        self._url = f"{self.base_url.rstrip('/')}/chat/completions"
+        given = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+        self.host = _host_of(given)
+        self.base_url = given.rstrip("/").removesuffix(ENDPOINT).rstrip("/")
         self.batch_size = concurrency
         self.attempts = attempts
         self.timeout = timeout
@@ -240,14 +250,14 @@ class Judge(ScorerInPieces):
         self._under_way = 0
         self._reserved = 0.0
         self._longest_answer = MAX_ANSWER_TOKENS
+        self._largest = 0  # bytes of a request
 
     @property
     def cost(self) -> float | None:
         """US dollars for the tokens counted so far; None without prices."""
-        price_in, price_out = self.prices
-        if price_in is None or price_out is None:
+        if None in self.prices:
             return None
-        return (self.input_tokens * price_in + self.output_tokens * price_out) / 1e6
+        return self._price(self.input_tokens, self.output_tokens)
 
     @property
     def spent(self) -> float:
@@ -413,7 +423,7 @@ class Judge(ScorerInPieces):
         most = self._reserve_cost(len(content), limit)
         released = 0.0  # a request without a counted answer may be billed
         try:
-            response = client.post(self._url, content=content)
+            response = client.post(self.base_url + ENDPOINT, content=content)
         except httpx.TimeoutException:
             return _FailedRequest(None, "", f"no answer within {self.timeout:g} s", None)
         except httpx.ConnectError as error:
@@ -425,11 +435,12 @@ class Judge(ScorerInPieces):
             found = None
             with suppress(ValueError):
                 found = parse_json(response.text)
-            status = error_status(found) if response.is_success else response.status_code
-            if status is not None:
+            failed = found_error(found)
+            if failed or not response.is_success:
                 released = 0.0 if response.is_success else most
+                status = error_status(failed) if response.is_success else response.status_code
                 key = client.headers["Authorization"].removeprefix("Bearer ")
-                code, message = _code_and_message(found, key)
+                code, message = code_and_message(failed, key)
                 wait = _requested_wait(response.headers)
                 return _FailedRequest(status, code, message, wait)
             if self._count(found):
@@ -448,23 +459,33 @@ class Judge(ScorerInPieces):
         Raises:
             ScoringError: It could exceed the limit, even when the requests under way have ended.
         """
-        price_in, price_out = (price or 0.0 for price in self.prices)
         limit = math.inf if self.max_cost is None else self.max_cost
         with self._condition:
+            self._largest = max(self._largest, size)
             longest = max(self._longest_answer, tokens or 0)
-            most = (size * price_in + longest * price_out) / 1e6
+            most = self._price(size, longest)
             while (room := limit - self.spent) < most:
                 if not self._under_way:
+                    # The next run begins with as many requests as may be under way, each of which
+                    # may be cut before one has more room.
+                    cut = self.batch_size if longest > MAX_ANSWER_TOKENS else 0
+                    enough = self._price(self._largest, longest)
+                    enough += cut * self._price(self._largest, MAX_ANSWER_TOKENS)
                     raise ScoringError(
-                        f"the next request may cost ${most:.4f}, and ${max(room, 0.0):.4f} is left"
-                        f" of the cost allowed; the same command with --max-cost {most:.4f} or more"
-                        " continues with the rest"
+                        f"the next request may cost ${_round_up(most)}, and ${max(room, 0.0):.4f}"
+                        " is left of the cost allowed; the same command with --max-cost"
+                        f" {_round_up(enough)} or more continues with the rest"
                     )
                 self._condition.wait()
             self.requests += 1
             self._under_way += 1
             self._reserved += most
         return most
+
+    def _price(self, read: int, written: int) -> float:
+        """US dollars for so many tokens; 0 without prices."""
+        price_in, price_out = (price or 0.0 for price in self.prices)
+        return (read * price_in + written * price_out) / 1e6
 
     def _release_cost(self, released: float) -> None:
         """End a request, and release its reserved cost where it is not billed or now counted."""
@@ -521,21 +542,9 @@ class Judge(ScorerInPieces):
         return f"{self.host} answers {problem.status} ({problem.message})"
 
 
-def _code_and_message(found: Any, key: str) -> tuple[str, str]:
-    """The code and the message of a server that refuses. Only a message in OpenAI's or vLLM's form
-    is quoted, cut short, and without words that hold a piece of the key or may be the key in
-    another form, since some servers repeat it."""
-    inner = found.get("error") if isinstance(found, dict) else None
-    error = inner if isinstance(inner, dict) else {"message": inner}
-    message = error.get("message")
-    if not isinstance(message, str):
-        return str(error.get("code") or ""), "its answer is no error in JSON"
-    pieces = [key[at : at + 6].lower() for at in range(max(1, len(key) - 5))]
-    words = [
-        "[...]" if len(word) > 24 or any(piece in word.lower() for piece in pieces) else word
-        for word in message.split()
-    ]
-    return str(error.get("code") or ""), " ".join(words)[:200]
+def _round_up(dollars: float) -> str:
+    """A number of dollars with four decimals that is not less."""
+    return str(Decimal(dollars).quantize(Decimal("0.0001"), ROUND_CEILING))
 
 
 def _cut_at(limit: int | None) -> SkippedText:
@@ -571,6 +580,11 @@ def _host_of(base_url: str) -> str:
         raise ScoringError(
             f"base_url {base_url!r} is not the address of a server; give one such as"
             " http://localhost:8000/v1"
+        )
+    if parts.query or parts.fragment:  # it may hold a key, and so is not quoted
+        raise ScoringError(
+            f"base_url has a ? or # behind {host}{port}{parts.path}, and the judge sends nothing"
+            " that follows one; give the address without it"
         )
     return f"{host}{port}"
 

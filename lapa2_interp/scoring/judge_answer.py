@@ -1,8 +1,9 @@
 """What a judge has said: the answer in a chat completion, and the ratings in an answer.
 
 Servers answer one question in several forms. The content is a text, or a list of parts; thoughts
-stand in fields of their own, or in the text before the answer; the JSON is bare, fenced, or amid
+stand in fields of their own, or in the text before the answer; the JSON is bare, fenced, or behind
 words. Thoughts are never read as an answer, and ratings are read only where there is one reading.
+Thoughts have more marks than are known here, so an answer with an unknown tag is not read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp.scoring.scorer import SkippedText
@@ -28,6 +29,10 @@ REFUSAL_REASONS = ("content_filter", "safety", "refusal")
 """Words of servers for an answer that was withheld, in small letters."""
 THOUGHTS = re.compile(r"[<\[◁](/?)(?:think|thinking|thought|reasoning)[>\]▷]", re.IGNORECASE)
 """Marks around thoughts; with a slash, their end."""
+TAG = re.compile(r"<[^\s<>][^<>]*>")
+"""Any tag in angle brackets: what it marks may be a draft."""
+CLOSING = " \t\r\n`*.'\")]}"
+"""Characters that may close an answer behind its rating: those of fences, brackets and quotes."""
 FIELD = re.compile(rf"\"(?:{'|'.join(COLUMNS)})\"\s*:")
 
 
@@ -45,10 +50,7 @@ class Answer:
 
     @property
     def ratings(self) -> tuple[float, float, float] | None:
-        """As `parse_ratings`; of an answer that was cut, only if nothing follows its JSON: a
-        correction might have."""
-        if self.is_cut and not self.text.rstrip("` \t\r\n").endswith("}"):
-            return None
+        """As `parse_ratings`."""
         return parse_ratings(self.text)
 
 
@@ -72,13 +74,41 @@ def read_answer(response: Any) -> Answer | SkippedText:
     return Answer("".join(map(_part_text, parts)), reason in CUT_REASONS)
 
 
-def error_status(response: Any) -> int | None:
-    """The status in an error that a gateway sends with status 200; None of an answer."""
-    error = response.get("error") if isinstance(response, dict) else None
-    if not error or "choices" in response:
+def found_error(response: Any) -> Any:
+    """The error in a response, on its own or in the place of an answer, as gateways send it with
+    status 200; None of an answer."""
+    if not isinstance(response, dict):
         return None
+    choices = response.get("choices")
+    if not choices:
+        return response.get("error")
+    choice = choices[0] if isinstance(choices, list) else None
+    if not isinstance(choice, dict):
+        return None
+    failed = str(choice.get("finish_reason")).lower() == "error"
+    return choice.get("error") or ("the answer ended with an error" if failed else None)
+
+
+def error_status(error: Any) -> int:
+    """The status that an error with status 200 names, or else 500."""
     code = error.get("code") if isinstance(error, dict) else None
     return code if type(code) is int and 400 <= code < 600 else 500
+
+
+def code_and_message(error: Any, key: str) -> tuple[str, str]:
+    """The code and the message of a server that refuses. Only a message in OpenAI's or vLLM's form
+    is quoted, cut short, and without words that hold a piece of the key or may be the key in
+    another form, since some servers repeat it."""
+    error = error if isinstance(error, dict) else {"message": error}
+    message = error.get("message")
+    if not isinstance(message, str):
+        return str(error.get("code") or ""), "its answer is no error in JSON"
+    pieces = [key[at : at + 6].lower() for at in range(max(1, len(key) - 5))]
+    words = [
+        "[...]" if len(word) > 24 or any(piece in word.lower() for piece in pieces) else word
+        for word in message.split()
+    ]
+    return str(error.get("code") or ""), " ".join(words)[:200]
 
 
 def _is_refusal(part: Any) -> bool:
@@ -96,8 +126,9 @@ def parse_ratings(answer: str) -> tuple[float, float, float] | None:
     """Relevance, fluency and topicality of an answer; None unless there is one reading.
 
     An object is a rating if it has exactly these three fields with whole numbers from 1 to 5, which
-    may be written 4, 4.0 or "4". Words may stand around it, and it may be repeated. Another object
-    or an unfinished one with one of the fields is another reading.
+    may be written 4, 4.0 or "4". Words may stand before it, and it may be repeated. Another object
+    or an unfinished one with one of the fields is another reading. An answer with a tag in angle
+    brackets, or with words behind its last object, has none: they may take a draft back.
 
     Args:
         answer: The words of a model. Thoughts in front, up to the last </think>, are not read.
@@ -107,18 +138,28 @@ def parse_ratings(answer: str) -> tuple[float, float, float] | None:
     if start and not slash:  # thoughts that do not end
         return None
     text = answer[start:].replace(FORM, "")
-    if len(text) > LONGEST:
+    if len(text) > LONGEST or TAG.search(text):
         return None
     found = list(_objects(text))
-    if len(FIELD.findall(text)) > sum(len(words) for words, _ in found):
+    if not found or text[found[-1].end :].strip(CLOSING):
         return None
-    readings = {_rating(fields) for words, fields in found if words}
+    if len(FIELD.findall(text)) > sum(len(each.rated) for each in found):
+        return None
+    readings = {_rating(each.fields) for each in found if each.rated or each is found[-1]}
     return readings.pop() if len(readings) == 1 else None
 
 
-def _objects(text: str) -> Iterator[tuple[list[str], Any]]:
-    """The outermost JSON objects in a text, each with the rated fields that its words name; None
-    for an object that no parser of ours takes."""
+class _Object(NamedTuple):
+    """A JSON object in a text: the rated fields that its words name, its fields (None if no parser
+    of ours takes it), and the place where it ends."""
+
+    rated: list[str]
+    fields: Any
+    end: int
+
+
+def _objects(text: str) -> Iterator[_Object]:
+    """The outermost JSON objects in a text."""
     decoder, place = json.JSONDecoder(), 0
     while (place := text.find("{", place)) >= 0:
         try:
@@ -131,7 +172,7 @@ def _objects(text: str) -> Iterator[tuple[list[str], Any]]:
             fields = parse_json(words)
         except ValueError:
             fields = None
-        yield FIELD.findall(words), fields
+        yield _Object(FIELD.findall(words), fields, end)
         place = end
 
 

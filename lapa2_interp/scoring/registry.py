@@ -46,6 +46,35 @@ TRAINED = (LINEAR_ENDING, ADAPTER_ENDING)
 """Endings of the files of trained scorers."""
 
 
+def trained_ending(model: str) -> str:
+    """The ending by which a model is the file of a trained scorer, however it is written; "" of
+    another model."""
+    return next((ending for ending in TRAINED if model.lower().endswith(ending)), "")
+
+
+def _trained_scorer(model: str, ending: str, device: str | None) -> Scorer:
+    """The scorer in a file of `lapa2 scorers train`.
+
+    Raises:
+        ScoringError: There is no such file, its ending is not in small letters, or it is damaged.
+    """
+    file = Path(model)
+    if not file.is_file():
+        raise ScoringError(
+            f"accuracy={model}: there is no such file; `lapa2 scorers train` makes one, or give a"
+            " classifier's hub id or folder"
+        )
+    task = file.name.removesuffix(ending)
+    if task == file.name:
+        raise ScoringError(
+            f"accuracy={model}: the name of a trained scorer ends in {ending}, in small letters,"
+            " and that of the card beside it in .json; rename both"
+        )
+    if ending == LINEAR_ENDING:
+        return LinearScorer(task, file.parent)
+    return AdapterScorer(task, file.parent, device)
+
+
 def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
     """The scorer of a NAME or NAME=MODEL option.
 
@@ -66,14 +95,8 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
             return LinearScorer(task)
         case "accuracy", "vader":
             return VaderScorer()
-        case "accuracy", _ if model.endswith(LINEAR_ENDING):
-            file = Path(model)
-            return LinearScorer(file.name.removesuffix(LINEAR_ENDING), file.parent)
-        case "accuracy", _ if model.endswith(ADAPTER_ENDING):
-            file = Path(model)
-            return AdapterScorer(
-                file.name.removesuffix(ADAPTER_ENDING), file.parent, options.device
-            )
+        case "accuracy", _ if ending := trained_ending(model):
+            return _trained_scorer(model, ending, options.device)
         case "accuracy", _:
             files = [file for end in TRAINED for file in sorted(Path(model).glob(f"*{end}"))]
             if files and not (Path(model) / "config.json").is_file():

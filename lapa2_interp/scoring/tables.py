@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -339,7 +339,8 @@ def column_names(table: pd.DataFrame) -> dict[tuple[str, str], str]:
 
 
 def interval_note(table: pd.DataFrame, differences: pd.DataFrame) -> str:
-    """The methods that made the intervals of a table of scores.
+    """The methods that made the intervals of a table of scores. What was resampled are texts where
+    each is a cluster, as without prompts, and else prompts.
 
     Args:
         table, differences: From `cell_table` and `distinct_cells`, and `difference_table`.
@@ -354,9 +355,14 @@ def interval_note(table: pd.DataFrame, differences: pd.DataFrame) -> str:
     )
     usual = table[~is_distinct & ~alike & table["mean"].notna()]
     counts = [*usual["prompts"], *(differences["prompts"] if len(differences) else ())]
-    parts = [describe_intervals(counts)] * bool(counts)
-    parts += ["where all texts score alike, what so few prompts leave open"] * bool(alike.any())
-    parts += ["of distinct-n Student's t from the jackknife over prompts"] * bool(is_distinct.any())
+    known = table[table["mean"].notna()]
+    is_text = len(known) > 0 and (known["n"] == known["prompts"]).all()
+    unit: Literal["prompt", "text"] = "text" if is_text else "prompt"
+    parts = [describe_intervals(counts, unit)] * bool(counts)
+    parts += [f"where all texts score alike, what so few {unit}s leave open"] * bool(alike.any())
+    parts += [f"of distinct-n Student's t from the jackknife over {unit}s"] * bool(
+        is_distinct.any()
+    )
     return f"in brackets: 95 % interval ({'; '.join(parts)})"
 
 

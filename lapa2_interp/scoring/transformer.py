@@ -26,7 +26,8 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.layout import text_markers
-from lapa2_interp.models.card import context_length
+from lapa2_interp.bias.tokens import without_dropout
+from lapa2_interp.models.card import context_length, unknown_mask
 from lapa2_interp.models.fingerprint import fingerprint
 from lapa2_interp.models.load import (
     LOG_PROB_TOLERANCE,
@@ -37,6 +38,7 @@ from lapa2_interp.models.load import (
     needs_remote_code,
     provenance,
 )
+from lapa2_interp.models.lone_pass import lone_pass, without_chance
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.models.weights import check_weights, files_unchanged, load_network
@@ -97,6 +99,18 @@ class NetworkScorer(ScorerInPieces):
         self.__dict__.pop("network", None)  # frees memory for the next scorer
 
 
+def _repeatable(scorer: NetworkScorer, compute: Callable[[], Tensor]) -> Tensor:
+    """What the network of a scorer computes.
+
+    Raises:
+        ScoringError: It is another each time.
+    """
+    try:
+        return without_chance(scorer.network, compute)
+    except ModelError as error:
+        raise ScoringError(f"{scorer.name}: {error}") from error
+
+
 class Perplexity(NetworkScorer):
     """exp of a text's mean -ln p per token, the first token conditioned on BOS (section 5.1,
     Fluency; eval_perplexity.py).
@@ -141,9 +155,15 @@ class Perplexity(NetworkScorer):
         move_to_device(self.network, device)
         self.min_words, self.doubled_bos = min_words, doubled_bos
         self.bos = text_markers(self.tokenizer).start
-        _check_causal(self.network, self.bos, model)
         n_ctx = context_length(self.network.config.get_text_config())
         self.max_tokens = min(n_ctx - 2, max_tokens or MAX_TOKENS)
+        if mask := unknown_mask(self.network.config, self.max_tokens + 2):
+            raise ScoringError(
+                f"{model} ({type(self.network).__name__}) hides keys of long texts by {mask}, and"
+                " whether a token's probability depends on what follows is not known here; give"
+                " another causal model, such as gpt2"
+            )
+        _check_causal(self.network, self.bos, model)
         own = " self" if generator == weights else ""
         bos = ", BOS twice" if doubled_bos else ""
         self.version = (
@@ -185,8 +205,8 @@ class Perplexity(NetworkScorer):
         for batch in batch_by_tokens([len(texts[group[-1]]) for group in groups], TOKENS_AT_ONCE):
             chosen = [groups[i] for i in batch]
             rows = TextRows.of([texts[group[-1]] for group in chosen], (bos,), self.network.device)
-            with torch.no_grad(), prepacked(self.network):
-                nll = text_nll(self.network, rows).double().cpu()
+            with lone_pass(self.network), torch.no_grad(), prepacked(self.network):
+                nll = _repeatable(self, partial(text_nll, self.network, rows)).double().cpu()
             yield {
                 place: _perplexity_score(
                     nll[row, first[place] : len(texts[place])].mean().exp().item()
@@ -368,8 +388,8 @@ class Classifier(NetworkScorer):
             for name in rows[0]
         }
         check_has_embeddings(self.network, inputs["input_ids"])
-        with prepacked(self.network):
-            logits = self._logits(inputs).double()
+        with lone_pass(self.network), prepacked(self.network):
+            logits = _repeatable(self, partial(self._logits, inputs)).double()
         if logits.shape != (len(rows), len(self.parts)):
             raise ScoringError(
                 f"{type(self.network).__name__} has outputs of shape {list(logits.shape)} for"
@@ -390,7 +410,8 @@ class Classifier(NetworkScorer):
         n = len(inputs["input_ids"])
         if n == 1 or not self.one_by_one:
             try:
-                return self.network(**inputs, **self.settings).logits
+                with lone_pass(self.network):
+                    return self.network(**inputs, **self.settings).logits
             except Exception:  # each class has its own
                 if n == 1:
                     raise
@@ -486,7 +507,9 @@ def _load_classifier(
                 trust_remote_code=trust_remote_code,
             )
             weights = provenance(model, network.config)
-            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+            tokenizer = without_dropout(
+                AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+            )
     except ModelError as error:
         raise ScoringError(f"cannot load the classifier: {error}") from error
     except Exception as error:  # many libraries raise here

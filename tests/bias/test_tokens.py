@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GPT2Config, PreTrainedTokenizerFast
 
+from lapa2_interp._util.errors import LayoutError
+from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_continuation, token_texts
-from lapa2_interp.models.load import shared_tokenizer
+from lapa2_interp.models.load import load_tokenizer, shared_tokenizer
 
 PROMPTS = ("I", "I 🙂", "né", "中文", "", " ", "a\n\n")
 EMOJI = [0xF0, 0x9F, 0x99, 0x82]
@@ -93,3 +95,16 @@ def test_pieces_joined_are_the_continuation(name, data):
     found = token_texts(tokenizer, prompt, tokens)
     assert len(found) == len(tokens)
     assert "".join(found) == decode_continuation(tokenizer, prompt, tokens)
+
+
+def test_a_tokenizer_that_cuts_by_chance_is_refused_and_loaded_without_it(tmp_path):
+    """BPE dropout, which some tokenizer.json keep from training."""
+    tokenizer = byte_fallback()
+    tokenizer.backend_tokenizer.model.dropout = 0.5
+    tokenizer.save_pretrained(tmp_path)
+    GPT2Config().save_pretrained(tmp_path)
+    with pytest.raises(LayoutError, match=r"by chance \(dropout 0.5\), .*model.dropout = None"):
+        Layout.of(tokenizer, "a", " ab")
+    loaded = load_tokenizer(tmp_path)
+    assert len({tuple(loaded("ab ab ab ab").input_ids) for _ in range(20)}) == 1
+    assert Layout.of(loaded, "a", " ab") == Layout.of(byte_fallback(), "a", " ab")

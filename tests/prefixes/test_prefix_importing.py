@@ -184,6 +184,9 @@ def test_own_prefixes_attach_to_the_same_model_from_another_place(tmp_path):
     assert again.card.origin.endswith("trained for other/place with weights hub commit 1")
     assert torch.equal(again.keys, prefix.keys)
     assert not again.card.shifted
+    capital = asked[0].rename(tmp_path / "positive.SAFETENSORS")
+    with pytest.raises(PrefixError, match=r"no weights: positive\.safetensors is not beside it"):
+        import_prefix(capital, *asked[1:])
 
 
 class Harmful:

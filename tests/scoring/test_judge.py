@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from base64 import b64encode
@@ -231,7 +232,8 @@ def test_three_integers_are_read_with_or_without_a_code_fence(fence):
     [
         f"Here it is: {GOOD}",
         f"{GOOD} {GOOD}",
-        f"```json\n{GOOD}\n``` as asked",
+        f"As asked:\n```json\n{GOOD}\n```",
+        f"Relevance < 6 and > 4: **{GOOD}**.",
         f"[{GOOD}]",
         f"<think>\nIt may be {rating(1, 1, 1)} {{or so}}.\n</think>\n\n{GOOD}",
         f"It may be {rating(1, 1, 1)}.\n</think>{GOOD}",  # the chat template has opened it
@@ -282,6 +284,30 @@ def test_one_reading_is_read_amid_thoughts_and_words(answer):
     ],
 )
 def test_anything_else_is_no_rating(answer):
+    assert parse_ratings(answer) is None
+
+
+DRAFT, WORDS = f"Perhaps {rating(1, 1, 1)}. No.", "I rate relevance 5, fluency 4, topicality 3."
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"<seed:think>{DRAFT}</seed:think>\n{WORDS}",
+        f"<seed:think>Perhaps {rating(1, 1, 1)}",
+        f"<|begin_of_thought|>{DRAFT}<|end_of_thought|><|begin_of_solution|>{WORDS}",
+        f"<|START_THINKING|>{DRAFT}<|END_THINKING|>{WORDS}",
+        f"<|channel|>analysis<|message|>{DRAFT}<|end|><|start|>assistant<|message|>{WORDS}",
+        f"<unused94>thought\n{DRAFT}<unused95>{WORDS}",
+        f'<think time="3">{DRAFT}</think>{WORDS}',
+        f"<analysis>{rating(1, 1, 1)}</analysis>",
+        f'<details type="reasoning"><summary>3 s</summary>\n> {DRAFT}\n</details>\n{WORDS}',
+        f"[ANALYSIS]{DRAFT}[/ANALYSIS]{WORDS}",
+        f"{DRAFT} {WORDS}",
+        f'{rating(1, 1, 1)} {{"but": "no"}}',
+    ],
+)
+def test_a_draft_in_unknown_marks_or_before_other_words_is_no_rating(answer):
     assert parse_ratings(answer) is None
 
 
@@ -420,6 +446,51 @@ def test_more_room_counts_for_the_cost(server, make):
     assert limits(server) == [500]
 
 
+@pytest.mark.parametrize(
+    ("needed", "prices", "cost"),
+    [(25, (0.02, 0.08), 1e-6), (25, (2.6, 10.0), 1e-4), (900, (2.0, 8.0), 0.02)],
+)
+def test_the_limit_that_is_printed_is_enough_to_go_on(server, make, needed, prices, cost):
+    """Also when the next run begins with answers that are cut."""
+
+    def reply(text: str) -> Reply:
+        asked = next(body for body in reversed(server.bodies) if judged(body) == text)
+        limit = asked["max_completion_tokens"]
+        is_cut = needed > limit
+        return Reply(
+            body={
+                "choices": [
+                    {
+                        "message": {"content": "<think>" if is_cut else GOOD},
+                        "finish_reason": "length" if is_cut else "stop",
+                    }
+                ],
+                "usage": {"prompt_tokens": 300, "completion_tokens": min(needed, limit)},
+            }
+        )
+
+    server.reply = reply
+    names = {"input_price": prices[0], "output_price": prices[1], "concurrency": 2}
+    rest = {n: item("y" * n) for n in range(20)}
+
+    def run(cost: float) -> str:
+        places = [*rest]
+        try:
+            for piece in make(max_cost=cost, **names).scores_in_pieces([*rest.values()]):
+                for place in piece:
+                    del rest[places[place]]
+        except ScoringError as error:
+            return str(error)
+        return ""
+
+    for is_told in (False, True, True):
+        before = len(rest)
+        why = run(cost)
+        assert not is_told or len(rest) < before
+        if why:
+            cost = float(re.search(r"max_cost=([\d.]+) or more", why)[1])
+
+
 def test_items_without_a_prompt_an_attribute_or_a_text_need_no_key_and_no_request(
     server, make, monkeypatch
 ):
@@ -522,14 +593,28 @@ def test_a_model_that_the_server_does_not_know_in_any_form_is_named(server, make
     assert (waits, len(server.bodies)) == ([], 3)
 
 
-def test_an_error_with_status_200_is_a_failure_of_the_server(server, make, waits):
-    server.replies = [
-        Reply(body={"error": {"message": "rate limited", "code": 429}}),
-        Reply(body={"error": "overloaded"}),
-        Reply(),
-    ]
+BUSY = {"message": "overloaded", "code": 503}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"error": BUSY},
+        {"error": "overloaded"},
+        {"choices": None, "error": BUSY},
+        {"choices": [], "error": BUSY},
+        {"choices": [{"message": {"content": ""}, "finish_reason": "error", "error": BUSY}]},
+        {"choices": [{"message": {"content": GOOD}, "finish_reason": "stop", "error": BUSY}]},
+        {"choices": [{"message": {"content": GOOD[:20]}, "finish_reason": "error"}]},
+    ],
+)
+def test_an_error_with_status_200_is_a_failure_of_the_server(server, make, waits, body):
+    server.replies = [Reply(body=body), Reply(body=body), Reply()]
     assert make().score([item()]) == [(5.0, 4.0, 3.0)]
     assert waits == [1.0, 2.0]
+    server.replies = [Reply(body=body)]
+    with pytest.raises(ScoringError, match=r"answers 50[03] \((overloaded|the answer ended)"):
+        make(attempts=1).score([item()])
 
 
 def test_a_server_that_fails_at_a_format_is_asked_without_it_until_it_has_answered(
@@ -786,7 +871,7 @@ def test_the_cost_never_passes_its_limit_and_uses_it_up(server, make):
     found = {}
     with pytest.raises(
         ScoringError,
-        match=r"next request may cost \$0\.0084, and \$0\.00\d\d is left .* max_cost=0\.0084 or more",
+        match=r"next request may cost \$0\.0085, and \$0\.00\d\d is left .* max_cost=0\.0085 or more",
     ):
         for piece in judge.scores_in_pieces([item(str(number)) for number in range(40)]):
             found.update(piece)
@@ -944,6 +1029,7 @@ def test_two_paths_of_one_server_are_two_judges(make):
         "https://user:secret@judge.example/a/v1": "judge.example/a/v1",
         "https://judge.example/b/v1/": "judge.example/b/v1",
         "https://judge.example": "judge.example/",
+        "https://judge.example/v1/chat/completions": "judge.example",
     }
     for url, place in places.items():
         assert make("gpt-4o", base_url=url).version.startswith(f"gpt-4o at {place}, prompt ")
@@ -973,6 +1059,7 @@ def test_the_server_is_the_clients_own_unless_one_is_given(make, monkeypatch):
         ({"base_url": "http://a b/v1"}, "base_url 'http://a b/v1'"),
         ({"base_url": "localhost:8000"}, "base_url 'localhost:8000'"),
         ({"base_url": "http://localhost:port/v1"}, "base_url 'http://localhost:port/v1'"),
+        ({"base_url": "http://a/v1?key=b"}, r"a \? or # behind a/v1, and"),
         ({"model": " "}, "no name"),
     ],
 )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lapa2_interp._util.errors import DataError, ScoringError
+from lapa2_interp.scoring.adapter import ADAPTER_ENDING
 from lapa2_interp.scoring.linear import (
     COLUMNS,
     LINEAR_ENDING,
@@ -19,6 +20,7 @@ from lapa2_interp.scoring.linear import (
     train_linear,
     weighted_counts,
 )
+from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
 from lapa2_interp.scoring.scorer import TextItem, run_scorer
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS, ToxicityScorer, tasks_in
 from lapa2_interp.scoring.training import (
@@ -322,6 +324,18 @@ def test_shipped_results_are_found_again(task, file, labels, data):
     ).mean()
     stated = reached(card, f"{file.split('/')[1]}.jsonl.xz", "accuracy").value
     assert abs(found - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
+
+
+@pytest.mark.parametrize("ending", [LINEAR_ENDING, ADAPTER_ENDING])
+def test_a_trained_scorers_ending_counts_however_it_is_written(ending, tmp_path):
+    """It is a file, and never looked for on the hub."""
+    gone, capital = (tmp_path / f"gone{end}" for end in (ending, ending.upper()))
+    for file in (gone, capital):
+        with pytest.raises(ScoringError, match=f"accuracy={file}: there is no such file"):
+            make_scorer("accuracy", str(file), ScorerOptions())
+    capital.write_bytes(b"")
+    with pytest.raises(ScoringError, match=f"ends in {ending}, in small letters.*rename both"):
+        make_scorer("accuracy", str(capital), ScorerOptions())
 
 
 def test_short_and_long_texts_are_both_read():

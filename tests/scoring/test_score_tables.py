@@ -80,6 +80,18 @@ def test_a_note_names_the_method_that_made_the_interval(prompts, told, untold, c
         assert untold not in text
 
 
+@pytest.mark.parametrize(
+    ("n", "words"),
+    [(FEW, "texts resampled"), (3, "Student's t on texts' means, where there are fewer than 8 t")],
+)
+def test_texts_without_prompts_are_what_is_resampled(n, words):
+    found = scores(n).assign(prompt="").groupby("arm").head(n)
+    for table in (cell_table(found), distinct_cells(found)):
+        differences = difference_table(found)
+        assert "prompt" not in interval_note(table, differences)
+    assert words in interval_note(cell_table(found), differences)
+
+
 def test_other_methods_are_named_where_they_are():
     found = scores(9, alike=True)
     none = pd.DataFrame()

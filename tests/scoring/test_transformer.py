@@ -2,8 +2,11 @@
 says."""
 
 import copy
+import json
 import math
 import re
+import threading
+from contextlib import nullcontext
 
 import pandas as pd
 import pytest
@@ -12,6 +15,7 @@ import transformers
 from conftest import lapa2
 from families import save_family
 from tokenizers.processors import TemplateProcessing
+from torch.testing import assert_close
 
 from lapa2_interp._util.errors import LayoutError, ScoringError
 from lapa2_interp.models.load import load_transformers
@@ -51,6 +55,15 @@ BART = {
 JAMBA = {
     "num_key_value_heads": 2, "mamba_d_state": 4, "mamba_dt_rank": 2, "num_experts": 2,
     "attn_layer_offset": 1, "attn_layer_period": 2, "use_mamba_kernels": False,
+}  # fmt: skip
+SPARSE = {
+    "attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1, "sep_token_id": END,
+}  # fmt: skip
+REFORMER = {
+    "attn_layers": ["local", "lsh"], "attention_head_size": 16, "feed_forward_size": 32,
+    "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16], "local_attn_chunk_length": 8,
+    "lsh_attn_chunk_length": 8, "num_hashes": 1,
+    **dict.fromkeys(("intermediate_size", "num_hidden_layers")),
 }  # fmt: skip
 NETWORKS = {
     "a decoder without a padding token": ("llama", {"pad_token_id": None}, {"pad_token": 9}),
@@ -159,6 +172,79 @@ def test_a_network_that_reads_both_sides_has_no_perplexity(tmp_path):
     tiny_tokenizer("tiny-gpt2").save_pretrained(tmp_path)
     with pytest.raises(ScoringError, match="BertLMHeadModel. is no causal model: .*left to right"):
         Perplexity(str(tmp_path), device="cpu")
+
+
+def test_a_long_text_is_read_as_before_a_short_one(tmp_path):
+    """BigBird's attention changes for good at a short text."""
+    folder = save_classifier(tmp_path, "big_bird", SPARSE)
+    long = [TextItem("x" * 62)]
+    scorer = Classifier(folder, device="cpu")
+    first = numbers(scorer, long)
+    numbers(scorer, ITEMS[:1])
+    assert torch.equal(numbers(scorer, long), first)
+    network = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    ids = torch.tensor([scorer.tokenizer(long[0].text).input_ids])
+    with torch.no_grad():
+        assert_close(first[0], network.eval()(ids).logits.double().softmax(1)[0])
+
+
+def test_a_classifier_that_draws_random_numbers_has_no_score(tmp_path):
+    folder = save_classifier(tmp_path, "reformer", REFORMER)
+    with pytest.raises(ScoringError, match=r"accuracy: Reformer\w+ draws random numbers"):
+        numbers(Classifier(folder, device="cpu"), [TextItem("x" * 62)])
+
+
+def test_a_classifiers_tokenizer_cuts_a_text_the_same_way_each_time(tmp_path):
+    folder = save_classifier(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    saved = json.loads(file.read_text("utf-8"))
+    saved["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(saved), "utf-8")
+    assert Classifier(folder, device="cpu").tokenizer.backend_tokenizer.model.dropout is None
+
+
+@pytest.mark.parametrize(("window", "refused"), [(16, True), (66, False)])
+def test_a_mask_that_may_hide_keys_has_no_perplexity(window, refused, tmp_path, monkeypatch):
+    network, tokenizer, origin = load_transformers("tiny-llama")
+    network.config.keep_window_size = window
+    monkeypatch.setattr(transformer, "load_transformers", lambda *_: (network, tokenizer, origin))
+    with pytest.raises(ScoringError, match="by keep_window_size") if refused else nullcontext():
+        Perplexity("tiny-llama", device="cpu", max_tokens=64)
+
+
+def test_threads_share_a_perplexity():
+    """One thread is behind the output layer while the other begins its pass."""
+    scorer = Perplexity("tiny-llama", device="cpu", min_words=1)
+    texts = ["lake lake lake", "road hill town"]
+    alone = [numbers(scorer, [TextItem(text)]) for text in texts]
+    inside, other = threading.Event(), threading.Event()
+
+    def before(*_):
+        if threading.current_thread().name == "second":
+            inside.wait(0.3)
+
+    def after(*_):
+        if threading.current_thread().name == "first":
+            inside.set()
+            other.wait(0.2)
+
+    scorer.network.register_forward_pre_hook(before)
+    scorer.network.register_forward_hook(after)
+    found = {}
+
+    def work(name, text):
+        found[name] = numbers(scorer, [TextItem(text)])
+        other.set()
+
+    threads = [
+        threading.Thread(target=work, args=pair, name=pair[0])
+        for pair in zip(("first", "second"), texts, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_close([found["first"], found["second"]], alone)
 
 
 def test_a_network_without_an_output_layer_has_no_perplexity(monkeypatch):
