@@ -29,7 +29,6 @@ from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import context_length
 from lapa2_interp.models.fingerprint import fingerprint
 from lapa2_interp.models.load import (
-    LOG_PROB_TOLERANCE,
     REMOTE_CODE,
     check_hub,
     load_transformers,
@@ -37,6 +36,7 @@ from lapa2_interp.models.load import (
     needs_remote_code,
     provenance,
 )
+from lapa2_interp.models.positions import position_problem, tolerance
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.models.weights import check_weights, files_unchanged, load_network
@@ -263,8 +263,13 @@ def _check_causal(network: Any, bos: int, model: str) -> None:
         for row, text in zip(nll, texts, strict=True)
         for i in range(len(text))
     ]
-    allowed = LOG_PROB_TOLERANCE[str(network.dtype).removeprefix("torch.")]
+    allowed = tolerance(network)
     if (mean := float(torch.stack(away).mean())) > allowed:
+        if (problem := position_problem(network)) is not None:
+            raise ScoringError(
+                f"cannot read the perplexity of a text under {title}: {problem}; give another"
+                " causal model, such as gpt2"
+            )
         raise ScoringError(
             f"{title} is no causal model: its log-probabilities of tokens change by {mean:.2g} with"
             f" the text that follows (allowed {allowed:g}), so a text has no perplexity; give a"
