@@ -17,7 +17,12 @@ from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, LayerTypeName
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import require_tokenizer
-from lapa2_interp.models.fingerprint import fingerprint, plain_tensors
+from lapa2_interp.models.fingerprint import (
+    adapter_states,
+    fingerprint,
+    network_tensors,
+    plain_tensors,
+)
 from lapa2_interp.models.prepacked import Prepacking, choose_prepacking, prepacked
 
 if TYPE_CHECKING:
@@ -476,7 +481,7 @@ def hash_weights(model: Model) -> str:
     """sha256 over a model's weights, configuration and vocabulary, as they are now.
 
     Raises:
-        ModelError: Some weights are not in memory.
+        ModelError: Some weights are not in memory, or cannot be read.
     """
     network: Any = network_of(model)
     config = getattr(network, "config", None)
@@ -484,9 +489,9 @@ def hash_weights(model: Model) -> str:
     public = {name: each for name, each in facts.to_dict().items() if not name.startswith("_")}
     digest = hashlib.sha256(json.dumps(public, sort_keys=True, default=str).encode())
     digest.update(repr(sorted(model.tokenizer.get_vocab().items())).encode())
-    for name, tensor in network.state_dict().items():
-        if not hasattr(tensor, "is_meta"):
-            continue
+    if states := adapter_states(network):
+        digest.update(repr(states).encode())
+    for name, tensor in network_tensors(network):
         if tensor.is_meta:
             raise ModelError(f"the weight {name} is not in memory; load the whole model")
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

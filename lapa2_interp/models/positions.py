@@ -84,8 +84,8 @@ def _try_rows(model: Model) -> str | None:
             " together"
         )
     return (
-        f"{type(network).__name__} reads the padding of rows, so rows of unequal length cannot be"
-        f" read together: log-probabilities differ by {off:.2g} from those of a row alone"
+        f"{type(network).__name__} gives a padded row beside a longer one other log-probabilities"
+        f" than alone, by {off:.2g}, so rows of unequal length cannot be read together"
     )
 
 

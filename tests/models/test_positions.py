@@ -30,7 +30,11 @@ RECURRENT = {
     **SIZE, "num_hidden_layers": 3, "attention_window_size": 64, "lru_width": 16,
     "num_key_value_heads": 1, "pad_token_id": 0,
 }  # fmt: skip
-FIRST, NONE, PADDING = "do not begin at 0", "takes no positions", "reads the padding of rows"
+FIRST, NONE, PADDING = (
+    "do not begin at 0",
+    "takes no positions",
+    "other log-probabilities than alone",
+)
 CASES = {
     "RobertaForCausalLM": ({**BERT, "pad_token_id": 1}, FIRST),
     "XLMRobertaXLForCausalLM": ({**BERT, "pad_token_id": 1}, FIRST),
