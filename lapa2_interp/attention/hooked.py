@@ -43,7 +43,7 @@ from lapa2_interp.bias.layer_types import LayerType, describe_layers, describe_r
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
-from lapa2_interp.models.blocks import attach_hooks
+from lapa2_interp.models.blocks import attach_hooks, has_open_block
 from lapa2_interp.models.card import (
     Model,
     attention_layers,
@@ -54,6 +54,7 @@ from lapa2_interp.models.card import (
     plain_network,
 )
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
+from lapa2_interp.models.positions import rows_problem
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 
 MASK_CHECK_INTERVAL = 64
@@ -127,11 +128,15 @@ def augmented(
             rows of the forward pass differ; it reads other tokens or masks other slots than the
             layouts have; it mixes rotary factors (`rotary.refuse_mixed_rotary`); a cache has
             dropped keys; or, under phase "predicting_only", a cache holds keys that were computed
-            under the augmentation.
+            under the augmentation; or the network reads padded rows otherwise than alone
+            (`positions.rows_problem`, tried once for each network by short passes).
     """
     plain = plain_network(model)
     refuse_mixed_rotary(network_of(model))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
+    padded = plain is not None and any(each.pad for each in layouts)
+    if padded and not has_open_block(model) and (problem := rows_problem(model)) is not None:
+        raise LayoutError(f"{problem}; read rows of one length together")
     # The bias, and the check of each pass.
     bias = BatchBias(
         _augmentations_of_rows(augmentation, layouts),

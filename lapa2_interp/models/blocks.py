@@ -164,13 +164,18 @@ def open_block(
         yield
 
 
+def has_open_block(model: Model) -> bool:
+    """True inside a block on the model, in any thread."""
+    return network_of(model) in _open
+
+
 def check_no_open_block(model: Model) -> None:
     """Refuse a model with an open block, whose numbers would not be those of the model alone.
 
     Raises:
         ModelError: A block is open.
     """
-    if network_of(model) in _open:
+    if has_open_block(model):
         raise ModelError(
             "a block such as augmented(...) is open on this model, and would act here, where the"
             " result says that it does not; leave the block first, or give augmentation=... here"

@@ -17,7 +17,12 @@ from lapa2_interp._util.errors import LayoutError, ModelError
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, LayerTypeName
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import require_tokenizer
-from lapa2_interp.models.fingerprint import fingerprint, plain_tensors
+from lapa2_interp.models.fingerprint import (
+    adapter_states,
+    fingerprint,
+    network_tensors,
+    plain_tensors,
+)
 from lapa2_interp.models.prepacked import Prepacking, choose_prepacking, prepacked
 
 if TYPE_CHECKING:
@@ -44,7 +49,7 @@ class TransformersModel:
             graphs. Set it to True before you generate.
 
     Raises:
-        ModelError: The network is not a transformers model.
+        ModelError: The network is not a transformers model, or `check_decoder_depth` refuses it.
         LayoutError: The tokenizer is not a tokenizer.
     """
 
@@ -57,12 +62,14 @@ class TransformersModel:
                 f"TransformersModel(network, tokenizer, name) takes a transformers model; found"
                 f" {type(network).__name__}; load_model loads one by its name"
             )
+        check_decoder_depth(network)
         self.original_model, self.tokenizer = network, require_tokenizer(tokenizer)
         config = network.config.get_text_config()  # of a model that reads images, too
         n_kv_heads, d_head, _ = max(kv_shapes(config))
+        n_layers, n_heads = decoder_size(config)
         self.cfg = SimpleNamespace(
-            n_layers=config.num_hidden_layers,
-            n_heads=config.num_attention_heads,
+            n_layers=n_layers,
+            n_heads=n_heads,
             n_key_value_heads=n_kv_heads,
             d_head=d_head,
             d_vocab=config.vocab_size,
@@ -161,7 +168,7 @@ def kv_shapes(config: Any) -> list[tuple[int, int, int]]:
     the configuration has one for all layers."""
     found = []
     for each in getattr(config, "per_layer_config", None) or [config]:
-        heads = each.num_attention_heads
+        heads = decoder_size(each)[1] if each is config else each.num_attention_heads
         key = getattr(each, "qk_head_dim", None) or getattr(each, "head_dim", None)
         key = key or each.hidden_size // heads
         value = each.v_head_dim if getattr(each, "kv_lora_rank", None) else key
@@ -239,7 +246,7 @@ def config_layer_types(config: Any) -> tuple[LayerType, ...]:
     )
     if kinds is None:
         windowed = window and getattr(config, "use_sliding_window", None) is not False
-        kinds = ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+        kinds = ["sliding_attention" if windowed else "full_attention"] * decoder_size(config)[0]
     if config.model_type == "minimax" and window:  # its window is that of its "full" layers
         kinds = ["sliding_attention" if kind == "full_attention" else kind for kind in kinds]
     # The types with their sizes.
@@ -340,8 +347,40 @@ def n_layers_and_heads(model: Model) -> tuple[int, int]:
     """Layers, and heads of a layer; also of a bare transformers model."""
     if hasattr(model, "cfg"):
         return model.cfg.n_layers, model.cfg.n_heads
-    config = model.config.get_text_config()
-    return config.num_hidden_layers, config.num_attention_heads
+    return decoder_size(model.config)
+
+
+def decoder_size(config: Any) -> tuple[int, int]:
+    """Layers, and heads of a layer, of the part that predicts tokens: configurations of encoder and
+    decoder give the general names to the encoder's numbers."""
+    config = config.get_text_config()
+    return (
+        getattr(config, "decoder_layers", None) or config.num_hidden_layers,
+        getattr(config, "decoder_attention_heads", None) or config.num_attention_heads,
+    )
+
+
+def check_decoder_depth(network: Any) -> None:
+    """Refuse a decoder whose configuration has another number of layers for its encoder.
+
+    Raises:
+        ModelError: It has: transformers makes caches for the encoder's number.
+    """
+    config = network.config.get_text_config()
+    if (layers := decoder_size(config)[0]) != config.num_hidden_layers:
+        raise ModelError(
+            f"{type(network).__name__} has {layers} decoder layers, and num_hidden_layers of its"
+            f" configuration is {config.num_hidden_layers}, its encoder's, for which transformers"
+            " makes its caches; give a model in which both are equal"
+        )
+
+
+def weights_dtype(model: Model) -> torch.dtype:
+    """The type in which a model computes, as its weights are now; `cfg.dtype` is that of
+    loading."""
+    return next(
+        weight.dtype for weight in network_of(model).parameters() if weight.is_floating_point()
+    )
 
 
 def kv_heads(model: Model) -> int:
@@ -456,7 +495,7 @@ def hash_weights(model: Model) -> str:
     """sha256 over a model's weights, configuration and vocabulary, as they are now.
 
     Raises:
-        ModelError: Some weights are not in memory.
+        ModelError: Some weights are not in memory, or cannot be read.
     """
     network: Any = network_of(model)
     config = getattr(network, "config", None)
@@ -464,9 +503,9 @@ def hash_weights(model: Model) -> str:
     public = {name: each for name, each in facts.to_dict().items() if not name.startswith("_")}
     digest = hashlib.sha256(json.dumps(public, sort_keys=True, default=str).encode())
     digest.update(repr(sorted(model.tokenizer.get_vocab().items())).encode())
-    for name, tensor in network.state_dict().items():
-        if not hasattr(tensor, "is_meta"):
-            continue
+    if states := adapter_states(network):
+        digest.update(repr(states).encode())
+    for name, tensor in network_tensors(network):
         if tensor.is_meta:
             raise ModelError(f"the weight {name} is not in memory; load the whole model")
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from jaxtyping import Int, UInt8
 
+from lapa2_interp._util.errors import ModelError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -52,16 +54,80 @@ def weights_read_once() -> Iterator[None]:
 
 
 def fingerprint(network: Any) -> bytes:
-    """A fingerprint of the names, shapes, types and values of a network's weights.
+    """A fingerprint of the names, shapes, types and values of a network's weights, of its buffers,
+    and of the state of its adapters.
 
     Weights that are not in memory count by name, shape and type alone.
+
+    Raises:
+        ModelError: Weights are in an object that cannot be read.
     """
     digest = xxhash.xxh3_128()
-    for name, weight in network.state_dict(keep_vars=True).items():
-        if hasattr(weight, "is_meta") and not name.endswith(TABLES):
+    for name, weight in network_tensors(network):
+        if not name.endswith(TABLES):
             digest.update(name.encode())
             digest.update(weight_fingerprint(weight))
+    digest.update(repr(adapter_states(network)).encode())
     return digest.digest()
+
+
+def network_tensors(network: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a network computes with, by name: those of its `state_dict`, and buffers
+    that it lacks (such as rotary frequencies), without those that a forward pass itself changes.
+
+    Raises:
+        ModelError: Weights are in an object that cannot be read.
+    """
+    stored = network.state_dict(keep_vars=True)
+    for name, entry in stored.items():
+        yield from _tensors_of(name, entry)
+    for path, module in network.named_modules():
+        own = getattr(module, "_non_persistent_buffers_set", ())
+        for buffer in sorted(own):
+            name, tensor = f"{path}.{buffer}", module._buffers.get(buffer)
+            if tensor is not None and not _changes_in_passes(module, buffer):
+                yield name, tensor
+
+
+def _tensors_of(name: str, entry: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an entry of a `state_dict`; quantised layers pack several into one."""
+    import torch
+
+    if hasattr(entry, "is_meta"):
+        yield name, entry
+    elif isinstance(entry, tuple | list):
+        for i, part in enumerate(entry):
+            yield from _tensors_of(f"{name}.{i}", part)
+    elif not isinstance(entry, torch.dtype | str | int | float | None):
+        raise ModelError(
+            f"the weights in {name} are packed in a {type(entry).__name__}, so that a change of"
+            " them could not be seen; load the model without this quantisation"
+        )
+
+
+def _changes_in_passes(module: Any, buffer: str) -> bool:
+    """True for rotary frequencies that each pass chooses by its length; what it chooses from is a
+    buffer of its own (original_inv_freq)."""
+    prefix, found, _ = buffer.partition("inv_freq")
+    if not found or prefix.endswith("original_"):
+        return False
+    kinds = getattr(module, "rope_type", "")
+    kind = kinds if isinstance(kinds, str) else kinds.get(prefix.removesuffix("_"), "")
+    return kind == "longrope" or "dynamic" in kind
+
+
+def adapter_states(network: Any) -> list[tuple]:
+    """What the layers of adapters (PEFT) compute with beside weights: which are active, merged or
+    disabled, and their scale."""
+    return [
+        (name, disabled, each.active_adapters, each.merged_adapters, _sorted_scale(each))
+        for name, each in network.named_modules()
+        if isinstance(disabled := getattr(each, "disable_adapters", None), bool)
+    ]
+
+
+def _sorted_scale(layer: Any) -> list[tuple[str, float]]:
+    return sorted(dict(getattr(layer, "scaling", None) or {}).items())
 
 
 def weight_fingerprint(weight: Tensor) -> bytes:
@@ -88,6 +154,9 @@ def change_counters(weight: Tensor) -> tuple:
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
     """The plain tensors inside a tensor; a quantised one has several."""
+    if getattr(tensor, "is_quantized", False):
+        yield tensor.dequantize()
+        return
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

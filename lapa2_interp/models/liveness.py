@@ -8,7 +8,8 @@ Two passes over a short sequence, the second with +3 on one key's score in every
    sink;
 3. the logits move.
 
-In models with recurrent layers, tokens after a cached text must also get the logits of one pass.
+In models with recurrent layers, tokens after a cached text must also get the logits of one pass;
+and in all, rows of unequal length those of each alone (`positions.rows_problem`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lapa2_interp.models.card import (
     network_of,
     plain_network,
 )
+from lapa2_interp.models.positions import rows_problem
 
 HOOK_SCORES = "blocks.{}.attn.hook_attn_scores"
 HOOK_PATTERN = "blocks.{}.attn.hook_pattern"
@@ -82,12 +84,21 @@ class Liveness:
 
 @torch.no_grad()
 def probe(model: Model) -> Liveness:
-    """Edit the scores of every layer once, and compare patterns and logits.
+    """Edit the scores of every layer once, and compare patterns and logits; then compare rows of
+    unequal length with each alone.
 
     Raises:
         ModelError: Its logits are NaN without any edit.
     """
     check_has_tokenizer(model)
+    found = _probe_attention(model)
+    if found.alive and is_bridge(model) and (problem := rows_problem(model)) is not None:
+        return Liveness(found.logit_shift, problem)
+    return found
+
+
+def _probe_attention(model: Model) -> Liveness:
+    """The liveness of a model's attention."""
     layers = attention_layers(model)
     if not layers:
         return Liveness(0.0, "none of its layers has attention")

@@ -30,6 +30,7 @@ from lapa2_interp.models.card import (
     Model,
     TransformersModel,
     attach_card,
+    check_decoder_depth,
     check_has_tokenizer,
     check_not_quantised,
     context_length,
@@ -49,6 +50,7 @@ from lapa2_interp.models.planted import (
     planted_network,
     planted_tokenizer,
 )
+from lapa2_interp.models.positions import LOG_PROB_TOLERANCE
 from lapa2_interp.models.prepacked import choose_prepacking
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.models.smollm2 import (
@@ -73,10 +75,6 @@ from lapa2_interp.models.weights import (
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-LOG_PROB_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
-"""Largest mean difference of one model's log-probabilities, computed in another order."""
 
 
 P = ParamSpec("P")
@@ -167,6 +165,7 @@ def load_model(
         _check_device_map(network.hf_device_map, model_class)
     else:
         move_to_device(network, device)
+    check_decoder_depth(network)
     # Wrap it in the model class, with its log-probabilities before and after.
     architecture = type(network).__name__
     with warnings.catch_warnings():

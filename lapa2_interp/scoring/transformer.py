@@ -30,7 +30,6 @@ from lapa2_interp.bias.tokens import without_dropout
 from lapa2_interp.models.card import context_length, unknown_mask
 from lapa2_interp.models.fingerprint import fingerprint
 from lapa2_interp.models.load import (
-    LOG_PROB_TOLERANCE,
     REMOTE_CODE,
     check_hub,
     load_transformers,
@@ -39,6 +38,7 @@ from lapa2_interp.models.load import (
     provenance,
 )
 from lapa2_interp.models.lone_pass import lone_pass, without_chance
+from lapa2_interp.models.positions import position_problem, tolerance
 from lapa2_interp.models.prepacked import prepacked
 from lapa2_interp.models.smollm2 import SMOLLM2, quiet_transformers
 from lapa2_interp.models.weights import check_weights, files_unchanged, load_network
@@ -283,8 +283,13 @@ def _check_causal(network: Any, bos: int, model: str) -> None:
         for row, text in zip(nll, texts, strict=True)
         for i in range(len(text))
     ]
-    allowed = LOG_PROB_TOLERANCE[str(network.dtype).removeprefix("torch.")]
+    allowed = tolerance(network)
     if (mean := float(torch.stack(away).mean())) > allowed:
+        if (problem := position_problem(network)) is not None:
+            raise ScoringError(
+                f"cannot read the perplexity of a text under {title}: {problem}; give another"
+                " causal model, such as gpt2"
+            )
         raise ScoringError(
             f"{title} is no causal model: its log-probabilities of tokens change by {mean:.2g} with"
             f" the text that follows (allowed {allowed:g}), so a text has no perplexity; give a"

@@ -4,13 +4,19 @@ import copy
 
 import pytest
 import torch
+import transformers
 from conftest import load, soft_prefix
 
 from lapa2_interp import generate
-from lapa2_interp._util.errors import PrefixError
+from lapa2_interp._util.errors import ModelError, PrefixError
 from lapa2_interp.models import fingerprint as module
 from lapa2_interp.models.card import hash_weights, model_card, network_of
-from lapa2_interp.models.fingerprint import fingerprint, weight_fingerprint, weights_read_once
+from lapa2_interp.models.fingerprint import (
+    fingerprint,
+    network_tensors,
+    weight_fingerprint,
+    weights_read_once,
+)
 
 SETTINGS = {"attribute": "positive", "prompts": ["The lake"], "top_k": 1, "length": 16}
 
@@ -85,11 +91,100 @@ def test_a_soft_prefix_of_the_weights_before_is_refused():
         prefix.check(model)
 
 
+def switched(network):
+    network.set_adapter("two")
+
+
+def disabled(network):
+    network.disable_adapters()
+
+
+def rescaled(network):
+    for layer in network.modules():
+        if isinstance(getattr(layer, "scaling", None), dict):
+            layer.scaling = {name: 5 * scale for name, scale in layer.scaling.items()}
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+@pytest.mark.parametrize("edit", [switched, disabled, rescaled])
+def test_the_state_of_adapters_counts(edit):
+    """Nothing of it is in `state_dict`."""
+    peft = pytest.importorskip("peft")
+    model = copied()
+    network = network_of(model)
+    for name in ("two", "one"):
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        network.add_adapter(config, adapter_name=name)
+    before, name = fingerprint(network), model_card(model).weights
+    edit(network)
+    assert fingerprint(network) != before
+    assert model_card(model).weights == hash_weights(model) != name
+    if edit is not rescaled:
+        network.enable_adapters()
+        network.set_adapter("one")
+        assert model_card(model).weights == name
+
+
+@pytest.mark.parametrize("model_class", ["TransformersModel", "TransformerBridge"])
+def test_buffers_that_are_not_saved_count(model_class):
+    model = copied(model_class=model_class)
+    name = model_card(model).weights
+    for buffer, values in network_of(model).named_buffers():
+        if buffer.endswith("inv_freq"):
+            values.mul_(0.5)
+    assert model_card(model).weights == hash_weights(model) != name
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [
+        ("Phi3", {"rope_type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}),
+        ("Llama", {"rope_type": "dynamic", "factor": 2.0}),
+    ],
+)
+@torch.no_grad()
+def test_rotary_frequencies_that_passes_choose_do_not_count(kind, rope):
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, pad_token_id=0,
+        num_attention_heads=2, max_position_embeddings=8, original_max_position_embeddings=8,
+        rope_parameters={**rope, "rope_theta": 1e4, "original_max_position_embeddings": 8},
+    )  # fmt: skip
+    network = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    frequencies, before = network.model.rotary_emb.inv_freq.clone(), fingerprint(network)
+    network(torch.arange(12)[None])
+    assert not torch.equal(network.model.rotary_emb.inv_freq, frequencies)
+    assert fingerprint(network) == before
+    network.model.rotary_emb.original_inv_freq.mul_(2)
+    assert fingerprint(network) != before
+
+
+@pytest.mark.filterwarnings("ignore:torch.(ao.quantization|quantize_per_tensor)")
+def test_weights_that_quantised_layers_pack_are_unpacked():
+    prints = set()
+    for factor in (1.0, -1.5):
+        layers = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        torch.nn.init.constant_(layers[0].weight, factor)
+        torch.nn.init.zeros_(layers[0].bias)
+        torch.ao.quantization.quantize_dynamic(layers, inplace=True)
+        prints.add(fingerprint(layers))
+        assert fingerprint(layers) in prints
+    assert len(prints) == 2
+
+
+def test_weights_that_cannot_be_read_are_refused():
+    class Packed(torch.nn.Module):
+        def get_extra_state(self):
+            return object()
+
+    with pytest.raises(ModelError, match="weights in 0._extra_state are packed in a object"):
+        fingerprint(torch.nn.Sequential(Packed()))
+
+
 def test_inside_a_block_weights_are_read_once_and_counted_changes_are_seen(monkeypatch):
     network, read = network_of(copied()), []
     digest = module._digest
     monkeypatch.setattr(module, "_digest", lambda weight: read.append(weight) or digest(weight))
-    n_weights = len(list(network.parameters()))
+    n_weights = len(list(network_tensors(network)))
     with weights_read_once():
         first = fingerprint(network)
         assert fingerprint(network) == first
@@ -109,7 +204,7 @@ def test_a_call_reads_each_weight_once(monkeypatch):
     digest = module._digest
     monkeypatch.setattr(module, "_digest", lambda weight: read.append(weight) or digest(weight))
     generate(model, alpha=[0, 0.5], **SETTINGS)
-    assert len(read) == len(list(network_of(model).parameters()))
+    assert len(read) == len(list(network_tensors(network_of(model))))
 
 
 CHANGES = {
