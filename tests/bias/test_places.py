@@ -18,11 +18,16 @@ PLACES = [
     ("heads", "2-3.1", ((2, 1), (3, 1))),
     ("span", "1:4, 6:8", ((1, 4), (6, 8))),
     ("span", "prefix:0,2-3", ("prefix", (0, 2, 3))),
+    ("span", " prefix: 0 / 2 ", ("prefix", (0, 2))),
     ("steps", "0:16", (0, 16)),
+    ("steps", " 0 : 16", (0, 16)),
 ]
 WRONG = [("layers", text) for text in ("3-1", "1,", "-1", "1.5", "0-99999", "١")] + [
     ("heads", text) for text in ("3", "1.2-", "-1.0", "1.2.3")
-] + [("steps", "16"), ("span", "prefix:"), ("span", "1-4")]  # fmt: skip
+] + [("steps", "16"), ("span", "prefix:"), ("span", "1-4")] + [
+    ("layers", "1 0"), ("layers", "1 -3"), ("layers", "0,1 2"), ("heads", "1 0.1"),
+    ("heads", "0.1 2"), ("span", "1:1 2"), ("span", "prefix:1 0"), ("steps", "1 6:3 2"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "text", "value"), PLACES)
@@ -35,6 +40,12 @@ def test_a_text_is_its_numbers(name, text, value):
 def test_other_text_is_refused_with_what_is_allowed(name, text):
     with pytest.raises(Lapa2Error, match=f"augmentation {name}: takes .*; found '{text}'"):
         Augmentation(alpha=1, **{name: text})
+
+
+@pytest.mark.parametrize("part", ["layers=1 0", "heads=1 0.1", "steps=1 6:3 2", "tokens=1 0"])
+def test_recipes_refuse_a_space_between_digits(part):
+    with pytest.raises(Lapa2Error, match=f"{part.partition('=')[0]}: takes .*'"):
+        parse_recipes(f"lapa2:{part}", None)
 
 
 @pytest.mark.parametrize("value", [(-1,), (True,), (1.0,), ("1",), (np.float32(1),)])
@@ -59,7 +70,7 @@ def test_heads_are_named_alike_everywhere():
     assert kept[0].sizes["pair"] == len(HEADS)
 
 
-@pytest.mark.parametrize("heads", [[(-1, 0)], "x", [(True, 0)], [1, 2]])
+@pytest.mark.parametrize("heads", [[(-1, 0)], "x", "1 0.1", [(True, 0)], [1, 2]])
 def test_what_is_no_head_is_refused_everywhere(heads):
     model = load("planted")
     for call in (
