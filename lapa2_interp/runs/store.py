@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from lapa2_interp._util.errors import (
     DamagedError,
@@ -309,8 +309,15 @@ class Failure(BaseModel):
 
     when: datetime
     """UTC."""
-    traceback: str = Field(pattern=r"\S")
+    traceback: str
     """Traceback of the worker; its last line is the error."""
+
+    @field_validator("traceback")
+    @classmethod
+    def _has_words(cls, traceback: str) -> str:
+        if not traceback.strip():
+            raise ValueError("traceback is blank")
+        return traceback
 
     @property
     def reason(self) -> str:

@@ -504,7 +504,7 @@ def test_a_batch_has_as_many_rows_as_its_record_counts(batched):
         store.read_trace(place, 0, cell)
 
 
-@pytest.mark.parametrize("note", ["blank", "no text", "a folder", "a loop", "a file"])
+@pytest.mark.parametrize("note", ["blank", "control", "no text", "a folder", "a loop", "a file"])
 def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, worker):
     ((key, _),) = batched.by_key.items()
     place = batched.place(key)
@@ -515,8 +515,11 @@ def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, worker):
     elif note == "a loop":
         file.symlink_to(file)
     else:
-        blank = {"when": "2026-01-01T00:00:00Z", "traceback": " \n"}
-        file.write_text({"blank": json.dumps(blank), "no text": "{", "a file": "[1]"}[note])
+        blank = {
+            "when": "2026-01-01T00:00:00Z",
+            "traceback": "\x1c" if note == "control" else " \n",
+        }
+        file.write_text({"no text": "{", "a file": "[1]"}.get(note, json.dumps(blank)))
     assert batched.failures[key].reason == f"unknown: {file} is damaged"
     assert main(["runs", str(batched.home)]) == 0
     assert again(batched, worker) == []
