@@ -21,7 +21,7 @@ from lapa2_interp._util.errors import (
     RunError,
     TraceError,
 )
-from lapa2_interp._util.files import remove_path, result_folder
+from lapa2_interp._util.files import remove_path, result_folder, sha256_of
 from lapa2_interp.attention.tables import step_table
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import Cell, _with_slot
@@ -502,6 +502,38 @@ def test_a_batch_has_as_many_rows_as_its_record_counts(batched):
         batched.samples()
     with pytest.raises(DamagedError, match=r"000\.nc .*it has 2 samples, not 1"):
         store.read_trace(place, 0, cell)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "told"),
+    [
+        ("text", None, "text of row 1 is .*, not a text"),
+        ("text", 3.5, "text of row 0 is 3.5, not a text"),
+        ("continuation", 2, "continuation of row 0 is 2, not a text"),
+        ("prompt", None, "prompt of row 1 is .*, not a text"),
+        ("prompt", "The land", "prompt of row 1 is 'The land', not a prompt of the cell"),
+        ("attribute", "zebra", "attribute of row 1 is 'zebra', not 'positive'"),
+        ("sample", -7, "sample of row 1 is .*-7.*, not below 2"),
+        ("sample", 0, "sample of row 1 is .*0.*, not another one of its prompt"),
+        ("sample", 0.5, "sample of row 0 is .*, not a whole number"),
+        ("sample", "0", "sample of row 0 is .*, not a whole number"),
+        ("n_tokens", 10**12, "n_tokens of row 1 is .*, not the number of its tokens"),
+        ("tokens", "x", "tokens of row 0 is 'x', not ids"),
+        ("tokens", [0.5], "tokens of row 0 is .*, not ids"),
+        ("tokens", None, "tokens of row 1 is None, not ids"),
+        ("finish", "<b>", "finish of row 1 is '<b>', not one of length, end, empty"),
+    ],
+)
+def test_rows_that_no_text_of_the_cell_has_are_damage(batched, column, value, told):
+    ((key, cell),) = batched.by_key.items()
+    file = batched.place(key) / "000.parquet"
+    table = pd.read_parquet(file)
+    of_all = "row 0" in told  # a column of a file has one type
+    table[column] = pd.Series([value if of_all else table[column].iloc[0], value], dtype=object)
+    table.to_parquet(file, index=False)
+    edit(batched.place(key) / "000.json", sha256={file.name: sha256_of(file)})
+    with pytest.raises(DamagedError, match=rf"000\.parquet is missing or damaged \({told}"):
+        store.read_samples(batched.place(key), 0, cell)
 
 
 @pytest.mark.parametrize("note", ["blank", "control", "no text", "a folder", "a loop", "a file"])
