@@ -256,20 +256,38 @@ def _parse_task(name: str, stem: str, text: str) -> Task:
         place = main_error(error)["loc"]
         table = TABLES.get(str(place[0]), Task) if len(place) > 1 else Task
         problem = validation_message(error, fields=table.model_fields)
-        raise TaskError(f"task file {name}, line {_line_of(text, place)}: {problem}") from None
+        line = _line_of(text, place)
+        raise TaskError(f"task file {name}{line and f', line {line}'}: {problem}") from None
     except ValueError as error:
         raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
 
 
-def _line_of(text: str, place: Sequence[str | int]) -> int:
-    """The number of the line in a TOML file with a field, or with the nearest table around it; else
-    of the last line."""
-    lines = text.splitlines()
-    for name in reversed([re.escape(str(part)) for part in place]):
-        for number, line in enumerate(lines, start=1):
-            if re.match(rf'\s*("?{name}"?\s*=|\[.*\b{name}\b)', line):
-                return number
-    return len(lines)
+def _line_of(text: str, place: Sequence[str | int]) -> int | str:
+    """The number of the line in a TOML file with a field, or with the nearest table around it; ""
+    where there is none."""
+    wanted = [str(part) for part in place]
+    best, table = (0, 0), list[str]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        key = re.match(r"""\s*[\w."' -]+=""", line)
+        path = table + _names_of(f"{key[0]} 0") if key else _names_of(line)
+        table = table if key else path or table
+        n = min(len(path), len(wanted))
+        if n > best[0] and path[:n] == wanted[:n]:
+            best = n, number
+    return best[1] or ""
+
+
+def _names_of(line: str) -> list[str]:
+    """The names that a line of TOML nests: [a.b] and a.b = 0 are a, b."""
+    try:
+        inner: object = parse_toml(line)
+    except ValueError:
+        return []
+    names = []
+    while isinstance(inner, dict) and inner:
+        ((name, inner),) = inner.items()
+        names.append(name)
+    return names
 
 
 def extra_prompts(task: str) -> tuple[str, ...]:

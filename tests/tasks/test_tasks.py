@@ -104,7 +104,16 @@ def test_a_users_task(tmp_path):
             GOOD + '[methods.preadd.texts.clam]\nprefix = "a"',
             "methods.preadd.texts: unknown attribute 'clam'",
         ),
-        ("[prompts]\ntexts = ['a']", "line 2: attributes: field required"),
+        ("[prompts]\ntexts = ['a']", "bad.toml: attributes: field required"),
+        (
+            GOOD.replace("[attributes.calm]", "[attributes.all]"),
+            r"bad.toml: an attribute may not be",
+        ),
+        (
+            GOOD + 'source = 3\n[attributes."wi ld"] # calm\nprefix = ""',
+            "line 9: attributes.wi ld.prefix",
+        ),
+        (GOOD + '[attributes]\nwild.prefix = ""', "line 8: attributes.wild.prefix"),
     ],
 )
 def test_malformed_task_files(tmp_path, text, message):
