@@ -440,7 +440,10 @@ class Augmentation(BaseModel):
 
 
 def is_value_of(field: str, value: Any) -> bool:
-    """True if a field of an augmentation may have this value, whatever its other fields are."""
+    """True if a field of an augmentation may have this value, whatever its other fields are. A list
+    of texts alone is several values: each of them is one (`bias.places`)."""
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return False
     info = Augmentation.model_fields[field]
     kind: Any = Annotated[info.annotation, info]
     try:
