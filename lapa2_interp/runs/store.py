@@ -298,10 +298,15 @@ def remove_batches(folder: Path, keep: Container[int] = ()) -> None:
             remove_path(each)
 
 
-def write_cell(folder: Path, cell: Cell) -> None:
-    """Write a cell's settings, where they are not there yet, damaged, or have another label."""
+def write_cell(folder: Path, cell: Cell, keep_label: bool = False) -> None:
+    """Write a cell's settings, where they are not there yet, damaged, or have another label.
+
+    Args:
+        keep_label: Leave the label that is there, where the cell has none.
+    """
     with suppress(DamagedError):
-        if read_cell(folder, cell.key).label == cell.label or not cell.label:
+        label = read_cell(folder, cell.key).label
+        if label == cell.label or (keep_label and not cell.label):
             return
     write_json(folder / SETTINGS, cell.model_dump_json())
 

@@ -34,7 +34,7 @@ from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import Run, each_once, finished_cell, is_run, write_run
 from lapa2_interp.runs.store import Listing
-from lapa2_interp.runs.sweep import sweep
+from lapa2_interp.runs.sweep import open_run, sweep
 from lapa2_interp.runs.worker import Worker
 from lapa2_interp.tasks.task import Attribute, Task
 
@@ -557,6 +557,22 @@ def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, worker):
     assert again(batched, worker) == []
     assert not file.exists()
     assert batched.state(key) == "finished"
+
+
+def test_the_label_of_a_cell_is_that_of_its_grids_now(tmp_path):
+    def cell(label):
+        return cell_of("tiny-gpt2", attribute="positive", prompts=["A"], alpha=1.0, label=label, dtype="float32")  # fmt: skip
+
+    def swept(**labels):
+        grids = [Grid(name, "", tuple(map(cell, given))) for name, given in labels.items()]
+        return [each.label for each in open_run(tmp_path / "run", grids).by_key.values()]
+
+    assert swept(one=["strong"]) == ["strong"]
+    assert swept(one=[""]) == [""]
+    assert swept(one=["strong", ""]) == ["strong"]
+    assert swept(two=[""]) == ["strong"], "that of another grid"
+    assert swept(one=["stronger"], two=[""]) == ["stronger"]
+    assert swept(one=[""], two=[""]) == [""]
 
 
 @pytest.mark.parametrize("name", ["cells", "cells/KEY", "cells/KEY/cell.json"])
