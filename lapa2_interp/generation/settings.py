@@ -166,8 +166,8 @@ class CellSettings(BaseModel):
     def _read_heads(cls, value: Any) -> Any:
         if isinstance(value, list) and len(value) == 2 and all(type(i) is int for i in value):
             raise TraceError(
-                f"patterns: {value} is a pair in the place of pairs; since a list in a grid is an"
-                " axis, write all pairs as one text, '0.0,1.1', or as [[[0, 0], [1, 1]]]"
+                f"patterns: takes {PLACES['heads']}; found {value}. Since a list in a grid is an"
+                " axis, write all pairs as one text, or in a list more: [[[0, 0], [1, 1]]]"
             )
         return () if value == "" else head_pairs("patterns", value, TraceError)
 
