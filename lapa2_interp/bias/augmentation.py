@@ -50,7 +50,15 @@ from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Real
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from lapa2_interp._util.errors import AugmentationError, validation_message
 from lapa2_interp.bias.places import FORMS, read_place
@@ -162,6 +170,7 @@ class Augmentation(BaseModel):
 
     Slots, positions, steps, layers and heads may also be text, as on the command line: "1:4",
     "prefix:0,2", "0:16", "0,5,10-20" (a range has both its ends), "3.1,4.0-8" (`bias.places`).
+    Layers and heads are kept in order, each once.
 
     Raises:
         AugmentationError: A field is out of range; the message names it, the value and what is
@@ -201,6 +210,12 @@ class Augmentation(BaseModel):
         if isinstance(steps := read.get("steps"), str):
             raise ValueError(f"steps: takes {FORMS['steps']}; found {steps!r}")
         return PROFILES.get(str(read.get("profile", "paper")), {}) | read
+
+    @field_validator("layers", "heads")
+    @classmethod
+    def _in_order(cls, chosen: Any) -> Any:
+        """Each once and in order, so that equal biases are equal values."""
+        return tuple(sorted(set(chosen))) if isinstance(chosen, tuple) else chosen
 
     @model_validator(mode="after")
     def _check(self) -> Augmentation:

@@ -36,6 +36,23 @@ def test_a_text_is_its_numbers(name, text, value):
     assert Augmentation(alpha=1, **{name: text}) == Augmentation(alpha=1, **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "one", "others"),
+    [
+        ("layers", (0, 1), [(1, 0), (0, 1, 1), "1,0", "0-1,1", [1, 0]]),
+        ("heads", ((0, 1), (1, 0)), [((1, 0), (0, 1), (0, 1)), "1.0,0.1", [[1, 0], [0, 1]]]),
+    ],
+)
+def test_layers_and_heads_are_a_set(name, one, others):
+    wanted = Augmentation(alpha=1, **{name: one})
+    for other in others:
+        same = Augmentation(alpha=1, **{name: other})
+        assert (same, same.label) == (wanted, wanted.label)
+    for doubled in ((1, True), ((0, 1), (0, True)), (1, 1.0)):
+        with pytest.raises(Lapa2Error, match=f"augmentation {name}"):
+            Augmentation(alpha=1, **{name: doubled})
+
+
 @pytest.mark.parametrize(("name", "text"), WRONG)
 def test_other_text_is_refused_with_what_is_allowed(name, text):
     with pytest.raises(Lapa2Error, match=f"augmentation {name}: takes .*; found '{text}'"):
