@@ -105,6 +105,7 @@ FIELD_FORMS = {
     "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', slots ((start, stop), ...) or a"
     " text such as '1:4,6:8', or positions within the prefix ('prefix', (position, ...)) or"
     " 'prefix:0,2'",
+    "steps": FORMS["steps"],
     "layers": f"'all', 'bottom', 'top', 'even', 'odd', or {FORMS['layers']}",
     "heads": f"'all', or {FORMS['heads']}",
 }
@@ -207,8 +208,6 @@ class Augmentation(BaseModel):
         if not isinstance(fields, dict):
             return fields
         read = {name: read_place(name, value) for name, value in fields.items()}
-        if isinstance(steps := read.get("steps"), str):
-            raise ValueError(f"steps: takes {FORMS['steps']}; found {steps!r}")
         return PROFILES.get(str(read.get("profile", "paper")), {}) | read
 
     @field_validator("layers", "heads")

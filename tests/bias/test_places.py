@@ -59,6 +59,13 @@ def test_other_text_is_refused_with_what_is_allowed(name, text):
         Augmentation(alpha=1, **{name: text})
 
 
+@pytest.mark.parametrize("steps", [range(4), range(10**6), slice(0, 4), (0, 1, 2, 3), 4, (0.5, 2)])
+def test_steps_that_are_no_pair_are_refused_with_what_is_allowed(steps):
+    with pytest.raises(Lapa2Error, match=r"augmentation steps: takes .*\(first, stop\)") as caught:
+        Augmentation(alpha=1, steps=steps)
+    assert len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize("part", ["layers=1 0", "heads=1 0.1", "steps=1 6:3 2", "tokens=1 0"])
 def test_recipes_refuse_a_space_between_digits(part):
     with pytest.raises(Lapa2Error, match=f"{part.partition('=')[0]}: takes .*'"):
