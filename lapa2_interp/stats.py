@@ -17,7 +17,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int
 
-from lapa2_interp._util.errors import StatisticsError
+from lapa2_interp._util.errors import StatisticsError, first_sentence
+from lapa2_interp._util.values import plain
 
 Labels = Sequence[Any] | np.ndarray | pd.Series
 FEW = 8
@@ -53,19 +54,57 @@ class Interval:
 
 def label_codes(labels: Labels, sort: bool = False) -> tuple[Int[np.ndarray, " n"], np.ndarray]:
     """The number of each value's label, and the labels by number: in their order of appearance, or
-    sorted.
+    sorted. Labels are texts, numbers or tuples of them; 1 and "1" are two labels.
 
     Raises:
-        StatisticsError: A label is missing (None, NaN): nobody knows which values depend on each
-            other.
+        StatisticsError: A label is missing (None, NaN, masked), so that nobody knows which values
+            depend on each other, or cannot be compared.
     """
-    codes, names = pd.factorize(np.asarray(labels), sort=sort)
-    if missing := np.flatnonzero(codes < 0).tolist():
+    read = _read_labels(labels)
+    try:
+        codes, names = pd.factorize(read)
+    except TypeError as error:
+        raise StatisticsError(
+            f"labels are texts, numbers or tuples of them; found others ({first_sentence(error)})"
+        ) from error
+    # A part of a tuple may be missing, too.
+    lacking = [isinstance(name, tuple) and any(map(pd.isna, name)) for name in names]
+    wrong = (codes < 0) | np.array([*lacking, True])[codes]
+    if missing := np.flatnonzero(wrong).tolist():
         raise StatisticsError(
             f"{len(missing)} of {len(codes)} labels are missing (NaN or None), the first at"
             f" {missing[0]}; give every value a label (its prompt, its text), or leave it out"
         )
-    return codes, np.asarray(names)
+    if sort:
+        order = _order(names)
+        codes, names = np.argsort(order)[codes], names[order]
+    return codes, names
+
+
+def _order(names: np.ndarray) -> Int[np.ndarray, " name"]:
+    """The order of different labels; by how they are written where their types have no order."""
+    try:
+        return np.argsort(names, kind="stable")
+    except TypeError:
+        return np.argsort(np.array([repr(name) for name in names]), kind="stable")
+
+
+def _read_labels(labels: Labels) -> np.ndarray:
+    """Labels as an array of one dimension that keeps their types: numpy would make texts of numbers
+    and NaN beside texts, and rows of tuples. Masked ones are None."""
+    if isinstance(labels, np.ma.MaskedArray):
+        hidden = np.ma.getmaskarray(labels)
+        labels = labels.data.astype(object)
+        labels[hidden] = None
+    if hasattr(labels, "__array__") and (array := np.asarray(labels)).ndim == 1:
+        return array
+    return np.fromiter(map(plain, labels), object, len(labels))
+
+
+def _unmasked(values: Any) -> Any:
+    """Values whose masked ones are NaN."""
+    masked = isinstance(values, np.ma.MaskedArray)
+    return values.astype(np.float64).filled(np.nan) if masked else values
 
 
 def check_finite(values: Float[np.ndarray, "*shape"], missing: bool = False) -> None:
@@ -94,6 +133,7 @@ def resampled_means(
     Raises:
         StatisticsError: A cluster's label is missing.
     """
+    values = _unmasked(values)
     codes, names = label_codes(clusters)
     sums = np.zeros((len(names), *values.shape[1:]))
     np.add.at(sums, codes, values)
@@ -223,6 +263,7 @@ def bounds(
     Raises:
         StatisticsError: A cluster's label is missing, or their number is not that of the values.
     """
+    values = _unmasked(values)
     clusters = np.arange(len(values)) if clusters is None else clusters
     _check_lengths(values, clusters)
     codes, names = label_codes(clusters)
@@ -261,7 +302,7 @@ def mean_interval(
         StatisticsError: No values, not one cluster label per value, or a value or a label is
             missing.
     """
-    numbers = np.asarray(values, dtype=np.float64)
+    numbers = np.asarray(_unmasked(values), dtype=np.float64)
     if not len(numbers):
         raise StatisticsError("a mean needs one value at least; found none")
     _check_lengths(numbers, clusters)
@@ -272,7 +313,7 @@ def mean_interval(
         float(low),
         float(high),
         len(numbers),
-        len(pd.unique(np.asarray(clusters))),
+        len(label_codes(clusters)[1]),
     )
 
 
@@ -379,7 +420,9 @@ def paired_difference(
         StatisticsError: A value is infinite, a label is missing, or there is not one per value.
     """
     # Numbers of clusters, kinds and cells (cluster x kind) for the values of both conditions.
-    values = np.concatenate([np.asarray(each, dtype=np.float64) for each in (before, after)])
+    values = np.concatenate(
+        [np.asarray(_unmasked(side), dtype=np.float64) for side in (before, after)]
+    )
     check_finite(values, missing=True)
     for labels in ((before_clusters, after_clusters), kinds, units):
         for side, of_side in zip((before, after), labels or (), strict=False):
@@ -434,7 +477,10 @@ def paired_difference(
 
 def _codes_of_both(labels: tuple[Labels, Labels]) -> tuple[Int[np.ndarray, " n"], np.ndarray]:
     """`label_codes` of the values of two conditions, one after the other."""
-    return label_codes(np.concatenate([np.asarray(each) for each in labels]), sort=True)
+    one, other = map(_read_labels, labels)
+    if one.dtype.kind != other.dtype.kind:  # together they would be texts
+        one, other = (pd.Series(side, dtype=object).to_numpy() for side in (one, other))
+    return label_codes(np.concatenate([one, other]), sort=True)
 
 
 def least_p(clusters: int, resamples: int = 4000) -> float:

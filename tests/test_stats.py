@@ -4,13 +4,20 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
+import torch
 
 from lapa2_interp import stats
 from lapa2_interp._util.errors import ScoringError, StatisticsError
 from lapa2_interp.circuits.statistics import max_t, ranks
 from lapa2_interp.scoring.agreement import agreement
 from lapa2_interp.scoring.distinct import distinct_table
-from lapa2_interp.stats import error_at, least_p, mean_interval, paired_difference
+from lapa2_interp.stats import (
+    NothingPairedError,
+    error_at,
+    least_p,
+    mean_interval,
+    paired_difference,
+)
 
 
 def test_mean_and_counts():
@@ -64,9 +71,24 @@ def test_one_cluster_tells_no_spread():
 VALUES, CLUSTERS = [0.1 * i for i in range(24)], [str(i // 2) for i in range(24)]
 
 
-@pytest.mark.parametrize("missing", [None, np.nan, pd.NA])
-def test_a_missing_label_joins_no_other_cluster(missing):
-    labels = pd.Series([*CLUSTERS[:-1], missing], dtype=object)
+def with_last(missing):
+    return pd.Series([*CLUSTERS[:-1], missing], dtype=object)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        *map(with_last, [None, np.nan, pd.NA]),
+        [*CLUSTERS[:-1], np.nan],
+        [*CLUSTERS[:-1], pd.NaT],
+        (*CLUSTERS[:-1], None),
+        [*((one, 1) for one in CLUSTERS[:-1]), ("a", np.nan)],
+        np.ma.masked_array(CLUSTERS, [False] * 23 + [True]),
+        np.ma.masked_array(range(24), [False] * 23 + [True]),
+    ],
+    ids=str,
+)
+def test_a_missing_label_joins_no_other_cluster(labels):
     values, refused = np.array(VALUES), pytest.raises(StatisticsError, match="[12] of .* labels are missing .* the first at")  # fmt: skip
     for compute in (
         lambda: stats.label_codes(labels),
@@ -82,6 +104,40 @@ def test_a_missing_label_joins_no_other_cluster(missing):
     ):
         with refused:
             compute()
+
+
+@pytest.mark.parametrize(
+    ("labels", "clusters"),
+    [
+        ([1, "1", 2, "2"], 4),
+        ([("p", "calm"), ("p", "angry"), ["q", "calm"], ("p", "calm")], 3),
+        (np.array([[0, 1], [0, 1], [1, 0], [1, 1]]), 3),
+        (pd.Series(["a", "b", "a", "b"], dtype="category"), 2),
+        (np.array(["2020", "2021", "2020", "2022"], dtype="datetime64[Y]"), 3),
+        ([np.int64(1), 1, 2.0, torch.tensor(2)], 2),
+    ],
+    ids=str,
+)
+def test_labels_keep_their_types(labels, clusters):
+    assert mean_interval(VALUES[:4], labels).clusters == clusters
+    assert paired_difference(VALUES[:4], labels, VALUES[4:8], labels).clusters == clusters
+
+
+def test_labels_of_other_types_are_not_paired():
+    with pytest.raises(NothingPairedError):
+        paired_difference(VALUES[:2], [1, 2], VALUES[:2], ["1", "2"])
+    assert paired_difference(VALUES[:2], [1, 2], VALUES[:2], [2.0, "1"]).clusters == 1
+    with pytest.raises(StatisticsError, match="labels are texts, numbers or tuples of them"):
+        mean_interval(VALUES[:2], [{"a": 1}, {"a": 2}])
+
+
+def test_a_masked_value_is_not_there():
+    masked = np.ma.masked_array(VALUES, [False] * 23 + [True])
+    with pytest.raises(StatisticsError, match="1 of 24 values are not finite"):
+        mean_interval(masked, CLUSTERS)
+    gap = paired_difference(masked, CLUSTERS, VALUES, CLUSTERS)
+    assert gap == paired_difference([*VALUES[:-1], np.nan], CLUSTERS, VALUES, CLUSTERS)
+    assert np.isnan(stats.bounds(masked, CLUSTERS)).all()
 
 
 def test_no_mean_is_made_of_a_value_that_is_not_there():

@@ -18,8 +18,22 @@ def command(*words: object, **options: Any) -> str:
             out, True is a flag, several values repeat the option, and a mapping is NAME=VALUE of
             each.
     """
-    found = ["lapa2", *map(str, words)]
-    for name, value in options.items():
+    return shlex.join(["lapa2", *map(str, words), *_options(options)])
+
+
+def script_command(file: str, *words: object, **options: Any) -> str:
+    """The command line of a script of the repository: `python analyses/x.py 'my run'`."""
+    return shlex.join(["python", file, *map(str, words), *_options(options)])
+
+
+def command_options(**values: Any) -> str:
+    """Options of `command` by themselves, quoted: `--only 'arm=my arm'`."""
+    return shlex.join(_options(values))
+
+
+def _options(values: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for name, value in values.items():
         if value is None or value is False or value == ():
             continue
         option = f"--{name.replace('_', '-')}"
@@ -32,7 +46,7 @@ def command(*words: object, **options: Any) -> str:
             text = _plain(each)
             # After "=", a value that begins with a hyphen is no option.
             found += [f"{option}={text}"] if text.startswith("-") else [option, text]
-    return shlex.join(found)
+    return found
 
 
 def _plain(value: object) -> str:

@@ -198,12 +198,16 @@ def validation_message(
     if problem["type"] == "value_error":  # a sentence of our own
         return str(problem["msg"]).removeprefix("Value error, ")
     if forms and field in forms and problem["type"] != "missing":
-        return f"{field}: takes {forms[field]}; found {problem['input']!r}"
+        return f"{field}: takes {forms[field]}; found {_shortened(problem['input'])}"
     message = f"{problem['msg'][:1].lower()}{problem['msg'][1:]}".replace("valid tuple", "list")
     if problem["type"] == "missing":
         return f"{at}{message}"
-    found = repr(problem["input"])
-    return f"{at}{message}, found {found[:160]}{'...' * (len(found) > 160)}"
+    return f"{at}{message}, found {_shortened(problem['input'])}"
+
+
+def _shortened(value: object) -> str:
+    found = repr(value)
+    return f"{found[:160]}{'...' * (len(found) > 160)}"
 
 
 def first_sentence(error: Exception) -> str:

@@ -2,12 +2,12 @@
 
 The rule for values that are a text or the path of a file. A value is a path
 
-- if something of that name exists,
-- if it ends as a file does (`FILE_ENDINGS`), or
-- if it is one word that begins with /, ./, ../ or ~/.
+- if something of that name exists, or
+- if it is one word that ends as a file does (`FILE_ENDINGS`) or begins with /, ./, ../ or ~/.
 
-A path is read or refused, and never a text. Any other value is a text: "and/or", "The U.S. and
-e.g. this". A text that looks like a path may stand in a file.
+A path is read or refused, and never a text. Any other value is a text: "and/or", "See notes.txt",
+and what has neither letter nor digit, such as "..." and "/". A text that looks like a path may
+stand in a file. ~/ is the home folder.
 """
 
 from __future__ import annotations
@@ -37,13 +37,25 @@ def is_path(value: str | Path) -> bool:
     """True if a value is a path by the rule of this module."""
     if isinstance(value, Path):
         return True
+    if not any(letter.isalnum() for letter in value):
+        return False
     with suppress(OSError, ValueError):  # a long text; a NUL
-        if value and Path(value).exists():
+        if with_home(value).exists():
             return True
     words = value.split()
-    if len(words) == 1 and words[0].startswith(PATH_BEGINNINGS):
-        return True
-    return bool(words) and Path(words[-1]).suffix.lower() in FILE_ENDINGS
+    return len(words) == 1 and (
+        words[0].startswith(PATH_BEGINNINGS) or Path(words[0]).suffix.lower() in FILE_ENDINGS
+    )
+
+
+def with_home(path: str | Path) -> Path:
+    """A path whose ~/ is the home folder."""
+    return Path(path).expanduser() if str(path).startswith("~/") else Path(path)
+
+
+def in_one_line(path: str | Path) -> str:
+    """A path for a message: as it is, or quoted where it has newlines or control characters."""
+    return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def taken_as_path(value: str) -> str:

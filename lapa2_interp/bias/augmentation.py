@@ -50,7 +50,15 @@ from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Real
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from lapa2_interp._util.errors import AugmentationError, validation_message
 from lapa2_interp.bias.places import FORMS, read_place
@@ -97,6 +105,7 @@ FIELD_FORMS = {
     "span": "'prefix', 'prefix+bos', 'bos', 'input', 'released', slots ((start, stop), ...) or a"
     " text such as '1:4,6:8', or positions within the prefix ('prefix', (position, ...)) or"
     " 'prefix:0,2'",
+    "steps": FORMS["steps"],
     "layers": f"'all', 'bottom', 'top', 'even', 'odd', or {FORMS['layers']}",
     "heads": f"'all', or {FORMS['heads']}",
 }
@@ -162,6 +171,7 @@ class Augmentation(BaseModel):
 
     Slots, positions, steps, layers and heads may also be text, as on the command line: "1:4",
     "prefix:0,2", "0:16", "0,5,10-20" (a range has both its ends), "3.1,4.0-8" (`bias.places`).
+    Layers and heads are kept in order, each once.
 
     Raises:
         AugmentationError: A field is out of range; the message names it, the value and what is
@@ -198,9 +208,13 @@ class Augmentation(BaseModel):
         if not isinstance(fields, dict):
             return fields
         read = {name: read_place(name, value) for name, value in fields.items()}
-        if isinstance(steps := read.get("steps"), str):
-            raise ValueError(f"steps: takes {FORMS['steps']}; found {steps!r}")
         return PROFILES.get(str(read.get("profile", "paper")), {}) | read
+
+    @field_validator("layers", "heads")
+    @classmethod
+    def _in_order(cls, chosen: Any) -> Any:
+        """Each once and in order, so that equal biases are equal values."""
+        return tuple(sorted(set(chosen))) if isinstance(chosen, tuple) else chosen
 
     @model_validator(mode="after")
     def _check(self) -> Augmentation:
@@ -440,7 +454,10 @@ class Augmentation(BaseModel):
 
 
 def is_value_of(field: str, value: Any) -> bool:
-    """True if a field of an augmentation may have this value, whatever its other fields are."""
+    """True if a field of an augmentation may have this value, whatever its other fields are. A list
+    of texts alone is several values: each of them is one (`bias.places`)."""
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return False
     info = Augmentation.model_fields[field]
     kind: Any = Annotated[info.annotation, info]
     try:

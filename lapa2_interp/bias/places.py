@@ -7,7 +7,8 @@ line.
             prefix:0,2-4        tokens of the prefix
     steps   0:16                from the first to before the last
 
-"/" may stand for ",": commas divide the parameters of a recipe.
+"/" may stand for ",": commas divide the parameters of a recipe. Spaces may stand beside ",", "/"
+and ":", and nowhere else: "1 0" is neither 10 nor two layers.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ def read_place(name: str, value: Any) -> Any:
     `plain`."""
     if name not in READERS or not isinstance(value, str):
         return plain(value)
-    if name == "span" and value.startswith("prefix:"):
-        positions = _numbers(value.removeprefix("prefix:"))
+    text = re.sub(" *([,/:]) *", r"\1", value.strip(" "))
+    if name == "span" and text.startswith("prefix:"):
+        positions = _numbers(text.removeprefix("prefix:"))
         return value if positions is None else ("prefix", positions)
-    found = READERS[name](value.replace(" ", ""))
+    found = READERS[name](text)
     return value if found is None else found
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_type_hints
 
 from cyclopts import Parameter
 
+from lapa2_interp._util.commands import command_options
 from lapa2_interp._util.table_formats import as_text, format_interval, interval_cells
 from lapa2_interp._util.values import read_fields
 from lapa2_interp.cli.options import Changes, Unshown, settings
@@ -280,4 +281,4 @@ def import_(
         other_base,
         trust_remote_code,
     )
-    print(f"{made!r} in {out}; generate with --set prefixes={out}")
+    print(f"{made!r} in {out}; generate with {command_options(set={'prefixes': out})}")

@@ -40,7 +40,8 @@ def size_of_product(fields: Mapping[str, Any]) -> int:
 def axes_of_table(name: str, value: Any) -> dict[str, list[Any]]:
     """The parts of a setting's table, each with its values: a list is one value where the part may
     have it (layers = [0, 1], heads = [[3, 1]], span = ["prefix", [0]], steps = [0, 16]), and else
-    an axis (layers = ["all", "bottom"], steps = [[0, 16], [16, 32]]). Empty for what is no table.
+    an axis (layers = ["all", "bottom"], layers = ["0", "1-3"], steps = [[0, 16], [16, 32]]). Empty
+    for what is no table.
 
     Raises:
         Lapa2Error: A list is empty.

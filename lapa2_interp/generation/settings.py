@@ -164,6 +164,11 @@ class CellSettings(BaseModel):
     @field_validator("patterns", mode="before")
     @classmethod
     def _read_heads(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) == 2 and all(type(i) is int for i in value):
+            raise TraceError(
+                f"patterns: takes {PLACES['heads']}; found {value}. Since a list in a grid is an"
+                " axis, write all pairs as one text, or in a list more: [[[0, 0], [1, 1]]]"
+            )
         return () if value == "" else head_pairs("patterns", value, TraceError)
 
     @field_validator("dtype", mode="plain")

@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from lapa2_interp._util.errors import LayoutError, ModelError
+from lapa2_interp._util.values import plain
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType, LayerTypeName
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import require_tokenizer
@@ -542,6 +543,23 @@ def check_not_quantised(model: Model, what: str) -> None:
         )
 
 
+def _listed_ends(generation: GenerationConfig | None, name: str) -> tuple[int, ...]:
+    """The end ids of a generation configuration.
+
+    Raises:
+        ModelError: They are no ids.
+    """
+    listed = plain(getattr(generation, "eos_token_id", None))
+    ends = () if listed is None else listed if isinstance(listed, tuple) else (listed,)
+    if not all(type(end) is int for end in ends):
+        raise ModelError(
+            f"generation_config.json of {name}: eos_token_id is {repr(listed)[:80]}; allowed: the"
+            " id of an end token, a list of ids, or null. Mend the file, or set"
+            " generation_config.eos_token_id of the network"
+        )
+    return ends
+
+
 def make_card(
     model: Model,
     name: str,
@@ -558,12 +576,14 @@ def make_card(
         generation: The model's generation configuration, whose end ids are added; by default that
             of the network, if it has one.
         packing: By default `choose_prepacking` of the network.
+
+    Raises:
+        ModelError: The end ids of the generation configuration are no ids.
     """
     markers = text_markers(model.tokenizer)
     if generation is None:
         generation = getattr(network_of(model), "generation_config", None)
-    listed = getattr(generation, "eos_token_id", None)
-    ends = {*markers.ends, *([listed] if isinstance(listed, int) else listed or [])}
+    ends = {*markers.ends, *_listed_ends(generation, name)}
     # Configurations and tokenizers also name ends that have no logit, so that none is drawn.
     end_ids = tuple(i for i in sorted(ends) if 0 <= i < model.cfg.d_vocab)
     names = map(model.tokenizer.convert_ids_to_tokens, end_ids)

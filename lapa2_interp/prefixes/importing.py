@@ -232,24 +232,34 @@ def _read_peft(folder: Path) -> tuple[Tensor, Tensor, Base | None]:
             f"{folder} is a PEFT adapter for the task type {kind}; only CAUSAL_LM adapters steer"
             " text that a model continues"
         )
-    sizes = {name: config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim")}
-    layers, heads, width = (size if isinstance(size, int) else 0 for size in sizes.values())
-    if min(layers, heads, width) < 1 or width % heads:
+    names = ("num_layers", "num_attention_heads", "token_dim", "num_virtual_tokens")
+    sizes = {name: config.get(name) for name in names}
+    layers, heads, width, slots = (size if type(size) is int else 0 for size in sizes.values())
+    if min(layers, heads, width, slots) < 1 or width % heads:
         raise PrefixError(
             f"{file} needs positive whole numbers, and a token_dim that"
             f" the heads share evenly; found {sizes}"
         )
+    if (parts := config.get("num_transformer_submodules")) not in (None, 1):
+        raise PrefixError(
+            f"{file} has num_transformer_submodules {parts!r}; a model that continues text has 1"
+        )
+    name = config.get("base_model_name_or_path")
+    if not isinstance(name, str | None):
+        raise PrefixError(
+            f"{file} has base_model_name_or_path {str(name)[:80]!r}; allowed: the name of a model"
+            " as text, or null"
+        )
     tensors = read_tensors(folder)
     stored = tensors.get("prompt_embeddings")
-    if stored is None or stored.shape[1:] != (layers * 2 * width,):
+    if stored is None or stored.shape != (slots, layers * 2 * width):
         found = ", ".join(f"{name} {tuple(each.shape)}" for name, each in tensors.items())
         raise PrefixError(
-            f"{folder}: expected prompt_embeddings of [slot, {layers} layers x 2 x {width}]; found"
-            f" {found}"
+            f"{folder}: expected prompt_embeddings of [{slots} slots, {layers} layers x 2 x"
+            f" {width}]; found {found}"
         )
     both = stored.unflatten(1, (layers, 2, heads, width // heads)).permute(2, 1, 3, 0, 4)
-    name = config.get("base_model_name_or_path")
-    return both[0], both[1], Base(name) if isinstance(name, str) and name else None
+    return both[0], both[1], Base(name) if name else None
 
 
 def _read_air(

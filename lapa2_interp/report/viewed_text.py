@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
+from lapa2_interp._util.commands import command_options
 from lapa2_interp._util.errors import CircuitError, Lapa2Error, TraceError, unknown_choice
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.paths import check_regular_file
@@ -163,7 +164,7 @@ def select_text(
         if len(values) > 1:
             raise TraceError(
                 f"{run.name} has cells of several kinds ({name}: {', '.join(map(str, values))});"
-                f" choose one, such as --only {name}={values[0]}"
+                f" choose one, such as {command_options(only={name: values[0]})}"
             )
     attributes = list(dict.fromkeys(cells["attribute"]))
     if attribute is not None and attribute not in attributes:

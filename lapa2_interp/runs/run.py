@@ -234,6 +234,11 @@ class Run:
             TraceError: No cell has a trace, every text ended before a first token, or no such
                 branch.
         """
+        if not self.by_key:
+            raise TraceError(
+                f"{self.name} has no cells, since its {LISTING} has no grids; `lapa2 sweep GRID"
+                " --out RUN` gives it some"
+            )
         chosen = self.select(**wanted)
         cells = chosen.cells
         cells = cells[[chosen.by_key[key].trace != "none" for key in cells["key"]]]
@@ -569,10 +574,14 @@ def load_run(folder: str | Path, *, earlier: bool = False) -> Run:
         try:
             cells[key] = read_cell(folder / CELLS / key, key)
         except DamagedError as error:
+            versions = (
+                f"; the run is of lapa2_interp {listing.lapa2_interp}, this is {__version__}"
+                if listing.lapa2_interp != __version__
+                else ""
+            )
             raise DamagedError(
-                f"{error}; the run is of lapa2_interp {listing.lapa2_interp}, this is"
-                f" {__version__}; `lapa2 sweep` with the cell's grid"
-                f" ({', '.join(listing.with_cell(key))}) writes it again"
+                f"{error}{versions}; {LISTING} lists the cell {key}, and `lapa2 sweep` with the"
+                f" cell's grid ({', '.join(listing.with_cell(key))}) writes it again"
             ) from error
     for key in earlier_keys(folder, listing) if earlier else ():
         with suppress(DamagedError):

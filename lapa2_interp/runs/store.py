@@ -13,7 +13,7 @@ A batch exists when its JSON exists, and a cell is finished when all its batches
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,8 +21,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from lapa2_interp._util.errors import (
     DamagedError,
@@ -42,6 +43,7 @@ from lapa2_interp._util.files import (
 from lapa2_interp._util.parsing import parse_json, parse_object, read_text
 from lapa2_interp._util.paths import check_regular_file
 from lapa2_interp._util.unpacking import check_hdf5, check_parquet
+from lapa2_interp._util.values import plain
 from lapa2_interp._util.version import __version__
 from lapa2_interp.generation.cell import Cell, Key
 from lapa2_interp.runs.manifest import BatchRecord
@@ -52,6 +54,10 @@ if TYPE_CHECKING:
 LISTING, CELLS, SETTINGS, FAILED = "run.json", "cells", "cell.json", "failed.json"
 COLUMNS = ("prompt", "attribute", "sample", "text", "tokens", "n_tokens", "finish")
 """Columns that the texts of a batch have, at least."""
+TEXTS = ("prompt", "attribute", "text", "continuation", "finish")
+"""Columns that hold texts."""
+FINISHES = ("length", "end", "empty")
+"""How texts end (`generation.loop`)."""
 KEYS = "[0-9a-f]" * 16
 """Pattern of the names of cells' folders."""
 FORMAT = 4
@@ -150,7 +156,36 @@ def read_samples(folder: Path, number: int, cell: Cell) -> pd.DataFrame:
             raise ValueError(f"it has no column {lacking[0]}")
         if len(found) != record.n_texts:
             raise ValueError(f"it has {len(found)} texts, and {number:03d}.json {record.n_texts}")
+        _check_samples(found, cell)
         return found
+
+
+def _check_samples(samples: pd.DataFrame, cell: Cell) -> None:
+    """Refuse rows that no text of the cell has, since reading them would fail later, or not.
+
+    Raises:
+        ValueError: A value has another type, or is another than the cell decides.
+    """
+
+    def check(name: str, right: Iterable[bool], needed: str) -> None:
+        for row, fits in enumerate(right):
+            if not fits:
+                value = repr(plain(samples[name].iloc[row]))[:40]
+                raise ValueError(f"{name} of row {row} is {value}, not {needed}")
+
+    for name in samples.columns.intersection(list(TEXTS)):
+        check(name, (isinstance(value, str) for value in samples[name]), "a text")
+    for name in ("sample", "n_tokens"):
+        whole = samples[name].dtype.kind == "i"
+        check(name, [whole] * len(samples), "a whole number")
+    ids = (np.asarray(row) for row in samples["tokens"])
+    check("tokens", (x.ndim == 1 and (x.dtype.kind == "i" or not x.size) for x in ids), "ids")
+    check("prompt", samples["prompt"].isin(cell.prompts), "a prompt of the cell")
+    check("attribute", samples["attribute"] == cell.attribute, f"{cell.attribute!r}")
+    check("finish", samples["finish"].isin(FINISHES), f"one of {', '.join(FINISHES)}")
+    check("sample", samples["sample"].between(0, cell.samples - 1), f"below {cell.samples}")
+    check("n_tokens", samples["n_tokens"] == samples["tokens"].map(len), "the number of its tokens")
+    check("sample", ~samples.duplicated(["prompt", "sample"]), "another one of its prompt")
 
 
 def read_trace(folder: Path, number: int, cell: Cell) -> xr.Dataset | None:
@@ -263,10 +298,15 @@ def remove_batches(folder: Path, keep: Container[int] = ()) -> None:
             remove_path(each)
 
 
-def write_cell(folder: Path, cell: Cell) -> None:
-    """Write a cell's settings, where they are not there yet, damaged, or have another label."""
+def write_cell(folder: Path, cell: Cell, keep_label: bool = False) -> None:
+    """Write a cell's settings, where they are not there yet, damaged, or have another label.
+
+    Args:
+        keep_label: Leave the label that is there, where the cell has none.
+    """
     with suppress(DamagedError):
-        if read_cell(folder, cell.key).label == cell.label or not cell.label:
+        label = read_cell(folder, cell.key).label
+        if label == cell.label or (keep_label and not cell.label):
             return
     write_json(folder / SETTINGS, cell.model_dump_json())
 
@@ -309,8 +349,15 @@ class Failure(BaseModel):
 
     when: datetime
     """UTC."""
-    traceback: str = Field(pattern=r"\S")
+    traceback: str
     """Traceback of the worker; its last line is the error."""
+
+    @field_validator("traceback")
+    @classmethod
+    def _has_words(cls, traceback: str) -> str:
+        if not traceback.strip():
+            raise ValueError("traceback is blank")
+        return traceback
 
     @property
     def reason(self) -> str:

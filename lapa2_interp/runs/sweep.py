@@ -124,9 +124,12 @@ def open_run(
     with writing(folder), acquire_lock(folder / LOCK, timeout=-1.0):
         remove_abandoned(folder)
         listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
+        # A label that another grid of the run may have given stays.
+        others = {key for name, keys in listing.grids.items() if name not in names for key in keys}
+        others |= {cell.key for grid in grids for cell in grid.cells if cell.label}
         for grid in grids:
             for cell in grid.cells:
-                write_cell(folder / CELLS / cell.key, cell)
+                write_cell(folder / CELLS / cell.key, cell, keep_label=cell.key in others)
             listing.grids[grid.name] = tuple(cell.key for cell in grid.cells)
         write_listing(folder, listing)
     run = load_run(folder, earlier=True)

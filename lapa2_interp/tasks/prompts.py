@@ -11,7 +11,14 @@ from pathlib import Path
 
 from lapa2_interp._util.errors import LayoutError, TaskError
 from lapa2_interp._util.parsing import check_text_length, parse_json, read_text
-from lapa2_interp._util.paths import COMPRESSIONS, check_regular_file, is_path, kind_of
+from lapa2_interp._util.paths import (
+    COMPRESSIONS,
+    check_regular_file,
+    in_one_line,
+    is_path,
+    kind_of,
+    with_home,
+)
 from lapa2_interp.tasks.task import Prompts
 
 Entries = Iterable[tuple[str, object]]
@@ -79,7 +86,8 @@ def read_prompts(path: str | Path) -> tuple[str, ...]:
         TaskError: There is no such file, it is unreadable, empty, or of another format, or a line
             is malformed; the message has its number.
     """
-    path = Path(path)
+    path = with_home(path)
+    shown = in_one_line(path)
     try:
         check_regular_file(path)
         if (kind := kind_of(path)) not in READERS:
@@ -87,14 +95,14 @@ def read_prompts(path: str | Path) -> tuple[str, ...]:
         prompts = [_prompt_of(place, entry) for place, entry in READERS[kind](path)]
     except OSError as error:
         raise TaskError(
-            f"cannot read prompts from {path}: {error.strerror}; give {PROMPT_FILES} (a text that"
+            f"cannot read prompts from {shown}: {error.strerror}; give {PROMPT_FILES} (a text that"
             " looks like a path may stand in one)"
         ) from None
     except ValueError as error:
         mark = "" if str(error).startswith(("line", "row", "entry")) else ":"
-        raise TaskError(f"cannot read prompts from {path}{mark} {error}") from None
+        raise TaskError(f"cannot read prompts from {shown}{mark} {error}") from None
     if not prompts:
-        raise TaskError(f"{path} has no prompts; give at least one")
+        raise TaskError(f"{shown} has no prompts; give at least one")
     return tuple(prompts)
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from lapa2_interp._util.errors import TaskError, main_error, unknown_choice, validation_message
 from lapa2_interp._util.parsing import parse_toml, read_text
-from lapa2_interp._util.paths import is_path, taken_as_path
+from lapa2_interp._util.paths import in_one_line, is_path, with_home
 from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
@@ -201,7 +201,7 @@ def read_task(name: str | Path) -> Task:
         TaskError: Unknown name, unreadable file, or a malformed one; the message names the line or
             field.
     """
-    name, path = str(name), Path(name)
+    name, path = str(name), with_home(name)
     if name in built_in_tasks():
         text = (resources.files(__package__) / f"{name}.toml").read_text(encoding="utf-8")
         return _parse_task(name, path.stem, text)
@@ -211,17 +211,11 @@ def read_task(name: str | Path) -> Task:
         except FileNotFoundError:
             raise TaskError(_no_task(name)) from None
         except (OSError, ValueError) as error:
-            raise TaskError(f"cannot read the task file {name}: {error}") from None
+            raise TaskError(f"cannot read the task file {in_one_line(name)}: {error}") from None
     else:
         raise TaskError(_no_task(name))
+    name = in_one_line(name)
     task = _parse_task(name, path.stem, text)
-    of_methods = [
-        text for own in task.methods.values() for by in own.texts.values() for text in by.values()
-    ]
-    prefixes = [attribute.prefix for attribute in task.attributes.values()]
-    for text in (*task.prompts.texts, *prefixes, *of_methods):
-        if is_path(text):
-            raise TaskError(f"task file {name}: {taken_as_path(text)}, and a task file holds texts")
     if task.name in RESERVED_TASKS:
         raise TaskError(
             f"task file {name}: a task may not be called {task.name!r}, which names"
@@ -236,7 +230,13 @@ def read_task(name: str | Path) -> Task:
 
 
 def _no_task(name: str) -> str:
-    return f"{unknown_choice('task', name, built_in_tasks())}, or the path of a .toml file"
+    if not is_path(name):
+        return f"{unknown_choice('task', name, built_in_tasks())}, or the path of a .toml file"
+    why = "it is no .toml file" if with_home(name).exists() else "there is no such file"
+    return (
+        f"no task file {in_one_line(name)}: {why}; allowed: {', '.join(built_in_tasks())}, or the"
+        " path of a .toml file"
+    )
 
 
 TABLES: dict[str, type[BaseModel]] = {
@@ -256,20 +256,38 @@ def _parse_task(name: str, stem: str, text: str) -> Task:
         place = main_error(error)["loc"]
         table = TABLES.get(str(place[0]), Task) if len(place) > 1 else Task
         problem = validation_message(error, fields=table.model_fields)
-        raise TaskError(f"task file {name}, line {_line_of(text, place)}: {problem}") from None
+        line = _line_of(text, place)
+        raise TaskError(f"task file {name}{line and f', line {line}'}: {problem}") from None
     except ValueError as error:
         raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
 
 
-def _line_of(text: str, place: Sequence[str | int]) -> int:
-    """The number of the line in a TOML file with a field, or with the nearest table around it; else
-    of the last line."""
-    lines = text.splitlines()
-    for name in reversed([re.escape(str(part)) for part in place]):
-        for number, line in enumerate(lines, start=1):
-            if re.match(rf'\s*("?{name}"?\s*=|\[.*\b{name}\b)', line):
-                return number
-    return len(lines)
+def _line_of(text: str, place: Sequence[str | int]) -> int | str:
+    """The number of the line in a TOML file with a field, or with the nearest table around it; ""
+    where there is none."""
+    wanted = [str(part) for part in place]
+    best, table = (0, 0), list[str]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        key = re.match(r"""\s*[\w."' -]+=""", line)
+        path = table + _names_of(f"{key[0]} 0") if key else _names_of(line)
+        table = table if key else path or table
+        n = min(len(path), len(wanted))
+        if n > best[0] and path[:n] == wanted[:n]:
+            best = n, number
+    return best[1] or ""
+
+
+def _names_of(line: str) -> list[str]:
+    """The names that a line of TOML nests: [a.b] and a.b = 0 are a, b."""
+    try:
+        inner: object = parse_toml(line)
+    except ValueError:
+        return []
+    names = []
+    while isinstance(inner, dict) and inner:
+        ((name, inner),) = inner.items()
+        names.append(name)
+    return names
 
 
 def extra_prompts(task: str) -> tuple[str, ...]:

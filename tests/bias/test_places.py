@@ -18,11 +18,16 @@ PLACES = [
     ("heads", "2-3.1", ((2, 1), (3, 1))),
     ("span", "1:4, 6:8", ((1, 4), (6, 8))),
     ("span", "prefix:0,2-3", ("prefix", (0, 2, 3))),
+    ("span", " prefix: 0 / 2 ", ("prefix", (0, 2))),
     ("steps", "0:16", (0, 16)),
+    ("steps", " 0 : 16", (0, 16)),
 ]
 WRONG = [("layers", text) for text in ("3-1", "1,", "-1", "1.5", "0-99999", "١")] + [
     ("heads", text) for text in ("3", "1.2-", "-1.0", "1.2.3")
-] + [("steps", "16"), ("span", "prefix:"), ("span", "1-4")]  # fmt: skip
+] + [("steps", "16"), ("span", "prefix:"), ("span", "1-4")] + [
+    ("layers", "1 0"), ("layers", "1 -3"), ("layers", "0,1 2"), ("heads", "1 0.1"),
+    ("heads", "0.1 2"), ("span", "1:1 2"), ("span", "prefix:1 0"), ("steps", "1 6:3 2"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "text", "value"), PLACES)
@@ -31,10 +36,40 @@ def test_a_text_is_its_numbers(name, text, value):
     assert Augmentation(alpha=1, **{name: text}) == Augmentation(alpha=1, **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "one", "others"),
+    [
+        ("layers", (0, 1), [(1, 0), (0, 1, 1), "1,0", "0-1,1", [1, 0]]),
+        ("heads", ((0, 1), (1, 0)), [((1, 0), (0, 1), (0, 1)), "1.0,0.1", [[1, 0], [0, 1]]]),
+    ],
+)
+def test_layers_and_heads_are_a_set(name, one, others):
+    wanted = Augmentation(alpha=1, **{name: one})
+    for other in others:
+        same = Augmentation(alpha=1, **{name: other})
+        assert (same, same.label) == (wanted, wanted.label)
+    for doubled in ((1, True), ((0, 1), (0, True)), (1, 1.0)):
+        with pytest.raises(Lapa2Error, match=f"augmentation {name}"):
+            Augmentation(alpha=1, **{name: doubled})
+
+
 @pytest.mark.parametrize(("name", "text"), WRONG)
 def test_other_text_is_refused_with_what_is_allowed(name, text):
     with pytest.raises(Lapa2Error, match=f"augmentation {name}: takes .*; found '{text}'"):
         Augmentation(alpha=1, **{name: text})
+
+
+@pytest.mark.parametrize("steps", [range(4), range(10**6), slice(0, 4), (0, 1, 2, 3), 4, (0.5, 2)])
+def test_steps_that_are_no_pair_are_refused_with_what_is_allowed(steps):
+    with pytest.raises(Lapa2Error, match=r"augmentation steps: takes .*\(first, stop\)") as caught:
+        Augmentation(alpha=1, steps=steps)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("part", ["layers=1 0", "heads=1 0.1", "steps=1 6:3 2", "tokens=1 0"])
+def test_recipes_refuse_a_space_between_digits(part):
+    with pytest.raises(Lapa2Error, match=f"{part.partition('=')[0]}: takes .*'"):
+        parse_recipes(f"lapa2:{part}", None)
 
 
 @pytest.mark.parametrize("value", [(-1,), (True,), (1.0,), ("1",), (np.float32(1),)])
@@ -59,7 +94,7 @@ def test_heads_are_named_alike_everywhere():
     assert kept[0].sizes["pair"] == len(HEADS)
 
 
-@pytest.mark.parametrize("heads", [[(-1, 0)], "x", [(True, 0)], [1, 2]])
+@pytest.mark.parametrize("heads", [[(-1, 0)], "x", "1 0.1", [(True, 0)], [1, 2]])
 def test_what_is_no_head_is_refused_everywhere(heads):
     model = load("planted")
     for call in (

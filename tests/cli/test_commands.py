@@ -9,7 +9,7 @@ import pytest
 from cyclopts import CycloptsError, MissingArgumentError
 
 import lapa2_interp
-from lapa2_interp._util.commands import command
+from lapa2_interp._util.commands import command, command_options, script_command
 from lapa2_interp.cli.app import app, main
 from lapa2_interp.runs.run import load_run
 
@@ -70,6 +70,18 @@ def test_a_command_that_holds_a_value_is_made_by_command():
     commands = list(printed())
     assert len(commands) > 60
     assert not [place for place, words in commands if HOLE in words]
+
+
+def test_options_and_scripts_that_hold_a_value_are_quoted():
+    wrong = [
+        f"{file.name}:{number}"
+        for file, tree in TREES.items()
+        for number, text in texts(tree)
+        if re.search(f"--(only|set) [^ ]*={HOLE}|`python [^`]*{HOLE}", " ".join(text.split()))
+    ]
+    assert not wrong
+    assert command_options(only={"arm": "my arm"}, seed=1) == "--only 'arm=my arm' --seed 1"
+    assert script_command("analyses/x.py", "a b", out="-c") == "python analyses/x.py 'a b' --out=-c"
 
 
 def test_the_commands_that_are_named_exist_with_their_options():

@@ -262,6 +262,15 @@ def test_damaged_and_unsupported_models_are_typed_errors(folder, tmp_path):
         load_model(str(tmp_path / "ctrl"), device="cpu")
 
 
+@pytest.mark.parametrize("ends", [[41, None], "41", 41.0, True, {"a": 1}, [[41]]])
+def test_end_tokens_that_are_no_ids_are_refused(folder, tmp_path, ends):
+    copy = shutil.copytree(folder, tmp_path / "other-ends")
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    for kind in ("TransformerBridge", "TransformersModel"):
+        with pytest.raises(ModelError, match="other-ends.*: eos_token_id is .*; allowed: the id"):
+            load_model(copy, device="cpu", model_class=kind)
+
+
 def test_end_tokens_of_the_generation_config_count(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "more-ends")
     (tmp_path / "more-ends" / "generation_config.json").write_text('{"eos_token_id": [1, 40]}')

@@ -216,7 +216,7 @@ def adapter(folder, config, tensors):
         save_file(tensors, folder / "adapter_model.safetensors")
 
 
-SIZES = {"peft_type": "PREFIX_TUNING", "num_layers": 4, "num_attention_heads": 4, "token_dim": 32}
+SIZES = {"peft_type": "PREFIX_TUNING", "num_layers": 4, "num_attention_heads": 4, "token_dim": 32, "num_virtual_tokens": 3}  # fmt: skip
 
 
 def test_an_adapter_for_another_base_is_refused_unless_accepted(tmp_path):
@@ -265,7 +265,7 @@ def test_what_is_not_a_prefix_is_refused(tmp_path):
     adapter(tmp_path / "short", SIZES, {"prompt_embeddings": torch.zeros(3, 7)})
     refused(
         tmp_path / "short",
-        r"expected prompt_embeddings of \[slot, 4 layers x 2 x 32\]; found prompt_embeddings"
+        r"expected prompt_embeddings of \[3 slots, 4 layers x 2 x 32\]; found prompt_embeddings"
         r" \(3, 7\)",
     )
     adapter(
@@ -276,11 +276,22 @@ def test_what_is_not_a_prefix_is_refused(tmp_path):
         "has 4 layers x 4 KV heads x 3 slots x 16; tiny-gpt2 needs 4 layers x 4 KV heads x 3"
         " slots x 8",
     )
-    for name, wrong in (("odd", {"token_dim": 30}), ("text", {"num_layers": "4"})):
+    for name, wrong in (
+        ("odd", {"token_dim": 30}),
+        ("text", {"num_layers": "4"}),
+        ("yes", {"num_layers": True}),
+    ):
         adapter(tmp_path / name, SIZES | wrong, {"prompt_embeddings": torch.zeros(3, 240)})
         refused(
             tmp_path / name, "adapter_config.json needs positive whole numbers, .*; found {'num"
         )
+    for name, wrong, told in (
+        ("more", {"num_virtual_tokens": 9}, r"expected prompt_embeddings of \[9 slots"),
+        ("two", {"num_transformer_submodules": 2}, "has num_transformer_submodules 2; "),
+        ("five", {"base_model_name_or_path": 5}, "has base_model_name_or_path '5'; allowed: the"),
+    ):
+        adapter(tmp_path / name, SIZES | wrong, {"prompt_embeddings": torch.zeros(3, 256)})
+        refused(tmp_path / name, told)
     (tmp_path / "odd" / "adapter_config.json").write_text("[]")
     refused(tmp_path / "odd", "adapter_config.json holds no JSON object")
     adapter(tmp_path / "empty", SIZES, None)

@@ -383,6 +383,12 @@ CROSSED = [
          for head in ("0.1", "1.2") for steps in ("0:4", "4:8")],
     ),
     (
+        'augmentation = { alpha = 1.0, layers = ["0", "1-2"], heads = ["0.0", "all"] }',
+        [f"{{ alpha = 1.0, layers = {layers}, heads = {heads} }}"
+         for layers in ("[0]", "[1, 2]") for heads in ("[[0, 0]]", '"all"')],
+    ),
+    ('augmentation = { alpha = 1.0, layers = ["0,1"] }', ["{ alpha = 1.0, layers = [0, 1] }"]),
+    (
         'augmentation = { span = ["bos", ["prefix", [0]], [[1, 2]]] }',
         ['{ span = "bos" }', '{ span = ["prefix", [0]] }', "{ span = [[1, 2]] }"],
     ),
@@ -551,6 +557,7 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (('length = 24', 'length = 24\nalpha = [0.5, 1]\naugmentation = { layers = "top", label = "up" }'), "the label 'up' names two arms .alpha 0.5 paper, layers top; alpha 1 paper, layers top.; give each its own"),
         (('length = 24', 'length = 24\naugmentation = { layers = [] }'), "augmentation.layers is an empty list, so there is no cell"),
         (('length = 24', 'length = 24\naugmentation = { layers = ["botom", "top"] }'), "layers: takes 'all', 'bottom', .*; found 'botom'"),
+        (('length = 24', 'length = 24\npatterns = [[0, 0], [1, 1]]'), r"patterns: takes pairs .*found \[0, 0\].*write all pairs as one text, or in a list more"),
         (('length = 24', 'length = 24\naugmentation = { lawe = ["log", "sqrt"] }'), "unknown field 'lawe'; .*did you mean 'law'"),
         (('length = 24', 'length = 24\naugmentation = { law = ["log", "constant"], l0 = 9.0 }'), "l0 belongs to the constant law, not to law 'log'"),
         (('length = 24', 'length = 24\naugmentation = { label = ["a", "b"] }'), "the label of an augmentation is a text, found .'a', 'b'."),

@@ -21,7 +21,7 @@ from lapa2_interp._util.errors import (
     RunError,
     TraceError,
 )
-from lapa2_interp._util.files import remove_path, result_folder
+from lapa2_interp._util.files import remove_path, result_folder, sha256_of
 from lapa2_interp.attention.tables import step_table
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.cell import Cell, _with_slot
@@ -34,7 +34,7 @@ from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import Run, each_once, finished_cell, is_run, write_run
 from lapa2_interp.runs.store import Listing
-from lapa2_interp.runs.sweep import sweep
+from lapa2_interp.runs.sweep import open_run, sweep
 from lapa2_interp.runs.worker import Worker
 from lapa2_interp.tasks.task import Attribute, Task
 
@@ -504,7 +504,39 @@ def test_a_batch_has_as_many_rows_as_its_record_counts(batched):
         store.read_trace(place, 0, cell)
 
 
-@pytest.mark.parametrize("note", ["blank", "no text", "a folder", "a loop", "a file"])
+@pytest.mark.parametrize(
+    ("column", "value", "told"),
+    [
+        ("text", None, "text of row 1 is .*, not a text"),
+        ("text", 3.5, "text of row 0 is 3.5, not a text"),
+        ("continuation", 2, "continuation of row 0 is 2, not a text"),
+        ("prompt", None, "prompt of row 1 is .*, not a text"),
+        ("prompt", "The land", "prompt of row 1 is 'The land', not a prompt of the cell"),
+        ("attribute", "zebra", "attribute of row 1 is 'zebra', not 'positive'"),
+        ("sample", -7, "sample of row 1 is .*-7.*, not below 2"),
+        ("sample", 0, "sample of row 1 is .*0.*, not another one of its prompt"),
+        ("sample", 0.5, "sample of row 0 is .*, not a whole number"),
+        ("sample", "0", "sample of row 0 is .*, not a whole number"),
+        ("n_tokens", 10**12, "n_tokens of row 1 is .*, not the number of its tokens"),
+        ("tokens", "x", "tokens of row 0 is 'x', not ids"),
+        ("tokens", [0.5], "tokens of row 0 is .*, not ids"),
+        ("tokens", None, "tokens of row 1 is None, not ids"),
+        ("finish", "<b>", "finish of row 1 is '<b>', not one of length, end, empty"),
+    ],
+)
+def test_rows_that_no_text_of_the_cell_has_are_damage(batched, column, value, told):
+    ((key, cell),) = batched.by_key.items()
+    file = batched.place(key) / "000.parquet"
+    table = pd.read_parquet(file)
+    of_all = "row 0" in told  # a column of a file has one type
+    table[column] = pd.Series([value if of_all else table[column].iloc[0], value], dtype=object)
+    table.to_parquet(file, index=False)
+    edit(batched.place(key) / "000.json", sha256={file.name: sha256_of(file)})
+    with pytest.raises(DamagedError, match=rf"000\.parquet is missing or damaged \({told}"):
+        store.read_samples(batched.place(key), 0, cell)
+
+
+@pytest.mark.parametrize("note", ["blank", "control", "no text", "a folder", "a loop", "a file"])
 def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, worker):
     ((key, _),) = batched.by_key.items()
     place = batched.place(key)
@@ -515,13 +547,32 @@ def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, worker):
     elif note == "a loop":
         file.symlink_to(file)
     else:
-        blank = {"when": "2026-01-01T00:00:00Z", "traceback": " \n"}
-        file.write_text({"blank": json.dumps(blank), "no text": "{", "a file": "[1]"}[note])
+        blank = {
+            "when": "2026-01-01T00:00:00Z",
+            "traceback": "\x1c" if note == "control" else " \n",
+        }
+        file.write_text({"no text": "{", "a file": "[1]"}.get(note, json.dumps(blank)))
     assert batched.failures[key].reason == f"unknown: {file} is damaged"
     assert main(["runs", str(batched.home)]) == 0
     assert again(batched, worker) == []
     assert not file.exists()
     assert batched.state(key) == "finished"
+
+
+def test_the_label_of_a_cell_is_that_of_its_grids_now(tmp_path):
+    def cell(label):
+        return cell_of("tiny-gpt2", attribute="positive", prompts=["A"], alpha=1.0, label=label, dtype="float32")  # fmt: skip
+
+    def swept(**labels):
+        grids = [Grid(name, "", tuple(map(cell, given))) for name, given in labels.items()]
+        return [each.label for each in open_run(tmp_path / "run", grids).by_key.values()]
+
+    assert swept(one=["strong"]) == ["strong"]
+    assert swept(one=[""]) == [""]
+    assert swept(one=["strong", ""]) == ["strong"]
+    assert swept(two=[""]) == ["strong"], "that of another grid"
+    assert swept(one=["stronger"], two=[""]) == ["stronger"]
+    assert swept(one=[""], two=[""]) == [""]
 
 
 @pytest.mark.parametrize("name", ["cells", "cells/KEY", "cells/KEY/cell.json"])

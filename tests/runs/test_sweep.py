@@ -34,7 +34,7 @@ from conftest import generate as decode
 from tqdm import tqdm
 
 from lapa2_interp import generate
-from lapa2_interp._util.errors import DamagedError, GridError, RunError
+from lapa2_interp._util.errors import DamagedError, GridError, RunError, TraceError
 from lapa2_interp._util.files import acquire_lock, temporary_folder, write_text
 from lapa2_interp._util.progress import CountingBar
 from lapa2_interp.cli.app import main
@@ -1023,6 +1023,19 @@ def test_a_run_of_another_version_or_with_a_damaged_listing_is_refused(
         with pytest.raises(RunError, match=message):
             act(copy)
     assert contents(copy) == before
+
+
+def test_a_listing_without_cells_or_with_one_that_is_not_there(copy):
+    edit = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps(edit | {"grids": {"g": ["0" * 16]}}))
+    with pytest.raises(RunError, match=f"run.json lists the cell {'0' * 16}, .*grid .g.") as caught:
+        load_run(copy)
+    assert "the run is of" not in str(caught.value)
+    (copy / "run.json").write_text(json.dumps(edit | {"grids": {}}))
+    with pytest.raises(
+        TraceError, match="has no cells, since its run.json has no grids; `lapa2 sw"
+    ):
+        load_run(copy).attention()
 
 
 def test_a_listing_that_is_lost_or_of_another_version_is_no_obstacle(copy, files, capsys):

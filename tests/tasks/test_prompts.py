@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import zipfile
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -23,16 +24,18 @@ from lapa2_interp.runs.grid import load_grid
 from lapa2_interp.runs.texts import read_texts
 from lapa2_interp.tasks.corpora import read_corpus
 from lapa2_interp.tasks.prompts import READERS, as_prompts, read_prompts
-from lapa2_interp.tasks.task import Prompts
+from lapa2_interp.tasks.task import EXAMPLE, Prompts
 
 LAKE = ("The lake", "The sea")
 TEXTS = (
     "I like and/or", "and/or", "his/her/their", "The U.S. and e.g. this", "U.S.", "e.g.", "Node.js",
     "google.com", "/ 3", "/help me", "...", "The file a.txt is", "1.5", "x" * 5000, "a\nb",
+    "Visit us at www.sapo.pt", "He scored 3.pt", "Ask the people of point.md", ".", "..", "/", "./",
+    "Let me see: notes.txt", "tabs\tand\nnotes.txt",
 )  # fmt: skip
 PATHS = (
-    "p.TXT", "none.txt", "my prompts.Jsonl", "a/b.json", "x.csv ", "x.tsv", "x.parquet", "x.xz",
-    "x.md", "x.xlsx", "/nowhere/prompts", "./prompts", "../prompts", "~/prompts", "Read a.txt",
+    "p.TXT", "none.txt", "point.md", "a/b.json", "x.csv ", "x.tsv", "x.parquet", "x.xz",
+    "x.md", "x.xlsx", "/nowhere/prompts", "./prompts", "../prompts", "~/prompts",
 )  # fmt: skip
 
 
@@ -45,7 +48,7 @@ def test_what_is_a_path_is_what_exists_or_looks_like_one(tmp_path):
     assert not any(map(is_path, TEXTS))
     assert all(map(is_path, PATHS))
     assert not is_path("")
-    for name in ("plain", "two words"):
+    for name in ("plain", "two words", "my prompts.Jsonl"):
         assert not is_path(name)
         (tmp_path / name).touch()
         assert is_path(name)
@@ -110,18 +113,36 @@ def test_a_path_that_cannot_be_read_is_never_a_prompt_nor_a_prefix(value, tmp_pa
     ):
         with pytest.raises(Lapa2Error, match=r"prompts from|is the path of"):
             asked()
-    for where in ("prompts", "prefix"):
-        texts = {"prefix": "Very calm:", "prompts": "The sea", where: value}
-        task.write_text(
-            f'[attributes.calm]\nprefix = "{texts["prefix"]}"\n'
-            f'[prompts]\ntexts = ["{texts["prompts"]}"]\n'
-        )
-        with pytest.raises(TaskError, match="is the path of a file or folder, or looks like one"):
-            load_task(task)
+    task.write_text(f'[attributes.calm]\nprefix = "{value}"\n[prompts]\ntexts = ["{value}"]\n')
+    read = load_task(task)
+    assert (read.prefix("calm"), read.prompts.texts) == (value, (value,)), "a task file holds texts"
+    assert cell_of("tiny-gpt2", task=task, attribute="calm").prompts == (value,)
     for line in ("layout --prompt", "layout --prompt a --prefix", "generate --model tiny-gpt2 --out out --prompts"):  # fmt: skip
         assert lapa2(line, value) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "grid", "notes"]
+
+
+def test_the_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "p.txt").write_text("The lake")
+    (tmp_path / "home" / "mood.toml").write_text(EXAMPLE)
+    for name in ("~/p.txt", Path("~/p.txt")):
+        assert as_prompts(name).texts == ("The lake",)
+    assert load_task("~/mood.toml").name == "mood"
+
+
+@pytest.mark.parametrize("name", ["gone\n.txt", "a\x1b.txt\n", "p.txt\n"])
+def test_a_path_with_control_characters_is_told_in_one_line(name):
+    for call in (
+        lambda: read_prompts(name),
+        lambda: load_task(name),
+        lambda: load_task(f"{name}.toml"),
+    ):
+        with pytest.raises(TaskError) as caught:
+            call()
+        assert str(caught.value).isprintable()
 
 
 def test_texts_are_texts(tmp_path):

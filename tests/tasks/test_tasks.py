@@ -104,7 +104,16 @@ def test_a_users_task(tmp_path):
             GOOD + '[methods.preadd.texts.clam]\nprefix = "a"',
             "methods.preadd.texts: unknown attribute 'clam'",
         ),
-        ("[prompts]\ntexts = ['a']", "line 2: attributes: field required"),
+        ("[prompts]\ntexts = ['a']", "bad.toml: attributes: field required"),
+        (
+            GOOD.replace("[attributes.calm]", "[attributes.all]"),
+            r"bad.toml: an attribute may not be",
+        ),
+        (
+            GOOD + 'source = 3\n[attributes."wi ld"] # calm\nprefix = ""',
+            "line 9: attributes.wi ld.prefix",
+        ),
+        (GOOD + '[attributes]\nwild.prefix = ""', "line 8: attributes.wild.prefix"),
     ],
 )
 def test_malformed_task_files(tmp_path, text, message):
@@ -151,10 +160,13 @@ def test_a_word_that_means_something_else_is_no_tasks_name(tmp_path):
 
 
 def test_unknown_tasks(tmp_path):
-    for name in ("sentimnt", str(tmp_path / "missing.toml")):
+    missing, other = "there is no such file", "it is no .toml file"
+    for name, told in {
+        "sentimnt": "unknown task 'sentimnt'", str(tmp_path / "missing.toml"): missing,
+        "./gone": missing, "~/gone": missing, "gone.txt": missing, str(tmp_path): other, ".": "unknown",
+    }.items():  # fmt: skip
         with pytest.raises(
-            TaskError,
-            match=r"unknown task .*allowed: detox, sentiment, topic.*path of a \.toml file",
+            TaskError, match=rf"{told}.*allowed: detox, sentiment, topic.*path of a \.toml file"
         ):
             load_task(name)
 
