@@ -23,7 +23,12 @@ from lapa2_interp.models.fingerprint import (
     network_tensors,
     plain_tensors,
 )
-from lapa2_interp.models.prepacked import Prepacking, choose_prepacking, prepacked
+from lapa2_interp.models.prepacked import (
+    Prepacking,
+    can_prepack_layers,
+    choose_prepacking,
+    prepacked,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -444,9 +449,11 @@ def model_card(model: Model) -> ModelCard:
     if values not in names:
         names[values] = hash_weights(model)
     if card.weights != names[values]:
-        weight = next(each for each in network_of(model).parameters() if each.is_floating_point())
-        dtype = str(weight.dtype).removeprefix("torch.")
-        card = card.model_copy(update={"weights": names[values], "dtype": dtype})
+        # Weights that were cast may have no prepacked form.
+        packing = card.prepacking if can_prepack_layers(network_of(model)) else "none"
+        dtype = str(weights_dtype(model)).removeprefix("torch.")
+        changed = {"weights": names[values], "dtype": dtype, "prepacking": packing}
+        card = card.model_copy(update=changed)
         model.lapa2_card = card
     return card
 
@@ -559,7 +566,7 @@ def make_card(
         architecture=architecture
         or str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
         model_class=type(model).__name__,
-        dtype=str(model.cfg.dtype).removeprefix("torch."),
+        dtype=str(weights_dtype(model)).removeprefix("torch."),
         device=str(model.cfg.device),
         n_layers=model.cfg.n_layers,
         n_heads=model.cfg.n_heads,
