@@ -23,6 +23,7 @@ from lapa2_interp.models.fingerprint import (
     network_tensors,
     plain_tensors,
 )
+from lapa2_interp.models.fused import check_fused_weights, fused_weights
 from lapa2_interp.models.prepacked import (
     Prepacking,
     can_prepack_layers,
@@ -437,7 +438,8 @@ def model_card(model: Model) -> ModelCard:
     the weights in memory.
 
     Raises:
-        ModelError: It is not a loaded model, or has no tokenizer.
+        ModelError: It is not a loaded model, or has no tokenizer; or a fused weight was edited of
+            which a TransformerBridge computes with copies.
     """
     check_has_tokenizer(model)
     card, values = getattr(model, "lapa2_card", None), fingerprint(network_of(model))
@@ -447,6 +449,7 @@ def model_card(model: Model) -> ModelCard:
         return attach_card(model, make_card(model, model.cfg.model_name, weights))
     names: dict[bytes, str] = model.lapa2_weights
     if values not in names:
+        model.lapa2_fused = check_fused_weights(network_of(model), model.lapa2_fused)
         names[values] = hash_weights(model)
     if card.weights != names[values]:
         # Weights that were cast may have no prepacked form.
@@ -460,6 +463,7 @@ def model_card(model: Model) -> ModelCard:
 
 def attach_card(model: Model, card: ModelCard) -> ModelCard:
     """Attach a card to a model, whose weights, as they are now, have the card's name."""
+    model.lapa2_fused = fused_weights(network_of(model))
     model.lapa2_card = card
     model.lapa2_weights = {fingerprint(network_of(model)): card.weights}
     return card
