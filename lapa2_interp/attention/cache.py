@@ -35,6 +35,7 @@ from lapa2_interp.models.card import (
     network_of,
     plain_network,
     smallest_window,
+    weights_dtype,
 )
 from lapa2_interp.models.rotary import refuse_mixed_rotary
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
@@ -164,7 +165,7 @@ def soft_keys_and_values(
         shape.n_kv_heads,
         slots,
         shape.d_head,
-        dtype=model.cfg.dtype,
+        dtype=weights_dtype(model),
     )
     for prefix in distinct.values():
         prefix.check(model)

@@ -52,6 +52,7 @@ from lapa2_interp.models.card import (
     n_layers_and_heads,
     network_of,
     plain_network,
+    weights_dtype,
 )
 from lapa2_interp.models.liveness import HOOK_PATTERN, HOOK_SCORES
 from lapa2_interp.models.positions import rows_problem
@@ -202,7 +203,7 @@ def augmented(
 
     def on_pattern(pattern: Tensor, hook: Any, layer: int) -> Tensor:
         look(layer, pattern, passes.first_query(pattern))
-        return pattern.to(model.cfg.dtype)
+        return pattern.to(weights_dtype(model))
 
     if not is_bridge(model):
         observed = sorted({0, *observed})  # layer 0 gives the first query, and so the ids
@@ -476,7 +477,7 @@ def edit_scores(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterat
         for layer in layers
     ]
     hooks += [
-        (HOOK_PATTERN.format(layer), lambda pattern, hook: pattern.to(model.cfg.dtype))
+        (HOOK_PATTERN.format(layer), lambda pattern, hook: pattern.to(weights_dtype(model)))
         for layer in layers
     ]
     with attach_hooks(model, hooks):

@@ -51,6 +51,7 @@ from lapa2_interp.models.card import (
     network_of,
     plain_network,
     rotary_limit,
+    weights_dtype,
 )
 
 SMALLEST_BUCKET = 128
@@ -133,7 +134,7 @@ class StaticStep:
     def __init__(self, rows: BridgeRows, n_rows: int, capacity: int, by_head: bool) -> None:
         self.model, self.by_head, self.first = rows.model, by_head, 0
         n_layers, n_heads = n_layers_and_heads(self.model)
-        device, dtype = self.model.cfg.device, self.model.cfg.dtype
+        device, dtype = self.model.cfg.device, weights_dtype(self.model)
         wide = {"device": device, "dtype": torch.promote_types(dtype, torch.float32)}
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
         self.tokens = torch.zeros(n_rows, 1, dtype=torch.long, device=device)

@@ -43,7 +43,7 @@ from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import attach_hooks
-from lapa2_interp.models.card import Model, is_bridge, plain_network, prepacked_model
+from lapa2_interp.models.card import Model, is_bridge, plain_network, prepacked_model, weights_dtype
 
 Replacement = Literal["cut", "zero", "resample", "mean"]
 Branches = Literal["target", "others"]
@@ -225,7 +225,7 @@ def _clean_passes(
     if not all(isinstance(each, SlotLayer) for each in layers):  # others hold more than own keys
         return [None] * len(groups)
     n_tokens = sum(tokens.numel() for _, tokens in fronts)
-    size = torch.finfo(model.cfg.dtype).bits // 8
+    size = torch.finfo(weights_dtype(model)).bits // 8
     kept = layers_to_keep(model.cfg.n_layers, n_tokens * model.cfg.d_model * size)
     found = [CleanPass.read(model, *front, kept) for front in fronts]
     whole = found[0].is_whole(model)
@@ -506,7 +506,7 @@ def _heads_from_copies(
     rules = [edit.augmentation for edit in edits]
     size = model.cfg.n_layers, model.cfg.n_heads
     heads = torch.from_numpy(np.stack([rule.head_mask(*size) for rule in rules]))  # copy layer head
-    dtype = model.cfg.dtype
+    dtype = weights_dtype(model)
     step = torch.finfo(dtype).eps
     nudge = torch.tensor([1 + step * (edit.replacement == "null") for edit in edits], dtype=dtype)
     held = 0

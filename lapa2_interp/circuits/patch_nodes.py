@@ -19,7 +19,7 @@ from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import Branches, Edit, check_has_hooks, edited_logits, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.units import Location, Unit
-from lapa2_interp.models.card import Model, kv_heads
+from lapa2_interp.models.card import Model, kv_heads, weights_dtype
 
 HOOKS: Mapping[str, str] = {
     "z": "blocks.{}.attn.hook_z",
@@ -290,7 +290,7 @@ def _to_logits(
 
 def _check_is_sum(model: Model, x: Tensor, expected: Tensor) -> None:
     """Refuse a model whose residual stream is not the sum of the outputs of attention and MLPs."""
-    tolerance = max(RESIDUAL_TOLERANCE, 8 * torch.finfo(model.cfg.dtype).eps)
+    tolerance = max(RESIDUAL_TOLERANCE, 8 * torch.finfo(weights_dtype(model)).eps)
     if (x - expected).abs().max() > tolerance * x.abs().max():
         raise CircuitError(
             "node head_to_logits needs a residual stream that is the sum of what attention and MLPs"

@@ -17,7 +17,7 @@ from filelock import Timeout
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.files import acquire_lock, write_text
 from lapa2_interp._util.parsing import parse_json, parse_object
-from lapa2_interp.models.card import Model
+from lapa2_interp.models.card import Model, weights_dtype
 
 CONTROL = ""
 """Key of the control itself in a file of units."""
@@ -60,7 +60,7 @@ def check_unchanged(
 def rounding_share(model: Model) -> float:
     """The share of the control by which rounding may move an effect. Norms are in float32 at
     most."""
-    eps = max(torch.finfo(each).eps for each in (model.cfg.dtype, torch.float32))
+    eps = max(torch.finfo(each).eps for each in (weights_dtype(model), torch.float32))
     return float(eps**0.5)
 
 

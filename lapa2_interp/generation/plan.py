@@ -21,7 +21,14 @@ from lapa2_interp.generation.arrange import Arrangement, arrange
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.sampling import uniforms
 from lapa2_interp.methods.base import Method, MethodContext, Prepared, SoftPrefixKey
-from lapa2_interp.models.card import Model, is_bridge, kv_heads, model_card, smallest_window
+from lapa2_interp.models.card import (
+    Model,
+    is_bridge,
+    kv_heads,
+    model_card,
+    smallest_window,
+    weights_dtype,
+)
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix, SoftPrefixName, find_prefix
 
@@ -263,12 +270,12 @@ def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int
     """Rows of a batch: MAX_ROWS, or fewer if their cache and logits would exceed CACHE_BYTES."""
     keys = max(a + b for a, b in zip(arrangement.longest, arrangement.steps, strict=True))
     width = kv_heads(model) * model.cfg.d_head
-    row_bytes = 2 * model.cfg.n_layers * width * model.cfg.dtype.itemsize * keys
+    row_bytes = 2 * model.cfg.n_layers * width * weights_dtype(model).itemsize * keys
     # Positions whose logits are kept: those of the prompt, or all that a HookedTransformer reads
     # again.
     positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
     positions = keys if method.rereads_text and not is_bridge(model) else positions
-    row_bytes += positions * model.cfg.d_vocab * model.cfg.dtype.itemsize
+    row_bytes += positions * model.cfg.d_vocab * weights_dtype(model).itemsize
     return max(1, min(MAX_ROWS, CACHE_BYTES // row_bytes))
 
 

@@ -24,7 +24,13 @@ from lapa2_interp.models.fingerprint import (
     network_tensors,
     plain_tensors,
 )
-from lapa2_interp.models.prepacked import Prepacking, choose_prepacking, prepacked
+from lapa2_interp.models.fused import check_fused_weights, fused_weights
+from lapa2_interp.models.prepacked import (
+    Prepacking,
+    can_prepack_layers,
+    choose_prepacking,
+    prepacked,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -447,7 +453,8 @@ def model_card(model: Model) -> ModelCard:
     the weights in memory.
 
     Raises:
-        ModelError: It is not a loaded model, or has no tokenizer.
+        ModelError: It is not a loaded model, or has no tokenizer; or a fused weight was edited of
+            which a TransformerBridge computes with copies.
     """
     check_has_tokenizer(model)
     card, values = getattr(model, "lapa2_card", None), fingerprint(network_of(model))
@@ -457,17 +464,21 @@ def model_card(model: Model) -> ModelCard:
         return attach_card(model, make_card(model, model.cfg.model_name, weights))
     names: dict[bytes, str] = model.lapa2_weights
     if values not in names:
+        model.lapa2_fused = check_fused_weights(network_of(model), model.lapa2_fused)
         names[values] = hash_weights(model)
     if card.weights != names[values]:
-        weight = next(each for each in network_of(model).parameters() if each.is_floating_point())
-        dtype = str(weight.dtype).removeprefix("torch.")
-        card = card.model_copy(update={"weights": names[values], "dtype": dtype})
+        # Weights that were cast may have no prepacked form.
+        packing = card.prepacking if can_prepack_layers(network_of(model)) else "none"
+        dtype = str(weights_dtype(model)).removeprefix("torch.")
+        changed = {"weights": names[values], "dtype": dtype, "prepacking": packing}
+        card = card.model_copy(update=changed)
         model.lapa2_card = card
     return card
 
 
 def attach_card(model: Model, card: ModelCard) -> ModelCard:
     """Attach a card to a model, whose weights, as they are now, have the card's name."""
+    model.lapa2_fused = fused_weights(network_of(model))
     model.lapa2_card = card
     model.lapa2_weights = {fingerprint(network_of(model)): card.weights}
     return card
@@ -593,7 +604,7 @@ def make_card(
         architecture=architecture
         or str(getattr(model.cfg, "architecture", None) or model.cfg.original_architecture),
         model_class=type(model).__name__,
-        dtype=str(model.cfg.dtype).removeprefix("torch."),
+        dtype=str(weights_dtype(model)).removeprefix("torch."),
         device=str(model.cfg.device),
         n_layers=model.cfg.n_layers,
         n_heads=model.cfg.n_heads,

@@ -138,7 +138,7 @@ def weight_fingerprint(weight: Tensor) -> bytes:
         _, state_then, made = memory[id(weight)]
         if state == state_then:
             return made
-    made = _digest(weight)
+    made = values_digest(weight)
     if memory is not None:
         memory[id(weight)] = weight, state, made  # while it is here, no other has its id
     return made
@@ -164,7 +164,8 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
         yield from plain_tensors(getattr(tensor, name))
 
 
-def _digest(weight: Tensor) -> bytes:
+def values_digest(weight: Tensor) -> bytes:
+    """A digest of a tensor's shape, type and values, as they are now."""
     import torch
 
     digest = xxhash.xxh3_128(f"{weight.dtype} {tuple(weight.shape)}".encode())

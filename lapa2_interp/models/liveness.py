@@ -35,6 +35,7 @@ from lapa2_interp.models.card import (
     is_hybrid,
     network_of,
     plain_network,
+    weights_dtype,
 )
 from lapa2_interp.models.positions import rows_problem
 
@@ -133,7 +134,7 @@ def _probe_attention(model: Model) -> Liveness:
                 again = model(ids).float()
         except DeadHookError as error:
             return Liveness(0.0, DROPPED if str(error) == OUTSIDE_ERROR else str(error))
-        if not torch.allclose(again, plain, atol=LOGIT_TOLERANCE[model.cfg.dtype], rtol=0):
+        if not torch.allclose(again, plain, atol=LOGIT_TOLERANCE[weights_dtype(model)], rtol=0):
             return Liveness(
                 0.0,
                 "its attention is not that of transformers' eager function: logits differ by"
@@ -182,7 +183,7 @@ def _cache_problem(model: Model, ids: Tensor, whole: Tensor) -> str | None:
     except (AttributeError, TypeError, ValueError) as error:
         return f"it takes no cache of transformers ({str(error).partition(chr(10))[0]})"
     off = (torch.cat(logits, dim=1) - whole).abs().max()
-    if off <= LOGIT_TOLERANCE[model.cfg.dtype]:
+    if off <= LOGIT_TOLERANCE[weights_dtype(model)]:
         return None
     return (
         f"its recurrent layers begin anew in a pass of several tokens after a cached text: logits"

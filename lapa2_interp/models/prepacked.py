@@ -77,7 +77,7 @@ def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> 
     if pack not in get_args(PrepackOption):
         raise ModelError(unknown_choice("pack", pack, get_args(PrepackOption)))
     layers = list(_linear_layers(network))
-    if pack == "off" or not layers or not can_prepack(layers[0].weight):
+    if pack == "off" or not can_prepack_layers(network):
         if pack == "on":
             raise ModelError(
                 "pack 'on' needs linear layers in float32 or bfloat16 on a CPU, and a PyTorch with"
@@ -161,6 +161,12 @@ def _linear_layers(network: Module) -> Iterator[Module]:
         for each in network.modules()
         if type(each) in (Linear, Conv1D) and type(each.weight) in (Tensor, Parameter)
     )
+
+
+def can_prepack_layers(network: Module) -> bool:
+    """True if a network has linear layers whose weights can be prepacked here."""
+    layer = next(_linear_layers(network), None)
+    return layer is not None and can_prepack(layer.weight)
 
 
 def _reorder(weight: Float[Tensor, "out in"]) -> Tensor:
