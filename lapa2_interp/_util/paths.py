@@ -2,12 +2,13 @@
 
 The rule for values that are a text or the path of a file. A value is a path
 
-- if something of that name exists, or
-- if it is one word that ends as a file does (`FILE_ENDINGS`) or begins with /, ./, ../ or ~/.
+- if something of that name exists,
+- if it is one line that ends as a file does (`FILE_ENDINGS`), or
+- if it is one word that begins with /, ./, ../ or ~/.
 
-A path is read or refused, and never a text. Any other value is a text: "and/or", "See notes.txt",
-and what has neither letter nor digit, such as "..." and "/". A text that looks like a path may
-stand in a file. ~/ is the home folder.
+A path is read or refused, and never a text. Any other value is a text: "and/or", "The U.S. and
+e.g. this", and what has neither letter nor digit, such as "..." and "/". A text that looks like a
+path may stand in a file. ~/ is the home folder.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ COMPRESSIONS = (".gz", ".xz", ".bz2", ".zip")
 FILE_ENDINGS = frozenset(
     """
     .txt .text .md .rst .csv .tsv .json .jsonl .ndjson .parquet .arrow .feather .xls .xlsx .ods
-    .toml .yaml .yml .npz .npy .pkl .pt .safetensors .zst
+    .toml .yaml .yml .npz .npy .pkl .safetensors .zst
     """.split()  # noqa: SIM905 - a list of strings would be unreadable
 ).union(COMPRESSIONS)
 """Endings of files that hold texts, tables or settings, in small letters. Those of web addresses
-and programs (.com, .js) also end sentences, and are left out."""
+and programs (.com, .pt, .js) also end sentences, and are left out."""
 PATH_BEGINNINGS = ("/", "./", "../", "~/")
 
 
@@ -42,10 +43,10 @@ def is_path(value: str | Path) -> bool:
     with suppress(OSError, ValueError):  # a long text; a NUL
         if with_home(value).exists():
             return True
-    words = value.split()
-    return len(words) == 1 and (
-        words[0].startswith(PATH_BEGINNINGS) or Path(words[0]).suffix.lower() in FILE_ENDINGS
-    )
+    words, lines = value.split(), value.strip().splitlines()
+    if len(words) == 1 and words[0].startswith(PATH_BEGINNINGS):
+        return True
+    return len(lines) == 1 and Path(words[-1]).suffix.lower() in FILE_ENDINGS
 
 
 def with_home(path: str | Path) -> Path:
