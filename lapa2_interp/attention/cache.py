@@ -24,11 +24,10 @@ from lapa2_interp._util.errors import LayoutError, ModelError, PrefixError
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.padded_rows import PaddedRows
+from lapa2_interp.models.blocks import check_cache_grew, check_no_checkpointing
 from lapa2_interp.models.card import (
     Model,
-    check_cache_grew,
     check_has_tokenizer,
-    check_no_checkpointing,
     check_rotary_side,
     is_bridge,
     model_short_context,

@@ -22,8 +22,6 @@ import torch
 from lapa2_interp._util.errors import DeadHookError, ModelError
 from lapa2_interp.models.card import (
     Model,
-    check_cache_grew,
-    check_no_checkpointing,
     is_bridge,
     network_of,
 )
@@ -91,6 +89,35 @@ def arguments_by_name(module: Any, args: tuple, kwargs: dict[str, Any]) -> dict[
     """The arguments of a forward pass by name, also those given by position."""
     names = inspect.signature(module.forward).parameters if args else ()
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+def check_no_checkpointing(network: Any) -> None:
+    """Refuse gradient checkpointing in training mode: it drops caches and recomputes layers.
+
+    Raises:
+        ModelError: The network would do so.
+    """
+    if network.training and any(
+        getattr(each, "gradient_checkpointing", False) for each in network.modules()
+    ):
+        raise ModelError(
+            "the model is in training mode with gradient checkpointing, which drops the cache of a"
+            " pass and reads its layers again later; call model.eval() first, or"
+            " switch gradient checkpointing off"
+        )
+
+
+def check_cache_grew(network: Any, grew: bool) -> None:
+    """Refuse a pass that has dropped the cache that it was given.
+
+    Raises:
+        ModelError: The cache has not grown by the keys of the pass.
+    """
+    if not grew:
+        raise ModelError(
+            f"{type(network).__name__} has dropped the cache of a pass, so that the next would read"
+            " another text; a model must keep the keys that it reads in past_key_values"
+        )
 
 
 @contextmanager

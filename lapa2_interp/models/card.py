@@ -321,35 +321,6 @@ def plain_network(model: Model) -> Any | None:
     return None
 
 
-def check_no_checkpointing(network: Any) -> None:
-    """Refuse gradient checkpointing in training mode: it drops caches and recomputes layers.
-
-    Raises:
-        ModelError: The network would do so.
-    """
-    if network.training and any(
-        getattr(each, "gradient_checkpointing", False) for each in network.modules()
-    ):
-        raise ModelError(
-            "the model is in training mode with gradient checkpointing, which drops the cache of a"
-            " pass and reads its layers again later; call model.eval() first, or"
-            " switch gradient checkpointing off"
-        )
-
-
-def check_cache_grew(network: Any, grew: bool) -> None:
-    """Refuse a pass that has dropped the cache that it was given.
-
-    Raises:
-        ModelError: The cache has not grown by the keys of the pass.
-    """
-    if not grew:
-        raise ModelError(
-            f"{type(network).__name__} has dropped the cache of a pass, so that the next would read"
-            " another text; a model must keep the keys that it reads in past_key_values"
-        )
-
-
 def n_layers_and_heads(model: Model) -> tuple[int, int]:
     """Layers, and heads of a layer; also of a bare transformers model."""
     if hasattr(model, "cfg"):

@@ -376,8 +376,9 @@ def test_a_mask_that_its_configuration_does_not_tell_is_refused(load, model_clas
     knocked = Augmentation(alpha=1, law="cut", span="bos", phase="everywhere")
     with pytest.raises(LayoutError, match="sees no key"):
         teacher_forced(model, branch, [[70] * 4], knocked)
-    with augmented(model, Augmentation(alpha=1, law="cut", span="bos"), branch):
-        teacher_forced(model, branch, [[70] * 4], rule)
+    cut = Augmentation(alpha=1, law="cut", span="bos")
+    with augmented(model, cut, branch), augmented(model, rule, branch):
+        model(branch.tensor)
 
 
 def test_propositions_refuse_what_a_window_hides(load):

@@ -358,7 +358,6 @@ def test_what_a_model_wrote_does_not_act(run):
 
     def hostile(samples):
         samples["tokens"] = [tokens[: int(n)] for n in samples["n_tokens"]]
-        samples.loc[0, "finish"] = HOSTILE
         return samples
 
     change_texts(run, hostile)
@@ -371,7 +370,6 @@ def test_what_a_model_wrote_does_not_act(run):
     assert set(images) == {"data:image/png;"}
     assert HOSTILE in parts.text
     text = parts.data["groups"][0]["arms"][0]["texts"][0]
-    assert text["end"] == HOSTILE
     assert HOSTILE.startswith("".join(text["t"]))
     assert "innerHTML" not in html
 
