@@ -551,6 +551,7 @@ def test_completion_is_installed_into_the_users_shell(tmp_path, monkeypatch, cap
     assert 'Choose from: "zsh", "bash", "fish"' in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_locale_of_ascii_reads_and_prints_utf8(tmp_path):
     prompt = "Der M\u00fcller \u6e56"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))}

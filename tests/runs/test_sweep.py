@@ -543,7 +543,11 @@ def end_by(number, *_):
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (-signal.SIGKILL, f"killed at this batch, which .*{MEMORY}; fewer rows .*max_rows=N"),
+        pytest.param(
+            -signal.SIGKILL,
+            f"killed at this batch, which .*{MEMORY}; fewer rows .*max_rows=N",
+            marks=pytest.mark.long,
+        ),
         (-signal.SIGSEGV, "its process was ended by SIGSEGV at this batch, a fault in a library$"),
         (-signal.SIGTERM, "its process was ended by SIGTERM at this batch$"),
         (3, "its process ended by itself at this batch, with exit code 3$"),
