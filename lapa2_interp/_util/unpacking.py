@@ -108,6 +108,7 @@ def open_packed(file: Path) -> Iterator[IO[bytes]]:
                     raise ValueError(f"it is an archive of {len(names)} files; give one of one")
                 stream = archive.open(names[0])
             except (*DAMAGE, NotImplementedError, RuntimeError) as error:
+                # zipfile's words for a compression that it lacks, and for a file with a password
                 raise _damaged(file, error) from error
         else:
             openers: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
