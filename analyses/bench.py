@@ -48,9 +48,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from lapa2_interp._util.files import result_folder
-from lapa2_interp._util.progress import hidden_bar, progress_bar
+from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_markdown
-from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
@@ -332,7 +332,8 @@ def with_our_loop(model: Any, plan: BatchPlan, packing: str, static: bool = Fals
     """This package."""
     model.static = static
     model.lapa2_card = model_card(model).model_copy(update={"prepacking": packing})
-    decode_batches(model, plan, progress=hidden_bar())
+    for pairs in plan.batches:
+        decode_batch(model, plan, pairs)
 
 
 def roofline(network: Any, rows: int, threads: int) -> float:

@@ -39,7 +39,7 @@ from lapa2_interp._util.files import result_folder
 from lapa2_interp._util.progress import CountingBar, progress_bar
 from lapa2_interp._util.table_formats import as_text
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
@@ -127,7 +127,8 @@ def measure(model: str, what: str, n: int) -> dict[str, float]:
     )
     before, times = peak(), list[float]()
     bar = CountingBar(lambda _: times.append(process_time()))
-    decode_batches(loaded, plan_batches(loaded, planned(length=STEPS + 1)), progress=bar)
+    plan = plan_batches(loaded, planned(length=STEPS + 1))
+    decode_batch(loaded, plan, plan.batches[0], bar)
     return {"seconds": float(np.median(np.diff(times))), "bytes": peak() - before}
 
 

@@ -43,7 +43,7 @@ from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import LayoutError, RunError
 from lapa2_interp._util.plots import COLOURS, crosses, legend_above, new_figure, plain_axes
 from lapa2_interp._util.table_formats import as_text, interval_cells
-from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import load_tokenizer

@@ -16,7 +16,7 @@ import pandas as pd
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import NoGridError, RunError, ScoringError
 from lapa2_interp.attention.tables import branch_name
-from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, perplexity_samples
 from lapa2_interp.paper.reported import PAPER_METRICS

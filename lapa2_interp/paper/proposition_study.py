@@ -29,11 +29,11 @@ from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import format_interval, format_number, interval_text, records
 from lapa2_interp._util.terminal import format_duration
+from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.synthetic import draw_log_odds, geometric_lengths, log_odds_dataset
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.teacher_forcing import teacher_forced

@@ -19,9 +19,9 @@ from lapa2_interp._util.errors import (
     TaskError,
 )
 from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.layout import Layout, left_pad, text_markers
 from lapa2_interp.generation.chat import continue_chats
-from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import Branch, SoftPrefixKey

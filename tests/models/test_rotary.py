@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import cell_of, decode, soft_prefix
+from conftest import cell_of, decode, decode_plan, soft_prefix
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,7 +25,6 @@ from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.generation.chat import continue_chats
-from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models import model_card
@@ -182,7 +181,7 @@ def test_a_batch_lies_on_one_side_and_equals_its_rows_alone(model):
     assert len(near.batches) == len(far.batches) == 1
     made = {each: tokens_of(decode(model, cell(model, [each])))[0] for each in prompts}
     for part, (one, other) in ((near, prompts[::2]), (far, prompts[1::2])):
-        assert tokens_of(decode_batches(model, part)) == [made[one], made[other]]
+        assert tokens_of(decode_plan(model, part)) == [made[one], made[other]]
 
 
 def test_an_ended_row_does_not_run_past_the_switch(model):
@@ -196,7 +195,7 @@ def test_an_ended_row_does_not_run_past_the_switch(model):
         tokens_of(decode(model, cell_of(model, *asked[:3], [prompt], RULE, length=18, top_k=1)))
         for prompt in prompts
     ]
-    assert tokens_of(decode_batches(model, todo)) == [each for (each,) in alone]
+    assert tokens_of(decode_plan(model, todo)) == [each for (each,) in alone]
 
 
 def test_branches_of_a_sample_lie_on_one_side(model):
