@@ -1,5 +1,5 @@
-"""The commands that score: `lapa2 score`, and `lapa2 scorers list | train | check |
-sheets | answers`."""
+"""The commands that score: `lapa2 score`, and `lapa2 scorers list | train | sheets |
+answers`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.table_formats import as_text, format_number, interval_text
 from lapa2_interp.cli.options import Several, Unshown, columns
 from lapa2_interp.models.machine import Dtype
-from lapa2_interp.scoring.scorer import CLASSIFIERS, SCORERS
+from lapa2_interp.scoring.scorer import SCORERS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -192,79 +192,6 @@ def train(
     file = out / f"{chosen.name}.npz"
     print(*card.data, f"{file}, {file.stat().st_size / 1e6:.2f} MB", sep="\n")
     _show_held_out(card)
-
-
-def check(
-    file: Path,
-    /,
-    *,
-    scorer: Annotated[tuple[str, ...], Several] = CLASSIFIERS,
-    column: str = "text",
-    label: str | None = None,
-    score: str | None = None,
-    rtp: bool = False,
-    first: int | None = None,
-    last: int | None = None,
-    task: str | None = None,
-    out: Path | None = None,
-    cache: Path | None = None,
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    force: bool = False,
-) -> None:
-    """Compare scorers with the labels or graded scores of a file, by length of text.
-
-    For labels: accuracy, AUC where there are two, and the error of calibration. For graded scores
-    in [0, 1]: Spearman's correlation, AUC for scores above 0.5, and the error of calibration.
-    Intervals are 95 % bootstrap intervals over texts. For example
-
-        lapa2 scorers check reviews.csv --label label --task sentiment --first 48
-        lapa2 scorers check rtp.jsonl --rtp --out results/check
-
-    Args:
-        file: A .jsonl, .csv or .parquet file, also compressed.
-        scorer: linear, adapter, or NAME=MODEL as in `lapa2 score`; one or several.
-        column: The column of texts.
-        label: The column of labels.
-        score: The column of graded scores.
-        rtp: The file has rows of RealToxicityPrompts with Perspective's scores; its test rows are
-            read.
-        first: Only the first tokens of every text (SmolLM2's), so many: generations are short.
-        last: Only the last tokens.
-        task: The task of linear and adapter on labels: sentiment, topic or detox. Those of
-            `lapa2 scorers train` are accuracy=FILE, and need none.
-        out: Also write agreement.csv, calibration.csv and calibration.png into this new folder.
-        cache: Folder that keeps every score (default: in the user's cache).
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        trust_remote_code: Run code that comes with a model.
-        force: Replace an earlier folder of tables.
-    """
-    from lapa2_interp.runs.check_scorers import check_scorers
-
-    found = check_scorers(
-        file,
-        scorer,
-        column=column,
-        label=label,
-        score=score,
-        rtp=rtp,
-        first=first,
-        last=last,
-        task=task,
-        out=out,
-        cache=cache,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        force=force,
-    )
-    for (measure, length), part in found.groupby(["measure", "length"], sort=False):
-        print(f"{measure}, {length} words (n {part['n'].iloc[0]})")
-        for name, value, low, high in zip(
-            part["scorer"], part["value"], part["low"], part["high"], strict=True
-        ):
-            print(f"  {value:.3f}{interval_text(low, high, '.3f'):<17} {name}")
-    if out is not None:
-        print(f"tables in {out}")
 
 
 def sheets(

@@ -90,33 +90,6 @@ def agreement(
     return pd.DataFrame(rows, columns=["measure", "length", "value", "low", "high", "n"])
 
 
-def calibration(numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]) -> pd.DataFrame:
-    """The calibration curve: one row per bin that has texts, with from, to, prediction (mean),
-    truth (mean score, or share of right labels) and n.
-
-    Args:
-        numbers, truth: As in `agreement`.
-
-    Raises:
-        ScoringError: As `agreement`.
-    """
-    graded, true, values = _match_truth(numbers, truth)
-    predicted, found = _predicted_and_true(graded, values, true)
-    rows = []
-    for number in np.unique(bins := _bins(predicted)):
-        inside = bins == number
-        rows.append(
-            (
-                number / BINS,
-                (number + 1) / BINS,
-                float(predicted[inside].mean()),
-                float(found[inside].mean()),
-                int(inside.sum()),
-            )
-        )
-    return pd.DataFrame(rows, columns=["from", "to", "prediction", "truth", "n"])
-
-
 def card_rows(table: pd.DataFrame, data: str) -> list[dict[Hashable, Any]]:
     """The rows of a table of `agreement` with a value, in the form of a card."""
     rows = table.dropna(subset="value").assign(data=data).astype(object)

@@ -15,13 +15,12 @@ import json
 import math
 import re
 import sqlite3
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import (
     ModelError,
@@ -254,9 +253,6 @@ class ScoringStoppedError(ScoringError):
 class ScoreCache:
     """Scores on disk, one SQLite file per folder. Values are numbers or reasons, never texts.
 
-    Each value is stored with a hash of key and value. If the hash is missing or differs, the text
-    is scored again.
-
     Args:
         folder: It is created if missing; None keeps scores in memory.
     """
@@ -288,7 +284,7 @@ class ScoreCache:
         """A block in which errors of the database become ScoringError."""
         try:
             yield
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
             raise ScoringError(
                 f"cannot use the scores in {self.file} ({error}); move it away, or give another"
                 " --cache, and score again"
@@ -307,23 +303,18 @@ class ScoreCache:
     def get(self, keys: Sequence[str]) -> dict[str, Score]:
         """The known scores among these keys."""
         scores: dict[str, Score] = {}
-        damaged = 0
         with self._database_errors(), closing(self._database.cursor()) as cursor:
             for part in chunks(list(dict.fromkeys(keys)), 500):
                 marks = ",".join("?" * len(part))
                 cursor.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", part)
                 for key, value in cursor:
-                    try:
-                        stored = _decode_value(key, str(value))
-                    except ValueError:
-                        damaged += 1
-                        continue
-                    scores[key] = SkippedText(stored) if isinstance(stored, str) else tuple(stored)
-        if damaged:
-            print(
-                f"{pluralize(damaged, 'score')} in {self.file} damaged; asking for them again",
-                file=sys.stderr,
-            )
+                    stored = parse_json(str(value))
+                    if isinstance(stored, str):
+                        scores[key] = SkippedText(stored)
+                    elif all(map(math.isfinite, stored)):
+                        scores[key] = tuple(stored)
+                    else:
+                        raise ValueError(f"{value} is no score")
         return scores
 
     def put(self, scores: Iterable[tuple[str, Score]]) -> None:
@@ -332,24 +323,9 @@ class ScoreCache:
         for key, score in scores:
             if not (isinstance(score, SkippedText) and not score.final):
                 text = json.dumps(score.reason if isinstance(score, SkippedText) else score)
-                rows.append((key, f"{text} {_value_digest(key, text)}"))
+                rows.append((key, text))
         with self._database_errors(), self._database:
             self._database.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)
-
-
-def _decode_value(key: str, value: str) -> Any:
-    """The value of a row of the cache; raises ValueError if it is damaged."""
-    text, _, digest = value.rpartition(" ")
-    if digest != _value_digest(key, text):
-        raise ValueError(value)
-    found = parse_json(text)
-    if not isinstance(found, str) and not all(map(math.isfinite, found)):
-        raise ValueError(value)
-    return found
-
-
-def _value_digest(key: str, text: str) -> str:
-    return hashlib.sha256(f"{key} {text}".encode()).hexdigest()[:16]
 
 
 def chunks(values: Sequence, size: int) -> Iterator[Sequence]:

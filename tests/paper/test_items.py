@@ -69,6 +69,7 @@ SCORES = ROOT / "tests" / "data" / "small_run.scores.csv.xz"
 TOOLS = (
     "attention_or_mlps",
     "bench",
+    "check_scorers",
     "circuit_criteria",
     "growth",
     "head_paths",

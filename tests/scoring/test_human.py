@@ -12,10 +12,9 @@ import pytest
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp.scoring.human import (
     COLUMNS,
-    HUMAN_RUBRIC,
-    HUMAN_TASK,
     METRICS,
-    _csv_rows,
+    RUBRIC,
+    _read_csv,
     annotator_agreement,
     human_table,
     krippendorff_alpha,
@@ -99,13 +98,23 @@ def answered(ratings, arm="run", prompts=None):
 
 def test_the_rubric_is_the_papers():
     assert METRICS == ("relevance", "fluency", "topicality")
-    assert HUMAN_TASK.endswith("on a scale from 1 (very poor) to 5 (very good).")
-    assert [question.levels[0] for question in HUMAN_RUBRIC] == [
-        "Perfectly aligned with the desired attribute.",
-        "Grammatically correct, fluent, and easy to understand.",
-        "Strongly correlated with the input prompt throughout.",
-    ]
-    assert HUMAN_RUBRIC[1].levels[4] == "Numerous grammar errors; difficult to understand."
+    task, *questions = RUBRIC.split("\n\n")
+    assert task.endswith("on a scale from 1 (very poor) to 5 (very good).")
+    for metric, text, best in zip(
+        METRICS,
+        questions,
+        (
+            "Perfectly aligned with the desired attribute.",
+            "Grammatically correct, fluent, and easy to understand.",
+            "Strongly correlated with the input prompt throughout.",
+        ),
+        strict=False,
+    ):
+        title, *levels = text.splitlines()
+        assert title.endswith(f"(column {metric})")
+        assert [line[:5] for line in levels] == [f"  {level}  " for level in (5, 4, 3, 2, 1)]
+        assert levels[0] == f"  5  {best}"
+    assert "  1  Numerous grammar errors; difficult to understand.\n" in RUBRIC
 
 
 def test_sheets_do_not_depend_on_what_they_hide(tmp_path):
@@ -214,7 +223,7 @@ def nasty_samples():
 def test_formulas_are_harmless_and_come_back(tmp_path):
     key = make_sheets(nasty_samples(), tmp_path, n=len(NASTY))
     assert "'=1+1" in read_csv(tmp_path / "key.csv")[0], "names of columns are cells, too"
-    assert "=1+1" in next(_csv_rows(tmp_path / "key.csv", ()))[1]
+    assert "=1+1" in _read_csv(tmp_path / "key.csv", ())
     for name in ("sheet.csv", "key.csv"):
         cells = [cell for row in read_csv(tmp_path / name) for cell in row.values()]
         assert not [cell for cell in cells if re.match(r"\s*[=+\-@]|[\t\r\n]", cell)]
@@ -233,20 +242,16 @@ def test_formulas_are_harmless_and_come_back(tmp_path):
 
 def test_the_rubric_is_beside_the_sheet(tmp_path):
     make_sheets(made(), tmp_path, n=8)
-    text = (tmp_path / "rubric.txt").read_text("utf-8")
-    assert text.startswith(HUMAN_TASK)
-    for question in HUMAN_RUBRIC:
-        assert f"(column {question.metric})" in text
-        assert all(f"  {5 - i}  {level}" in text for i, level in enumerate(question.levels))
+    assert (tmp_path / "rubric.txt").read_text("utf-8") == RUBRIC
 
 
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
         (lambda s: s.drop(columns="text"), {}, "no column 'text'; found prompt, attribute"),
-        (lambda s: s.assign(id=1), {}, "a column 'id'"),
-        (lambda s: s.assign(text=[None, *s["text"][1:]]), {}, "row 0 of the samples: text must be text, found"),
-        (lambda s: s.assign(arm=1.5), {}, "arm must be text, found 1.5"),
+        (lambda s: s.assign(id=1), {}, "a column of the sheets' own (id, relevance"),
+        (lambda s: s.assign(text=[None, *s["text"][1:]]), {}, "text of every sample must be text, found"),
+        (lambda s: s.assign(arm=1.5), {}, "arm of every sample must be text, found 1.5"),
         (lambda s: s.iloc[:0], {}, "there are no samples"),
         (lambda s: s.assign(arm="one"), {}, "two texts of arm 'one' continue prompt 'Prompt 0' for 'positive' as"),
         (lambda s: s, {"seed": -1}, "the seed is -1; give 0 or more"),
@@ -321,15 +326,15 @@ def test_a_second_file_may_complete_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda line: "bbbbb" + line[5:], "line 3: unknown id 'bbbbb'"),
-        (lambda line: line.replace(",3,4,5,", ",3,6,5,"), "line 3: fluency of id ID is '6'; allowed: 1, 2, 3, 4, 5"),
-        (lambda line: line.replace(",3,4,5,", ",0,4,5,"), "line 3: relevance of id ID is '0'"),
-        (lambda line: line.replace(",3,4,5,", ",3,4,4.5,"), "line 3: topicality of id ID is '4.5'"),
-        (lambda line: line.replace(",3,4,5,", ",3,good,5,"), "line 3: fluency of id ID is 'good'"),
-        (lambda line: line.replace(",Ann", ", "), "line 3: relevance of id ID is '3' and annotator is ''"),
-        (lambda line: f"{line}\r\n{line}", "line 4: relevance of id ID is '3', but 'Ann' has answered 3 in FILE"),
-        (lambda line: line.replace("positive", "a,b,positive", 1), "line 3: 10 cells under 8 columns, the last 'Ann'"),
-        (lambda line: f'"{line}', "line 3 is not CSV"),
+        (lambda line: "bbbbb" + line[5:], "relevance of id bbbbb is '3'; KEY has no such id; give"),
+        (lambda line: line.replace(",3,4,5,", ",3,6,5,"), "fluency of id ID is '6'; allowed: 1, 2, 3, 4, 5"),
+        (lambda line: line.replace(",3,4,5,", ",0,4,5,"), "relevance of id ID is '0'"),
+        (lambda line: line.replace(",3,4,5,", ",3,4,4.5,"), "topicality of id ID is '4.5'"),
+        (lambda line: line.replace(",3,4,5,", ",3,good,5,"), "fluency of id ID is 'good'"),
+        (lambda line: line.replace(",Ann", ", "), "relevance of id ID is '3'; its annotator is ''"),
+        (lambda line: f"{line}\r\n{line}", "relevance of id ID is '3'; its annotator has answered it before"),
+        (lambda line: line.replace("positive", "a,b,positive", 1), "Expected 8 fields in line 3, saw 10"),
+        (lambda line: f'"{line}', "Error tokenizing data"),
     ],
 )  # fmt: skip
 def test_answers_that_cannot_be_read(tmp_path, change, message):
@@ -343,19 +348,10 @@ def test_answers_that_cannot_be_read(tmp_path, change, message):
     named = lines[2][:5]
     lines[2] = change(lines[2])
     file.write_bytes("\r\n".join(lines).encode())
-    expected = f"{file} {message}".replace("ID", named).replace("FILE", str(file))
-    with pytest.raises(ScoringError, match=re.escape(expected)):
-        read_answers(tmp_path / "key.csv", [file])
-
-
-def test_lines_are_counted_as_an_editor_does(tmp_path):
-    samples = made(attributes=("positive",)).assign(text=lambda s: s["text"] + "\nand\non")
-    make_sheets(samples, tmp_path, n=10)
-    file = fill(tmp_path, "Ann", lambda i, *_: 7 if i == 2 else 3)
-    named = read_csv(file)[2]["id"]
-    with pytest.raises(ScoringError, match=f"line 8: relevance of id {named} is '7'"):
-        read_answers(tmp_path / "key.csv", [file])
-    assert file.read_text().splitlines()[7].startswith(named)
+    key = tmp_path / "key.csv"
+    message = message.replace("ID", named).replace("KEY", str(key))
+    with pytest.raises(ScoringError, match=f"{file}: .*{re.escape(message)}"):
+        read_answers(key, [file])
 
 
 def test_one_person_twice(tmp_path):
@@ -364,7 +360,7 @@ def test_one_person_twice(tmp_path):
     second = fill(tmp_path, "Ann", lambda *_: 4, "second.csv")
     with pytest.raises(
         ScoringError,
-        match=r"second\.csv line 2: .* is '4', but 'Ann' has answered 3 in .*first\.csv line 2",
+        match=r"second\.csv: .* is '4'; its annotator has answered it before",
     ):
         read_answers(tmp_path / "key.csv", [first, second])
 
@@ -378,9 +374,7 @@ def test_files_that_are_no_answers(tmp_path):
         read_answers(key, [])
     with pytest.raises(ScoringError, match=r"cannot read .*none\.csv: No such file"):
         read_answers(key, [tmp_path / "none.csv"])
-    with pytest.raises(
-        ScoringError, match=r"sheet\.csv line 1: no column 'arm'; found id, attribute"
-    ):
+    with pytest.raises(ScoringError, match=r"sheet\.csv has no column 'arm'; found id, attribute"):
         read_answers(sheet, [sheet])
     (tmp_path / "latin.csv").write_bytes(
         "id,relevance,fluency,topicality,annotator\r\na,1,1,1,Åse".encode("latin-1")
@@ -388,7 +382,7 @@ def test_files_that_are_no_answers(tmp_path):
     with pytest.raises(ScoringError, match=r"latin\.csv: line 2: .* are not UTF-8"):
         read_answers(key, [tmp_path / "latin.csv"])
     (tmp_path / "empty.csv").write_bytes(b"")
-    with pytest.raises(ScoringError, match=r"empty\.csv line 1: no column 'id'"):
+    with pytest.raises(ScoringError, match=r"cannot read .*empty\.csv: No columns"):
         read_answers(key, [tmp_path / "empty.csv"])
 
 
