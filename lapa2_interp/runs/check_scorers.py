@@ -12,6 +12,7 @@ import pandas as pd
 from lapa2_interp._util.errors import ScoringError, unknown_choice
 from lapa2_interp._util.files import cache_folder, holds_only, result_folder
 from lapa2_interp._util.plots import calibration_curves
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.smollm2 import SMOLLM2
@@ -26,9 +27,10 @@ KINDS = ("linear", "adapter")
 TOXIC, NONTOXIC = "toxic", "nontoxic"
 
 
+@numbers_checked
 def check_scorers(
-    file: Path,
-    scorers: Sequence[str],
+    file: str | Path,
+    scorers: Sequence[str] = ("adapter", "linear"),
     *,
     column: str = "text",
     label: str | None = None,
@@ -37,23 +39,38 @@ def check_scorers(
     first: int | None = None,
     last: int | None = None,
     task: str | None = None,
-    out: Path | None = None,
-    cache: Path | None = None,
+    out: str | Path | None = None,
+    cache: str | Path | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
     force: bool = False,
 ) -> pd.DataFrame:
-    """Compare scorers with what a file says of its texts.
+    """Compare scorers with the labels or graded scores of a file, by length of text.
+
+    For labels: accuracy, AUC where there are two, and the error of calibration. For graded scores
+    in [0, 1]: Spearman's correlation, AUC for scores above 0.5, and the error of calibration.
+    Intervals are 95 % bootstrap intervals over texts. For example
+
+        lapa2 scorers check reviews.csv --label label --task sentiment --first 48
+        lapa2 scorers check rtp.jsonl --rtp --out results/check
 
     Args:
-        file: A .jsonl, .csv or .parquet file.
-        scorers: linear, adapter, or names of `scoring.scorer.SCORERS`, each plain or as NAME=MODEL.
+        file: A .jsonl, .csv or .parquet file, also compressed.
+        scorers: linear, adapter, or NAME=MODEL as in `lapa2 score`; one or several.
         column: The column of texts.
-        label, score, rtp: Exactly one: the column of labels; the column of graded scores in [0, 1];
-            rows of RealToxicityPrompts, whose test rows are read.
-        first, last: Only so many of SmolLM2's tokens of every text.
-        out: Also write agreement.csv, calibration.csv and calibration.png into this new folder. The
-            other arguments are as the options of `lapa2 scorers check`.
+        label: The column of labels.
+        score: The column of graded scores.
+        rtp: The file has rows of RealToxicityPrompts with Perspective's scores; its test rows are
+            read.
+        first: Only the first n tokens of every text (SmolLM2's): generations are short.
+        last: Only the last n tokens.
+        task: The task of linear and adapter on labels: sentiment, topic or detox. Those of
+            `lapa2 scorers train` are accuracy=FILE, and need none.
+        out: Also write agreement.csv, calibration.csv and calibration.png into this new folder.
+        cache: Folder that keeps every score (default: in the user's cache).
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        trust_remote_code: Run code that comes with a model.
+        force: Replace an earlier folder of tables.
 
     Returns:
         A column `scorer`, and those of `agreement.agreement`.
@@ -67,11 +84,11 @@ def check_scorers(
         raise ScoringError(
             f"no scorer is named; name one or several of {', '.join(KINDS)}, NAME=MODEL"
         )
-    texts, truth = _read(file, column, label, score, rtp)
+    texts, truth = _read(Path(file), column, label, score, rtp)
     texts = _cut(texts, first, last)
     options = ScorerOptions(task=task, device=device, trust_remote_code=trust_remote_code)
     tables, curves = [], []
-    with ScoreCache(cache or cache_folder() / "scores") as store:
+    with ScoreCache(Path(cache or cache_folder() / "scores")) as store:
         for each in scorers:
             name, _, model = each.partition("=")
             if each in KINDS:
@@ -91,7 +108,9 @@ def check_scorers(
         for parts in (tables, curves)
     )
     if out is not None:
-        with result_folder(out, force, holds_only("agreement.csv", "calibration.*")) as folder:
+        with result_folder(
+            Path(out), force, holds_only("agreement.csv", "calibration.*")
+        ) as folder:
             table.to_csv(folder / "agreement.csv", index=False)
             curve.to_csv(folder / "calibration.csv", index=False)
             calibration_curves(curve).savefig(folder / "calibration.png")

@@ -185,7 +185,7 @@ def words(monkeypatch, own_cache):
     return asked
 
 
-LINEAR = ("--scorer", "linear")
+LINEAR = ("--scorers", "linear")
 
 
 def check(*line):
@@ -205,7 +205,7 @@ def test_a_file_of_labels_is_checked(words, tmp_path, capsys):
         "mood",
         "--task",
         "sentiment",
-        "--scorer",
+        "--scorers",
         "linear",
         "adapter",
         "--out",
@@ -236,7 +236,7 @@ def test_graded_scores_and_toxicity_labels_are_checked(words, tmp_path):
     assert value(table, "Spearman") == pytest.approx(0.5)
     assert value(table, "AUC") == 1.0
     assert value(table, "calibration error") == pytest.approx((0 + 0.4 + 0.1) / 3)
-    assert check(file, "--label", "l", "--scorer", "toxicity", "--out", tmp_path / "labels") == 0
+    assert check(file, "--label", "l", "--scorers", "toxicity", "--out", tmp_path / "labels") == 0
     table = pd.read_csv(tmp_path / "labels/agreement.csv")
     assert value(table, "accuracy") == pytest.approx(2 / 3)
 
@@ -258,7 +258,7 @@ def test_the_first_or_last_tokens_alone_are_checked(words, tmp_path, capsys):
 def test_a_scorer_must_be_named(words, tmp_path, capsys):
     file = tmp_path / "texts.csv"
     pd.DataFrame({"text": ["one"], "score": [0.3]}).to_csv(file)
-    assert check(file, "--score", "score", "--scorer") == 2
+    assert check(file, "--score", "score", "--scorers") == 2
     assert "no scorer is named; name one or several of linear, adapter" in capsys.readouterr().err
 
 
