@@ -179,7 +179,7 @@ def words(monkeypatch, own_cache):
     return asked
 
 
-LINEAR = ("--scorer", "linear")
+LINEAR = ("--scorers", "linear")
 
 
 def check(*line):
@@ -199,7 +199,7 @@ def test_a_file_of_labels_is_checked(words, tmp_path, capsys):
         "mood",
         "--task",
         "sentiment",
-        "--scorer",
+        "--scorers",
         "linear",
         "adapter",
         "--out",

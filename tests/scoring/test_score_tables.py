@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 
 from lapa2_interp._util.table_formats import as_latex
-from lapa2_interp.cli.score import _show
-from lapa2_interp.runs.score import score_notes
+from lapa2_interp.runs.score import Scored, score_notes
 from lapa2_interp.scoring.tables import (
     cell_table,
     column_names,
@@ -74,7 +73,7 @@ def test_headers_are_short_and_a_legend_has_the_versions(scorers, names):
 def test_a_note_names_the_method_that_made_the_interval(prompts, told, untold, capsys):
     found = scores(prompts)
     table, differences = cell_table(found), difference_table(found)
-    _show(table, differences)
+    print(Scored(pd.DataFrame(), table, differences).summary())
     for text in (score_notes(table, differences)[1], capsys.readouterr().out):
         assert told in text
         assert untold not in text
@@ -106,7 +105,7 @@ def test_other_methods_are_named_where_they_are():
 
 def test_printed_differences_stand_under_their_scorer(capsys):
     found = scores(9, (ADAPTER, LINEAR))
-    _show(cell_table(found), difference_table(found))
+    print(Scored(found, cell_table(found), difference_table(found)).summary())
     after = capsys.readouterr().out.partition("against the baseline")[2]
     for scorer in (ADAPTER, LINEAR):
         lines = after[after.index(scorer) :].splitlines()
