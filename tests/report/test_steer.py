@@ -188,7 +188,7 @@ def test_the_same_call_goes_on_and_other_settings_are_refused(found, monkeypatch
         ({"heads": 2}, "another heads: 1, not 2"),
         ({"seed": 2}, "another seed"),
     ):
-        with pytest.raises(RunError, match=f"{message}.*choose another place"):
+        with pytest.raises(RunError, match=f"{message}.*choose another folder"):
             steer("tiny-gpt2", "sentiment", PROMPTS, **(given | changed))
 
 
