@@ -35,6 +35,7 @@ from lapa2_interp._util.table_formats import as_csv, format_interval
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import has_gradients
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.units import all_heads
@@ -285,10 +286,14 @@ def _choose(
         return Selection.load(folder / CARD)
     model = load_model(settings.model, "float32", device, settings.model_class)
     score: Any = "slope" if has_gradients(model) else "cut"
-    given = {"score": score, "heads": settings.heads, "screen": 0, "seed": settings.seed}
-    texts = Prompts(texts=tuple(prompts))
-    found = select(model, settings.task, prompts=texts, **given)
-    half = Prompts(texts=texts.texts[: max(FEW, len(prompts) // 2)])
+
+    def chosen_on(task: Task, prompts: Sequence[str]) -> Selection:
+        given = Prompts(texts=tuple(prompts))
+        texts = ContrastSet.of(model, task, prompts=given, seed=settings.seed)
+        return select(model, texts, score=score, heads=settings.heads, screen=0, seed=settings.seed)
+
+    selection = chosen_on(settings.task, prompts)
+    half = prompts[: max(FEW, len(prompts) // 2)]
     overlap = {}
     for form in WORDINGS:
         attributes = {
@@ -297,22 +302,22 @@ def _choose(
         }
         reworded = settings.task.model_copy(update={"attributes": attributes})
         try:
-            again = select(model, reworded, prompts=half, **given)
+            again = chosen_on(reworded, half)
         except CircuitError as error:
             notify(f"wording {form!r} is left out: {error}")
             continue
-        overlap[form] = len(set(again.heads) & set(found.heads))
-    found = found.model_copy(update={"chosen_by_wordings": overlap})
-    found.save(folder / CARD)
-    expected = len(found.heads) ** 2 / len(all_heads(model))
+        overlap[form] = len(set(again.heads) & set(selection.heads))
+    selection = selection.model_copy(update={"chosen_by_wordings": overlap})
+    selection.save(folder / CARD)
+    expected = len(selection.heads) ** 2 / len(all_heads(model))
     reworded_too = [f"{n} with {form!r}" for form, n in overlap.items()]
     notify(
-        f"{len(found.heads)} heads chosen; both halves of the prompts choose"
-        f" {found.chosen_by_halves} of them"
+        f"{len(selection.heads)} heads chosen; both halves of the prompts choose"
+        f" {selection.chosen_by_halves} of them"
         + f"; chosen again: {', '.join(reworded_too)} (by chance {expected:.1f})"
         * bool(overlap)
     )
-    return found
+    return selection
 
 
 def _make(

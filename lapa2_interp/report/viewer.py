@@ -1,7 +1,8 @@
 """The viewer: the attention of every head at every step of one text of a run, as one HTML file that
 loads nothing.
 
-    from lapa2_interp import load_run, view
+    from lapa2_interp import load_run
+    from lapa2_interp.report import view
 
     shown = view(load_run("results/run"))     # in a notebook this is the viewer itself
     shown.save("view.html")
@@ -122,6 +123,16 @@ class View:
         """
         return write_page(Path(file), lambda: self.html)
 
+    @property
+    def frame(self) -> str:
+        """The page as HTML, in a frame that can neither read nor change what is around it. A
+        notebook that is only read shows it, as in `IPython.display.HTML(shown.frame)`."""
+        return (
+            '<iframe title="Attention of a text, head by head" sandbox="allow-scripts'
+            ' allow-downloads" style="width:100%;height:56rem;border:0"'
+            f' srcdoc="{escape(self.html)}"></iframe>'
+        )
+
     def _widget(self) -> Any:
         """The viewer as an anywidget, the same at every call; None where anywidget is missing."""
         try:
@@ -153,16 +164,10 @@ class View:
         )
 
     def _repr_mimebundle_(self, **selected: Any) -> Any:
-        """The widget; or the page in a separate frame, which can neither read nor change the
-        notebook."""
+        """The widget; or the frame."""
         if (widget := self._widget()) is not None:
             return widget._repr_mimebundle_(**selected)
-        frame = (
-            '<iframe title="Attention of a text, head by head" sandbox="allow-scripts'
-            ' allow-downloads" style="width:100%;height:56rem;border:0"'
-            f' srcdoc="{escape(self.html)}"></iframe>'
-        )
-        return {"text/html": frame, "text/plain": repr(self)}
+        return {"text/html": self.frame, "text/plain": repr(self)}
 
 
 @numbers_checked
