@@ -60,7 +60,7 @@ OF_BRIDGES = (
 )
 """Tests of what a HookedTransformer is refused: circuits are read from a TransformerBridge. The table
 of families is that of the newest transformer-lens."""
-OF_BOTH = ("hooked", "models")
+OF_BOTH = ("conformance", "hooked", "models")
 """Beside a HookedTransformer all of these files, and of the others the tests that are given a model
 class: the rest would run the same code again."""
 collect_ignore = [*OF_BRIDGES] if HAS_HOOKED else ["attention/test_hooked.py"]

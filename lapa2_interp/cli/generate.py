@@ -69,8 +69,8 @@ def generate(
     fields = given_settings(settings)
     method = fields.get("method", "prefix")
     fields["parameters"] = augmentation.parameters(method) | fields["parameters"]
-    if (recipes := augmentation.recipes()) is not None:
-        fields |= {"augmentation": recipes, "alpha": augmentation.alpha}
+    if augmentation.selection is None:
+        fields |= {"augmentation": augmentation.augmentation, "alpha": augmentation.alpha}
     else:
         fields["augmentation"] = augmentation.build(find_class(method, True).alpha) or "none"
 

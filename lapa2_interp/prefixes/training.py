@@ -35,6 +35,7 @@ from lapa2_interp._util.errors import DataError, PrefixError
 from lapa2_interp._util.files import acquire_lock, check_name, temporary_folder, write_json
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import check_rotary_side, context_length, short_context
@@ -384,12 +385,8 @@ def _locked_checkpoints(out: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
                 f"{out} is not empty and holds no unfinished training; choose another --out"
             )
         write_json(folder / "plan.json", plan)
-    elif (before := _read_plan(folder / "plan.json")) != plan:
-        changed = [name for name in plan if before.get(name) != plan[name]]
-        raise PrefixError(
-            f"{out} holds an unfinished training with another {', '.join(changed)}; repeat that"
-            " command to resume it, or choose another --out"
-        )
+    else:
+        check_same_inputs(_read_plan(folder / "plan.json"), plan, out, PrefixError)
     if folder.is_symlink():
         raise PrefixError(f"{folder} is a link, which is not followed; remove it")
     with ExitStack() as held:

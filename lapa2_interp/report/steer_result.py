@@ -14,6 +14,7 @@ from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import RunError, TaskError, pluralize
 from lapa2_interp._util.files import write_json
 from lapa2_interp._util.parsing import parse_object, read_text
+from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp._util.table_formats import format_interval, format_number
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.selection import Selection, random_heads
@@ -344,11 +345,4 @@ def note_settings(folder: Path, settings: SteerSettings) -> None:
             raise RunError(f"{folder} exists and is no result of steer; choose another --out")
         write_json(place, known)
         return
-    before = _read_settings(place)
-    differing = [name for name in known if before.get(name) != known[name]]
-    if differing:
-        name = differing[0]
-        found = (
-            "" if name in ("task", "prompts") else f": {before.get(name)!r}, not {known[name]!r}"
-        )
-        raise RunError(f"{folder} has results of another {name}{found}; choose another --out")
+    check_same_inputs(_read_settings(place), known, folder)

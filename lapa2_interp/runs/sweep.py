@@ -29,6 +29,7 @@ from lapa2_interp._util.files import (
     write_json,
 )
 from lapa2_interp._util.progress import CountingBar, progress_bar
+from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.prepacked import Prepacking
 from lapa2_interp.runs.engines import Engine, Outcome, WorkerLost
@@ -443,11 +444,8 @@ class _Sweep:
             others = (key for key, each in self.run.by_key.items() if each.model == cell.model)
             known = (record for key in others for record in _sound_records(self.run, key).values())
             self.weights[cell.model] = next((record.model.weights for record in known), now)
-        if self.weights[cell.model] != now:
-            raise RunError(
-                f"{self.run.home} was made with {cell.model} of {self.weights[cell.model]}, and it"
-                f" is now {now}; sweep into a new folder"
-            )
+        name = f"{cell.model}'s weights"
+        check_same_inputs({name: self.weights[cell.model]}, {name: now}, self.run.home)
 
 
 def _share(cell: Cell, n_texts: int) -> int:

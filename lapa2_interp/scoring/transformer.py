@@ -132,7 +132,8 @@ class Perplexity(NetworkScorer):
 
     Raises:
         ModelError: The model cannot be loaded.
-        ScoringError: Its numbers are no P(token | tokens before it): it also reads what follows.
+        ScoringError: At the first text: the model's numbers are no P(token | tokens before it),
+            since it also reads what follows.
     """
 
     name = "perplexity"
@@ -157,13 +158,14 @@ class Perplexity(NetworkScorer):
         self.bos = text_markers(self.tokenizer).start
         n_ctx = context_length(self.network.config.get_text_config())
         self.max_tokens = min(n_ctx - 2, max_tokens or MAX_TOKENS)
+        self.title = f"{model} ({type(self.network).__name__})"
+        self._checked = False
         if mask := unknown_mask(self.network.config, self.max_tokens + 2):
             raise ScoringError(
-                f"{model} ({type(self.network).__name__}) hides keys of long texts by {mask}, and"
+                f"{self.title} hides keys of long texts by {mask}, and"
                 " whether a token's probability depends on what follows is not known here; give"
                 " another causal model, such as gpt2"
             )
-        _check_causal(self.network, self.bos, model)
         own = " self" if generator == weights else ""
         bos = ", BOS twice" if doubled_bos else ""
         self.version = (
@@ -198,6 +200,10 @@ class Perplexity(NetworkScorer):
                 continue
             texts[index] = [bos, *ids] if self.doubled_bos else ids
         yield left_out
+        # The passes of this check cost as much as a few texts: scores of a cache need none.
+        if texts and not self._checked:
+            _check_causal(self.network, bos, self.title)
+            self._checked = True
         # Score texts with the same beginning in one row.
         places = list(texts)
         groups = [[places[i] for i in group] for group in group_by_beginning(list(texts.values()))]
@@ -253,14 +259,13 @@ def _perplexity_score(value: float) -> Score:
     return (value,)
 
 
-def _check_causal(network: Any, bos: int, model: str) -> None:
+def _check_causal(network: Any, bos: int, title: str) -> None:
     """Refuse a network for which `text_nll` is not -ln P(token | tokens before it), in a batch of
     texts, as its logits after these tokens alone say it.
 
     Raises:
         ScoringError: They differ by more than rounding, or cannot be computed.
     """
-    title = f"{model} ({type(network).__name__})"
     try:
         n_tokens = network.get_input_embeddings().num_embeddings
         ids = torch.linspace(0, n_tokens - 1, 6)[1:-1].long().tolist()

@@ -134,20 +134,6 @@ def test_decoding_is_a_fresh_pass_at_every_step(model, first):
     assert plain is None or plain[0, first:].tolist() == tokens
 
 
-@pytest.mark.parametrize("first", [10, LIMIT - 4, LIMIT + 1, 40])
-@torch.no_grad()
-def test_logits_behind_a_cache_are_those_of_a_whole_pass(model, first):
-    layout, text = layout_of(model, prompt_of(model, first)), [50, 60, 70, 80]
-    rows = new_rows(model)
-    with augmented(model, RULE, layout):
-        found = [rows.prompt_pass([layout])[0, -1]]
-        rows.expand(torch.tensor([0]), capacity=first + 4)
-        found += [rows.read_tokens(torch.tensor([[token]]))[0, -1] for token in text]
-        for step, logits in enumerate(found):
-            whole = model(torch.tensor([[*layout.ids, *text[:step]]]))[0, -1]
-            torch.testing.assert_close(logits, whole, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("phase", ["predicting_only", "after_span"])
 @pytest.mark.parametrize("first", [10, LIMIT + 1])
 def test_every_phase_stays_on_its_side(model, phase, first):

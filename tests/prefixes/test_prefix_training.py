@@ -501,7 +501,7 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
     assert count[-1] == ("negative",), "the first prefix was finished"
     monkeypatch.undo()
     assert [card.attribute for card in cards_in(tmp_path)] == ["negative", "positive", "positive"]
-    with pytest.raises(PrefixError, match="unfinished training with another recipe"):
+    with pytest.raises(PrefixError, match="results of another recipe"):
         train_set(
             "tiny-llama",
             SENTIMENT,

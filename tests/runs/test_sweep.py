@@ -864,7 +864,7 @@ def test_weights_that_changed_are_refused(undisturbed, files, tmp_path, copy, be
         (key, number): with_card(each, weights="sha256 other") if began or number == 1 else each
         for (key, number), each in undisturbed[1].items()
     }
-    told = "was made with tiny-gpt2 of random, seed 0, and it is now sha256 other; sweep into a new"
+    told = "another tiny-gpt2.s weights: .random, seed 0., not .sha256 other.; .* choose another folder"
     with pytest.raises(RunError, match=told):
         sweep(run, grids_of(files), Replaying(made), pytest.fail)
 

@@ -78,6 +78,8 @@ NETWORKS = {
     "no length": ("mpt", {"pad_token_id": None, "max_seq_len": 64}, {}),
 }
 LONGEST = {"positions behind the padding's": 64 - 7 - 1}
+ITEMS_OF_WORDS = [TextItem("lake " * 12)]
+"""Long enough to have a perplexity."""
 
 
 def save_classifier(folder, model_type="llama", settings=(), tokenizer=(), ends=True, **config):
@@ -171,7 +173,7 @@ def test_a_network_that_reads_both_sides_has_no_perplexity(tmp_path):
     transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
     tiny_tokenizer("tiny-gpt2").save_pretrained(tmp_path)
     with pytest.raises(ScoringError, match="BertLMHeadModel. is no causal model: .*left to right"):
-        Perplexity(str(tmp_path), device="cpu")
+        numbers(Perplexity(str(tmp_path), device="cpu"), ITEMS_OF_WORDS)
 
 
 def test_a_long_text_is_read_as_before_a_short_one(tmp_path):
@@ -250,7 +252,7 @@ def test_threads_share_a_perplexity():
 def test_a_network_without_an_output_layer_has_no_perplexity(monkeypatch):
     monkeypatch.setattr(transformers.GPT2LMHeadModel, "get_output_embeddings", lambda _: None)
     with pytest.raises(Exception, match="logits without an output layer"):
-        Perplexity("tiny-gpt2", device="cpu")
+        numbers(Perplexity("tiny-gpt2", device="cpu"), ITEMS_OF_WORDS)
 
 
 def test_a_library_that_fails_where_a_perplexity_is_tried_is_one_line(monkeypatch):
@@ -259,7 +261,7 @@ def test_a_library_that_fails_where_a_perplexity_is_tried_is_one_line(monkeypatc
 
     monkeypatch.setattr(transformer, "text_nll", fail)
     with pytest.raises(ScoringError, match="GPT2LMHeadModel.: RuntimeError: no kernel for this;"):
-        Perplexity("tiny-gpt2", device="cpu")
+        numbers(Perplexity("tiny-gpt2", device="cpu"), ITEMS_OF_WORDS)
 
 
 # --- what the outputs of a head are
