@@ -10,7 +10,6 @@ from conftest import load
 import lapa2_interp
 from lapa2_interp import Layout, circuits, generate, teacher_forced
 from lapa2_interp._util.errors import LayoutError, ModelError
-from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models import TransformersModel, model_card
 from lapa2_interp.models.load import load_transformers
@@ -64,7 +63,6 @@ def calls(model):
     return {
         "generate": lambda: generate(model, **SETTINGS),
         "teacher_forced": lambda: teacher_forced(model, layout, [[1, 2]]),
-        "continue_chats": lambda: continue_chats(model, [layout], length=2),
         "make_examples": lambda: circuits.make_examples(model, "sentiment", **SMALL),
         "ContrastSet.of": lambda: circuits.ContrastSet.of(model, **contrast),
         "control_score": lambda: circuits.control_score(model, **contrast),
