@@ -30,7 +30,7 @@ from lapa2_interp.tasks.prompts import read_prompts
 parser = ScriptOptions("The share of control that attention and MLPs of each layer carry")
 parser.add_argument("model", help="a name of `lapa2 models`, a hub id or a folder")
 parser.add_argument("--task", default="sentiment", help="a task with words of its attributes")
-parser.add_argument("--attributes", nargs=2, help="the target and the other (the task's first two)")
+parser.add_argument("--attribute", help="the target, of two attributes (the task's first)")
 parser.add_argument("--prompts", type=Path, required=True, help="a file, a prompt a line")
 parser.add_argument("--n", type=int, default=24, help="prompts that are read")
 parser.add_argument("--tokens", type=int, default=16, help="tokens of a text")
@@ -40,7 +40,7 @@ model = load_model(options.model)
 asked = ContrastSet.of(
     model,
     options.task,
-    attributes=options.attributes,
+    attribute=options.attribute,
     prompts=read_prompts(options.prompts)[: options.n],
     tokens=options.tokens,
 )

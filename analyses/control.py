@@ -31,7 +31,7 @@ MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 mo
 
 # %%
 toy, key = load_model("planted"), answer_key("planted")
-known = control_score(toy, "sentiment", prompts=["The lake"], tokens=48)
+known = control_score(toy, ContrastSet.of(toy, "sentiment", prompts=["The lake"], tokens=48))
 layout = known.contrast_set.examples[0].layouts[0]
 steps = range(known.values["lex"].shape[1])
 closed = [key.control(len(layout) + t, layout.l_pro, asking=t == 0) for t in steps]
@@ -66,7 +66,9 @@ found.interval("js", None)
 
 # %%
 by_source = {
-    source: control_score(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
+    source: control_score(
+        model, ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
+    )
     for source in contrast_set.attributes
 }
 for source, each in {RAW: found, **by_source}.items():

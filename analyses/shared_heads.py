@@ -215,7 +215,9 @@ with progress_bar(model.cfg.n_layers, "patterns", "layer") as bar, torch.no_grad
         bar.update()
 for task in (sentiment, topic):
     try:
-        written = head_logit_attribution(model, task, prompts=prompts, tokens=options.tokens)
+        written = head_logit_attribution(
+            model, ContrastSet.of(model, task, prompts=prompts, tokens=options.tokens)
+        )
     except CircuitError as error:
         print(f"direct effects are left out: {error}", file=sys.stderr)
         break

@@ -44,7 +44,11 @@ toy, key = load_model("planted"), answer_key("planted")
 role = {head: name for name, head in key.heads.items()}
 prompts = load_task("sentiment").prompts.texts
 known = select(
-    toy, "sentiment", score="cut", positions="auto", metric="lex", prompts=prompts[:8], tokens=8
+    toy,
+    ContrastSet.of(toy, "sentiment", prompts=prompts[:8], tokens=8),
+    score="cut",
+    positions="auto",
+    metric="lex",
 )
 print("chosen:  ", " ".join(role[head] for head in known.heads), "at", known.positions)
 print("against: ", " ".join(role.get(head, "idle") for head in known.suppressors))

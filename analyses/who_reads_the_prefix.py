@@ -40,7 +40,7 @@ MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 mo
 
 # %%
 toy, key = load_model("planted"), answer_key("planted")
-known = knock_out(toy, "sentiment", metric="lex", tokens=16)
+known = knock_out(toy, ContrastSet.of(toy, "sentiment", tokens=16), metric="lex")
 names = {head: role for role, head in key.heads.items()}
 table = known.frame()
 table["role"] = [names.get((row.layer, row.head), "idle") for row in table.itertuples()]

@@ -11,22 +11,17 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens
 from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model
-from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
-from lapa2_interp.tasks.prompts import as_prompts
 from lapa2_interp.tasks.task import RAW, Prompts, Task
 from lapa2_interp.tasks.word_lists import read_word_list
 
@@ -174,56 +169,6 @@ class ContrastExample:
         layouts = [Layout.of(tokenizer, prefix, join + prompt) for prefix in prefixes.values()]
         raw = Layout.of(tokenizer, None, prompt)
         return cls(prompt, tuple(prefixes), tuple(layouts), tuple(map(int, ids)), source, raw)
-
-
-@numbers_checked
-@accepts_model_name
-def make_examples(
-    model: Model,
-    task: str | Task,
-    attribute: str | None = None,
-    prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
-    *,
-    texts: Mapping[str, Sequence[Sequence[int]]] | None = None,
-    source: str = RAW,
-    tokens: int = 32,
-    samples: int = 1,
-    seed: int = 1,
-) -> list[ContrastExample]:
-    """An example for every prompt and sample of a task.
-
-    Args:
-        task: A name or a task with two attributes or more and hard prefixes.
-        attribute: The target; by default the task's first.
-        prompts: As `tasks.as_prompts` takes them; by default the task's.
-        texts: By prompt, token ids of texts to score; by default the model writes them.
-        source: The attribute whose prefix steers the texts, or `RAW` for none. Raw texts are the
-            clean measure: a steered text already says what the prefix wants.
-        tokens: Length of a text that the model writes.
-        samples: Texts of each prompt.
-        seed: Seed of the texts.
-
-    Raises:
-        TaskError: Unknown, or without opposite attributes.
-        CircuitError: As `ContrastExample`; or no prompts, tokens or samples are requested.
-    """
-    chosen = load_task(task) if isinstance(task, str) else task
-    target = next(iter(chosen.attributes)) if attribute is None else attribute
-    names = (target, *chosen.others(target))
-    requested = as_prompts(chosen.prompts if prompts is None else prompts).texts
-    check_request(requested, tokens, samples, texts)
-    prefixes = {name: chosen.prefix(name) for name in names}
-    for prompt in requested:  # a refusal comes before texts are written
-        ContrastExample.of(model.tokenizer, prefixes, prompt, [0])
-    if texts is None:
-        texts = write_texts(
-            model, chosen, source, requested, tokens=tokens, samples=samples, seed=seed
-        )
-    return [
-        ContrastExample.of(model.tokenizer, prefixes, prompt, ids, source)
-        for prompt in requested
-        for ids in texts[prompt]
-    ]
 
 
 def check_request(

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -47,16 +47,11 @@ from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.hooked import edit_scores, refuse_sinks
 from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import Heads, check_model_class, items_per_batch, read_prefixes
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
-from lapa2_interp.circuits.result_store import (
-    RECHECKED,
-    ResultStore,
-    check_unchanged,
-    rounding_share,
-)
+from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, head_mask, make_units
 from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
@@ -237,13 +232,12 @@ def measure_fading(
     file: str | Path | None = None,
     batch_size: int | None = None,
     progress: tqdm | None = None,
-    **settings: Any,
 ) -> Fading:
     """Measure the share of faded control that returns when the attention on the prefix does.
 
     Args:
         model: A TransformerBridge or a `TransformersModel`.
-        contrast: A task by name or value, one or more examples, or a `ContrastSet`. A text must
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples. A text must
             have `max(filler) + tokens` tokens: the last ones are scored, after the filler.
         filler: Numbers of tokens between prompt and scored tokens; near, it is one.
         tokens: Number of scored tokens.
@@ -252,13 +246,12 @@ def measure_fading(
         alpha: Alpha of the bias lapa2.
         metric: The metric of control; by default lex where there are words, because shares of lex
             add up, and else js.
-        seed: Seed of the texts and the random heads.
+        seed: Seed of the random heads, and of the texts of a task.
         file: A file for finished texts, a line for each batch, from which the same call continues.
             Two stored texts are computed again, near and at the longest filler: they must equal the
             stored values but for rounding.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
         progress: A bar that counts steps.
-        settings: For a task, as `make_examples`.
 
     Raises:
         CircuitError: No filler, texts that are too short, texts longer than a sliding window of the
@@ -274,8 +267,8 @@ def measure_fading(
     # Texts, heads and metric.
     n_text = lengths[-1] + tokens
     if isinstance(contrast, str | Task):
-        settings |= {"tokens": n_text, "seed": seed}
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+        contrast = ContrastSet.of(model, contrast, tokens=n_text, seed=seed)
+    contrast_set = as_contrast_set(model, contrast)
     short = next((example for example in contrast_set.examples if example.n_steps < n_text), None)
     if short is not None:
         raise CircuitError(
@@ -297,16 +290,16 @@ def measure_fading(
             "metric from_raw compares with the raw model, which fades too; use js, lex, llr or kl"
         )
     # The store, with a line for each batch.
-    more_facts = {
-        "fading": lengths,
-        "tokens": tokens,
-        "sets": sets,
-        "alpha": alpha,
-        "metric": name,
-        "seed": seed,
-    }
     store = ResultStore(
-        file, contrast_set.key(model, **more_facts), contrast_set.facts(model, **more_facts)
+        file,
+        model,
+        contrast_set,
+        fading=lengths,
+        tokens=tokens,
+        sets=sets,
+        alpha=alpha,
+        metric=name,
+        seed=seed,
     )
     n = len(contrast_set.examples)
     near, far = np.zeros(n), {length: np.zeros(n) for length in lengths}
@@ -335,7 +328,10 @@ def measure_fading(
             now = _measure_batch(
                 model, again, contrast_set, lengths[-1:], tokens, every, alpha, measure, bar
             )
-            _check_stored(file, store[stored], now, rounding_share(model))
+            # The control is near; all else may differ with it.
+            near_stored = store[stored]["near"]
+            store.check_control(dict.fromkeys(now, near_stored), dict.fromkeys(now, now["near"]))
+            store.check(store[stored], now)
         for key, group in groups.items():
             if key not in store:
                 examples = [contrast_set.examples[i] for i in group]
@@ -395,27 +391,6 @@ def _measure_batch(
             for bias, (rule, forward) in biases.items():
                 found[f"{length}, {bias}, {each}"] = value(forward.logits(rule, chosen))
     return found
-
-
-def _check_stored(
-    file: str | Path | None,
-    stored: Mapping[str, np.ndarray],
-    now: Mapping[str, np.ndarray],
-    share: float,
-) -> None:
-    """Refuse a file whose control near, or differences from it, are not those of this model.
-
-    Args:
-        now: Values of the first examples of `stored`.
-        share: The share of the control near by which rounding may move a difference from it.
-    """
-    near, n = stored["near"], len(now["near"])
-    before = {name: stored[name][:n] for name in now}
-    control = dict.fromkeys(now, near)
-    check_unchanged(file, {"near": before["near"]}, now, control=control)
-    shift = before["near"] - now["near"]
-    shifted = {name: values + shift for name, values in now.items()}
-    check_unchanged(file, before, shifted, control=control, share=share)
 
 
 def _head_sets(

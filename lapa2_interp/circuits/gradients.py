@@ -47,7 +47,7 @@ from lapa2_interp._util.table_formats import format_number
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Span
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import (
     check_has_hooks,
     check_one_pass,
@@ -97,7 +97,7 @@ class Attribution:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> found = circuits.attribution(load_model("planted"), "sentiment", tokens=4)
+            >>> found = circuits.attribution(load_model("planted"), "sentiment")
             >>> found.table("slope").best(1)
             ((1, 2),)
         """
@@ -144,13 +144,12 @@ def attribution(
     augmentation: AugmentationLike = None,
     batch_size: int = 1,
     progress: tqdm | None = None,
-    **settings: Any,
 ) -> Attribution:
     """Compute slope and cut_hat of every head, from one forward and one backward pass a text.
 
     Args:
         model: A TransformerBridge in float32 or float64, with custom hooks if it has any.
-        contrast, settings: As `control_score`.
+        contrast: As `control_score`.
         metric: A name of `METRICS`, or {name: function of `Predictions`} made of operations that
             torch can differentiate.
         augmentation: One or more augmentations that act in every branch. The bias b comes on top,
@@ -164,7 +163,7 @@ def attribution(
     """
     check_gradients(model)
     name, function = one_metric(metric)
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+    contrast_set = as_contrast_set(model, contrast)
     check_one_pass(augmentation, contrast_set.examples, "gradients are taken through")
     n, n_layers, n_heads = len(contrast_set.examples), model.cfg.n_layers, model.cfg.n_heads
     longest = max(example.layouts[0].l_pre for example in contrast_set.examples)

@@ -37,7 +37,7 @@ from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import check_has_hooks, check_one_pass, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.unit_table import UnitTable
@@ -94,7 +94,7 @@ class HeadLogitAttribution:
         Example:
             >>> from lapa2_interp import circuits, load_model
             >>> model = load_model("planted")
-            >>> found = circuits.head_logit_attribution(model, "sentiment", tokens=4)
+            >>> found = circuits.head_logit_attribution(model, "sentiment")
             >>> found.table().best(1)
             ((1, 2),)
         """
@@ -169,13 +169,12 @@ def head_logit_attribution(
     *,
     augmentation: AugmentationLike = None,
     progress: tqdm | None = None,
-    **settings: Any,
 ) -> HeadLogitAttribution:
     """Compute every head's direct effect on the logits, by the part of the text that it reads.
 
     Args:
         model: A TransformerBridge.
-        contrast, settings: As `control_score`.
+        contrast: As `control_score`.
         augmentation: One or more augmentations that act in every branch.
         progress: A bar that counts texts.
 
@@ -185,7 +184,7 @@ def head_logit_attribution(
     """
     check_has_hooks(model, "what heads write is read")
     weights = _Weights(model)
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+    contrast_set = as_contrast_set(model, contrast)
     if len(contrast_set.words) < 2:
         raise CircuitError(
             "what heads write is measured on the words of each attribute; give words"

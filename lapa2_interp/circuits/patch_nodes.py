@@ -18,7 +18,7 @@ from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import Branches, Edit, check_has_hooks, edited_logits, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
-from lapa2_interp.circuits.units import Location, Unit
+from lapa2_interp.circuits.units import Location, PatchUnit
 from lapa2_interp.models.card import Model, kv_heads, weights_dtype
 
 HOOKS: Mapping[str, str] = {
@@ -100,7 +100,7 @@ def make_patch_units(
     parts: Sequence[str] | None,
     together: Mapping[str, Sequence[Location]] | None,
     keep: Mapping[str, Sequence[Location]] | None = None,
-) -> list[Unit]:
+) -> list[PatchUnit]:
     """Units of a node: each location by itself, or sets by name.
 
     Raises:
@@ -150,9 +150,9 @@ def make_patch_units(
             raise CircuitError(f"the set {name!r} is empty; give (layer, {kind})")
     if together is None:
         every = product(range(n_layers), columns)
-        units = [Unit({"layer": i, kind: j}, ((i, j),)) for i, j in every]
+        units = [PatchUnit({"layer": i, kind: j}, ((i, j),)) for i, j in every]
     else:
-        units = [Unit({"name": name}, sets[name], kept=kept.get(name, ())) for name in sets]
+        units = [PatchUnit({"name": name}, sets[name], kept=kept.get(name, ())) for name in sets]
     if node not in PREFIX_NODES:
         return units
     chosen = parts or (("k", "v") if node == "prefix_kv" else ("kv",))
@@ -162,7 +162,7 @@ def make_patch_units(
     ]
 
 
-PatchedRuns = Callable[[Sequence[ContrastExample], Sequence[Unit], int], Tensor]
+PatchedRuns = Callable[[Sequence[ContrastExample], Sequence[PatchUnit], int], Tensor]
 """Takes examples, units, and the branch that is patched (0 or 1); gives logits of the target's run,
 the opposite run, and a run for every unit."""
 
@@ -185,7 +185,7 @@ def _through_prefix(
     model: Model,
     group: int,
     examples: Sequence[ContrastExample],
-    units: Sequence[Unit],
+    units: Sequence[PatchUnit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch keys and values of the prefix, as query heads see them, by a resampling edit."""
@@ -208,7 +208,7 @@ def _through_hooks(
     node: str,
     slots: Sequence[str] | None,
     examples: Sequence[ContrastExample],
-    units: Sequence[Unit],
+    units: Sequence[PatchUnit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch at hooks in one forward pass: rows of both branches, and a row for every unit, which
@@ -248,7 +248,7 @@ def _to_logits(
     model: Model,
     weights: Sequence[tuple[Tensor, Tensor | None]],
     examples: Sequence[ContrastExample],
-    units: Sequence[Unit],
+    units: Sequence[PatchUnit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch heads' outputs in the final norm's input: after the last block, a row for every unit

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -42,13 +42,17 @@ from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import numbers_checked
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import favour
-from lapa2_interp.circuits.patch_nodes import check_node, make_patch_units, patched_runs
+from lapa2_interp.circuits.patch_nodes import (
+    check_node,
+    make_patch_units,
+    patched_runs,
+)
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
-from lapa2_interp.circuits.units import Location, Unit
+from lapa2_interp.circuits.units import Location, PatchUnit
 from lapa2_interp.models.card import Model, prepacked_model
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import bounds
@@ -77,7 +81,7 @@ class Patching:
     contrast_set: ContrastSet
     node: str
     metric: str
-    units: tuple[Unit, ...]
+    units: tuple[PatchUnit, ...]
     source: Float[np.ndarray, " example"]
     destination: Float[np.ndarray, " example"]
     effects: Mapping[str, Float[np.ndarray, "example unit"]]
@@ -90,7 +94,7 @@ class Patching:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> found = circuits.patch(load_model("planted"), "sentiment", "z", tokens=4)
+            >>> found = circuits.patch(load_model("planted"), "sentiment", "z")
             >>> found.table("denoise").best(1)
             ((1, 2),)
         """
@@ -148,14 +152,13 @@ def patch(
     keep: Mapping[str, Sequence[Location]] | None = None,
     batch_size: int | None = None,
     progress: tqdm | None = None,
-    **settings: Any,
 ) -> Patching:
     """Measure the share of the difference between two branches that each unit of a node carries.
 
     Args:
         model: A TransformerBridge, with custom hooks if it has any; for nodes of the prefix also a
             `TransformersModel`.
-        contrast, settings: As `control_score`, of two attributes.
+        contrast: As `control_score`, of two attributes.
         node: One of `NODES`.
         metric: "favour" (lse over the target's words minus lse over the opposite's, of the
             log-probabilities), "log_prob" (of the text's tokens), or a `RunMetric`. By default
@@ -180,7 +183,7 @@ def patch(
             the model does not have, or an argument that the node does not take.
         DeadHookError: A hook of the node does not run.
     """
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+    contrast_set = as_contrast_set(model, contrast)
     if len(contrast_set.attributes) != 2:
         raise CircuitError(
             f"patching is between two branches; found {', '.join(contrast_set.attributes)}; give"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,9 @@ class CircuitStudy:
 
     Attributes:
         contrast_set: The texts, written without a prefix.
+        settings: What decides the study, as its folder stores it: the model's card (name, weights,
+            dtype, ...), task, attribute, prompts, tokens, samples, seed.
+        prefixes: By attribute, the prefix.
         control: Control scores by source: of these texts, and of texts that each prefix steered.
         tables: Knock-outs by kind of unit: layer, kv, head, position.
         variants: Knock-outs of the best and of random heads, by replacement or phase.
@@ -42,10 +46,11 @@ class CircuitStudy:
         logit_attribution: Direct effects of heads; None without hooks or words.
         gradient: The gradient's estimates, and their agreement with exact effects; None without
             hooks, or in half precision.
-        facts: Model, task, texts and metrics in words, for the page.
     """
 
     contrast_set: ContrastSet
+    settings: Mapping[str, Any]
+    prefixes: Mapping[str, str]
     control: dict[str, ControlScore]
     tables: dict[str, KnockOut]
     variants: dict[str, KnockOut]
@@ -54,7 +59,6 @@ class CircuitStudy:
     prefix_attention: np.ndarray
     logit_attribution: HeadLogitAttribution | None
     gradient: tuple[Attribution, PrefilterRecall] | None
-    facts: dict[str, str]
 
     @property
     def heads(self) -> KnockOut:

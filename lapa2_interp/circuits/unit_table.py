@@ -19,7 +19,7 @@ from lapa2_interp._util.table_formats import number_formatter
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
-from lapa2_interp.circuits.units import Location, Unit
+from lapa2_interp.circuits.units import Location, PatchUnit, Unit
 from lapa2_interp.stats import FEW, bounds
 
 COLUMNS = ("head", "kv_head", "slots")
@@ -46,13 +46,13 @@ class UnitTable:
 
     Example:
         >>> from lapa2_interp import circuits, load_model
-        >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+        >>> table = circuits.knock_out(load_model("planted"), "sentiment")
         >>> table.values.shape == (len(table.contrast_set.examples), len(table.units))
         True
     """
 
     contrast_set: ContrastSet
-    units: tuple[Unit, ...]
+    units: tuple[Unit | PatchUnit, ...]
     values: Float[np.ndarray, "example unit"]
     whole: Float[np.ndarray, " example"] | None = None
     noise: float | None = None
@@ -99,7 +99,7 @@ class UnitTable:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+            >>> table = circuits.knock_out(load_model("planted"), "sentiment")
             >>> table.frame()[["layer", "head", "rank"]].head(1).to_numpy().tolist()
             [[1, 2, 1]]
         """
@@ -125,7 +125,7 @@ class UnitTable:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+            >>> table = circuits.knock_out(load_model("planted"), "sentiment")
             >>> list(table.interval())
             ['layer', 'head', 'effect', 'low', 'high']
         """
@@ -158,7 +158,7 @@ class UnitTable:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+            >>> table = circuits.knock_out(load_model("planted"), "sentiment")
             >>> table.best(1)
             ((1, 2),)
         """
@@ -176,7 +176,7 @@ class UnitTable:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+            >>> table = circuits.knock_out(load_model("planted"), "sentiment")
             >>> table.map().shape
             (2, 4)
         """
@@ -213,7 +213,7 @@ class UnitTable:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+            >>> table = circuits.knock_out(load_model("planted"), "sentiment")
             >>> drawing = table.plot()
         """
         return draw_tables({"": self})

@@ -164,7 +164,7 @@ class ContrastOptions:
     """Seed of the texts and of random heads."""
 
     def parameters(self) -> dict[str, Any]:
-        """Arguments of `run_study`, `select` and `measure_fading`, but `task`."""
+        """Arguments of `run_study` and `ContrastSet.of`, but `task`."""
         from lapa2_interp.tasks.prompts import as_prompts
 
         prompts: list[str | Path] = [*self.prompt, *([self.prompts] if self.prompts else [])]
@@ -245,13 +245,15 @@ def method_parameters(method: str, texts: Sequence[str]) -> dict[str, Any]:
     return read_fields(settings(texts), get_type_hints(find_class(method, True)))
 
 
-def settings(texts: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE options of --set as text (`read_fields` reads the values)."""
-    found = _assignments(texts, "set", "NAME=VALUE, such as omega=60", MethodError)
-    for name, values in found.items():
+def settings(texts: Sequence[str], option: str = "set") -> dict[str, str]:
+    """NAME=VALUE texts of an option, each name once (`read_fields` reads the values)."""
+    assignments = _assignments(texts, option, "NAME=VALUE, such as omega=60", MethodError)
+    for name, values in assignments.items():
         if len(values) > 1:
-            raise MethodError(f"--set gives {name} twice, {' and '.join(values)}; give it once")
-    return {name: values[0] for name, values in found.items()}
+            raise MethodError(
+                f"--{option} gives {name} twice, {' and '.join(values)}; give it once"
+            )
+    return {name: values[0] for name, values in assignments.items()}
 
 
 def columns(texts: Sequence[str]) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ from lapa2_interp._util.errors import pluralize
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.table_formats import format_interval, interval_cells, records
+from lapa2_interp._util.version import __version__
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW, ContrastExample
 from lapa2_interp.circuits.knockout import JointCurve, KnockOut
@@ -55,7 +56,7 @@ def render_study(found: CircuitStudy) -> str:
             " ones work against it."
             + (
                 " Shares are of lex, because shares of lex add up."
-                if "lex" in heads.by_metric
+                if "lex" in heads.metrics
                 else ""
             )
             + " p is corrected for the number of heads.",
@@ -113,10 +114,34 @@ def render_study(found: CircuitStudy) -> str:
                 _word_table(found.logit_attribution),
             )
         )
-    name = found.facts["model"].split(" ")[0]
-    title = f"Which heads of {name} carry {found.facts['task']} control?"
+    model, task = found.settings["model"]["name"], found.settings["task"]
+    title = f"Which heads of {model} carry {task} control?"
     findings, details = found.findings()
-    return page(title, findings, sections, found.facts, details)
+    return page(title, findings, sections, _facts(found), details)
+
+
+def _facts(found: CircuitStudy) -> dict[str, str]:
+    """Model, task, texts and metrics in words."""
+    settings, model = found.settings, found.settings["model"]
+    return {
+        "model": f"{model['name']} ({model['dtype']})",
+        "weights": str(model["weights"]),
+        "task": str(settings["task"]),
+        "prefixes": "; ".join(f"{name} {text!r}" for name, text in found.prefixes.items()),
+        "texts": (
+            f"{len(found.contrast_set.examples)} of {settings['tokens']} tokens, written by the"
+            f" model without a prefix, seed {settings['seed']}"
+        ),
+        "metric": (
+            "js, the distance between predictions, ranks heads; shares are of lex, the preference"
+            " for the attribute's words; both are means over steps, in nats"
+            if "lex" in found.heads.metrics
+            else "js, the distance between predictions, mean over steps, in nats"
+        ),
+        "intervals": "95 %, over prompts; p corrected for the number of units (max T)",
+        "noise": f"effects of heads below {found.heads.noise:.2g} nats are rounding",
+        "package": f"lapa2_interp {__version__}",
+    }
 
 
 def _weak_layers(found: CircuitStudy) -> str:
@@ -157,10 +182,10 @@ def _table_of(table: KnockOut, n: int) -> pd.DataFrame:
     frame = table.frame().head(n)
     columns = {f"lost {table.metric}": interval_cells(frame, columns=("effect", "low", "high"))}
     shares = frame
-    if "lex" in table.by_metric:
+    if "lex" in table.metrics:
         shares = table.with_metric("lex").frame()
         shares = frame[names].merge(shares, on=names, how="left")
-    of = "lex" if "lex" in table.by_metric else table.metric
+    of = "lex" if "lex" in table.metrics else table.metric
     columns[f"share of {of}"] = interval_cells(shares, ".1%", ("share", "share_low", "share_high"))
     if table.contrast_set.n_prompts >= FEW:
         columns["p"] = [f"{p:.2g}" for p in frame["p_max"]]

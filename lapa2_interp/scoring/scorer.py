@@ -117,8 +117,8 @@ CLASSIFIER_CHOICES = {"adapter": ("adapter",), "linear": ("linear",), "both": CL
 def parse_scorer(asked: str) -> tuple[str, str, str]:
     """Task, name and model of a requested scorer, [TASK:]NAME[=MODEL]; "" if not given. With a task
     it scores texts of that task only."""
-    place, _, model = asked.partition("=")
-    task, _, name = place.rpartition(":")
+    scored, _, model = asked.partition("=")
+    task, _, name = scored.rpartition(":")
     return task, name, model
 
 
@@ -136,29 +136,29 @@ def expand_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...
     Raises:
         ScoringError: An unknown name, or = without a model.
     """
-    words = [each for each in asked if each in CLASSIFIER_CHOICES]
-    names = [each for each in asked if each not in CLASSIFIER_CHOICES] or list(usual)
-    of_words = [parse_scorer(each)[1] for each in names if not parse_scorer(each)[2]]
+    words = [word for word in asked if word in CLASSIFIER_CHOICES]
+    names = [word for word in asked if word not in CLASSIFIER_CHOICES] or list(usual)
+    of_words = [parse_scorer(request)[1] for request in names if not parse_scorer(request)[2]]
     if words and not {"accuracy", "toxicity", "masked"} & set(of_words):
         raise ScoringError(
             f"{words[0]} says which classifier judges accuracy, toxicity or masked; ask for one of"
             " them, too, such as accuracy"
         )
     by = list(
-        dict.fromkeys(each for word in words or ["both"] for each in CLASSIFIER_CHOICES[word])
+        dict.fromkeys(kind for word in words or ["both"] for kind in CLASSIFIER_CHOICES[word])
     )
-    found: list[str] = []
-    for each in names:
-        _, name, model = parse_scorer(each)
+    expanded: list[str] = []
+    for request in names:
+        _, name, model = parse_scorer(request)
         if name not in SCORERS:
             raise ScoringError(unknown_choice("scorer", name, [*SCORERS, *CLASSIFIER_CHOICES]))
-        if each.endswith("=") and not model:
-            raise ScoringError(f"{each} names no model; give one, or leave = out")
+        if request.endswith("=") and not model:
+            raise ScoringError(f"{request} names no model; give one, or leave = out")
         if name in ("accuracy", "toxicity") and not model:
-            found += [f"{each}={one}" for one in by]
+            expanded += [f"{request}={one}" for one in by]
         else:
-            found.append(f"{each}={by[0]}" if name == "masked" and not model else each)
-    return tuple(dict.fromkeys(found))
+            expanded.append(f"{request}={by[0]}" if name == "masked" and not model else request)
+    return tuple(dict.fromkeys(expanded))
 
 
 Score = tuple[float, ...] | SkippedText
@@ -225,10 +225,10 @@ class ScorerInPieces(Scorer):
     """A scorer that makes the scores of a batch in pieces, by `scores_in_pieces`."""
 
     def score(self, items: Sequence[TextItem]) -> list[Score]:
-        found = {
-            place: score for piece in self.scores_in_pieces(items) for place, score in piece.items()
+        scores = {
+            index: score for piece in self.scores_in_pieces(items) for index, score in piece.items()
         }
-        return [found[place] for place in range(len(items))]
+        return [scores[index] for index in range(len(items))]
 
     @abstractmethod
     def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]: ...
@@ -263,12 +263,12 @@ class ScoreCache:
         else:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                place = folder / "scores.sqlite"
-                if place.is_symlink():
-                    raise ValueError(f"{place.name} is a link, which is not followed")
-                if place.exists():
-                    check_regular_file(place)
-                self._database = sqlite3.connect(place, timeout=60)
+                file = folder / "scores.sqlite"
+                if file.is_symlink():
+                    raise ValueError(f"{file.name} is a link, which is not followed")
+                if file.exists():
+                    check_regular_file(file)
+                self._database = sqlite3.connect(file, timeout=60)
             except (OSError, ValueError, sqlite3.Error) as error:
                 raise ScoringError(
                     f"cannot keep scores in {folder}: {error}; give another --cache"
@@ -337,8 +337,8 @@ def chunks(values: Sequence, size: int) -> Iterator[Sequence]:
 class _TextFailedError(Exception):
     """The error of a library at the item of a batch with this index."""
 
-    def __init__(self, place: int, error: Exception) -> None:
-        self.place, self.error = place, error
+    def __init__(self, index: int, error: Exception) -> None:
+        self.place, self.error = index, error
 
 
 def describe_text_failure(title: str, text: str, error: Exception) -> str:
@@ -364,21 +364,21 @@ def _checked_pieces(scorer: Scorer, items: Sequence[TextItem]) -> Iterator[dict[
     left = dict(enumerate(items))
     try:
         for piece in scorer.scores_in_pieces(items):
-            checked = {place: _checked_score(scorer, score) for place, score in piece.items()}
-            for place in checked:
-                del left[place]
+            checked = {index: _checked_score(scorer, score) for index, score in piece.items()}
+            for index in checked:
+                del left[index]
             yield checked
     except (ScoringError, ModelError):
         raise
     except Exception:
-        for place, item in left.items():
+        for index, item in left.items():
             try:
                 (score,) = scorer.score([item])
-                checked = {place: _checked_score(scorer, score)}
+                checked = {index: _checked_score(scorer, score)}
             except (ScoringError, ModelError):
                 raise
             except Exception as error:
-                raise _TextFailedError(place, error) from error
+                raise _TextFailedError(index, error) from error
             yield checked
         return
     if left:
@@ -429,7 +429,7 @@ def run_scorer(
         for part in chunks(order, scorer.batch_size):
             try:
                 for piece in _checked_pieces(scorer, [waiting[key] for key in part]):
-                    scores = [(part[place], score) for place, score in piece.items()]
+                    scores = [(part[index], score) for index, score in piece.items()]
                     cache.put(scores)
                     known.update(scores)
                     bar.update(len(scores))
@@ -439,12 +439,12 @@ def run_scorer(
                     key = part[error.place]
                     title = f"text {keys.index(key) + 1}"
                     cause = describe_text_failure(title, texts[key], error.error)
-                kept = {
+                final = {
                     key
                     for key, score in known.items()
                     if not isinstance(score, SkippedText) or score.final
                 }
-                done = sum(key in kept for key in keys)
+                done = sum(key in final for key in keys)
                 raise ScoringStoppedError(
                     f"{scorer.name} stopped after {done} of {len(items)} texts, which are kept:"
                     f" {cause}"

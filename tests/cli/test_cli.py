@@ -409,7 +409,7 @@ def test_examples_in_help_can_be_pasted_from_80_columns():
     """A code block has a margin of one column, and longer lines would be broken."""
     examples = [
         line[8:].replace("\\\\", "\\")
-        for file in (ROOT / "lapa2_interp" / "cli").glob("*.py")
+        for file in (ROOT / "lapa2_interp").rglob("*.py")
         for found in re.findall(r"^ {8}lapa2 (?:.*\\\\\n)*.*$", file.read_text("utf-8"), re.M)
         for line in found.splitlines()
     ]

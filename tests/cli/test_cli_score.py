@@ -336,8 +336,11 @@ def test_the_lists(capsys):
         ),
         ("--scorers accuracy --task sentiment", "has the labels positive, negative, not ''"),
         ("--scorers distinct --lengths 64", "give a run folder"),
-        ("--scorers distinct --parts 0", "--parts must be at least 1, found 0"),
-        ("--scorers distinct --labels x", "--labels 'x' is not a list"),
+        (
+            "--scorers distinct --parts 0",
+            "parts: input should be greater than or equal to 1, found 0",
+        ),
+        ("--scorers distinct --labels x", "--labels 'x' is not of the form NAME=VALUE"),
         ("--scorers repetition --labels A=b", "--labels belongs to a classifier of your own"),
         ("--scorers repetition --judge-url http://x", "--judge-url belongs to a judge"),
         ("--scorers distinct --column body", "has no column 'body'; found text; give --column"),

@@ -141,8 +141,8 @@ def test_texts_are_not_read_as_unsteered_in_an_open_block():
     with augmented(model, STRONG, layout):
         for reads in (
             lambda: teacher_forced(model, layout, [[5, 6]]),
-            lambda: control_score(model, "sentiment", prompts=["The lake"]),
-            lambda: mean_prefix_attention(model, "sentiment", prompts=["The lake"]),
+            lambda: control_score(model, "sentiment"),
+            lambda: mean_prefix_attention(model, "sentiment"),
         ):
             with pytest.raises(ModelError, match="is open on this model"):
                 reads()

@@ -320,9 +320,9 @@ def test_circuits_stay_within_the_switch(model):
     prefixes = {"good": "good:", "bad": "bad0:"}
     example = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 20)
     near = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 10)
-    ContrastSet.of(model, near)
+    ContrastSet.of_examples(near).check(model)
     with pytest.raises(LayoutError, match="the text after 'abcd': passes of"):
-        ContrastSet.of(model, example)
+        ContrastSet.of_examples(example).check(model)
     with pytest.raises(LayoutError, match="beyond 24"):
         measure_fading(model, [example], filler=(10,), tokens=4, metric="js")
     with pytest.raises(LayoutError, match="texts read in one pass"):

@@ -31,7 +31,7 @@ def value(table, measure, length="all", column="value"):
 
 def test_a_perfect_a_reversed_and_a_constant_scorer():
     truth = ["no", "yes"] * 20
-    right = np.array([each == "yes" for each in truth], float)
+    right = np.array([label == "yes" for label in truth], float)
     texts = ["word"] * 40
     for values, accuracy, auc, error in ((right, 1, 1, 0), (1 - right, 0, 0, 1)):
         table = agreement(two(values), truth, texts)
@@ -163,8 +163,8 @@ class Lengths(Scorer):
         self.columns = ("positive", "negative") if name == "accuracy" else ("toxicity",)
 
     def score(self, items):
-        found = [len(item.text.split()) / 10 for item in items]
-        return [(p, 1 - p) if self.name == "accuracy" else (p,) for p in found]
+        scores = [len(item.text.split()) / 10 for item in items]
+        return [(p, 1 - p) if self.name == "accuracy" else (p,) for p in scores]
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def words(monkeypatch, own_cache):
     return asked
 
 
-LINEAR = ("--scorer", "linear")
+LINEAR = ("--scorers", "linear")
 
 
 def check(*line):
@@ -199,7 +199,7 @@ def test_a_file_of_labels_is_checked(words, tmp_path, capsys):
         "mood",
         "--task",
         "sentiment",
-        "--scorer",
+        "--scorers",
         "linear",
         "adapter",
         "--out",

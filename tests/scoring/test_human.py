@@ -188,8 +188,8 @@ def test_the_same_seed_draws_the_same_files(tmp_path):
         make_sheets(made(), tmp_path / folder, n=40, seed=seed)
     make_sheets(made(), tmp_path / "a", n=40)  # again over the same
     for name in names:
-        first, again, other = ((tmp_path / folder / name).read_bytes() for folder in "abc")
-        assert first == again != other
+        first, again, reseeded = ((tmp_path / folder / name).read_bytes() for folder in "abc")
+        assert first == again != reseeded
 
 
 def test_every_text_has_the_same_chance(tmp_path):
@@ -203,8 +203,8 @@ def test_every_text_has_the_same_chance(tmp_path):
 
 def test_ids_of_another_task_are_other_ids(tmp_path):
     first = make_sheets(made(), tmp_path / "a", n=40)
-    other = make_sheets(made(attributes=("sports", "science")), tmp_path / "b", n=40)
-    assert not set(first["id"]) & set(other["id"])
+    second = make_sheets(made(attributes=("sports", "science")), tmp_path / "b", n=40)
+    assert not set(first["id"]) & set(second["id"])
 
 
 def test_one_system_needs_no_arm(tmp_path):
@@ -299,16 +299,16 @@ def test_filled_sheets_come_back(tmp_path):
     assert list(answers) == ["id", "arm", "prompt", "attribute", "annotator", "metric", "rating"]
     assert len(answers) == 3 * 40 * 3
     assert set(answers["annotator"]) == {"Ann", "Bo; B", "Cy"}
-    place, arm = (
+    row_of, arm = (
         dict(zip(key["id"], key.index, strict=True)),
         dict(zip(key["id"], key["arm"], strict=True)),
     )
     assert (answers["arm"] == answers["id"].map(arm)).all()
     missing = answers["rating"].isna()
     assert (
-        missing == ((answers["annotator"] == "Cy") & answers["id"].map(place).isin([3, 38, 39]))
+        missing == ((answers["annotator"] == "Cy") & answers["id"].map(row_of).isin([3, 38, 39]))
     ).all()
-    expected = [rating(place[row.id], row.id, row.metric) for row in answers.itertuples()]
+    expected = [rating(row_of[row.id], row.id, row.metric) for row in answers.itertuples()]
     assert (answers["rating"][~missing] == pd.Series(expected)[~missing]).all()
     table = human_table(answers)
     assert table.groupby("metric")["n"].sum().to_dict() == dict.fromkeys(METRICS, 117)
@@ -406,12 +406,18 @@ def test_means_are_over_all_ratings():
     assert list(zip(table["arm"], table["metric"], strict=True)) == list(
         itertools.product(("boosted", "plain"), METRICS)
     )
-    found = table.set_index(["arm", "metric"]).loc[("plain", "fluency")]
-    assert found["mean"] == pytest.approx(14 / 5)
-    assert found[["n", "texts", "prompts", "annotators", "unanswered"]].tolist() == [5, 2, 2, 3, 1]
+    fluency = table.set_index(["arm", "metric"]).loc[("plain", "fluency")]
+    assert fluency["mean"] == pytest.approx(14 / 5)
+    assert fluency[["n", "texts", "prompts", "annotators", "unanswered"]].tolist() == [
+        5,
+        2,
+        2,
+        3,
+        1,
+    ]
     # Two prompts, 2.4 off their share of the mean: error sqrt(2 * 2 * 2.4^2) / 5 = 0.96, times t(1
     # degree, 97.5 %) = 12.706: more than the scale of 1 to 5 has.
-    assert (found["low"], found["high"]) == (1, 5)
+    assert (fluency["low"], fluency["high"]) == (1, 5)
     fives = human_table(answered([[5, 5, 5]] * 4, prompts=[0, 1, 2, 3])).iloc[0]
     assert fives["low"] == pytest.approx(5 - 4 * (1 - 0.05**0.25)), "4 prompts do not show them all"
     assert fives["high"] == 5
@@ -422,13 +428,13 @@ def test_intervals_resample_prompts():
     prompts = np.repeat(np.arange(20), 5)
     level = np.clip(3 + rng.normal(0, 1, 20), 1, 5)[prompts]
     ratings = np.clip(np.round(level[:, None] + rng.normal(0, 0.5, (100, 3))), 1, 5)
-    found = human_table(answered(ratings, prompts=prompts)).iloc[0]
+    row = human_table(answered(ratings, prompts=prompts)).iloc[0]
     expected = mean_interval(ratings.ravel(), np.repeat(prompts, 3))
-    assert found["mean"] == pytest.approx(ratings.mean())
-    assert (found["low"], found["high"]) == pytest.approx((expected.low, expected.high))
-    assert 1 <= found["low"] < found["mean"] < found["high"] <= 5
+    assert row["mean"] == pytest.approx(ratings.mean())
+    assert (row["low"], row["high"]) == pytest.approx((expected.low, expected.high))
+    assert 1 <= row["low"] < row["mean"] < row["high"] <= 5
     naive = mean_interval(ratings.ravel(), np.arange(300))
-    assert found["high"] - found["low"] > 2 * (naive.high - naive.low)
+    assert row["high"] - row["low"] > 2 * (naive.high - naive.low)
 
 
 def test_an_arm_without_ratings_has_no_mean():
@@ -438,9 +444,9 @@ def test_an_arm_without_ratings_has_no_mean():
 
 
 def test_one_prompt_tells_no_spread():
-    found = human_table(answered([[1, 2], [3, 4]], prompts=[0, 0])).iloc[0]
-    assert found["mean"] == 2.5
-    assert np.isnan([found["low"], found["high"]]).all()
+    row = human_table(answered([[1, 2], [3, 4]], prompts=[0, 0])).iloc[0]
+    assert row["mean"] == 2.5
+    assert np.isnan([row["low"], row["high"]]).all()
 
 
 def test_texts_without_a_prompt_are_no_one_prompt():
@@ -507,9 +513,9 @@ def test_alpha_is_the_brute_force_one():
 
 def test_agreement_per_metric():
     answers = answered(KRIPPENDORFF)
-    found = annotator_agreement(answers).set_index("metric")
-    assert list(found.index) == list(METRICS)
-    row = found.loc["fluency"]
+    by_metric = annotator_agreement(answers).set_index("metric")
+    assert list(by_metric.index) == list(METRICS)
+    row = by_metric.loc["fluency"]
     assert row["alpha"] == pytest.approx(0.815, abs=5e-4)
     assert row["low"] < row["alpha"] < row["high"] <= 1
     assert row[["n", "texts", "annotators"]].tolist() == [
@@ -520,13 +526,13 @@ def test_agreement_per_metric():
     # Eight texts agree throughout (28 ratings), two in three of six pairs (4 ratings each), one
     # never (4 ratings).
     assert row["exact"] == pytest.approx((28 + 2 * 4 / 2) / 40)
-    assert found["alpha"].nunique() == 1
+    assert by_metric["alpha"].nunique() == 1
     changed = answers["rating"].where(
         (answers["metric"] != "fluency") | (answers["annotator"] != "name0"), 5
     )
-    other = annotator_agreement(answers.assign(rating=changed)).set_index("metric")
-    assert other.loc["fluency", "alpha"] < 0.5
-    assert other.loc["relevance"].equals(found.loc["relevance"])
+    disagreeing = annotator_agreement(answers.assign(rating=changed)).set_index("metric")
+    assert disagreeing.loc["fluency", "alpha"] < 0.5
+    assert disagreeing.loc["relevance"].equals(by_metric.loc["relevance"])
 
 
 def test_perfect_agreement_and_none():
@@ -553,6 +559,6 @@ def test_fewer_texts_tell_less():
 
 
 def test_one_annotator_has_nothing_to_agree_with():
-    found = annotator_agreement(answered([[1], [2], [3]])).iloc[0]
-    assert np.isnan(found[["alpha", "low", "high", "exact"]].to_numpy(dtype=float)).all()
-    assert found[["n", "texts", "annotators"]].tolist() == [0, 0, 0]
+    row = annotator_agreement(answered([[1], [2], [3]])).iloc[0]
+    assert np.isnan(row[["alpha", "low", "high", "exact"]].to_numpy(dtype=float)).all()
+    assert row[["n", "texts", "annotators"]].tolist() == [0, 0, 0]
