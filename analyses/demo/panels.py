@@ -714,10 +714,12 @@ def methods(grid: Grid) -> Panel:
     stored = json.loads((HERE / "examples.json").read_text("utf-8"))
     rows = []
     for name, method in known_methods().items():
-        found = stored["methods"].get(name, {})
+        if name not in stored["methods"]:
+            continue  # a chat, which needs a task of its own
+        found = stored["methods"][name]
         with_it = found.get("with LaPA2")
         rows.append(
-            [name, method.display_name, method.equation, found.get("base", "no example"),
+            [name, method.display_name, method.equation, found["base"],
              with_it["text"] + f" (alpha {number(with_it['alpha'])})" if with_it else "–"]
         )  # fmt: skip
     note = (
