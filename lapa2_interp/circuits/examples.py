@@ -14,9 +14,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import CircuitError, pluralize
+from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens
-from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models.card import Model
@@ -228,11 +229,14 @@ def write_texts(
         eos="block",
         trace="none",
     )
-    made = decode_batches(model, plan_batches(model, cell)).samples
-    by_prompt: dict[str, list[list[int]]] = {prompt: [] for prompt in prompts}
-    for prompt, ids in zip(made["prompt"], made["tokens"], strict=True):
-        by_prompt[prompt].append(list(ids[:tokens]))
-    return by_prompt
+    plan = plan_batches(model, cell)
+    written: dict[str, list[list[int]]] = {prompt: [] for prompt in prompts}
+    with progress_bar(plan.new_tokens, f"writing {source}") as bar:
+        for pairs in plan.batches:
+            table = decode_batch(model, plan, pairs, bar).samples
+            for prompt, ids in zip(table["prompt"], table["tokens"], strict=True):
+                written[prompt].append(list(ids[:tokens]))
+    return written
 
 
 def attribute_words(

@@ -115,9 +115,9 @@ def prompt_slope(
         tokens, samples, seed: As `make_examples`, for texts that the model writes.
 
     Raises:
-        CircuitError: The method has no raw branch that Pro-Aug reaches, prepares for its prompts or
-            recomputes texts; fewer than 8 different prompts; texts of different lengths after one;
-            heads that the model does not have; as `attribution`.
+        CircuitError: The method has no raw branch that Pro-Aug reaches, or prepares for its
+            prompts; fewer than 8 different prompts; texts of different lengths after one; heads
+            that the model does not have; as `attribution`.
     """
     check_gradients(model)
     # Method, branches, prompts, metric, words and heads.
@@ -202,10 +202,10 @@ def _check_method(method: Method, branches: Sequence[Branch]) -> None:
             f"{method.name} has no raw branch with a switch pro_aug, so there is nothing to decide;"
             " such methods are air-decoding, preadd, dexperts, gedi and rsa-control"
         )
-    if method.rereads_text or type(method).prepare is not Method.prepare:
+    if method.prepares:
         raise CircuitError(
-            f"{method.name} prepares for its prompts or recomputes texts; choose its pro_aug by"
-            " hand (--set pro_aug=true)"
+            f"{method.name} prepares for its prompts; choose its pro_aug by hand (--set"
+            " pro_aug=true)"
         )
 
 

@@ -170,6 +170,12 @@ class Selection(BaseModel):
             alpha = 0.5 if self.alpha is None else self.alpha
         return Augmentation(alpha=alpha, heads=self.heads, **fields)
 
+    def recipe_parameters(self) -> dict[str, Any]:
+        """What it gives every recipe (`parse_recipes`): heads, tokens if some were chosen, and
+        alpha if it was tuned."""
+        chosen = {"heads": self.heads, "tokens": self.positions, "alpha": self.alpha}
+        return {name: value for name, value in chosen.items() if value is not None}
+
     def check(self, model: Model) -> None:
         """Refuse another model than the one that chose the heads.
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.table_formats import as_text
 from lapa2_interp._util.terminal import escape_line
-from lapa2_interp.cli.options import AsJson, Changes, Several, columns
-from lapa2_interp.models.machine import Dtype
+from lapa2_interp.cli.functions import Values, command_of
+from lapa2_interp.cli.options import AsJson, Changes
+
+if TYPE_CHECKING:
+    from lapa2_interp.runs.sweep import Swept
 
 
 def grids(
@@ -170,100 +173,22 @@ def power(
         print(f"written: {out}")
 
 
-def sweep(
-    *names: str,
-    out: Path,
-    changes: Changes = (),
-    only: Annotated[tuple[str, ...], Several] = (),
-    engine: Literal["local", "ray"] = "local",
-    workers: int | None = None,
-    device: str | None = None,
-    dtype: Dtype | None = None,
-    threads: int = 1,
-    address: str | None = None,
-    gpus_per_worker: float | None = None,
-    pack: Literal["auto", "on", "off"] = "auto",
-    allow_code: bool = False,
-    dry_run: bool = False,
-    yes: bool = False,
-) -> None:
-    """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
-
-    You may stop it at any time: a finished batch of rows is never made again, and the result is the
-    same as without the stop. Several sweeps may fill one run folder. For example
-
-        lapa2 sweep quick/sent_topic quick/scaling --out results/quick
-        lapa2 sweep quick/alpha --set samples=1 --set length=48 --out results/try
-        lapa2 sweep paper/detox --engine ray --address auto --out results/paper
-
-    Args:
-        names: Built-in grids (`lapa2 grids`), or paths of .toml files.
-        out: The run folder.
-        changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for
-            more.
-        only: Only cells with these settings, as COLUMN=VALUE, such as task=topic method=prefix (a
-            column given twice: either value); the others stay missing. So a grid is made in parts,
-            also on several machines.
-        engine: local, or ray: workers on the machines of a Ray cluster.
-        workers: By default one per GPU, or per CPU core.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default. With ray also auto: a model
-            over all GPUs of a worker.
-        dtype: What dtype = "auto" means in the grids; by default that of the grid's cells in the
-            run, else bfloat16 or float32, whichever this machine computes faster. Grids that name a
-            dtype keep it.
-        threads: CPU threads of a worker. Another number may change the last bits of a logit, and so
-            a text.
-        address: Address of a Ray cluster to join ("auto": the one this machine belongs to); by
-            default one on this machine.
-        gpus_per_worker: GPUs a Ray worker is given where the cluster has any (default: 1); a model
-            may span several.
-        pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
-            auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
-        allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
-            the grid are data, and never run.
-        dry_run: Only say what is left to make, and what it takes.
-        yes: Start also what would take a year, or more memory than there is.
-    """
-    from lapa2_interp._util.terminal import format_bytes, format_duration
-    from lapa2_interp.runs.grid import parse_changes
-    from lapa2_interp.runs.launch import launch
-
-    done = launch(
-        names,
-        out,
-        parse_changes(changes),
-        only=columns(only),
-        engine=engine,
-        workers=workers,
-        device=device,
-        dtype=dtype,
-        threads=threads,
-        address=address,
-        gpus_per_worker=gpus_per_worker,
-        pack=pack,
-        allow_code=allow_code,
-        dry_run=dry_run,
-        yes=yes,
-    )
-    if dry_run:
-        print(f"{pluralize(done.before, 'cell')} there, and none made: {out}")
-        return
-    print(
-        f"{pluralize(done.made, 'cell')} made in {format_duration(done.seconds)}, {done.before}"
-        f" were there: {out}"
-    )
-    if done.made:
-        print(
-            f"{format_bytes(done.disk)} on disk, at most {format_bytes(done.memory)} of memory a"
-            " worker"
-        )
-    if done.elsewhere:
-        print(f"{pluralize(done.elsewhere, 'cell')} being made by another sweep of {out}")
-    if done.failed:
+def _print_swept(swept: Swept, values: Values) -> None:
+    print(swept.summary())
+    if swept.failed:
         raise RunError(
-            f"{pluralize(len(done.failed), 'cell')} failed; `{command('runs', out)}` says why, and"
-            " the same command tries them again"
+            f"{pluralize(len(swept.failed), 'cell')} failed; `{command('runs', values['out'])}`"
+            " says why, and the same command tries them again"
         )
+
+
+def _read_changes(texts: Sequence[str], values: Values) -> dict[str, Any]:
+    from lapa2_interp.runs.grid import parse_changes
+
+    return parse_changes(texts)
+
+
+sweep = command_of("runs.launch:launch", read={"changes": _read_changes}, show=_print_swept)
 
 
 def runs(

@@ -18,7 +18,7 @@ from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_a
 from lapa2_interp.bias.layer_types import LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.methods.base import Branch, Method, Prepared
+from lapa2_interp.methods.base import Branch, Prepared
 from lapa2_interp.methods.registry import assign_augmentations
 from lapa2_interp.models.card import ModelCard, check_rotary_side
 from lapa2_interp.models.sizes import ModelSize
@@ -72,7 +72,7 @@ def arrange(
         AugmentationError: Layers or heads the model does not have.
     """
     method, branches = cell.decoding_method, cell.branches
-    open_texts = prepared is None and type(method).prepare is not Method.prepare
+    open_texts = prepared is None and method.prepares
     preparations = [Prepared()] * len(cell.prompts) if prepared is None else prepared
     augmentations = assign_augmentations(method, branches, cell.augmentation)
     steps, counts = [], []

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import MethodError, ModelError
@@ -23,7 +24,6 @@ from lapa2_interp.generation.sampling import uniforms
 from lapa2_interp.methods.base import Method, MethodContext, Prepared, SoftPrefixKey
 from lapa2_interp.models.card import (
     Model,
-    is_bridge,
     kv_heads,
     model_card,
     smallest_window,
@@ -31,6 +31,9 @@ from lapa2_interp.models.card import (
 )
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix, SoftPrefixName, find_prefix
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 MAX_ROWS = 120
 CACHE_BYTES = 2 << 30
@@ -76,6 +79,21 @@ class Batch:
     def sample_layouts(self) -> list[Layout]:
         """The layouts of the expanded rows."""
         return [self.layouts[row] for row in self.expansion]
+
+
+@dataclass(frozen=True)
+class DecodedBatch:
+    """The texts of a batch.
+
+    Attributes:
+        samples: One row per sample: prompt, attribute, sample, text (as it is scored),
+            continuation, tokens, n_tokens, finish ("length", "end", or "empty" where no token was
+            left to draw).
+        trace: The recorded attention, or None; its `sample` axis is the row number of `samples`.
+    """
+
+    samples: pd.DataFrame
+    trace: xr.Dataset | None
 
 
 @dataclass(frozen=True)
@@ -150,17 +168,6 @@ class BatchPlan:
             return {"all prompts": first} if first else {}
         return dict(zip(self.prompts, summaries, strict=True))
 
-    def tokens_read(self, recompute: bool) -> int:
-        """Tokens that go through the model, each once, or (`recompute`) the whole text at every
-        step."""
-        total = 0
-        for row in self.layouts:
-            for batch in self.batches:
-                for prompt, _ in batch:
-                    first, new = row[prompt].n_live, self.steps[prompt]
-                    total += new * first + new * (new - 1) // 2 if recompute else first + new - 1
-        return total
-
     @property
     def rows(self) -> int:
         return len(self.branches) * sum(len(batch) for batch in self.batches)
@@ -221,7 +228,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
     arrangement = arrange(cell, model.tokenizer, card, slots)
     # The method prepares; what it prepared may change the arrangement.
     prepared = (Prepared(),) * len(cell.prompts)
-    if type(method).prepare is not Method.prepare:
+    if method.prepares:
         if context is None:
             raise MethodError(
                 f"{method.name} prepares for its prompts; give plan_batches or make_cells a context"
@@ -269,14 +276,16 @@ def _prepare(method: Method, context: MethodContext, cell: Cell) -> tuple[Prepar
 def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int:
     """Rows of a batch: MAX_ROWS, or fewer if their cache and logits would exceed CACHE_BYTES."""
     keys = max(a + b for a, b in zip(arrangement.longest, arrangement.steps, strict=True))
+    positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
+    return min(MAX_ROWS, rows_in_memory(model, keys, positions))
+
+
+def rows_in_memory(model: Model, keys: int, positions: int) -> int:
+    """Rows whose cached keys, and logits at some positions, take CACHE_BYTES; at least one."""
     width = kv_heads(model) * model.cfg.d_head
     row_bytes = 2 * model.cfg.n_layers * width * weights_dtype(model).itemsize * keys
-    # Positions whose logits are kept: those of the prompt, or all that a HookedTransformer reads
-    # again.
-    positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
-    positions = keys if method.rereads_text and not is_bridge(model) else positions
     row_bytes += positions * model.cfg.d_vocab * weights_dtype(model).itemsize
-    return max(1, min(MAX_ROWS, CACHE_BYTES // row_bytes))
+    return max(1, CACHE_BYTES // row_bytes)
 
 
 def _split_into_batches(

@@ -1,7 +1,7 @@
 """Steering, from prompts to a judged setting: heads are chosen on one part of the prompts,
 strengths are tuned on a second, and the third says what they are worth.
 
-    found = steer("smollm2-135m", "sentiment", prompts, out="results/steer")
+    found = steer("smollm2-135m", prompts, "sentiment", out="results/steer")
     found.selection.augmentation()      # the bias in the chosen heads, at the tuned strength
     print(found.summary())
 
@@ -40,8 +40,10 @@ from lapa2_interp.circuits.gradients import has_gradients
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.units import all_heads
 from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.settings import Count
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_model
+from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
@@ -94,8 +96,8 @@ GAINS = {"more": "a gain", "less": "a loss", "not decided": "no sure difference"
 @numbers_checked
 def steer(
     model: str | Path,
-    task: str | Path | Task,
     prompts: str | Path | Sequence[str | Path] | Prompts,
+    task: str | Path | Task = "sentiment",
     *,
     out: str | Path,
     method: str = "dexperts",
@@ -104,47 +106,67 @@ def steer(
     heads: int | None = None,
     classifiers: Sequence[str] = (),
     perplexity: str | None = None,
-    length: int = 64,
-    samples: int = 1,
+    length: Count = 64,
+    samples: Count = 1,
     seed: int = 1,
-    dtype: str = "auto",
-    model_class: str = "TransformerBridge",
+    dtype: DtypeOrAuto = "auto",
+    model_class: ModelClass = "TransformerBridge",
     device: str | None = None,
     workers: int | None = None,
-    threads: int = 1,
+    threads: Count = 1,
     yes: bool = False,
     notify: Callable[[str], None] = print,
 ) -> Steered:
-    """Choose heads to steer, tune the strength of the bias, and judge it on other prompts.
+    """Choose heads, tune the strength of the bias, and judge it on other prompts.
 
-    A stopped call goes on with the same arguments. Texts, scores and the card are files in `out`.
+    A quarter of the prompts chooses heads, a quarter finds the strength at which the bias costs the
+    budget in perplexity, and the rest judges: the prefix alone, the method without bias, and with
+    the bias in all heads, in random heads and in the chosen heads. `out` gets texts, tables, a page
+    (report.html), and a card (selection.json) for `lapa2 generate --selection`. The same command
+    goes on after a stop. For example
+
+        lapa2 steer smollm2-135m --prompts neutral.txt --out results/steer
+        lapa2 steer smollm2-135m --task formal.toml --prompts neutral.txt \\
+            --classifiers models/formality --out results/formal
 
     Example:
         >>> from lapa2_interp import steer
         >>> prompts = [f"The {i}th of the" for i in range(32)]
-        >>> found = steer("planted", "sentiment", prompts, out="steered", method="prefix",
-        ...     length=12, workers=1, notify=lambda line: None)
+        >>> found = steer("planted", prompts, out="steered", method="prefix", length=12, workers=1,
+        ...     notify=lambda line: None)
         >>> list(found.tests["against"])
         ['no bias', 'all heads', 'random heads']
 
     Args:
-        model: A name or folder, as `load_model`.
-        task: A name of `lapa2 tasks`, a task file, or a task of two attributes or more, whose hard
-            prefixes have equal lengths in tokens.
-        prompts: At least 32, as `tasks.as_prompts` takes them: a quarter chooses heads, a quarter
-            tunes (64 at most each), the rest judges. The same text in other white space or capitals
-            counts once.
+        model: A name of `lapa2 models`, a hub id or a folder.
+        prompts: At least 32 prompts, better 250, or a file of them, as `lapa2 generate --prompts`
+            takes it: plain lines, or .jsonl with a field "prompt". A quarter chooses heads, a
+            quarter tunes (64 at most each), the rest judges. The same text in other white space or
+            capitals counts once.
         out: A folder for all results.
-        method: A name of `lapa2 methods`.
-        parameters: Its parameters. By default prefixes are hard and Pro-Aug is off.
-        budget: The perplexity of continuations that the bias may cost, as a multiple, above 1.
+        task: A name of `lapa2 tasks`, or a task file of two attributes or more, whose prefixes have
+            equal lengths in tokens.
+        method: A decoding method of `lapa2 methods`.
+        parameters: NAME=VALUE of the method, such as omega=60; repeat the option for more. By
+            default prefixes are hard and Pro-Aug is off.
+        budget: The perplexity of continuations that the bias may cost, as a multiple of that of
+            the method without bias; above 1.
         heads: The number of heads to choose; by default 9 % of all.
-        classifiers: As `accuracy=` of `lapa2 score`; the first decides. By default linear, which
-            shares no weights with the model, and adapter; a task of your own needs one.
+        classifiers: Classifiers of the attributes: linear, adapter, a hub id, a folder, or a file
+            of `lapa2 scorers train`. The first decides. By default linear and adapter, for tasks
+            that have them.
         perplexity: The model that measures perplexity; by default the model itself.
-        length, samples, seed: Tokens of a text, texts of each prompt and attribute, and their seed.
-        dtype, model_class, device: As `load_model`; heads are chosen in float32.
-        workers, threads, yes: As the options of `lapa2 sweep`.
+        length: Tokens of a text, as in `lapa2 generate`.
+        samples: Texts for each prompt and attribute.
+        seed: Seed of the texts, of the split of the prompts, and of random heads.
+        dtype: Precision of the texts; auto is bfloat16 or float32, whichever this machine computes
+            faster. Heads are chosen in float32.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        model_class: HookedTransformer needs transformer-lens 3.9; TransformersModel works without
+            hooks, through transformers' attention interface, and chooses heads by knock-out.
+        workers: By default one per GPU, or per CPU core.
+        threads: CPU threads of a worker, as in `lapa2 sweep`.
+        yes: Start also what would take a year, or more memory than there is.
         notify: Called with lines about what is done.
 
     Returns:

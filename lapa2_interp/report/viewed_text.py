@@ -32,6 +32,7 @@ from lapa2_interp.circuits.control import control_score
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.methods.freectrl import FreeCtrl
 from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import usable_memory
@@ -218,7 +219,7 @@ def recompute_attention(
     if steps < 1:
         raise TraceError(f"steps must be at least 1, found {steps}")
     first = next(iter(selected.cells.values()))
-    if first.decoding_method.rereads_text:
+    if isinstance(first.decoding_method, FreeCtrl):
         raise TraceError(
             f"method {first.method} changes the network while it decodes, so its texts cannot be"
             " read again; choose cells of another method"

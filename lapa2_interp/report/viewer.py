@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from markupsafe import escape
@@ -151,6 +151,18 @@ class View:
             self._chosen = Viewer(data=self.data, head=self.head, token=self.token)
         return self._chosen
 
+    def summary(self) -> str:
+        """How far the pass is from the recorded attention, a line an arm."""
+        return "\n".join(
+            f"{text.arm}: {len(text.tokens)} tokens read again, "
+            + (
+                "not recorded"
+                if text.off is None
+                else f"{text.off:.1e} from the recorded attention"
+            )
+            for text in self.text.arms
+        )
+
     def _repr_mimebundle_(self, **selected: Any) -> Any:
         """The widget; or the frame."""
         if (widget := self._widget()) is not None:
@@ -171,34 +183,42 @@ def view(
     steps: int = 64,
     same_text: bool = False,
     circuits: str | Path | None = None,
-    bits: Bits | None = None,
+    bits: Literal[8, 16] | None = None,
     model: Model | None = None,
     device: str | None = None,
     allow_code: bool = False,
+    out: str | Path | None = None,
 ) -> View:
-    """View one text of a run, the baseline beside an augmentation.
+    """Look into one text of a run: where every head attends at every step.
 
-    A forward pass of the run's model over the text gives the attention on every key, which a run
-    does not store. If the run has a trace of the text, the pass is compared with it.
+    The command writes a page, one file that loads nothing. It shows the baseline beside an
+    augmentation and their difference: the text, the attention of every step on every key, and a
+    grid of layers and heads. The text is read again with the run's model, because a run keeps sums
+    of attention only, and is compared with these sums. For example
+
+        lapa2 view results/run
+        lapa2 view results/run --only method=prefix --prompt "The lake" \\
+            --circuits results/circuits
 
     Args:
-        run: A run or its folder.
-        only: Select cells whose columns have these values, such as {"method": "prefix"}.
-        attribute: The attribute; by default the run's first.
+        run: A run's folder.
+        only: Only cells with these values, as COLUMN=VALUE: of a run of several methods or tasks
+            one is shown at a time.
+        attribute: By default the run's first.
         prompt: The prompt, or its beginning; by default the first.
-        sample: The number of the prompt's text, from 0.
-        arm: The augmentation beside the baseline, by its name in `run.cells`; by default the
-            paper's.
-        branch: The method's branch; by default the first with a prefix.
-        steps: Number of the text's tokens, at least 1.
-        same_text: Use the baseline's text in both arms, so that only the augmentation differs.
-        circuits: The folder of a study (`lapa2 circuits`) of the same model and task, which has
-            effects and direct logit attribution of heads, with intervals.
-        bits: Bits of a stored number, 8 or 16; by default 16 while the page stays below
-            `PAGE_BYTES`.
+        sample: Which of its texts, from 0.
+        arm: The augmentation beside the baseline, as `lapa2 runs` names it; by default the paper's.
+        branch: Which branch of the method; by default the first with a prefix.
+        steps: Tokens of the text that are shown.
+        same_text: Read the baseline's text in both arms, so that only the augmentation differs.
+        circuits: The folder of `lapa2 circuits` on the same model and task, for the effects of
+            heads and what they write.
+        bits: Of a stored number. By default 16, and 8 where the page would exceed 5 MB.
         model: The run's model, if it is loaded already.
-        device: Device on which it is loaded otherwise.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         allow_code: Import the module of a method MODULE:CLASS that the run names.
+        out: Also save the page as this file, and replace one that is there; the command writes
+            RUN/view.html by default.
 
     Raises:
         MethodError: The run's method is code that is not loaded, and not allowed.
@@ -213,7 +233,10 @@ def view(
         find_class(cell.method, allow_code)
     text = recompute_attention(loaded, selected, branch, steps, same_text, model, device)
     heads = {} if circuits is None else load_head_values(Path(circuits), text)
-    return View(text, heads, bits)
+    page = View(text, heads, bits)
+    if out is not None:
+        page.save(out)
+    return page
 
 
 def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str, Any]:

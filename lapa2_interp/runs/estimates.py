@@ -23,7 +23,7 @@ from lapa2_interp._util.progress import CountingBar
 from lapa2_interp._util.terminal import format_bytes
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import CACHE_BYTES, MAX_ROWS, plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
@@ -120,26 +120,20 @@ def check_affordable(texts: int, seconds: float, memory: int, yes: bool = False)
 
 def cost(cell: Cell) -> int:
     """A cell's row-tokens, padding included: every prompt once, and every new token but the last,
-    which nothing reads; where the method `rereads_text`, the whole text at every step."""
+    which nothing reads."""
     before, new = _lengths(cell)
-    again = cell.decoding_method.rereads_text
-    steps = (new - 1) * before + new * (new - 1) // 2 if again else new - 1
-    return len(cell.branches) * (len(cell.prompts) * before + cell.n_texts * steps)
+    return len(cell.branches) * (len(cell.prompts) * before + cell.n_texts * (new - 1))
 
 
 def work(cell: Cell) -> float:
     """A cell's row-tokens by the time that they take."""
-    once = len(cell.branches) * len(cell.prompts) * _lengths(cell)[0]
-    again = cell.decoding_method.rereads_text
-    return cost(cell) - (1 - AT_ONCE) * (cost(cell) if again else once)
+    at_once = len(cell.branches) * len(cell.prompts) * _lengths(cell)[0]
+    return cost(cell) - (1 - AT_ONCE) * at_once
 
 
 def step_size(cell: Cell, batches: int) -> tuple[int, int]:
-    """Rows of a step of a cell of so many batches, and keys in front of it; a text that is read
-    again at every step counts as many rows."""
-    again = cell.decoding_method.rereads_text
-    rows = MAX_ROWS if again else len(cell.branches) * cell.n_texts // batches
-    return rows, max(1, cell.length // 2)
+    """Rows of a step of a cell of so many batches, and keys in front of it."""
+    return len(cell.branches) * cell.n_texts // batches, max(1, cell.length // 2)
 
 
 def stored_bytes(cell: Cell, n_layers: int, n_heads: int) -> int:
@@ -262,7 +256,8 @@ def _step(model: Model, rows: int, keys: int) -> float:
     clock = machine.device_clock(model_card(model).device) if one_thread else perf_counter
     times: list[float] = []
     bar = CountingBar(lambda _: times.append(clock()))
-    decode_batches(model, plan_batches(model, cell), progress=bar)
+    plan = plan_batches(model, cell)
+    decode_batch(model, plan, plan.batches[0], bar)
     return min(after - before for before, after in pairwise(times))
 
 

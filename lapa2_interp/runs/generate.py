@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lapa2_interp._util.errors import EmptyDistributionError, Lapa2Error, ModelError
+from lapa2_interp._util.errors import Lapa2Error, ModelError
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.attention.recorder import trace_bytes
@@ -149,12 +149,11 @@ def generate(
 
     Returns:
         A run in memory: `samples()`, `trace()`, `steps()`, `heads()`, `plot()`, `save(FOLDER)`.
+        `problems` names texts that ended because no token was left to draw (`finish` "empty").
 
     Raises:
         Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
         RunError: It would take a year, or more memory than there is.
-        EmptyDistributionError: Texts ended because no token was left to draw; its attribute `run`
-            holds them.
     """
     given = locals()  # the parameters have the names of the settings' fields
     fields = python_values({name: given[name] for name in CellSettings.model_fields})
@@ -174,22 +173,7 @@ def generate(
     seconds = sum(map(cost, cells)) * _rate(model, 0)[0]
     size = sum(stored_bytes(cell, model.cfg.n_layers, model.cfg.n_heads) for cell in cells)
     check_affordable(sum(cell.n_texts for cell in cells), seconds, size, yes)
-    run = make_cells(model, cells, announce=announce)
-    for key in run.by_key:
-        if problems := run.manifest(key).problems:
-            raise UnfinishedTextsError(problems[0], run)
-    return run
-
-
-class UnfinishedTextsError(EmptyDistributionError):
-    """Some texts ended because no token was left to draw.
-
-    `run` holds all texts, the ended ones up to their last token.
-    """
-
-    def __init__(self, message: str, run: Run) -> None:
-        super().__init__(message)
-        self.run = run
+    return make_cells(model, cells, announce=announce)
 
 
 @accepts_model_name
@@ -248,12 +232,6 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
         f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"
     )
-    if plans[0].method.rereads_text:
-        cached, read = (sum(each.tokens_read(reread) for each in plans) for reread in (False, True))
-        line += (
-            f"; every step reads its text again: {read} tokens through the model, where a cache"
-            f" would need {cached}"
-        )
     tokens = sum(work(each.cell) for each in plans)
     per_token, basis = _rate(model, tokens, step_size(plans[0].cell, len(plans[0].batches)))
     if tokens * per_token > LONG:

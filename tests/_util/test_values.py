@@ -49,7 +49,7 @@ def test_where_text_is_allowed_it_stays_text():
         lambda value: Layout.of(None, None, "The lake", soft=value),
         lambda value: teacher_forced("planted", None, [[1]], chunk=value),
         lambda value: methods.get("air-decoding", omega=value),
-        lambda value: steer("planted", "sentiment", [], out="never", budget=value),
+        lambda value: steer("planted", [], "sentiment", out="never", budget=value),
         lambda value: view("nowhere", steps=value),
     ],
 )

@@ -234,8 +234,14 @@ def test_the_commands(tmp_path, capsys):
     (cell,) = load_run(tmp_path / "made").by_key.values()
     (rule,) = active_augmentations(cell.augmentation)
     assert (rule.heads, rule.span, rule.alpha) == ((key["carrier"],), ("prefix", (1,)), 0.5)
-    assert main([*made[:-1], str(tmp_path / "no"), "--heads", "0.1"]) == 2
-    assert "--selection gives the heads; leave out --heads" in capsys.readouterr().err
+    bias = ["--augmentation", "lapa2:law=sqrt,phase=decode + instaboost:span=bos"]
+    assert main([*made[:-1], str(tmp_path / "more"), *bias]) == 0
+    (cell,) = load_run(tmp_path / "more").by_key.values()
+    chosen, on_bos = active_augmentations(cell.augmentation)
+    assert (chosen.heads, chosen.span, chosen.law) == (rule.heads, ("prefix", (1,)), "sqrt")
+    assert (on_bos.heads, on_bos.span, on_bos.law) == (rule.heads, "bos", "scale")
+    assert main([*made[:-1], str(tmp_path / "no"), "--augmentation", "lapa2:heads=0.1"]) == 2
+    assert "recipe lapa2 is given heads twice; leave heads out" in capsys.readouterr().err
     line = f"fading planted --filler 40 --tokens 4 --selection {card} --random 1 --out {out}"
     assert main(line.split()) == 0
     printed = capsys.readouterr().out

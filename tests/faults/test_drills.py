@@ -48,7 +48,6 @@ def finish(process):
 
 
 KILLED = {
-    "one small sweep": f"{SWEEP} --set augmentation=paper",
     "one study": LINES["fading"],
     "one training": LINES["prefix train"],
 }

@@ -72,7 +72,7 @@ class Stored:
 SWEEPS = SWEEP.replace("{out}", "{home}/run")
 SCORES = "score {home}/run --scorers distinct --cache {home}/cache --out {home}/scores"
 TRAINS = LINES["prefix train"].replace("{out}", "{home}/out")
-CHECKS = "scorers check {home}/reviews.jsonl --label label --scorer accuracy={home}/scorer/sentiment.npz --cache {home}/cache"
+CHECKS = "score {home}/reviews.jsonl --attribute positive --scorers accuracy={home}/scorer/sentiment.npz --cache {home}/cache"
 SELECTS = (
     "generate --model planted --attribute positive --alpha 1 --selection {home}/selection.json "
     "--length 20 --device cpu --out {home}/steered"
@@ -84,8 +84,6 @@ NOT_A_BIT = (TRUNCATED, EMPTY, FOLDER, REMOVED)
 KINDS = {
     "run.json": Stored("run/run.json", "runs {home}/run", SWEEPS, mended=(REMOVED,)),
     "a cell's settings": Stored("run/cells/*/cell.json", SCORES, SWEEPS, mended=NOT_A_FOLDER),
-    "texts of a batch": Stored("run/cells/*/001.parquet", SCORES, SWEEPS, left_out=(REMOVED,)),
-    "trace of a batch": Stored("run/cells/*/001.nc", "trace {home}/run --out {home}/table", SWEEPS),
     "record of a batch": Stored("run/cells/*/001.json", SCORES, SWEEPS, left_out=HARMS),
     "a soft prefix's card": Stored("set/positive.json", EVALUATES, None, NOT_GONE),
     "a soft prefix": Stored("set/positive.safetensors", EVALUATES, None, (TRUNCATED, BIT, EMPTY)),

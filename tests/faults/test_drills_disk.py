@@ -11,7 +11,7 @@ from lapa2_interp.cli.app import main
 
 pytestmark = pytest.mark.drill
 WRITING = (
-    "sweep", "generate", "score", "propositions", "select", "fading", "prefix train", "view", "report",
+    "generate", "score", "propositions", "select", "fading", "prefix train", "view", "report",
 )  # fmt: skip
 LITTLE = (0, 24, 160)
 """KiB that are free; a command that needs less than one of them ends well."""

@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
     where = tmp_path_factory.mktemp("study")
     (where / "book.txt").write_text("It was a long way to the lake, and the road was steep. " * 60)
     line = "propositions --alphas 0.5 1 --free 1 --long-texts 3 --long-length 100"
-    given = ["--long-dtype", "float32", "--text", str(where / "book.txt")]
-    assert main([*line.split(), *SMALL, *given, "--out", str(where / "out")]) == 0
+    options = ["--long-dtype", "float32", "--text", str(where / "book.txt")]
+    assert main([*line.split(), *SMALL, *options, "--out", str(where / "out")]) == 0
     return where / "out"
 
 
@@ -86,17 +86,19 @@ def test_figures_are_drawn_from_their_tables(folder):
     for panel in proposition_plots.regimes(shares).axes:
         part = shares[shares["alpha"] == float(panel.get_title().removeprefix("alpha = "))]
         for family, curve in part.groupby("family", sort=False):
-            line = next(each for each in panel.lines if each.get_label() == family)
+            line = next(curve for curve in panel.lines if curve.get_label() == family)
             assert line.get_ydata() == pytest.approx(curve["mean"].to_numpy())
-        (closed,) = (each for each in panel.lines if each.get_label() == "Eq. 11")
+        (closed,) = (curve for curve in panel.lines if curve.get_label() == "Eq. 11")
         assert closed.get_ydata() == pytest.approx(
             part["predicted"].to_numpy()[: len(closed.get_ydata())]
         )
-    found = next(table for name, table in tables.items() if name.endswith("predictions"))
+    predicted = next(table for name, table in tables.items() if name.endswith("predictions"))
     for panel, (_, part) in zip(
-        proposition_plots.predictions(found).axes, found.groupby("alpha", sort=False), strict=True
+        proposition_plots.predictions(predicted).axes,
+        predicted.groupby("alpha", sort=False),
+        strict=True,
     ):
-        drawn = {each.get_label(): each.get_ydata() for each in panel.lines}
+        drawn = {curve.get_label(): curve.get_ydata() for curve in panel.lines}
         for label, column in (
             ("baseline", "baseline"),
             ("predicted from it", "predicted"),
@@ -110,10 +112,10 @@ def test_baseline_alone_and_alphas_given_twice(tmp_path):
         model="tiny-llama", length=40, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=5
     )
     assert study.alphas == ()
-    found = run_proposition_study(study)
-    assert set(found.tables) == {"free_curves", "free_exponents", "verdicts"}
-    assert set(found.tables["verdicts"]["alpha"].isna()) == {True}
-    assert "prefix attention falls" in format_verdicts(found.tables["verdicts"])
+    results = run_proposition_study(study)
+    assert set(results.tables) == {"free_curves", "free_exponents", "verdicts"}
+    assert set(results.tables["verdicts"]["alpha"].isna()) == {True}
+    assert "prefix attention falls" in format_verdicts(results.tables["verdicts"])
     assert PropositionStudy(alphas=(1.0, 0.5, 0.5, 0.0)).alphas == (0.5, 1.0)
     assert PropositionStudy(dtype="auto").dtype in ("float32", "bfloat16")
 

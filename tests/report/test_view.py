@@ -24,6 +24,7 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.cli.app import main
 from lapa2_interp.methods import load_task
+from lapa2_interp.methods.prefix import PrefixConditioning
 from lapa2_interp.report import view
 from lapa2_interp.report.encoding import (
     FLOOR,
@@ -337,7 +338,7 @@ def test_what_cannot_be_shown_is_refused(run, tmp_path, monkeypatch):
         view(run, model=model, circuits=tmp_path)
     with pytest.raises(TraceError, match="was made with weights"):
         view(run, model=load("tiny-llama"))
-    monkeypatch.setattr("lapa2_interp.methods.prefix.PrefixConditioning.rereads_text", True)
+    monkeypatch.setattr("lapa2_interp.report.viewed_text.FreeCtrl", PrefixConditioning)
     with pytest.raises(TraceError, match="changes the network while it decodes"):
         view(run, model=model)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import lapa2, load, soft_set
 
-from lapa2_interp._util.errors import GridError, ModelError
+from lapa2_interp._util.errors import GridError, Lapa2Error, ModelError
 from lapa2_interp._util.terminal import format_bytes, format_duration
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import RECIPES, parse_recipes, recipe_name
@@ -22,6 +22,7 @@ from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods.base import SoftPrefixKey
+from lapa2_interp.models import load as models
 from lapa2_interp.models import machine
 from lapa2_interp.models.machine import store_measurement, stored_measurement
 from lapa2_interp.models.smollm2 import smollm2_folder
@@ -141,24 +142,6 @@ def test_a_grid_takes_recipes_together(text, grid):
         for name in ("lapa2", "instaboost:M=5")
         for each in parse_recipes(name)
     }
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("past", "unknown augmentation 'past'.*did you mean 'pasta'.*or a table of fields"),
-        ("selective:tokens=1", "needs tokens and heads|needs heads"),
-        ("pasta:alpha=x", "recipe pasta: alpha: input should be a valid number, found .x."),
-    ],
-)
-def test_a_grid_refuses_recipes_by_name(text, problem, tmp_path):
-    file = tmp_path / "mine.toml"
-    file.write_text(
-        f'model = "tiny-llama"\ntask = "sentiment"\nlength = 8\nsamples = 1\n[[block]]\n'
-        f'method = "prefix"\naugmentation = ["none", "{text}"]\n'
-    )
-    with pytest.raises(GridError, match=problem):
-        load_grid(str(file))
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -524,94 +507,118 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
 # --- what is refused
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (('length = 24', 'lenght = 24'), "grid .*g.toml, block 1: unknown setting 'lenght'; allowed: .*did you mean 'length'"),
-        (('"prefix"', '"prefx"'), "unknown method 'prefx'; allowed: none, .*did you mean 'prefix'"),
-        (('"prefix"', '{ name = "air-decoding", omga = 3 }'), "method 'air-decoding': unknown field 'omga'; .*'omega'"),
-        (('"prefix"', '{ omega = 3 }'), "a method is a name or { name = ... }, found {'omega': 3}"),
-        (('"prefix"', '3'), "method must be a name, .* found 3"),
-        (('"prefix"', '[]'), "block 1: method is an empty list, so there is no cell"),
-        (('"sentiment"', '"sentimant"'), "unknown task 'sentimant'; allowed: .*did you mean 'sentiment'"),
-        (('samples = 1', 'samples = 1\nattribute = "positiv"'), "unknown attribute 'positiv'; allowed: .*'positive'"),
-        (('samples = 1', 'samples = 0'), "samples: input should be greater than or equal to 1, found 0"),
-        (('samples = 1', 'samples = "many"'), "samples: .* valid integer.*, found 'many'"),
-        (('samples = 1', 'samples = true'), "samples: input should be a number, found True"),
-        (('prompts = 2', 'prompts = true'), "prompts: takes task, a number .* found True"),
-        (('length = 24', 'length = 24\naugmentation = { alpha = true }'), "alpha: input should be a valid number, found True"),
-        (('prompts = 2', 'prompts = 0'), "prompts: takes task, a number of at least 1, .* found 0"),
-        (('prompts = 2', 'prompts = "nowhere.txt"'), "cannot read prompts from nowhere.txt: No such file or directory; give a file that ends in .txt"),
-        (('prompts = 2', 'prompts = { file = "p.txt" }'), "prompts: takes task.*; found {'file': 'p.txt'}"),
-        (('length = 24', 'length = 24\nmodel_class = "HookdTransformer"'), "model_class: .*'HookedTransformer' .*, found 'Hookd"),
-        (('"float32"', '"float23"'), "unknown dtype 'float23'; allowed: auto, float32, .*"),
-        (('length = 24', 'length = 24\neos = "go"'), "eos: .*'keep', 'stop' or 'block', found 'go'"),
-        (('length = 24', 'length = 24\naugmentation = "papr"'), "unknown augmentation 'papr'; .*did you mean 'paper'"),
-        (('length = 24', 'length = 24\naugmentation = { alpha = -1 }'), "alpha of law 'log' .*greater than or equal to 0, found -1"),
-        (('length = 24', 'length = 24\naugmentation = { lawe = "log" }'), "unknown field 'lawe'; .*did you mean 'law'"),
-        (('length = 24', 'length = 24\naugmentation = { law = "constant" }'), "the constant law needs l0"),
-        (('length = 24', 'length = 24\nalpha = [0.5]\naugmentation = ["paper", { alpha = 1.0 }]'), r"alpha 0.5 is for an augmentation that leaves .*, and { alpha = 1.0 } has a strength of its own; leave one out"),
-        (('length = 24', 'length = 24\nalpha = [0.5]\naugmentation = "instaboost:M=5"'), "'instaboost:M=5' has a strength of its own"),
-        (('length = 24', 'length = 24\nalpha = 0.5\naugmentation = "lapa2:alpha=1"'), "'lapa2:alpha=1' has a strength of its own"),
-        (('length = 24', 'length = 24\nalpha = [0.5, 1]\naugmentation = ["none"]'), r"alpha \[0.5, 1\] is for an augmentation, and augmentation is none; leave one out"),
-        (('length = 24', 'length = 24\nalpha = [0.5, 1]\naugmentation = { layers = "top", label = "up" }'), "the label 'up' names two arms .alpha 0.5 paper, layers top; alpha 1 paper, layers top.; give each its own"),
-        (('length = 24', 'length = 24\naugmentation = { layers = [] }'), "augmentation.layers is an empty list, so there is no cell"),
-        (('length = 24', 'length = 24\naugmentation = { layers = ["botom", "top"] }'), "layers: takes 'all', 'bottom', .*; found 'botom'"),
-        (('length = 24', 'length = 24\npatterns = [[0, 0], [1, 1]]'), r"patterns: takes pairs .*found \[0, 0\].*write all pairs as one text, or in a list more"),
-        (('length = 24', 'length = 24\naugmentation = { lawe = ["log", "sqrt"] }'), "unknown field 'lawe'; .*did you mean 'law'"),
-        (('length = 24', 'length = 24\naugmentation = { law = ["log", "constant"], l0 = 9.0 }'), "l0 belongs to the constant law, not to law 'log'"),
-        (('length = 24', 'length = 24\naugmentation = { label = ["a", "b"] }'), "the label of an augmentation is a text, found .'a', 'b'."),
-        (('length = 24', 'length = 24\naugmentation = 3'), "augmentation must be .*, recipes as one text .*; found 3"),
-        (('length = 24', 'length = 24\nlabel = 3'), "label: input should be a valid string, found 3"),
-        (('"prefix"', '"none"\nprefix = "Quite {attribute}:"'), "prefix 'Quite {attribute}:' changes nothing for none"),
-        (('"prefix"', '"datg"\naugmentation = { alpha = 1.0 }'), "datg has no prefix for an augmentation to act on; generate without"),
-        (('model =', 'model ='), None),
-        (('model = "tiny-gpt2"', 'model = '), r"grid .*: Invalid value \(at line 2, .*`lapa2 grids` ends with an example"),
-        (('length = 24', 'block = 3'), r"a block begins with \[\[block\]\], in double brackets"),
-        (('method = "prefix"', '[block]\nmethod = "prefix"'), r"a block begins with \[\[block\]\], in double brackets"),
-        (('length = 24', 'block = []'), "has no block, so no cell; `lapa2 grids` ends with an example"),
-    ],
-)  # fmt: skip
-def test_bad_grids_are_refused_in_a_line(grid, change, message):
-    text = TINY.replace(*change)
-    if message is None:
-        assert grid(text).cells
+REFUSED = [
+    ("lenght = 24", "grid .*g.toml, block 1: unknown setting 'lenght'; allowed: .*did you mean 'length'"),
+    ('method = "prefx"', "unknown method 'prefx'; allowed: none, .*did you mean 'prefix'"),
+    ('method = { name = "air-decoding", omga = 3 }', "method 'air-decoding': unknown field 'omga'; .*'omega'"),
+    ("method = { omega = 3 }", "a method is a name or { name = ... }, found {'omega': 3}"),
+    ("method = 3", "method must be a name, .* found 3"),
+    ("method = []", "block 1: method is an empty list, so there is no cell"),
+    ('task = "sentimant"', "unknown task 'sentimant'; allowed: .*did you mean 'sentiment'"),
+    ('attribute = "positiv"', "unknown attribute 'positiv'; allowed: .*'positive'"),
+    ("samples = 0", "samples: input should be greater than or equal to 1, found 0"),
+    ('samples = "many"', "samples: .* valid integer.*, found 'many'"),
+    ("samples = true", "samples: input should be a number, found True"),
+    ("prompts = true", "prompts: takes task, a number .* found True"),
+    ("augmentation = { alpha = true }", "alpha: input should be a valid number, found True"),
+    ("prompts = 0", "prompts: takes task, a number of at least 1, .* found 0"),
+    ('prompts = "nowhere.txt"', "cannot read prompts from nowhere.txt: No such file or directory; give a file that ends in .txt"),
+    ('prompts = { file = "p.txt" }', "prompts: takes task.*; found {'file': 'p.txt'}"),
+    ('model_class = "HookdTransformer"', "model_class: .*'HookedTransformer' .*, found 'Hookd"),
+    ('dtype = "float23"', "unknown dtype 'float23'; allowed: auto, float32, .*"),
+    ('eos = "go"', "eos: .*'keep', 'stop' or 'block', found 'go'"),
+    ('augmentation = "papr"', "unknown augmentation 'papr'; .*did you mean 'paper'"),
+    ("augmentation = { alpha = -1 }", "alpha of law 'log' .*greater than or equal to 0, found -1"),
+    ('augmentation = { lawe = "log" }', "unknown field 'lawe'; .*did you mean 'law'"),
+    ('augmentation = { law = "constant" }', "the constant law needs l0"),
+    ('alpha = [0.5]\naugmentation = ["paper", { alpha = 1.0 }]', "alpha 0.5 is for an augmentation that leaves .*, and { alpha = 1.0 } has a strength of its own; leave one out"),
+    ('alpha = [0.5]\naugmentation = "instaboost:M=5"', "'instaboost:M=5' has a strength of its own"),
+    ('alpha = 0.5\naugmentation = "lapa2:alpha=1"', "'lapa2:alpha=1' has a strength of its own"),
+    ('alpha = [0.5, 1]\naugmentation = ["none"]', r"alpha \[0.5, 1\] is for an augmentation, and augmentation is none; leave one out"),
+    ('alpha = [0.5, 1]\naugmentation = { layers = "top", label = "up" }', "the label 'up' names two arms .alpha 0.5 paper, layers top; alpha 1 paper, layers top.; give each its own"),
+    ("augmentation = { layers = [] }", "augmentation.layers is an empty list, so there is no cell"),
+    ('augmentation = { layers = ["botom", "top"] }', "layers: takes 'all', 'bottom', .*; found 'botom'"),
+    ("patterns = [[0, 0], [1, 1]]", r"patterns: takes pairs .*found \[0, 0\].*write all pairs as one text, or in a list more"),
+    ('augmentation = { lawe = ["log", "sqrt"] }', "unknown field 'lawe'; .*did you mean 'law'"),
+    ('augmentation = { law = ["log", "constant"], l0 = 9.0 }', "l0 belongs to the constant law, not to law 'log'"),
+    ('augmentation = { label = ["a", "b"] }', "the label of an augmentation is a text, found .'a', 'b'."),
+    ("augmentation = 3", "augmentation must be .*, recipes as one text .*; found 3"),
+    ("label = 3", "label: input should be a valid string, found 3"),
+    ('method = "none"\nprefix = "Quite {attribute}:"', "prefix 'Quite {attribute}:' changes nothing for none"),
+    ('method = "datg"\naugmentation = { alpha = 1.0 }', "datg has no prefix for an augmentation to act on; generate without"),
+    ("model = ", r"grid .*: Invalid value \(at line 2, .*`lapa2 grids` ends with an example"),
+    ("block = 3", r"a block begins with \[\[block\]\], in double brackets"),
+    ('[block]\nmethod = "prefix"', r"a block begins with \[\[block\]\], in double brackets"),
+    ("block = []", "has no block, so no cell; `lapa2 grids` ends with an example"),
+    ('augmentation = ["none", "past"]', "unknown augmentation 'past'.*did you mean 'pasta'.*or a table of fields"),
+    ('augmentation = ["none", "selective:tokens=1"]', "needs tokens and heads|needs heads"),
+    ('augmentation = ["none", "pasta:alpha=x"]', "recipe pasta: alpha: input should be a valid number, found .x."),
+    ("[[block]]\nseed = 1\n[[block]]\naugmentation = []", "block 2: augmentation is an empty list"),
+    # Of cells, by `check_grids`.
+    ("augmentation = { layers = [9] }", "layer 9 does not exist; the model has layers 0-3"),
+    ("augmentation = { heads = [[1, 4]] }", r"head \(1, 4\) does not exist; .* heads 0-3"),
+    ("augmentation = { layers = [0], heads = [[1, 2]] }", "have nothing in common in a model of 4 layers"),
+    ("augmentation = { span = [[3, 99]] }", r"span \[3, 99\) lies outside the sequence of"),
+    ("length = 16", "length 16 leaves nothing to generate after the 16 tokens of 'Once upon a time'"),
+    ("length = 250", "of BOS, prefix and prompt .* exceed the context of 256 of tiny-gpt2; shorten"),
+    ("doubled_bos = true", "doubled_bos reproduces tokenizers that prepend BOS themselves"),
+    # Of calls.
+    (lambda: load_grid("quick/scalling"), "unknown grid 'quick/scalling'; .*did you mean 'quick/scaling'.*or the path of a .toml"),
+    (lambda: load_grid("nowhere.toml"), "there is no file nowhere.toml; `lapa2 grids` ends with an example"),
+    (lambda: parse_changes(["samples"]), "set 'samples' is not of the form KEY=VALUE, such as samples=2"),
+    (lambda: parse_changes(["sample=2"]), "set: unknown setting 'sample'; allowed: .*did you mean 'samples'"),
+    (lambda: parse_changes(["samples=1", "samples=5"]), "set gives samples twice, 1 and 5; give it once"),
+    (lambda: check_device("gpu7"), "cannot use device 'gpu7'"),
+    # Of commands, where GRID is a grid and OUT is not there.
+    ("lapa2 sweep --out OUT", "name a grid: `lapa2 sweep quick/sent_topic --out RUN`"),
+    ("lapa2 sweep quick/alpha", "--out"),
+    ("lapa2 sweep quick/alfa --out OUT", "did you mean 'quick/alpha'"),
+    ("lapa2 sweep quick/alpha --set lenght=3 --out OUT", "did you mean 'length'"),
+    ("lapa2 sweep GRID --out OUT --workers 0", "--workers must be at least 1, found 0"),
+    ("lapa2 sweep GRID --out OUT --threads 0", "--threads must be at least 1, found 0"),
+    ("lapa2 sweep GRID --out OUT --device cudaa", "cannot use device 'cudaa'"),
+    ("lapa2 sweep GRID --out OUT --engine slurm", "slurm"),
+    ("lapa2 sweep GRID --out /proc/nowhere/run --workers 1 --device cpu", "cannot write /proc/nowhere/run"),
+    ("lapa2 grids nonsense", "unknown grid 'nonsense'"),
+    ("lapa2 runs OUT", "there is no folder "),
+    ("lapa2 runs .", ". is not a run: it has no run.json; `lapa2 generate` and `lapa2 sweep"),
+    ("lapa2 runs OUT --state broken", "broken"),
+    ("lapa2 sweep CANNOT --out OUT --workers 1 --device cpu", r"lapa2: grid g, cell \w{16} \(tiny-gpt2 sentiment/positive prefix, alpha 0.5 paper\): length 16 leaves nothing"),
+]  # fmt: skip
+"""What is asked for, which is lines of a grid that replace those of `TINY` or follow it, a call, or a
+command; and what the one line of the error says."""
+
+
+def with_lines(lines):
+    text = TINY
+    for line in lines.splitlines():
+        stated = re.search(rf"(?m)^{re.escape(line.split(' ')[0])} = .*\n", text)
+        start, stop = stated.span() if stated else (len(text), len(text))
+        text = f"{text[:start]}{line}\n{text[stop:]}"
+    return text
+
+
+@pytest.mark.parametrize(("asked", "message"), REFUSED)
+def test_what_is_refused_is_so_in_a_line_before_anything_runs(
+    grid, tmp_path, monkeypatch, capsys, asked, message
+):
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("nothing is loaded"))
+    if isinstance(asked, str) and asked.startswith("lapa2 "):
+        (tmp_path / "can.toml").write_text(TINY)
+        (tmp_path / "g.toml").write_text(with_lines("length = 16"))
+        names = {"GRID": "can.toml", "CANNOT": "g.toml", "OUT": "out"}
+        line = asked.removeprefix("lapa2 ")
+        for word, name in names.items():
+            line = line.replace(word, str(tmp_path / name))
+        assert lapa2(line) == 2
+        printed = capsys.readouterr().err.splitlines()
+        (error,) = [line for line in printed if line.startswith("lapa2: ")]
+        assert re.search(message, error)
+        assert not (tmp_path / "out").exists()
         return
-    with pytest.raises(GridError, match=message) as caught:
-        grid(text)
+    with pytest.raises(Lapa2Error, match=message) as caught:
+        asked() if callable(asked) else check_grids([grid(with_lines(asked))])
     assert "\n" not in str(caught.value)
-
-
-def test_an_empty_axis_in_one_of_two_blocks_is_no_silence(grid):
-    with pytest.raises(GridError, match="block 2: augmentation is an empty list"):
-        grid(f"{TINY}\n[[block]]\nseed = 1\n[[block]]\naugmentation = []")
-
-
-def test_unknown_grids_and_malformed_changes(tmp_path):
-    (tmp_path / "latin.toml").write_bytes("description = 'é'".encode("latin-1"))
-    with pytest.raises(GridError, match=r"cannot read .*latin\.toml as text: "):
-        load_grid(str(tmp_path / "latin.toml"))
-    with pytest.raises(
-        GridError,
-        match=(
-            "unknown grid 'quick/scalling'; .*did you mean 'quick/scaling'.*or the path of a .toml"
-        ),
-    ):
-        load_grid("quick/scalling")
-    with pytest.raises(
-        GridError, match="there is no file nowhere.toml; `lapa2 grids` ends with an example"
-    ):
-        load_grid("nowhere.toml")
-    with pytest.raises(
-        GridError, match="set 'samples' is not of the form KEY=VALUE, such as samples=2"
-    ):
-        parse_changes(["samples"])
-    with pytest.raises(
-        GridError, match="set: unknown setting 'sample'; allowed: .*did you mean 'samples'"
-    ):
-        parse_changes(["sample=2"])
-    with pytest.raises(GridError, match="set gives samples twice, 1 and 5; give it once"):
-        parse_changes(["samples=1", "samples=5"])
 
 
 def test_a_prompt_that_is_given_twice_is_refused(tmp_path, grid, monkeypatch):
@@ -640,48 +647,6 @@ def test_prompts_that_are_not_there_are_needed_and_refused_by_a_sweep(
     (tmp_path / "rtp.txt").write_text("One\nTwo\n")
     with pytest.raises(GridError, match="rtp.txt has 2 prompts, and not 3"):
         grid(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("augmentation = { layers = [9] }", "layer 9 does not exist; the model has layers 0-3"),
-        ("augmentation = { heads = [[1, 4]] }", r"head \(1, 4\) does not exist; .* heads 0-3"),
-        (
-            "augmentation = { layers = [0], heads = [[1, 2]] }",
-            "have nothing in common in a model of 4 layers",
-        ),
-        ("augmentation = { span = [[3, 99]] }", r"span \[3, 99\) lies outside the sequence of"),
-        (
-            "length = 16",
-            "length 16 leaves nothing to generate after the 16 tokens of 'Once upon a time'",
-        ),
-        (
-            "length = 250",
-            "of BOS, prefix and prompt .* exceed the context of 256 of tiny-gpt2; shorten",
-        ),
-        ("doubled_bos = true", "doubled_bos reproduces tokenizers that prepend BOS themselves"),
-    ],
-)
-def test_cells_that_cannot_be_made_are_refused_before_anything_runs(
-    tmp_path, monkeypatch, capsys, text, message
-):
-    from lapa2_interp.models import load as models
-
-    monkeypatch.chdir(tmp_path)
-    key = text.partition(" ")[0]
-    lines = [line for line in TINY.splitlines() if not line.startswith(key)]
-    (tmp_path / "g.toml").write_text("\n".join([*lines, text]))
-    monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("nothing is loaded"))
-    assert lapa2("sweep g.toml --out run --workers 1 --device cpu") == 2
-    error = capsys.readouterr().err
-    cell = load_grid("g.toml").cells[0]
-    assert error.startswith(f"lapa2: grid g, cell {cell.key} ({cell.description}): ")
-    import re
-
-    assert re.search(message, error), error
-    assert len(error.splitlines()) == 1
-    assert not (tmp_path / "run").exists()
 
 
 def test_soft_prefixes_of_another_model_are_refused_before_anything_runs(tmp_path, grid):
@@ -744,44 +709,15 @@ def test_checks_load_a_tokenizer_once(grid, monkeypatch):
     assert loaded == ["tiny-gpt2"]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("sweep --out OUT", "name a grid: `lapa2 sweep quick/sent_topic --out RUN`"),
-        ("sweep quick/alpha", "--out"),
-        ("sweep quick/alfa --out OUT", "did you mean 'quick/alpha'"),
-        ("sweep quick/alpha --set lenght=3 --out OUT", "did you mean 'length'"),
-        ("sweep GRID --out OUT --workers 0", "--workers must be at least 1, found 0"),
-        ("sweep GRID --out OUT --threads 0", "--threads must be at least 1, found 0"),
-        ("sweep GRID --out OUT --device cudaa", "cannot use device 'cudaa'"),
-        ("sweep GRID --out OUT --engine slurm", "slurm"),
-        (
-            "sweep GRID --out /proc/nowhere/run --workers 1 --device cpu",
-            "cannot write /proc/nowhere/run",
-        ),
-        ("grids nonsense", "unknown grid 'nonsense'"),
-        ("runs OUT", "there is no folder "),
-        ("runs .", ". is not a run: it has no run.json; `lapa2 generate` and `lapa2 sweep"),
-        ("runs OUT --state broken", "broken"),
-    ],
-)
-def test_commands_refuse_in_a_line(tmp_path, capsys, line, message):
-    (tmp_path / "g.toml").write_text(TINY)
-    assert (
-        lapa2(line.replace("GRID", str(tmp_path / "g.toml")).replace("OUT", str(tmp_path / "out")))
-        == 2
-    )
-    errors = [each for each in capsys.readouterr().err.splitlines() if each.startswith("lapa2:")]
-    assert len(errors) == 1
-    assert message in errors[0]
-    assert not (tmp_path / "out").exists()
+def test_a_grid_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "latin.toml").write_bytes("description = 'é'".encode("latin-1"))
+    with pytest.raises(GridError, match=r"cannot read .*latin\.toml as text: "):
+        load_grid(str(tmp_path / "latin.toml"))
 
 
-def test_a_device_is_known_or_named():
+def test_the_usual_devices_are_known():
     check_device(None)
     check_device("cpu")
-    with pytest.raises(ModelError, match="cannot use device 'gpu7'"):
-        check_device("gpu7")
 
 
 def test_a_dry_run_says_the_work_and_makes_nothing(tmp_path, capsys, monkeypatch):
@@ -822,14 +758,8 @@ def tokens_read(cell):
     return sum(read)
 
 
-@pytest.mark.parametrize(
-    ("method", "again"),
-    [("prefix", False), ("air-decoding", False), ("preadd", False), ("prefix", True)],
-)
-def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, again):
-    from lapa2_interp.methods.registry import known_methods
-
-    monkeypatch.setattr(known_methods()[method], "rereads_text", again)
+@pytest.mark.parametrize("method", ["prefix", "air-decoding", "preadd"])
+def test_the_cost_of_a_cell_is_what_the_model_reads(grid, method):
     text = (
         TINY.replace("length = 24", "length = 40")
         .replace("samples = 1", "samples = 3")
@@ -843,7 +773,7 @@ def test_the_cost_of_a_cell_is_what_the_model_reads(grid, monkeypatch, method, a
     (cell,) = grid(text.replace('"sentiment"', task)).cells
     read = tokens_read(cell)
     assert cost(cell) == pytest.approx(read, rel=0.15)
-    assert read > (1000 if again else 100)
+    assert read > 100
 
 
 def test_the_cost_without_a_tokenizer_is_near_that_with_one():
@@ -861,12 +791,7 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
                 text = None if isinstance(branch.prefix, SoftPrefixKey) else branch.prefix
                 found = layout(text, branch.join + prompt)
                 new = cell.length - found.l_pro * cell.task.length_counts_prompt
-                each = (
-                    (new - 1) * len(found.ids) + new * (new - 1) // 2
-                    if method.rereads_text
-                    else new - 1
-                )
-                total += len(found.ids) + cell.samples * each
+                total += len(found.ids) + cell.samples * (new - 1)
             assert cost(cell) == pytest.approx(total, rel=0.15), cell.description
             guessed, counted = guessed + cost(cell), counted + total
     assert guessed == pytest.approx(counted, rel=0.05)
@@ -973,16 +898,6 @@ def test_estimates_add_up(grid, own_cache):
     more = [cells[0].model_copy(update={"samples": n}) for n in (1, 2, 3)]
     costs = [cost(cell) for cell in more]
     assert costs[2] - costs[1] == costs[1] - costs[0] > 0, "a prompt is read once"
-
-
-def test_a_method_that_reads_its_text_again_costs_more(grid, own_cache, monkeypatch):
-    known_rate(0.01)
-    cells = grid(TINY + 'attribute = "positive"').cells
-    once = estimate(cells, 1, "cpu")
-    monkeypatch.setattr(type(cells[0].decoding_method), "rereads_text", True)
-    again = estimate(cells, 1, "cpu")
-    assert again.row_tokens > 5 * once.row_tokens
-    assert again.seconds - START > 4 * (once.seconds - START)
 
 
 def test_the_rows_of_an_estimate_are_those_of_the_plan(grid, monkeypatch):

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import xarray as xr
 from conftest import load, run_of
+from jobs import FakeWorker, Serial
 
 from lapa2_interp import Augmentation, Layout, generate, load_run
 from lapa2_interp._util.errors import (
@@ -35,7 +36,6 @@ from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import Run, each_once, finished_cell, is_run, write_run
 from lapa2_interp.runs.store import Listing
 from lapa2_interp.runs.sweep import open_run, sweep
-from lapa2_interp.runs.worker import Worker
 from lapa2_interp.tasks.task import Attribute, Task
 
 ONE_HEAD = Augmentation(alpha=1, heads=((0, 1),))
@@ -197,7 +197,7 @@ def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
     def full(*_, **__):
         raise error
 
-    monkeypatch.setattr("lapa2_interp.runs.worker.decode_batches", full)
+    monkeypatch.setattr("lapa2_interp.runs.worker.decode_batch", full)
     with pytest.raises(ModelError, match="does not hold 4 rows at once; .*max_rows=N"):
         generate(load("tiny-gpt2"), attribute="positive", prompts=["a", "b"], samples=2)
 
@@ -412,14 +412,14 @@ def test_a_batch_of_another_cell_is_damage(saved):
 
 
 @pytest.fixture(scope="module")
-def in_batches(tmp_path_factory, worker):
+def in_batches(tmp_path_factory):
     """A run of one cell of 6 texts in 3 batches."""
     cell = cell_of(
         "tiny-gpt2", attribute="positive", prompts=["The lake", "The sea", "The hut"], length=12,
         samples=2, max_rows=2, dtype="float32", trace="pooled",
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("batches") / "run"
-    sweep(folder, [Grid("one", "", (cell,))], InProcess(worker=worker))
+    sweep(folder, [Grid("one", "", (cell,))], Serial(FakeWorker()))
     return folder
 
 
@@ -428,16 +428,11 @@ def batched(in_batches, tmp_path):
     return load_run(shutil.copytree(in_batches, tmp_path / "run"))
 
 
-@pytest.fixture(scope="module")
-def worker():
-    return Worker("cpu")
-
-
-def again(run, worker):
+def again(run):
     """What a sweep says that makes the run again."""
-    said, grid = [], Grid("one", "", tuple(run.by_key.values()))
-    sweep(run.home, [grid], InProcess(worker=worker), said.append)
-    return said
+    notes, grid = [], Grid("one", "", tuple(run.by_key.values()))
+    sweep(run.home, [grid], Serial(FakeWorker()), notes.append)
+    return notes
 
 
 def texts_of(run):
@@ -470,25 +465,25 @@ def remove_last(place):
         (lambda place: edit(place / "001.json", memory=-1), "batch 1 made again.*memory"),
     ],
 )  # fmt: skip
-def test_a_count_in_a_record_is_compared_with_the_cells_texts(batched, harm, told, worker):
+def test_a_count_in_a_record_is_compared_with_the_cells_texts(batched, harm, told):
     ((key, _),) = batched.by_key.items()
     wanted = texts_of(batched)
     harm(batched.place(key))
     assert batched.state(key) == "damaged"
     with pytest.raises(RunError, match="is damaged"):
         finished_cell(batched, key)
-    (said,) = again(batched, worker)
+    (said,) = again(batched)
     assert re.search(told, said)
     assert texts_of(batched) == wanted
 
 
-def test_one_record_with_a_wrong_count_of_batches_is_found_by_the_next_batch(batched, worker):
+def test_one_record_with_a_wrong_count_of_batches_is_found_by_the_next_batch(batched):
     ((key, _),) = batched.by_key.items()
     wanted, place = texts_of(batched), batched.place(key)
     for file in [*place.glob("000.*"), *place.glob("002.*")]:
         file.unlink()
     edit(place / "001.json", n_batches=5)
-    assert "n_batches was 5 and is 3" in "".join(again(batched, worker))
+    assert "n_batches was 5 and is 3" in "".join(again(batched))
     assert texts_of(batched) == wanted
 
 
@@ -537,7 +532,7 @@ def test_rows_that_no_text_of_the_cell_has_are_damage(batched, column, value, to
 
 
 @pytest.mark.parametrize("note", ["blank", "control", "no text", "a folder", "a loop", "a file"])
-def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, worker):
+def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note):
     ((key, _),) = batched.by_key.items()
     place = batched.place(key)
     store.remove_batches(place)
@@ -554,7 +549,7 @@ def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, worker):
         file.write_text({"no text": "{", "a file": "[1]"}.get(note, json.dumps(blank)))
     assert batched.failures[key].reason == f"unknown: {file} is damaged"
     assert main(["runs", str(batched.home)]) == 0
-    assert again(batched, worker) == []
+    assert again(batched) == []
     assert not file.exists()
     assert batched.state(key) == "finished"
 

@@ -1,5 +1,5 @@
-"""A run that is stopped anywhere becomes what an undisturbed one is; what goes wrong is said, and
-harms nothing else."""
+"""What goes wrong in a sweep is said, and harms nothing else. That a run which is stopped anywhere
+becomes what an undisturbed one is: `test_engines`."""
 
 import errno
 import functools
@@ -10,8 +10,6 @@ import io
 import json
 import multiprocessing
 import os
-import pickle
-import random
 import re
 import shutil
 import signal
@@ -21,7 +19,7 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -52,7 +50,7 @@ from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import Grid, load_grid
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
 from lapa2_interp.runs.run import finished_cell, load_run
-from lapa2_interp.runs.store import Failure, Listing, read_batch
+from lapa2_interp.runs.store import Failure, Listing
 from lapa2_interp.runs.sweep import ATTEMPTS, open_run, remove_earlier, sweep
 from lapa2_interp.runs.worker import Worker, check_files
 from lapa2_interp.scoring.task_scorer import SHIPPED_WEIGHTS
@@ -127,27 +125,6 @@ class Replaying(InProcess):
         return future
 
 
-class Shuffling(Replaying):
-    """Three workers whose batches end in another order than they began."""
-
-    def __init__(self, made):
-        super().__init__(made)
-        self.pending, self.before, self.ended = [], 0, []
-
-    def slots(self):
-        if self.pending and len(self.pending) in (3, self.before):
-            future, key, number = self.pending.pop(len(self.pending) // 2)
-            self.ended.append((key, number))
-            future.set_result(self.made[key, number])
-        self.before = len(self.pending)
-        return 3
-
-    def submit(self, cell, number, packing, progress):
-        self.done.append((cell.key, number))
-        self.pending.append((Future(), cell.key, number))
-        return self.pending[-1][0]
-
-
 def grids_of(files):
     return [load_grid(str(file)) for file in files]
 
@@ -189,12 +166,6 @@ def cell(undisturbed):
     return next(iter(load_run(undisturbed[0]).by_key.values()))
 
 
-def outcomes_file(made, folder):
-    """Batches for another process."""
-    (folder / "outcomes.pickle").write_bytes(pickle.dumps(made))
-    return folder / "outcomes.pickle"
-
-
 def contents(run):
     """What a run consists of: the bytes of its texts, traces and settings, and the names of all
     else."""
@@ -220,57 +191,6 @@ def stamps(run):
 
 
 # --- stopping
-
-
-CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "tempfile.mkdtemp")
-
-
-def replay_until(folder, files, outcomes, at):
-    """Sweep, and be killed just before the file system is changed or a file of the run is opened
-    for the `at`-th time."""
-    number = count(1)
-
-    def killer(event, arguments):
-        if (
-            event in CHANGES or (event == "open" and str(arguments[0]).startswith(str(folder)))
-        ) and next(number) == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    made, grids = pickle.loads(outcomes.read_bytes()), grids_of(files)
-    sys.addaudithook(killer)
-    sweep(folder, grids, Replaying(made))
-
-
-def assert_sound(run, other):
-    """A run that was stopped: batches that it has are whole and right."""
-    for name in run.glob("cells/*/[0-9]*.json"):
-        for file in other.glob(f"{name.relative_to(run).with_suffix('')}.[np]*"):
-            assert (run / file.relative_to(other)).read_bytes() == file.read_bytes()
-    return stamps(run)
-
-
-@pytest.mark.long
-def test_killed_at_any_change_of_the_disk_it_goes_on_to_the_same(undisturbed, files, tmp_path):
-    whole, made = undisturbed
-    outcomes = outcomes_file(made, tmp_path)
-    rng, killed = random.Random(6), 0
-    for number in range(2):
-        run = tmp_path / str(number)
-        for at in (rng.randrange(1, 242), rng.randrange(1, 100)):  # again soon after it went on
-            process = start(replay_until, run, files, outcomes, at)
-            process.join()
-            assert process.exitcode in (0, -signal.SIGKILL)
-            killed += process.exitcode != 0
-            before = assert_sound(run, whole)
-        engine = Replaying(made)
-        done = sweep(run, grids_of(files), engine, pytest.fail)
-        assert (done.before + done.made, done.failed) == (4, ())
-        kept = sum(name.endswith(".json") for name in before)
-        assert len(engine.done) + kept == sum(BATCHES), "none is made twice"
-        assert_equal_runs(run, whole)
-        assert not list(run.rglob(".writing-*"))
-        assert before.items() <= stamps(run).items()
-    assert killed > 0
 
 
 def seen(run):
@@ -333,23 +253,6 @@ def quick_processes(monkeypatch):
     monkeypatch.setattr(
         multiprocessing, "get_context", lambda name=None: context if name == "spawn" else real(name)
     )
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_workers_end_with_a_sweep_that_was_killed_and_another_number_of_them_makes_the_same(
-    undisturbed, files, tmp_path, quick_processes, alone
-):
-    run = tmp_path / "run"
-    process = alone(run, files[::-1], "--workers", "2")
-    wait_for(lambda: seen(run) or process.poll() is not None)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert_sound(run, undisturbed[0])
-    wait_for(lambda: is_over(process.pid), 20)
-    done = sweep(run, grids_of(files), LocalPool(2, "cpu"), pytest.fail)
-    assert (done.before + done.made, done.failed) == (4, ())
-    assert_equal_runs(run, undisturbed[0])
 
 
 @pytest.mark.alone
@@ -440,33 +343,11 @@ def test_options_of_ray_are_refused_without_it(files, tmp_path, option, value, s
 # --- workers
 
 
-def test_the_order_of_grids_and_of_outcomes_changes_nothing(
-    undisturbed, files, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(sweeping, "LOOK", 0.01)
-    whole, made = undisturbed
-    sweep(tmp_path / "a", grids_of(files)[::-1], Replaying(made), pytest.fail)
-    engine = Shuffling(made)
-    sweep(tmp_path / "b", grids_of(files), engine, pytest.fail)
-    assert sorted(engine.done) == sorted(engine.ended) != engine.done != engine.ended
-    for run in ("a", "b"):
-        assert_equal_runs(tmp_path / run, whole)
-
-
-def test_a_cell_that_two_grids_have_is_made_once(undisturbed, files):
-    run, (one, two) = load_run(undisturbed[0]), grids_of(files)
-    shared = {cell.key for cell in one.cells} & {cell.key for cell in two.cells}
-    assert [run.by_key[key].arm for key in shared] == ["baseline"]
-    assert len(run.by_key) == 4
-
-
-def deadly(folder, victim, always, cell, number, packing):
-    """`engines._make_batch`, but a batch kills its process, the first time or always."""
+def deadly(folder, victim, cell, number, packing):
+    """`engines._make_batch`, but a batch kills its process."""
     with (folder / f"{cell.key} {number}").open("a") as file:
         file.write(".")
-    if (cell.key, number) == victim and (
-        always or (folder / f"{cell.key} {number}").stat().st_size == 1
-    ):
+    if (cell.key, number) == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     return engines._worker.try_batch(cell, number, packing)
 
@@ -475,31 +356,28 @@ MEMORY = "wants more memory than there is"
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("always", [False, True])
-def test_a_batch_whose_worker_dies_is_made_again_and_gives_up_in_the_end(
-    undisturbed, files, tmp_path, monkeypatch, quick_processes, always
+def test_a_batch_whose_worker_always_dies_is_given_up(
+    undisturbed, files, tmp_path, monkeypatch, quick_processes
 ):
-    whole, made = undisturbed
+    """A process that is killed; what else may befall workers: `test_engines`."""
+    folder, made = undisturbed
     victim = list(made)[1]
     assert victim[1] == 1
     (tmp_path / "log").mkdir()
-    monkeypatch.setattr(
-        engines, "_make_batch", functools.partial(deadly, tmp_path / "log", victim, always)
-    )
-    told = []
-    done = sweep(tmp_path / "run", grids_of(files), LocalPool(2, "cpu"), told.append)
+    monkeypatch.setattr(engines, "_make_batch", functools.partial(deadly, tmp_path / "log", victim))
+    notes = []
+    done = sweep(tmp_path / "run", grids_of(files), LocalPool(2, "cpu"), notes.append)
     tries = {tuple(file.name.split()): file.stat().st_size for file in (tmp_path / "log").iterdir()}
-    assert tries.pop((victim[0], "1")) == (ATTEMPTS if always else 2)
+    assert tries.pop((victim[0], "1")) == ATTEMPTS
     assert set(tries.values()) == {1}, "nobody else's batch was lost"
-    if always:
-        assert (done.made, done.failed) == (3, (victim[0],))
-        reason = load_run(tmp_path / "run").failures[victim[0]].reason
-        assert re.search(f"the worker died 3 times: .*at this batch.*{MEMORY}.*max_rows=N", reason)
-        (line,) = told
-        named = load_run(whole).by_key[victim[0]].description
-        assert line.startswith(f"failed: {named} ({victim[0]}): ")
-        sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
-    assert_equal_runs(tmp_path / "run", whole)
+    assert (done.made, done.failed) == (3, (victim[0],))
+    reason = load_run(tmp_path / "run").failures[victim[0]].reason
+    assert re.search(f"the worker died 3 times: .*at this batch.*{MEMORY}.*max_rows=N", reason)
+    (line,) = notes
+    named = load_run(folder).by_key[victim[0]].description
+    assert line.startswith(f"failed: {named} ({victim[0]}): ")
+    sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
+    assert_equal_runs(tmp_path / "run", folder)
 
 
 def test_a_worker_tells_how_far_it_is_after_every_step(cell):
@@ -890,17 +768,17 @@ def test_a_run_folder_that_is_moved_meanwhile_is_not_filled(undisturbed, files, 
 def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it_again(
     tmp_path, monkeypatch, capsys
 ):
-    real, made = working.decode_batches, []
+    real, made = working.decode_batch, []
 
-    def failing(model, plan, batches, progress):
-        made.append(batches)
+    def failing(model, plan, pairs, progress):
+        made.append(pairs)
         top = any(each is not None and each.layers == "top" for each in plan.augmentations)
-        if top and len(batches[0]) == 2 and failing.on:
+        if top and len(pairs) == 2 and failing.on:
             raise ValueError("out of luck")
-        return real(model, plan, batches, progress)
+        return real(model, plan, pairs, progress)
 
     failing.on, run = True, tmp_path / "run"
-    monkeypatch.setattr(working, "decode_batches", failing)
+    monkeypatch.setattr(working, "decode_batch", failing)
     (tmp_path / "two.toml").write_text(TWO)
     line = f"sweep {tmp_path / 'two.toml'} --out {run} --workers 1 --device cpu"
     assert lapa2(line) == 2
@@ -937,66 +815,6 @@ def test_a_model_that_cannot_be_opened_fails_its_cells_alone(tmp_path):
     done = sweep(tmp_path / "run", [grid], InProcess("cpu"), told.append)
     assert (done.made, len(done.failed)) == (2, 1)
     assert "layer 9 does not exist; the model has layers 0-3" in told[0]
-
-
-@pytest.mark.parametrize(
-    ("number", "at"),
-    [*((errno.ENOSPC, at) for at in (1, 4, 15, 50)), (errno.EDQUOT, 30), (errno.EROFS, 30)],
-)
-def test_a_disk_that_is_full_stops_cleanly_and_goes_on(
-    undisturbed, files, tmp_path, monkeypatch, number, at
-):
-    whole, made = undisturbed
-    real, calls = os.fsync, count(1)
-
-    def fsync(handle):
-        if next(calls) >= at:
-            raise OSError(number, os.strerror(number))
-        real(handle)
-
-    full = "is full; .* is kept: make room and repeat"
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        message = "cannot write .*: Read-only" if number == errno.EROFS else full
-        with pytest.raises(RunError, match=message):
-            sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
-    assert next(calls) > at
-    assert not list((tmp_path / "run").rglob(".writing-*"))
-    before = assert_sound(tmp_path / "run", whole)
-    sweep(tmp_path / "run", grids_of(files), Replaying(made), pytest.fail)
-    assert_equal_runs(tmp_path / "run", whole)
-    assert before.items() <= stamps(tmp_path / "run").items()
-
-
-def hold(folder, files, outcomes, until):
-    """Sweep, and stay in the middle of it until a file is there."""
-
-    def wait():
-        (until.parent / "waiting").touch()
-        wait_for(until.exists)
-
-    sweep(folder, grids_of(files), Replaying(pickle.loads(outcomes.read_bytes()), 3, wait))
-
-
-def test_two_sweeps_of_one_run_share_its_cells(undisturbed, files, tmp_path):
-    """A cell belongs to the sweep that has begun it; no batch is made twice."""
-    whole, made = undisturbed
-    run, go = tmp_path / "run", tmp_path / "go"
-    process = start(hold, run, files, outcomes_file(made, tmp_path), go)
-    wait_for((tmp_path / "waiting").exists)
-    engine = Replaying(made)
-    done = sweep(run, grids_of(files), engine, pytest.fail)
-    assert (done.before, done.made, done.elsewhere) == (1, 2, 1)
-    held = list(load_run(run).by_key)[1]
-    assert held not in {key for key, _ in engine.done}
-    assert load_run(run).state(held) == "partly", "it may be read meanwhile"
-    before = stamps(run)
-    go.touch()
-    process.join()
-    assert process.exitcode == 0
-    assert before.items() <= stamps(run).items()
-    assert_equal_runs(run, whole)
-    assert sweep(run, grids_of(files), Replaying({}), pytest.fail).before == 4
 
 
 @pytest.mark.parametrize(
@@ -1168,58 +986,6 @@ def test_the_first_batch_of_a_sweep_says_how_the_others_of_its_cell_are_made(
     assert_equal_runs(tmp_path / "run", whole)
 
 
-def flip(file):
-    """One bit of a file, which keeps its size."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
-SPOILS = {
-    "away": Path.unlink,
-    "cut": lambda file: os.truncate(file, 300),
-    "empty": lambda file: os.truncate(file, 0),
-    "one bit": flip,
-    "a folder": lambda file: (file.unlink(), file.mkdir()),
-}
-
-
-@pytest.mark.parametrize("spoil", SPOILS)
-@pytest.mark.parametrize("name", ["000.parquet", "001.nc", "000.json"])
-def test_a_damaged_batch_is_named_and_made_again_with_a_line(undisturbed, files, copy, name, spoil):
-    """The other batches stay, and can be read. A bit of a record that makes another number is not
-    seen."""
-    *_, cell = load_run(copy).by_key.values()
-    place, number = copy / "cells" / cell.key, int(name[:3])
-    SPOILS[spoil](place / name)
-    if (name, spoil) == ("000.json", "one bit"):
-        write_text(place / name, "{,}")
-    missing, run, before = (name, spoil) == ("000.json", "away"), load_run(copy), stamps(copy)
-    seen_at_once = spoil == "away" or name == "000.json"
-    assert run.state(cell.key) == (
-        "partly" if missing else "damaged" if seen_at_once else "finished"
-    )
-    told = (
-        f"{cell.key} .* is (damaged|not fin)" if seen_at_once else f"{name} is missing or damaged"
-    )
-    with pytest.raises(RunError, match=told):
-        finished_cell(run, cell.key)
-    with pytest.raises(DamagedError, match=f"{name} is missing or damaged .*makes it again"):
-        read_batch(place, number, cell)
-    assert len(run.samples(list(run.by_key)[:-1])) == 18
-    notes, engine = [], Replaying(undisturbed[1])
-    done = sweep(copy, grids_of(files), engine, notes.append)
-    assert (done.before, done.made, engine.done) == (3, 1, [(cell.key, number)])
-    assert len(notes) == (not missing)
-    for note in notes:
-        assert f"({cell.key}): batch {number} made again; " in note
-        assert f"{name} is missing or damaged" in note
-    assert_equal_runs(copy, undisturbed[0])
-    after = stamps(copy)
-    kept = {file: at for file, at in before.items() if not file.startswith(f"{place}/{number:03d}")}
-    assert kept.items() <= after.items()
-
-
 def test_what_is_beside_the_batches_of_a_cell_stays_and_is_no_batch(copy, files, cell):
     """What a kill left, a copy by a file manager, and what other commands write."""
     place = copy / "cells" / cell.key
@@ -1294,7 +1060,7 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
         raise AssertionError("a reader loads no model")
 
     loads = [f"models.load.load_{each}" for each in ("model", "transformers", "tokenizer")]
-    for name in (*loads, "generation.loop.decode_batches", "generation.plan.plan_batches"):
+    for name in (*loads, "generation.loop.decode_batch", "generation.plan.plan_batches"):
         monkeypatch.setattr(f"lapa2_interp.{name}", never)
     run = load_run(undisturbed[0])
     samples, cells = run.samples(), run.cells
