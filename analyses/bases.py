@@ -103,8 +103,8 @@ rows = []
 for where, part in samples.assign(
     tag=tagged, arm=samples["cell"].map(arms), variant=samples["cell"].map(variants)
 ).groupby(ARM, sort=False):
-    comparison = mean_interval(part["tag"].to_numpy(), part["prompt"].to_numpy())
-    rows.append(dict(zip(ARM, where, strict=True)) | comparison.columns)
+    interval = mean_interval(part["tag"].to_numpy(), part["prompt"].to_numpy())
+    rows.append(dict(zip(ARM, where, strict=True)) | interval.columns)
 tags = pd.DataFrame(rows)
 formatted = format_item_table(means)
 shown = (

@@ -81,8 +81,8 @@ made = {
     )
     for arm, rules in arms.items()
 }
-for arm, table in made.items():
-    print(f"--- {arm}\n{table[0].texts[0][:400]}")
+for arm, chats in made.items():
+    print(f"--- {arm}\n{chats[0].texts[0][:400]}")
 
 # %% [markdown]
 # What the message does at each step, on the text that was written: the Jensen-Shannon divergence of
@@ -121,9 +121,9 @@ steps = [f"{part[0]}-{part[-1]}" for part in parts]
 rows = []
 with progress_bar(len(arms) * len(layouts) * options.samples, "reading", "text") as bar:
     for arm, rules in arms.items():
-        for chat, (layout, table) in enumerate(zip(layouts, made[arm], strict=True)):
-            attention = table.trace["prefix"][0].to_numpy()  # sample step
-            for text, tokens in enumerate(table.tokens):
+        for chat, (layout, branch) in enumerate(zip(layouts, made[arm], strict=True)):
+            attention = branch.trace["prefix"][0].to_numpy()  # sample step
+            for text, tokens in enumerate(branch.tokens):
                 effect, cost = read(layout, tokens, rules)
                 bar.update(1)
                 for name, part in zip(steps, parts, strict=True):
@@ -162,13 +162,13 @@ for measure, of in last.groupby("measure", sort=False):
     before, after = (of[of["arm"] == arm] for arm in arms)
     gain = paired_difference(before["value"], before["chat"], after["value"], after["chat"])
     rows.append([measure, f"{options.augmentation} adds", steps[-1], *interval(gain)])
-table = pd.DataFrame(rows, columns=["measure", "arm", "steps", "mean", "low", "high"])
-shown = table.assign(words=interval_cells(table, ".3f")).pivot(
+means = pd.DataFrame(rows, columns=["measure", "arm", "steps", "mean", "low", "high"])
+shown = means.assign(words=interval_cells(means, ".3f")).pivot(
     index=["measure", "arm"], columns="steps", values="words"
 )
 print(shown[steps].fillna("").to_string())
 if options.out:
-    write_text(options.out, as_csv(table))
+    write_text(options.out, as_csv(means))
 of_attention = table[table["measure"] == "attention"]["value"]
 assert np.isfinite(of_attention).all()
 assert (of_attention > 0).all()

@@ -166,10 +166,10 @@ def gaps(contrast_set: ContrastSet, subsets: list) -> np.ndarray:
 greedy: tuple = ()
 for _ in range(min(options.greedy, len(chosen))):
     candidates = [(*greedy, head) for head in chosen if head not in greedy]
-    controls = np.abs(gaps(finding, candidates).mean(1))
-    greedy = candidates[int(controls.argmax())]
-controls = np.abs(gaps(finding, drawn).mean(1))
-kinds = {"none": (), "greedy": greedy, "worst of random": drawn[int(controls.argmax())]}
+    mean_gaps = np.abs(gaps(finding, candidates).mean(1))
+    greedy = candidates[int(mean_gaps.argmax())]
+mean_gaps = np.abs(gaps(finding, drawn).mean(1))
+kinds = {"none": (), "greedy": greedy, "worst of random": drawn[int(mean_gaps.argmax())]}
 judged = gaps(judging, list(kinds.values()))
 everything, _ = control(judging, [every, ()])
 rows = []

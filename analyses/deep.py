@@ -90,9 +90,9 @@ rows = []
 n_steps = 2 * sum(len(made.tokens) - 1 for _, _, made in texts)
 with progress_bar(n_steps, "reading", "step") as bar:
     for key, layout, made in texts:
-        slopes = read(model, layout, made.tokens, edges, bar)
+        steps = read(model, layout, made.tokens, edges, bar)
         own = {"text": f"{key} {made.prompt} {made.sample}", "prompt": made.prompt}
-        rows += [own | row for row in slopes]
+        rows += [own | row for row in steps]
 heads = pd.DataFrame(rows)
 means = heads.groupby(["l_kv", "alpha", "layer", "head"], as_index=False)[
     ["share", "log_odds", "law"]

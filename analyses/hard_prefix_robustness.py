@@ -28,9 +28,9 @@ parts = table["variant"].map(split_variant)
 table["variant"] = [
     ", ".join(filter(None, (THEIRS.get(one, one), suffix))) for one, suffix in parts
 ]
-for table in (cells, scores):  # a wording is no variant here: one is compared with another
-    parts = table["variant"].map(split_variant)
-    table["wording"], table["variant"] = parts.str[0], parts.str[1]
+for frame in (cells, scores):  # a wording is no variant here: one is compared with another
+    parts = frame["variant"].map(split_variant)
+    frame["wording"], frame["variant"] = parts.str[0], parts.str[1]
 
 # %%
 WORDINGS = ("prefix A {attribute} text:", "")

@@ -63,9 +63,9 @@ words = {tuple(where.values()): text for where, text, _ in item.data.groups(cell
 values = {}
 for arm, trace, samples in item.data.arm_traces(cells):
     for k in NEAREST:
-        difference = np.nanmean(local_ratio(trace, k), axis=1)
+        ratios = np.nanmean(local_ratio(trace, k), axis=1)
         setting = words[arm["model"], arm["task"], arm["method"], arm["variant"]]
-        values.setdefault((setting, k), {})[arm["arm"]] = (difference, samples["prompt"])
+        values.setdefault((setting, k), {})[arm["arm"]] = (ratios, samples["prompt"])
 for (setting, k), arms in values.items():
     for after in [name for name in arms if name != "baseline"]:
         if "baseline" in arms:

@@ -139,9 +139,9 @@ if options.train:
                     row = {**setting, "measure": measure, "arm": name, "against": reference}
                     row |= {"difference": change.mean, "low": change.low, "high": change.high}
                     changes.append(row | {"p": change.p, "prompts": change.clusters})
-    for name, arm in (("control", rows), ("changes", changes)):
-        print(as_text(pd.DataFrame(arm), ".3f"))
-        write_text(options.out / f"{name}.csv", as_csv(pd.DataFrame(arm), 6))
+    for name, numbers in (("control", rows), ("changes", changes)):
+        print(as_text(pd.DataFrame(numbers), ".3f"))
+        write_text(options.out / f"{name}.csv", as_csv(pd.DataFrame(numbers), 6))
 
 # %% [markdown]
 # ## Fluency
@@ -184,12 +184,12 @@ for name in options.judges:
     read["bits"] = read["sum"] / np.log(2) / (read["text"].str.len() - read["prompt"].str.len())
     for where, group in read.groupby(GROUP, sort=False):
         wide = group.pivot_table(index=["prompt", "attribute"], columns="arm", values="mean")
-        for arm, part in group.groupby("arm", sort=False):
+        for label, part in group.groupby("arm", sort=False):
             interval = mean_interval(part["bits"].to_numpy(), part["prompt"].to_numpy())
             row = dict(zip(GROUP, (Path(where[0]).name, *where[1:]), strict=True))
-            row |= {"judge": Path(name).name, "arm": arm, "bits per character": interval.mean}
+            row |= {"judge": Path(name).name, "arm": label, "bits per character": interval.mean}
             row |= {"low": interval.low, "high": interval.high}
-            change = (wide[arm] - wide[NO_BIAS]).dropna()
+            change = (wide[label] - wide[NO_BIAS]).dropna()
             ratio = mean_interval(change.to_numpy(), change.index.get_level_values(0).to_numpy())
             row |= {"ratio": np.exp(ratio.mean), "ratio low": np.exp(ratio.low)}
             row |= {

@@ -116,10 +116,10 @@ print_if_slow(options.dtype)
 task = load_task("sentiment")
 tokenizer = load_tokenizer(options.model)
 for attribute in task.attributes.values():
-    if (change := Layout.of(tokenizer, attribute.prefix, "The lake").prefix) != (1, 4):
+    if (span := Layout.of(tokenizer, attribute.prefix, "The lake").prefix) != (1, 4):
         raise LayoutError(
             f"the arms count the tokens of {attribute.prefix!r} from slot 1 to 4, and for"
-            f" {options.model} they are slots {change.start} to {change.stop}; use a model whose"
+            f" {options.model} they are slots {span.start} to {span.stop}; use a model whose"
             " tokenizer splits it as Very| positive|:"
         )
 TOKENS = {"Very": (1, 2), "positive": (2, 3), ":": (3, 4)}
@@ -190,8 +190,8 @@ for arm, (texts, trace) in arms.items():
     }
     masses |= {f"prefix token {i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
     for name, values in masses.items():
-        change = mean_interval(values, texts["prompt"])
-        rows.append({"arm": arm, "metric": f"mass: {name}", **change.columns, "n": change.n})
+        interval = mean_interval(values, texts["prompt"])
+        rows.append({"arm": arm, "metric": f"mass: {name}", **interval.columns, "n": interval.n})
 masses = pd.DataFrame(rows)
 
 samples = pd.concat([texts for texts, _ in arms.values()], ignore_index=True)

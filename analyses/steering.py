@@ -143,8 +143,8 @@ if equal:
     # Attributes have no tests.
     every = pd.concat([verdicts, *by_attribute], ignore_index=True)
     first = [*SETTING_COLUMNS, "attribute"]
-    for name, table in (("curves", pd.concat(curves)), ("equal", every)):
-        ordered = table[[*first, *(column for column in table if column not in first)]]
+    for name, frame in (("curves", pd.concat(curves)), ("equal", every)):
+        ordered = frame[[*first, *(column for column in frame if column not in first)]]
         text = ordered.to_csv(index=False, float_format="%.6g")
         write_text(folder / f"steering.{name}.csv", text)
     wide = format_table(verdicts, SETTING_COLUMNS)

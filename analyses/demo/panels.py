@@ -120,7 +120,7 @@ class Panel:
     title: str
     how: str
     command: str
-    names: Sequence[str] = ()
+    found: Sequence[str] = ()
     image: Sequence[Mapping[str, Any]] = ()
     alt: str = ""
     tables: Sequence[Mapping[str, Any]] = ()
@@ -356,14 +356,14 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
     half = int(np.searchsorted(order.cumsum(), order.sum() / 2) + 1)
     top = np.dstack(np.unravel_index(np.argsort(-base, axis=None)[:3], base.shape))[0]
     best = ", ".join(f"{layer}.{head} ({percent(base[layer, head])})" for layer, head in top)
-    curves = [
+    sentences = [
         f"Without LaPA2, {half} of {base.size} heads carry half of all attention on the prefix;"
         f" those with most are {best} (layer.head)."
     ]
     for alpha, masses in zip(alphas, mass, strict=True):
         if alpha:
             more = int((masses > base).sum())
-            curves.append(
+            sentences.append(
                 f"Alpha {number(alpha)} raises it in {more} of {base.size} heads, from"
                 f" {percent(base.mean())} to {percent(masses.mean())} on average"
                 + (
@@ -388,7 +388,7 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
         )
         + " && "
         + command("trace", "results/my-map", out="results/my-map-figures"),
-        curves,
+        sentences,
         _image(_head_figure(alphas, mass)),
         "layer by head maps of attention on the prefix",
     )
@@ -404,10 +404,10 @@ def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
     for alpha, change in others:
         scale = {"cmap": "RdBu_r", "vmin": -reach, "vmax": reach}
         maps.append((f"alpha {number(alpha)}", "change, points", 100 * change, scale))
-    for panel, (title, label, grid, scale) in zip(axes, maps, strict=True):
+    for panel, (title, label, values, scale) in zip(axes, maps, strict=True):
         panel.set_title(title, fontsize=11)
         bar = figure.colorbar(
-            plots.layer_map(panel, grid, interpolation="nearest", **scale),
+            plots.layer_map(panel, values, interpolation="nearest", **scale),
             ax=panel,
             location="bottom",
             shrink=0.92,
@@ -591,7 +591,9 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         " runs of 100."
     )
     differences = "; ".join(sentences)
-    against = f"Accuracy against the texts without LaPA2, paired on prompts: {differences}. {chance}"
+    against = (
+        f"Accuracy against the texts without LaPA2, paired on prompts: {differences}. {chance}"
+    )
     note = (
         "Scorers: "
         + "; ".join(scorers)
