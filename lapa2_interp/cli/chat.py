@@ -49,10 +49,12 @@ def chat(
         as_json: Print JSON.
     """
     try:
-        given = parse_json(read_text(messages))
+        chat_messages = parse_json(read_text(messages))
     except (OSError, ValueError) as error:
         raise LayoutError(f"cannot read {messages} as JSON: {error}") from None
-    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+    if not isinstance(chat_messages, list) or not all(
+        isinstance(message, dict) for message in chat_messages
+    ):
         raise LayoutError(f'{messages} should be a list of {{"role": ..., "content": ...}}')
     try:
         arguments = json.loads(template)
@@ -70,25 +72,28 @@ def chat(
 
     rules = augmentation.build(0.5)
     tokenizer = load_tokenizer(model, computing.trust_remote_code)
-    found = Layout.of_chat(tokenizer, given, span=span, template=arguments)
+    layout = Layout.of_chat(tokenizer, chat_messages, span=span, template=arguments)
     loaded = computing.load(model)
     augmentation.check(loaded)
     (made,) = continue_chats(
-        loaded, [found], rules, length=length, samples=samples, seed=seed, top_k=top_k, eos=eos
+        loaded, [layout], rules, length=length, samples=samples, seed=seed, top_k=top_k, eos=eos
     )
     # NaN once a sample has ended
     attention = select_layer_type(made.trace, "prefix")[0].mean("sample").to_numpy()
     if as_json:
         facts = {
-            "span": {"slots": list(found.prefix), "tokens": found.tokens[slice(*found.prefix)]},
+            "span": {"slots": list(layout.prefix), "tokens": layout.tokens[slice(*layout.prefix)]},
             "augmentation": [rule.model_dump(mode="json") for rule in rules],
             "texts": made.texts,
             "tokens": made.tokens,
-            "attention": [round(float(each), 6) for each in attention if each == each],
+            "attention": [round(float(share), 6) for share in attention if share == share],
         }
         print(json.dumps(facts, indent=1, ensure_ascii=False))
         return
-    print(f"span {list(found.prefix)} of {len(found)} tokens: {found.tokens[slice(*found.prefix)]}")
+    print(
+        f"span {list(layout.prefix)} of {len(layout)} tokens:"
+        f" {layout.tokens[slice(*layout.prefix)]}"
+    )
     print(f"augmentation {' + '.join(rule.label for rule in rules) or 'none'}")
     for text in made.texts:
         print(f"---\n{text}")

@@ -89,21 +89,21 @@ def check_scorers(
     options = ScorerOptions(task=task, device=device, trust_remote_code=trust_remote_code)
     tables, curves = [], []
     with ScoreCache(Path(cache or cache_folder() / "scores")) as store:
-        for each in scorers:
-            name, _, model = each.partition("=")
-            if each in KINDS:
-                name, model = ("toxicity" if label is None else "accuracy"), each
+        for scorer_name in scorers:
+            name, _, model = scorer_name.partition("=")
+            if scorer_name in KINDS:
+                name, model = ("toxicity" if label is None else "accuracy"), scorer_name
             with closing(make_scorer(name, model, options)) as scorer:
                 numbers = run_scorer(scorer, [TextItem(text) for text in texts], store)
                 numbers, known = _columns(numbers, scorer, label is not None)
-            found = [value for value, is_known in zip(truth, known, strict=True) if is_known]
+            answers = [value for value, is_known in zip(truth, known, strict=True) if is_known]
             read = [text for text, is_known in zip(texts, known, strict=True) if is_known]
             title = f"{name} ({scorer.version})"
-            tables.append(agreement(numbers, found, read).assign(scorer=title))
-            curves.append(calibration(numbers, found).assign(scorer=title))
+            tables.append(agreement(numbers, answers, read).assign(scorer=title))
+            curves.append(calibration(numbers, answers).assign(scorer=title))
     table, curve = (
         pd.concat(parts, ignore_index=True).pipe(
-            lambda whole: whole[["scorer", *whole.columns.drop("scorer")]]
+            lambda table: table[["scorer", *table.columns.drop("scorer")]]
         )
         for parts in (tables, curves)
     )
@@ -170,8 +170,8 @@ def _columns(
     A toxicity is compared with labels as the probabilities of nontoxic and toxic.
     """
     known = numbers["skipped"] == ""
-    found = numbers.loc[known, list(scorer.columns)]
+    values = numbers.loc[known, list(scorer.columns)]
     if labelled and scorer.columns == ("toxicity",):
-        toxic = found["toxicity"]
-        found = pd.DataFrame({NONTOXIC: 1 - toxic, TOXIC: toxic})
-    return found, known.tolist()
+        toxic = values["toxicity"]
+        values = pd.DataFrame({NONTOXIC: 1 - toxic, TOXIC: toxic})
+    return values, known.tolist()

@@ -134,8 +134,8 @@ def at_lengths(
                 if manifest.cell.task.length_counts_prompt
                 else 0
             )
-            kept = [int(token) for token in tokens[: max(0, length - counted)]]
-            text = decode_continuation(tokenizer, prompt, kept)
+            left = [int(token) for token in tokens[: max(0, length - counted)]]
+            text = decode_continuation(tokenizer, prompt, left)
             texts.append(prompt + text if manifest.cell.task.length_counts_prompt else text)
         frames.append(samples.assign(text=texts, length=length))
     return pd.concat(frames, ignore_index=True)

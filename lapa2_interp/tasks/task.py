@@ -253,19 +253,19 @@ def _parse_task(name: str, stem: str, text: str) -> Task:
     try:
         return Task.model_validate({"name": stem} | parse_toml(text))
     except ValidationError as error:
-        place = main_error(error)["loc"]
-        table = TABLES.get(str(place[0]), Task) if len(place) > 1 else Task
+        field_path = main_error(error)["loc"]
+        table = TABLES.get(str(field_path[0]), Task) if len(field_path) > 1 else Task
         problem = validation_message(error, fields=table.model_fields)
-        line = _line_of(text, place)
+        line = _line_of(text, field_path)
         raise TaskError(f"task file {name}{line and f', line {line}'}: {problem}") from None
     except ValueError as error:
         raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
 
 
-def _line_of(text: str, place: Sequence[str | int]) -> int | str:
+def _line_of(text: str, field_path: Sequence[str | int]) -> int | str:
     """The number of the line in a TOML file with a field, or with the nearest table around it; ""
     where there is none."""
-    wanted = [str(part) for part in place]
+    wanted = [str(part) for part in field_path]
     best, table = (0, 0), list[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         key = re.match(r"""\s*[\w."' -]+=""", line)
