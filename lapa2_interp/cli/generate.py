@@ -56,7 +56,7 @@ def generate(
             again: auto where it fits, on, or off. It may change the last bits of a logit, and so a
             text.
         trust_remote_code: Run code that comes with the model.
-        yes: Start also what would take a year, or more memory than there is.
+        yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
         force: Replace a finished run.
     """
     from lapa2_interp._util.files import result_folder

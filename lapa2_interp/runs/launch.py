@@ -86,7 +86,7 @@ def launch(
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
             the grid are data, and never run.
         dry_run: Only say what is left to make, and what it takes.
-        yes: Start also what would take a year, or more memory than there is.
+        yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
         notify: Called with what is to be made, and about cells that fail.
 
     Raises:
