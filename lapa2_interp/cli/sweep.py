@@ -142,11 +142,11 @@ def power(
             f"{folder} has no ITEM.claims.csv; `python analyses/ITEM.py RUN` makes it from a run"
         )
     known = pd.concat(map(read_claims, files), ignore_index=True)
-    found = []
+    tables = []
     for name in names:
         grid = load_grid(name, parse_changes(changes), check=False, allow_code=allow_code)
         table = ask(grid, known, perplexity or PERPLEXITY_TEXTS)
-        found.append(table.assign(grid=grid.name))
+        tables.append(table.assign(grid=grid.name))
         print(f"{grid.name}\n{as_text(table, '.2f')}")
         print(f"{summarize_power(table)}\n")
     print(
@@ -158,7 +158,7 @@ def power(
         " true difference"
     )
     if out is not None:
-        write_text(out, as_csv(pd.concat(found, ignore_index=True)))
+        write_text(out, as_csv(pd.concat(tables, ignore_index=True)))
         print(f"written: {out}")
 
 
@@ -208,17 +208,17 @@ def runs(
     if as_json and (traceback or remove_earlier):
         option = "--traceback" if traceback else "--remove-earlier"
         raise RunError(f"{option} prints texts, which --json has no place for; give one of them")
-    found = load_run(run, earlier=True)
+    listed = load_run(run, earlier=True)
     if remove_earlier:
         print(f"{pluralize(len(remove(run, print)), 'cell')} of earlier grids removed\n")
-        found = load_run(run, earlier=True)
-    table = found.cells
+        listed = load_run(run, earlier=True)
+    table = listed.cells
     shown = table if state == "all" else table[table["state"] == state]
     if as_json:
         print(shown.to_json(orient="records", indent=1))
         return
     earlier = table["key"][table["grids"] == ""].tolist()
-    groups: dict[str, Sequence[str]] = dict(found.listing.grids)
+    groups: dict[str, Sequence[str]] = dict(listed.listing.grids)
     if earlier:
         groups["earlier grids (in no table or report; --remove-earlier removes them)"] = earlier
     for grid, keys in groups.items():
@@ -237,10 +237,10 @@ def runs(
             if row["state"] == "finished"
             else row["why"]
         )
-        where = f"{found.by_key[row['key']].description}, {row['samples']} x {row['max_length']}"
+        where = f"{listed.by_key[row['key']].description}, {row['samples']} x {row['max_length']}"
         where += ", of an earlier grid" * (not row["grids"])
         print(escape_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
-    failures = found.failures
+    failures = listed.failures
     if traceback:
         for key in shown["key"]:
             if key in failures:

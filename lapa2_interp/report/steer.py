@@ -165,7 +165,7 @@ def steer(
             hooks, through transformers' attention interface, and chooses heads by knock-out.
         workers: By default one per GPU, or per CPU core.
         threads: CPU threads of a worker, as in `lapa2 sweep`.
-        yes: Start also what would take a year, or more memory than there is.
+        yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
         notify: Called with lines about what is done.
 
     Returns:

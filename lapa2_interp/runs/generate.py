@@ -134,7 +134,7 @@ def generate(
         trust_remote_code: Run code that comes with a model given by name.
         pack: As in `load_model`, of a model given by name.
         announce: Called with the model and the plans after all checks, before the first token.
-        yes: Start also what would take a year, or more memory than there is.
+        yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
 
     Returns:
         A run in memory: `samples()`, `trace()`, `steps()`, `heads()`, `plot()`, `save(FOLDER)`.
@@ -142,7 +142,7 @@ def generate(
 
     Raises:
         Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
-        RunError: It would take a year, or more memory than there is.
+        RunError: It reads over 10^11 tokens, or needs more memory than there is.
     """
     given = locals()  # the parameters have the names of the settings' fields
     fields = python_values({name: given[name] for name in CellSettings.model_fields})
