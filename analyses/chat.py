@@ -22,8 +22,10 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, interval_cells
 from lapa2_interp.bias.recipes import parse_recipes
-from lapa2_interp.generation.chat import continue_chats
+from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.stats import mean_interval, paired_difference
 
 # %% [markdown]
@@ -61,28 +63,33 @@ options = parser.parse_args()
 
 # %%
 model = load_model("smollm2-135m", dtype="float32")
-layouts, patterns = [], []
+layouts, patterns, systems = [], [], []
 for speaker, (topic, words) in list(CHATS.items())[: options.chats]:
     system = f"You are {speaker}. Speak of {topic} in every sentence."
     messages = [{"role": "system", "content": system}, {"role": "user", "content": REQUEST}]
     layouts.append(Layout.of_chat(model.tokenizer, messages, span="system"))
+    systems.append(system)
     either = words.replace("*", r"\w*").replace(" ", "|")
     patterns.append(re.compile(rf"\b({either})\b", re.IGNORECASE))
 print("".join(layouts[0].tokens[slice(*layouts[0].prefix)]))
 
 # %% [markdown]
-# End tokens are never drawn, so that every text has the same length.
+# Every system message is a prompt of one task. End tokens are never drawn, so that every text has
+# the same length.
 
 # %%
 arms = {"baseline": (), options.augmentation: parse_recipes(options.augmentation)}
-made = {
-    arm: continue_chats(
-        model, layouts, rules, length=options.length, samples=options.samples, eos="block"
+form = [{"role": "system", "content": "{prompt}"}, {"role": "user", "content": REQUEST}]
+task = chat_task(form, span="system", prompts=systems)
+made = {}
+for arm, rules in arms.items():
+    settings = {"length": options.length, "samples": options.samples, "eos": "block"}
+    cell = cell_of(
+        model, method="chat", task=task, augmentation=rules or "none", trace="pooled", **settings
     )
-    for arm, rules in arms.items()
-}
-for arm, chats in made.items():
-    print(f"--- {arm}\n{chats[0].texts[0][:400]}")
+    run = make_cells(model, [cell])
+    made[arm] = run.samples()["tokens"].tolist(), run.trace(cell.key)
+    print(f"--- {arm}\n{run.samples()['continuation'][0][:400]}")
 
 # %% [markdown]
 # What the message does at each step, on the text that was written: the Jensen-Shannon divergence of
@@ -121,9 +128,11 @@ steps = [f"{part[0]}-{part[-1]}" for part in parts]
 rows = []
 with progress_bar(len(arms) * len(layouts) * options.samples, "reading", "text") as bar:
     for arm, rules in arms.items():
-        for chat, (layout, branch) in enumerate(zip(layouts, made[arm], strict=True)):
-            attention = branch.trace["prefix"][0].to_numpy()  # sample step
-            for text, tokens in enumerate(branch.tokens):
+        texts, trace = made[arm]
+        attention = trace["prefix"][0].to_numpy()  # sample step
+        for chat, layout in enumerate(layouts):
+            for text in range(chat * options.samples, (chat + 1) * options.samples):
+                tokens = texts[text]
                 effect, cost = read(layout, tokens, rules)
                 bar.update(1)
                 for name, part in zip(steps, parts, strict=True):

@@ -31,7 +31,6 @@ import pandas as pd
 from lapa2_interp._util.errors import Lapa2Error, NoGridError, RunError, unknown_choice
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_markdown
-from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.cli.app import main as lapa2
 from lapa2_interp.paper.claims import (
     MARGINS,
@@ -43,7 +42,6 @@ from lapa2_interp.paper.claims import (
     summarize_disagreement,
     unique_comparisons,
 )
-from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.gallery import gallery_run, read_gallery
 from lapa2_interp.paper.output import merge_item
 from lapa2_interp.paper.power import required_prompts
@@ -258,10 +256,7 @@ def main() -> int:
                 print(f"{grid.name} is left out: {'; '.join(grid.needs)}", file=sys.stderr)
                 loaded.remove(grid)
         grids = [grid.name for grid in loaded]
-        scoring = format_duration(
-            scoring_seconds(loaded, len(options.items), options.scorers or ())
-        )
-        print(f"cells first; then about {scoring} for scores, tables and figures", file=sys.stderr)
+        print("cells first; then scores, tables and figures", file=sys.stderr)
         began = datetime.now(UTC)
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])
         if stopped and not (stopped == 2 and failed_since(began, out)):

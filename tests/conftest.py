@@ -228,6 +228,12 @@ def generate(model, *cell, context=None, **settings):
     return decode_plan(model, plan_batches(model, cell, context or ModelContext(model)))
 
 
+def continue_chat(model, task, rule=None, **settings):
+    """Texts and trace of the chats of a task (`chat_task`)."""
+    settings = {"eos": "stop", "trace": "pooled"} | settings
+    return generate(model, "chat", task, "custom", None, rule, **settings)
+
+
 def decode(model, cell):
     """Texts and trace of a cell that prepares nothing."""
     from lapa2_interp.generation.plan import plan_batches

@@ -725,10 +725,12 @@ def methods(grid: Grid) -> Panel:
     stored = json.loads((HERE / "examples.json").read_text("utf-8"))
     rows = []
     for name, method in known_methods().items():
-        example = stored["methods"].get(name, {})
+        if name not in stored["methods"]:
+            continue  # a chat, which needs a task of its own
+        example = stored["methods"][name]
         with_it = example.get("with LaPA2")
         rows.append(
-            [name, method.display_name, method.equation, example.get("base", "no example"),
+            [name, method.display_name, method.equation, example["base"],
              with_it["text"] + f" (alpha {number(with_it['alpha'])})" if with_it else "–"]
         )  # fmt: skip
     note = (

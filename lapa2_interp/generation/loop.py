@@ -255,7 +255,8 @@ def _table(
     for i, (prompt, sample) in enumerate(batch.pairs):
         new_ids = tokens[i, : ending.n_tokens[i]].tolist()
         text = plan.prompts[prompt]
-        new = decode_continuation(model.tokenizer, text, new_ids)
+        is_chat = plan.cell.task.chat is not None
+        new = decode_continuation(model.tokenizer, text, new_ids, is_chat)
         rows.append(
             {
                 "prompt": text,

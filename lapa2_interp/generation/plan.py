@@ -106,6 +106,7 @@ class BatchPlan:
         prefixes: By branch, the soft prefix or None.
         augmentations: By branch.
         steps: New tokens per prompt.
+        streams: What names the random numbers of each prompt (`Arrangement.streams`).
         prepared: What the method worked out about each prompt.
         batches: The (prompt number, sample number) pairs of each batch.
     """
@@ -116,6 +117,7 @@ class BatchPlan:
     prefixes: tuple[SoftPrefix | None, ...]
     augmentations: tuple[Augmentations, ...]
     steps: tuple[int, ...]
+    streams: tuple[str, ...] = field(repr=False)
     prepared: tuple[Prepared, ...] = field(repr=False)
     batches: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
 
@@ -135,7 +137,7 @@ class BatchPlan:
         steps = tuple(self.steps[prompt] for prompt, _ in pairs)
         uniform = np.zeros((len(pairs), max(steps)))
         for row, (prompt, sample), n in zip(uniform, pairs, steps, strict=True):
-            row[:n] = uniforms(self.cell.seed, self.prompts[prompt], sample, n, trial)
+            row[:n] = uniforms(self.cell.seed, self.streams[prompt], sample, n, trial)
         return Batch(
             pairs=tuple(pairs),
             layouts=tuple(left_pad([row[prompt] for row in self.layouts for prompt in used])),
@@ -249,6 +251,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         prefixes=prefixes,
         augmentations=arrangement.augmentations,
         steps=arrangement.steps,
+        streams=arrangement.streams,
         prepared=prepared,
         batches=_split_into_batches(
             pairs,

@@ -34,7 +34,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.task import ChatForm, Task
 
 State = Any
 """A method's own memory of a sample, from one step to the next."""
@@ -69,12 +69,14 @@ class Branch:
         prefix: The text before the prompt, or a soft prefix; None for the raw model.
         join: The text between prefix and prompt; it counts as prompt.
         hidden: No query after the prefix sees it. The prompt keeps its position.
+        chat: The chat whose span is the prefix, laid out by its template; of method `chat`.
     """
 
     name: str
     prefix: str | SoftPrefixKey | None = None
     join: str = ""
     hidden: bool = False
+    chat: ChatForm | None = None
 
 
 @dataclass(frozen=True)

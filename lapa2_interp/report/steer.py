@@ -32,7 +32,6 @@ import pandas as pd
 from lapa2_interp._util.errors import CircuitError, RunError, pluralize
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, format_interval
-from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
@@ -73,7 +72,7 @@ from lapa2_interp.report.steer_result import (
     verdict,
 )
 from lapa2_interp.runs.engines import Engine, local_engine
-from lapa2_interp.runs.estimates import check_affordable, estimate, reading_seconds
+from lapa2_interp.runs.estimates import check_affordable, estimate
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.sweep import sweep
@@ -245,10 +244,10 @@ def _announce(
     yes: bool,
     notify: Callable[[str], None],
 ) -> None:
-    """Say how many texts are made and how long it takes, before anything begins.
+    """Say how many texts are made, before anything begins.
 
     Raises:
-        RunError: It would take a year, or more memory than there is.
+        RunError: They are very many, or take more memory than there is.
     """
     workers = engine.n_workers
     engine.close()
@@ -258,17 +257,11 @@ def _announce(
     tuned = settings.cells(parts["tune"], CHOSEN, bias)
     judged = settings.cells(parts["judge"], CHOSEN, bias)
     arms = {"tune": 1 + len(TUNED) * len(STRENGTHS), "judge": len(settings.arms)}
-    needed = estimate([*tuned * arms["tune"], *judged * arms["judge"]], workers, None, 1)
-    check_affordable(needed.texts, needed.seconds, needed.memory, yes)
-    # A gradient costs about three passes, a knock-out one; other wordings read half of the prompts
-    # twice. Each text is read by its scorers as if twice by the model.
-    passes = 3 if settings.model_class != "TransformersModel" else size.n_layers * size.n_heads
-    rows = len(parts["choose"]) * len(settings.task.attributes)
-    read = 2 * passes * rows * settings.length + 2 * needed.texts * settings.length
-    seconds = needed.seconds + reading_seconds(read)
+    work = estimate([*tuned * arms["tune"], *judged * arms["judge"]])
+    check_affordable(work.texts, work.row_tokens, work.memory, yes)
     notify(
         f"{len(parts['choose'])} prompts choose {settings.heads} heads, {len(parts['tune'])} tune,"
-        f" {len(parts['judge'])} judge: {needed.texts} texts, about {format_duration(seconds)} with"
+        f" {len(parts['judge'])} judge: {work.texts} texts, {work.row_tokens} row-tokens, with"
         f" {pluralize(workers, 'worker')}"
     )
 

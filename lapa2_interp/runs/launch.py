@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize, unknown_choice
-from lapa2_interp._util.terminal import format_bytes, format_duration, stop_on_sigterm
+from lapa2_interp._util.terminal import stop_on_sigterm
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.settings import Count
@@ -137,16 +137,14 @@ def launch(
         if not isinstance(runner, InProcess):
             _check_methods(left)
         if left:
-            each = estimate(left, runner.n_workers, device, threads)
+            left_to_make = estimate(left, device)
             notify(
-                f"{len(left)} of {len(cells)} cells to make: {each.texts} texts,"
-                f" {each.row_tokens} row-tokens, about {format_duration(each.seconds)} with"
-                f" {pluralize(runner.n_workers, 'worker')}, {format_bytes(each.disk)} on disk,"
-                f" {format_bytes(each.memory)} of memory a worker ({each.basis})"
+                f"{len(left)} of {len(cells)} cells to make: {left_to_make}, with"
+                f" {pluralize(runner.n_workers, 'worker')}"
             )
             # A cluster's machines may have other memory than this one.
-            memory = each.memory if engine == "local" else 0
-            check_affordable(each.texts, each.seconds, memory, yes or dry_run)
+            memory = left_to_make.memory if engine == "local" else 0
+            check_affordable(left_to_make.texts, left_to_make.row_tokens, memory, yes or dry_run)
         if dry_run:
             return Swept(len(cells) - len(left), 0, (), dry_run=True, folder=out)
         with stop_on_sigterm():

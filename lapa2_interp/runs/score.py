@@ -23,16 +23,13 @@ from lapa2_interp._util.table_formats import (
     format_number,
     interval_text,
 )
-from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.generation.settings import Count
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import Dtype, print_if_slow
-from lapa2_interp.runs.estimates import LONG, reading_seconds
 from lapa2_interp.runs.run import load_run, shown_only
 from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import human
-from lapa2_interp.scoring.adapter import ADAPTER_SHARE
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, trained_ending
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers, parse_scorer
 from lapa2_interp.scoring.tables import (
@@ -49,8 +46,6 @@ from lapa2_interp.scoring.tables import (
 )
 from lapa2_interp.tasks.task import ALL, Task, read_task
 
-LETTERS = 4.5
-"""Letters of a token, about."""
 USUAL = ("accuracy", "perplexity", "distinct")
 """The scorers where none is named."""
 
@@ -338,7 +333,8 @@ def _score(
             places = [n for n, one in enumerate(sets) if task in ("", _task_name(one[1]))]
             if not places:
                 raise ScoringError(f"{each}: no text of task {task!r}")
-            notify(f"{each}: {_work([sets[n] for n in places], model)}")
+            n_texts = sum(len(sets[n][0]) for n in places)
+            notify(f"{each}: {pluralize(n_texts, 'text')}")
             if name == "distinct":
                 left = [n for n in places if (n, name, model) not in done]
                 done |= {(n, name, model) for n in left}
@@ -384,16 +380,6 @@ def _plain(value: Any) -> str | None:
 
 def _task_name(options: ScorerOptions) -> str:
     return options.task if isinstance(options.task, str) else getattr(options.task, "name", "")
-
-
-def _work(sets: Sequence[tuple[pd.DataFrame, ScorerOptions]], model: str) -> str:
-    """Number of texts that are scored, and an adapter's approximate time for them."""
-    texts = pluralize(sum(len(samples) for samples, _ in sets), "text")
-    if model != "adapter":
-        return texts
-    letters = sum(int(samples["text"].str.len().sum()) for samples, _ in sets)
-    told = reading_seconds(ADAPTER_SHARE * letters / LETTERS, sets[0][1].device)
-    return f"{texts}, about {format_duration(told)} where none is known" if told > LONG else texts
 
 
 def _gaps(source: Path) -> str:

@@ -10,7 +10,6 @@ from conftest import load
 import lapa2_interp
 from lapa2_interp import Layout, circuits, generate, teacher_forced
 from lapa2_interp._util.errors import LayoutError, ModelError
-from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models import TransformersModel, model_card
 from lapa2_interp.models.load import load_transformers
@@ -63,7 +62,6 @@ def calls(model):
     return {
         "generate": lambda: generate(model, **SETTINGS),
         "teacher_forced": lambda: teacher_forced(model, layout, [[1, 2]]),
-        "continue_chats": lambda: continue_chats(model, [layout], length=2),
         "ContrastSet.of": lambda: circuits.ContrastSet.of(model, "sentiment", **SMALL),
         "control_score": lambda: circuits.control_score(model, contrast="sentiment"),
         "knock_out": lambda: circuits.knock_out(model, over="layer", contrast="sentiment"),

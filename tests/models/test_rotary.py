@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import cell_of, decode, decode_plan, soft_prefix
+from conftest import cell_of, continue_chat, decode, decode_plan, soft_prefix
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -24,8 +24,8 @@ from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample
-from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.plan import plan_batches
+from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models import model_card
 from lapa2_interp.models.card import network_of, short_context
@@ -235,13 +235,18 @@ def test_a_given_text_that_crosses_is_refused(model):
         teacher_forced(model, layout, [[5] * 6])
 
 
-def test_chats_that_cross_or_lie_on_both_sides_are_refused(model):
-    near, far = layout_of(model, SHORT), layout_of(model, LONG)
-    (made,) = continue_chats(model, [far], RULE, length=4, top_k=1)
-    assert list(made.tokens[0]) == fresh(model, far, list(made.tokens[0]))
-    for given, length in (([near], 30), ([near, far], 1)):
-        with pytest.raises(LayoutError, match="chats that are read together"):
-            continue_chats(model, given, RULE, length=length)
+def test_a_chat_lies_on_one_side(model, monkeypatch):
+    """Chats of both sides are read in batches of their own."""
+    template = "{% for m in messages %}{{ m['content'] }}:{% endfor %}"
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    form = [{"role": "system", "content": "good"}, {"role": "user", "content": "{prompt}"}]
+    task = chat_task(form, prompts=[SHORT, LONG])
+    made = continue_chat(model, task, RULE, length=4, top_k=1)
+    for prompt, tokens in zip(made.samples["prompt"], tokens_of(made), strict=True):
+        messages = [form[0], form[1] | {"content": prompt}]
+        assert tokens == fresh(model, Layout.of_chat(model.tokenizer, messages), tokens)
+    with pytest.raises(LayoutError, match="'abc' under chat: passes of"):
+        continue_chat(model, chat_task(form, prompts=[SHORT]), RULE, length=30)
 
 
 def nll_of(network, ids):

@@ -70,7 +70,7 @@ def test_headers_are_short_and_a_legend_has_the_versions(scorers, names):
         (1, "none where there is one prompt", "resampled"),
     ],
 )
-def test_a_note_names_the_method_that_made_the_interval(prompts, words, unwords, capsys):
+def test_a_note_names_the_method_that_made_the_interval(prompts, words, untold, capsys):
     texts = scores(prompts)
     table, differences = cell_table(texts), difference_table(texts)
     print(Scored(pd.DataFrame(), table, differences).summary())
