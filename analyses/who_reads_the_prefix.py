@@ -52,8 +52,8 @@ table["attention"] = [mass[row.layer, row.head] for row in table.itertuples()]
 table[["layer", "head", "role", "effect", "low", "high", "p_max", "attention"]].round(4)
 
 # %% [markdown]
-# The viewer shows it on one text: the decoy (1.3) attends to the prefix, and what is lost without
-# each head is the last value of the grid below.
+# The viewer shows it on one text: the decoy (1.3) gives the prefix nearly all its attention, and
+# the last lines say that nothing is lost without it. The carrier is 1.2; choose it in the grid.
 
 # %%
 made = generate(

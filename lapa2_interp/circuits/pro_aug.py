@@ -112,7 +112,7 @@ def prompt_slope(
         metric: A name of `METRICS` but from_raw, or a custom metric as in `attribution`. An equal
             addition to all words of both attributes cancels in lex.
         words: By attribute, the token ids of lex; by default the task's words.
-        tokens, samples, seed: As `make_examples`, for texts that the model writes.
+        tokens, samples, seed: As `ContrastSet.of`, for texts that the model writes.
 
     Raises:
         CircuitError: The method has no raw branch that Pro-Aug reaches, or prepares for its

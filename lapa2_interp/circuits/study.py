@@ -86,7 +86,7 @@ def run_study(
 
     Args:
         model: A model or its name.
-        task, attribute, prompts, tokens, samples, seed: As `make_examples`.
+        task, attribute, prompts, tokens, samples, seed: As `ContrastSet.of`.
         folder: A new folder, or one that the same call has begun.
         best: Number of the best heads that are tested with the other replacements and phases; as
             many random heads are added. At least 1.

@@ -128,9 +128,9 @@ class View:
         """The page as HTML, in a frame that can neither read nor change what is around it. A
         notebook that is only read shows it, as in `IPython.display.HTML(shown.frame)`."""
         return (
-            '<iframe title="Attention of a text, head by head" sandbox="allow-scripts'
+            '<div><iframe title="Attention of a text, head by head" sandbox="allow-scripts'
             ' allow-downloads" style="width:100%;height:56rem;border:0"'
-            f' srcdoc="{escape(self.html)}"></iframe>'
+            f' srcdoc="{escape(self.html)}"></iframe></div>'
         )
 
     def _widget(self) -> Any:
