@@ -9,7 +9,7 @@ train() {  # TASK OBJECTIVE LIMIT CHECK ARGUMENTS
     lapa2 prefix train --task "$1" --objective "$2" --set limit="$3" --set check_every="$4" "${@:5}" --out "$out/$1-$2"
 }
 again() {  # TASK LIMIT CHECK LR ARGUMENTS: contrastive, from the set of likelihood
-    train "$1" contrastive "$2" "$3" --from "$out/$1-mle" --set lr="$4" "${@:5}"
+    train "$1" contrastive "$2" "$3" --start-from "$out/$1-mle" --set lr="$4" "${@:5}"
 }
 train sentiment mle 5400 60 $SENTIMENT
 train topic mle 2200 60 $TOPIC --set start=random

@@ -60,7 +60,6 @@ LINES = {
     "recipes": "recipes",
     "word-lists": "word-lists --task sentiment --data {home}/reviews.jsonl --n-words 4 --min-count 1 --min-z 0 --out {out}.json",
     "scorers list": "scorers list",
-    "scorers check": "scorers check {home}/reviews.jsonl --label label --task sentiment --scorer linear",
     "scorers train": "scorers train --task sentiment --data {home}/reviews.jsonl --out {out}",
     "scorers sheets": "scorers sheets {home}/run --n-texts 2 --out {out}",
     "scorers answers": "scorers answers {home}/sheets/key.csv {home}/anna.csv --out {out}",

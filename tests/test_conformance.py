@@ -218,7 +218,7 @@ class Subject:
         self.model.static = static
         try:
             capacity, rules = len(padded[0]) + STEPS - 1, [rule] * len(rows)
-            block = continued(self.model, state, index, capacity, rules, layouts, recorder, {})
+            block = continued(self.model, state, index, capacity, rules, layouts, recorder)
             with block as more:
                 tokens = tokens[list(rows), : STEPS - 1].to(self.model.cfg.device)
                 for step in tokens.split(1, dim=1):
@@ -291,7 +291,9 @@ def is_chosen(case: Case) -> bool:
 
 def is_first_of_model(case: Case) -> bool:
     """True where a law has no augmentation, so that it need not be checked with each."""
-    return case == next(entry for entry in CASES if entry[:2] == case[:2] and entry[3:] == case[3:])
+    return case == next(
+        sibling for sibling in CASES if sibling[:2] == case[:2] and sibling[3:] == case[3:]
+    )
 
 
 @law(lambda case: is_exact(case) and case.texts != "soft" and is_first_of_model(case))
@@ -363,12 +365,12 @@ def other_class(case: Case) -> str:
 )
 def classes_agree(subject: Subject) -> Compared:
     """Through hooks and through transformers' attention interface."""
-    alternative = Subject(subject.case._replace(kind=other_class(subject.case)))
+    twin = Subject(subject.case._replace(kind=other_class(subject.case)))
     if subject.case.kind == HOOKED:
-        return Compared(subject.alone.log_softmax(2), alternative.alone.log_softmax(2), 1e-5)
+        return Compared(subject.alone.log_softmax(2), twin.alone.log_softmax(2), 1e-5)
     # A bridge computes the norms and rotary factors of some families in float32.
     rounding = 5e-5 if subject.case.model in FAMILIES else 1e-9
-    return Compared(subject.alone, alternative.alone, max(rounding, subject.atol))
+    return Compared(subject.alone, twin.alone, max(rounding, subject.atol))
 
 
 @law(lambda case: case.rule != POOLED)

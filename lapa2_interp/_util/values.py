@@ -7,10 +7,12 @@ else.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, wraps
-from inspect import signature
-from typing import Any, ParamSpec, TypeVar
+from inspect import signature, unwrap
+from types import NoneType, UnionType
+from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_origin
 
 from lapa2_interp._util.errors import Lapa2Error, validation_message
 from lapa2_interp._util.parsing import parse_toml
@@ -20,10 +22,6 @@ T = TypeVar("T")
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """A number that TOML may refuse, such as .5"""
-KINDS: dict[str, Any] = {
-    "int": int, "float": float, "bool": bool, "Sequence[int]": tuple[int, ...],
-}  # fmt: skip
-"""Types of parameters that `numbers_checked` checks, as signatures name them."""
 
 
 def read_value(text: str) -> Any:
@@ -80,21 +78,38 @@ def _adapter(kind: Any) -> Any:
 
 
 def numbers_checked(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that refuses other types where its signature has a number (`KINDS`), in the
-    sentence of every setting."""
-    shape = signature(function)
-    kinds: dict[str, tuple[Any, bool]] = {}
-    for name, parameter in shape.parameters.items():
-        annotation = str(parameter.annotation)
-        if (kind := annotation.removesuffix(" | None")) in KINDS:
-            kinds[name] = KINDS[kind], kind != annotation
+    """A function that refuses other types, and numbers out of bounds, where its signature has a
+    number or an annotation such as Annotated[int, Field(ge=1)], in the sentence of every
+    setting."""
+    shape, names = signature(function), unwrap(function).__globals__
+
+    @cache
+    def kinds() -> dict[str, Any]:
+        checked = {}
+        for name, parameter in shape.parameters.items():
+            kind = parameter.annotation
+            with suppress(NameError):  # a name for type checkers alone is no number's
+                kind = eval(kind, names) if isinstance(kind, str) else kind
+                if is_number(kind):
+                    checked[name] = tuple[int, ...] if kind == Sequence[int] else kind
+        return checked
 
     @wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> T:
         values = dict(zip(shape.parameters, arguments, strict=False)) | named
-        for name, (kind, optional) in kinds.items():
-            if name in values and not (optional and values[name] is None):
+        for name, kind in kinds().items():
+            if name in values:
                 check_value(name, values[name], kind)
         return function(*arguments, **named)
 
     return call
+
+
+def is_number(kind: Any) -> bool:
+    """True for the types of numbers, of truth values and of several integers, with bounds or
+    None."""
+    if get_origin(kind) is Annotated:
+        return is_number(get_args(kind)[0])
+    if isinstance(kind, UnionType):
+        return all(part is NoneType or is_number(part) for part in get_args(kind))
+    return kind in (int, float, bool, Sequence[int])

@@ -69,17 +69,14 @@ class Rows(Protocol):
         """
 
 
-def new_rows(model: Model, recompute: bool = False, reread_last: bool = False) -> Rows:
+def new_rows(model: Model, reread_last: bool = False) -> Rows:
     """A new decode state for a model of either class.
 
     Args:
-        recompute: Read the whole text at every step.
         reread_last: Needed by augmentations of phase "predicting_only": read one token at a time,
             and read it again when it is no longer the last, so that the cache holds unaugmented
             keys and values.
     """
-    if recompute:
-        return RecomputedRows(model)
     rows = BridgeRows(model) if is_bridge(model) else HookedRows(model)
     return RereadRows(rows) if reread_last else rows
 

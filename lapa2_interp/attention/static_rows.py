@@ -59,9 +59,6 @@ SMALLEST_BUCKET = 128
 WARM_UP = 2
 """Passes before the one that is captured."""
 
-StaticSteps = dict[tuple[int, int, bool], "StaticStep"]
-"""Steps that were made before, by number of rows, capacity, and `StaticStep.by_head`."""
-
 
 def bucket(n_keys: int) -> int:
     """The number of slots that a step reads if so many keys are live: a power of two."""
@@ -268,7 +265,6 @@ def continued(
     augmentations: Sequence[AugmentationLike],
     layouts: Sequence[Layout],
     recorder: Recorder | None,
-    made: StaticSteps,
 ) -> Iterator[Rows]:
     """Rows that continue others which have read their prompts, under an augmentation inside the
     block.
@@ -280,7 +276,6 @@ def continued(
         index: For every row the old row that it continues.
         capacity: Keys of the longest text.
         augmentations, layouts, recorder: As in `hooked.augmented`.
-        made: The static step of the batch before, whose tensors and graphs are used again.
 
     Raises:
         ModelError: The model does not keep to the mask that it is given.
@@ -288,7 +283,7 @@ def continued(
     if getattr(model, "static", False):
         if (problem := _static_problem(model, rows, augmentations)) is None:
             assert isinstance(rows, BridgeRows)
-            step, bias = _static_step(rows, len(index), capacity, augmentations, layouts, made)
+            step, bias = _static_step(rows, len(index), capacity, augmentations, layouts)
             hooks, network = AttentionHooks(step.edit, step.read), plain_network(model)
             n_layers, _ = n_layers_and_heads(model)
             with hook_attention(network, hooks, lambda _given: 0, range(n_layers)):
@@ -306,19 +301,14 @@ def _static_step(
     capacity: int,
     augmentations: Sequence[AugmentationLike],
     layouts: Sequence[Layout],
-    made: StaticSteps,
 ) -> tuple[StaticStep, BatchBias]:
-    """A step that fits, made or used again, and the bias that it adds."""
+    """A step that fits, and the bias that it adds."""
     size, kinds = n_layers_and_heads(rows.model), layer_types(rows.model)
     bias = BatchBias([active_augmentations(each) for each in augmentations], layouts, size, kinds)
     one_for_all = {*kinds} == {FULL_ATTENTION} and all(
         term.every_head and len(term.layers) == size[0] for term in bias.length_terms
     )
-    key = (n_rows, bucket(capacity), not one_for_all)
-    if key not in made:
-        made.clear()
-        made[key] = StaticStep(rows, *key)
-    return made[key], bias
+    return StaticStep(rows, n_rows, bucket(capacity), not one_for_all), bias
 
 
 def _static_problem(

@@ -9,12 +9,16 @@ is the label of its arm.
     --augmentation instaboost:M=5                  # on the command line
     augmentation = ["none", "instaboost:M=5"]      # in a grid
 
-Every recipe also takes `SHARED_PARAMETERS`: `tokens` (positions within the prefix), `layers`,
-`heads`, `steps` and `phase`. As text, the parts of a value are joined by "/" (`bias.places`), and
-recipes that act together by "+":
+Every recipe also takes `tokens` (positions within the prefix) and each field of `Augmentation`
+that it does not fix itself (`Recipe.open_fields`): lapa2 fixes none, so it is every bias. A
+`profile` fills only what neither the recipe nor the user names. As text, recipes that act together
+are joined by "+" and parameters by ",". In a value "/" stands for "," (`bias.places`), or double
+quotes keep both marks:
 
     lapa2:tokens=1,alpha=1 + lapa2:tokens=2,alpha=0.5     two tokens with a bias each
     instaboost:steps=0:16 + lapa2:steps=16:9999           another control from step 16 on
+    lapa2:span="prefix+bos"                               a name that holds a "+"
+    lapa2:span=0:2/5:6,law=cut,alpha=1                    several spans; or span="0:2,5:6"
 
 The `source` of each recipe says which parts were checked against published code (read, not run) and
 which are from memory.
@@ -29,7 +33,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +42,12 @@ from lapa2_interp._util.values import check_value, read_value
 from lapa2_interp.bias.augmentation import Augmentation, shorten_value
 from lapa2_interp.bias.places import FORMS, read_place
 
-SHARED_PARAMETERS = ("tokens", "layers", "heads", "steps", "phase")
-"""Parameters that every recipe takes: the tokens, layers, heads, steps and queries it acts on."""
-RecipeResult = Augmentation | tuple[Augmentation, ...]
+DEFAULTS = ("phase",)
+"""Fields that recipes set and do not fix: their publications differ in them."""
+PLACES = {"tokens": "positions"} | {name: name for name in ("span", "layers", "heads", "steps")}
+"""Parameters that are texts of `bias.places`, by its names for their forms."""
+Fields = dict[str, Any]
+"""Fields of an augmentation."""
 
 
 class LabeledAugmentations(tuple[Augmentation, ...]):
@@ -65,14 +72,14 @@ class Recipe:
     """One way to steer attention.
 
     Attributes:
-        make: Makes its augmentations from its parameters.
+        make: The fields of its augmentations, made from its parameters.
         what: Its effect, in a line.
         source: Its publication, and the part of it that could be checked.
         defaults: The source of its parameters' defaults.
-        required: The `SHARED_PARAMETERS` that must be given.
+        required: Which of `tokens` and `heads` must be given.
     """
 
-    make: Callable[..., RecipeResult]
+    make: Callable[..., tuple[Fields, ...]]
     what: str
     source: str
     defaults: str
@@ -82,56 +89,72 @@ class Recipe:
     def parameters(self) -> dict[str, Any]:
         """Its own parameters with their defaults."""
         parameters = inspect.signature(self.make).parameters.values()
-        return {each.name: each.default for each in parameters}
+        return {parameter.name: parameter.default for parameter in parameters}
+
+    @property
+    def fixed_fields(self) -> tuple[str, ...]:
+        """Fields of `Augmentation` that it decides, beside those that are its own parameters."""
+        decided = {name for fields in self.make() for name in fields}
+        decided -= {*self.parameters, *DEFAULTS}
+        return tuple(name for name in Augmentation.model_fields if name in decided)
+
+    @property
+    def open_fields(self) -> tuple[str, ...]:
+        """Fields of `Augmentation` that it takes beside its own parameters."""
+        decided = {*self.parameters, *self.fixed_fields}
+        return tuple(name for name in Augmentation.model_fields if name not in decided)
 
 
-def _lapa2(alpha: float | int = 0.5) -> RecipeResult:
-    return Augmentation(alpha=alpha)
+def _lapa2(alpha: float | int = 0.5) -> tuple[Fields, ...]:
+    return ({"alpha": alpha},)
 
 
-def _linear(alpha: float | int = 0.5) -> RecipeResult:
-    return Augmentation(alpha=alpha, law="linear")
+def _linear(alpha: float | int = 0.5) -> tuple[Fields, ...]:
+    return ({"alpha": alpha, "law": "linear"},)
 
 
-def _sqrt(alpha: float | int = 0.5) -> RecipeResult:
-    return Augmentation(alpha=alpha, law="sqrt")
+def _sqrt(alpha: float | int = 0.5) -> tuple[Fields, ...]:
+    return ({"alpha": alpha, "law": "sqrt"},)
 
 
-def _constant(alpha: float | int = 0.5, l0: float | int = 128.0) -> RecipeResult:
-    return Augmentation(alpha=alpha, law="constant", l0=l0)
+def _constant(alpha: float | int = 0.5, l0: float | int = 128.0) -> tuple[Fields, ...]:
+    return ({"alpha": alpha, "law": "constant", "l0": l0},)
 
 
-def _released(alpha: float | int = 2.0) -> RecipeResult:
-    return Augmentation(alpha=alpha, profile="released")
+def _released(alpha: float | int = 2.0) -> tuple[Fields, ...]:
+    return ({"alpha": alpha, "profile": "released"},)
 
 
-def _instaboost(M: float | int = 3.0) -> RecipeResult:
-    return Augmentation(alpha=_log_of_positive(M, "M"), law="scale", phase="everywhere")
+def _instaboost(M: float | int = 3.0) -> tuple[Fields, ...]:
+    return ({"alpha": _log_of_positive(M, "M"), "law": "scale", "phase": "everywhere"},)
 
 
-def _pasta(alpha: float | int = 0.01) -> RecipeResult:
-    less = Augmentation(
-        alpha=_log_of_positive(alpha, "alpha"), law="scale", span="input", phase="everywhere"
+def _pasta(alpha: float | int = 0.01) -> tuple[Fields, ...]:
+    less = _log_of_positive(alpha, "alpha")
+    everywhere = {"law": "scale", "phase": "everywhere"}
+    return (
+        {"alpha": less, "span": "input", **everywhere},
+        {"alpha": -less, "span": "prefix", **everywhere},
     )
-    return (less, less.model_copy(update={"alpha": -less.alpha, "span": "prefix"}))
 
 
-def _spotlight(tau: float | int = 0.2) -> RecipeResult:
-    return Augmentation(alpha=1, law="ratio", tau=tau, pooled=True, phase="everywhere")
+def _spotlight(tau: float | int = 0.2) -> tuple[Fields, ...]:
+    (per_head,) = _spotlight_per_head(tau)
+    return ({**per_head, "pooled": True},)
 
 
-def _spotlight_per_head(tau: float | int = 0.2) -> RecipeResult:
-    return Augmentation(alpha=1, law="ratio", tau=tau, phase="everywhere")
+def _spotlight_per_head(tau: float | int = 0.2) -> tuple[Fields, ...]:
+    return ({"alpha": 1, "law": "ratio", "tau": tau, "phase": "everywhere"},)
 
 
-def _split_softmax(k: float | int = 0.75) -> RecipeResult:
+def _split_softmax(k: float | int = 0.75) -> tuple[Fields, ...]:
     if _check_positive(k, "k") > 1:
         raise AugmentationError(f"k of split-softmax should be above 0 and at most 1, found {k:g}")
-    return Augmentation(alpha=1 / k - 1, law="power", phase="after_span")
+    return ({"alpha": 1 / k - 1, "law": "power", "phase": "after_span"},)
 
 
-def _set_point(tau: float | int = 0.2, floor: bool = True) -> RecipeResult:
-    return Augmentation(alpha=1, law="target", tau=tau, floor=floor)
+def _set_point(tau: float | int = 0.2, floor: bool = True) -> tuple[Fields, ...]:
+    return ({"alpha": 1, "law": "target", "tau": tau, "floor": floor},)
 
 
 def _log_of_positive(value: float | int, name: str) -> float:
@@ -235,13 +258,12 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
 
     Args:
         name: One of `RECIPES`.
-        parameters: The recipe's own (`Recipe.parameters`), and any of `SHARED_PARAMETERS`:
-            `tokens`, positions within the prefix, 0 being its first; `layers`, `heads`, `steps` and
-            `phase` as in `Augmentation`.
+        parameters: The recipe's own (`Recipe.parameters`); `tokens`, positions within the prefix, 0
+            being its first; and fields of `Augmentation` that the recipe leaves open.
 
     Raises:
-        AugmentationError: An unknown name or parameter, a value out of range, one that is missing,
-            or tokens for a recipe of fixed slots.
+        AugmentationError: An unknown name or parameter, a field that the recipe fixes, a value out
+            of range, or one that is missing.
     """
     if name not in RECIPES:
         raise AugmentationError(
@@ -249,69 +271,80 @@ def recipe(name: str, **parameters: Any) -> LabeledAugmentations:
         )
     # Check the parameters.
     chosen = RECIPES[name]
-    for each in parameters:
-        if each not in (*chosen.parameters, *SHARED_PARAMETERS):
-            kind = f"parameter of recipe {name}"
+    allowed = (*chosen.parameters, "tokens", *chosen.open_fields)
+    for key in parameters:
+        if key in chosen.fixed_fields:
             raise AugmentationError(
-                unknown_choice(kind, each, (*chosen.parameters, *SHARED_PARAMETERS))
+                f"recipe {name} has its own {key}; leave it out, or say all fields by lapa2"
             )
-    if missing := [each for each in chosen.required if each not in parameters]:
+        if key not in allowed:
+            raise AugmentationError(unknown_choice(f"parameter of recipe {name}", key, allowed))
+    if missing := [key for key in chosen.required if key not in parameters]:
         raise AugmentationError(
             f"recipe {name} needs {' and '.join(missing)}, such as"
-            f" {name}:{','.join(PARAMETER_EXAMPLES[each] for each in chosen.required)}"
+            f" {name}:{','.join(PARAMETER_EXAMPLES[key] for key in chosen.required)}"
         )
-    read = {key: read_place(PLACES.get(key, key), value) for key, value in parameters.items()}
-    own = {key: value for key, value in read.items() if key not in SHARED_PARAMETERS}
-    where = {key: value for key, value in read.items() if key in SHARED_PARAMETERS}
-    for key, value in own.items():
-        number = bool if isinstance(chosen.parameters[key], bool) else float
-        check_value(key, value, number, AugmentationError, f"recipe {name}: ")
-    if isinstance(tokens := where.get("tokens"), str):
+    if "span" in parameters and "tokens" in parameters:
+        raise AugmentationError(
+            f"recipe {name}: tokens are a span, such as span=prefix:1; leave one of the two out"
+        )
+    values = {key: read_place(PLACES.get(key, key), value) for key, value in parameters.items()}
+    for key, default in chosen.parameters.items():
+        if key in values:
+            number = bool if isinstance(default, bool) else float
+            check_value(key, values[key], number, AugmentationError, f"recipe {name}: ")
+    if isinstance(tokens := values.get("tokens"), str):
         raise AugmentationError(
             f"recipe {name}: tokens: takes {FORMS['positions']}; found {tokens!r}"
         )
-    steering = chosen.make(**own)
-    augmentations = steering if isinstance(steering, tuple) else (steering,)
-    # Narrow them down.
-    on_tokens = {"span": ("prefix", where.pop("tokens"))} if "tokens" in where else {}
-    if on_tokens and all(each.span != "prefix" for each in augmentations):
-        raise AugmentationError(f"recipe {name} has a fixed span, so it takes no tokens")
-    narrowed = [
-        Augmentation(**dict(each) | where | (on_tokens if each.span == "prefix" else {}))
-        for each in augmentations
-    ]
-    given = ",".join(
-        _format_parameter(key, value) for key, value in read.items() if value is not None
+    # The recipe's fields, and over them those that are given.
+    own = {key: value for key, value in values.items() if key in chosen.parameters}
+    over = {key: value for key, value in values.items() if key in chosen.open_fields}
+    augmentations = []
+    for fields in chosen.make(**own):
+        on_tokens = "tokens" in values and fields.get("span", "prefix") == "prefix"
+        span = {"span": ("prefix", tokens)} if on_tokens else {}
+        augmentations.append(Augmentation(**fields | over | span))
+    as_text = ",".join(
+        _format_parameter(key, value) for key, value in values.items() if value is not None
     )
-    return LabeledAugmentations.of(narrowed, f"{name}:{given}" if given else name)
+    return LabeledAugmentations.of(augmentations, f"{name}:{as_text}" if as_text else name)
 
 
 def _format_parameter(key: str, value: Any) -> str:
     """A parameter as `parse_recipes` takes it; a long list shortened."""
     if isinstance(value, bool):
         return f"{key}={str(value).lower()}"
+    if isinstance(value, str):
+        return f'{key}="{value}"' if set(value) & set("+,") else f"{key}={value}"
     if key == "steps":
         return f"{key}={':'.join(map(str, value))}"
+    if key == "span" and value[0] == "prefix":
+        return f"{key}=prefix:{'/'.join(map(str, value[1]))}"
+    if key == "span":
+        return f"{key}={'/'.join(':'.join(map(str, slots)) for slots in value)}"
     return shorten_value(value, "/", name=key, to="=")
 
 
-def resolve_recipes(given: Any) -> Any:
+def resolve_recipes(augmentation: Any) -> Any:
     """The augmentations of recipes that are given as text; anything else unchanged."""
-    return parse_recipes(given) if isinstance(given, str) else given
+    return parse_recipes(augmentation) if isinstance(augmentation, str) else augmentation
 
 
 PARAMETER_EXAMPLES = {"tokens": "tokens=1", "heads": "heads=3.1/4.0"}
-PLACES = {"tokens": "positions"}
-"""Shared parameters that `bias.places` knows by another name."""
 
 
-def parse_recipes(text: str, alpha: float | None = None) -> LabeledAugmentations:
+def parse_recipes(
+    text: str, alpha: float | None = None, beside: Mapping[str, Any] | None = None
+) -> LabeledAugmentations:
     """The augmentations of recipes as text, NAME[:PARAMETER=VALUE,...] joined by "+".
 
     For example `pasta:alpha=0.1,heads=3.1/4.0` or `lapa2:tokens=0/1 + instaboost:steps=0:16`.
 
     Args:
         alpha: That of the recipes that take one and do not name it.
+        beside: More parameters of every recipe, which the text may not name. `tokens` are left out
+            where a recipe names its keys, and `alpha` where it has none or names it.
 
     Raises:
         AugmentationError: As `recipe`, or a value that cannot be read; or `alpha` is given, and no
@@ -319,29 +352,59 @@ def parse_recipes(text: str, alpha: float | None = None) -> LabeledAugmentations
     """
     recipes: list[LabeledAugmentations] = []
     takes_alpha = False
-    for part in text.split("+"):
+    for part in _split(text, "+"):
         name, _, rest = part.partition(":")
-        name, given = name.strip(), {}
-        for each in filter(None, rest.split(",")):
-            key, mark, value = each.partition("=")
-            key = key.strip()
-            if not mark or key in given:
+        name = name.strip()
+        parameters = _read_parameters(name, rest)
+        own_alpha = name in RECIPES and "alpha" in RECIPES[name].parameters
+        takes_alpha = takes_alpha or (own_alpha and "alpha" not in parameters)
+        defaults = dict(beside or {}) if alpha is None else {**(beside or {}), "alpha": alpha}
+        for key, value in defaults.items():
+            if key in parameters and key not in ("alpha", "tokens"):
                 raise AugmentationError(
-                    f"{each!r} of recipe {name!r} is not PARAMETER=VALUE, each once, such as"
-                    " instaboost:M=5,steps=0:16"
+                    f"recipe {name} is given {key} twice; leave {key} out of {text!r}"
                 )
-            value = value.strip()
-            given[key] = value if key in SHARED_PARAMETERS else read_value(value)
-        if alpha is not None and name in RECIPES and "alpha" in RECIPES[name].parameters:
-            takes_alpha = takes_alpha or "alpha" not in given
-            given = {"alpha": alpha} | given
-        recipes.append(recipe(name, **given))
+            if (key == "alpha" and not own_alpha) or (key == "tokens" and "span" in parameters):
+                continue
+            parameters = {key: value} | parameters
+        recipes.append(recipe(name, **parameters))
     if alpha is not None and not takes_alpha:
         raise own_strength(alpha, repr(text))
     return LabeledAugmentations.of(
-        (augmentation for each in recipes for augmentation in each),
-        " + ".join(e.label for e in recipes),
+        (augmentation for augmentations in recipes for augmentation in augmentations),
+        " + ".join(augmentations.label for augmentations in recipes),
     )
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """The parts of a text between marks, of which quoted ones divide nothing."""
+    parts, quoted = [""], False
+    for letter in text:
+        quoted ^= letter == '"'
+        if letter == mark and not quoted:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _read_parameters(name: str, text: str) -> dict[str, Any]:
+    """The parameters of a recipe's text, PARAMETER=VALUE divided by ","."""
+    parameters: dict[str, Any] = {}
+    for assignment in filter(None, _split(text, ",")):
+        key, mark, value = assignment.partition("=")
+        key = key.strip()
+        if not mark or key in parameters:
+            raise AugmentationError(
+                f"{assignment!r} of recipe {name!r} is not PARAMETER=VALUE, each once, such as"
+                " instaboost:M=5,steps=0:16"
+            )
+        value = value.strip()
+        if key in PLACES:
+            parameters[key] = value.strip('"')
+        else:
+            parameters[key] = read_value(value)
+    return parameters
 
 
 def own_strength(alpha: float, augmentation: str) -> AugmentationError:
@@ -384,17 +447,17 @@ def name_families(arms: Iterable[tuple[Augmentation, ...]]) -> dict[tuple[Augmen
     name (with other heads, say) gets "#2" after it. An arm without augmentation is the "baseline".
     """
     names: dict[tuple[Augmentation, ...], str] = {(): "baseline"}
-    found = {}
+    families = {}
     for augmentations in arms:
         unit = at_unit_strength(augmentations)
         if unit not in names:
             name = recipe_name(augmentations, any_strength=True) or " + ".join(
                 augmentation.label for augmentation in unit
             )
-            same = sum(other.partition(" #")[0] == name for other in names.values())
+            same = sum(known.partition(" #")[0] == name for known in names.values())
             names[unit] = f"{name} #{same + 1}" if same else name
-        found[augmentations] = names[unit]
-    return found
+        families[augmentations] = names[unit]
+    return families
 
 
 def recipe_name(augmentations: tuple[Augmentation, ...], any_strength: bool = False) -> str | None:
@@ -402,20 +465,20 @@ def recipe_name(augmentations: tuple[Augmentation, ...], any_strength: bool = Fa
     there is none. Its tokens, layers, heads and steps may be any (with `any_strength`, its strength
     too)."""
     alike = at_unit_strength if any_strength else tuple
-    given = tuple(
+    positions = tuple(
         augmentation.positions
         for augmentation in augmentations
         if augmentation.positions is not None
     )
-    narrow = ("tokens",) * bool(given) + ("heads",) * any(
+    narrow = ("tokens",) * bool(positions) + ("heads",) * any(
         augmentation.heads != "all" for augmentation in augmentations
     )
     for name, chosen in RECIPES.items():
         parameters: dict[str, Any] = {
             key: getattr(augmentations[0], key) for key in ("layers", "heads", "steps")
         }
-        if given:
-            parameters["tokens"] = given[0]
+        if positions:
+            parameters["tokens"] = positions[0]
         if (chosen.required or chosen.make is _lapa2) and chosen.required != narrow:
             continue  # the four that are LaPA2 itself differ by what is chosen
         try:

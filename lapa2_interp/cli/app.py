@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,29 +54,47 @@ FAMILIES = {
         "prefix:train prefix:evaluate prefix:score prefix:import_ prefix:recipes",
     ),
     "scorers": (
-        "List, train and check scorers; make and read sheets for human raters.",
-        "score:list_scorers score:train score:check score:sheets score:answers",
+        "List and train scorers; make and read sheets for human raters.",
+        "score:list_scorers score:train score:sheets score:answers",
     ),
 }
 """Commands of commands: their help, and what they have."""
 
 
 def add_command(app: App, path: str, **shown: Any) -> None:
-    """Add a function to an app. Its docstring is read from the file, so that a list of commands
-    imports none of their modules."""
-    module, _, function = path.partition(":")
-    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text("utf-8"))
-    (found,) = (
-        each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == function
-    )
+    """Add a command of this room, MODULE:NAME: a function, or NAME = command_of(...). Its docstring
+    is read from the file, so that a list of commands imports none of their modules."""
+    node, function = definition(f"cli.{path}"), path.partition(":")[2]
+    if isinstance(node, ast.Assign):  # of a function of the package
+        assert isinstance(node.value, ast.Call)
+        node = definition(ast.literal_eval(node.value.args[0]))
+    assert isinstance(node, ast.FunctionDef)
     name = function.removeprefix("list_").removesuffix("_").replace("_", "-")
     app.command(
         f"{__package__}.{path}",
         name="list" if name == app.name[0] else name,
-        help=ast.get_docstring(found),
+        help=ast.get_docstring(node),
         help_format="markdown",
         **shown,
     )
+
+
+@cache
+def module_tree(module: str) -> ast.Module:
+    """The source of a module of this package, such as runs.score, which is not imported."""
+    file = Path(__file__).parents[1] / f"{module.replace('.', '/')}.py"
+    return ast.parse(file.read_text("utf-8"))
+
+
+def definition(path: str) -> ast.FunctionDef | ast.Assign:
+    """The statement of this package that defines MODULE:NAME."""
+    module, _, name = path.partition(":")
+    for node in module_tree(module).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return node
+    raise LookupError(f"lapa2_interp.{module} does not define {name}")
 
 
 NUMBERS = (int, float, int | None, float | None)

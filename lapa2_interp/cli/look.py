@@ -211,7 +211,8 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
         names: Only these; by default all.
         as_json: Print JSON.
     """
-    from lapa2_interp.bias.recipes import RECIPES, SHARED_PARAMETERS
+    from lapa2_interp.bias.augmentation import Augmentation
+    from lapa2_interp.bias.recipes import RECIPES
 
     if unknown := [name for name in names if name not in RECIPES]:
         raise AugmentationError(unknown_choice("recipe", unknown[0], RECIPES))
@@ -234,14 +235,16 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
         own = [f"{key}={_as_text(value)}" for key, value in found.parameters.items()]
         print(f"{name}: {found.what}")
         print(f"  parameters  {', '.join([*own, *(f'{key} (needed)' for key in found.required)])}")
+        print(f"  fixed       {', '.join(found.fixed_fields) or 'nothing'}")
         print(f"  source      {found.source}")
         print(f"  defaults    {found.defaults}\n")
     print(
-        f"every recipe takes {', '.join(SHARED_PARAMETERS)}; tokens are positions within the"
-        " prefix, from 0 (lapa2-released has a span of its own and takes none)"
+        f"every recipe also takes the fields {', '.join(Augmentation.model_fields)}, but for those"
+        " that it fixes, and tokens, which are positions within the prefix, from 0"
     )
     print("--augmentation instaboost:M=5,heads=3.1/4.0,steps=0:16 chooses one with its parameters;")
-    print('--augmentation "lapa2:tokens=1 + lapa2:tokens=2,alpha=1" lets several act together')
+    print('--augmentation "lapa2:tokens=1 + lapa2:tokens=2,alpha=1" lets several act together;')
+    print("/ stands for a comma, or quotes keep it: --augmentation 'lapa2:span=\"prefix+bos\"'")
 
 
 def _as_text(value: object) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 from cyclopts import Group, Parameter
 
-from lapa2_interp._util.errors import AugmentationError, Lapa2Error, MethodError, ScoringError
+from lapa2_interp._util.errors import Lapa2Error, MethodError, ScoringError
 from lapa2_interp._util.values import read_fields, read_value
 from lapa2_interp.generation.settings import CellSettings
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
@@ -164,7 +164,7 @@ class ContrastOptions:
     """Seed of the texts and of random heads."""
 
     def parameters(self) -> dict[str, Any]:
-        """Arguments of `run_study`, `select` and `measure_fading`, but `task`."""
+        """Arguments of `run_study` and `ContrastSet.of`, but `task`."""
         from lapa2_interp.tasks.prompts import as_prompts
 
         prompts: list[str | Path] = [*self.prompt, *([self.prompts] if self.prompts else [])]
@@ -180,116 +180,53 @@ class ContrastOptions:
 @Parameter(name="*", group=BIAS)
 @dataclass(frozen=True)
 class AugmentationOptions:
-    """Which bias is added, to which keys, for which queries, where."""
+    """The bias, as recipes, its strength, and heads that were chosen."""
 
-    augmentation: str | None = None
-    """Recipes of `lapa2 recipes` instead of the options below --alpha, as NAME:PARAMETER=VALUE,...;
-    several joined by +, such as "lapa2:tokens=1 + instaboost:M=5,steps=0:16"."""
-    alpha: float | None = None
-    """Strength of the bias, >= 0; 0 is the base method. By default the value that `lapa2 methods`
-    shows (`layout`, `chat`: 0.5); with --augmentation that of recipes that leave it open. Of laws
-    cut, target and ratio at most 1; of law scale the bias itself, of any sign."""
-    profile: Literal["paper", "released"] = "paper"
-    """Convention that fills span, length-rule and phase: the paper's Algorithm 1, or what its
-    released code computes."""
-    law: Literal[
-        "log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"
-    ] = "log"
-    """The bias as a function of l: `alpha*ln(l/n)`, `alpha*l/n`, `alpha*sqrt(l/n)`,
-    `alpha*ln(l0/n)`. scale: alpha. cut: `ln(1-alpha)`, so that 1 blocks the span. Or of the
-    attention A on the span: target sets it to tau, ratio adds `ln(tau/A)` where A is below tau,
-    power takes it to the power `1/(1+alpha)`."""
-    l0: float | None = None
-    """Fixed length of the constant law (the paper uses 128)."""
-    tau: float | None = None
-    """The attention on the span that the laws target and ratio aim at, such as 0.3."""
-    floor: bool = False
-    """Law target only raises the attention on the span."""
-    pooled: bool = False
-    """Law ratio reads one A for all heads and queries of a pass (Spotlight as released)."""
-    span: str | None = None
-    """Boosted keys: prefix, prefix+bos, bos, input (all up to the end of the prompt), released,
-    slots such as 1:4 or 0:2,5:6 (0 is BOS), or tokens of the prefix such as prefix:1 or prefix:0,2
-    (0 is its first)."""
-    length_rule: Literal["paper", "kv"] | None = None
-    """The keys that l counts: those without BOS (paper), or all keys (kv)."""
-    phase: Literal["decode", "last_query", "after_span", "everywhere", "predicting_only"] | None = (
-        None
-    )
-    """Augmented queries: generated tokens; those and the last prompt token; every query after the
-    span; every query; or only the query that predicts, so that what later tokens read stays as it
-    was."""
-    only_steps: str | None = None
-    """Only the generated tokens from one to before another, such as 0:16 (0 is the first)."""
-    layers: str = "all"
-    """all, bottom, top, even, odd, or numbers and ranges such as 0,5,10-20 (20 included)."""
-    heads: str = "all"
-    """all, or layer.head pairs such as 3.1,4.0; with ranges, 4.0-8 is heads 0 to 8 of layer 4, and
-    10-20.3 head 3 of layers 10 to 20."""
+    augmentation: Annotated[
+        str | None, Parameter(help=CellSettings.model_fields["augmentation"].description)
+    ] = None
+    alpha: Annotated[
+        float | None, Parameter(help=CellSettings.model_fields["alpha"].description)
+    ] = None
     selection: Path | None = None
-    """A card of `lapa2 steer` or `lapa2 select`, which gives heads, alpha if it was tuned, and,
-    where --span names none, tokens of the prefix; in `generate` also pro_aug of the method that
-    it was decided for."""
+    """A card of `lapa2 steer` or `lapa2 select`, which gives --augmentation heads, alpha if it was
+    tuned, and tokens of the prefix where the recipe has no span; in `generate` also pro_aug of the
+    method that it was decided for."""
 
     def parameters(self, method: str) -> dict[str, bool]:
         """Parameters of a method that the selection decides."""
-        chosen = self._selected()
-        return {} if chosen is None else chosen.parameters(method)
+        card = self._card()
+        return {} if card is None else card.parameters(method)
 
-    def _selected(self) -> Selection | None:
+    def _card(self) -> Selection | None:
         if self.selection is None:
             return None
         from lapa2_interp.circuits.selection import Selection
 
         return Selection.load(self.selection)
 
-    def recipes(self) -> str | None:
-        """The recipes of --augmentation.
-
-        Raises:
-            AugmentationError: Other options of the bias are given beside them.
-        """
-        if self.augmentation is None:
-            return None
-        beside = [
-            each.name.replace("_", "-")
-            for each in fields_of(self)
-            if each.name not in ("augmentation", "alpha")
-            and getattr(self, each.name) != each.default
-        ]
-        if beside:
-            raise AugmentationError(
-                f"--augmentation names recipes, which take parameters of their own; leave out"
-                f" --{' and --'.join(beside)} (`lapa2 recipes`)"
-            )
-        return self.augmentation
-
     def build(self, default_alpha: float) -> tuple[Augmentation, ...]:
-        """The augmentations, none at alpha 0."""
-        from lapa2_interp.bias.augmentation import Augmentation, active_augmentations
+        """The augmentations, none at alpha 0.
+
+        Args:
+            default_alpha: Alpha where neither an option, the selection nor a recipe names one.
+        """
+        from lapa2_interp.bias.augmentation import active_augmentations
         from lapa2_interp.bias.recipes import parse_recipes
 
-        if (recipes := self.recipes()) is not None:
-            named = parse_recipes(recipes, self.alpha)
-            return named if active_augmentations(named) else ()
-        chosen = self._selected()
-        alpha = self.alpha
-        if alpha is None:
-            alpha = default_alpha if chosen is None or chosen.alpha is None else chosen.alpha
-        same = ("profile", "law", "l0", "tau", "floor", "pooled", "length_rule", "phase")
-        fields = {name: getattr(self, name) for name in same} | {
-            "span": self.span,
-            "steps": self.only_steps,
-            "layers": self.layers,
-        }
-        given = {name: value for name, value in fields.items() if value is not None}
-        if chosen is None:
-            return active_augmentations(Augmentation(alpha=alpha, heads=self.heads, **given))
-        if self.heads != "all":
-            raise AugmentationError(
-                "--selection gives the heads; leave out --heads, or --selection"
-            )
-        return active_augmentations(chosen.augmentation(alpha, **given))
+        card = self._card()
+        text = self.augmentation
+        if text == "none":
+            return ()
+        beside = {} if card is None else card.recipe_parameters()
+        if text in (None, "paper", "released"):  # without a label of its own
+            alpha = self.alpha
+            if alpha is None:
+                alpha = beside.pop("alpha", default_alpha)
+            recipe = f"lapa2:profile={text or 'paper'}"
+            return active_augmentations(tuple(parse_recipes(recipe, alpha, beside)))
+        named = parse_recipes(text, self.alpha, beside)
+        return named if active_augmentations(named) else ()
 
     def check(self, model: Model) -> None:
         """Refuse a selection that was made in another model.
@@ -297,8 +234,8 @@ class AugmentationOptions:
         Raises:
             CircuitError: Other weights.
         """
-        if (chosen := self._selected()) is not None:
-            chosen.check(model)
+        if (card := self._card()) is not None:
+            card.check(model)
 
 
 def method_parameters(method: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -308,13 +245,15 @@ def method_parameters(method: str, texts: Sequence[str]) -> dict[str, Any]:
     return read_fields(settings(texts), get_type_hints(find_class(method, True)))
 
 
-def settings(texts: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE options of --set as text (`read_fields` reads the values)."""
-    found = _assignments(texts, "set", "NAME=VALUE, such as omega=60", MethodError)
-    for name, values in found.items():
+def settings(texts: Sequence[str], option: str = "set") -> dict[str, str]:
+    """NAME=VALUE texts of an option, each name once (`read_fields` reads the values)."""
+    assignments = _assignments(texts, option, "NAME=VALUE, such as omega=60", MethodError)
+    for name, values in assignments.items():
         if len(values) > 1:
-            raise MethodError(f"--set gives {name} twice, {' and '.join(values)}; give it once")
-    return {name: values[0] for name, values in found.items()}
+            raise MethodError(
+                f"--{option} gives {name} twice, {' and '.join(values)}; give it once"
+            )
+    return {name: values[0] for name, values in assignments.items()}
 
 
 def columns(texts: Sequence[str]) -> dict[str, list[str]]:

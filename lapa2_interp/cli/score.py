@@ -1,124 +1,37 @@
-"""The commands that score: `lapa2 score`, and `lapa2 scorers list | train | check |
-sheets | answers`."""
+"""The commands that score: `lapa2 score`, and `lapa2 scorers list | train | sheets |
+answers`."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.table_formats import as_text, format_number, interval_text
+from lapa2_interp._util.table_formats import as_text
+from lapa2_interp.cli.functions import Values, command_of
 from lapa2_interp.cli.options import Several, Unshown, columns
-from lapa2_interp.models.machine import Dtype
-from lapa2_interp.scoring.scorer import CLASSIFIERS, SCORERS
+from lapa2_interp.scoring.scorer import SCORERS
 
 if TYPE_CHECKING:
-    import pandas as pd
-
+    from lapa2_interp.runs.score import Scored
     from lapa2_interp.scoring.task_scorer import ScorerCard
 
 
-def score(
-    source: Path,
-    /,
-    *,
-    scorers: Annotated[tuple[str, ...], Several] = ("accuracy", "perplexity", "distinct"),
-    out: Path | None = None,
-    column: str = "text",
-    attribute: str | None = None,
-    task: str | None = None,
-    lengths: Annotated[tuple[int, ...], Several] = (),
-    parts: int = 1,
-    labels: str = "",
-    judge_url: str | None = None,
-    judge_prices: tuple[float, float] | None = None,
-    judge_temperature: float | Literal["server"] = 0.0,
-    max_cost: float | None = None,
-    only: Annotated[tuple[str, ...], Several] = (),
-    cache: Path | None = None,
-    dtype: Dtype = "float32",
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    force: bool = False,
-) -> None:
-    """Score the texts of a run, or of a file, and print means with 95 % intervals.
+def _into_the_run(values: Values) -> None:
+    """Of a run, tables are written into it by default."""
+    if Path(values["source"]).is_dir():
+        values.setdefault("out", Path(values["source"]) / "scores")
 
-    Writes scores.parquet (one row per text and metric), table.csv, differences.csv (each arm
-    against the baseline), and both as table.md and table.tex. `lapa2 report` shows the scores that
-    lie in a run. For example
 
-        lapa2 score results/lake
-        lapa2 score results/lake --scorers accuracy masked echo linear --out fast
-        lapa2 score results/long --scorers accuracy --lengths 64 256 --out long
-        lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out new
-        lapa2 score results/quick --only task=sentiment method=prefix \\
-            --scorers judge=MODEL --out results/quick/judge
+def _print_scores(found: Scored, values: Values) -> None:
+    print(found.summary())
+    if "out" in values:
+        print(f"\ntables in {values['out']}")
 
-    where the first writes into results/lake/scores.
 
-    Args:
-        source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet
-            file with a column of texts (and prompt, attribute, arm, if known).
-        scorers: accuracy, toxicity, masked, echo, repetition, perplexity, distinct, judge, each
-            plain or as NAME=MODEL (`lapa2 scorers list`), or TASK:NAME=MODEL for texts of one task
-            alone. A plain accuracy or toxicity is by both classifiers that ship, adapter and
-            linear; the word linear or adapter among the scorers takes that one alone. Those of
-            `lapa2 scorers train` are accuracy=FILE, its file of weights.
-        out: The folder of tables; by default RUN/scores, and of a file none.
-        column: The file's column of texts.
-        attribute: What the texts of a file without such a column were steered towards.
-        task: The task of the classifiers that ship, sentiment, topic or detox, or the path of a
-            task file, for the words of prefixes; by default the run's.
-        lengths: Score a run's texts as they were at these lengths.
-        parts: Score texts in this many equal parts, one by one: 2 gives first and second half.
-        labels: Names for a classifier's labels, as LABEL_0=negative,LABEL_1=positive.
-        judge_url: Base URL of the judge's endpoint; by default OPENAI_BASE_URL, or OpenAI's.
-        judge_prices: US dollars per million input and output tokens, to count the judge's cost.
-        judge_temperature: Temperature of the judge, 0 to 2; server leaves it to the server, as some
-            models refuse any.
-        max_cost: Stop the judge before it has cost more US dollars than this (needs
-            --judge-prices). What was paid for is kept; the same command continues with the rest, for
-            as much again.
-        only: Only texts with these values, as COLUMN=VALUE; a column given twice: either value.
-        cache: Folder that keeps every score (default: in the user's cache), so that nothing is
-            asked for twice.
-        dtype: Precision of the perplexity model: by default float32, whatever wrote the texts.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        trust_remote_code: Run code that comes with a model.
-        force: Replace an earlier folder of tables.
-    """  # noqa: E501
-    from lapa2_interp.runs.score import score as score_source
-
-    if out is None and source.is_dir():
-        out = source / "scores"
-    found = score_source(
-        source,
-        scorers,
-        out=out,
-        force=force,
-        column=column,
-        attribute=attribute,
-        task=task,
-        lengths=lengths,
-        parts=parts,
-        labels=_labels(labels),
-        judge_url=judge_url,
-        judge_prices=judge_prices or (None, None),
-        judge_temperature=None if judge_temperature == "server" else judge_temperature,
-        max_cost=max_cost,
-        only=columns(only),
-        cache=cache,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        notify=lambda text: print(text, file=sys.stderr),
-    )
-    _show(found.table, found.differences)
-    if out is not None:
-        print(f"\ntables in {out}")
+score = command_of("runs.score:score", prepare=_into_the_run, show=_print_scores)
 
 
 def list_scorers() -> None:
@@ -194,79 +107,6 @@ def train(
     _show_held_out(card)
 
 
-def check(
-    file: Path,
-    /,
-    *,
-    scorer: Annotated[tuple[str, ...], Several] = CLASSIFIERS,
-    column: str = "text",
-    label: str | None = None,
-    score: str | None = None,
-    rtp: bool = False,
-    first: int | None = None,
-    last: int | None = None,
-    task: str | None = None,
-    out: Path | None = None,
-    cache: Path | None = None,
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    force: bool = False,
-) -> None:
-    """Compare scorers with the labels or graded scores of a file, by length of text.
-
-    For labels: accuracy, AUC where there are two, and the error of calibration. For graded scores
-    in [0, 1]: Spearman's correlation, AUC for scores above 0.5, and the error of calibration.
-    Intervals are 95 % bootstrap intervals over texts. For example
-
-        lapa2 scorers check reviews.csv --label label --task sentiment --first 48
-        lapa2 scorers check rtp.jsonl --rtp --out results/check
-
-    Args:
-        file: A .jsonl, .csv or .parquet file, also compressed.
-        scorer: linear, adapter, or NAME=MODEL as in `lapa2 score`; one or several.
-        column: The column of texts.
-        label: The column of labels.
-        score: The column of graded scores.
-        rtp: The file has rows of RealToxicityPrompts with Perspective's scores; its test rows are
-            read.
-        first: Only the first tokens of every text (SmolLM2's), so many: generations are short.
-        last: Only the last tokens.
-        task: The task of linear and adapter on labels: sentiment, topic or detox. Those of
-            `lapa2 scorers train` are accuracy=FILE, and need none.
-        out: Also write agreement.csv, calibration.csv and calibration.png into this new folder.
-        cache: Folder that keeps every score (default: in the user's cache).
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
-        trust_remote_code: Run code that comes with a model.
-        force: Replace an earlier folder of tables.
-    """
-    from lapa2_interp.runs.check_scorers import check_scorers
-
-    found = check_scorers(
-        file,
-        scorer,
-        column=column,
-        label=label,
-        score=score,
-        rtp=rtp,
-        first=first,
-        last=last,
-        task=task,
-        out=out,
-        cache=cache,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        force=force,
-    )
-    for (measure, length), part in found.groupby(["measure", "length"], sort=False):
-        print(f"{measure}, {length} words (n {part['n'].iloc[0]})")
-        for name, value, low, high in zip(
-            part["scorer"], part["value"], part["low"], part["high"], strict=True
-        ):
-            print(f"  {value:.3f}{interval_text(low, high, '.3f'):<17} {name}")
-    if out is not None:
-        print(f"tables in {out}")
-
-
 def sheets(
     source: Path,
     /,
@@ -316,57 +156,3 @@ def answers(key: Path, /, *files: Path, out: Path | None = None) -> None:
         print(as_text(tables[name], ".3f") + "\n")
     if out is not None:
         print(f"tables in {out}")
-
-
-def _show(table: pd.DataFrame, differences: pd.DataFrame) -> None:
-    """The cells, one block per scorer, and what the arms changed."""
-    from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS, interval_note
-
-    usual = ("attribute", "arm")
-    told = (*CELL_COLUMNS, *EXTRA_CELL_COLUMNS)
-    keys = [
-        key
-        for key in told
-        if key in table
-        and (table[key].nunique() > 1 or (key in usual and (table[key] != "").any()))
-    ]
-    for scorer, part in table.groupby("scorer", sort=False):
-        print(f"\n{scorer}")
-        interval = [
-            interval_text(low, high, ".4g").strip()
-            for low, high in part[["low", "high"]].to_numpy()
-        ]
-        shown = part.assign(
-            mean=[format_number(mean, ".4g") for mean in part["mean"]], interval=interval
-        )
-        columns = [
-            *keys,
-            "metric",
-            "mean",
-            "interval",
-            "n",
-            "prompts",
-            *(["why"] if (part["skipped"] > 0).any() else []),
-        ]
-        print(shown[columns].rename(columns={"why": "skipped"}).to_string(index=False))
-    print(f"\n{interval_note(table, differences)}")
-    if len(differences):
-        print(
-            "\nagainst the baseline, paired on prompts (p: sign-flip permutation; detectable: at 80"
-            " % power)"
-        )
-        drop = [key for key in differences if key in told and key not in keys]
-        for scorer, part in differences.groupby("scorer", sort=False):
-            shown = part.drop(columns=["scorer", *drop])
-            # Without rounding errors, which ".4g" would show.
-            shown = shown.assign(difference=shown["difference"].round(12))
-            print(f"\n{scorer}\n{as_text(shown, '.4g')}")
-
-
-def _labels(text: str) -> dict[str, str]:
-    pairs = [part.split("=", 1) for part in text.split(",") if part]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ScoringError(
-            f"--labels {text!r} is not a list such as LABEL_0=negative,LABEL_1=positive"
-        )
-    return dict(pairs)

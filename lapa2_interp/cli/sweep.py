@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import RunError, pluralize
 from lapa2_interp._util.table_formats import as_text
 from lapa2_interp._util.terminal import escape_line
-from lapa2_interp.cli.options import AsJson, Changes, Several, columns
-from lapa2_interp.models.machine import Dtype
+from lapa2_interp.cli.functions import Values, command_of
+from lapa2_interp.cli.options import AsJson, Changes
+
+if TYPE_CHECKING:
+    from lapa2_interp.runs.sweep import Swept
 
 
 def grids(
     *names: str, changes: Changes = (), allow_code: bool = False, as_json: AsJson = False
 ) -> None:
-    """List experiment grids with their cells, and what each takes on this machine.
+    """List experiment grids with their cells, and what each takes.
 
     paper/* are the paper's settings, quick/* the same shapes for the embedded model. With names,
     also every cell of those.
@@ -30,50 +33,39 @@ def grids(
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS.
         as_json: Print JSON, cells in full.
     """
-    from lapa2_interp._util.terminal import format_bytes, format_duration
-    from lapa2_interp.models.machine import machine_memory, machine_workers
+    from lapa2_interp._util.terminal import format_bytes
+    from lapa2_interp.models.machine import machine_memory
     from lapa2_interp.models.sizes import model_size
-    from lapa2_interp.paper.estimates import scoring_seconds
     from lapa2_interp.paper.power import detectable_differences
     from lapa2_interp.runs.estimates import estimate
     from lapa2_interp.runs.grid import EXAMPLE, built_in, load_grid, parse_changes
 
-    found = [
+    chosen = [
         load_grid(name, parse_changes(changes), check=False, allow_code=allow_code)
         for name in names or built_in()
     ]
     if as_json:
-        print(
-            json.dumps(
-                [
-                    {
-                        "name": g.name,
-                        "cells": [c.model_dump(mode="json") | {"key": c.key} for c in g.cells],
-                    }
-                    for g in found
-                ]
-            )
-        )
+        listed = [
+            {
+                "name": grid.name,
+                "cells": [cell.model_dump(mode="json") | {"key": cell.key} for cell in grid.cells],
+            }
+            for grid in chosen
+        ]
+        print(json.dumps(listed))
         return
-    workers = machine_workers()
-    print(
-        f"{'grid':<20} {'cells':>5} {'texts':>7} {'row-tokens':>11}  {'time here':>9} "
-        f" {'scoring':>8}  {'disk':>8}  {'memory':>8}"
-    )
-    basis, notes = [], []
-    for grid in found:
-        each = estimate(grid.cells, workers)
-        fits = "" if each.memory < 0.9 * machine_memory() else "  not on this machine"
-        line = (
-            f"{grid.name:<20} {len(grid.cells):>5} {each.texts:>7} {each.row_tokens:>11} "
-            f" {format_duration(each.seconds):>9}"
+    print(f"{'grid':<20} {'cells':>5} {'texts':>7} {'row-tokens':>11}  {'disk':>8}  {'memory':>8}")
+    notes = []
+    for grid in chosen:
+        size = estimate(grid.cells)
+        fits = "" if size.memory < 0.9 * machine_memory() else "  not on this machine"
+        print(
+            f"{grid.name:<20} {len(grid.cells):>5} {size.texts:>7} {size.row_tokens:>11} "
+            f" {format_bytes(size.disk):>8}  {format_bytes(size.memory):>8}{fits}\n"
+            f"    {grid.description}"
         )
-        scoring = format_duration(scoring_seconds([grid]))
-        sizes = f"{format_bytes(each.disk):>8}  {format_bytes(each.memory):>8}"
-        print(f"{line}  {scoring:>8}  {sizes}{fits}\n    {grid.description}")
         if points := detectable_differences(grid):
             print(f"    two arms tell differences of {points} points")
-        basis += each.basis.split("; ")
         notes += [f"{grid.name} cannot run yet: {need}" for need in grid.needs]
         for cell in grid.cells:
             if cell.length > (most := model_size(cell.model).n_ctx):
@@ -82,15 +74,15 @@ def grids(
                     f" {cell.model}"
                 )
     print(
-        f"\ntime with {pluralize(workers, 'worker')} ({'; '.join(dict.fromkeys(basis))}); cells"
-        " that grids share are made once; scoring: by the scorers that ship, with tables and"
-        " figures; memory: of a worker. Differences: found in 80 % of runs, if texts were"
-        " independent; `lapa2 power` asks an earlier run about each claim"
+        "\nrow-tokens: tokens that the model reads, in all branches; cells that grids share are"
+        " made once; memory: of a worker. A sweep shows the time that is left, from its first"
+        " batch. Differences: found in 80 % of runs, if texts were independent; `lapa2 power` asks"
+        " an earlier run about each claim"
     )
     for note in dict.fromkeys(notes):
         print(note)
     if names:
-        for grid in found:
+        for grid in chosen:
             for cell in grid.cells:
                 print(f"{cell.key}  {cell.description}, {cell.samples} x {cell.length}")
     else:
@@ -170,100 +162,22 @@ def power(
         print(f"written: {out}")
 
 
-def sweep(
-    *names: str,
-    out: Path,
-    changes: Changes = (),
-    only: Annotated[tuple[str, ...], Several] = (),
-    engine: Literal["local", "ray"] = "local",
-    workers: int | None = None,
-    device: str | None = None,
-    dtype: Dtype | None = None,
-    threads: int = 1,
-    address: str | None = None,
-    gpus_per_worker: float | None = None,
-    pack: Literal["auto", "on", "off"] = "auto",
-    allow_code: bool = False,
-    dry_run: bool = False,
-    yes: bool = False,
-) -> None:
-    """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
-
-    You may stop it at any time: a finished batch of rows is never made again, and the result is the
-    same as without the stop. Several sweeps may fill one run folder. For example
-
-        lapa2 sweep quick/sent_topic quick/scaling --out results/quick
-        lapa2 sweep quick/alpha --set samples=1 --set length=48 --out results/try
-        lapa2 sweep paper/detox --engine ray --address auto --out results/paper
-
-    Args:
-        names: Built-in grids (`lapa2 grids`), or paths of .toml files.
-        out: The run folder.
-        changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for
-            more.
-        only: Only cells with these settings, as COLUMN=VALUE, such as task=topic method=prefix (a
-            column given twice: either value); the others stay missing. So a grid is made in parts,
-            also on several machines.
-        engine: local, or ray: workers on the machines of a Ray cluster.
-        workers: By default one per GPU, or per CPU core.
-        device: cpu, cuda, cuda:1; CUDA when there is one, by default. With ray also auto: a model
-            over all GPUs of a worker.
-        dtype: What dtype = "auto" means in the grids; by default that of the grid's cells in the
-            run, else bfloat16 or float32, whichever this machine computes faster. Grids that name a
-            dtype keep it.
-        threads: CPU threads of a worker. Another number may change the last bits of a logit, and so
-            a text.
-        address: Address of a Ray cluster to join ("auto": the one this machine belongs to); by
-            default one on this machine.
-        gpus_per_worker: GPUs a Ray worker is given where the cluster has any (default: 1); a model
-            may span several.
-        pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
-            auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
-        allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
-            the grid are data, and never run.
-        dry_run: Only say what is left to make, and what it takes.
-        yes: Start also what would take a year, or more memory than there is.
-    """
-    from lapa2_interp._util.terminal import format_bytes, format_duration
-    from lapa2_interp.runs.grid import parse_changes
-    from lapa2_interp.runs.launch import launch
-
-    done = launch(
-        names,
-        out,
-        parse_changes(changes),
-        only=columns(only),
-        engine=engine,
-        workers=workers,
-        device=device,
-        dtype=dtype,
-        threads=threads,
-        address=address,
-        gpus_per_worker=gpus_per_worker,
-        pack=pack,
-        allow_code=allow_code,
-        dry_run=dry_run,
-        yes=yes,
-    )
-    if dry_run:
-        print(f"{pluralize(done.before, 'cell')} there, and none made: {out}")
-        return
-    print(
-        f"{pluralize(done.made, 'cell')} made in {format_duration(done.seconds)}, {done.before}"
-        f" were there: {out}"
-    )
-    if done.made:
-        print(
-            f"{format_bytes(done.disk)} on disk, at most {format_bytes(done.memory)} of memory a"
-            " worker"
-        )
-    if done.elsewhere:
-        print(f"{pluralize(done.elsewhere, 'cell')} being made by another sweep of {out}")
-    if done.failed:
+def _print_swept(swept: Swept, values: Values) -> None:
+    print(swept.summary())
+    if swept.failed:
         raise RunError(
-            f"{pluralize(len(done.failed), 'cell')} failed; `{command('runs', out)}` says why, and"
-            " the same command tries them again"
+            f"{pluralize(len(swept.failed), 'cell')} failed; `{command('runs', values['out'])}`"
+            " says why, and the same command tries them again"
         )
+
+
+def _read_changes(texts: Sequence[str], values: Values) -> dict[str, Any]:
+    from lapa2_interp.runs.grid import parse_changes
+
+    return parse_changes(texts)
+
+
+sweep = command_of("runs.launch:launch", read={"changes": _read_changes}, show=_print_swept)
 
 
 def runs(

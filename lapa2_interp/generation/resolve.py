@@ -189,6 +189,7 @@ def resolve(
                         attributes=task.attributes,
                         prompts=Prompts(texts=task.prompts.texts),
                         methods={method.name: MethodSettings(texts=texts)} if texts else {},
+                        chat=task.chat if any(branch.chat for branch in branches) else None,
                     ),
                     attribute=attribute,
                     augmentation=normalize_augmentations(augmentations),

@@ -30,6 +30,7 @@ def uniforms(
     one.
 
     Args:
+        prompt: The prompt's text, or the tokens of a chat (`arrange.Arrangement.streams`).
         trial: Of a text that was drawn again, how often before.
     """
     again = f"{trial}\0" if trial else ""

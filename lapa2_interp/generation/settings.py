@@ -121,8 +121,12 @@ class CellSettings(BaseModel):
     """Strength of LaPA2, or of an augmentation that leaves its alpha open, >= 0; 0 is the base
     method. By default the method's own, which `lapa2 methods` shows, or the recipe's."""
     augmentation: AugmentationSetting = None
-    """The bias: recipes of `lapa2 recipes` such as instaboost:M=5; none; a profile (paper,
-    released), or a table of fields such as { law = "sqrt" }, of which each may be a list."""
+    """The bias: none; a profile (paper, released); or recipes of `lapa2 recipes` as
+    NAME:PARAMETER=VALUE,... that + joins. Each takes the tokens of the prefix and all fields of a
+    bias that it does not fix. Examples: lapa2:law=sqrt,layers=top;
+    instaboost:M=5,heads=3.1/4.0-8,steps=0:16; lapa2:span=0:2/5:6,phase=decode;
+    lapa2:span="prefix+bos"; lapa2:tokens=1 + lapa2:tokens=2,alpha=1. In Python and grids also a
+    table of fields such as { law = "sqrt" }, of which each may be a list."""
     label: str = ""
     """Name of the arm in tables and figures; by default the recipe's, or made of the fields. It
     decides no text."""

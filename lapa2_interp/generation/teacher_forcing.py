@@ -23,7 +23,7 @@ from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.cache import check_tokens, new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.attention.trace import TraceKind
+from lapa2_interp.attention.trace import TraceKind, concat_traces
 from lapa2_interp.bias.augmentation import (
     Augmentation,
     AugmentationLike,
@@ -33,7 +33,6 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.generation.loop import concat_traces
 from lapa2_interp.models.card import (
     Model,
     check_rotary_side,

@@ -34,6 +34,7 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.arithmetic import Arithmetic
 from lapa2_interp.methods.base import Branch, Method
+from lapa2_interp.methods.chat import Chat
 from lapa2_interp.methods.con_prefix import ConPrefix
 from lapa2_interp.methods.datg import Datg
 from lapa2_interp.methods.dexperts import Dexperts
@@ -54,7 +55,7 @@ HIDDEN = Augmentation(alpha=1, law="cut", phase="after_span")
 def known_methods() -> dict[str, type[Method]]:
     """Method classes by name: the paper's in its order, its baselines, related decoders."""
     paper = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
-    known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic, Spa)
+    known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic, Spa, Chat)
     return {method.name: method for method in known}
 
 

@@ -30,6 +30,7 @@ from lapa2_interp._util.errors import PrefixError, unknown_choice
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.paths import kind_of
 from lapa2_interp._util.unpacking import check_archive
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.load import expand_name, load_model
 from lapa2_interp.models.smollm2 import SMOLLM2, smollm2_folder
@@ -44,7 +45,7 @@ from lapa2_interp.prefixes.soft_prefix import (
     prefix_files,
     save_prefix,
 )
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.task import Task, read_task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,8 +83,8 @@ class Base:
             return self.weights == card.weights
         name = expand_name(self.name)
         if (folder := Path(name)).is_dir():
-            place = smollm2_folder() if card.name == SMOLLM2 else Path(card.name)
-            same_place = place.is_dir() and place.samefile(folder)
+            model_folder = smollm2_folder() if card.name == SMOLLM2 else Path(card.name)
+            same_place = model_folder.is_dir() and model_folder.samefile(folder)
             return same_place or folder_hash(folder) in card.weights
         return name == card.name
 
@@ -207,7 +208,7 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
         ) from error
     if not (
         isinstance(tensors, dict)
-        and all(isinstance(each, torch.Tensor) for each in tensors.values())
+        and all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
     ):
         raise PrefixError(f"{file} is not a dictionary of tensors; save the state dict alone")
     return tensors
@@ -253,10 +254,10 @@ def _read_peft(folder: Path) -> tuple[Tensor, Tensor, Base | None]:
     tensors = read_tensors(folder)
     stored = tensors.get("prompt_embeddings")
     if stored is None or stored.shape != (slots, layers * 2 * width):
-        found = ", ".join(f"{name} {tuple(each.shape)}" for name, each in tensors.items())
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise PrefixError(
             f"{folder}: expected prompt_embeddings of [{slots} slots, {layers} layers x 2 x"
-            f" {width}]; found {found}"
+            f" {width}]; found {shapes}"
         )
     both = stored.unflatten(1, (layers, 2, heads, width // heads)).permute(2, 1, 3, 0, 4)
     return both[0], both[1], Base(name) if name else None
@@ -320,28 +321,47 @@ def _read_air(
         ) from error
 
 
+@numbers_checked
 def import_into_set(
-    source: Path,
-    out: Path,
+    source: str | Path,
+    *,
+    out: str | Path,
     model: str,
-    task: Task,
+    task: str | Path | Task,
     attribute: str,
     set_name: str = "imported",
     number: int | None = None,
     other_base: bool = False,
     trust_remote_code: bool = False,
 ) -> SoftPrefix:
-    """Import a soft prefix, and add it to the folder of a set.
+    """Bring a soft prefix that other code trained into a set of this package.
+
+    Reads PEFT's prefix-tuning adapters (a folder with adapter_config.json), checkpoints of
+    Air-Decoding and of the released LaPA2 code, and this package's own prefixes (to attach one to
+    the same model from another place). For example
+
+        lapa2 prefix import ckpt-2/pytorch_model.bin --model gpt2-medium \\
+            --task topic --attribute world --out results/air-topic
 
     Args:
-        source, set_name, number, other_base: As in `import_prefix`.
-        out: The set's folder.
-        model: The name of the model it was trained for.
+        source: The adapter's folder, the checkpoint, or a .safetensors of this package.
+        out: The set's folder; the prefix is added to it.
+        model: The model it was trained for.
+        task: The task its attribute belongs to.
+        attribute: What it steers towards.
+        set_name: What the card calls the set.
+        number: Which prefix of an Air-Decoding checkpoint; by default the attribute's (0-7:
+            positive, negative, world, sports, business, science, nontoxic, toxic).
+        other_base: Accept a prefix whose file names another model than this one, because you know
+            that the two are the same. The card records that model.
+        trust_remote_code: Run code that comes with the model.
 
     Raises:
         PrefixError: The set already has a prefix of this attribute; or as `import_prefix`.
         ModelError: The model cannot be loaded.
     """
+    source, out = Path(source), Path(out)
+    task = task if isinstance(task, Task) else read_task(task)
     task.prefix(attribute)
     check_set_place(out)
     if any(file.exists() for file in prefix_files(out, attribute)):

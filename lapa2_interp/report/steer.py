@@ -1,7 +1,7 @@
 """Steering, from prompts to a judged setting: heads are chosen on one part of the prompts,
 strengths are tuned on a second, and the third says what they are worth.
 
-    found = steer("smollm2-135m", "sentiment", prompts, out="results/steer")
+    found = steer("smollm2-135m", prompts, "sentiment", out="results/steer")
     found.selection.augmentation()      # the bias in the chosen heads, at the tuned strength
     print(found.summary())
 
@@ -32,15 +32,17 @@ import pandas as pd
 from lapa2_interp._util.errors import CircuitError, RunError, pluralize
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, format_interval
-from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import has_gradients
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.units import all_heads
 from lapa2_interp.generation.cell import Cell
+from lapa2_interp.generation.settings import Count
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_model
+from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
 from lapa2_interp.models.sizes import model_size
 from lapa2_interp.paper.equal_perplexity import (
     BASELINE,
@@ -70,7 +72,7 @@ from lapa2_interp.report.steer_result import (
     verdict,
 )
 from lapa2_interp.runs.engines import Engine, local_engine
-from lapa2_interp.runs.estimates import check_affordable, estimate, reading_seconds
+from lapa2_interp.runs.estimates import check_affordable, estimate
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.sweep import sweep
@@ -93,8 +95,8 @@ GAINS = {"more": "a gain", "less": "a loss", "not decided": "no sure difference"
 @numbers_checked
 def steer(
     model: str | Path,
-    task: str | Path | Task,
     prompts: str | Path | Sequence[str | Path] | Prompts,
+    task: str | Path | Task = "sentiment",
     *,
     out: str | Path,
     method: str = "dexperts",
@@ -103,47 +105,67 @@ def steer(
     heads: int | None = None,
     classifiers: Sequence[str] = (),
     perplexity: str | None = None,
-    length: int = 64,
-    samples: int = 1,
+    length: Count = 64,
+    samples: Count = 1,
     seed: int = 1,
-    dtype: str = "auto",
-    model_class: str = "TransformerBridge",
+    dtype: DtypeOrAuto = "auto",
+    model_class: ModelClass = "TransformerBridge",
     device: str | None = None,
     workers: int | None = None,
-    threads: int = 1,
+    threads: Count = 1,
     yes: bool = False,
     notify: Callable[[str], None] = print,
 ) -> Steered:
-    """Choose heads to steer, tune the strength of the bias, and judge it on other prompts.
+    """Choose heads, tune the strength of the bias, and judge it on other prompts.
 
-    A stopped call goes on with the same arguments. Texts, scores and the card are files in `out`.
+    A quarter of the prompts chooses heads, a quarter finds the strength at which the bias costs the
+    budget in perplexity, and the rest judges: the prefix alone, the method without bias, and with
+    the bias in all heads, in random heads and in the chosen heads. `out` gets texts, tables, a page
+    (report.html), and a card (selection.json) for `lapa2 generate --selection`. The same command
+    goes on after a stop. For example
+
+        lapa2 steer smollm2-135m --prompts neutral.txt --out results/steer
+        lapa2 steer smollm2-135m --task formal.toml --prompts neutral.txt \\
+            --classifiers models/formality --out results/formal
 
     Example:
         >>> from lapa2_interp import steer
         >>> prompts = [f"The {i}th of the" for i in range(32)]
-        >>> found = steer("planted", "sentiment", prompts, out="steered", method="prefix",
-        ...     length=12, workers=1, notify=lambda line: None)
+        >>> found = steer("planted", prompts, out="steered", method="prefix", length=12, workers=1,
+        ...     notify=lambda line: None)
         >>> list(found.tests["against"])
         ['no bias', 'all heads', 'random heads']
 
     Args:
-        model: A name or folder, as `load_model`.
-        task: A name of `lapa2 tasks`, a task file, or a task of two attributes or more, whose hard
-            prefixes have equal lengths in tokens.
-        prompts: At least 32, as `tasks.as_prompts` takes them: a quarter chooses heads, a quarter
-            tunes (64 at most each), the rest judges. The same text in other white space or capitals
-            counts once.
+        model: A name of `lapa2 models`, a hub id or a folder.
+        prompts: At least 32 prompts, better 250, or a file of them, as `lapa2 generate --prompts`
+            takes it: plain lines, or .jsonl with a field "prompt". A quarter chooses heads, a
+            quarter tunes (64 at most each), the rest judges. The same text in other white space or
+            capitals counts once.
         out: A folder for all results.
-        method: A name of `lapa2 methods`.
-        parameters: Its parameters. By default prefixes are hard and Pro-Aug is off.
-        budget: The perplexity of continuations that the bias may cost, as a multiple, above 1.
+        task: A name of `lapa2 tasks`, or a task file of two attributes or more, whose prefixes have
+            equal lengths in tokens.
+        method: A decoding method of `lapa2 methods`.
+        parameters: NAME=VALUE of the method, such as omega=60; repeat the option for more. By
+            default prefixes are hard and Pro-Aug is off.
+        budget: The perplexity of continuations that the bias may cost, as a multiple of that of
+            the method without bias; above 1.
         heads: The number of heads to choose; by default 9 % of all.
-        classifiers: As `accuracy=` of `lapa2 score`; the first decides. By default linear, which
-            shares no weights with the model, and adapter; a task of your own needs one.
+        classifiers: Classifiers of the attributes: linear, adapter, a hub id, a folder, or a file
+            of `lapa2 scorers train`. The first decides. By default linear and adapter, for tasks
+            that have them.
         perplexity: The model that measures perplexity; by default the model itself.
-        length, samples, seed: Tokens of a text, texts of each prompt and attribute, and their seed.
-        dtype, model_class, device: As `load_model`; heads are chosen in float32.
-        workers, threads, yes: As the options of `lapa2 sweep`.
+        length: Tokens of a text, as in `lapa2 generate`.
+        samples: Texts for each prompt and attribute.
+        seed: Seed of the texts, of the split of the prompts, and of random heads.
+        dtype: Precision of the texts; auto is bfloat16 or float32, whichever this machine computes
+            faster. Heads are chosen in float32.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        model_class: HookedTransformer needs transformer-lens 3.9; TransformersModel works without
+            hooks, through transformers' attention interface, and chooses heads by knock-out.
+        workers: By default one per GPU, or per CPU core.
+        threads: CPU threads of a worker, as in `lapa2 sweep`.
+        yes: Start also what would take a year, or more memory than there is.
         notify: Called with lines about what is done.
 
     Returns:
@@ -196,9 +218,9 @@ def steer(
     selection.save(folder / CARD)
     for name, frame in ((TUNING, tuning), (TABLE, table), (TESTS, tests)):
         write_text(folder / name, as_csv(frame))
-    found = Steered(folder, settings, selection, tuning, table, tests, samples_made)
-    write_steer_page(folder / "report.html", found)
-    return found
+    steered = Steered(folder, settings, selection, tuning, table, tests, samples_made)
+    write_steer_page(folder / "report.html", steered)
+    return steered
 
 
 def _check_scorers(settings: SteerSettings, device: str | None) -> None:
@@ -207,12 +229,12 @@ def _check_scorers(settings: SteerSettings, device: str | None) -> None:
     Raises:
         ScoringError: A scorer cannot be loaded, or has no label for an attribute.
     """
-    given = [f"accuracy ({each})" for each in settings.classifiers if each not in CLASSIFIERS]
-    given += ["perplexity"] * (settings.perplexity != settings.model)
-    if given:
+    custom = [f"accuracy ({name})" for name in settings.classifiers if name not in CLASSIFIERS]
+    custom += ["perplexity"] * (settings.perplexity != settings.model)
+    if custom:
         names = list(settings.task.attributes)
         words = {"prompt": "a", "attribute": names, "text": "a few words " * 4}
-        _scores(None, settings, pd.DataFrame(words), device, given)
+        _scores(None, settings, pd.DataFrame(words), device, custom)
 
 
 def _announce(
@@ -222,10 +244,10 @@ def _announce(
     yes: bool,
     notify: Callable[[str], None],
 ) -> None:
-    """Say how many texts are made and how long it takes, before anything begins.
+    """Say how many texts are made, before anything begins.
 
     Raises:
-        RunError: It would take a year, or more memory than there is.
+        RunError: They are very many, or take more memory than there is.
     """
     workers = engine.n_workers
     engine.close()
@@ -235,17 +257,11 @@ def _announce(
     tuned = settings.cells(parts["tune"], CHOSEN, bias)
     judged = settings.cells(parts["judge"], CHOSEN, bias)
     arms = {"tune": 1 + len(TUNED) * len(STRENGTHS), "judge": len(settings.arms)}
-    each = estimate([*tuned * arms["tune"], *judged * arms["judge"]], workers, None, 1)
-    check_affordable(each.texts, each.seconds, each.memory, yes)
-    # A gradient costs about three passes, a knock-out one; other wordings read half of the prompts
-    # twice. Each text is read by its scorers as if twice by the model.
-    passes = 3 if settings.model_class != "TransformersModel" else size.n_layers * size.n_heads
-    rows = len(parts["choose"]) * len(settings.task.attributes)
-    read = 2 * passes * rows * settings.length + 2 * each.texts * settings.length
-    seconds = each.seconds + reading_seconds(read)
+    work = estimate([*tuned * arms["tune"], *judged * arms["judge"]])
+    check_affordable(work.texts, work.row_tokens, work.memory, yes)
     notify(
         f"{len(parts['choose'])} prompts choose {settings.heads} heads, {len(parts['tune'])} tune,"
-        f" {len(parts['judge'])} judge: {each.texts} texts, about {format_duration(seconds)} with"
+        f" {len(parts['judge'])} judge: {work.texts} texts, {work.row_tokens} row-tokens, with"
         f" {pluralize(workers, 'worker')}"
     )
 
@@ -263,10 +279,14 @@ def _choose(
         return Selection.load(folder / CARD)
     model = load_model(settings.model, "float32", device, settings.model_class)
     score: Any = "slope" if has_gradients(model) else "cut"
-    given = {"score": score, "heads": settings.heads, "screen": 0, "seed": settings.seed}
-    texts = Prompts(texts=tuple(prompts))
-    found = select(model, settings.task, prompts=texts, **given)
-    half = Prompts(texts=texts.texts[: max(FEW, len(prompts) // 2)])
+
+    def chosen_on(task: Task, prompts: Sequence[str]) -> Selection:
+        given = Prompts(texts=tuple(prompts))
+        texts = ContrastSet.of(model, task, prompts=given, seed=settings.seed)
+        return select(model, texts, score=score, heads=settings.heads, screen=0, seed=settings.seed)
+
+    selection = chosen_on(settings.task, prompts)
+    half = prompts[: max(FEW, len(prompts) // 2)]
     overlap = {}
     for form in WORDINGS:
         attributes = {
@@ -275,22 +295,22 @@ def _choose(
         }
         reworded = settings.task.model_copy(update={"attributes": attributes})
         try:
-            again = select(model, reworded, prompts=half, **given)
+            again = chosen_on(reworded, half)
         except CircuitError as error:
             notify(f"wording {form!r} is left out: {error}")
             continue
-        overlap[form] = len(set(again.heads) & set(found.heads))
-    found = found.model_copy(update={"chosen_by_wordings": overlap})
-    found.save(folder / CARD)
-    expected = len(found.heads) ** 2 / len(all_heads(model))
+        overlap[form] = len(set(again.heads) & set(selection.heads))
+    selection = selection.model_copy(update={"chosen_by_wordings": overlap})
+    selection.save(folder / CARD)
+    expected = len(selection.heads) ** 2 / len(all_heads(model))
     reworded_too = [f"{n} with {form!r}" for form, n in overlap.items()]
     notify(
-        f"{len(found.heads)} heads chosen; both halves of the prompts choose"
-        f" {found.chosen_by_halves} of them"
+        f"{len(selection.heads)} heads chosen; both halves of the prompts choose"
+        f" {selection.chosen_by_halves} of them"
         + f"; chosen again: {', '.join(reworded_too)} (by chance {expected:.1f})"
         * bool(overlap)
     )
-    return found
+    return selection
 
 
 def _make(
@@ -330,9 +350,9 @@ def _tune(
 ) -> pd.DataFrame:
     """`Steered.tuning`."""
     arms = {(BASELINE, 0.0): settings.cells(prompts, NO_BIAS)}
-    for place in TUNED:
+    for arm in TUNED:
         for alpha in STRENGTHS:
-            arms[place, alpha] = settings.cells_with_bias(prompts, place, alpha, chosen)
+            arms[arm, alpha] = settings.cells_with_bias(prompts, arm, alpha, chosen)
     cells = [cell for of_arm in arms.values() for cell in of_arm]
     texts = _make(folder, "tune", cells, chosen, engine)
     scores = _scores(folder, settings, texts, device, ["perplexity"])
@@ -346,14 +366,14 @@ def _tune(
     curves = SteeringCurves(scores, [], resamples=4000)
     tried = np.array([0.0, *STRENGTHS])
     frames = []
-    for place in TUNED:
-        costs = curves.curve(place)[..., 0]  # resample arm: ln perplexity
+    for arm in TUNED:
+        costs = curves.curve(arm)[..., 0]  # resample arm: ln perplexity
         target = costs[:1, 0] + np.log(settings.budget)
         alpha = float(interpolate_at_cost(costs[:1], tried[None, :, None], target)[0, 0])
-        at_alpha = np.stack([np.interp([*STRENGTHS, alpha], tried, each) for each in costs])
+        at_alpha = np.stack([np.interp([*STRENGTHS, alpha], tried, curve) for curve in costs])
         ratio, low, high = resampled_interval(np.exp(at_alpha - costs[:, :1]), curves.prompts)
         columns = {"alpha": [*STRENGTHS, alpha], "ratio": ratio, "low": low, "high": high}
-        frame = pd.DataFrame({"place": place, **columns})
+        frame = pd.DataFrame({"place": arm, **columns})
         frames.append(frame.assign(tuned=frame.index == len(STRENGTHS)))
     return pd.concat(frames, ignore_index=True)
 
@@ -374,9 +394,9 @@ def _judged_texts(
         for arm in settings.arms
         if arm not in TUNED or arm in alphas
     }
-    every = [cell for each in cells.values() for cell in each]
+    every = [cell for of_arm in cells.values() for cell in of_arm]
     samples = _make(folder, "judge", every, chosen, engine)
-    names = {cell.key: arm for arm, each in cells.items() for cell in each}
+    names = {cell.key: arm for arm, of_arm in cells.items() for cell in of_arm}
     return samples.assign(arm=samples["cell"].map(names))
 
 
@@ -389,15 +409,15 @@ def _scores(
 ) -> pd.DataFrame:
     """A row per text and metric; scores are kept in the folder, if there is one."""
     options = ScorerOptions(task=settings.task, device=device)
-    found = []
+    scores = []
     with ScoreCache(folder) as cache:
         for metric in metrics:
             name, _, by = metric.removesuffix(")").partition(" (")
             asked = f"{name}={by}" if by else name
             if name == "perplexity":
                 asked = f"conditional-perplexity={settings.perplexity}"
-            found.append(score_samples(samples, [asked], options, cache).assign(metric=metric))
-    return pd.concat(found, ignore_index=True)
+            scores.append(score_samples(samples, [asked], options, cache).assign(metric=metric))
+    return pd.concat(scores, ignore_index=True)
 
 
 def _judged_table(scores: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
@@ -424,15 +444,19 @@ def _tests(settings: SteerSettings, scores: pd.DataFrame) -> pd.DataFrame:
     against = (NO_BIAS, ALL, RANDOM)
     rows = scores[scores["metric"] == settings.metrics[0]]
     rows = rows[["arm", "attribute", "prompt", "sample", "metric", "value", "skipped", "scorer"]]
-    found = difference_table(rows, CHOSEN)
-    found = found[found["attribute"] == "all"].set_index("arm") if len(found) else found
+    differences = difference_table(rows, CHOSEN)
+    differences = (
+        differences[differences["attribute"] == "all"].set_index("arm")
+        if len(differences)
+        else differences
+    )
     tests = pd.DataFrame({"against": against}).set_index("against")
     for name in ("difference", "low", "high", "p", "detectable", "prompts"):
-        tests[name] = found[name].astype(float) if len(found) else np.nan
+        tests[name] = differences[name].astype(float) if len(differences) else np.nan
     comparable = np.array([CHOSEN in judged and arm in judged for arm in against])
     tests["prompts"] = tests["prompts"].fillna(0).where(comparable)
     ends = [("difference", "difference"), ("low", "high"), ("high", "low")]
-    tests = tests.assign(**{name: 0.0 - tests[other] for name, other in ends})
+    tests = tests.assign(**{name: 0.0 - tests[source] for name, source in ends})
     return tests.assign(p_holm=holm(tests["p"].to_numpy())).reset_index()
 
 

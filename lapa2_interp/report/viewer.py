@@ -1,7 +1,8 @@
 """The viewer: the attention of every head at every step of one text of a run, as one HTML file that
 loads nothing.
 
-    from lapa2_interp import load_run, view
+    from lapa2_interp import load_run
+    from lapa2_interp.report import view
 
     shown = view(load_run("results/run"))     # in a notebook this is the viewer itself
     shown.save("view.html")
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from markupsafe import escape
@@ -122,6 +123,16 @@ class View:
         """
         return write_page(Path(file), lambda: self.html)
 
+    @property
+    def frame(self) -> str:
+        """The page as HTML, in a frame that can neither read nor change what is around it. A
+        notebook that is only read shows it, as in `IPython.display.HTML(shown.frame)`."""
+        return (
+            '<iframe title="Attention of a text, head by head" sandbox="allow-scripts'
+            ' allow-downloads" style="width:100%;height:56rem;border:0"'
+            f' srcdoc="{escape(self.html)}"></iframe>'
+        )
+
     def _widget(self) -> Any:
         """The viewer as an anywidget, the same at every call; None where anywidget is missing."""
         try:
@@ -140,17 +151,23 @@ class View:
             self._chosen = Viewer(data=self.data, head=self.head, token=self.token)
         return self._chosen
 
+    def summary(self) -> str:
+        """How far the pass is from the recorded attention, a line an arm."""
+        return "\n".join(
+            f"{text.arm}: {len(text.tokens)} tokens read again, "
+            + (
+                "not recorded"
+                if text.off is None
+                else f"{text.off:.1e} from the recorded attention"
+            )
+            for text in self.text.arms
+        )
+
     def _repr_mimebundle_(self, **selected: Any) -> Any:
-        """The widget; or the page in a separate frame, which can neither read nor change the
-        notebook."""
+        """The widget; or the frame."""
         if (widget := self._widget()) is not None:
             return widget._repr_mimebundle_(**selected)
-        frame = (
-            '<iframe title="Attention of a text, head by head" sandbox="allow-scripts'
-            ' allow-downloads" style="width:100%;height:56rem;border:0"'
-            f' srcdoc="{escape(self.html)}"></iframe>'
-        )
-        return {"text/html": frame, "text/plain": repr(self)}
+        return {"text/html": self.frame, "text/plain": repr(self)}
 
 
 @numbers_checked
@@ -166,34 +183,42 @@ def view(
     steps: int = 64,
     same_text: bool = False,
     circuits: str | Path | None = None,
-    bits: Bits | None = None,
+    bits: Literal[8, 16] | None = None,
     model: Model | None = None,
     device: str | None = None,
     allow_code: bool = False,
+    out: str | Path | None = None,
 ) -> View:
-    """View one text of a run, the baseline beside an augmentation.
+    """Look into one text of a run: where every head attends at every step.
 
-    A forward pass of the run's model over the text gives the attention on every key, which a run
-    does not store. If the run has a trace of the text, the pass is compared with it.
+    The command writes a page, one file that loads nothing. It shows the baseline beside an
+    augmentation and their difference: the text, the attention of every step on every key, and a
+    grid of layers and heads. The text is read again with the run's model, because a run keeps sums
+    of attention only, and is compared with these sums. For example
+
+        lapa2 view results/run
+        lapa2 view results/run --only method=prefix --prompt "The lake" \\
+            --circuits results/circuits
 
     Args:
-        run: A run or its folder.
-        only: Select cells whose columns have these values, such as {"method": "prefix"}.
-        attribute: The attribute; by default the run's first.
+        run: A run's folder.
+        only: Only cells with these values, as COLUMN=VALUE: of a run of several methods or tasks
+            one is shown at a time.
+        attribute: By default the run's first.
         prompt: The prompt, or its beginning; by default the first.
-        sample: The number of the prompt's text, from 0.
-        arm: The augmentation beside the baseline, by its name in `run.cells`; by default the
-            paper's.
-        branch: The method's branch; by default the first with a prefix.
-        steps: Number of the text's tokens, at least 1.
-        same_text: Use the baseline's text in both arms, so that only the augmentation differs.
-        circuits: The folder of a study (`lapa2 circuits`) of the same model and task, which has
-            effects and direct logit attribution of heads, with intervals.
-        bits: Bits of a stored number, 8 or 16; by default 16 while the page stays below
-            `PAGE_BYTES`.
+        sample: Which of its texts, from 0.
+        arm: The augmentation beside the baseline, as `lapa2 runs` names it; by default the paper's.
+        branch: Which branch of the method; by default the first with a prefix.
+        steps: Tokens of the text that are shown.
+        same_text: Read the baseline's text in both arms, so that only the augmentation differs.
+        circuits: The folder of `lapa2 circuits` on the same model and task, for the effects of
+            heads and what they write.
+        bits: Of a stored number. By default 16, and 8 where the page would exceed 5 MB.
         model: The run's model, if it is loaded already.
-        device: Device on which it is loaded otherwise.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
         allow_code: Import the module of a method MODULE:CLASS that the run names.
+        out: Also save the page as this file, and replace one that is there; the command writes
+            RUN/view.html by default.
 
     Raises:
         MethodError: The run's method is code that is not loaded, and not allowed.
@@ -208,7 +233,10 @@ def view(
         find_class(cell.method, allow_code)
     text = recompute_attention(loaded, selected, branch, steps, same_text, model, device)
     heads = {} if circuits is None else load_head_values(Path(circuits), text)
-    return View(text, heads, bits)
+    page = View(text, heads, bits)
+    if out is not None:
+        page.save(out)
+    return page
 
 
 def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) -> dict[str, Any]:
@@ -217,21 +245,21 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
     # Arrays and facts of each arm.
     arrays, arms = {}, []
     start = [f"soft {i + 1}" for i in range(layout.soft)]
-    for i, each in enumerate(text.arms):
-        codes = [quantise(step, bits).ravel() for step in each.patterns]
+    for i, arm in enumerate(text.arms):
+        codes = [quantise(step, bits).ravel() for step in arm.patterns]
         arrays[f"pattern{i}"] = np.concatenate(codes)
-        arrays[f"masses{i}"] = each.masses.astype(np.float32)
-        rules = [rule.to_json() for rule in active_augmentations(each.augmentation)]
+        arrays[f"masses{i}"] = arm.masses.astype(np.float32)
+        rules = [rule.to_json() for rule in active_augmentations(arm.augmentation)]
         arms.append(
             {
-                "name": each.arm,
+                "name": arm.arm,
                 "rule": " + ".join(rules) or "none",
-                "keys": [*start, *token_texts(text.tokenizer, "", [*layout.ids, *each.tokens])],
-                "steps": len(each.tokens),
-                "end": each.end,
-                "control": each.control,
-                "off": each.off,
-                "run": each.of_run,
+                "keys": [*start, *token_texts(text.tokenizer, "", [*layout.ids, *arm.tokens])],
+                "steps": len(arm.tokens),
+                "end": arm.end,
+                "control": arm.control,
+                "off": arm.off,
+                "run": arm.of_run,
             }
         )
     # The part of every key, and the page's data.
@@ -251,7 +279,7 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
             "prefix": text.prefix or "none",
             "prompt": f"{prompt} (sample {sample}, seed {cell.seed})",
         },
-        "same": len({each.tokens for each in text.arms}) == 1,
+        "same": len({arm.tokens for arm in text.arms}) == 1,
         "layers": n_layers,
         "heads": n_heads,
         "parts": parts,
@@ -261,7 +289,7 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
         "differences": text.differences,
         "runSteps": text.steps,
         "noControl": text.no_control,
-        "study": {name: vars(each) for name, each in heads.items()},
+        "study": {name: vars(head_values) for name, head_values in heads.items()},
     }
     return _plain(data) | {
         "bits": bits,
@@ -276,9 +304,9 @@ def _plain(value: Any) -> Any:
     """Plain JSON: arrays as lists, floats with seven digits; None for floats that are not
     finite."""
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float | np.floating):
         return float(f"{value:.7g}") if math.isfinite(value) else None
     return value

@@ -9,14 +9,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
 from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize, unknown_choice
-from lapa2_interp._util.terminal import format_bytes, format_duration, stop_on_sigterm
+from lapa2_interp._util.terminal import stop_on_sigterm
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.models.machine import faster_dtype, print_if_slow
+from lapa2_interp.generation.settings import Count
+from lapa2_interp.models.machine import Dtype, faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.engines import InProcess, local_engine
 from lapa2_interp.runs.estimates import check_affordable, estimate
@@ -29,37 +31,63 @@ from lapa2_interp.runs.sweep import Swept, sweep
 ENGINES = ("local", "ray")
 
 
+@numbers_checked
 def launch(
     names: str | Sequence[str],
     out: str | Path,
     changes: Mapping[str, Any] | None = None,
     *,
     only: Mapping[str, Any] | None = None,
-    engine: str = "local",
+    engine: Literal["local", "ray"] = "local",
     workers: int | None = None,
     device: str | None = None,
-    dtype: str | None = None,
-    threads: int = 1,
+    dtype: Dtype | None = None,
+    threads: Count = 1,
     address: str | None = None,
     gpus_per_worker: float | None = None,
-    pack: str = "auto",
+    pack: Literal["auto", "on", "off"] = "auto",
     allow_code: bool = False,
     dry_run: bool = False,
     yes: bool = False,
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Swept:
-    """Make every cell of grids in a run folder, going on where an earlier call stopped.
+    """Make every cell of one or more grids in a run folder, going on where an earlier call stopped.
+
+    You may stop it at any time: a finished batch of rows is never made again, and the result is the
+    same as without the stop. Several sweeps may fill one run folder. For example
+
+        lapa2 sweep quick/sent_topic quick/scaling --out results/quick
+        lapa2 sweep quick/alpha --set samples=1 --set length=48 --out results/try
+        lapa2 sweep paper/detox --engine ray --address auto --out results/paper
 
     Args:
-        names: Built-in grids, or paths of .toml files; one, or several.
+        names: Built-in grids (`lapa2 grids`), or paths of .toml files.
         out: The run folder.
-        changes: Values that replace a key in every block, such as {"samples": 1}.
-        only: Make only cells with these settings (`Cell.columns`; a list: one of them), such as
-            {"task": "topic"}; the grids' other cells stay missing until another call.
-        engine: "local": processes on this machine, or "ray": workers on the machines of a cluster.
-        workers, device, dtype, threads, address, gpus_per_worker, pack, allow_code, dry_run, yes:
-            As the options of `lapa2 sweep`.
-        notify: Told what is to be made, and about cells that fail.
+        changes: KEY=VALUE replaces a key in every block, such as samples=2; repeat the option for
+            more.
+        only: Only cells with these settings, as COLUMN=VALUE, such as task=topic method=prefix (a
+            column given twice, or a list: either value); the others stay missing. So a grid is made
+            in parts, also on several machines.
+        engine: local, or ray: workers on the machines of a Ray cluster.
+        workers: By default one per GPU, or per CPU core.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default. With ray also auto: a model
+            over all GPUs of a worker.
+        dtype: What dtype = "auto" means in the grids; by default that of the grid's cells in the
+            run, else bfloat16 or float32, whichever this machine computes faster. Grids that name a
+            dtype keep it.
+        threads: CPU threads of a worker. Another number may change the last bits of a logit, and so
+            a text.
+        address: Address of a Ray cluster to join ("auto": the one this machine belongs to); by
+            default one on this machine.
+        gpus_per_worker: GPUs a Ray worker is given where the cluster has any (default: 1); a model
+            may span several.
+        pack: Compute with packed weights, which is faster on a CPU and takes as much memory again:
+            auto where it fits, on, or off. It may change the last bits of a logit, and so a text.
+        allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
+            the grid are data, and never run.
+        dry_run: Only say what is left to make, and what it takes.
+        yes: Start also what would take a year, or more memory than there is.
+        notify: Called with what is to be made, and about cells that fail.
 
     Raises:
         GridError, ModelError: A grid is malformed, or a cell cannot be made.
@@ -70,10 +98,8 @@ def launch(
         raise GridError(
             "name a grid: `lapa2 sweep quick/sent_topic --out RUN` (`lapa2 grids` lists them)"
         )
-    if threads < 1:
-        raise RunError(f"--threads must be at least 1, found {threads}")
     if engine not in ENGINES:
-        raise RunError(f"unknown engine {engine!r}; allowed: {', '.join(ENGINES)}")
+        raise RunError(unknown_choice("engine", engine, ENGINES))
     if engine == "local":
         for option, value in (("address", address), ("gpus-per-worker", gpus_per_worker)):
             if value is not None:
@@ -111,18 +137,16 @@ def launch(
         if not isinstance(runner, InProcess):
             _check_methods(left)
         if left:
-            each = estimate(left, runner.n_workers, device, threads)
+            left_to_make = estimate(left, device)
             notify(
-                f"{len(left)} of {len(cells)} cells to make: {each.texts} texts,"
-                f" {each.row_tokens} row-tokens, about {format_duration(each.seconds)} with"
-                f" {pluralize(runner.n_workers, 'worker')}, {format_bytes(each.disk)} on disk,"
-                f" {format_bytes(each.memory)} of memory a worker ({each.basis})"
+                f"{len(left)} of {len(cells)} cells to make: {left_to_make}, with"
+                f" {pluralize(runner.n_workers, 'worker')}"
             )
             # A cluster's machines may have other memory than this one.
-            memory = each.memory if engine == "local" else 0
-            check_affordable(each.texts, each.seconds, memory, yes or dry_run)
+            memory = left_to_make.memory if engine == "local" else 0
+            check_affordable(left_to_make.texts, left_to_make.row_tokens, memory, yes or dry_run)
         if dry_run:
-            return Swept(len(cells) - len(left), 0, ())
+            return Swept(len(cells) - len(left), 0, (), dry_run=True, folder=out)
         with stop_on_sigterm():
             return sweep(out, grids, runner, notify, list(cells))
     except (KeyboardInterrupt, SystemExit):

@@ -6,14 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import pandas as pd
+from pydantic import Field
 
 from lapa2_interp._util.errors import PrefixError
+from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.generation.settings import Count
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models.load import load_model
-from lapa2_interp.models.machine import print_if_slow
+from lapa2_interp.models.machine import DtypeOrAuto, print_if_slow
 from lapa2_interp.prefixes.soft_prefix import GeneratedAccuracy, cards_in, write_card
 from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer
@@ -22,27 +26,35 @@ from lapa2_interp.scoring.tables import score_table
 from lapa2_interp.stats import mean_interval
 
 
+@numbers_checked
 def prefix_accuracy(
-    folders: Sequence[Path],
-    task: str | None = None,
+    folders: Sequence[str | Path],
     *,
-    samples: int = 4,
-    length: int = 64,
-    alpha: float = 0.5,
+    task: str | None = None,
+    samples: Count = 4,
+    length: Count = 64,
+    alpha: Annotated[float, Field(gt=0)] = 0.5,
     classifier: str = "both",
-    dtype: str = "auto",
+    dtype: DtypeOrAuto = "auto",
     device: str | None = None,
     seed: int = 1,
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:
-    """Continue the task's prompts behind every prefix of the sets, score the texts, and write
-    accuracies into the cards.
+    """Generate behind soft prefixes, without and with LaPA2; put the accuracy into their cards.
 
     Args:
-        task: By default the one the sets were trained for.
-        samples: Texts per prompt.
+        folders: Sets: folders of `lapa2 prefix train --out`.
+        task: The task; the one a set was trained for, by default.
+        samples: Texts per prompt of the task.
         length: Tokens of a text, the prompt's included where the task counts them.
-        classifier: adapter, linear, both, or a sequence classifier whose labels are the attributes.
+        alpha: Strength of LaPA2, above 0: 0 is the baseline beside it.
+        classifier: adapter or linear, which ship, both, or a sequence classifier: hub id or
+            folder.
+        dtype: Precision of weights and computation; auto is bfloat16 or float32, whichever this
+            machine computes faster.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        seed: Seed of the random streams.
+        trust_remote_code: Run code that comes with a model.
 
     Returns:
         One row per set, attribute, scorer and arm: set, attribute, scorer, arm, accuracy, low,
@@ -54,10 +66,8 @@ def prefix_accuracy(
     """
     if not folders:
         raise PrefixError("name the folder of a set; `lapa2 prefix train --out` makes one")
-    if not alpha > 0:
-        raise PrefixError(f"alpha must be above 0, found {alpha:g}: 0 is the baseline beside it")
     print_if_slow(dtype, device)
-    found = {folder: cards_in(folder) for folder in folders}
+    found = {folder: cards_in(folder) for folder in map(Path, folders)}
     asked = expand_scorers(
         ["accuracy", classifier]
         if classifier in CLASSIFIER_CHOICES

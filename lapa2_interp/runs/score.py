@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -15,19 +15,27 @@ from lapa2_interp._util.commands import command, command_options
 from lapa2_interp._util.errors import ScoringError, pluralize
 from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
 from lapa2_interp._util.paths import is_path
-from lapa2_interp._util.table_formats import as_csv, as_latex, as_markdown
-from lapa2_interp._util.terminal import format_duration
+from lapa2_interp._util.table_formats import (
+    as_csv,
+    as_latex,
+    as_markdown,
+    as_text,
+    format_number,
+    interval_text,
+)
+from lapa2_interp._util.values import numbers_checked
+from lapa2_interp.generation.settings import Count
 from lapa2_interp.models.load import shared_tokenizer
-from lapa2_interp.models.machine import print_if_slow
-from lapa2_interp.runs.estimates import LONG, reading_seconds
+from lapa2_interp.models.machine import Dtype, print_if_slow
 from lapa2_interp.runs.run import load_run, shown_only
 from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import human
-from lapa2_interp.scoring.adapter import ADAPTER_SHARE
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, trained_ending
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers, parse_scorer
 from lapa2_interp.scoring.tables import (
+    CELL_COLUMNS,
     DIFFERENCE_COLUMNS,
+    EXTRA_CELL_COLUMNS,
     cell_table,
     column_names,
     difference_table,
@@ -38,8 +46,6 @@ from lapa2_interp.scoring.tables import (
 )
 from lapa2_interp.tasks.task import ALL, Task, read_task
 
-LETTERS = 4.5
-"""Letters of a token, about."""
 USUAL = ("accuracy", "perplexity", "distinct")
 """The scorers where none is named."""
 
@@ -58,60 +64,128 @@ class Scored:
     table: pd.DataFrame
     differences: pd.DataFrame
 
+    def summary(self) -> str:
+        """The cells, one block per scorer, and what the arms changed."""
+        usual = ("attribute", "arm")
+        names = (*CELL_COLUMNS, *EXTRA_CELL_COLUMNS)
+        keys = [
+            key
+            for key in names
+            if key in self.table
+            and (self.table[key].nunique() > 1 or (key in usual and (self.table[key] != "").any()))
+        ]
+        blocks = []
+        for scorer, part in self.table.groupby("scorer", sort=False):
+            interval = [
+                interval_text(low, high, ".4g").strip()
+                for low, high in part[["low", "high"]].to_numpy()
+            ]
+            means = [format_number(mean, ".4g") for mean in part["mean"]]
+            why = ["why"] if (part["skipped"] > 0).any() else []
+            columns = [*keys, "metric", "mean", "interval", "n", "prompts", *why]
+            cells = part.assign(mean=means, interval=interval)[columns]
+            text = cells.rename(columns={"why": "skipped"}).to_string(index=False)
+            blocks.append(f"\n{scorer}\n{text}")
+        blocks.append(f"\n{interval_note(self.table, self.differences)}")
+        if len(self.differences):
+            blocks.append(
+                "\nagainst the baseline, paired on prompts (p: sign-flip permutation; detectable:"
+                " at 80 % power)"
+            )
+            drop = [key for key in self.differences if key in names and key not in keys]
+            for scorer, part in self.differences.groupby("scorer", sort=False):
+                rows = part.drop(columns=["scorer", *drop])
+                # Without rounding errors, which ".4g" would show.
+                rows = rows.assign(difference=rows["difference"].round(12))
+                blocks.append(f"\n{scorer}\n{as_text(rows, '.4g')}")
+        return "\n".join(blocks)
 
+
+@numbers_checked
 def score(
     source: str | Path,
     scorers: str | Sequence[str] = USUAL,
     *,
     out: str | Path | None = None,
-    force: bool = False,
     column: str = "text",
     attribute: str | None = None,
     task: str | None = None,
     lengths: Sequence[int] = (),
-    parts: int = 1,
+    parts: Count = 1,
     labels: Mapping[str, str] | None = None,
     judge_url: str | None = None,
-    judge_prices: tuple[float | None, float | None] = (None, None),
-    judge_temperature: float | None = 0.0,
+    judge_prices: tuple[float, float] | None = None,
+    judge_temperature: float | Literal["server"] = 0.0,
     max_cost: float | None = None,
     only: Mapping[str, Any] | None = None,
-    cache: Path | None = None,
-    dtype: str = "float32",
+    cache: str | Path | None = None,
+    dtype: Dtype = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,
+    force: bool = False,
     notify: Callable[[str], None] = lambda text: None,
 ) -> Scored:
-    """Score the texts of a run, or of a file.
+    """Score the texts of a run, or of a file, by means with 95 % intervals.
+
+    Writes scores.parquet (one row per text and metric), table.csv, differences.csv (each arm
+    against the baseline), and both as table.md and table.tex. `lapa2 report` shows the scores that
+    lie in a run. For example
+
+        lapa2 score results/lake
+        lapa2 score results/lake --scorers accuracy masked echo linear --out fast
+        lapa2 score results/long --scorers accuracy --lengths 64 256 --out long
+        lapa2 score texts.jsonl --scorers toxicity perplexity=gpt2-large --out new
+        lapa2 score results/quick --only task=sentiment method=prefix \\
+            --scorers judge=MODEL --out results/quick/judge
+
+    where the first writes into results/lake/scores.
 
     Args:
-        source: A run, or a .jsonl, .csv or .parquet file with a column of texts.
-        scorers: As `scoring.scorer.expand_scorers` takes them.
-        out: Also write into this new folder: scores.parquet, table.csv, differences.csv, and both
-            tables for reading as table.md and table.tex.
-        labels: Names for a classifier's labels.
-        only: Only texts whose columns have these values (a list: one of them).
-        notify: Told what is scored, and what scorers have to say.
-        judge_temperature: None leaves it to the server.
-        force, column, attribute, task, lengths, parts, judge_url, judge_prices, max_cost, cache,
-            dtype, device, trust_remote_code: As the options of `lapa2 score`.
+        source: A run folder (of `lapa2 generate` or `lapa2 sweep`), or a .jsonl, .csv or .parquet
+            file with a column of texts (and prompt, attribute, arm, if known).
+        scorers: accuracy, toxicity, masked, echo, repetition, perplexity, distinct, judge, each
+            plain or as NAME=MODEL (`lapa2 scorers list`), or TASK:NAME=MODEL for texts of one task
+            alone. A plain accuracy or toxicity is by both classifiers that ship, adapter and
+            linear; the word linear or adapter among the scorers takes that one alone. Those of
+            `lapa2 scorers train` are accuracy=FILE, its file of weights.
+        out: The folder of tables; the command writes those of a run into RUN/scores by default.
+        column: The file's column of texts.
+        attribute: What the texts of a file without such a column were steered towards.
+        task: The task of the classifiers that ship, sentiment, topic or detox, or the path of a
+            task file, for the words of prefixes; by default the run's.
+        lengths: Score a run's texts as they were at these lengths.
+        parts: Score texts in this many equal parts, one by one: 2 gives first and second half.
+        labels: Names for a classifier's labels, such as LABEL_0=negative LABEL_1=positive.
+        judge_url: Base URL of the judge's endpoint; by default OPENAI_BASE_URL, or OpenAI's.
+        judge_prices: US dollars per million input and output tokens, to count the judge's cost.
+        judge_temperature: Temperature of the judge, 0 to 2; server leaves it to the server, as some
+            models refuse any.
+        max_cost: Stop the judge before it has cost more US dollars than this (needs
+            judge_prices). What was paid for is kept; the same command continues with the rest, for
+            as much again.
+        only: Only texts with these values, as COLUMN=VALUE; a column given twice: either value.
+        cache: Folder that keeps every score (default: in the user's cache), so that nothing is
+            asked for twice.
+        dtype: Precision of the perplexity model: by default float32, whatever wrote the texts.
+        device: cpu, cuda, cuda:1; CUDA when there is one, by default.
+        trust_remote_code: Run code that comes with a model.
+        force: Replace an earlier folder of tables.
+        notify: Called with what is scored, and what scorers have to say.
 
     Raises:
         ScoringError: Unknown scorer, nothing to score, or a scorer cannot go on.
         RunError: The source is no run, or `out` cannot be written.
     """
-    if parts < 1:
-        raise ScoringError(f"--parts must be at least 1, found {parts}")
     source = Path(source)
     scorers = expand_scorers([scorers] if isinstance(scorers, str) else scorers, USUAL)
     of_judge = {
         "judge-url": judge_url is not None,
-        "judge-prices": judge_prices != (None, None),
+        "judge-prices": judge_prices is not None,
         "judge-temperature": judge_temperature != 0,
         "max-cost": max_cost is not None,
     }
     _check_options(source, scorers, column, labels, [name for name in of_judge if of_judge[name]])
-    if max_cost is not None and None in judge_prices:
+    if max_cost is not None and judge_prices is None:
         raise ScoringError(
             "--max-cost is in US dollars and needs the judge's prices: give --judge-prices IN OUT"
             " too, per million tokens"
@@ -143,8 +217,8 @@ def score(
             task=_task(task, manifest.cell.task if manifest else None),
             labels=labels or {},
             judge_url=judge_url,
-            judge_prices=judge_prices,
-            judge_temperature=judge_temperature,
+            judge_prices=judge_prices or (None, None),
+            judge_temperature=None if judge_temperature == "server" else judge_temperature,
             dtype=dtype,
             device=device,
             generator=manifest.model.weights if manifest else None,
@@ -247,19 +321,20 @@ def _short(lengths: Sequence[int], longest: Sequence[int]) -> str:
 def _score(
     sets: Sequence[tuple[pd.DataFrame, ScorerOptions]],
     scorers: Sequence[str],
-    cache: Path | None,
+    cache: str | Path | None,
     max_cost: float | None,
     notify: Callable[[str], None],
 ) -> Scored:
     scores, cells = [], []
     done: set[tuple[int, str, str]] = set()  # place of a set, name, and version or tokenizer
-    with ScoreCache(cache or cache_folder() / "scores") as store:
+    with ScoreCache(Path(cache or cache_folder() / "scores")) as store:
         for each in scorers:
             task, name, model = parse_scorer(each)
             places = [n for n, one in enumerate(sets) if task in ("", _task_name(one[1]))]
             if not places:
                 raise ScoringError(f"{each}: no text of task {task!r}")
-            notify(f"{each}: {_work([sets[n] for n in places], model)}")
+            n_texts = sum(len(sets[n][0]) for n in places)
+            notify(f"{each}: {pluralize(n_texts, 'text')}")
             if name == "distinct":
                 left = [n for n in places if (n, name, model) not in done]
                 done |= {(n, name, model) for n in left}
@@ -305,16 +380,6 @@ def _plain(value: Any) -> str | None:
 
 def _task_name(options: ScorerOptions) -> str:
     return options.task if isinstance(options.task, str) else getattr(options.task, "name", "")
-
-
-def _work(sets: Sequence[tuple[pd.DataFrame, ScorerOptions]], model: str) -> str:
-    """Number of texts that are scored, and an adapter's approximate time for them."""
-    texts = pluralize(sum(len(samples) for samples, _ in sets), "text")
-    if model != "adapter":
-        return texts
-    letters = sum(int(samples["text"].str.len().sum()) for samples, _ in sets)
-    told = reading_seconds(ADAPTER_SHARE * letters / LETTERS, sets[0][1].device)
-    return f"{texts}, about {format_duration(told)} where none is known" if told > LONG else texts
 
 
 def _gaps(source: Path) -> str:

@@ -29,6 +29,8 @@ from lapa2_interp._util.files import (
     write_json,
 )
 from lapa2_interp._util.progress import CountingBar, progress_bar
+from lapa2_interp._util.same_inputs import check_same_inputs
+from lapa2_interp._util.terminal import format_bytes, format_duration
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.prepacked import Prepacking
 from lapa2_interp.runs.engines import Engine, Outcome, WorkerLost
@@ -76,6 +78,8 @@ class Swept:
         seconds: It took.
         disk: Bytes of the cells made.
         memory: The most bytes that a worker had.
+        dry_run: Nothing was to be made.
+        folder: The run's.
     """
 
     before: int
@@ -85,6 +89,27 @@ class Swept:
     seconds: float = 0.0
     disk: int = 0
     memory: int = 0
+    dry_run: bool = False
+    folder: Path | None = None
+
+    def summary(self) -> str:
+        """What was made, in up to three lines."""
+        if self.dry_run:
+            return f"{pluralize(self.before, 'cell')} there, and none made: {self.folder}"
+        lines = [
+            f"{pluralize(self.made, 'cell')} made in {format_duration(self.seconds)}, {self.before}"
+            f" were there: {self.folder}"
+        ]
+        if self.made:
+            lines.append(
+                f"{format_bytes(self.disk)} on disk, at most {format_bytes(self.memory)} of memory"
+                " a worker"
+            )
+        if self.elsewhere:
+            lines.append(
+                f"{pluralize(self.elsewhere, 'cell')} being made by another sweep of {self.folder}"
+            )
+        return "\n".join(lines)
 
 
 def open_run(
@@ -202,7 +227,7 @@ def sweep(
         ]
     before = len(keys) - len(todo)
     if not todo:
-        return Swept(before, 0, ())
+        return Swept(before, 0, (), folder=folder)
     # Cells of one model follow each other, so that a worker seldom loads another.
     todo.sort(key=lambda cell: (cell.model, cell.dtype, cell.model_class))
     total = sum(map(cost, todo))
@@ -217,6 +242,7 @@ def sweep(
         perf_counter() - began,
         work.disk,
         work.memory,
+        folder=folder,
     )
 
 
@@ -443,11 +469,8 @@ class _Sweep:
             others = (key for key, each in self.run.by_key.items() if each.model == cell.model)
             known = (record for key in others for record in _sound_records(self.run, key).values())
             self.weights[cell.model] = next((record.model.weights for record in known), now)
-        if self.weights[cell.model] != now:
-            raise RunError(
-                f"{self.run.home} was made with {cell.model} of {self.weights[cell.model]}, and it"
-                f" is now {now}; sweep into a new folder"
-            )
+        name = f"{cell.model}'s weights"
+        check_same_inputs({name: self.weights[cell.model]}, {name: now}, self.run.home)
 
 
 def _share(cell: Cell, n_texts: int) -> int:

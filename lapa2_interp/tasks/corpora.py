@@ -81,10 +81,10 @@ def read_csv(path: Path, **options: Any) -> pd.DataFrame:
         warnings.simplefilter("error", pd.errors.ParserWarning)
         try:
             with open_packed(path) as opened:
-                found: Any = pd.read_csv(opened, **usual | options)
+                table: Any = pd.read_csv(opened, **usual | options)
         except pd.errors.ParserWarning as error:
             raise ValueError("rows have more fields than the first line has names") from error
-    return pd.DataFrame(found)
+    return pd.DataFrame(table)
 
 
 def read_json_lines(path: Path) -> pd.DataFrame:
@@ -181,8 +181,8 @@ class Corpus:
     def sha256(self) -> str:
         """sha256 of the texts and labels."""
         digest = hashlib.sha256()
-        for label, found in self.texts.items():
-            for text in found:
+        for label, texts in self.texts.items():
+            for text in texts:
                 digest.update(f"{label}\t{text}\n".encode())
         return digest.hexdigest()
 
@@ -221,12 +221,12 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
             " give text and label"
         )
     frame = frame.assign(label=frame["label"].map(str))  # 0 and 1 of a file are names, too
-    kept = frame[frame["label"].isin(list(labels))]
-    is_text = kept["text"].map(lambda text: isinstance(text, str) and bool(text.strip()))
-    filled = kept[is_text.astype(bool)]
+    labelled = frame[frame["label"].isin(list(labels))]
+    is_text = labelled["text"].map(lambda text: isinstance(text, str) and bool(text.strip()))
+    filled = labelled[is_text.astype(bool)]
     unique = filled.drop_duplicates("text")
     texts = {label: tuple(unique["text"][unique["label"] == label]) for label in labels}
-    empty = [label for label, found in texts.items() if not found]
+    empty = [label for label, of_label in texts.items() if not of_label]
     if empty:
         raise DataError(
             f"{source} has no text with label {empty[0]!r} (blank ones and repetitions left"
@@ -235,9 +235,9 @@ def read_corpus(source: str, labels: Sequence[str], split: str = "train") -> Cor
     return Corpus(
         texts,
         name,
-        blank=len(kept) - len(filled),
+        blank=len(labelled) - len(filled),
         repeated=len(filled) - len(unique),
-        other=len(frame) - len(kept),
+        other=len(frame) - len(labelled),
     )
 
 
@@ -265,11 +265,11 @@ def _expand_pairs(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _first_text(found: object) -> str:
+def _first_text(value: object) -> str:
     """A text, or the first text of a list; "" if there is none."""
-    if isinstance(found, str):
-        return found
-    return next(iter(found), "") if isinstance(found, Iterable) else ""
+    if isinstance(value, str):
+        return value
+    return next(iter(value), "") if isinstance(value, Iterable) else ""
 
 
 def _read_hub(name: str, split: str) -> pd.DataFrame:
@@ -317,20 +317,20 @@ def without_texts_of(others: Sequence[Corpus], corpora: Sequence[Corpus]) -> lis
     known = {
         text_key(text) for corpus in others for texts in corpus.texts.values() for text in texts
     }
-    kept = []
+    cleaned = []
     for corpus in corpora:
         texts = {
-            label: tuple(text for text in found if text_key(text) not in known)
-            for label, found in corpus.texts.items()
+            label: tuple(text for text in of_label if text_key(text) not in known)
+            for label, of_label in corpus.texts.items()
         }
-        if empty := [label for label, found in texts.items() if not found]:
+        if empty := [label for label, of_label in texts.items() if not of_label]:
             raise DataError(
                 f"all texts of {corpus.source} with the label {empty[0]!r} are both trained on and"
                 " held out; give other held-out texts"
             )
         both = sum(map(len, corpus.texts.values())) - sum(map(len, texts.values()))
-        kept.append(replace(corpus, texts=texts, in_another_part=corpus.in_another_part + both))
-    return kept
+        cleaned.append(replace(corpus, texts=texts, in_another_part=corpus.in_another_part + both))
+    return cleaned
 
 
 HELD_OUT_SUFFIX = ", held out"

@@ -71,7 +71,7 @@ def letter_runs(text: str) -> list[str]:
 def word_spans(text: str) -> list[tuple[int, int]]:
     """Start and stop in a text of each word between spaces, and of each grapheme of scripts without
     spaces. Signs belong to the word they touch."""
-    return [found.span() for found in _SPANS.finditer(text)]
+    return [match.span() for match in _SPANS.finditer(text)]
 
 
 def words_between(text: str, start: int, stop: int) -> str:
@@ -88,8 +88,8 @@ def word_continuation(text: str) -> str:
 
 def last_word(text: str) -> str:
     """The word at the end of a text, perhaps unfinished; "" if there is none."""
-    found = _END.search(text)
-    return found[0] if found else ""
+    match = _END.search(text)
+    return match[0] if match else ""
 
 
 def words_pattern(wanted: Iterable[str]) -> regex.Pattern[str]:
@@ -100,10 +100,10 @@ def words_pattern(wanted: Iterable[str]) -> regex.Pattern[str]:
     for word in wanted:
         large = normalize_text(word.upper())  # some letters become more than one
         spelled += [word, large] if large.lower() == word else [word]
-    found = [
+    patterns = [
         regex.escape(word)
         if has_unspaced_script(word)
         else rf"(?<!{WORD}){regex.escape(word)}(?!{INSIDE})"
         for word in spelled
     ]
-    return regex.compile(rf"(?V1i-f){'|'.join(found)}")
+    return regex.compile(rf"(?V1i-f){'|'.join(patterns)}")

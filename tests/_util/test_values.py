@@ -41,7 +41,7 @@ def test_where_text_is_allowed_it_stays_text():
     "call",
     [
         lambda value: circuits.knock_out("planted", "sentiment", batch_size=value),
-        lambda value: circuits.control_score("planted", "sentiment", tokens=value),
+        lambda value: circuits.ContrastSet.of("planted", "sentiment", tokens=value),
         lambda value: circuits.select("planted", "sentiment", screen=value),
         lambda value: circuits.measure_fading("planted", "sentiment", filler=(value,)),
         lambda value: circuits.alpha_at_prefix_attention("planted", "sentiment", value),
@@ -49,7 +49,7 @@ def test_where_text_is_allowed_it_stays_text():
         lambda value: Layout.of(None, None, "The lake", soft=value),
         lambda value: teacher_forced("planted", None, [[1]], chunk=value),
         lambda value: methods.get("air-decoding", omega=value),
-        lambda value: steer("planted", "sentiment", [], out="never", budget=value),
+        lambda value: steer("planted", [], "sentiment", out="never", budget=value),
         lambda value: view("nowhere", steps=value),
     ],
 )

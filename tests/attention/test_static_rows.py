@@ -6,7 +6,7 @@ No GPU is needed: `replay.replayed` stands for a CUDA graph. Families and rules:
 import numpy as np
 import pytest
 import torch
-from conftest import cell_of, load, soft_set
+from conftest import cell_of, decode_plan, load, soft_set
 from families import PLAIN
 from replay import graphs_on_a_cpu
 
@@ -16,7 +16,6 @@ from lapa2_interp.attention import static_rows
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.static_rows import bucket, continued
 from lapa2_interp.bias.layout import left_pad
-from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
@@ -48,7 +47,7 @@ def forced(model, rule, static, steps=12, layouts=None):
     tokens = (7 * torch.arange(3 * steps, device=model.cfg.device) % 200 + 40).view(3, steps)
     model.static = static
     try:
-        block = continued(model, rows, index, len(padded[0]) + steps, rules, of_rows, None, {})
+        block = continued(model, rows, index, len(padded[0]) + steps, rules, of_rows, None)
         with block as more:
             found = [more.read_tokens(tokens[:, i : i + 1])[:, -1].clone() for i in range(steps)]
     finally:
@@ -59,10 +58,10 @@ def forced(model, rule, static, steps=12, layouts=None):
 def same(model, *asked, **settings):
     """The same texts, and traces to 1e-6, by usual and static steps; the texts."""
     plan = plan_batches(model, cell_of(model, *asked, **settings))
-    usual = decode_batches(model, plan)
+    usual = decode_plan(model, plan)
     model.static = True
     try:
-        static = decode_batches(model, plan)
+        static = decode_plan(model, plan)
     finally:
         model.static = False
     for column in ("tokens", "n_tokens", "finish"):
@@ -91,7 +90,7 @@ def test_methods(name, method, device, passes, tmp_path):
     assert passes["captured"]
 
 
-def test_rows_that_end_early_and_steps_that_are_used_again(passes, monkeypatch):
+def test_rows_that_end_early(passes, monkeypatch):
     model = load("tiny-gpt2", "float32", PLAIN)
     card = model_card(model)  # one token in eight ends a text
     ends = card.model_copy(update={"end_ids": tuple(range(0, 257, 8))})
@@ -106,7 +105,6 @@ def test_rows_that_end_early_and_steps_that_are_used_again(passes, monkeypatch):
     texts = same(model, *asked, length=40, samples=4, max_rows=4, eos="stop", top_k=200)
     assert texts["n_tokens"].nunique() > 3
     assert {*texts["finish"]} == {"end", "length"} or {*texts["finish"]} == {"end"}
-    assert len(passes["captured"]) == len({*passes["captured"]}) < 4  # in three batches
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -327,6 +327,51 @@ def test_a_prompt_is_not_strengthened_once_for_every_token():
     assert len(assign_augmentations(methods.get("air-decoding"), branches, apart)[0]) == 2
 
 
+TABLE = {
+    'lapa2:span="prefix+bos",phase=decode': {"span": "prefix+bos", "phase": "decode"},
+    "lapa2:span=0:2/5:6": {"span": ((0, 2), (5, 6))},
+    'lapa2:span="0:2,5:6",layers="0,2"': {"span": ((0, 2), (5, 6)), "layers": (0, 2)},
+    "lapa2:law=constant,l0=128": {"law": "constant", "l0": 128},
+    "lapa2:law=target,tau=0.3,floor=true,span=prefix:0/2": {
+        "law": "target",
+        "tau": 0.3,
+        "floor": True,
+        "span": ("prefix", (0, 2)),
+    },
+    "lapa2:law=ratio,tau=0.3,pooled=true,length_rule=kv": {
+        "law": "ratio",
+        "tau": 0.3,
+        "pooled": True,
+        "length_rule": "kv",
+    },
+    "lapa2:profile=released": {"profile": "released"},
+    "lapa2:profile=released,phase=everywhere": {"profile": "released", "phase": "everywhere"},
+    "lapa2-released:tokens=1": {"alpha": 2.0, "profile": "released", "span": ("prefix", (1,))},
+    "instaboost:M=1,profile=released,span=bos": {
+        "alpha": 0,
+        "law": "scale",
+        "profile": "released",
+        "span": "bos",
+        "phase": "everywhere",
+    },
+}
+
+
+@pytest.mark.parametrize("text", TABLE)
+def test_a_recipe_takes_every_field_that_it_does_not_fix(text):
+    """A profile fills only what neither the recipe nor the user names."""
+    (augmentation,) = named = parse_recipes(text)
+    assert augmentation == Augmentation(**{"alpha": 0.5} | TABLE[text])
+    assert parse_recipes(named.label) == named, "the label is a text of the same recipe"
+
+
+def test_each_field_is_open_fixed_or_a_parameter_of_each_recipe():
+    for chosen in RECIPES.values():
+        names = [*chosen.open_fields, *chosen.fixed_fields]
+        names += [name for name in chosen.parameters if name in Augmentation.model_fields]
+        assert sorted(names) == sorted(Augmentation.model_fields)
+
+
 def test_names_of_augmentations():
     for name, chosen in RECIPES.items():
         given = {"tokens": (1,), "heads": ((0, 1),)}
@@ -366,7 +411,12 @@ REFUSED = {
     "set-point:floor=yes": "floor: input should be a valid boolean, found 'yes'",
     "split-softmax:k=2": "at most 1, found 2",
     "selective:tokens=1": "needs heads, such as selective:tokens=1,heads=3.1/4.0",
-    "lapa2-released:tokens=1": "takes no tokens",
+    "pasta:span=bos": "recipe pasta has its own span; leave it out",
+    "instaboost:alpha=1": "recipe instaboost has its own alpha",
+    "lapa2:span=bos,tokens=1": "tokens are a span, such as span=prefix:1; leave one of the two out",
+    "lapa2:span=prefix+bos": "unknown recipe 'bos'",
+    "lapa2:law=sqr": "law: input should be 'log', .* found 'sqr'",
+    "lapa2:pooled=true": "pooled belongs to law ratio",
     "lapa2 +": "unknown recipe ''",
     "spotlight:tau=2": "tau: .*less than 1",
 }
@@ -418,7 +468,7 @@ def test_on_the_command_line(tmp_path, capsys):
     assert main([*look, "--augmentation", "lapa2:alpha=1", "--alpha", "1"]) == 2
     assert "and 'lapa2:alpha=1' has a strength of its own; leave one" in capsys.readouterr().err
     assert main([*look, "--augmentation", "lapa2", "--law", "sqrt"]) == 2
-    assert "leave out --law" in capsys.readouterr().err
+    assert "Unknown option: --law" in capsys.readouterr().err
     out = tmp_path / "run"
     make = ["generate", "--model", "tiny-llama", "--attribute", "positive", "--prompt", "ab"]
     make += ["--length", "6", "--dtype", "float32", "--out", str(out)]

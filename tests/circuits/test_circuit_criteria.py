@@ -19,7 +19,12 @@ PROMPTS = [f"The {word} of the" for word in ("lake", "book", "city", "road", "ki
 def tables(tmp_path_factory):
     folder = tmp_path_factory.mktemp("criteria")
     model = load("planted", "float32")
-    card = select(model, "sentiment", score="slope", heads=2, prompts=CHOOSING, tokens=6)
+    card = select(
+        model,
+        ContrastSet.of(model, "sentiment", prompts=CHOOSING, tokens=6),
+        score="slope",
+        heads=2,
+    )
     card.save(folder / "card.json")
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
     given = {"task": "sentiment", "prompts": folder / "prompts.txt", "tokens": 6, "random": 4}

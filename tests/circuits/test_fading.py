@@ -31,13 +31,17 @@ TOKENS = 4
 
 def found_of(name="planted", filler=(8, 200), **settings):
     """The texts are drawn from the words that the model writes: writing takes longer."""
+    of_texts = {name: settings.pop(name) for name in ("prompts", "words") if name in settings}
     key, model = answer_key(name), load(name)
-    prompts = settings.setdefault("prompts", load_task("sentiment").prompts.texts)
+    prompts = of_texts.setdefault("prompts", load_task("sentiment").prompts.texts)
     words = model.tokenizer.convert_tokens_to_ids([*FILLERS, *POSITIVE, *NEGATIVE])
     drawn = np.random.default_rng(0).choice(words, (len(prompts), max(filler) + TOKENS)).tolist()
-    settings["texts"] = {prompt: [text] for prompt, text in zip(prompts, drawn, strict=True)}
+    texts = {prompt: [text] for prompt, text in zip(prompts, drawn, strict=True)}
+    contrast_set = ContrastSet.of(model, "sentiment", texts=texts, **of_texts)
     heads = {role: (key.heads[role],) for role in ("carrier", "decoy") if role in key.heads}
-    return measure_fading(model, "sentiment", filler=filler, tokens=TOKENS, heads=heads, **settings)
+    return measure_fading(
+        model, contrast_set, filler=filler, tokens=TOKENS, heads=heads, **settings
+    )
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +115,9 @@ def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
     assert read[0] == 2, "texts by which the model is known again"
     assert len(read[1:]) == len(lines) - 2
     pd.testing.assert_frame_equal(first.frame(), second.frame())
-    told = r"other inputs: texts \w+, here \w+; fading \[8\], here \[8, 32\]; give another file"
-    with pytest.raises(CircuitError, match=told):
+    with pytest.raises(CircuitError, match=r"has results of another texts: '\w+', not '\w+'; rep"):
         found_of(filler=(8, 32), **few, file=file)
-    with pytest.raises(CircuitError, match=r"other inputs: alpha 0.5, here 1.0; give another"):
+    with pytest.raises(CircuitError, match=r"has results of another alpha: '0.5', not '1.0'"):
         found_of(filler=(8,), alpha=1.0, **few, file=file)
 
 

@@ -380,7 +380,9 @@ def test_a_table_a_map_a_drawing():
     model = load("planted")
     key = answer_key("planted")
     found = attribution(
-        model, "sentiment", metric="lex", prompts=["The lake", "The book", "The city"], tokens=4
+        model,
+        ContrastSet.of(model, "sentiment", prompts=["The lake", "The book", "The city"], tokens=4),
+        metric="lex",
     )
     table = found.frame()
     assert len(table) == 8
@@ -396,7 +398,9 @@ def test_a_table_a_map_a_drawing():
     assert found.table("cut_hat").map().shape == (2, 4)
     assert found.table("slope").best(2)[0] == key.heads["carrier"]
     assert found.plot()._repr_png_()[:4] == b"\x89PNG"
-    one = attribution(model, "sentiment", metric="lex", prompts=["The lake"], tokens=2).frame()
+    one = attribution(
+        model, ContrastSet.of(model, "sentiment", prompts=["The lake"], tokens=2), metric="lex"
+    ).frame()
     assert one["cut_hat_low"].isna().all()
     with pytest.raises(CircuitError, match="unknown estimate 'cut'; allowed: cut_hat, slope"):
         found.table("cut").map()
@@ -503,8 +507,6 @@ def test_what_has_no_gradient_is_refused():
         )
     with pytest.raises(CircuitError, match="needs the words"):
         attribution(model, examples, metric="lex")
-    with pytest.raises(CircuitError, match="tokens belongs to a task"):
-        attribution(model, examples, tokens=3)
     bare = [
         ContrastExample(each.prompt, each.attributes, each.layouts, each.text) for each in examples
     ]

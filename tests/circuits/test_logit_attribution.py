@@ -177,5 +177,6 @@ def test_what_cannot_be_attributed_is_refused():
 )
 def test_phases_of_several_passes_are_refused(phase, message):
     with pytest.raises(CircuitError, match=message):
-        head_logit_attribution(load("planted"), "sentiment", augmentation=Augmentation(alpha=1, phase=phase),
-               prompts=["The lake"], tokens=4)  # fmt: skip
+        head_logit_attribution(
+            load("planted"), "sentiment", augmentation=Augmentation(alpha=1, phase=phase)
+        )

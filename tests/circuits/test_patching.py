@@ -500,7 +500,9 @@ def test_nothing_acts_through_a_head_that_keeps_its_output(direction):
         together={name: [relay] for name in ways} | {"reader": [reader], "later": [reader]},
         keep={name: [head] for name, head in ways.items() if head} | {"later": [relay]},
     )  # fmt: skip
-    effects = {unit.name: found.effects[direction][:, i] for i, unit in enumerate(found.units)}
+    effects = {
+        unit.labels["name"]: found.effects[direction][:, i] for i, unit in enumerate(found.units)
+    }
     assert (effects["relay"] > 0.05).all()
     assert np.abs(effects["cut"]).max() < 1e-6
     assert np.abs(effects["other"] - effects["relay"]).max() < 1e-6
@@ -576,7 +578,9 @@ def test_slots_are_parts_of_the_text():
 def test_a_task_by_name():
     model, key = load("planted"), answer_key("planted")
     found = patch(
-        model, "sentiment", prompts=["The lake", "The book"], tokens=4, samples=2, parts=("v",)
+        model,
+        ContrastSet.of(model, "sentiment", prompts=["The lake", "The book"], tokens=4, samples=2),
+        parts=("v",),
     )
     layer, head = key.heads["carrier"]
     assert np.unravel_index(found.table().map().argmax(), (2, 2)) == (layer, head // 2)

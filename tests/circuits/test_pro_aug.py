@@ -10,6 +10,7 @@ from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.metrics import METRICS, Predictions
 from lapa2_interp.circuits.pro_aug import prompt_slope
 from lapa2_interp.circuits.selection import Selection, select
@@ -130,7 +131,7 @@ def test_words_that_are_given_are_those_of_lex(monkeypatch):
     )
     words = {"negative": ids(model, " bad"), "positive": ids(model, " good")}
     asked = {"score": "random", "heads": 0, "pro_aug": "air-decoding", "metric": "lex"}
-    select(model, "sentiment", tokens=2, words=words, **asked)
+    select(model, ContrastSet.of(model, "sentiment", tokens=2, words=words), **asked)
     assert seen == {(tuple(words["positive"]), tuple(words["negative"]))}
     with pytest.raises(CircuitError, match="words are given for a; the attributes are positive"):
         prompt_slope(
@@ -146,7 +147,7 @@ def test_a_selection_carries_it_to_generate(tmp_path):
     word = ids(model, " positive" + FILLER)
     settings = {"prompts": PROMPTS, "texts": {prompt: [word] for prompt in PROMPTS}}
     asked = {"score": "random", "heads": 0, "pro_aug": get("air-decoding", omega=2.0)}
-    chosen = select(model, "sentiment", **asked, **settings)
+    chosen = select(model, ContrastSet.of(model, "sentiment", **settings), **asked)
     assert chosen.prompt.boost
     assert chosen.parameters("air-decoding") == {"pro_aug": True}
     assert chosen.parameters("preadd") == {}
@@ -191,4 +192,5 @@ def test_errors(method, settings, message):
     with pytest.raises(CircuitError, match=message):
         prompt_slope(load("planted"), "sentiment", method, **settings)
     with pytest.raises(CircuitError, match="give select a task, or leave out pro_aug"):
-        select(load("planted"), [], pro_aug=method)
+        examples = ContrastSet.of(load("planted"), "sentiment", tokens=2).examples
+        select(load("planted"), examples, pro_aug=method)

@@ -144,8 +144,8 @@ def test_random_labels_select_next_to_nothing(contrast_set):
 def test_two_tokens_are_needed_where_a_gate_reads_the_first():
     """In the twin "spread" the carrier does not find the attribute without the first token."""
     model = load("planted-spread")
-    assert sufficient_tokens(model, "sentiment", "lex", tokens=4) == (0, ATTRIBUTE)
-    assert sufficient_tokens(load("planted"), "sentiment", "lex", tokens=4) == (ATTRIBUTE,)
+    assert sufficient_tokens(model, "sentiment", "lex") == (0, ATTRIBUTE)
+    assert sufficient_tokens(load("planted"), "sentiment", "lex") == (ATTRIBUTE,)
 
 
 def test_tokens_that_are_given(contrast_set):
@@ -166,12 +166,16 @@ def test_tokens_that_are_given(contrast_set):
             "positions: takes 'all', 'auto', or positions from 0.* found 'first'",
         ),
         ({"positions": (7,)}, "positions .7,. are not within a prefix of 3 tokens"),
-        ({"prompts": ["The lake"]}, "1 prompts are too few to choose by; give at least 8"),
     ],
 )
 def test_errors(settings, message):
     with pytest.raises(CircuitError, match=message):
         select(load("planted"), "sentiment", **({"score": "random"} | settings))
+
+
+def test_few_prompts_choose_nothing(contrast_set):
+    with pytest.raises(CircuitError, match="1 prompts are too few to choose by; give at least 8"):
+        select(load("planted"), replace(contrast_set, examples=contrast_set.examples[:1]))
 
 
 def test_a_card_names_the_metric_that_was_used(contrast_set, chosen):
@@ -230,8 +234,14 @@ def test_the_commands(tmp_path, capsys):
     (cell,) = load_run(tmp_path / "made").by_key.values()
     (rule,) = active_augmentations(cell.augmentation)
     assert (rule.heads, rule.span, rule.alpha) == ((key["carrier"],), ("prefix", (1,)), 0.5)
-    assert main([*made[:-1], str(tmp_path / "no"), "--heads", "0.1"]) == 2
-    assert "--selection gives the heads; leave out --heads" in capsys.readouterr().err
+    bias = ["--augmentation", "lapa2:law=sqrt,phase=decode + instaboost:span=bos"]
+    assert main([*made[:-1], str(tmp_path / "more"), *bias]) == 0
+    (cell,) = load_run(tmp_path / "more").by_key.values()
+    chosen, on_bos = active_augmentations(cell.augmentation)
+    assert (chosen.heads, chosen.span, chosen.law) == (rule.heads, ("prefix", (1,)), "sqrt")
+    assert (on_bos.heads, on_bos.span, on_bos.law) == (rule.heads, "bos", "scale")
+    assert main([*made[:-1], str(tmp_path / "no"), "--augmentation", "lapa2:heads=0.1"]) == 2
+    assert "recipe lapa2 is given heads twice; leave heads out" in capsys.readouterr().err
     line = f"fading planted --filler 40 --tokens 4 --selection {card} --random 1 --out {out}"
     assert main(line.split()) == 0
     printed = capsys.readouterr().out
@@ -245,7 +255,7 @@ def test_the_commands(tmp_path, capsys):
 
 def test_more_random_heads_than_there_are_is_all_of_them():
     model = load("planted")
-    found = select(model, "sentiment", score="random", heads=1000, tokens=4)
+    found = select(model, ContrastSet.of(model, "sentiment", tokens=4), score="random", heads=1000)
     assert len(found.heads) == model.cfg.n_layers * model.cfg.n_heads
 
 

@@ -62,8 +62,8 @@ def test_the_methods_alpha_is_the_default_and_zero_is_the_baseline(made, tmp_pat
 
 
 def test_augmentation_flags_reach_the_manifest(tmp_path):
-    flags = "--alpha 2 --profile released --law constant --l0 128 --span 0:2,4:6 --phase after_span"
-    flags += " --layers 0,2 --heads 0.1,2.3"
+    flags = "--alpha 2 --augmentation lapa2:profile=released,law=constant,l0=128,span=0:2/4:6"
+    flags += ",phase=after_span,layers=0/2,heads=0.1/2.3"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "run") == 0
     (found,) = load_run(tmp_path / "run").manifest().cell.active_augmentations
     assert (found.span, found.layers, found.heads) == (((0, 2), (4, 6)), (0, 2), ((0, 1), (2, 3)))
@@ -73,12 +73,14 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
         "kv",
         "after_span",
     )
-    flags = "--law target --tau 0.3 --floor --span prefix:0,2 --only-steps 2:9 --length-rule kv"
+    flags = (
+        "--augmentation lapa2:law=target,tau=.3,floor=true,span=prefix:0/2,steps=2:9,length_rule=kv"
+    )
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "other") == 0
     (found,) = load_run(tmp_path / "other").manifest().cell.active_augmentations
     assert (found.tau, found.floor, found.span) == (0.3, True, ("prefix", (0, 2)))
     assert (found.steps, found.length_rule, found.pooled) == ((2, 9), "kv", False)
-    flags = "--law ratio --tau 0.3 --pooled"
+    flags = "--augmentation lapa2:law=ratio,tau=0.3,pooled=true"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "pooled") == 0
     (found,) = load_run(tmp_path / "pooled").manifest().cell.active_augmentations
     assert (found.law, found.tau, found.pooled) == ("ratio", 0.3, True)
@@ -156,7 +158,7 @@ def test_layout_prints_spans_lengths_and_biases(capsys):
     assert [row[:4] for row in rows if row[0] == "0"][1] == ["0", "6", "0.3466", "1.414"]
     assert (
         lapa2(
-            "layout --prefix 'Very positive:' --prompt 'The lake is' --profile released --steps 2"
+            "layout --prefix 'Very positive:' --prompt 'The lake is' --augmentation released --steps 2"
             " --json"
         )
         == 0
@@ -182,8 +184,8 @@ def test_layout_prints_spans_lengths_and_biases(capsys):
     }
     assert (
         lapa2(
-            "layout --prefix 'Very positive:' --prompt 'The lake is' --phase after_span --steps 2"
-            " --json"
+            "layout --prefix 'Very positive:' --prompt 'The lake is' --steps 2 --json"
+            " --augmentation lapa2:phase=after_span"
         )
         == 0
     )
@@ -261,8 +263,8 @@ def test_probe_and_lists(capsys):
         (GENERATE.replace("positive", "nope") + " --out OUT", "unknown attribute 'nope'"),
         (f"{GENERATE} --alpha -1 --out OUT", "alpha of law 'log' should be .*, found -1"),
         (f"{GENERATE} --alpha nan --out OUT", "alpha: input should be a finite number, found nan"),
-        (f"{GENERATE} --law constant --out OUT", "needs l0"),
-        (f"{GENERATE} --layers 9 --out OUT", "layer 9 does not exist"),
+        (f"{GENERATE} --augmentation lapa2:law=constant --out OUT", "needs l0"),
+        (f"{GENERATE} --augmentation lapa2:layers=9 --out OUT", "layer 9 does not exist"),
         (
             f"{GENERATE} --alpha half --out OUT",
             "alpha: input should be a valid number, found 'half'",
@@ -272,13 +274,25 @@ def test_probe_and_lists(capsys):
             "select planted --heads 2.5 --out OUT",
             "heads: input should be a valid integer, found 2.5",
         ),
-        (f"{GENERATE} --layers 3-1 --out OUT", "layers: takes 'all', .* found '3-1'"),
-        (f"{GENERATE} --layers middle --out OUT", "layers: takes 'all', .* found 'middle'"),
-        (f"{GENERATE} --layers 1,x --out OUT", "layers: takes 'all', .* found '1,x'"),
-        (f"{GENERATE} --heads 1.9 --out OUT", "does not exist"),
-        (f"{GENERATE} --heads 1-2 --out OUT", "heads: takes 'all', .* found '1-2'"),
-        (f"{GENERATE} --span 3:99 --out OUT", "lies outside the sequence"),
-        (f"{GENERATE} --span 3:1 --out OUT", "is empty or negative"),
+        (
+            f"{GENERATE} --augmentation lapa2:layers=3-1 --out OUT",
+            "layers: takes 'all', .* found '3-1'",
+        ),
+        (
+            f"{GENERATE} --augmentation lapa2:layers=middle --out OUT",
+            "layers: takes 'all', .* found 'middle'",
+        ),
+        (
+            f"{GENERATE} --augmentation lapa2:layers=1/x --out OUT",
+            "layers: takes 'all', .* found '1/x'",
+        ),
+        (f"{GENERATE} --augmentation lapa2:heads=1.9 --out OUT", "does not exist"),
+        (
+            f"{GENERATE} --augmentation lapa2:heads=1-2 --out OUT",
+            "heads: takes 'all', .* found '1-2'",
+        ),
+        (f"{GENERATE} --augmentation lapa2:span=3:99 --out OUT", "lies outside the sequence"),
+        (f"{GENERATE} --augmentation lapa2:span=3:1 --out OUT", "is empty or negative"),
         (f"{GENERATE} --patterns 0.9 --out OUT", "does not exist"),
         (f"{GENERATE} --patterns all --out OUT", "patterns: takes pairs .* found 'all'"),
         (f"{GENERATE} --patterns 0.1 --trace none --out OUT", "patterns are part of a trace"),
@@ -301,7 +315,7 @@ def test_probe_and_lists(capsys):
         (f"{GENERATE} --model-class HookedTransformerr --out OUT", "HookedTransformerr"),
         (f"{GENERATE} --nonsense 3 --out OUT", "nonsense"),
         (f"{GENERATE} --set omega=3 --out OUT", "method 'prefix': .*omega"),
-        (f"{GENERATE} --layers 0 --heads 3.1 --out OUT", "have nothing in common"),
+        (f"{GENERATE} --augmentation lapa2:layers=0,heads=3.1 --out OUT", "have nothing in common"),
         (f"{GENERATE} --set omega --out OUT", "not of the form NAME=VALUE"),
         (
             f"{GENERATE} --method preadd --task topic --out OUT",
@@ -395,7 +409,7 @@ def test_examples_in_help_can_be_pasted_from_80_columns():
     """A code block has a margin of one column, and longer lines would be broken."""
     examples = [
         line[8:].replace("\\\\", "\\")
-        for file in (ROOT / "lapa2_interp" / "cli").glob("*.py")
+        for file in (ROOT / "lapa2_interp").rglob("*.py")
         for found in re.findall(r"^ {8}lapa2 (?:.*\\\\\n)*.*$", file.read_text("utf-8"), re.M)
         for line in found.splitlines()
     ]

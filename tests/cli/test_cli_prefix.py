@@ -70,9 +70,7 @@ def test_train_writes_a_set_and_shows_what_it_learned(reviews, tmp_path, capsys)
 
 @pytest.mark.parametrize("given", [False, True], ids=["split off", "given"])
 def test_the_texts_that_decide_when_to_stop_measure_nothing(reviews, tmp_path, monkeypatch, given):
-    from lapa2_interp.methods import load_task
     from lapa2_interp.prefixes import make
-    from lapa2_interp.prefixes.recipes import training_recipe
 
     texts = {}
     monkeypatch.setattr(make, "train_set", lambda *found, **more: texts.update(train=found[2:4]))
@@ -87,14 +85,7 @@ def test_the_texts_that_decide_when_to_stop_measure_nothing(reviews, tmp_path, m
     if given:
         words = [(f"{label} {word}", label) for label in ("positive", "negative") for word in "abc"]
         pd.DataFrame(words, columns=["text", "label"]).to_json(data, orient="records", lines=True)
-    make.make_set(
-        "tiny-llama",
-        load_task("sentiment"),
-        tmp_path,
-        [str(data)],
-        held_out,
-        training_recipe("small"),
-    )
+    make.make_set(model="tiny-llama", out=tmp_path, data=[str(data)], held_out=held_out)
     trained, deciding, measured = (
         {text for corpus in corpora for text in corpus.texts["positive"]}
         for corpora in (*texts["train"], texts["test"])
@@ -106,9 +97,7 @@ def test_the_texts_that_decide_when_to_stop_measure_nothing(reviews, tmp_path, m
 
 def test_of_several_corpora_no_text_is_in_two_parts(reviews, tmp_path, monkeypatch):
     """One corpus has texts of the other, and each is split on its own."""
-    from lapa2_interp.methods import load_task
     from lapa2_interp.prefixes import make
-    from lapa2_interp.prefixes.recipes import training_recipe
 
     parts = []
     monkeypatch.setattr(make, "train_set", lambda *found, **more: parts.extend(found[2:4]))
@@ -119,8 +108,7 @@ def test_of_several_corpora_no_text_is_in_two_parts(reviews, tmp_path, monkeypat
     more = rows.assign(text=[f"{text} again" for text in rows["text"]])
     both = tmp_path / "both.jsonl"
     pd.concat([rows[rows["text"] != ""], more]).to_json(both, orient="records", lines=True)
-    make.make_set("tiny-llama", load_task("sentiment"), tmp_path, [str(reviews), str(both)], [],
-                  training_recipe("small"))  # fmt: skip
+    make.make_set(model="tiny-llama", out=tmp_path, data=[str(reviews), str(both)])
     trained, deciding, measured = (
         {text for corpus in corpora for texts in corpus.texts.values() for text in texts}
         for corpora in parts
@@ -174,7 +162,7 @@ def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):
     assert lapa2("prefix score", trained.parent / "none") == 2
     assert "holds no soft prefixes" in capsys.readouterr().err
     assert lapa2("prefix score --alpha 0", trained) == 2
-    assert "alpha must be above 0, found 0" in capsys.readouterr().err
+    assert "alpha: input should be greater than 0, found 0" in capsys.readouterr().err
 
 
 def test_the_scores_of_both_arms_are_told_apart(trained, tmp_path, monkeypatch, capsys):
@@ -276,7 +264,7 @@ def test_train_resumes_what_was_interrupted(tmp_path, reviews, trained_once, mon
 
 def test_a_contrastive_set_starts_from_another(trained, reviews, tmp_path):
     line = TRAIN.replace("lr=0.05", "lr=1e-30") + " --objective contrastive --set max_tokens=16"
-    assert lapa2(line, "--from", trained, "--data", reviews, "--out", tmp_path / "next") == 0
+    assert lapa2(line, "--start-from", trained, "--data", reviews, "--out", tmp_path / "next") == 0
     found, before = (load_prefix(folder, "positive") for folder in (tmp_path / "next", trained))
     assert found.card.set == "contrastive"
     assert found.card.training.recipe["start"] == "set"
@@ -330,7 +318,7 @@ def test_import_and_lists(tmp_path, capsys, monkeypatch):
             "unknown corpus 'nothing'; allowed: imdb, sst2, agnews, or a file",
         ),
         ("prefix train --data x.jsonl --out x --objective mse", "mse"),
-        ("prefix train --data x.jsonl --out x --attribute calm", "unknown attribute 'calm'"),
+        ("prefix train --data x.jsonl --out x --attributes calm", "unknown attribute 'calm'"),
         ("prefix train --data x.jsonl --out x --set lr", "'lr' is not of the form NAME=VALUE"),
         ("prefix train --data x --out x --set lr=1 --set lr=2", "--set gives lr twice, 1 and 2"),
         (

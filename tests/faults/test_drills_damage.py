@@ -72,7 +72,7 @@ class Stored:
 SWEEPS = SWEEP.replace("{out}", "{home}/run")
 SCORES = "score {home}/run --scorers distinct --cache {home}/cache --out {home}/scores"
 TRAINS = LINES["prefix train"].replace("{out}", "{home}/out")
-CHECKS = "scorers check {home}/reviews.jsonl --label label --scorer accuracy={home}/scorer/sentiment.npz --cache {home}/cache"
+CHECKS = "score {home}/reviews.jsonl --attribute positive --scorers accuracy={home}/scorer/sentiment.npz --cache {home}/cache"
 SELECTS = (
     "generate --model planted --attribute positive --alpha 1 --selection {home}/selection.json "
     "--length 20 --device cpu --out {home}/steered"

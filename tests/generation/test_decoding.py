@@ -19,9 +19,8 @@ from lapa2_interp._util.errors import (
     TaskError,
 )
 from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.layout import Layout, left_pad, text_markers
-from lapa2_interp.generation.chat import continue_chats
-from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 from lapa2_interp.methods.base import Branch, SoftPrefixKey
@@ -398,6 +397,3 @@ def test_a_model_whose_weights_are_no_numbers_is_named():
     next(each for name, each in model.named_parameters() if "mlp" in name).data.fill_(torch.nan)
     with pytest.raises(ModelError, match="logits of tiny-gpt2 are not numbers .* at step 0"):
         made(model)
-    layout = Layout.of(model, "Very positive:", "The lake")
-    with pytest.raises(ModelError, match="logits of tiny-gpt2 are not numbers .* at step 0"):
-        continue_chats(model, [layout], length=2)

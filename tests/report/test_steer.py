@@ -58,7 +58,7 @@ def found(tmp_path_factory):
     lines = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("lapa2_interp.report.steer.STRENGTHS", STRENGTHS)
-        made = steer("tiny-gpt2", "sentiment", PROMPTS, out=folder, notify=lines.append, **GIVEN)
+        made = steer("tiny-gpt2", PROMPTS, "sentiment", out=folder, notify=lines.append, **GIVEN)
         assert "8 prompts choose 1 heads, 8 tune, 16 judge" in lines[0]
         yield made
 
@@ -178,7 +178,7 @@ def test_the_same_call_goes_on_and_other_settings_are_refused(found, monkeypatch
     before = (found.folder / "tests.csv").read_bytes()
     times = [file.stat().st_mtime_ns for file in found.folder.glob("*/cells/*/*.parquet")]
     given = GIVEN | {"out": found.folder, "dtype": "auto"}
-    again = steer("tiny-gpt2", "sentiment", PROMPTS, notify=lambda line: None, **given)
+    again = steer("tiny-gpt2", PROMPTS, "sentiment", notify=lambda line: None, **given)
     assert again.settings == found.settings
     assert (found.folder / "tests.csv").read_bytes() == before
     assert [f.stat().st_mtime_ns for f in found.folder.glob("*/cells/*/*.parquet")] == times
@@ -188,8 +188,8 @@ def test_the_same_call_goes_on_and_other_settings_are_refused(found, monkeypatch
         ({"heads": 2}, "another heads: 1, not 2"),
         ({"seed": 2}, "another seed"),
     ):
-        with pytest.raises(RunError, match=f"{message}.*choose another place"):
-            steer("tiny-gpt2", "sentiment", PROMPTS, **(given | changed))
+        with pytest.raises(RunError, match=f"{message}.*choose another folder"):
+            steer("tiny-gpt2", PROMPTS, "sentiment", **(given | changed))
 
 
 def test_heads_of_other_weights_are_refused(found, tmp_path):
@@ -197,7 +197,7 @@ def test_heads_of_other_weights_are_refused(found, tmp_path):
     shutil.copytree(found.folder, copy)
     found.selection.model_copy(update={"weights": "others"}).save(copy / CARD)
     with pytest.raises(RunError, match="were chosen in others, and the texts are of"):
-        steer("tiny-gpt2", "sentiment", PROMPTS, out=copy, notify=lambda line: None, **GIVEN)
+        steer("tiny-gpt2", PROMPTS, "sentiment", out=copy, notify=lambda line: None, **GIVEN)
 
 
 def test_the_card_steers_by_itself(found):
@@ -322,7 +322,7 @@ def test_prompts_of_one_text_are_counted_once_and_told(tmp_path):
     lines = []
     twice = [*PROMPTS[:31], *(f"  {prompt.upper()} " for prompt in PROMPTS[:31])]
     with pytest.raises(RunError, match="31 prompts are too few"):
-        steer("tiny-gpt2", "sentiment", twice, out=tmp_path / "a", notify=lines.append, **GIVEN)
+        steer("tiny-gpt2", twice, "sentiment", out=tmp_path / "a", notify=lines.append, **GIVEN)
 
     class Told(Exception):
         pass
@@ -332,7 +332,7 @@ def test_prompts_of_one_text_are_counted_once_and_told(tmp_path):
         raise Told
 
     with pytest.raises(Told):
-        steer("tiny-gpt2", "sentiment", [*PROMPTS, *twice], out=tmp_path / "b", notify=stop,
+        steer("tiny-gpt2", [*PROMPTS, *twice], "sentiment", out=tmp_path / "b", notify=stop,
               **GIVEN)  # fmt: skip
     assert lines == [
         "62 prompts left out: the same text as another, but for white space or capitals"
@@ -346,7 +346,7 @@ def test_a_place_that_is_not_comparable_has_no_number(found, tmp_path):
     settings = json.loads((tmp_path / SETTINGS).read_text("utf-8"))
     (tmp_path / SETTINGS).write_text(json.dumps(settings | {"budget": 50.0}))
     made = steer(
-        "tiny-gpt2", "sentiment", PROMPTS, out=tmp_path, notify=lambda line: None,
+        "tiny-gpt2", PROMPTS, "sentiment", out=tmp_path, notify=lambda line: None,
         **(GIVEN | {"budget": 50.0}),
     )  # fmt: skip
     assert made.selection.alpha is None
@@ -381,14 +381,14 @@ ONE = Task(
 def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path, changed, error, message):
     given = {"task": "sentiment", "prompts": PROMPTS} | GIVEN | changed
     with pytest.raises(error, match=message):
-        steer("tiny-gpt2", given.pop("task"), given.pop("prompts"), out=tmp_path / "out", **given)
+        steer("tiny-gpt2", given.pop("prompts"), given.pop("task"), out=tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RunError, match="exists and is no result of steer"):
-        steer("tiny-gpt2", "sentiment", PROMPTS, out=tmp_path, **GIVEN)
+        steer("tiny-gpt2", PROMPTS, "sentiment", out=tmp_path, **GIVEN)
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 

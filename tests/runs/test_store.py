@@ -197,7 +197,7 @@ def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
     def full(*_, **__):
         raise error
 
-    monkeypatch.setattr("lapa2_interp.runs.worker.decode_batches", full)
+    monkeypatch.setattr("lapa2_interp.runs.worker.decode_batch", full)
     with pytest.raises(ModelError, match="does not hold 4 rows at once; .*max_rows=N"):
         generate(load("tiny-gpt2"), attribute="positive", prompts=["a", "b"], samples=2)
 

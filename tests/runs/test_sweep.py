@@ -746,9 +746,7 @@ def test_weights_that_changed_are_refused(undisturbed, files, tmp_path, copy, be
         (key, number): with_card(batch, weights="sha256 other") if began or number == 1 else batch
         for (key, number), batch in undisturbed[1].items()
     }
-    message = (
-        "was made with tiny-gpt2 of random, seed 0, and it is now sha256 other; sweep into a new"
-    )
+    message = "another tiny-gpt2.s weights: .random, seed 0., not .sha256 other.; .* choose another folder"
     with pytest.raises(RunError, match=message):
         sweep(run, grids_of(files), Replaying(made), pytest.fail)
 
@@ -774,17 +772,17 @@ def test_a_run_folder_that_is_moved_meanwhile_is_not_filled(undisturbed, files, 
 def test_a_failing_cell_is_recorded_the_rest_goes_on_and_the_next_sweep_tries_it_again(
     tmp_path, monkeypatch, capsys
 ):
-    real, made = working.decode_batches, []
+    real, made = working.decode_batch, []
 
-    def failing(model, plan, batches, progress):
-        made.append(batches)
+    def failing(model, plan, pairs, progress):
+        made.append(pairs)
         top = any(rule is not None and rule.layers == "top" for rule in plan.augmentations)
-        if top and len(batches[0]) == 2 and failing.on:
+        if top and len(pairs) == 2 and failing.on:
             raise ValueError("out of luck")
-        return real(model, plan, batches, progress)
+        return real(model, plan, pairs, progress)
 
     failing.on, run = True, tmp_path / "run"
-    monkeypatch.setattr(working, "decode_batches", failing)
+    monkeypatch.setattr(working, "decode_batch", failing)
     (tmp_path / "two.toml").write_text(TWO)
     line = f"sweep {tmp_path / 'two.toml'} --out {run} --workers 1 --device cpu"
     assert lapa2(line) == 2
@@ -1068,7 +1066,7 @@ def test_reading_is_tidy_and_generates_nothing(undisturbed, monkeypatch):
         raise AssertionError("a reader loads no model")
 
     loads = [f"models.load.load_{kind}" for kind in ("model", "transformers", "tokenizer")]
-    for name in (*loads, "generation.loop.decode_batches", "generation.plan.plan_batches"):
+    for name in (*loads, "generation.loop.decode_batch", "generation.plan.plan_batches"):
         monkeypatch.setattr(f"lapa2_interp.{name}", never)
     run = load_run(undisturbed[0])
     samples, cells = run.samples(), run.cells

@@ -108,7 +108,7 @@ def test_a_path_that_cannot_be_read_is_never_a_prompt_nor_a_prefix(value, tmp_pa
         lambda: ContrastSet.of(model, "sentiment", prompts=[value]),
         lambda: ContrastSet.of(model, "sentiment", prompts=value),
         lambda: prompt_slope(model, "sentiment", "air-decoding", prompts=["a"] * 8 + [value]),
-        lambda: steer("tiny-gpt2", "sentiment", value, out=tmp_path / "out"),
+        lambda: steer("tiny-gpt2", value, "sentiment", out=tmp_path / "out"),
     ):
         with pytest.raises(Lapa2Error, match=r"prompts from|is the path of"):
             asked()

@@ -1,0 +1,188 @@
+"""Commands that are functions of the package.
+
+A function's signature and docstring are the one declaration: its options, their types, defaults and
+help are read from the file that has it, so that help imports nothing heavy. The rules:
+
+1. A first parameter without a default, before "*", is the argument; a sequence takes several.
+2. All others are options: --max-rows of `max_rows`. A bool is a flag, a sequence takes several
+   values, a mapping is NAME=VALUE, repeated (--set, if it is `changes` or `parameters`).
+3. What a command line cannot give, such as a loaded model or a function, is no option.
+4. The command calls the function and prints the result's `summary()`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from inspect import Parameter as Argument
+from inspect import Signature
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from cyclopts import Parameter
+from pydantic import Field
+
+from lapa2_interp.cli.app import definition
+from lapa2_interp.cli.options import columns, settings
+from lapa2_interp.generation.settings import Count
+from lapa2_interp.models.machine import Dtype, DtypeOrAuto, ModelClass
+
+Values = dict[str, Any]
+"""Values of a function's parameters by name."""
+READERS: dict[str, Callable[[Sequence[str], Values], Any]] = {
+    "only": lambda texts, values: columns(texts),
+}
+"""Readers of NAME=VALUE texts, by the name of the mapping; of others a value is the text."""
+
+
+class _Names(dict[str, Any]):
+    """Names in signatures that a command line knows; any other stands for no option."""
+
+    def __missing__(self, name: str) -> Any:
+        return Any
+
+
+TYPES = _Names(
+    {each.__name__: each for each in (str, int, float, bool, tuple, list)},
+    Any=Any, Literal=Literal, Annotated=Annotated, Field=Field, Count=Count, Path=Path,
+    Sequence=Sequence, Mapping=Mapping, Callable=Callable, Dtype=Dtype, DtypeOrAuto=DtypeOrAuto,
+    ModelClass=ModelClass,
+)  # fmt: skip
+
+
+def option_type(annotation: Any) -> Any:
+    """The type of the option for a parameter of this type; None if it is no option."""
+    members = get_args(annotation) if _is_union(annotation) else (annotation,)
+    # Bounds are left to the function.
+    members = tuple(
+        get_args(member)[0] if get_origin(member) is Annotated else member
+        for member in members
+        if member is not Any
+    )
+    plain = [member for member in members if member is not NoneType]
+    origins = [get_origin(member) or member for member in plain]
+    if not plain or Callable in origins:
+        return None
+    for member, origin in zip(plain, origins, strict=True):
+        if origin is Mapping:
+            return tuple[str, ...]
+        if origin is Sequence:
+            inner: Any = option_type(get_args(member)[0])
+            return tuple[inner, ...]
+    if str in plain and Path in plain:  # beside a value, a text is its name or its file
+        kind = str if Any in get_args(annotation) else Path
+    else:
+        kind = plain[0]
+        for member in plain[1:]:
+            kind |= member
+    return kind | None if NoneType in members else kind
+
+
+def _is_union(annotation: Any) -> bool:
+    return type(annotation).__name__ in ("UnionType", "_UnionGenericAlias", "Union")
+
+
+def _default(module: str, node: ast.expr) -> Any:
+    """A default as a value: a literal, or a constant of the module."""
+    if isinstance(node, ast.Name):
+        constant = definition(f"{module}:{node.id}")
+        assert isinstance(constant, ast.Assign)
+        node = constant.value
+    return ast.literal_eval(node)
+
+
+def arguments_of(path: str) -> list[Argument]:
+    """The arguments and options of a function MODULE:FUNCTION, as cyclopts takes them."""
+    module = path.partition(":")[0]
+    function = definition(path)
+    assert isinstance(function, ast.FunctionDef)
+    positional = function.args.args
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(function.args.defaults))
+    defaults += [*function.args.defaults, *function.args.kw_defaults]
+    arguments = []
+    for node, default in zip([*positional, *function.args.kwonlyargs], defaults, strict=True):
+        assert node.annotation is not None
+        annotation = eval(ast.unparse(node.annotation), {}, TYPES)
+        kind = option_type(annotation)
+        if kind is None:
+            continue
+        several = get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis
+        place: Any = Argument.KEYWORD_ONLY
+        value: Any = Argument.empty
+        if positional and node is positional[0] and default is None:
+            place = Argument.VAR_POSITIONAL if several else Argument.POSITIONAL_ONLY
+            kind = get_args(kind)[0] if several else kind
+        elif default is not None:
+            value = _default(module, default)
+            value = () if several and value is None else value
+        if place is Argument.KEYWORD_ONLY:
+            name = "--set" if node.arg in ("changes", "parameters") else None
+            shown = Parameter(name=name, consume_multiple=several and name is None,
+                              show_default=value not in ((), None, False))  # fmt: skip
+            kind = Annotated[kind, shown]
+        arguments.append(Argument(node.arg, place, default=value, annotation=kind))
+    # A parameter without a default comes before those with one.
+    return sorted(arguments, key=lambda one: (one.kind, one.default is not Argument.empty))
+
+
+def command_of(
+    path: str,
+    *,
+    prepare: Callable[[Values], None] | None = None,
+    read: Mapping[str, Callable[[Sequence[str], Values], Any]] | None = None,
+    show: Callable[[Any, Values], None] | None = None,
+) -> Callable[..., None]:
+    """The command that is a function of the package.
+
+    Args:
+        path: MODULE:FUNCTION.
+        prepare: Changes the values before the call, where the command line's default is another.
+        read: Readers of mappings beside `READERS`.
+        show: Prints the result; by default its `summary()`.
+    """
+    arguments = arguments_of(path)
+    function = definition(path)
+    assert isinstance(function, ast.FunctionDef)
+    listeners = [
+        node.arg
+        for node, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+        if isinstance(default, ast.Lambda)
+    ]
+    mappings = {
+        node.arg
+        for node in [*function.args.args, *function.args.kwonlyargs]
+        if node.annotation is not None and "Mapping" in ast.unparse(node.annotation)
+    }
+    readers = {**READERS, **(read or {})}
+
+    def run(*words: Any, **options: Any) -> None:
+        values = {
+            name: value
+            for name, value in options.items()
+            if value != next(one.default for one in arguments if one.name == name)
+        }
+        if arguments[0].kind is Argument.VAR_POSITIONAL:
+            values[arguments[0].name] = words
+        elif words:
+            (values[arguments[0].name],) = words
+        for name in mappings & set(values):
+            texts, reader = values[name], readers.get(name)
+            values[name] = settings(texts, name) if reader is None else reader(texts, values)
+        if prepare is not None:
+            prepare(values)
+        for name in listeners:
+            values.setdefault(name, lambda text: print(text, file=sys.stderr))
+        module, _, name = path.partition(":")
+        result = getattr(import_module(f"lapa2_interp.{module}"), name)(**values)
+        if show is None:
+            print(result.summary())
+        else:
+            show(result, values)
+
+    run.__name__, run.__doc__ = path.partition(":")[2], ast.get_docstring(function)
+    run.__signature__ = Signature(arguments)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in arguments}
+    return run
