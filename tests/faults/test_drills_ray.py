@@ -75,8 +75,8 @@ def machine(line, log):
 def sweep(home, folder):
     """A sweep on a cluster of one machine that has begun to finish batches; the cluster's address,
     the sweep, and its log."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     address, log = f"127.0.0.1:{port}", folder / "log"
     head = f"--head --node-ip-address 127.0.0.1 --port {port} --include-dashboard=false"
     line = BY_RAY.format(home=home, out=folder / "run", address=address)
@@ -92,12 +92,12 @@ def under_way(folder):
 
 def actors():
     """Processes of workers."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*"):
+    numbers = []
+    for process_folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if b"ray::RemoteWorker" in (each / "cmdline").read_bytes():
-                found.append(int(each.name))
-    return found
+            if b"ray::RemoteWorker" in (process_folder / "cmdline").read_bytes():
+                numbers.append(int(process_folder.name))
+    return numbers
 
 
 @pytest.fixture(scope="module")

@@ -195,8 +195,8 @@ class Sweeps(RuleBasedStateMachine):
         done = self.sweep(kind, turned, worker)
         assert (done.before + done.made, done.failed, done.elsewhere) == (3, (), 0)
         assert sorted(worker.made) == sorted(missing), "none is made twice"
-        told = [AGAIN.search(line) for line in self.notes]
-        assert {(match[1], int(match[2])) for match in told} == damaged
+        matches = [AGAIN.search(line) for line in self.notes]
+        assert {(match[1], int(match[2])) for match in matches} == damaged
         assert contents(self.run) == self.wanted
 
     @rule(kind=kinds, turned=st.booleans(), batches=st.integers(0, 8))
@@ -247,7 +247,7 @@ class Sweeps(RuleBasedStateMachine):
         done = self.sweep(kind, False, worker)
         if not worker.begun[batch]:
             return
-        others = {other: n for other, n in worker.begun.items() if other != batch}
+        others = {another: n for another, n in worker.begun.items() if another != batch}
         assert set(others.values()) <= {1}
         assert worker.begun[batch] == (ATTEMPTS if always else 2)
         assert done.failed == ((batch[0],) if always else ())
@@ -284,9 +284,9 @@ class Sweeps(RuleBasedStateMachine):
         assert not before & {*made}
         assert done.before + done.made == 3
         if state:
-            other = state["done"]
-            assert other.before + other.made + other.elsewhere == 3
-            assert other.elsewhere >= 1
+            nested = state["done"]
+            assert nested.before + nested.made + nested.elsewhere == 3
+            assert nested.elsewhere >= 1
         self.damaged -= {*made}
         assert contents(self.run) == self.wanted
 
@@ -310,7 +310,7 @@ class Sweeps(RuleBasedStateMachine):
                 run.samples([key]), run.trace(key)
         with pytest.raises(DamagedError, match=f"{file.name} is missing or damaged .*makes it ag"):
             read_batch(file.parent, number, run.by_key[key])
-        sound = [other for other in run.finished if other not in dict(self.damaged)]
+        sound = [sound_key for sound_key in run.finished if sound_key not in dict(self.damaged)]
         assert len(run.samples(sound)) == 6 * len(sound)
 
     @rule(batch=st.sampled_from(BATCHES))

@@ -114,11 +114,11 @@ def test_quick_grids_need_nothing(name):
 
 def arms(grid):
     """Texts of each arm, over its attributes."""
-    found = {}
+    n_texts = {}
     for cell in grid.cells:
         arm = (cell.model, cell.task.name, cell.method, cell.variant, cell.arm)
-        found[arm] = found.get(arm, 0) + cell.samples * len(cell.task.prompts.texts)
-    return found
+        n_texts[arm] = n_texts.get(arm, 0) + cell.samples * len(cell.task.prompts.texts)
+    return n_texts
 
 
 def test_the_frontier_has_all_recipes_with_300_texts_an_arm():
@@ -126,18 +126,18 @@ def test_the_frontier_has_all_recipes_with_300_texts_an_arm():
     assert set(arms(grid).values()) == {300}
     for task in ("sentiment", "topic"):
         rules = {cell.active_augmentations for cell in grid.cells if cell.task.name == task}
-        assert {recipe_name(each) for each in rules if each} == set(RECIPES)
+        assert {recipe_name(rule) for rule in rules if rule} == set(RECIPES)
         assert len(rules) == len(RECIPES) + 2  # the baseline; PASTA in chosen heads
 
 
 @pytest.mark.parametrize("text", ["lapa2 + instaboost:M=5", "instaboost:M=5+lapa2"])
 def test_a_grid_takes_recipes_together(text, grid):
-    found = grid(TINY.replace("length = 24", f'length = 24\naugmentation = "{text}"'))
-    (rules,) = {cell.active_augmentations for cell in found.cells}
-    assert {(each.law, each.alpha) for each in rules} == {
-        (each.law, each.alpha)
+    cells = grid(TINY.replace("length = 24", f'length = 24\naugmentation = "{text}"'))
+    (rules,) = {cell.active_augmentations for cell in cells.cells}
+    assert {(rule.law, rule.alpha) for rule in rules} == {
+        (rule.law, rule.alpha)
         for name in ("lapa2", "instaboost:M=5")
-        for each in parse_recipes(name)
+        for rule in parse_recipes(name)
     }
 
 
@@ -162,11 +162,11 @@ def test_paper_grids_have_the_papers_methods_models_and_strengths():
         load_grid("paper/sent_topic", check=False).cells
         + load_grid("paper/detox", check=False).cells
     )
-    found = {cell.method: set() for cell in table}
+    alphas_of = {cell.method: set() for cell in table}
     for cell in table:
-        found[cell.method] |= {cell.augmentation.alpha if cell.augmentation else 0.0}
+        alphas_of[cell.method] |= {cell.augmentation.alpha if cell.augmentation else 0.0}
     half = {0.0, 0.5}
-    assert found == {
+    assert alphas_of == {
         "prefix": half, "con-prefix": half, "air-decoding": half, "negprompt": {0.0, 1.0}, "preadd": {0.0, 2.0},
         "palette": {0.0, 2.0}, "freectrl": {0.0}, "datg": {0.0},
     }  # fmt: skip
@@ -206,18 +206,18 @@ def test_ablations_share_their_baselines_and_the_usual_arm():
     }
     assert len(usual) == 5
     keys = [{cell.key for cell in load_grid(name).cells} for name in ablations]
-    assert all(usual < each for each in keys)
+    assert all(usual < keys_of_grid for keys_of_grid in keys)
     assert len(set.union(*keys)) == sum(map(len, keys)) - 3 * len(shared | usual)
     wording = {cell.key for cell in load_grid("quick/hard_prefix").cells}
     assert len(wording & shared) == 4, "the task's own wording is one of the wordings"
 
 
 def test_the_example_is_a_grid(grid):
-    found = grid(EXAMPLE)
-    assert len(found.cells) == (2 * 2 * 2 + 3 + 1) * 2  # one of four is an arm above
-    assert found.description == "does a descriptive prefix hold longer?"
-    assert {cell.variant for cell in found.cells} >= {"", "omega=60.0"}
-    assert {cell.task.attributes["positive"].prefix for cell in found.cells} == {
+    example = grid(EXAMPLE)
+    assert len(example.cells) == (2 * 2 * 2 + 3 + 1) * 2  # one of four is an arm above
+    assert example.description == "does a descriptive prefix hold longer?"
+    assert {cell.variant for cell in example.cells} >= {"", "omega=60.0"}
+    assert {cell.task.attributes["positive"].prefix for cell in example.cells} == {
         "Very positive:",
         "A positive text:",
     }
@@ -281,7 +281,7 @@ def test_every_field_of_a_cell_is_in_its_key(grid, field):
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("path", "value"),
     [
         (("task", "attributes", "positive", "prefix"), "Quite positive:"),
         (("task", "attributes", "negative", "prefix"), "Quite negative:"),
@@ -295,14 +295,14 @@ def test_every_field_of_a_cell_is_in_its_key(grid, field):
         (("augmentation", "span"), "bos"),
     ],
 )
-def test_what_decides_texts_inside_a_field_is_in_the_key(grid, place, value):
+def test_what_decides_texts_inside_a_field_is_in_the_key(grid, path, value):
     cell = grid(TINY + 'augmentation = "paper"').cells[0]
     raw = json.loads(json.dumps(cell.model_dump()))
     inner = raw
-    for name in place[:-1]:
+    for name in path[:-1]:
         inner = inner[name]
-    assert inner[place[-1]] != value
-    inner[place[-1]] = value
+    assert inner[path[-1]] != value
+    inner[path[-1]] = value
     assert Cell.model_validate(raw).key != cell.key
 
 
@@ -385,21 +385,21 @@ CROSSED = [
 @pytest.mark.parametrize(("block", "by_hand"), CROSSED)
 def test_crossed_axes_are_the_arms_that_one_would_write_by_hand(grid, block, by_hand):
     text = f'{TINY}attribute = "positive"\n'
-    found = grid(f"{text}{block}").cells
+    crossed = grid(f"{text}{block}").cells
     hand = grid(f"{text}augmentation = [{', '.join(by_hand)}]", "hand").cells
     assert len(hand) == len(by_hand)
-    assert {cell.key for cell in found} == {cell.key for cell in hand}
-    assert len({cell.arm for cell in found}) == len(found)
+    assert {cell.key for cell in crossed} == {cell.key for cell in hand}
+    assert len({cell.arm for cell in crossed}) == len(crossed)
 
 
 def test_lists_in_tables_of_methods_are_axes(grid):
     text = f'{TINY}attribute = "positive"\naugmentation = "none"\n'.replace(
         '"prefix"', '{ name = "air-decoding", omega = [3.0, 4.0] }'
     )
-    other = text.replace("{ name", '"air-decoding"\nparameters = { ').replace(
+    apart = text.replace("{ name", '"air-decoding"\nparameters = { ').replace(
         '= "air-decoding", ', ""
     )
-    for form in (text, other):
+    for form in (text, apart):
         assert [cell.parameters["omega"] for cell in grid(form).cells] == [3.0, 4.0]
 
 
@@ -474,12 +474,14 @@ def test_soft_prefixes_are_in_the_key(tmp_path, grid):
 
 
 def test_changes_replace_keys_in_every_block():
-    found = load_grid(
+    changed = load_grid(
         "quick/sent_topic",
         parse_changes(["samples=2", "length=[16, 32]", "attribute=all", "prompts=3"]),
     )
-    assert len(found.cells) == 42 * 2
-    assert {(cell.samples, cell.length, len(cell.task.prompts.texts)) for cell in found.cells} == {
+    assert len(changed.cells) == 42 * 2
+    assert {
+        (cell.samples, cell.length, len(cell.task.prompts.texts)) for cell in changed.cells
+    } == {
         (2, 16, 3),
         (2, 32, 3),
     }
@@ -490,7 +492,7 @@ def test_changes_replace_keys_in_every_block():
 
 def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
     (tmp_path / "p.txt").write_text("One\nTwo\nThree\n")
-    for prompts, found in (
+    for prompts, texts in (
         ('"task"', load_task("sentiment").prompts.texts),
         ("2", ("Once upon a time", "The book")),
         ("17", (*load_task("sentiment").prompts.texts, "The garden", "In the morning,")),
@@ -498,7 +500,7 @@ def test_prompts_come_from_the_task_its_beginning_or_a_file(tmp_path, grid):
         (f'{{ file = "{tmp_path}/p.txt", n = 3 }}', ("One", "Two", "Three")),
     ):
         cell, _ = grid(TINY.replace("prompts = 2", f"prompts = {prompts}")).cells
-        assert cell.task.prompts.texts == found
+        assert cell.task.prompts.texts == texts
 
 
 # --- what is refused
@@ -630,9 +632,9 @@ def test_prompts_that_are_not_there_are_needed_and_refused_by_a_sweep(
 ):
     monkeypatch.chdir(tmp_path)
     text = TINY.replace("prompts = 2", 'prompts = { file = "rtp.txt", n = 3, what = "toxic ones" }')
-    found = grid(text, check=False)
-    assert found.needs == ("no file rtp.txt (3 prompts: toxic ones) in the folder you are in",)
-    assert [len(cell.task.prompts.texts) for cell in found.cells] == [3, 3], "for the estimate"
+    needing = grid(text, check=False)
+    assert needing.needs == ("no file rtp.txt (3 prompts: toxic ones) in the folder you are in",)
+    assert [len(cell.task.prompts.texts) for cell in needing.cells] == [3, 3], "for the estimate"
     assert lapa2("grids g.toml") == 0
     assert "g cannot run yet: no file rtp.txt (3 prompts: toxic ones)" in capsys.readouterr().out
     assert lapa2("sweep g.toml --out run") == 2
@@ -743,11 +745,11 @@ def tokens_read(cell):
 
     model, read = load("tiny-gpt2"), []
     (embedding, *_) = (
-        each for each in model.original_model.modules()
-        if isinstance(each, torch.nn.Embedding) and each.num_embeddings == len(model.tokenizer)
+        module for module in model.original_model.modules()
+        if isinstance(module, torch.nn.Embedding) and module.num_embeddings == len(model.tokenizer)
     )  # fmt: skip
     hook = embedding.register_forward_hook(
-        lambda _module, given, _found: read.append(given[0].numel())
+        lambda _module, inputs, _outputs: read.append(inputs[0].numel())
     )
     make_cells(model, [cell])
     hook.remove()
@@ -785,23 +787,23 @@ def test_the_cost_without_a_tokenizer_is_near_that_with_one():
                 method.branches(cell.task, cell.attribute), cell.task.prompts.texts
             ):
                 text = None if isinstance(branch.prefix, SoftPrefixKey) else branch.prefix
-                found = layout(text, branch.join + prompt)
-                new = cell.length - found.l_pro * cell.task.length_counts_prompt
-                total += len(found.ids) + cell.samples * (new - 1)
+                row = layout(text, branch.join + prompt)
+                new = cell.length - row.l_pro * cell.task.length_counts_prompt
+                total += len(row.ids) + cell.samples * (new - 1)
             assert cost(cell) == pytest.approx(total, rel=0.15), cell.description
             guessed, counted = guessed + cost(cell), counted + total
     assert guessed == pytest.approx(counted, rel=0.05)
 
 
 def test_the_estimate_of_the_disk_is_near_what_is_written(tmp_path, grid):
-    found = grid(
+    large = grid(
         TINY.replace("samples = 1", "samples = 20").replace("24", "64") + 'attribute = "positive"'
     )
-    make_cells(load("tiny-gpt2"), found.cells).save(tmp_path / "run")
+    make_cells(load("tiny-gpt2"), large.cells).save(tmp_path / "run")
     written = sum(
         file.stat().st_size for file in (tmp_path / "run" / "cells").rglob("*") if file.is_file()
     )
-    assert 0.4 < estimate(found.cells, "cpu").disk / written < 2.5
+    assert 0.4 < estimate(large.cells, "cpu").disk / written < 2.5
 
 
 @pytest.fixture
@@ -840,16 +842,16 @@ def test_weights_that_would_not_fit_twice_are_not_packed(grid, monkeypatch):
 def test_the_guide_has_the_cost_of_every_paper_grid():
     text = (Path(__file__).parents[2] / "docs" / "reproducing.md").read_text("utf-8")
     rows = re.findall(r"^\| `(paper/\w+)` \| .* \| ([\d.]+) \| (\d+) \| ([\d.]+) \|$", text, re.M)
-    found = {name: tuple(numbers) for name, *numbers in rows}
+    documented = {name: tuple(numbers) for name, *numbers in rows}
     for name in PAPER:
         cells = load_grid(name, check=False).cells
         size = {cell.model: estimates.model_size(cell.model).parameters for cell in cells}
-        assert found.pop(name) == (
+        assert documented.pop(name) == (
             f"{sum(map(cost, cells)) / 1e6:.1f}",
             f"{sum(2 * cost(cell) * size[cell.model] for cell in cells) / 1e15:.0f}",
             f"{max(estimates.memory(cell, 'cuda') for cell in cells) / 1e9:.1f}",
         )
-    assert not found
+    assert not documented
 
 
 def test_estimates_add_up(grid):
@@ -903,7 +905,7 @@ def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("seconds", "text"),
     [
         (0.0, "0 s"),
         (40.0, "40 s"),
@@ -915,8 +917,8 @@ def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_pa
         (3.9e9, "123.7 years"),
     ],
 )
-def test_times_for_reading(given, text):
-    assert format_duration(given) == text
+def test_times_for_reading(seconds, text):
+    assert format_duration(seconds) == text
 
 
 def test_sizes_for_reading():
@@ -960,10 +962,10 @@ def test_the_list_of_grids_tells_texts_and_disk_before_anything_runs(
 
 def test_grids_as_json_are_their_cells(capsys):
     assert lapa2("grids --json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in found] == built_in()
-    for each in found:
-        for raw in each["cells"]:
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in listed] == built_in()
+    for entry in listed:
+        for raw in entry["cells"]:
             key = raw.pop("key")
             assert Cell.model_validate(raw).key == key
 
