@@ -17,7 +17,7 @@ HOOKED := .venv-hooked/.installed
 demo: $(RUN)
 	@python analyses/demo.py --out results/demo
 
-# Every figure and table. SCALE=tiny: up to half an hour, far too small to tell; quick: a day of two cores (`lapa2 grids` estimates it);
+# Every figure and table. SCALE=tiny: up to half an hour, far too small to tell; quick: a day of two cores;
 # paper: GPUs. Repeat it after a stop: it goes on.
 reproduce: $(RUN)
 	python analyses/reproduce.py --scale $(SCALE) --out results/$(SCALE)

@@ -53,8 +53,8 @@ sets["all"] = [(layer, slot) for layer in layers for slot in slots]
 nodes = {"attn_out": "attention", "mlp_out": "MLPs"}
 frames = []
 for node, name in nodes.items():
-    found = patch(model, asked, node, direction="both", together=sets)
-    frames.append(found.frame().assign(output=name, prompts=asked.n_prompts))
+    patching = patch(model, asked, node, direction="both", together=sets)
+    frames.append(patching.frame().assign(output=name, prompts=asked.n_prompts))
 table = pd.concat(frames, ignore_index=True).rename(columns={"name": "layer"})
 order = ["all", *map(str, layers)]
 table = table.sort_values(
@@ -69,8 +69,8 @@ figure = new_figure(6.4, 2.6)
 for axes, name in zip(figure.subplots(1, 2, sharey=True), nodes.values(), strict=True):
     for direction, colour in (("denoise", "#0072B2"), ("noise", "#D55E00")):
         part = table[(table["output"] == name) & (table["direction"] == direction)]
-        whole, part = part[part["layer"] == "all"].iloc[0], part[part["layer"] != "all"]
-        label = f"{direction} (all layers: {100 * whole['share']:.0f} %)"
+        together, part = part[part["layer"] == "all"].iloc[0], part[part["layer"] != "all"]
+        label = f"{direction} (all layers: {100 * together['share']:.0f} %)"
         x = part["layer"].astype(int)
         axes.plot(x, 100 * part["share"], color=colour, marker="o", ms=2, lw=1, label=label)
         low, high = 100 * part["share_low"], 100 * part["share_high"]

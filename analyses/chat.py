@@ -110,9 +110,9 @@ def predictions(layout, tokens, rules):
 def read(layout, tokens, rules):
     """JS of each step, and the negative log-likelihood of its token, in nats."""
     one = predictions(layout, tokens, rules)
-    other = predictions(layout, tokens, (*rules, CUT))
-    middle = torch.logaddexp(one, other) - np.log(2)
-    js = sum((each.exp() * (each - middle)).sum(-1) for each in (one, other)).div(2)
+    cut = predictions(layout, tokens, (*rules, CUT))
+    middle = torch.logaddexp(one, cut) - np.log(2)
+    js = sum((log_probs.exp() * (log_probs - middle)).sum(-1) for log_probs in (one, cut)).div(2)
     plain = predictions(layout, tokens, ()) if rules else one
     return js.numpy(), -plain[range(len(tokens)), tokens].numpy()
 
@@ -159,8 +159,8 @@ table = pd.DataFrame(rows, columns=["measure", "arm", "steps", "chat", "value"])
 
 
 # %%
-def interval(found):
-    return [round(each, 3) for each in (found.mean, found.low, found.high)]
+def interval(estimate):
+    return [round(number, 3) for number in (estimate.mean, estimate.low, estimate.high)]
 
 
 rows = []
@@ -171,13 +171,13 @@ for measure, of in last.groupby("measure", sort=False):
     before, after = (of[of["arm"] == arm] for arm in arms)
     gain = paired_difference(before["value"], before["chat"], after["value"], after["chat"])
     rows.append([measure, f"{options.augmentation} adds", steps[-1], *interval(gain)])
-found = pd.DataFrame(rows, columns=["measure", "arm", "steps", "mean", "low", "high"])
-shown = found.assign(words=interval_cells(found, ".3f")).pivot(
+means = pd.DataFrame(rows, columns=["measure", "arm", "steps", "mean", "low", "high"])
+shown = means.assign(words=interval_cells(means, ".3f")).pivot(
     index=["measure", "arm"], columns="steps", values="words"
 )
 print(shown[steps].fillna("").to_string())
 if options.out:
-    write_text(options.out, as_csv(found))
+    write_text(options.out, as_csv(means))
 of_attention = table[table["measure"] == "attention"]["value"]
 assert np.isfinite(of_attention).all()
 assert (of_attention > 0).all()

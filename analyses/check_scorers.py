@@ -135,7 +135,7 @@ def check(options: argparse.Namespace) -> tuple[pd.DataFrame, pd.DataFrame]:
     tables: list[pd.DataFrame] = []
     curves: list[pd.DataFrame] = []
     with ScoreCache(options.cache or cache_folder() / "scores") as cache:
-        for asked in options.scorer:
+        for asked in options.scorers:
             name, _, model = asked.partition("=")
             if asked in CLASSIFIERS:
                 name, model = ("accuracy" if labelled else "toxicity"), asked
@@ -154,7 +154,7 @@ def check(options: argparse.Namespace) -> tuple[pd.DataFrame, pd.DataFrame]:
 parser = ScriptOptions(str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("file", type=Path, help="a .jsonl, .csv or .parquet file, also compressed")
 parser.add_argument(
-    "--scorer",
+    "--scorers",
     nargs="+",
     default=CLASSIFIERS,
     help="linear, adapter, or NAME=MODEL as in `lapa2 score`",

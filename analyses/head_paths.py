@@ -57,18 +57,18 @@ names = {head: "{}.{}".format(*head) for head in heads}
 sets = {names[head]: [head] for head in heads}
 keep = {f"{names[a]} less {names[b]}": [b] for a, b in pairs}
 sets |= {f"{names[a]} less {names[b]}": [a] for a, b in pairs}
-found = patch(model, asked, "z", direction="noise", together=sets, keep=keep)
-lost = dict(zip(sets, found.effects["noise"].T, strict=True))  # name: example
+patching = patch(model, asked, "z", direction="noise", together=sets, keep=keep)
+lost = dict(zip(sets, patching.effects["noise"].T, strict=True))  # name: example
 paths = UnitTable(
     asked,
     tuple(Unit({"from": names[a], "to": names[b]}, (a, b)) for a, b in pairs),
     np.stack([lost[names[a]] - lost[f"{names[a]} less {names[b]}"] for a, b in pairs], axis=1),
-    found.source - found.destination,
+    patching.source - patching.destination,
     label="path, share of lex",
     as_shares=True,
 )
 table = paths.frame()
-alone = dict(zip(sets, found.table("noise").shares, strict=True))
+alone = dict(zip(sets, patching.table("noise").shares, strict=True))
 table["from_alone"] = table["from"].map(alone)
 table["to_alone"] = table["to"].map(alone)
 table["prompts"] = asked.n_prompts

@@ -31,7 +31,6 @@ import pandas as pd
 from lapa2_interp._util.errors import Lapa2Error, NoGridError, RunError, unknown_choice
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_markdown
-from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.cli.app import main as lapa2
 from lapa2_interp.paper.claims import (
     MARGINS,
@@ -43,7 +42,6 @@ from lapa2_interp.paper.claims import (
     summarize_disagreement,
     unique_comparisons,
 )
-from lapa2_interp.paper.estimates import scoring_seconds
 from lapa2_interp.paper.gallery import gallery_run, read_gallery
 from lapa2_interp.paper.output import merge_item
 from lapa2_interp.paper.power import required_prompts
@@ -106,7 +104,7 @@ def collect_verdicts(tables: Path) -> pd.DataFrame:
     """Write all claims of all items to verdicts.csv, and each comparison once to verdicts.md, by
     corrected p-value, the paper's and ours separately."""
     files = [tables / f"{item}.claims.csv" for item in ITEMS]
-    frames = [found for file in files if file.is_file() and len(found := read_claims(file))]
+    frames = [claims for file in files if file.is_file() and len(claims := read_claims(file))]
     claims = pd.concat([ItemClaims("").frame(), *frames], ignore_index=True)
     tables.mkdir(exist_ok=True)  # every script may have failed
     claims.to_csv(tables / "verdicts.csv", index=False, float_format="%.6g")
@@ -139,7 +137,7 @@ def format_by_p_value(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     shown.insert(
         list(shown).index("prompts") + 1,
         "required_prompts",
-        ["" if pd.isna(each) else f"{each:.0f}" for each in needed],
+        ["" if pd.isna(number) else f"{number:.0f}" for number in needed],
     )
     return shown, [
         (
@@ -181,12 +179,12 @@ def copy_beside(folder: Path, out: Path, own: Collection[str]) -> None:
         own: The items that this run has made; they stay.
     """
     figures = folder / "figures" if (folder / "figures").is_dir() else folder
-    for source, place in ((folder / "tables", out / "tables"), (figures, out / "figures")):
-        place.mkdir(parents=True, exist_ok=True)
+    for source, target in ((folder / "tables", out / "tables"), (figures, out / "figures")):
+        target.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.glob("*.*")):
             wanted = source.name == "tables" or file.suffix in (".png", ".pdf")
             if wanted and file.name.partition(".")[0] not in ("verdicts", *own):
-                shutil.copy(file, place)
+                shutil.copy(file, target)
 
 
 def failed_since(began: datetime, out: Path) -> bool:
@@ -194,7 +192,7 @@ def failed_since(began: datetime, out: Path) -> bool:
     is too early to score."""
     if not (out / "run.json").is_file():
         return False
-    return any(each.when >= began for each in load_run(out).failures.values())
+    return any(failure.when >= began for failure in load_run(out).failures.values())
 
 
 def main() -> int:
@@ -252,14 +250,13 @@ def main() -> int:
         for name in ("engine", "workers", "address"):
             if value := getattr(options, name):
                 asked += [f"--{name}", str(value)]
-        found = [load_grid(name, parse_changes(changes), check=False) for name in grids]
-        for grid in list(found):
+        loaded = [load_grid(name, parse_changes(changes), check=False) for name in grids]
+        for grid in list(loaded):
             if grid.needs and grid.name.rpartition("/")[2] in EXTRA:
                 print(f"{grid.name} is left out: {'; '.join(grid.needs)}", file=sys.stderr)
-                found.remove(grid)
-        grids = [grid.name for grid in found]
-        scoring = format_duration(scoring_seconds(found, len(options.items), options.scorers or ()))
-        print(f"cells first; then about {scoring} for scores, tables and figures", file=sys.stderr)
+                loaded.remove(grid)
+        grids = [grid.name for grid in loaded]
+        print("cells first; then scores, tables and figures", file=sys.stderr)
         began = datetime.now(UTC)
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])
         if stopped and not (stopped == 2 and failed_since(began, out)):

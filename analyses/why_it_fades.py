@@ -57,7 +57,7 @@ chosen = select(
     model, ContrastSet.of(model, "sentiment", prompts=choosing, tokens=16), score="slope", heads=8
 )
 print("heads:", " ".join(f"{layer}.{head}" for layer, head in chosen.heads))
-found = measure_fading(
+fading = measure_fading(
     model,
     ContrastSet.of(model, "sentiment", prompts=judging, tokens=128 + 16),
     filler=(32, 128),
@@ -65,16 +65,16 @@ found = measure_fading(
     heads={"selected": chosen.heads},
     random=1,
 )
-found.fades()
+fading.fades()
 
 # %%
-found.plot()
+fading.plot()
 
 # %%
-found.frame()
+fading.frame()
 
 # %%
-print(f"{MODEL}: {found.verdict}")
+print(f"{MODEL}: {fading.verdict}")
 
 # %% [markdown]
 # ## Checks

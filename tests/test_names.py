@@ -29,11 +29,16 @@ FILES = (
     "j2",
     "png",
 )
-OTHERS = ("layout.tensor", "run.cells", "run.save", "plan.BatchPlan.batches")
+OTHERS = ("layout.tensor", "run.cells", "run.save")
 """Attributes of values."""
 MODULES = {
     ".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py")
 }
+
+
+def fields_of(kind):
+    """The fields of a model or a dataclass, which need not be attributes of the class."""
+    return getattr(kind, "model_fields", {}) | getattr(kind, "__dataclass_fields__", {})
 
 
 def exists(name):
@@ -45,9 +50,7 @@ def exists(name):
             if parts[: len(tail)] == tail:
                 value = importlib.import_module(f"lapa2_interp.{'.'.join(own)}")
                 if all(
-                    value := getattr(value, "model_fields", {}).get(
-                        part, getattr(value, part, None)
-                    )
+                    value := fields_of(value).get(part, getattr(value, part, None))
                     for part in parts[len(tail) :]
                 ):
                     return True

@@ -32,21 +32,21 @@ def command_options(**values: Any) -> str:
 
 
 def _options(values: Mapping[str, Any]) -> list[str]:
-    found: list[str] = []
+    words: list[str] = []
     for name, value in values.items():
         if value is None or value is False or value == ():
             continue
         option = f"--{name.replace('_', '-')}"
         if value is True:
-            found.append(option)
+            words.append(option)
             continue
         if isinstance(value, Mapping):
-            value = [f"{key}={_plain(each)}" for key, each in value.items()]
-        for each in value if isinstance(value, list | tuple) else [value]:
-            text = _plain(each)
+            value = [f"{key}={_plain(part)}" for key, part in value.items()]
+        for part in value if isinstance(value, list | tuple) else [value]:
+            text = _plain(part)
             # After "=", a value that begins with a hyphen is no option.
-            found += [f"{option}={text}"] if text.startswith("-") else [option, text]
-    return found
+            words += [f"{option}={text}"] if text.startswith("-") else [option, text]
+    return words
 
 
 def _plain(value: object) -> str:

@@ -60,19 +60,19 @@ def as_python_parameters(message: str) -> str:
     --force becomes force=True, --set omega=60 becomes omega=60. Commands in backticks and quoted
     values stay."""
 
-    def parameter(found: re.Match[str]) -> str:
-        if found["quoted"]:
-            return found["quoted"]
-        if found["another"]:
-            return f"{found['another']}place"
-        if found["pair"]:
-            return found["pair"]
-        if found["flag"]:
-            return f"{found['flag'].replace('-', '_')}=True"
-        name, value = found["name"].replace("-", "_"), found["value"]
+    def parameter(match: re.Match[str]) -> str:
+        if match["quoted"]:
+            return match["quoted"]
+        if match["another"]:
+            return f"{match['another']}place"
+        if match["pair"]:
+            return match["pair"]
+        if match["flag"]:
+            return f"{match['flag'].replace('-', '_')}=True"
+        name, value = match["name"].replace("-", "_"), match["value"]
         if value is None:
             return name
-        return f"{name}={value!r}" if found["choice"] else f"{name}={value.replace(' ', ', ')}"
+        return f"{name}={value!r}" if match["choice"] else f"{name}={value.replace(' ', ', ')}"
 
     return OPTION.sub(parameter, message)
 
@@ -178,18 +178,18 @@ def validation_message(
     if not isinstance(error, ValidationError):
         return str(error)
     problem = main_error(error)
-    place = ".".join(str(part) for part in problem["loc"])
-    at = f"{place}: " if place else ""
+    field_path = ".".join(str(part) for part in problem["loc"])
+    at = f"{field_path}: " if field_path else ""
     field = str(problem["loc"][0]) if problem["loc"] else ""
     if forms and field in forms and len(problem["loc"]) > 1:
         # The error is about a part of the value: report the whole of it.
-        mine = [each for each in error.errors() if each["loc"][:1] == problem["loc"][:1]]
-        problem = min(mine, key=lambda each: len(each["loc"]))
+        mine = [part for part in error.errors() if part["loc"][:1] == problem["loc"][:1]]
+        problem = min(mine, key=lambda part: len(part["loc"]))
     elif problem["type"] in UNKNOWN_FIELD:
         return (
-            unknown_choice("field", place, fields)
+            unknown_choice("field", field_path, fields)
             if fields
-            else f"{place}: there is no such field, found {problem['input']!r}"
+            else f"{field_path}: there is no such field, found {problem['input']!r}"
         )
     if problem["type"] == "value_error":  # a sentence of our own
         return str(problem["msg"]).removeprefix("Value error, ")
@@ -202,8 +202,8 @@ def validation_message(
 
 
 def _shortened(value: object) -> str:
-    found = repr(value)
-    return f"{found[:160]}{'...' * (len(found) > 160)}"
+    text = repr(value)
+    return f"{text[:160]}{'...' * (len(text) > 160)}"
 
 
 def first_sentence(error: Exception) -> str:
@@ -221,15 +221,15 @@ UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")
 
 def main_error(error: ValidationError) -> ErrorDetails:
     """The first of pydantic's errors to report: a misspelt field explains a missing one."""
-    return min(error.errors(), key=lambda each: each["type"] not in UNKNOWN_FIELD)
+    return min(error.errors(), key=lambda problem: problem["type"] not in UNKNOWN_FIELD)
 
 
-def unknown_choice(kind: str, found: object, allowed: object) -> str:
+def unknown_choice(kind: str, name: object, allowed: object) -> str:
     """A sentence about a name that is not in a closed list: the allowed names, and the nearest one
     if it is close."""
     from difflib import get_close_matches
 
     names = [str(name) for name in allowed]  # type: ignore[attr-defined]
-    near = get_close_matches(str(found), names, n=1)
+    near = get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {found!r}; allowed: {', '.join(names)}{hint}"
+    return f"unknown {kind} {name!r}; allowed: {', '.join(names)}{hint}"

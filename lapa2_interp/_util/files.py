@@ -46,14 +46,16 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder inside a folder, which is removed after the block. Temporary folders of
     dead processes are removed first."""
     remove_abandoned(folder)
-    place = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{HOST}-{os.getpid()}-", dir=folder))
+    temporary = Path(
+        tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{HOST}-{os.getpid()}-", dir=folder)
+    )
     try:
-        yield place
+        yield temporary
     finally:
         try:
-            remove_path(place)
+            remove_path(temporary)
         except BaseException:  # a signal meanwhile
-            remove_path(place)
+            remove_path(temporary)
             raise
 
 
@@ -64,12 +66,12 @@ def remove_abandoned(folder: Path) -> None:
             remove_path(left)
 
 
-def remove_path(place: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file, a link or a folder, if it exists. The targets of links stay."""
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place, ignore_errors=True)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        place.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _is_abandoned(left: Path) -> bool:
@@ -89,64 +91,64 @@ def _is_abandoned(left: Path) -> bool:
 
 
 @contextmanager
-def atomic_folder(place: Path) -> Iterator[Path]:
-    """A new folder to write into; it is moved to `place` when the block ends without an error. An
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A new folder to write into; it is moved to `target` when the block ends without an error. An
     existing folder there stays until then, and is replaced."""
-    _make_parents(place)
-    with temporary_folder(place.parent) as beside:
-        fresh = beside / "new" / place.name
+    _make_parents(target)
+    with temporary_folder(target.parent) as beside:
+        fresh = beside / "new" / target.name
         fresh.mkdir(parents=True)
         yield fresh
         for path in [*fresh.rglob("*"), fresh]:
             _flush(path)
         before = beside / "before"
         try:
-            if place.exists() or place.is_symlink():
-                place.rename(before)
-            fresh.rename(place)
+            if target.exists() or target.is_symlink():
+                target.rename(before)
+            fresh.rename(target)
         except BaseException:  # also a signal between the two
-            if before.exists() and not place.exists():
-                before.rename(place)
+            if before.exists() and not target.exists():
+                before.rename(target)
             raise
-        _flush(place.parent)
+        _flush(target.parent)
 
 
 @contextmanager
-def atomic_write(place: Path) -> Iterator[Path]:
-    """The path of a temporary file of the same name; it is moved to `place` when the block ends
+def atomic_write(target: Path) -> Iterator[Path]:
+    """The path of a temporary file of the same name; it is moved to `target` when the block ends
     without an error. An existing file there stays until then, and is replaced. Two processes may
     write the same file at the same time."""
-    _make_parents(place)
-    with temporary_folder(place.parent) as beside:
-        fresh = beside / place.name
+    _make_parents(target)
+    with temporary_folder(target.parent) as beside:
+        fresh = beside / target.name
         yield fresh
         _flush(fresh)
-        fresh.replace(place)
-        _flush(place.parent)
+        fresh.replace(target)
+        _flush(target.parent)
 
 
-def write_text(place: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
     """Write a text file in UTF-8 with `atomic_write`."""
-    with atomic_write(place) as fresh:
+    with atomic_write(file) as fresh:
         fresh.write_text(text, encoding="utf-8")
 
 
-def write_json(place: Path, fields: Mapping[str, Any] | str) -> None:
+def write_json(file: Path, fields: Mapping[str, Any] | str) -> None:
     """Write a JSON file with `atomic_write`.
 
     Args:
         fields: A JSON object, or its text.
     """
     known = json.loads(fields) if isinstance(fields, str) else fields
-    write_text(place, json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    write_text(file, json.dumps(known, indent=1, ensure_ascii=False) + "\n")
 
 
-def write_netcdf(place: Path, data: xr.Dataset) -> None:
+def write_netcdf(file: Path, data: xr.Dataset) -> None:
     """Write a netCDF file from memory, since HDF5 kills the process when the disk is full."""
-    place.write_bytes(data.to_netcdf(engine="h5netcdf"))
+    file.write_bytes(data.to_netcdf(engine="h5netcdf"))
 
 
-def write_checkpoint(place: Path, state: Mapping[str, Any]) -> None:
+def write_checkpoint(file: Path, state: Mapping[str, Any]) -> None:
     """Write tensors and plain values with `atomic_write`.
 
     `torch.save` writes to memory first: on a full disk it raises an error of another type.
@@ -155,7 +157,7 @@ def write_checkpoint(place: Path, state: Mapping[str, Any]) -> None:
 
     stored = io.BytesIO()
     torch.save(dict(state), stored)
-    with atomic_write(place) as fresh:
+    with atomic_write(file) as fresh:
         fresh.write_bytes(stored.getbuffer())
 
 
@@ -173,14 +175,14 @@ def read_checkpoint(file: Path, device: Any) -> dict[str, Any]:
         with ZipFile(file) as stored:
             if (bad := stored.testzip()) is not None:
                 raise ValueError(f"the checksum of {bad} differs")
-        found = torch.load(file, weights_only=True, map_location=device)
+        state = torch.load(file, weights_only=True, map_location=device)
     except Exception as error:  # PyTorch raises errors of many types
         if not is_damage(error):
             raise
         raise ValueError(" ".join(str(error).split())[:80]) from error
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}")
-    return found
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__}")
+    return state
 
 
 def is_damage(error: Exception) -> bool:
@@ -245,17 +247,17 @@ def result_folder(
                     folder.rmdir()
 
 
-def check_name(place: Path) -> None:
+def check_name(path: Path) -> None:
     """Refuse a path that is not UTF-8, since some libraries that write tables cannot take it.
 
     Raises:
         RunError: It is such a path.
     """
     try:
-        str(place.absolute()).encode()
+        str(path.absolute()).encode()
     except UnicodeEncodeError as error:
         raise RunError(
-            f"{place} has letters that are not UTF-8, which not every library can take; rename the"
+            f"{path} has letters that are not UTF-8, which not every library can take; rename the"
             " folder, or choose another"
         ) from error
 
@@ -269,9 +271,9 @@ def holds_only(*names: str) -> Callable[[Path], bool]:
     """
 
     def finished(folder: Path) -> bool:
-        if found := (folder / names[0]).is_file():
+        if is_finished := (folder / names[0]).is_file():
             refuse_foreign_files(folder, names)
-        return found
+        return is_finished
 
     return finished
 
@@ -285,10 +287,10 @@ def refuse_foreign_files(folder: Path, names: Iterable[str]) -> None:
     Raises:
         RunError: The folder holds another file.
     """
-    for each in sorted(folder.iterdir()):
-        if not any(fnmatchcase(each.name, name) for name in names):
+    for entry in sorted(folder.iterdir()):
+        if not any(fnmatchcase(entry.name, name) for name in names):
             raise RunError(
-                f"{folder} holds {each.name}, which is not of this command's making; move it away,"
+                f"{folder} holds {entry.name}, which is not of this command's making; move it away,"
                 " or choose another --out"
             )
 
@@ -347,7 +349,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def writing_cache(place: Path) -> Iterator[None]:
+def writing_cache(target: Path) -> Iterator[None]:
     """Turn errors of the operating system while a place in the cache is written into a
     `ModelError`.
 
@@ -358,7 +360,7 @@ def writing_cache(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ModelError(
-            f"cannot write the cache {place.parent}: {error.strerror}; set LAPA2_CACHE to a folder"
+            f"cannot write the cache {target.parent}: {error.strerror}; set LAPA2_CACHE to a folder"
             " that can"
         ) from error
 
@@ -369,20 +371,20 @@ def one_process_at_a_time(file: Path) -> Iterator[None]:
     is made once. Other processes wait, unless the cache cannot be written."""
     from filelock import Timeout
 
-    place = cache_folder() / "locks" / f"{file.name}.lock"
+    lock_file = cache_folder() / "locks" / f"{file.name}.lock"
     with ExitStack() as held:
         with suppress(OSError):
-            _make_parents(place)
+            _make_parents(lock_file)
             try:
-                held.enter_context(acquire_lock(place, timeout=1.0))
+                held.enter_context(acquire_lock(lock_file, timeout=1.0))
             except Timeout:
                 print(f"another process makes {file}; waiting for it", file=sys.stderr)
-                held.enter_context(acquire_lock(place, timeout=-1.0))
+                held.enter_context(acquire_lock(lock_file, timeout=-1.0))
         yield
 
 
-def _make_parents(place: Path) -> None:
-    for folder in [each for each in reversed(place.parents) if not each.is_dir()]:
+def _make_parents(path: Path) -> None:
+    for folder in [parent for parent in reversed(path.parents) if not parent.is_dir()]:
         folder.mkdir(exist_ok=True)
         _flush(folder.parent)
 

@@ -18,11 +18,11 @@ def _homes(package: str) -> dict[str, tuple[str, str]]:
     tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text("utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If)]
     return {
-        each.asname or each.name: (node.module, each.name)
+        alias.asname or alias.name: (node.module, alias.name)
         for block in blocks
         for node in block.body
         if isinstance(node, ast.ImportFrom) and node.module
-        for each in node.names
+        for alias in node.names
     }
 
 
@@ -47,10 +47,10 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         spec = find_spec(module)
         is_package = spec is not None and spec.submodule_search_locations is not None
         if is_package and find_spec(f"{module}.{original}"):
-            found: Any = import_module(f"{module}.{original}")
+            value: Any = import_module(f"{module}.{original}")
         else:
-            found = getattr(import_module(module), original)
-        setattr(sys.modules[package], name, found)
-        return found
+            value = getattr(import_module(module), original)
+        setattr(sys.modules[package], name, value)
+        return value
 
     return load, lambda: sorted({*vars(sys.modules[package]), *_homes(package)})

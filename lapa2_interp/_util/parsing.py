@@ -77,10 +77,10 @@ def parse_object(text: str) -> dict[str, Any]:
     Raises:
         ValueError: As `parse_json`, or it is no object.
     """
-    found = parse_json(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"it must hold a JSON object, found {str(found)[:40]!r}")
-    return found
+    fields = parse_json(text)
+    if not isinstance(fields, dict):
+        raise ValueError(f"it must hold a JSON object, found {str(fields)[:40]!r}")
+    return fields
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -96,28 +96,28 @@ def _check_nesting(parse: Callable[[], Any]) -> Any:
     """The result of a parser, whose nesting is at most `DEEPEST`."""
     deep = f"it is nested too deeply; {DEEPEST} levels are allowed"
     try:
-        found = parse()
+        value = parse()
     except RecursionError:
         raise ValueError(deep) from None
     except ValueError as error:
         if "integer string" not in str(error):
             raise
         raise ValueError("it has a whole number of thousands of digits") from None
-    level, levels = [found], 0
-    while level := [each for each in level if isinstance(each, dict | list)]:
+    level, levels = [value], 0
+    while level := [part for part in level if isinstance(part, dict | list)]:
         if (levels := levels + 1) > DEEPEST:
             raise ValueError(deep)
         level = [
-            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+            inner for part in level for inner in (part.values() if isinstance(part, dict) else part)
         ]
-    return found
+    return value
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object as a dict; raises ValueError if it has a field twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"it has the field {twice!r} twice; give it once")
-    return found
+    return fields

@@ -190,12 +190,12 @@ def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Drawing:
     first = next(iter(maps))
     figure = new_figure(1.0 + 2.1 * len(maps), 5.2)
     panels = np.atleast_1d(figure.subplots(1, len(maps), sharey=True))
-    for panel, (arm, found) in zip(panels, maps.items(), strict=True):
+    for panel, (arm, values) in zip(panels, maps.items(), strict=True):
         if arm == first:
-            drawn = layer_map(panel, found, cmap="Blues", vmin=0)
+            drawn = layer_map(panel, values, cmap="Blues", vmin=0)
             panel.set_title(arm, fontsize=8)
         else:
-            difference = found - maps[first]
+            difference = values - maps[first]
             reach = float(np.abs(difference).max()) or 1.0
             drawn = layer_map(panel, difference, cmap="RdBu_r", vmin=-reach, vmax=reach)
             panel.set_title(f"{arm}\nminus {first}", fontsize=8)

@@ -44,11 +44,11 @@ def progress_bar(total: int, label: str, unit: str = "token", *, initial: int = 
 
 @contextmanager
 def given_or_new_bar(
-    given: tqdm | None, total: int, label: str, unit: str = "token"
+    bar: tqdm | None, total: int, label: str, unit: str = "token"
 ) -> Iterator[tqdm]:
     """The given bar, or a new one that is closed at the end of the block."""
-    if given is not None:
-        yield given
+    if bar is not None:
+        yield bar
         return
     with progress_bar(total, label, unit) as own:
         yield own

@@ -116,7 +116,7 @@ halves of surrogate pairs, which no terminal can show."""
 
 def escape_controls(text: str) -> str:
     """A text with its control characters escaped, as \\x1b."""
-    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def escape_line(text: str) -> str:

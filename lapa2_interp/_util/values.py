@@ -60,14 +60,14 @@ def check_value(
 
 def read_fields(texts: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Texts as values of fields of these types; where a field may be text, they are that text."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, text in texts.items():
         try:
             check_value(name, text, kinds.get(name, str))
-            found[name] = text
+            values[name] = text
         except Lapa2Error:
-            found[name] = read_value(text)
-    return found
+            values[name] = read_value(text)
+    return values
 
 
 @cache

@@ -474,29 +474,29 @@ Augmentations = Augmentation | tuple[Augmentation, ...] | None
 
 
 def broadcast_to_rows(
-    given: AugmentationLike | Sequence[AugmentationLike], n_rows: int
+    augmentations: AugmentationLike | Sequence[AugmentationLike], n_rows: int
 ) -> list[AugmentationLike]:
     """The augmentations of each row. A list holds those of each row; anything else, also a tuple of
     several augmentations, acts on every row."""
-    every = not isinstance(given, Sequence) or isinstance(given, tuple)
-    return [given] * n_rows if every else list(given)  # type: ignore[arg-type, list-item]
+    every = not isinstance(augmentations, Sequence) or isinstance(augmentations, tuple)
+    return [augmentations] * n_rows if every else list(augmentations)  # type: ignore[arg-type, list-item]
 
 
 def active_augmentations(augmentations: AugmentationLike) -> tuple[Augmentation, ...]:
     """The augmentations of a row that add something."""
-    given = augmentations if isinstance(augmentations, Sequence) else (augmentations,)
+    rules = augmentations if isinstance(augmentations, Sequence) else (augmentations,)
     return tuple(
         augmentation
-        for augmentation in given
+        for augmentation in rules
         if augmentation is not None and augmentation.is_active
     )
 
 
-def steps_overlap(one: Augmentation, other: Augmentation) -> bool:
+def steps_overlap(one: Augmentation, another: Augmentation) -> bool:
     """True if two augmentations can act at the same step; without `steps` one acts at all steps."""
-    if one.steps is None or other.steps is None:
+    if one.steps is None or another.steps is None:
         return True
-    return max(one.steps[0], other.steps[0]) < min(one.steps[1], other.steps[1])
+    return max(one.steps[0], another.steps[0]) < min(one.steps[1], another.steps[1])
 
 
 def normalize_augmentations(augmentations: AugmentationLike) -> Augmentations:

@@ -62,7 +62,7 @@ def render_chat(
 ) -> RenderedChat:
     """Render a chat and find a span in it; see `Layout.of_chat`, also for the errors."""
     if not messages or not all(map(_is_message, messages)):
-        wrong = next((each for each in messages if not _is_message(each)), None)
+        wrong = next((message for message in messages if not _is_message(message)), None)
         raise LayoutError(
             'a chat is a list of messages {"role": ..., "content": ...}, both of them text (join'
             f" the texts of parts); found {str(wrong or messages)[:200]}"
@@ -109,8 +109,10 @@ def _is_message(message: Any) -> bool:
     if not isinstance(message, Mapping):
         return False
     content = message.get("content")
-    other = content is None and any(message[name] for name in {*message} - {"role", "content"})
-    return isinstance(message.get("role"), str) and (isinstance(content, str) or other)
+    has_other_fields = content is None and any(
+        message[name] for name in {*message} - {"role", "content"}
+    )
+    return isinstance(message.get("role"), str) and (isinstance(content, str) or has_other_fields)
 
 
 def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
@@ -140,16 +142,16 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str,
 def _find_span(chat: Sequence[Message], span: str) -> tuple[MessageText, str]:
     """The message text that contains a span of `Layout.of_chat`, and the span's own text."""
     # The texts of the chat: contents, reasonings, and the messages that are turns.
-    roles = ", ".join(each["role"] for each in chat)
+    roles = ", ".join(message["role"] for message in chat)
     contents = [
-        MessageText(i, ("content",), (each.get("content") or "").strip())
-        for i, each in enumerate(chat)
+        MessageText(i, ("content",), (message.get("content") or "").strip())
+        for i, message in enumerate(chat)
     ]
     reasonings = []
-    for i, each in enumerate(chat):
-        fields = tuple(name for name in REASONING_FIELDS if isinstance(each.get(name), str))
-        reasonings.append(MessageText(i, fields, each[fields[0]].strip() if fields else ""))
-    turns = [i for i, each in enumerate(chat) if each["role"] != "system"]
+    for i, message in enumerate(chat):
+        fields = tuple(name for name in REASONING_FIELDS if isinstance(message.get(name), str))
+        reasonings.append(MessageText(i, fields, message[fields[0]].strip() if fields else ""))
+    turns = [i for i, message in enumerate(chat) if message["role"] != "system"]
     # The text that the span names.
     kind, mark, rest = span.partition(":")
     if span == "system":

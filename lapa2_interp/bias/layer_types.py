@@ -44,7 +44,7 @@ class LayerType(NamedTuple):
 def distinct_types(layer_types: Sequence[LayerType]) -> list[LayerType]:
     """The types of a model's layers with attention, "full" first."""
     return sorted(
-        set(layer_types) - {NO_ATTENTION}, key=lambda each: (each != FULL_ATTENTION, each)
+        set(layer_types) - {NO_ATTENTION}, key=lambda kind: (kind != FULL_ATTENTION, kind)
     )
 
 
@@ -52,15 +52,15 @@ def describe_layers(layer_types: Sequence[LayerType]) -> str:
     """The layers of each type in words: "full: 5 11; sliding 512: 0-4 6-10"."""
     lines = []
     for layer_type in dict.fromkeys([*distinct_types(layer_types), *layer_types]):
-        layers = [layer for layer, each in enumerate(layer_types) if each == layer_type]
+        layers = [layer for layer, kind in enumerate(layer_types) if kind == layer_type]
         lines.append(f"{layer_type}: {describe_runs(layers)}")
     return "; ".join(lines)
 
 
 def describe_runs(numbers: Collection[int]) -> str:
     """Ascending numbers in words: "0-4 6 8-10"."""
-    starts = [each for each in numbers if each - 1 not in numbers]
-    stops = [each for each in numbers if each + 1 not in numbers]
+    starts = [number for number in numbers if number - 1 not in numbers]
+    stops = [number for number in numbers if number + 1 not in numbers]
     return " ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, stops, strict=True))
 
 

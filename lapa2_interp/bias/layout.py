@@ -86,9 +86,9 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
 
     def token_id(token: str | None) -> int | None:
         """A token's id. For a token that they lack, tokenizers give the unknown token's."""
-        found = None if token is None else tokenizer.convert_tokens_to_ids(token)
-        unknown = found == tokenizer.unk_token_id and token != tokenizer.unk_token
-        return None if unknown or not isinstance(found, int) else found
+        end_id = None if token is None else tokenizer.convert_tokens_to_ids(token)
+        unknown = end_id == tokenizer.unk_token_id and token != tokenizer.unk_token
+        return None if unknown or not isinstance(end_id, int) else end_id
 
     plain, bos, eos = map(token_id, (PLAIN_TEXT_START, tokenizer.bos_token, tokenizer.eos_token))
     start = bos if bos is not None else eos
@@ -99,7 +99,7 @@ def text_markers(tokenizer: PreTrainedTokenizerBase) -> TextMarkers:
             "the tokenizer has neither a BOS nor an EOS token; set bos_token, in Python or in its"
             " tokenizer_config.json"
         )
-    ends = {each for each in (eos, plain) if each is not None}
+    ends = {end for end in (eos, plain) if end is not None}
     return TextMarkers(int(start), tuple(sorted(int(end) for end in ends)))
 
 
@@ -571,5 +571,5 @@ def _check_no_start_token(tokenizer: Any, start: int, name: str, text: str) -> N
 def left_pad(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts of a batch, padded so that all end at one slot and no row has tokens in the soft
     slots of another; `PaddedRows.of` also gives ids, mask and positions."""
-    width = max(each.soft for each in layouts) + max(len(each.ids) for each in layouts)
-    return [each.padded(width) for each in layouts]
+    width = max(layout.soft for layout in layouts) + max(len(layout.ids) for layout in layouts)
+    return [layout.padded(width) for layout in layouts]

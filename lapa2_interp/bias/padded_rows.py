@@ -57,19 +57,19 @@ class PaddedRows(NamedTuple):
         """
         if not layouts:
             raise LayoutError("found no layout; give one for each row, such as [Layout.of(...)]")
-        n_soft = max(each.soft for each in layouts)
-        fits = len({len(each) for each in layouts}) == 1 and all(
-            each.bos.start >= n_soft for each in layouts
+        n_soft = max(layout.soft for layout in layouts)
+        fits = len({len(layout) for layout in layouts}) == 1 and all(
+            layout.bos.start >= n_soft for layout in layouts
         )
         padded = list(layouts) if fits else left_pad(layouts)
 
         def column(numbers: Sequence[int]) -> Int[Tensor, "row 1"]:
             return torch.tensor(numbers, device=device)[:, None]
 
-        soft = column([each.soft for each in padded])
-        bos = column([each.bos.start for each in padded])
+        soft = column([row.soft for row in padded])
+        bos = column([row.bos.start for row in padded])
         slot = torch.arange(len(padded[0]), device=device)
-        ids = [(each.ids[0],) * (each.bos.start - n_soft) + each.ids for each in padded]
+        ids = [(row.ids[0],) * (row.bos.start - n_soft) + row.ids for row in padded]
         count = slot[n_soft:] - bos  # row query
         return cls(
             layouts=padded,

@@ -42,8 +42,8 @@ def read_place(name: str, value: Any) -> Any:
     if name == "span" and text.startswith("prefix:"):
         positions = _numbers(text.removeprefix("prefix:"))
         return value if positions is None else ("prefix", positions)
-    found = READERS[name](text)
-    return value if found is None else found
+    numbers = READERS[name](text)
+    return value if numbers is None else numbers
 
 
 def head_pairs(name: str, value: Any, error: type[Lapa2Error]) -> tuple[tuple[int, int], ...]:
@@ -56,8 +56,8 @@ def head_pairs(name: str, value: Any, error: type[Lapa2Error]) -> tuple[tuple[in
     Raises:
         Lapa2Error: Something else.
     """
-    found = read_place("heads", value)
-    pairs = found if isinstance(found, tuple) else (None,)
+    numbers = read_place("heads", value)
+    pairs = numbers if isinstance(numbers, tuple) else (None,)
     if not all(
         isinstance(pair, tuple)
         and len(pair) == 2
@@ -77,9 +77,9 @@ def _numbers(text: str) -> tuple[int, ...] | None:
     if not re.fullmatch(rf"{RANGE}([,/]{RANGE})*", text, re.ASCII):
         return None
     ranges = [_range(part) for part in re.split("[,/]", text)]
-    if not all(0 < len(each) <= MOST for each in ranges):
+    if not all(0 < len(span) <= MOST for span in ranges):
         return None
-    return tuple(dict.fromkeys(number for each in ranges for number in each))
+    return tuple(dict.fromkeys(number for span in ranges for number in span))
 
 
 def _pairs(text: str) -> tuple[tuple[int, int], ...] | None:
@@ -87,9 +87,11 @@ def _pairs(text: str) -> tuple[tuple[int, int], ...] | None:
     if not re.fullmatch(rf"{pair}([,/]{pair})*", text, re.ASCII):
         return None
     ranges = [tuple(map(_range, part.split("."))) for part in re.split("[,/]", text)]
-    if not all(0 < len(each) <= MOST for both in ranges for each in both):
+    if not all(0 < len(span) <= MOST for both in ranges for span in both):
         return None
-    return tuple(dict.fromkeys((i, j) for one, other in ranges for i, j in product(one, other)))
+    return tuple(
+        dict.fromkeys((i, j) for layers, heads in ranges for i, j in product(layers, heads))
+    )
 
 
 def _intervals(text: str) -> tuple[tuple[int, int], ...] | None:
@@ -101,8 +103,8 @@ def _intervals(text: str) -> tuple[tuple[int, int], ...] | None:
 
 
 def _one_interval(text: str) -> tuple[int, int] | None:
-    found = _intervals(text)
-    return found[0] if found is not None and len(found) == 1 else None
+    intervals = _intervals(text)
+    return intervals[0] if intervals is not None and len(intervals) == 1 else None
 
 
 READERS: dict[str, Callable[[str], Any]] = {

@@ -202,8 +202,8 @@ def log_odds_dataset(
     """The drawn log_odds by family, text, prefix and l, as a dataset to store."""
     import xarray as xr
 
-    found = np.stack(list(drawn.values())).astype(np.float32)
+    logits = np.stack(list(drawn.values())).astype(np.float32)
     return xr.Dataset(
-        {"log_odds": (("family", "text", "prefix", "l"), found)},
+        {"log_odds": (("family", "text", "prefix", "l"), logits)},
         {"family": list(drawn), "l": lengths},
     )

@@ -96,8 +96,8 @@ def fit_slopes(
     if (spread == 0).any():
         raise ValueError(f"a slope needs different lengths, found {x.shape[-1]} times {x.flat[0]}")
     with np.errstate(invalid="ignore"):
-        found = np.asarray((y * centred).sum(-1) / spread)
-    return np.where(np.isfinite(found), found, np.nan)
+        slope = np.asarray((y * centred).sum(-1) / spread)
+    return np.where(np.isfinite(slope), slope, np.nan)
 
 
 def shifted_share(

@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
-def require_tokenizer(given: Any) -> Any:
+def require_tokenizer(owner: Any) -> Any:
     """A tokenizer, or that of a model or processor that has one.
 
     Raises:
         LayoutError: It is neither, or it draws how it cuts a text.
     """
-    found = getattr(given, "tokenizer", given)
-    if not hasattr(found, "convert_tokens_to_ids"):
-        near = f"load_tokenizer({given!r})" if isinstance(given, str) else "model.tokenizer"
+    tokenizer = getattr(owner, "tokenizer", owner)
+    if not hasattr(tokenizer, "convert_tokens_to_ids"):
+        near = f"load_tokenizer({owner!r})" if isinstance(owner, str) else "model.tokenizer"
         raise LayoutError(
-            f"a tokenizer is needed here, found a {type(given).__name__}; give {near}"
+            f"a tokenizer is needed here, found a {type(owner).__name__}; give {near}"
         )
-    if dropout := getattr(_cutting_model(found), "dropout", None):
+    if dropout := getattr(_cutting_model(tokenizer), "dropout", None):
         raise LayoutError(
             f"the tokenizer drops merges by chance (dropout {dropout:g}), so it cuts a text"
             " otherwise each time; set tokenizer.backend_tokenizer.model.dropout = None"
         )
-    return found
+    return tokenizer
 
 
 def without_dropout(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -73,11 +73,11 @@ def decode_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str
         # The decoder would also replace the neighbours of an invalid byte, so it gets none.
         token_of, mended = {byte: token for token, byte in byte_of.items()}, []
         for are_bytes, run in groupby(ids, byte_of.__contains__):
-            found = list(run)
+            letters = list(run)
             if are_bytes:
-                text = bytes(byte_of[each] for each in found).decode("utf-8", "replace")
-                found = [token_of[byte] for byte in text.encode()]
-            mended += found
+                text = bytes(byte_of[letter] for letter in letters).decode("utf-8", "replace")
+                letters = [token_of[byte] for byte in text.encode()]
+            mended += letters
         ids = mended
     return _decode_ids(tokenizer, ids)
 
@@ -119,19 +119,19 @@ def token_texts(
         One text for each token.
     """
     tokenizer = require_tokenizer(tokenizer)
-    whole = decode_continuation(tokenizer, prompt, tokens)
+    joined = decode_continuation(tokenizer, prompt, tokens)
     # Decode a few tokens at a time. Windows begin at a border between characters, so that this
     # gives the same text as decoding all tokens.
     window = list(tokenizer(prompt, add_special_tokens=False)["input_ids"][-4:])
-    known, head, border, found = len(window), len(decode_tokens(tokenizer, window)), 0, [0]
+    known, head, border, borders = len(window), len(decode_tokens(tokenizer, window)), 0, [0]
     for token in tokens:
         window.append(token)
         text = decode_tokens(tokenizer, window)[head:]
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, whole[border:], strict=False))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, joined[border:], strict=False))
         sure = len(list(same))
-        found.append(max(found[-1], border + sure))
+        borders.append(max(borders[-1], border + sure))
         if text and sure == len(text) and not text.endswith(REPLACEMENT_CHARACTER):
             window, known, border = window[known:], len(window) - known, border + sure
             head = len(decode_tokens(tokenizer, window))
-    found[-1] = len(whole)
-    return [whole[start:stop] for start, stop in pairwise(found)]
+    borders[-1] = len(joined)
+    return [joined[start:stop] for start, stop in pairwise(borders)]

@@ -53,7 +53,7 @@ class ControlScore:
             of_text = {"prompt": example.prompt, "source": example.source, "example": i}
             for step in range(example.n_steps):
                 of_step = {"step": step, "l_kv": example.layouts[0].n_live + step}
-                values = {name: each[i, step] for name, each in self.values.items()}
+                values = {name: steps[i, step] for name, steps in self.values.items()}
                 rows.append(of_text | of_step | values)
         return pd.DataFrame(rows)
 
@@ -136,9 +136,9 @@ def control_score(
     values = {name: np.full((len(contrast_set.examples), longest), np.nan) for name in chosen}
     total = contrast_set.n_branch_steps
     with given_or_new_bar(progress, total, "control", "step") as bar:
-        for _, group, found in evaluate_edits(
+        for _, group, metric_values in evaluate_edits(
             model, contrast_set, [None], chosen, augmentation, bar, batch_size
         ):
-            for name, each in found.items():
-                values[name][group, : each.shape[1]] = each.double().cpu().numpy()
+            for name, steps in metric_values.items():
+                values[name][group, : steps.shape[1]] = steps.double().cpu().numpy()
     return ControlScore(contrast_set, values)

@@ -64,42 +64,45 @@ class ContrastExample:
         if not self.text:
             raise CircuitError(f"the text after {self.prompt!r} is empty; give at least one token")
         lengths = {
-            name: each.l_pre for name, each in zip(self.attributes, self.layouts, strict=True)
+            name: layout.l_pre for name, layout in zip(self.attributes, self.layouts, strict=True)
         }
         if len(set(lengths.values())) > 1 or not all(lengths.values()):
-            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise CircuitError(
-                f"the prefixes have different lengths in tokens ({found}), so that the branches"
+                f"the prefixes have different lengths in tokens ({listed}), so that the branches"
                 " differ by positions, too; use soft prefixes, or reword one prefix to the other's"
                 " length"
             )
-        tails = {each.ids[each.n_bos + (0 if each.soft else each.l_pre) :] for each in self.layouts}
-        if len(tails) > 1 or len({each.n_bos for each in self.layouts}) > 1:
+        tails = {
+            layout.ids[layout.n_bos + (0 if layout.soft else layout.l_pre) :]
+            for layout in self.layouts
+        }
+        if len(tails) > 1 or len({layout.n_bos for layout in self.layouts}) > 1:
             raise CircuitError(
                 f"the prompt {self.prompt!r} is not the same tokens in every branch (a token"
                 " spans prefix and prompt); end the prefixes alike, or begin the prompt with a"
                 " space"
             )
-        if crossing := next((each for each in self.layouts if each.merged is not None), None):
+        if crossing := next((layout for layout in self.layouts if layout.merged is not None), None):
             raise CircuitError(
                 f"the token {crossing.merged!r} is part of the prefix and of the prompt"
                 f" {self.prompt!r}; end the prefixes otherwise, or begin the prompt with a space"
             )
-        if any(each.n_before for each in self.layouts):
+        if any(layout.n_before for layout in self.layouts):
             raise CircuitError(
                 "circuits need a prefix right after BOS; a chat's span has tokens before it"
             )
         # Soft prefixes for all layouts, or none.
         if not self.prefixes:
             object.__setattr__(self, "prefixes", (None,) * len(self.attributes))
-        slots = [0 if each is None else len(each) for each in self.prefixes]
-        if slots != [each.soft for each in self.layouts]:
+        slots = [0 if prefix is None else len(prefix) for prefix in self.prefixes]
+        if slots != [layout.soft for layout in self.layouts]:
             raise CircuitError(
                 f"layouts and soft prefixes must go together; the layouts have"
-                f" {', '.join(str(each.soft) for each in self.layouts)} slots, the prefixes"
+                f" {', '.join(str(layout.soft) for layout in self.layouts)} slots, the prefixes"
                 f" {', '.join(map(str, slots))}"
             )
-        if len({each.soft for each in self.layouts}) > 1:
+        if len({layout.soft for layout in self.layouts}) > 1:
             raise CircuitError(
                 "an example has soft and hard prefixes, so that the branches differ by positions,"
                 " too; give prefixes of one kind"
@@ -118,13 +121,13 @@ class ContrastExample:
     @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of all parts. Examples of one shape make a batch without padding."""
-        each = self.layouts[0]
+        layout = self.layouts[0]
         raw = 0 if self.raw is None else len(self.raw)
         return (
-            each.soft,
-            each.n_bos,
-            each.l_pre,
-            each.l_pro,
+            layout.soft,
+            layout.n_bos,
+            layout.l_pre,
+            layout.l_pro,
             self.n_steps,
             len(self.attributes),
             raw,
@@ -182,7 +185,7 @@ def check_request(
         raise CircuitError(
             f"tokens and samples must be at least 1; found tokens={tokens}, samples={samples}"
         )
-    if texts is not None and (without := [each for each in prompts if not texts.get(each)]):
+    if texts is not None and (without := [prompt for prompt in prompts if not texts.get(prompt)]):
         raise CircuitError(f"texts has none for the prompt {without[0]!r}; give each prompt's")
 
 
@@ -190,9 +193,9 @@ def prefix_texts(tokenizer: PreTrainedTokenizerBase, example: ContrastExample) -
     """By attribute, the prefix of an example as text."""
     return {
         name: "soft prefix"
-        if each.soft
-        else decode_tokens(tokenizer, each.ids[each.n_bos :][: each.l_pre])
-        for name, each in zip(example.attributes, example.layouts, strict=True)
+        if layout.soft
+        else decode_tokens(tokenizer, layout.ids[layout.n_bos :][: layout.l_pre])
+        for name, layout in zip(example.attributes, example.layouts, strict=True)
     }
 
 
@@ -209,7 +212,7 @@ def write_texts(
     """Texts that a model writes, by prompt, each of `tokens` tokens: after an attribute's hard
     prefix, or after the prompt alone."""
     longest = max(
-        len(model.tokenizer(each, add_special_tokens=False).input_ids) for each in prompts
+        len(model.tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts
     )
     length = tokens + (longest if task.length_counts_prompt else 0)
     cell = cell_of(
@@ -252,13 +255,13 @@ def attribute_words(
         raise CircuitError(
             f"the word list of {task} has no words for {missing[0]!r}; it has {', '.join(lists)}"
         )
-    found: dict[str, dict[int, None]] = {}
+    ids_by_name: dict[str, dict[int, None]] = {}
     for name in names:
         ids = _single_token_ids(tokenizer, tuple(lists[name]))
-        found[name] = {one: None for one in ids if one != tokenizer.unk_token_id}
+        ids_by_name[name] = {one: None for one in ids if one != tokenizer.unk_token_id}
     words = {}
-    for name, own in found.items():
-        others = {token for other, taken in found.items() if other != name for token in taken}
+    for name, own in ids_by_name.items():
+        others = {token for rival, taken in ids_by_name.items() if rival != name for token in taken}
         words[name] = tuple(token for token in own if token not in others)
         if not words[name]:
             raise CircuitError(

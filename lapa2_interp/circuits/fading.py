@@ -111,11 +111,11 @@ class Fading:
         rows = []
         for filler, values in {NEAR: self.near, **self.far}.items():
             row: dict[str, float] = {"filler": filler}
-            for name, mark, each in (
+            for name, mark, numbers in (
                 ("control", "", values),
                 ("fade", "fade_", self.near - values),
             ):
-                by_prompt = self.contrast_set.by_prompt(each)
+                by_prompt = self.contrast_set.by_prompt(numbers)
                 low, high = bounds(by_prompt)
                 row |= {
                     name: by_prompt.mean(),
@@ -139,7 +139,7 @@ class Fading:
             gain = self.near - values if bias == "removed" else values - self.far[filler]
             share, low, high = share_interval(self.contrast_set.by_prompt(gain)[:, None], fade)
             row = {"filler": filler, "heads": name, "n_heads": len(self.sets[name]), "bias": bias}
-            numbers = [float(each[0]) for each in (share, low, high)]
+            numbers = [float(values[0]) for values in (share, low, high)]
             if not fades[filler]["fade_low"] > 0:
                 numbers = [np.nan] * 3
             row |= dict(zip(("share", "low", "high"), numbers, strict=True))
@@ -169,13 +169,13 @@ class Fading:
         curves = {"no bias": [self.near, *self.far.values()]}
         for bias in ("dilution", "hold", "lapa2"):
             there = [self.changed.get((filler, ALL, bias)) for filler in self.far]
-            if all(each is not None for each in there):
-                curves[bias] = [self.near, *(each for each in there if each is not None)]
+            if all(curve is not None for curve in there):
+                curves[bias] = [self.near, *(curve for curve in there if curve is not None)]
         for colour, (name, values) in zip(COLOURS, curves.items(), strict=False):
-            by_prompt = [self.contrast_set.by_prompt(each) for each in values]
-            left.plot(lengths, [each.mean() for each in by_prompt], "o-", ms=3, lw=1.2,
+            by_prompt = [self.contrast_set.by_prompt(control) for control in values]
+            left.plot(lengths, [control.mean() for control in by_prompt], "o-", ms=3, lw=1.2,
                       color=colour, label=name)  # fmt: skip
-            low, high = np.transpose([bounds(each) for each in by_prompt])
+            low, high = np.transpose([bounds(control) for control in by_prompt])
             left.fill_between(lengths, low, high, color=colour, alpha=0.12, lw=0)
         plain_axes(left, "tokens in between", f"{self.metric}, nats a step")
         # Right: shares at the longest filler, a row for every set and a point for every bias.
@@ -304,7 +304,10 @@ def measure_fading(
     n = len(contrast_set.examples)
     near, far = np.zeros(n), {length: np.zeros(n) for length in lengths}
     changed: dict[tuple[int, str, Bias], np.ndarray] = {
-        (length, each, bias): np.zeros(n) for length in lengths for each in sets for bias in BIASES
+        (length, heads_name, bias): np.zeros(n)
+        for length in lengths
+        for heads_name in sets
+        for bias in BIASES
     }
     # Batches, and texts of a stored one to compare.
     small = [_with_filler(example, NEAR, tokens) for example in contrast_set.examples]
@@ -341,13 +344,15 @@ def measure_fading(
                         model, examples, contrast_set, lengths, tokens, sets, alpha, measure, bar
                     ),
                 )
-            found = store[key]
-            near[group] = found["near"]
+            controls = store[key]
+            near[group] = controls["near"]
             for length in lengths:
-                far[length][group] = found[f"{length}"]
-                for each in sets:
+                far[length][group] = controls[f"{length}"]
+                for heads_name in sets:
                     for bias in BIASES:
-                        changed[length, each, bias][group] = found[f"{length}, {bias}, {each}"]
+                        changed[length, heads_name, bias][group] = controls[
+                            f"{length}, {bias}, {heads_name}"
+                        ]
     return Fading(contrast_set, tokens, name, alpha, sets, near, far, changed)
 
 
@@ -366,31 +371,31 @@ def _measure_batch(
     text = torch.tensor([example.text[-tokens:] for example in examples], device=model.cfg.device)
 
     def value(logits: Float[Tensor, "branch example step vocab"]) -> Float[np.ndarray, " example"]:
-        found = measure(Predictions(logits, text, None, contrast_set.words))
+        control = measure(Predictions(logits, text, None, contrast_set.words))
         bar.update(text.numel())
-        return found.double().mean(1).cpu().numpy()
+        return control.double().mean(1).cpu().numpy()
 
     close = _CachedForward(
         model, [_with_filler(example, NEAR, tokens) for example in examples], tokens
     )
-    found = {"near": value(close.logits())}
+    controls = {"near": value(close.logits())}
     mass_near = close.log_odds
     for length in lengths:
         away = _CachedForward(
             model, [_with_filler(example, length, tokens) for example in examples], tokens
         )
-        found[f"{length}"] = value(away.logits())
+        controls[f"{length}"] = value(away.logits())
         biases: dict[Bias, tuple[_Rule, _CachedForward]] = {
             "dilution": (_dilution(length - NEAR), away),
             "hold": (_held(mass_near), away),
             "lapa2": (_lapa2(alpha), away),
             "removed": (_held(away.log_odds), close),
         }
-        for each, pairs in sets.items():
+        for heads_name, pairs in sets.items():
             chosen = head_mask(model, pairs)
             for bias, (rule, forward) in biases.items():
-                found[f"{length}, {bias}, {each}"] = value(forward.logits(rule, chosen))
-    return found
+                controls[f"{length}, {bias}, {heads_name}"] = value(forward.logits(rule, chosen))
+    return controls
 
 
 def _head_sets(
@@ -411,15 +416,13 @@ def _head_sets(
     drawn = [f"random {i + 1}" for i in range(random)]
     if taken := [name for name in (ALL, *drawn) if name in heads]:
         raise CircuitError(f"{taken[0]!r} is there anyway; give the set another name")
-    found = {ALL: every} | {
-        unit.name: unit.heads for unit in make_units(model, contrast_set, heads)
-    }
+    sets = {ALL: every} | {unit.name: unit.heads for unit in make_units(model, contrast_set, heads)}
     rng = np.random.default_rng(seed)
     for name in drawn:
-        size = len(found[next(iter(heads))])
+        size = len(sets[next(iter(heads))])
         picked = sorted(rng.choice(len(every), size, replace=False))
-        found[name] = tuple(every[at] for at in picked)
-    return found
+        sets[name] = tuple(every[at] for at in picked)
+    return sets
 
 
 def _with_filler(example: ContrastExample, filler: int, tokens: int) -> ContrastExample:
@@ -488,7 +491,7 @@ class _CachedForward:
 
     def __init__(self, model: Model, examples: Sequence[ContrastExample], tokens: int) -> None:
         self.model, self.n = model, len(examples)
-        rows = [(each, i) for i in range(len(examples[0].attributes)) for each in examples]
+        rows = [(example, i) for i in range(len(examples[0].attributes)) for example in examples]
         first, device = examples[0].layouts[0], model.cfg.device
         self.prefix, self.bos = first.prefix, first.bos
         self.state, every = read_prefixes(model, rows)
@@ -523,9 +526,9 @@ class _CachedForward:
             return changed
 
         with edit_scores(self.model, change), refuse_sinks(self.model):
-            found = self.state.read_tokens(self.tokens, keep=self.tokens.shape[1])
+            logits = self.state.read_tokens(self.tokens, keep=self.tokens.shape[1])
         self.state.crop(self.tokens.shape[1])
-        return found.unflatten(0, (-1, self.n))
+        return logits.unflatten(0, (-1, self.n))
 
     def _sum_scores(self, scores: Float[Tensor, "row head query key"]) -> _LayerScores:
         """The sums that a bias is computed from."""

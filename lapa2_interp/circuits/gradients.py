@@ -121,13 +121,13 @@ class Attribution:
         Columns: layer, head; cut_hat and slope, each with its 95 % interval over prompts, its rank
         and the rank's interval.
         """
-        found = []
+        frames = []
         for name in ESTIMATES:
             table = self.table(name).frame().set_index(["layer", "head"])
             others = ("low", "high", "rank", "rank_low", "rank_high")
             shown = table[[name, *others]]
-            found.append(shown.rename(columns={each: f"{name}_{each}" for each in others}))
-        return found[0].join(found[1]).reset_index()
+            frames.append(shown.rename(columns={column: f"{name}_{column}" for column in others}))
+        return frames[0].join(frames[1]).reset_index()
 
     def plot(self) -> Drawing:
         """Maps of both estimates, each with its own scale."""
@@ -385,16 +385,16 @@ def prefilter_recall(gradient: Attribution, exact: KnockOut, n: int = 24) -> Pre
     cut_hats, slopes = (gradient.table(name).map()[at] for name in ESTIMATES)
     n = min(n, len(pairs))
     by_gradient, largest = (
-        np.argsort(-np.abs(each), kind="stable").tolist() for each in (cut_hats, effects)
+        np.argsort(-np.abs(scores), kind="stable").tolist() for scores in (cut_hats, effects)
     )
-    kept = set(by_gradient[:n])
-    missed = [i for i in largest if i not in kept]
+    prefiltered = set(by_gradient[:n])
+    missed = [i for i in largest if i not in prefiltered]
     return PrefilterRecall(
         heads=len(pairs),
         n=n,
         cut_hat=spearman(cut_hats, effects),
         slope=spearman(slopes, effects),
-        recall=len(kept & set(largest[:n])) / n,
+        recall=len(prefiltered & set(largest[:n])) / n,
         missed=pairs[missed[0]] if missed else None,
         largest_missed=float(effects[missed[0]]) if missed else 0.0,
     )

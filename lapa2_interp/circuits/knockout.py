@@ -162,8 +162,8 @@ def knock_out(
     again: list[str] = []
     if CONTROL in store:
         of_units = [unit.key for unit in wanted if unit.key in store]
-        whole = store[CONTROL][first]
-        of_units.sort(key=lambda key: -np.abs(whole - store[key][first]).max())
+        control = store[CONTROL][first]
+        of_units.sort(key=lambda key: -np.abs(control - store[key][first]).max())
         again = [CONTROL, *list(dict.fromkeys(of_units))[:RECHECKED]]
     keys = [*again, *(key for key in edits if key not in store)]
     todo = [(key, edit) for key in keys for edit in edits[key]]
@@ -196,13 +196,13 @@ def knock_out(
     # A unit's effect: the control that is lost without it.
     tables = {}
     for name in chosen:
-        whole = store[CONTROL][name]
+        control = store[CONTROL][name]
         tables[name] = KnockOut(
             contrast_set=contrast_set,
             units=tuple(wanted),
-            values=np.stack([whole - store[unit.key][name] for unit in wanted], axis=1),
-            whole=whole,
-            noise=float(np.abs(whole - store[NULL][name]).max()),
+            values=np.stack([control - store[unit.key][name] for unit in wanted], axis=1),
+            whole=control,
+            noise=float(np.abs(control - store[NULL][name]).max()),
             label=f"lost {name}, nats a step" if name in METRICS else f"lost {name}",
             replacement=replacement,
             phase=phase,
@@ -330,7 +330,7 @@ def joint_curve(
         )
     asked = table.contrast_set
     prompts = list(dict.fromkeys(asked.clusters))
-    whole = np.zeros(len(asked.examples))
+    control = np.zeros(len(asked.examples))
     left: dict[tuple[str, int], Float[np.ndarray, "draw example"]] = {}
     for fold in (0, 1):
         own_file = None
@@ -355,7 +355,7 @@ def joint_curve(
             if prefix_attention is not None:
                 largest = np.argsort(-prefix_attention.ravel(), kind="stable")[:n]
                 sets["mass", n, 0] = tuple(every[i] for i in largest)
-        found = knock_out(
+        together = knock_out(
             model,
             replace(asked, examples=tuple(asked.examples[i] for i in judged)),
             units=[Unit({"name": str(name)}, heads) for name, heads in sets.items()],
@@ -368,17 +368,17 @@ def joint_curve(
             progress=progress,
         )
         # Control of the other half, and what is left of it.
-        whole[judged] = found.whole
+        control[judged] = together.whole
         for i, (kind, n, seed) in enumerate(sets):
             draws = left.setdefault(
-                (kind, n), np.zeros((seeds if kind == "random" else 1, len(whole)))
+                (kind, n), np.zeros((seeds if kind == "random" else 1, len(control)))
             )
-            draws[seed, judged] = found.whole - found.values[:, i]
+            draws[seed, judged] = together.whole - together.values[:, i]
     # Shares over the prompts of both halves; random draws are averaged.
     rows = []
     for (kind, n), draws in left.items():
         part = asked.by_prompt(draws.mean(0))[:, None]
-        share, low, high = share_interval(part, asked.by_prompt(whole))
+        share, low, high = share_interval(part, asked.by_prompt(control))
         row = {"kind": kind, "heads": n, "left": share[0], "low": low[0], "high": high[0]}
         rows.append(row | {"prompts": len(prompts)})
     frame = pd.DataFrame(rows).sort_values(["kind", "heads"], ignore_index=True)

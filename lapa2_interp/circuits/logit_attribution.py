@@ -119,20 +119,20 @@ class HeadLogitAttribution:
         }
         table = self.table().frame()
         at = (table["layer"], table["head"])
-        return table.assign(**{name: each[at] for name, each in by_head.items()})
+        return table.assign(**{name: values[at] for name, values in by_head.items()})
 
     def parts(self) -> pd.DataFrame:
         """The sum by part: target minus opposite, mean over steps, with intervals."""
-        rows = {name: self.direct[..., i].sum((-1, -2)) for i, name in enumerate(PARTS)}
-        rows |= {name: self.others[..., i] for i, name in enumerate(OTHERS)}
-        rows["total"] = self.total
-        found = []
-        for name, values in rows.items():
+        summands = {name: self.direct[..., i].sum((-1, -2)) for i, name in enumerate(PARTS)}
+        summands |= {name: self.others[..., i] for i, name in enumerate(OTHERS)}
+        summands["total"] = self.total
+        rows = []
+        for name, values in summands.items():
             by_prompt = self.contrast_set.by_prompt(self._control(values))
             low, high = bounds(by_prompt)
             row = {"part": name, "direct": float(by_prompt.mean())}
-            found.append(row | {"low": float(low), "high": float(high)})
-        return pd.DataFrame(found)
+            rows.append(row | {"low": float(low), "high": float(high)})
+        return pd.DataFrame(rows)
 
     @numbers_checked
     def words(self, layer: int, head: int, n: int = 10) -> tuple[list[str], list[str]]:
@@ -235,7 +235,7 @@ class _Weights:
         self.beta = None if beta is None else _wide(beta)
         self.centres = isinstance(norm, torch.nn.LayerNorm)
         biases = [block.attn.o.original_component.bias for block in model.blocks]
-        self.biases = [None if each is None else _wide(each) for each in biases]
+        self.biases = [None if bias is None else _wide(bias) for bias in biases]
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def _collect_outputs(
         with_soft = value  # branch key kv_head d_head
         if layout.soft:
             soft = torch.stack(
-                [each.values[layer] for each in example.prefixes if each is not None]
+                [prefix.values[layer] for prefix in example.prefixes if prefix is not None]
             )
             with_soft = torch.cat([soft.transpose(1, 2).to(value), value], dim=1)
         values[layer] = with_soft.repeat_interleave(group, dim=2)
@@ -352,7 +352,7 @@ def _attribute(
         written.append(prefix[0] - prefix[1:].mean(0))
     # The rest of the sum: `OTHERS`.
     biases = sum(
-        (g @ each if each is not None else torch.zeros_like(g[..., 0])) for each in weights.biases
+        (g @ bias if bias is not None else torch.zeros_like(g[..., 0])) for bias in weights.biases
     )
     norm = u @ weights.beta if weights.beta is not None else torch.zeros_like(g[..., 0])
     others = [(outputs.mlp * g).sum(2), biases, (outputs.embedding * g).sum(2), norm]
@@ -361,7 +361,7 @@ def _attribute(
         "direct": torch.stack(direct, dim=2),
         "mass": torch.stack(outputs.mass, dim=2),
         "size": torch.stack(size, dim=2).sqrt(),
-        "others": torch.stack([torch.as_tensor(each) for each in others], dim=2),
+        "others": torch.stack([torch.as_tensor(summand) for summand in others], dim=2),
         "total": chosen.sum(2),
         "written": torch.stack(written),
     }
@@ -374,7 +374,7 @@ def _direction(
 ) -> tuple[Float[Tensor, "branch step d_model"], Float[Tensor, "branch step vocab"]]:
     """u at each query, and its weights over the vocabulary."""
     over = torch.zeros_like(logits)
-    plus, minus = list(words[0]), [token for each in words[1:] for token in each]
+    plus, minus = list(words[0]), [token for ids in words[1:] for token in ids]
     over[..., plus] = logits[..., plus].softmax(2)
     over[..., minus] -= logits[..., minus].softmax(2)
     return over @ weights.unembed.t(), over
@@ -394,11 +394,11 @@ def _check_sum(weights: _Weights, outputs: _HeadOutputs) -> None:
     if weights.beta is not None:
         norm = norm + weights.beta
     logits = norm @ weights.unembed + weights.unembed_bias
-    for problem, one, other in (
+    for problem, one, expected in (
         ("add something else than heads and MLPs to the residual stream", stream, outputs.final),
         ("change the logits after the unembedding", logits, outputs.logits),
     ):
-        gap = float((one - other).abs().max() / other.abs().max())
+        gap = float((one - expected).abs().max() / expected.abs().max())
         if gap > 0.02:
             raise CircuitError(
                 f"this model's layers {problem} (difference {gap:.1g}), so direct effects would not"

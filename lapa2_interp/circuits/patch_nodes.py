@@ -64,10 +64,10 @@ def check_node(
         )
     if slots is not None and node not in HOOKS:
         raise CircuitError(f"node {node} takes no slots; {', '.join(HOOKS)} do")
-    for kind, given, allowed in (("slots", slots, get_args(Slots)), ("part", parts, CACHE_PARTS)):
-        if given is not None and (unknown := [name for name in given if name not in allowed]):
+    for kind, names, allowed in (("slots", slots, get_args(Slots)), ("part", parts, CACHE_PARTS)):
+        if names is not None and (unknown := [name for name in names if name not in allowed]):
             raise CircuitError(unknown_choice(kind, unknown[0], allowed))
-        if given is not None and not given:
+        if names is not None and not names:
             raise CircuitError(f"there is nothing to patch: no {kind}; allowed: {allowed}")
     if (
         slots is not None
@@ -124,19 +124,19 @@ def make_patch_units(
                 f" slots {', '.join(slots)} beside them: leave out slots, or together"
             )
     # Sets by name, with the heads that each keeps.
-    sets, kept = (
+    sets, kept_heads = (
         {
             name: tuple(pairs) if kind == "slots" else head_pairs(name, pairs, CircuitError)
-            for name, pairs in (given or {}).items()
+            for name, pairs in (named_sets or {}).items()
         }
-        for given in (together, keep)
+        for named_sets in (together, keep)
     )
-    if kept and node not in HEAD_NODES:
+    if kept_heads and node not in HEAD_NODES:
         raise CircuitError(f"keep is for nodes {' and '.join(HEAD_NODES)}; found node {node}")
-    if unknown := [name for name in kept if name not in sets]:
+    if unknown := [name for name in kept_heads if name not in sets]:
         raise CircuitError(unknown_choice("set of keep", unknown[0], sets))
     for name, pairs in sets.items():
-        own = kept.get(name, ())
+        own = kept_heads.get(name, ())
         if both := {tuple(pair) for pair in pairs} & {tuple(pair) for pair in own}:
             raise CircuitError(f"set {name!r} patches and keeps {min(both)}; take it from one")
         for i, j in (*pairs, *own):
@@ -152,7 +152,9 @@ def make_patch_units(
         every = product(range(n_layers), columns)
         units = [PatchUnit({"layer": i, kind: j}, ((i, j),)) for i, j in every]
     else:
-        units = [PatchUnit({"name": name}, sets[name], kept=kept.get(name, ())) for name in sets]
+        units = [
+            PatchUnit({"name": name}, sets[name], kept=kept_heads.get(name, ())) for name in sets
+        ]
     if node not in PREFIX_NODES:
         return units
     chosen = parts or (("k", "v") if node == "prefix_kv" else ("kv",))
@@ -176,7 +178,7 @@ def patched_runs(model: Model, node: str, slots: Sequence[str] | None) -> Patche
         # The weights are read before they are prepacked.
         layers = [model.blocks[i].attn for i in range(model.cfg.n_layers)]
         return partial(
-            _to_logits, model, [(each.W_O, getattr(each, "b_O", None)) for each in layers]
+            _to_logits, model, [(attn.W_O, getattr(attn, "b_O", None)) for attn in layers]
         )
     return partial(_through_hooks, model, node, slots)
 
@@ -264,7 +266,7 @@ def _to_logits(
         if bias is not None:
             total[0] = total[0] + bias
         for i, unit in enumerate(units):
-            for head in [head for each, head in unit.heads if each == layer]:
+            for head in [head for unit_layer, head in unit.heads if unit_layer == layer]:
                 written = (z[gives, :, head] - z[takes, :, head]) @ out[head]
                 change[i] = change[i] + written if i in change else written
         return z
@@ -330,5 +332,5 @@ def _queries(example: ContrastExample, slots: Sequence[str] | None) -> Int[np.nd
         "generated": (len(layout), end),
     }
     chosen = [(layout.prefix.stop, end)] if slots is None else [spans[name] for name in slots]
-    found = sorted({slot for span in chosen for slot in range(*span)})
-    return np.array(found, dtype=int) - layout.soft
+    slots_of_parts = sorted({slot for span in chosen for slot in range(*span)})
+    return np.array(slots_of_parts, dtype=int) - layout.soft

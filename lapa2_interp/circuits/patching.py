@@ -112,7 +112,7 @@ class Patching:
 
     def frame(self) -> pd.DataFrame:
         """The frames of all directions (`UnitTable.frame`), with the direction before them."""
-        tables = {each: self.table(each).frame() for each in self.effects}
+        tables = {direction: self.table(direction).frame() for direction in self.effects}
         return pd.concat(tables, names=["direction"]).reset_index(0).reset_index(drop=True)
 
     def sums(self) -> pd.DataFrame:
@@ -134,7 +134,9 @@ class Patching:
 
     def plot(self) -> Drawing:
         """A map for every direction and part of the cache; of sets, recoveries with intervals."""
-        return draw_tables({f"{each} {self.node}": self.table(each) for each in self.effects})
+        return draw_tables(
+            {f"{direction} {self.node}": self.table(direction) for direction in self.effects}
+        )
 
 
 @numbers_checked
@@ -194,7 +196,7 @@ def patch(
     if metric is None:
         metric = "favour" if contrast_set.words else "log_prob"
     run_metric = _run_metric(metric, contrast_set)
-    slots, parts = ((each,) if isinstance(each, str) else each for each in (slots, parts))
+    slots, parts = ((names,) if isinstance(names, str) else names for names in (slots, parts))
     check_node(model, contrast_set, node, slots, parts)
     units = make_patch_units(model, contrast_set, node, slots, parts, together, keep)
     runs_of = patched_runs(model, node, slots)
@@ -202,7 +204,7 @@ def patch(
     # Batches: directions, examples and units.
     n_examples, n_units = len(contrast_set.examples), len(units)
     sums = np.zeros((2, n_examples))
-    effects = {each: np.zeros((n_examples, n_units)) for each in directions}
+    effects = {direction: np.zeros((n_examples, n_units)) for direction in directions}
     most = items_per_batch(model, contrast_set.examples, batch_size)
     total = sum(example.n_steps for example in contrast_set.examples) * n_units * len(directions)
     n_together = max(1, most // n_units)  # examples
@@ -215,14 +217,14 @@ def patch(
         torch.no_grad(),
         prepacked_model(model),
     ):
-        for each, group, first in work:
+        for way, group, first in work:
             examples, some = [contrast_set.examples[i] for i in group], units[first : first + size]
-            into = 1 if each == "denoise" else 0
+            into = 1 if way == "denoise" else 0
             runs = runs_of(examples, some, into)
             values = np.stack([_run_value(run_metric, logits, examples) for logits in runs])
             sums[:, group] = values[:2]
             change = values[2:] - values[into]
-            effects[each][group, first : first + size] = (change if into else -change).T
+            effects[way][group, first : first + size] = (change if into else -change).T
             bar.update(sum(example.n_steps for example in examples) * len(some))
     name = metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
     return Patching(contrast_set, node, name, tuple(units), sums[0], sums[1], effects)
@@ -252,11 +254,11 @@ def _run_value(
     """A run's metric, its mean over steps."""
     text = torch.tensor([example.text for example in examples], device=logits.device)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    found = metric(logits.to(wide).log_softmax(2), text)
-    if found.shape != text.shape:
+    values = metric(logits.to(wide).log_softmax(2), text)
+    if values.shape != text.shape:
         raise CircuitError(
-            f"the metric gave numbers of shape {list(found.shape)} for"
+            f"the metric gave numbers of shape {list(values.shape)} for"
             f" {pluralize(text.shape[0], 'text')} of {pluralize(text.shape[1], 'step')}; give one"
             " for each text and step"
         )
-    return found.double().mean(1).cpu().numpy()
+    return values.double().mean(1).cpu().numpy()

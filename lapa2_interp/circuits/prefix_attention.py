@@ -93,10 +93,10 @@ def alpha_at_prefix_attention(
             `max_alpha` (the message names the reachable attention); or several augmentations.
     """
     contrast_set = as_contrast_set(model, contrast)
-    given = augmentation if isinstance(augmentation, Sequence) else (augmentation,)
-    if len(given) != 1:
-        raise CircuitError(f"alpha is that of one augmentation; found {len(given)}")
-    rule = given[0] or Augmentation(alpha=1)
+    rules = augmentation if isinstance(augmentation, Sequence) else (augmentation,)
+    if len(rules) != 1:
+        raise CircuitError(f"alpha is that of one augmentation; found {len(rules)}")
+    rule = rules[0] or Augmentation(alpha=1)
     high = ALPHA_BOUNDS.get(rule.law, (0.0, math.inf))[1]
     if not 0 < goal < 1:
         raise CircuitError(f"goal must be a share of attention between 0 and 1; found {goal:g}")
@@ -138,10 +138,10 @@ def prefix_attention_by_head(
 ) -> Float[np.ndarray, "layer head"]:
     """Attention on the prefix by head, from 0 to 1: the mean over branches, texts and steps."""
     contrast_set = as_contrast_set(model, contrast)
-    found = []
+    attention = []
     for example in contrast_set.examples:
         layouts = list(example.layouts)
         texts = [example.text] * len(layouts)
         trace = teacher_forced(model, layouts, texts, prefixes=example.prefixes)
-        found.append(trace["prefix"].mean(["branch", "sample", "step"]).to_numpy())
-    return np.mean(found, axis=0).astype(float)
+        attention.append(trace["prefix"].mean(["branch", "sample", "step"]).to_numpy())
+    return np.mean(attention, axis=0).astype(float)

@@ -292,14 +292,14 @@ def select(
     stability = split_half(scores)
     measured = (heads and score in ("cut", "slope")) or positions == "auto" or pro_aug is not None
     card = model_card(model)
-    found = tuple(every[i] for i in chosen)
+    chosen_heads = tuple(every[i] for i in chosen)
     return Selection(
         model=card.name,
         weights=card.weights,
         task=prefix_texts(model.tokenizer, contrast_set.examples[0]),
         by=score,
         metric=metric if measured else None,
-        heads=found,
+        heads=chosen_heads,
         suppressors=tuple(every[i] for i in against),
         scores=tuple(
             (float(scores[:, i].mean()), float(low[i]), float(high[i])) for i in (*chosen, *against)
@@ -316,7 +316,7 @@ def select(
         created=datetime.now(UTC),
         prompt=None
         if pro_aug is None
-        else _decide_pro_aug(model, contrast_set, pro_aug, found, metric),
+        else _decide_pro_aug(model, contrast_set, pro_aug, chosen_heads, metric),
     )
 
 
@@ -392,15 +392,15 @@ def random_heads(heads: Heads, every: Heads, seed: int) -> Heads:
         seed: Seed of the draw.
     """
     rng = np.random.default_rng(seed)
-    found: list[tuple[int, int]] = []
+    drawn: list[tuple[int, int]] = []
     for layer in sorted({layer for layer, _ in heads}):
-        others = [each for each in every if each[0] == layer and each not in heads]
-        most = min(len(others), sum(each[0] == layer for each in heads))
-        found += [others[i] for i in rng.choice(len(others), most, replace=False)]
-    rest = [each for each in every if each not in (*heads, *found)]
-    missing = min(len(rest), len(heads) - len(found))
-    found += [rest[i] for i in rng.choice(len(rest), missing, replace=False)]
-    return tuple(sorted(found))
+        others = [head for head in every if head[0] == layer and head not in heads]
+        most = min(len(others), sum(head[0] == layer for head in heads))
+        drawn += [others[i] for i in rng.choice(len(others), most, replace=False)]
+    rest = [head for head in every if head not in (*heads, *drawn)]
+    missing = min(len(rest), len(heads) - len(drawn))
+    drawn += [rest[i] for i in rng.choice(len(rest), missing, replace=False)]
+    return tuple(sorted(drawn))
 
 
 def _count_in_halves(scores: Float[np.ndarray, "prompt head"], most: int) -> int:
@@ -432,8 +432,8 @@ def _screened(
         for half in (names[1::2], names[::2])
     ]
     estimates = attribution(model, halves[0], metric=metric).table()
-    kept = set(estimates.best(most, absolute=True))
-    return tuple(head for head in every if head in kept), halves[1]
+    screened = set(estimates.best(most, absolute=True))
+    return tuple(head for head in every if head in screened), halves[1]
 
 
 def _scores(
@@ -447,10 +447,10 @@ def _scores(
     """The score of the heads in every prompt; only cut leaves heads out."""
     if score == "cut":
         units = [unit for unit in make_units(model, contrast_set, "head") if unit.heads[0] in heads]
-        found = knock_out(
+        table = knock_out(
             model, contrast_set, units=units, metric=metric, other_metrics=(), file=file
         )
-        return found.by_prompt
+        return table.by_prompt
     if score == "slope":
         return attribution(model, contrast_set, metric=metric).table("slope").by_prompt
     if score == "dla":
@@ -467,7 +467,7 @@ def _scores(
         )
         for name in dict.fromkeys(clusters)
     }
-    return np.stack([each.ravel() for each in masses.values()])
+    return np.stack([mass.ravel() for mass in masses.values()])
 
 
 def _positions(
@@ -485,7 +485,7 @@ def _positions(
         )
     check_value("positions", chosen, tuple[int, ...], CircuitError)
     n = contrast_set.l_pre
-    if not chosen or any(not 0 <= each < n for each in chosen):
+    if not chosen or any(not 0 <= position < n for position in chosen):
         raise CircuitError(
             f"positions {chosen} are not within a prefix of {n} tokens; give some of 0-{n - 1},"
             " 'all', or 'auto'"
@@ -518,13 +518,13 @@ def sufficient_tokens(model: Model, contrast: ContrastLike, metric: str = "js") 
     # Control with each candidate alone; of one size the best is taken.
     for candidates in sizes:
         units = [
-            Unit({"name": str(each)}, every, tuple(i for i in range(n) if i not in each))
-            for each in candidates
+            Unit({"name": str(candidate)}, every, tuple(i for i in range(n) if i not in candidate))
+            for candidate in candidates
         ]
-        found = knock_out(model, contrast_set, units=units, metric=metric, other_metrics=())
-        whole = contrast_set.by_prompt(found.whole)
-        left = whole[:, None] - found.by_prompt
-        share, low, _ = share_interval(left, whole)
+        table = knock_out(model, contrast_set, units=units, metric=metric, other_metrics=())
+        control = contrast_set.by_prompt(table.whole)
+        left = control[:, None] - table.by_prompt
+        share, low, _ = share_interval(left, control)
         suffices = (share >= REQUIRED_SHARE) & (low >= REQUIRED_BOUND)
         if suffices.any():
             return candidates[int(np.argmax(np.where(suffices, share, -np.inf)))]

@@ -86,7 +86,7 @@ def run_study(
 
     Args:
         model: A model or its name.
-        task, attribute, prompts, tokens, samples, seed: As `make_examples`.
+        task, attribute, prompts, tokens, samples, seed: As `ContrastSet.of`.
         folder: A new folder, or one that the same call has begun.
         best: Number of the best heads that are tested with the other replacements and phases; as
             many random heads are added. At least 1.
@@ -135,7 +135,7 @@ def run_study(
     )
 
     def knocked_out(name: str, **what: Any) -> KnockOut:
-        found = knock_out(
+        table = knock_out(
             model,
             contrast_set,
             metric="js",
@@ -143,8 +143,8 @@ def run_study(
             file=folder / f"{name}.jsonl",
             **what,
         )
-        _write_table(found, folder / f"{name}.csv")
-        return found
+        _write_table(table, folder / f"{name}.csv")
+        return table
 
     # Knock-outs of all units.
     tables = {}
@@ -216,9 +216,9 @@ def run_study(
 
 def _text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that decide the texts; prompts have been read, and are texts."""
-    found = {name: settings[name] for name in TEXT_SETTINGS}
-    prompts = found["prompts"]
-    return found | {"prompts": None if prompts is None else Prompts(texts=tuple(prompts))}
+    text_settings = {name: settings[name] for name in TEXT_SETTINGS}
+    prompts = text_settings["prompts"]
+    return text_settings | {"prompts": None if prompts is None else Prompts(texts=tuple(prompts))}
 
 
 def _study_texts(

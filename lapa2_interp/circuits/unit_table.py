@@ -205,8 +205,8 @@ class UnitTable:
         columns = [*self.units[0].labels, self.name, "low", "high", "share", "p_max", "rank"]
         shown = self.frame().head(SHOWN).filter(columns)
         table = shown.to_html(index=False, border=0, float_format=number_formatter(".3g"))
-        told = f"the largest {SHOWN} of {len(self.units)}: " if len(self.units) > SHOWN else ""
-        return f"<p>{told}{escape(self.label)}, with 95 % intervals over prompts</p>{table}"
+        note = f"the largest {SHOWN} of {len(self.units)}: " if len(self.units) > SHOWN else ""
+        return f"<p>{note}{escape(self.label)}, with 95 % intervals over prompts</p>{table}"
 
     def plot(self) -> Drawing:
         """Maps, or values with their intervals where units have no map.
@@ -242,14 +242,14 @@ class UnitTable:
     @property
     def _columns(self) -> list[Any]:
         """Columns of a map: every number of a head, or the slots in their order."""
-        found = list(dict.fromkeys(unit.labels[self._column] for unit in self.units))
-        return found if isinstance(found[0], str) else list(range(max(found) + 1))
+        columns = list(dict.fromkeys(unit.labels[self._column] for unit in self.units))
+        return columns if isinstance(columns[0], str) else list(range(max(columns) + 1))
 
     @property
     def _parts(self) -> list[str]:
         """Parts of the cache that the units have."""
         labels = [unit.labels for unit in self.units]
-        return list(dict.fromkeys(str(each["part"]) for each in labels if "part" in each))
+        return list(dict.fromkeys(str(names["part"]) for names in labels if "part" in names))
 
     def _draw_intervals(self, axes: Axes) -> None:
         """Values or shares with their intervals; layers and positions in order, others by value."""

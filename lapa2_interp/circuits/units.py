@@ -82,12 +82,12 @@ def make_units(
     layers, heads = range(n_layers), range(n_heads)
     every = all_heads(model)
     if isinstance(over, Mapping):
-        found = [
+        units = [
             Unit({"name": name}, head_pairs(name, pairs, CircuitError))
             for name, pairs in over.items()
         ]
-        check_heads(model, found)
-        return found
+        check_heads(model, units)
+        return units
     match over:
         case "layer":
             return [Unit({"layer": i}, tuple((i, head) for head in heads)) for i in layers]

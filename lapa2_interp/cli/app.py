@@ -137,8 +137,8 @@ for number, (title, paths) in enumerate(COMMANDS.items(), 1):
     shown: dict[str, Any] = {"group": Group(title, sort_key=number)}
     for shown["sort_key"], path in enumerate(paths.split()):
         if path in FAMILIES:
-            told, members = FAMILIES[path]
-            family = App(name=path, help=told, **shown)
+            help_text, members = FAMILIES[path]
+            family = App(name=path, help=help_text, **shown)
             for member in members.split():
                 add_command(family, member)
             app.command(family)
@@ -164,8 +164,8 @@ def setting_problem(words: Sequence[str], error: CycloptsError) -> str | None:
         if name in CellSettings.model_fields:
             try:
                 CellSettings.of({name: read_value(token.value)})
-            except Lapa2Error as found:
-                return str(found)
+            except Lapa2Error as problem:
+                return str(problem)
     return None
 
 
@@ -243,9 +243,9 @@ def _run(words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0 if done else 128 + signal.SIGPIPE
     except OSError as error:  # a disk that is full, read-only or closed to this user
-        place = f"{error.filename}: " if error.filename else ""
+        file = f"{error.filename}: " if error.filename else ""
         reason = error.strerror or str(error)
-        print(f"lapa2: {escape_line(f'{place}{reason}')}; mend it and repeat", file=sys.stderr)
+        print(f"lapa2: {escape_line(f'{file}{reason}')}; mend it and repeat", file=sys.stderr)
     except MemoryError as error:
         print(
             f"lapa2: too little memory ({escape_line(str(error)) or 'no more is given'}); ask for"

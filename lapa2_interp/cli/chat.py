@@ -49,10 +49,12 @@ def chat(
         as_json: Print JSON.
     """
     try:
-        given = parse_json(read_text(messages))
+        chat_messages = parse_json(read_text(messages))
     except (OSError, ValueError) as error:
         raise LayoutError(f"cannot read {messages} as JSON: {error}") from None
-    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+    if not isinstance(chat_messages, list) or not all(
+        isinstance(message, dict) for message in chat_messages
+    ):
         raise LayoutError(f'{messages} should be a list of {{"role": ..., "content": ...}}')
     try:
         arguments = json.loads(template)
@@ -72,8 +74,8 @@ def chat(
 
     rules = augmentation.build(0.5)
     tokenizer = load_tokenizer(model, computing.trust_remote_code)
-    layout = Layout.of_chat(tokenizer, given, span=span, template=arguments)
-    task = chat_task(given, span, arguments)
+    layout = Layout.of_chat(tokenizer, chat_messages, span=span, template=arguments)
+    task = chat_task(chat_messages, span, arguments)
     loaded = computing.load(model)
     augmentation.check(loaded)
     cell = cell_of(

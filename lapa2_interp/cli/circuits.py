@@ -40,10 +40,10 @@ def circuits(
     from lapa2_interp.report.study_page import render_study
 
     loaded = computing.load(model)
-    found = run_study(loaded, texts.task, out, best=best, **texts.parameters())
+    study = run_study(loaded, texts.task, out, best=best, **texts.parameters())
     page = out / "report.html"
-    write_text(page, render_study(found))
-    print(f"\n{found.summary()}\n\nwritten: {page}")
+    write_text(page, render_study(study))
+    print(f"\n{study.summary()}\n\nwritten: {page}")
 
 
 def select(
@@ -94,7 +94,7 @@ def select(
     if file is not None and file.resolve() == out.resolve():
         raise CircuitError(f"--file and --out are both {out}; give each a file of its own")
     loaded = computing.load(model)
-    found = choose(
+    chosen = choose(
         loaded,
         ContrastSet.of(loaded, texts.task, **texts.parameters()),
         score=score,
@@ -106,22 +106,22 @@ def select(
         pro_aug=pro_aug,
         seed=texts.seed,
     )
-    found.save(out)
-    n = len(found.heads)
-    for i, (layer, head) in enumerate((*found.heads, *found.suppressors)):
-        mean, low, high = found.scores[i]
+    chosen.save(out)
+    n = len(chosen.heads)
+    for i, (layer, head) in enumerate((*chosen.heads, *chosen.suppressors)):
+        mean, low, high = chosen.scores[i]
         what = "chosen" if i < n else "works against the prefix"
         print(f"{layer}.{head:<4} {format_interval(mean, low, high, '.4f')}  {what}")
-    if found.positions is not None:
-        print(f"tokens of the prefix: {', '.join(map(str, found.positions))}")
-    if found.screened is not None:
-        print(f"{found.screened} heads of largest estimate by the gradient were knocked out")
-    if found.stability is not None:
+    if chosen.positions is not None:
+        print(f"tokens of the prefix: {', '.join(map(str, chosen.positions))}")
+    if chosen.screened is not None:
+        print(f"{chosen.screened} heads of largest estimate by the gradient were knocked out")
+    if chosen.stability is not None:
         print(
             "halves of the prompts agree on the order of heads: Spearman"
-            f" {format_number(found.stability, '.2f')}"
+            f" {format_number(chosen.stability, '.2f')}"
         )
-    if (asked := found.prompt) is not None:
+    if (asked := chosen.prompt) is not None:
         verdict = "strengthen the prompt" if asked.boost else "leave the prompt as it is"
         slope = f"{format_interval(asked.mean, asked.low, asked.high)} {asked.metric} a unit of b"
         print(f"{asked.method}: {verdict}; slope {slope}")
@@ -184,7 +184,7 @@ def fading(
     with result_folder(out, finished=lambda folder: (folder / "fading.csv").is_file()) as folder:
         length = max(filler) + texts.tokens
         contrast_set = ContrastSet.of(loaded, texts.task, **texts.parameters() | {"tokens": length})
-        found = ask(
+        fading_result = ask(
             loaded,
             contrast_set,
             filler=filler,
@@ -196,12 +196,12 @@ def fading(
             tokens=texts.tokens,
             seed=texts.seed,
         )
-        table = found.frame()
+        table = fading_result.frame()
         table.to_csv(folder / "fading.csv", index=False)
-        found.fades().to_csv(folder / "control.csv", index=False)
-        found.plot().savefig(folder / "fading.png")
-    print(f"control ({found.metric}) and its fade, by tokens in between")
-    print(as_text(found.fades(), ".4g"))
+        fading_result.fades().to_csv(folder / "control.csv", index=False)
+        fading_result.plot().savefig(folder / "fading.png")
+    print(f"control ({fading_result.metric}) and its fade, by tokens in between")
+    print(as_text(fading_result.fades(), ".4g"))
     print("\nshare of the fade that each bias brings back (removed: that its absence takes)")
     print(as_text(table, ".3f"))
-    print(f"\n{found.verdict}: {VERDICTS[found.verdict]}\nwritten: {out}")
+    print(f"\n{fading_result.verdict}: {VERDICTS[fading_result.verdict]}\nwritten: {out}")

@@ -46,7 +46,7 @@ class _Names(dict[str, Any]):
 
 
 TYPES = _Names(
-    {each.__name__: each for each in (str, int, float, bool, tuple, list)},
+    {kind.__name__: kind for kind in (str, int, float, bool, tuple, list)},
     Any=Any, Literal=Literal, Annotated=Annotated, Field=Field, Count=Count, Path=Path,
     Sequence=Sequence, Mapping=Mapping, Callable=Callable, Dtype=Dtype, DtypeOrAuto=DtypeOrAuto,
     ModelClass=ModelClass,
@@ -110,20 +110,20 @@ def arguments_of(path: str) -> list[Argument]:
         if kind is None:
             continue
         several = get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis
-        place: Any = Argument.KEYWORD_ONLY
+        position: Any = Argument.KEYWORD_ONLY
         value: Any = Argument.empty
         if positional and node is positional[0] and default is None:
-            place = Argument.VAR_POSITIONAL if several else Argument.POSITIONAL_ONLY
+            position = Argument.VAR_POSITIONAL if several else Argument.POSITIONAL_ONLY
             kind = get_args(kind)[0] if several else kind
         elif default is not None:
             value = _default(module, default)
             value = () if several and value is None else value
-        if place is Argument.KEYWORD_ONLY:
+        if position is Argument.KEYWORD_ONLY:
             name = "--set" if node.arg in ("changes", "parameters") else None
             shown = Parameter(name=name, consume_multiple=several and name is None,
                               show_default=value not in ((), None, False))  # fmt: skip
             kind = Annotated[kind, shown]
-        arguments.append(Argument(node.arg, place, default=value, annotation=kind))
+        arguments.append(Argument(node.arg, position, default=value, annotation=kind))
     # A parameter without a default comes before those with one.
     return sorted(arguments, key=lambda one: (one.kind, one.default is not Argument.empty))
 

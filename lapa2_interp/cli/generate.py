@@ -56,7 +56,7 @@ def generate(
             again: auto where it fits, on, or off. It may change the last bits of a logit, and so a
             text.
         trust_remote_code: Run code that comes with the model.
-        yes: Start also what would take a year, or more memory than there is.
+        yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
         force: Replace a finished run.
     """
     from lapa2_interp._util.files import result_folder
@@ -76,7 +76,7 @@ def generate(
 
     def announce(loaded: Model, plans: Sequence[BatchPlan]) -> None:
         augmentation.check(loaded)
-        for note in dict.fromkeys(note for each in plans for note in each.merged):
+        for note in dict.fromkeys(note for plan in plans for note in plan.merged):
             print(f"note: {note}", file=sys.stderr)
         print(announcement(loaded, plans), file=sys.stderr)
 
@@ -130,26 +130,26 @@ def trace(
     from lapa2_interp.runs.run import load_run
 
     chosen = load_run(run)
-    found = chosen.attention(branch, **columns(only))
-    steps = one_kind(found.steps())
-    _show(found, steps)
-    arms = {chosen.by_key[key].arm: chosen.by_key[key] for key in found.kinds[0][0]["cell"]}
+    attention = chosen.attention(branch, **columns(only))
+    steps = one_kind(attention.steps())
+    _show(attention, steps)
+    arms = {chosen.by_key[key].arm: chosen.by_key[key] for key in attention.kinds[0][0]["cell"]}
     rules = "; ".join(
         f"{arm}: {' + '.join(rule.to_json() for rule in cell.active_augmentations) or None}"
         for arm, cell in arms.items()
     )
     print(f"\naugmentation {rules}")
     if out is not None:
-        found.save(out, force)
+        attention.save(out, force)
         print(f"\ntables and figures in {out}")
 
 
-def _show(found: Attention, steps: pd.DataFrame) -> None:
+def _show(attention: Attention, steps: pd.DataFrame) -> None:
     from lapa2_interp._util.table_formats import interval_cells
     from lapa2_interp.attention.tables import branch_name
     from lapa2_interp.stats import describe_intervals
 
-    part, trace = found.part, found.kinds[0][1]
+    part, trace = attention.part, attention.kinds[0][1]
     last = int(steps["step"].max())
     powers = [0, *(2**i for i in range(20) if 2**i < last), last]
     names = [part, "bos", "released_slice"]
@@ -160,7 +160,7 @@ def _show(found: Attention, steps: pd.DataFrame) -> None:
         ["arm", "step"] if (steps["layer_type"] == "full").all() else ["arm", "layer_type", "step"]
     )
     table = shown.pivot(index=rows, columns="name", values="cell")[names].loc[arms]
-    branch = branch_name(trace, found.branch)
+    branch = branch_name(trace, attention.branch)
     read = f"branch {branch} (of {', '.join(map(str, trace['branch'].to_numpy()))})"
     print(f"{read}: attention on its {part}, on BOS and on the released slice")
     n, prompts = int(steps["n"].iloc[0]), int(steps["prompts"].iloc[0])
@@ -169,13 +169,15 @@ def _show(found: Attention, steps: pd.DataFrame) -> None:
         f"mean over layers{' of a type' * (len(rows) > 2)} and heads; {n} texts of"
         f" {pluralize(prompts, 'prompt')} an arm; {interval}"
     )
-    if found.n_untraced:
-        print(f"left out: {pluralize(found.n_untraced, 'text')} that ended before a first token")
+    if attention.n_untraced:
+        print(
+            f"left out: {pluralize(attention.n_untraced, 'text')} that ended before a first token"
+        )
     print(table.rename_axis(columns=None).to_string())
     print(f"\nC/(t+D) fitted to the curve of the {part}")
-    fits = found.fits()[["arm", "C", "D", "R2"]]
+    fits = attention.fits()[["arm", "C", "D", "R2"]]
     print(as_text(fits, ".4g", "no fit"))
-    if found.by_head:
+    if attention.by_head:
         print(f"\nheads with most attention on the {part}, mean over steps")
-        top = found.heads().largest(5, part)[["arm", "layer", "head", part, "bos"]]
+        top = attention.heads().largest(5, part)[["arm", "layer", "head", part, "bos"]]
         print(as_text(top, ".4f"))

@@ -114,10 +114,10 @@ def layout(
         if text is not None and is_path(text):
             raise LayoutError(f"--{name} {taken_as_path(text)}; give the text itself")
     tokenizer = load_tokenizer(model, trust_remote_code)
-    found = Layout.of(tokenizer, prefix, prompt, soft=soft, doubled_bos=doubled_bos)
+    branch = Layout.of(tokenizer, prefix, prompt, soft=soft, doubled_bos=doubled_bos)
     seen = config_layer_types(load_config(model, trust_remote_code))
     rules, kinds = augmentation.build(0.5) or (None,), distinct_types(seen)
-    several = [explain_layout(found, rule, steps, kind) for rule in rules for kind in kinds]
+    several = [explain_layout(branch, rule, steps, kind) for rule in rules for kind in kinds]
     facts = several[0]
     if as_json:
         print(json.dumps(facts if len(several) == 1 else several, indent=1, ensure_ascii=False))
@@ -125,9 +125,9 @@ def layout(
     width = max(len(repr(key["token"])) for key in facts["tokens"])
     print("slot      id  " + "token".ljust(width) + "  part    boosted")
     of_rules = several[:: len(kinds)]
-    boosted = [[key["boosted"] for key in each["tokens"]] for each in of_rules]
+    boosted = [[key["boosted"] for key in explained["tokens"]] for explained in of_rules]
     for i, key in enumerate(facts["tokens"]):
-        by = [str(j) for j, each in enumerate(boosted, 1) if each[i]]
+        by = [str(j) for j, marks in enumerate(boosted, 1) if marks[i]]
         mark = ("yes" if len(rules) == 1 else " ".join(by)) if by else ""
         number = "" if key["id"] is None else key["id"]
         print(
@@ -140,7 +140,7 @@ def layout(
     if len(rules) > 1:
         del spans["boosted"]
     print("\nspans: " + ", ".join(f"{name} {text}" for name, text in spans.items() if text))
-    n = ", ".join(str(each["n"]) for each in of_rules)
+    n = ", ".join(str(explained["n"]) for explained in of_rules)
     print(f"l_pre {facts['l_pre']}, l_pro {facts['l_pro']}, BOS {facts['n_bos']}, n {n}")
     if kinds != [FULL_ATTENTION]:
         print(f"layers by the keys they see: {describe_layers(seen)}")
@@ -152,12 +152,12 @@ def layout(
     if facts["augmentation"] is None:
         print("alpha 0: nothing is added")
         return
-    for j, each in enumerate(several):
+    for j, explained in enumerate(several):
         name = "augmentation" if len(rules) == 1 else f"\naugmentation {j // len(kinds) + 1}"
         if kinds != [FULL_ATTENTION]:
-            name = f"\nin layers that are {each['layer_type']}: {name.strip()}"
-        print(f"{name} {json.dumps(each['augmentation'])}\n\nstep    l      bias  weight x")
-        for step in each["steps"]:
+            name = f"\nin layers that are {explained['layer_type']}: {name.strip()}"
+        print(f"{name} {json.dumps(explained['augmentation'])}\n\nstep    l      bias  weight x")
+        for step in explained["steps"]:
             b = step["bias"]
             weight = "" if b is None else f"{0.0 if b == BLOCKED else math.exp(b):.3f}"
             shown = "by score" if b is None else b if b == BLOCKED else f"{b:.4f}"
@@ -173,8 +173,8 @@ def probe(model: str, /, *, computing: ModelOptions = ModelOptions()) -> None:
     from lapa2_interp.bias.layer_types import describe_layers
     from lapa2_interp.models.probing import probe_model
 
-    found = probe_model(model, **computing.parameters())
-    card = found.card
+    report = probe_model(model, **computing.parameters())
+    card = report.card
     print(
         f"model            {card.name} ({card.architecture}, {card.model_class}, {card.dtype},"
         f" {card.device})"
@@ -184,23 +184,23 @@ def probe(model: str, /, *, computing: ModelOptions = ModelOptions()) -> None:
     print(f"start of text    {card.start_token}   ends: {' '.join(card.end_tokens)}")
     if card.layer_types:
         print(f"keys seen        {describe_layers(card.layer_types)}")
-    shift = found.liveness.logit_shift
+    shift = report.liveness.logit_shift
     where = f"all {card.n_layers} layers"
-    if len(found.attention_layers) < card.n_layers:
-        where = f"layers {', '.join(map(str, found.attention_layers))}"
+    if len(report.attention_layers) < card.n_layers:
+        where = f"layers {', '.join(map(str, report.attention_layers))}"
         where += " (the others have no attention)"
     print(f"scores hook      live in {where}: editing it moves the logits by up to {shift:.3g}")
     print(
         "interface        "
         + (
             "plain transformers is live, too (--model-class TransformersModel)"
-            if found.plain.alive
-            else f"{found.plain.problem}"
+            if report.plain.alive
+            else f"{report.plain.problem}"
         )
     )
     print(
-        f"to transformers  largest logit difference {found.logit_difference:.2e} over"
-        f" {found.tokens} tokens"
+        f"to transformers  largest logit difference {report.logit_difference:.2e} over"
+        f" {report.tokens} tokens"
     )
 
 
@@ -216,28 +216,28 @@ def list_recipes(*names: str, as_json: AsJson = False) -> None:
 
     if unknown := [name for name in names if name not in RECIPES]:
         raise AugmentationError(unknown_choice("recipe", unknown[0], RECIPES))
-    chosen = {name: found for name, found in RECIPES.items() if not names or name in names}
+    chosen = {name: recipe for name, recipe in RECIPES.items() if not names or name in names}
     if as_json:
         rows = [
             {
                 "name": name,
-                "what": found.what,
-                "parameters": found.parameters,
-                "required": found.required,
-                "source": found.source,
-                "defaults": found.defaults,
+                "what": recipe.what,
+                "parameters": recipe.parameters,
+                "required": recipe.required,
+                "source": recipe.source,
+                "defaults": recipe.defaults,
             }
-            for name, found in chosen.items()
+            for name, recipe in chosen.items()
         ]
         print(json.dumps(rows, indent=1))
         return
-    for name, found in chosen.items():
-        own = [f"{key}={_as_text(value)}" for key, value in found.parameters.items()]
-        print(f"{name}: {found.what}")
-        print(f"  parameters  {', '.join([*own, *(f'{key} (needed)' for key in found.required)])}")
-        print(f"  fixed       {', '.join(found.fixed_fields) or 'nothing'}")
-        print(f"  source      {found.source}")
-        print(f"  defaults    {found.defaults}\n")
+    for name, recipe in chosen.items():
+        own = [f"{key}={_as_text(value)}" for key, value in recipe.parameters.items()]
+        print(f"{name}: {recipe.what}")
+        print(f"  parameters  {', '.join([*own, *(f'{key} (needed)' for key in recipe.required)])}")
+        print(f"  fixed       {', '.join(recipe.fixed_fields) or 'nothing'}")
+        print(f"  source      {recipe.source}")
+        print(f"  defaults    {recipe.defaults}\n")
     print(
         f"every recipe also takes the fields {', '.join(Augmentation.model_fields)}, but for those"
         " that it fixes, and tokens, which are positions within the prefix, from 0"
@@ -300,12 +300,12 @@ def list_methods(*names: str) -> None:
             settings = ", ".join(f"{key}={value}" for key, value in asdict(chosen).items())  # type: ignore[call-overload]
             print(f"  {task.name} ({attribute})" + (f": {settings}" if settings else ""))
             augmentation = Augmentation(alpha=method.alpha) if method.alpha else None
-            for branch, given in zip(
+            for branch, augmentations in zip(
                 branches, assign_augmentations(chosen, branches, augmentation), strict=True
             ):
                 span = (
                     "not augmented"
-                    if given is None
+                    if augmentations is None
                     else "prefix hidden"
                     if branch.hidden
                     else "prefix augmented"
@@ -334,9 +334,9 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
     from lapa2_interp.tasks.task import built_in_tasks
 
     hard = [] if folder else [
-        {"task": name, "attribute": attribute, "text": found.prefix}
+        {"task": name, "attribute": attribute, "text": texts.prefix}
         for name in built_in_tasks()
-        for attribute, found in load_task(name).attributes.items()
+        for attribute, texts in load_task(name).attributes.items()
     ]  # fmt: skip
     soft = cards_in(folder or SHIPPED_SETS)
     if as_json:
@@ -348,8 +348,8 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
         return
     if hard:
         print("hard prefixes, joined to the prompt as they stand (any model; --set prefixes=hard)")
-        for each in hard:
-            print(f"  {each['task']:<10} {each['attribute']:<10} {each['text']!r}")
+        for prefix in hard:
+            print(f"  {prefix['task']:<10} {prefix['attribute']:<10} {prefix['text']!r}")
         print()
     print("soft prefixes (their model only; --set prefixes=SET)")
     head = f"  {'model':<14} {'task':<10} {'set':<12} {'attribute':<10} slots"
@@ -361,7 +361,7 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
             f" {card.shape.n_slots:>5}"
         )
         if card.held_out is not None:
-            nll = {name: found.mean for name, found in card.held_out.nll.items()}
+            nll = {name: interval.mean for name, interval in card.held_out.nll.items()}
             siblings = [
                 value
                 for name, value in nll.items()
@@ -378,7 +378,10 @@ def list_prefixes(folder: Path | None = None, /, *, as_json: AsJson = False) -> 
                 f" {shares[1].mean:.3f})"
             )
         if card.generated:
-            right = [f"{each.baseline.mean:.3f}, {each.lapa2.mean:.3f}" for each in card.generated]
+            right = [
+                f"{accuracy.baseline.mean:.3f}, {accuracy.lapa2.mean:.3f}"
+                for accuracy in card.generated
+            ]
             line += f"       {'; '.join(right)}"
         print(line)
     print(
@@ -401,11 +404,11 @@ def list_tasks() -> None:
             f"  prompts       {len(task.prompts.texts)}, {task.prompts.source}:"
             f" {task.prompts.texts[0]!r}, ..."
         )
-        for attribute, found in task.attributes.items():
-            print(f"  {attribute:<13} {found.prefix!r}")
+        for attribute, texts in task.attributes.items():
+            print(f"  {attribute:<13} {texts.prefix!r}")
         for method, settings in task.methods.items():
-            given = ", ".join(f"{key}={value}" for key, value in settings.parameters.items())
-            print(f"  {method:<13} {given or 'texts of its own'}")
+            parameters = ", ".join(f"{key}={value}" for key, value in settings.parameters.items())
+            print(f"  {method:<13} {parameters or 'texts of its own'}")
         print()
     print("a task of your own: save this as mood.toml, change it, and give --task mood.toml\n")
     print(EXAMPLE, end="")

@@ -49,27 +49,27 @@ def _option(name: str, group: Group) -> tuple[str, Any, Any]:
     """The option of a setting: its name, type, and default. Values are texts, which `CellSettings`
     checks: the sentence about a wrong one is that of Python and grids."""
     setting = CellSettings.model_fields[name]
-    given: Any = bool if setting.annotation is bool else str
-    default: Any = setting.default if given is bool else str(setting.default or "")
+    kind: Any = bool if setting.annotation is bool else str
+    default: Any = setting.default if kind is bool else str(setting.default or "")
     if name in OTHER_NAMES:
-        given, default = tuple[str, ...], ()
+        kind, default = tuple[str, ...], ()
     choices = DtypeOrAuto if name == "dtype" else setting.annotation
-    told = f" [choices: {', '.join(names)}]" if (names := _choices(choices)) else ""
+    choices_text = f" [choices: {', '.join(names)}]" if (names := _choices(choices)) else ""
     parameter = Parameter(
         name=OTHER_NAMES.get(name),
-        help=f"{setting.description}{told}",
+        help=f"{setting.description}{choices_text}",
         group=group,
-        show_default=given is str and bool(default),
+        show_default=kind is str and bool(default),
         consume_multiple=name == "prompts",
     )
-    return name, Annotated[given, parameter], field(default=default)
+    return name, Annotated[kind, parameter], field(default=default)
 
 
 def _choices(annotation: Any) -> list[str]:
-    found: list[str] = []
-    for each in get_args(annotation) if get_origin(annotation) is Literal else ():
-        found += _choices(each) or [str(each)]
-    return found
+    names: list[str] = []
+    for choice in get_args(annotation) if get_origin(annotation) is Literal else ():
+        names += _choices(choice) or [str(choice)]
+    return names
 
 
 SettingOptions: Any = make_dataclass(
@@ -83,17 +83,17 @@ SettingOptions: Any = make_dataclass(
 
 def given_settings(options: Any) -> dict[str, Any]:
     """Settings by name, of `SettingOptions`; those that are not given are left out."""
-    found = {}
+    values = {}
     for option in fields_of(options):
         value = getattr(options, option.name)
         if value != option.default:
             as_it_is = option.name in AS_TEXT or not isinstance(value, str)
-            found[option.name] = value if as_it_is else read_value(value)
-    prompts = found.get("prompts", ())
+            values[option.name] = value if as_it_is else read_value(value)
+    prompts = values.get("prompts", ())
     if len(prompts) == 1 and (prompts[0].isdigit() or prompts[0] == "task"):
-        found["prompts"] = read_value(prompts[0])
-    method = found.get("method", CellSettings.model_fields["method"].default)
-    return found | {"parameters": method_parameters(method, found.get("parameters", ()))}
+        values["prompts"] = read_value(prompts[0])
+    method = values.get("method", CellSettings.model_fields["method"].default)
+    return values | {"parameters": method_parameters(method, values.get("parameters", ()))}
 
 
 def name_of_setting(option: str) -> str:
@@ -264,10 +264,10 @@ def columns(texts: Sequence[str]) -> dict[str, list[str]]:
 def _assignments(
     texts: Sequence[str], option: str, form: str, kind: type[Lapa2Error]
 ) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    assignments: dict[str, list[str]] = {}
     for text in texts:
         name, mark, value = text.partition("=")
         if not mark:
             raise kind(f"--{option} {text!r} is not of the form {form}")
-        found.setdefault(name, []).append(value)
-    return found
+        assignments.setdefault(name, []).append(value)
+    return assignments

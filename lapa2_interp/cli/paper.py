@@ -61,8 +61,8 @@ def propositions(
     """
     from lapa2_interp.paper.proposition_study import PropositionStudy, write_proposition_study
 
-    for each in dict.fromkeys((dtype, long_dtype)):
-        print_if_slow(each, device)
+    for name in dict.fromkeys((dtype, long_dtype)):
+        print_if_slow(name, device)
     study = PropositionStudy(
         model=model,
         dtype=dtype,

@@ -89,17 +89,20 @@ def _show(folder: Path, table: pd.DataFrame) -> None:
         wide[list(dict.fromkeys(table["label"]))].rename_axis(index=None, columns=None).to_string()
     )
     for card in cards_in(folder):
-        found = card.held_out
-        if found is not None:
-            print(f"likeliest under its own prefix, {card.attribute}: {_percent(found.accuracy)}")
-    if found is not None:
-        print(f"likeliest under its own prefix, all: {_percent(found.accuracy_of_set)}")
-        print(f"the same with hard prefixes, all:    {_percent(found.hard_accuracy_of_set)}")
+        held_out = card.held_out
+        if held_out is not None:
+            print(
+                f"likeliest under its own prefix, {card.attribute}: {_percent(held_out.accuracy)}"
+            )
+    if held_out is not None:
+        print(f"likeliest under its own prefix, all: {_percent(held_out.accuracy_of_set)}")
+        print(f"the same with hard prefixes, all:    {_percent(held_out.hard_accuracy_of_set)}")
         print(
-            f"on {found.data}, {found.accuracy_of_set.n} texts of at most {found.max_tokens} tokens"
+            f"on {held_out.data}, {held_out.accuracy_of_set.n} texts of at most"
+            f" {held_out.max_tokens} tokens"
         )
 
 
-def _percent(found: Interval) -> str:
-    low, high = max(found.low, 0.0), min(found.high, 1.0)
-    return format_interval(100 * found.mean, 100 * low, 100 * high, ".1f", " %")
+def _percent(share: Interval) -> str:
+    low, high = max(share.low, 0.0), min(share.high, 1.0)
+    return format_interval(100 * share.mean, 100 * low, 100 * high, ".1f", " %")

@@ -25,8 +25,8 @@ def _into_the_run(values: Values) -> None:
         values.setdefault("out", Path(values["source"]) / "scores")
 
 
-def _print_scores(found: Scored, values: Values) -> None:
-    print(found.summary())
+def _print_scores(scored: Scored, values: Values) -> None:
+    print(scored.summary())
     if "out" in values:
         print(f"\ntables in {values['out']}")
 

@@ -18,8 +18,8 @@ def _read_parameters(texts: Sequence[str], values: Values) -> dict[str, Any]:
 
 def _print_steered(steered: Steered, values: Values) -> None:
     print(f"\n{steered.summary()}\n{steered.selection.gain}")
-    given = values.get("task", "sentiment"), values["prompts"], values.get("device")
-    print(f"\nwritten: {steered.folder / 'report.html'}; {steered.next_step(*given)}")
+    inputs = values.get("task", "sentiment"), values["prompts"], values.get("device")
+    print(f"\nwritten: {steered.folder / 'report.html'}; {steered.next_step(*inputs)}")
 
 
 steer = command_of("report.steer:steer", read={"parameters": _read_parameters}, show=_print_steered)

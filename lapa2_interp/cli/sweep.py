@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def grids(
     *names: str, changes: Changes = (), allow_code: bool = False, as_json: AsJson = False
 ) -> None:
-    """List experiment grids with their cells, and what each takes on this machine.
+    """List experiment grids with their cells, and what each takes.
 
     paper/* are the paper's settings, quick/* the same shapes for the embedded model. With names,
     also every cell of those.
@@ -33,50 +33,39 @@ def grids(
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS.
         as_json: Print JSON, cells in full.
     """
-    from lapa2_interp._util.terminal import format_bytes, format_duration
-    from lapa2_interp.models.machine import machine_memory, machine_workers
+    from lapa2_interp._util.terminal import format_bytes
+    from lapa2_interp.models.machine import machine_memory
     from lapa2_interp.models.sizes import model_size
-    from lapa2_interp.paper.estimates import scoring_seconds
     from lapa2_interp.paper.power import detectable_differences
     from lapa2_interp.runs.estimates import estimate
     from lapa2_interp.runs.grid import EXAMPLE, built_in, load_grid, parse_changes
 
-    found = [
+    chosen = [
         load_grid(name, parse_changes(changes), check=False, allow_code=allow_code)
         for name in names or built_in()
     ]
     if as_json:
-        print(
-            json.dumps(
-                [
-                    {
-                        "name": g.name,
-                        "cells": [c.model_dump(mode="json") | {"key": c.key} for c in g.cells],
-                    }
-                    for g in found
-                ]
-            )
-        )
+        listed = [
+            {
+                "name": grid.name,
+                "cells": [cell.model_dump(mode="json") | {"key": cell.key} for cell in grid.cells],
+            }
+            for grid in chosen
+        ]
+        print(json.dumps(listed))
         return
-    workers = machine_workers()
-    print(
-        f"{'grid':<20} {'cells':>5} {'texts':>7} {'row-tokens':>11}  {'time here':>9} "
-        f" {'scoring':>8}  {'disk':>8}  {'memory':>8}"
-    )
-    basis, notes = [], []
-    for grid in found:
-        each = estimate(grid.cells, workers)
-        fits = "" if each.memory < 0.9 * machine_memory() else "  not on this machine"
-        line = (
-            f"{grid.name:<20} {len(grid.cells):>5} {each.texts:>7} {each.row_tokens:>11} "
-            f" {format_duration(each.seconds):>9}"
+    print(f"{'grid':<20} {'cells':>5} {'texts':>7} {'row-tokens':>11}  {'disk':>8}  {'memory':>8}")
+    notes = []
+    for grid in chosen:
+        size = estimate(grid.cells)
+        fits = "" if size.memory < 0.9 * machine_memory() else "  not on this machine"
+        print(
+            f"{grid.name:<20} {len(grid.cells):>5} {size.texts:>7} {size.row_tokens:>11} "
+            f" {format_bytes(size.disk):>8}  {format_bytes(size.memory):>8}{fits}\n"
+            f"    {grid.description}"
         )
-        scoring = format_duration(scoring_seconds([grid]))
-        sizes = f"{format_bytes(each.disk):>8}  {format_bytes(each.memory):>8}"
-        print(f"{line}  {scoring:>8}  {sizes}{fits}\n    {grid.description}")
         if points := detectable_differences(grid):
             print(f"    two arms tell differences of {points} points")
-        basis += each.basis.split("; ")
         notes += [f"{grid.name} cannot run yet: {need}" for need in grid.needs]
         for cell in grid.cells:
             if cell.length > (most := model_size(cell.model).n_ctx):
@@ -85,15 +74,15 @@ def grids(
                     f" {cell.model}"
                 )
     print(
-        f"\ntime with {pluralize(workers, 'worker')} ({'; '.join(dict.fromkeys(basis))}); cells"
-        " that grids share are made once; scoring: by the scorers that ship, with tables and"
-        " figures; memory: of a worker. Differences: found in 80 % of runs, if texts were"
-        " independent; `lapa2 power` asks an earlier run about each claim"
+        "\nrow-tokens: tokens that the model reads, in all branches; cells that grids share are"
+        " made once; memory: of a worker. A sweep shows the time that is left, from its first"
+        " batch. Differences: found in 80 % of runs, if texts were independent; `lapa2 power` asks"
+        " an earlier run about each claim"
     )
     for note in dict.fromkeys(notes):
         print(note)
     if names:
-        for grid in found:
+        for grid in chosen:
             for cell in grid.cells:
                 print(f"{cell.key}  {cell.description}, {cell.samples} x {cell.length}")
     else:
@@ -153,11 +142,11 @@ def power(
             f"{folder} has no ITEM.claims.csv; `python analyses/ITEM.py RUN` makes it from a run"
         )
     known = pd.concat(map(read_claims, files), ignore_index=True)
-    found = []
+    tables = []
     for name in names:
         grid = load_grid(name, parse_changes(changes), check=False, allow_code=allow_code)
         table = ask(grid, known, perplexity or PERPLEXITY_TEXTS)
-        found.append(table.assign(grid=grid.name))
+        tables.append(table.assign(grid=grid.name))
         print(f"{grid.name}\n{as_text(table, '.2f')}")
         print(f"{summarize_power(table)}\n")
     print(
@@ -169,7 +158,7 @@ def power(
         " true difference"
     )
     if out is not None:
-        write_text(out, as_csv(pd.concat(found, ignore_index=True)))
+        write_text(out, as_csv(pd.concat(tables, ignore_index=True)))
         print(f"written: {out}")
 
 
@@ -219,17 +208,17 @@ def runs(
     if as_json and (traceback or remove_earlier):
         option = "--traceback" if traceback else "--remove-earlier"
         raise RunError(f"{option} prints texts, which --json has no place for; give one of them")
-    found = load_run(run, earlier=True)
+    listed = load_run(run, earlier=True)
     if remove_earlier:
         print(f"{pluralize(len(remove(run, print)), 'cell')} of earlier grids removed\n")
-        found = load_run(run, earlier=True)
-    table = found.cells
+        listed = load_run(run, earlier=True)
+    table = listed.cells
     shown = table if state == "all" else table[table["state"] == state]
     if as_json:
         print(shown.to_json(orient="records", indent=1))
         return
     earlier = table["key"][table["grids"] == ""].tolist()
-    groups: dict[str, Sequence[str]] = dict(found.listing.grids)
+    groups: dict[str, Sequence[str]] = dict(listed.listing.grids)
     if earlier:
         groups["earlier grids (in no table or report; --remove-earlier removes them)"] = earlier
     for grid, keys in groups.items():
@@ -248,10 +237,10 @@ def runs(
             if row["state"] == "finished"
             else row["why"]
         )
-        where = f"{found.by_key[row['key']].description}, {row['samples']} x {row['max_length']}"
+        where = f"{listed.by_key[row['key']].description}, {row['samples']} x {row['max_length']}"
         where += ", of an earlier grid" * (not row["grids"])
         print(escape_line(f"{row['key']}  {row['state']:<8}  {where}  {made}".rstrip()))
-    failures = found.failures
+    failures = listed.failures
     if traceback:
         for key in shown["key"]:
             if key in failures:

@@ -37,10 +37,10 @@ def word_lists(
     from lapa2_interp.methods.registry import load_task
     from lapa2_interp.tasks.word_lists import make_word_list
 
-    found = make_word_list(
+    words_by_attribute = make_word_list(
         tuple(load_task(task).attributes), data, out, n_words, min_count, min_z, force
     )
-    for label, best in found.items():
+    for label, best in words_by_attribute.items():
         shown = ", ".join(f"{word} {z:.1f}" for word, z in best[:8])
         print(
             f"{label:<10} {len(best)} words, z {best[0][1]:.1f} to {best[-1][1]:.1f}: {shown}, ..."

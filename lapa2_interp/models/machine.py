@@ -274,12 +274,6 @@ def matmul_seconds(dtype: str, device: str = "cpu", tries: int = 4) -> float:
     return least
 
 
-@cache
-def operations_per_second(dtype: str, device: str) -> float:
-    """Additions and multiplications per second in the timed products."""
-    return 2 * ROWS * WIDTH**2 * MATRICES / matmul_seconds(dtype, device)
-
-
 def device_clock(device: str) -> Callable[[], float]:
     """A clock in seconds: on a CPU the computing time of this thread, which does not depend on
     other processes; elsewhere the wall-clock time."""

@@ -28,7 +28,6 @@ from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import format_interval, format_number, interval_text, records
-from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
@@ -58,8 +57,7 @@ from lapa2_interp.paper.synthetic_propositions import (
     synthetic_slopes,
     synthetic_verdicts,
 )
-from lapa2_interp.runs.estimates import LONG
-from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
+from lapa2_interp.runs.generate import announcement, make_cells
 from lapa2_interp.runs.manifest import library_versions, source_commit
 from lapa2_interp.runs.run import FinishedCell, Run, finished_cell, write_run
 from lapa2_interp.runs.store import FinishedBatch, Listing
@@ -301,14 +299,7 @@ def _generate_texts(model: Model, study: PropositionStudy) -> Run:
 
 def _announce_work(model: Model, study: PropositionStudy, plans: Sequence[BatchPlan]) -> None:
     print(announcement(model, plans), file=sys.stderr)
-    baseline = sum(batch_plan.new_tokens for batch_plan in plans) // (1 + len(study.free))
-    seconds = reading_seconds(model, len(study.alphas) * baseline)
-    if seconds > LONG:
-        print(
-            f"then they are read under {len(study.alphas)} alphas: about"
-            f" {format_duration(seconds)}",
-            file=sys.stderr,
-        )
+    print(f"then they are read under {len(study.alphas)} alphas", file=sys.stderr)
 
 
 def _texts_by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:

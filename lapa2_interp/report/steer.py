@@ -32,7 +32,6 @@ import pandas as pd
 from lapa2_interp._util.errors import CircuitError, RunError, pluralize
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, format_interval
-from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
@@ -73,7 +72,7 @@ from lapa2_interp.report.steer_result import (
     verdict,
 )
 from lapa2_interp.runs.engines import Engine, local_engine
-from lapa2_interp.runs.estimates import check_affordable, estimate, reading_seconds
+from lapa2_interp.runs.estimates import check_affordable, estimate
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import load_run
 from lapa2_interp.runs.sweep import sweep
@@ -166,7 +165,7 @@ def steer(
             hooks, through transformers' attention interface, and chooses heads by knock-out.
         workers: By default one per GPU, or per CPU core.
         threads: CPU threads of a worker, as in `lapa2 sweep`.
-        yes: Start also what would take a year, or more memory than there is.
+        yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
         notify: Called with lines about what is done.
 
     Returns:
@@ -219,9 +218,9 @@ def steer(
     selection.save(folder / CARD)
     for name, frame in ((TUNING, tuning), (TABLE, table), (TESTS, tests)):
         write_text(folder / name, as_csv(frame))
-    found = Steered(folder, settings, selection, tuning, table, tests, samples_made)
-    write_steer_page(folder / "report.html", found)
-    return found
+    steered = Steered(folder, settings, selection, tuning, table, tests, samples_made)
+    write_steer_page(folder / "report.html", steered)
+    return steered
 
 
 def _check_scorers(settings: SteerSettings, device: str | None) -> None:
@@ -230,12 +229,12 @@ def _check_scorers(settings: SteerSettings, device: str | None) -> None:
     Raises:
         ScoringError: A scorer cannot be loaded, or has no label for an attribute.
     """
-    given = [f"accuracy ({each})" for each in settings.classifiers if each not in CLASSIFIERS]
-    given += ["perplexity"] * (settings.perplexity != settings.model)
-    if given:
+    custom = [f"accuracy ({name})" for name in settings.classifiers if name not in CLASSIFIERS]
+    custom += ["perplexity"] * (settings.perplexity != settings.model)
+    if custom:
         names = list(settings.task.attributes)
         words = {"prompt": "a", "attribute": names, "text": "a few words " * 4}
-        _scores(None, settings, pd.DataFrame(words), device, given)
+        _scores(None, settings, pd.DataFrame(words), device, custom)
 
 
 def _announce(
@@ -245,10 +244,10 @@ def _announce(
     yes: bool,
     notify: Callable[[str], None],
 ) -> None:
-    """Say how many texts are made and how long it takes, before anything begins.
+    """Say how many texts are made, before anything begins.
 
     Raises:
-        RunError: It would take a year, or more memory than there is.
+        RunError: They are very many, or take more memory than there is.
     """
     workers = engine.n_workers
     engine.close()
@@ -258,17 +257,11 @@ def _announce(
     tuned = settings.cells(parts["tune"], CHOSEN, bias)
     judged = settings.cells(parts["judge"], CHOSEN, bias)
     arms = {"tune": 1 + len(TUNED) * len(STRENGTHS), "judge": len(settings.arms)}
-    each = estimate([*tuned * arms["tune"], *judged * arms["judge"]], workers, None, 1)
-    check_affordable(each.texts, each.seconds, each.memory, yes)
-    # A gradient costs about three passes, a knock-out one; other wordings read half of the prompts
-    # twice. Each text is read by its scorers as if twice by the model.
-    passes = 3 if settings.model_class != "TransformersModel" else size.n_layers * size.n_heads
-    rows = len(parts["choose"]) * len(settings.task.attributes)
-    read = 2 * passes * rows * settings.length + 2 * each.texts * settings.length
-    seconds = each.seconds + reading_seconds(read)
+    work = estimate([*tuned * arms["tune"], *judged * arms["judge"]])
+    check_affordable(work.texts, work.row_tokens, work.memory, yes)
     notify(
         f"{len(parts['choose'])} prompts choose {settings.heads} heads, {len(parts['tune'])} tune,"
-        f" {len(parts['judge'])} judge: {each.texts} texts, about {format_duration(seconds)} with"
+        f" {len(parts['judge'])} judge: {work.texts} texts, {work.row_tokens} row-tokens, with"
         f" {pluralize(workers, 'worker')}"
     )
 
@@ -357,9 +350,9 @@ def _tune(
 ) -> pd.DataFrame:
     """`Steered.tuning`."""
     arms = {(BASELINE, 0.0): settings.cells(prompts, NO_BIAS)}
-    for place in TUNED:
+    for arm in TUNED:
         for alpha in STRENGTHS:
-            arms[place, alpha] = settings.cells_with_bias(prompts, place, alpha, chosen)
+            arms[arm, alpha] = settings.cells_with_bias(prompts, arm, alpha, chosen)
     cells = [cell for of_arm in arms.values() for cell in of_arm]
     texts = _make(folder, "tune", cells, chosen, engine)
     scores = _scores(folder, settings, texts, device, ["perplexity"])
@@ -373,14 +366,14 @@ def _tune(
     curves = SteeringCurves(scores, [], resamples=4000)
     tried = np.array([0.0, *STRENGTHS])
     frames = []
-    for place in TUNED:
-        costs = curves.curve(place)[..., 0]  # resample arm: ln perplexity
+    for arm in TUNED:
+        costs = curves.curve(arm)[..., 0]  # resample arm: ln perplexity
         target = costs[:1, 0] + np.log(settings.budget)
         alpha = float(interpolate_at_cost(costs[:1], tried[None, :, None], target)[0, 0])
-        at_alpha = np.stack([np.interp([*STRENGTHS, alpha], tried, each) for each in costs])
+        at_alpha = np.stack([np.interp([*STRENGTHS, alpha], tried, curve) for curve in costs])
         ratio, low, high = resampled_interval(np.exp(at_alpha - costs[:, :1]), curves.prompts)
         columns = {"alpha": [*STRENGTHS, alpha], "ratio": ratio, "low": low, "high": high}
-        frame = pd.DataFrame({"place": place, **columns})
+        frame = pd.DataFrame({"place": arm, **columns})
         frames.append(frame.assign(tuned=frame.index == len(STRENGTHS)))
     return pd.concat(frames, ignore_index=True)
 
@@ -401,9 +394,9 @@ def _judged_texts(
         for arm in settings.arms
         if arm not in TUNED or arm in alphas
     }
-    every = [cell for each in cells.values() for cell in each]
+    every = [cell for of_arm in cells.values() for cell in of_arm]
     samples = _make(folder, "judge", every, chosen, engine)
-    names = {cell.key: arm for arm, each in cells.items() for cell in each}
+    names = {cell.key: arm for arm, of_arm in cells.items() for cell in of_arm}
     return samples.assign(arm=samples["cell"].map(names))
 
 
@@ -416,15 +409,15 @@ def _scores(
 ) -> pd.DataFrame:
     """A row per text and metric; scores are kept in the folder, if there is one."""
     options = ScorerOptions(task=settings.task, device=device)
-    found = []
+    scores = []
     with ScoreCache(folder) as cache:
         for metric in metrics:
             name, _, by = metric.removesuffix(")").partition(" (")
             asked = f"{name}={by}" if by else name
             if name == "perplexity":
                 asked = f"conditional-perplexity={settings.perplexity}"
-            found.append(score_samples(samples, [asked], options, cache).assign(metric=metric))
-    return pd.concat(found, ignore_index=True)
+            scores.append(score_samples(samples, [asked], options, cache).assign(metric=metric))
+    return pd.concat(scores, ignore_index=True)
 
 
 def _judged_table(scores: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
@@ -451,15 +444,19 @@ def _tests(settings: SteerSettings, scores: pd.DataFrame) -> pd.DataFrame:
     against = (NO_BIAS, ALL, RANDOM)
     rows = scores[scores["metric"] == settings.metrics[0]]
     rows = rows[["arm", "attribute", "prompt", "sample", "metric", "value", "skipped", "scorer"]]
-    found = difference_table(rows, CHOSEN)
-    found = found[found["attribute"] == "all"].set_index("arm") if len(found) else found
+    differences = difference_table(rows, CHOSEN)
+    differences = (
+        differences[differences["attribute"] == "all"].set_index("arm")
+        if len(differences)
+        else differences
+    )
     tests = pd.DataFrame({"against": against}).set_index("against")
     for name in ("difference", "low", "high", "p", "detectable", "prompts"):
-        tests[name] = found[name].astype(float) if len(found) else np.nan
+        tests[name] = differences[name].astype(float) if len(differences) else np.nan
     comparable = np.array([CHOSEN in judged and arm in judged for arm in against])
     tests["prompts"] = tests["prompts"].fillna(0).where(comparable)
     ends = [("difference", "difference"), ("low", "high"), ("high", "low")]
-    tests = tests.assign(**{name: 0.0 - tests[other] for name, other in ends})
+    tests = tests.assign(**{name: 0.0 - tests[source] for name, source in ends})
     return tests.assign(p_holm=holm(tests["p"].to_numpy())).reset_index()
 
 

@@ -128,11 +128,11 @@ class Attention:
         """One table of all kinds, with the columns that tell them apart."""
         frames = []
         for (samples, _), table in zip(self.kinds, tables, strict=True):
-            told: dict[str, Any] = {name: samples[name].iloc[0] for name in ALIKE}
+            first: dict[str, Any] = {name: samples[name].iloc[0] for name in ALIKE}
             for column in ("attribute", "cell"):
                 of_arm = samples.groupby("arm")[column].agg(_listed)
-                told[column] = table["arm"].map(of_arm)
-            frames.append(table.assign(**told)[[*told, *table]])
+                first[column] = table["arm"].map(of_arm)
+            frames.append(table.assign(**first)[[*first, *table]])
         return pd.concat(frames, ignore_index=True)
 
     @property

@@ -260,8 +260,8 @@ class WorkerProcess:
         if not isinstance(error, BrokenProcessPool):
             return WorkerLost(f"{type(error).__name__}: {error}", begun)
         if error.__cause__ is not None:  # then the process may live
-            told = str(error.__cause__).strip("'\n ").splitlines()[-1]
-            return WorkerLost(f"its answer cannot be read: {told}", begun)
+            reason = str(error.__cause__).strip("'\n ").splitlines()[-1]
+            return WorkerLost(f"its answer cannot be read: {reason}", begun)
         self.process.join(timeout=5)
         return WorkerLost(_told_end(self.process.exitcode, begun), begun)
 

@@ -16,15 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lapa2_interp._util.errors import Lapa2Error, ModelError
 from lapa2_interp._util.progress import progress_bar
-from lapa2_interp._util.terminal import format_duration
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.plan import MAX_ROWS, BatchPlan, plan_batches
+from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cells_of
 from lapa2_interp.generation.settings import (
     AugmentationSetting,
@@ -43,15 +40,7 @@ from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import accepts_model_name, load_model, resolve_model
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass, is_out_of_memory
-from lapa2_interp.runs.estimates import (
-    LONG,
-    check_affordable,
-    cost,
-    rate,
-    step_size,
-    stored_bytes,
-    work,
-)
+from lapa2_interp.runs.estimates import check_affordable, cost, stored_bytes
 from lapa2_interp.runs.method_context import ModelContext
 from lapa2_interp.runs.run import Run
 from lapa2_interp.runs.store import FinishedBatch, Listing
@@ -145,7 +134,7 @@ def generate(
         trust_remote_code: Run code that comes with a model given by name.
         pack: As in `load_model`, of a model given by name.
         announce: Called with the model and the plans after all checks, before the first token.
-        yes: Start also what would take a year, or more memory than there is.
+        yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
 
     Returns:
         A run in memory: `samples()`, `trace()`, `steps()`, `heads()`, `plot()`, `save(FOLDER)`.
@@ -153,7 +142,7 @@ def generate(
 
     Raises:
         Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
-        RunError: It would take a year, or more memory than there is.
+        RunError: It reads over 10^11 tokens, or needs more memory than there is.
     """
     given = locals()  # the parameters have the names of the settings' fields
     fields = python_values({name: given[name] for name in CellSettings.model_fields})
@@ -170,9 +159,9 @@ def generate(
         model = load_model(model, first.dtype, device, first.model_class, trust_remote_code, pack)
     # Least time and memory, before the plans, which have an entry for every text: texts and traces
     # are kept in memory.
-    seconds = sum(map(cost, cells)) * _rate(model, 0)[0]
+    row_tokens = sum(map(cost, cells))
     size = sum(stored_bytes(cell, model.cfg.n_layers, model.cfg.n_heads) for cell in cells)
-    check_affordable(sum(cell.n_texts for cell in cells), seconds, size, yes)
+    check_affordable(sum(cell.n_texts for cell in cells), row_tokens, size, yes)
     return make_cells(model, cells, announce=announce)
 
 
@@ -224,18 +213,13 @@ def make_cells(
 
 
 def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
-    """One line about plans: texts, branches, tokens, the size of the trace, and
-    the time if it is long."""
+    """One line about plans: texts, branches, tokens, and the size of the trace."""
     trace, patterns = plans[0].cell.trace, len(plans[0].cell.patterns)
     texts = sum(len(group) for each in plans for group in each.batches)
     line = (
         f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"
     )
-    tokens = sum(work(each.cell) for each in plans)
-    per_token, basis = _rate(model, tokens, step_size(plans[0].cell, len(plans[0].batches)))
-    if tokens * per_token > LONG:
-        line += f"; about {format_duration(tokens * per_token)} ({basis})"
     if trace == "none":
         return line
     size = 0
@@ -246,19 +230,3 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
         layers, heads = model.cfg.n_layers, model.cfg.n_heads
         size += trace_bytes(trace, each.rows, max(each.steps), layers, heads, patterns, keys)
     return f"{line}; the trace takes {size / 1e6:.1f} MB"
-
-
-def reading_seconds(model: Model, tokens: int) -> float:
-    """About how many seconds it takes to read so many tokens of given texts (`teacher_forced`)."""
-    return tokens * _rate(model, tokens)[0]
-
-
-def _rate(
-    model: Model, tokens: int | float, step: tuple[int, int] = (MAX_ROWS, 64)
-) -> tuple[float, str]:
-    """Rate of a loaded model on work of so many tokens."""
-    card = model_card(model)
-    device = card.device.partition(":")[0]
-    threads = torch.get_num_threads() if device == "cpu" else 1
-    kind = card.name, card.dtype, card.model_class, device, threads
-    return rate(*kind, step, tokens=tokens, loaded=model)

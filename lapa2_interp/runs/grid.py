@@ -159,10 +159,10 @@ def load_grid(
             raise GridError(f"{where}: {error}") from None
     if not cells:
         raise GridError(f"grid {name} has no block, so no cell; `lapa2 grids` ends with an example")
-    for one, other in same_label(cells.values()):
+    for cell, namesake in same_label(cells.values()):
         raise GridError(
-            f"grid {name}: the label {other.label!r} names two arms ({one.plain_arm};"
-            f" {other.plain_arm}); give each its own: {{ alpha = ..., label = ... }}"
+            f"grid {name}: the label {namesake.label!r} names two arms ({cell.plain_arm};"
+            f" {namesake.plain_arm}); give each its own: {{ alpha = ..., label = ... }}"
         )
     if needs and check:
         raise GridError(f"grid {name} cannot run yet: {'; '.join(dict.fromkeys(needs))}")
@@ -190,17 +190,17 @@ def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         GridError: Not of that form, an unknown key, or one given twice.
     """
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for text in texts:
         key, mark, value = text.partition("=")
         if not mark:
             raise GridError(f"--set {text!r} is not of the form KEY=VALUE, such as samples=2")
         if key not in CellSettings.model_fields:
             raise GridError(f"--set: {unknown_setting(key)}")
-        if key in found:
+        if key in changes:
             raise GridError(
-                f"--set gives {key} twice, {found[key]} and {value}; give it once, as a list for"
+                f"--set gives {key} twice, {changes[key]} and {value}; give it once, as a list for"
                 f" both: {key}=[..., ...]"
             )
-        found[key] = read_value(value)
-    return found
+        changes[key] = read_value(value)
+    return changes

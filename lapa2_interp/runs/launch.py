@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize, unknown_choice
-from lapa2_interp._util.terminal import format_bytes, format_duration, stop_on_sigterm
+from lapa2_interp._util.terminal import stop_on_sigterm
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.settings import Count
@@ -86,7 +86,7 @@ def launch(
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
             the grid are data, and never run.
         dry_run: Only say what is left to make, and what it takes.
-        yes: Start also what would take a year, or more memory than there is.
+        yes: Start also what reads over 10^11 tokens, or needs more memory than there is.
         notify: Called with what is to be made, and about cells that fail.
 
     Raises:
@@ -121,10 +121,10 @@ def launch(
         table = pd.DataFrame([cell.columns for cell in cells.values()], index=list(cells))
         if column not in table:
             raise GridError(unknown_choice("column", column, table.columns))
-        for each in as_list(value):
-            if not is_any_of(table[column], [each]).any():
+        for choice in as_list(value):
+            if not is_any_of(table[column], [choice]).any():
                 raise GridError(
-                    unknown_choice(column, str(each), dict.fromkeys(map(str, table[column])))
+                    unknown_choice(column, str(choice), dict.fromkeys(map(str, table[column])))
                 )
         cells = {key: cells[key] for key in table.index[is_any_of(table[column], as_list(value))]}
     left = _unfinished(out, cells)
@@ -137,16 +137,14 @@ def launch(
         if not isinstance(runner, InProcess):
             _check_methods(left)
         if left:
-            each = estimate(left, runner.n_workers, device, threads)
+            left_to_make = estimate(left, device)
             notify(
-                f"{len(left)} of {len(cells)} cells to make: {each.texts} texts,"
-                f" {each.row_tokens} row-tokens, about {format_duration(each.seconds)} with"
-                f" {pluralize(runner.n_workers, 'worker')}, {format_bytes(each.disk)} on disk,"
-                f" {format_bytes(each.memory)} of memory a worker ({each.basis})"
+                f"{len(left)} of {len(cells)} cells to make: {left_to_make}, with"
+                f" {pluralize(runner.n_workers, 'worker')}"
             )
             # A cluster's machines may have other memory than this one.
-            memory = each.memory if engine == "local" else 0
-            check_affordable(each.texts, each.seconds, memory, yes or dry_run)
+            memory = left_to_make.memory if engine == "local" else 0
+            check_affordable(left_to_make.texts, left_to_make.row_tokens, memory, yes or dry_run)
         if dry_run:
             return Swept(len(cells) - len(left), 0, (), dry_run=True, folder=out)
         with stop_on_sigterm():
@@ -209,17 +207,19 @@ def load_grids(
         there = (
             there - named or there
         )  # cells whose block names their dtype do not say what auto was
-        found = f"{folder} has cells of {grid} and {model} in {' and '.join(sorted(there))}"
+        listing = f"{folder} has cells of {grid} and {model} in {' and '.join(sorted(there))}"
         if dtype is not None and there and dtype not in there:
             raise GridError(
-                f"{found}, which --dtype {dtype} would leave behind; leave it out, or sweep into a"
-                " new folder"
+                f"{listing}, which --dtype {dtype} would leave behind; leave it out, or sweep into"
+                " a new folder"
             )
         if dtype is None and len(there) > 1:
             raise GridError(
-                f"{found}; say with which to go on: --dtype {' or --dtype '.join(sorted(there))}"
+                f"{listing}; say with which to go on: --dtype {' or --dtype '.join(sorted(there))}"
             )
-        others = set().union(*(each for (_, other), each in listed.items() if other == model))
+        others = set().union(
+            *(dtypes for (_, listed_model), dtypes in listed.items() if listed_model == model)
+        )
         known = there or (others if len(others) == 1 else set())
         return dtype or next(iter(known), None) or faster_dtype(device)
 
@@ -229,10 +229,10 @@ def load_grids(
 def _listed_dtypes(folder: Path) -> dict[tuple[str, str], set[str]]:
     """Dtypes of a run's cells by grid and model; damaged settings are ignored, because the
     sweep writes them again."""
-    found: dict[tuple[str, str], set[str]] = {}
+    dtypes: dict[tuple[str, str], set[str]] = {}
     for grid, keys in (read_listing(folder).grids if (folder / LISTING).is_file() else {}).items():
         for key in keys:
             with suppress(DamagedError):
                 cell = read_cell(folder / CELLS / key, key)
-                found.setdefault((grid, cell.model), set()).add(cell.dtype)
-    return found
+                dtypes.setdefault((grid, cell.model), set()).add(cell.dtype)
+    return dtypes

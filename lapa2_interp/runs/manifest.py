@@ -70,8 +70,12 @@ class Provenance(BaseModel):
     def changes(self, now: Provenance) -> str:
         """What would make other texts now, in words; empty where nothing would."""
         before, after = (
-            _leaves(each.model_dump(mode="json", include=set(Provenance.model_fields) - {"commit"}))
-            for each in (self, now)
+            _leaves(
+                provenance.model_dump(
+                    mode="json", include=set(Provenance.model_fields) - {"commit"}
+                )
+            )
+            for provenance in (self, now)
         )
         return ", ".join(
             f"{name.rpartition('.')[2]} was {before.get(name)} and is {after.get(name)}"
@@ -121,10 +125,10 @@ class Manifest(GenerationFacts):
         return cls(
             **shared,
             cell=cell,
-            created=max(each.created for each in records),
-            seconds=round(sum(each.seconds for each in records), 3),
-            new_tokens=sum(each.new_tokens for each in records),
-            problems=tuple(problem for each in records for problem in each.problems),
+            created=max(record.created for record in records),
+            seconds=round(sum(record.seconds for record in records), 3),
+            new_tokens=sum(record.new_tokens for record in records),
+            problems=tuple(problem for record in records for problem in record.problems),
         )
 
 
@@ -134,8 +138,8 @@ def _leaves(value: Any, name: str = "") -> dict[str, Any]:
         return {name: value}
     return {
         inner: leaf
-        for key, each in value.items()
-        for inner, leaf in _leaves(each, f"{name}.{key}".strip(".")).items()
+        for key, part in value.items()
+        for inner, leaf in _leaves(part, f"{name}.{key}".strip(".")).items()
     }
 
 

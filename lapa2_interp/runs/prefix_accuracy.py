@@ -67,7 +67,7 @@ def prefix_accuracy(
     if not folders:
         raise PrefixError("name the folder of a set; `lapa2 prefix train --out` makes one")
     print_if_slow(dtype, device)
-    found = {folder: cards_in(folder) for folder in map(Path, folders)}
+    sets = {folder: cards_in(folder) for folder in map(Path, folders)}
     asked = expand_scorers(
         ["accuracy", classifier]
         if classifier in CLASSIFIER_CHOICES
@@ -76,7 +76,7 @@ def prefix_accuracy(
     )
     options = ScorerOptions(device=device, trust_remote_code=trust_remote_code)
     rows, model, loaded = [], None, ""
-    for folder, there in found.items():
+    for folder, there in sets.items():
         first = there[0]
         if first.model != loaded:
             model = load_model(first.model, dtype, device, trust_remote_code=trust_remote_code)
@@ -89,22 +89,22 @@ def prefix_accuracy(
                 method=method,
                 task=its_task,
                 attribute=card.attribute,
-                alpha=each,
+                alpha=strength,
                 length=length,
                 samples=samples,
                 seed=seed,
                 trace="none",
             )
-            for each in (0.0, alpha)
+            for strength in (0.0, alpha)
             for card in there
         ]
         texts = make_cells(model, cells).samples()
         texts["arm"] = texts["alpha"].map({0.0: "baseline", alpha: "lapa2"})
         scorers = [
-            make_scorer("accuracy", each.partition("=")[2], replace(options, task=its_task.name))
-            for each in asked
+            make_scorer("accuracy", named.partition("=")[2], replace(options, task=its_task.name))
+            for named in asked
         ]
-        scores = pd.concat([score_table(texts, each) for each in scorers], ignore_index=True)
+        scores = pd.concat([score_table(texts, scorer) for scorer in scorers], ignore_index=True)
         scores = scores[scores["value"].notna()]
         for card in there:
             own = scores[scores["attribute"] == card.attribute]
@@ -120,12 +120,12 @@ def prefix_accuracy(
                         "attribute": card.attribute,
                         "scorer": str(scorer),
                         "arm": arm,
-                        "accuracy": each.mean,
-                        "low": each.low,
-                        "high": each.high,
-                        "n": each.n,
+                        "accuracy": interval.mean,
+                        "low": interval.low,
+                        "high": interval.high,
+                        "n": interval.n,
                     }
-                    for arm, each in arms.items()
+                    for arm, interval in arms.items()
                 ]
                 generated.append(
                     GeneratedAccuracy(

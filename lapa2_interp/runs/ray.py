@@ -117,10 +117,10 @@ class RayPool(Engine):
                 f"{unknown_choice('device', device, ('cpu', 'cuda', 'auto'))}; a Ray worker sees"
                 " its own GPUs only"
             )
-        each = 1.0 if gpus_per_worker is None else gpus_per_worker
-        if each <= 0 or (each > 1 and each % 1):
+        gpus = 1.0 if gpus_per_worker is None else gpus_per_worker
+        if gpus <= 0 or (gpus > 1 and gpus % 1):
             raise RunError(
-                f"--gpus-per-worker must be 1, 2, ... or a share of one such as 0.5, found {each}"
+                f"--gpus-per-worker must be 1, 2, ... or a share of one such as 0.5, found {gpus}"
             )
         self._ray = _join(address)
         here = self._ray.get_runtime_context()
@@ -132,12 +132,12 @@ class RayPool(Engine):
         try:
             on_gpus = device != "cpu" and any(node.get("GPU") for node in self._nodes())
             self._kind = "GPU" if on_gpus else "CPU"
-            self._each = each if on_gpus else float(threads)
+            self._each = gpus if on_gpus else float(threads)
             self._check(device, f"the Ray cluster at {address}" if address else "this machine")
             self.n_workers = workers or self._room()
             if on_gpus:
-                device = device or ("auto" if each > 1 else "cuda")
-                needs = {"num_cpus": 0, "num_gpus": int(each) if each >= 1 else each}
+                device = device or ("auto" if gpus > 1 else "cuda")
+                needs = {"num_cpus": 0, "num_gpus": int(gpus) if gpus >= 1 else gpus}
             else:
                 device, needs = "cpu", {"num_cpus": threads}
             kind = self._ray.remote(RemoteWorker).options(**needs)
@@ -300,11 +300,11 @@ def _join(address: str | None) -> Any:
             "--engine ray needs Ray, which is not installed; pip install 'lapa2-interp[ray]', or"
             " use --engine local"
         ) from error
-    given = {name: os.environ[name] for name in SETTINGS if name in os.environ}
+    environment = {name: os.environ[name] for name in SETTINGS if name in os.environ}
     settings: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": logging.CRITICAL,
-        "runtime_env": {"py_modules": [str(PACKAGE)], "env_vars": given},
+        "runtime_env": {"py_modules": [str(PACKAGE)], "env_vars": environment},
     }
     if address is not None:
         _reach(address)

@@ -23,16 +23,13 @@ from lapa2_interp._util.table_formats import (
     format_number,
     interval_text,
 )
-from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.generation.settings import Count
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import Dtype, print_if_slow
-from lapa2_interp.runs.estimates import LONG, reading_seconds
 from lapa2_interp.runs.run import load_run, shown_only
 from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
 from lapa2_interp.scoring import human
-from lapa2_interp.scoring.adapter import ADAPTER_SHARE
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, trained_ending
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers, parse_scorer
 from lapa2_interp.scoring.tables import (
@@ -49,8 +46,6 @@ from lapa2_interp.scoring.tables import (
 )
 from lapa2_interp.tasks.task import ALL, Task, read_task
 
-LETTERS = 4.5
-"""Letters of a token, about."""
 USUAL = ("accuracy", "perplexity", "distinct")
 """The scorers where none is named."""
 
@@ -198,19 +193,21 @@ def score(
     print_if_slow(dtype, device)
     if gaps := _gaps(source):
         notify(gaps)
-    found = [
+    sources = [
         (only_rows(_with_attribute(samples, source, attribute), only or {}), manifest)
         for samples, manifest in read_texts(source, column, only)
     ]
-    found = [each for each in found if len(each[0])]
-    if not found:
+    sources = [source_texts for source_texts in sources if len(source_texts[0])]
+    if not sources:
         raise ScoringError(f"no text of {source} has {shown_only(only)}")
-    if short := _short(lengths, [manifest.cell.length for _, manifest in found if manifest]):
+    if short := _short(lengths, [manifest.cell.length for _, manifest in sources if manifest]):
         notify(short)
     sets = []
-    for samples, manifest in found:
+    for samples, manifest in sources:
         if lengths:
-            reached = [each for each in lengths if manifest is None or each <= manifest.cell.length]
+            reached = [
+                length for length in lengths if manifest is None or length <= manifest.cell.length
+            ]
             if not reached:
                 continue
             samples = at_lengths(samples, manifest, reached)
@@ -242,10 +239,10 @@ def score(
         write_text(folder / "table.md", as_markdown(title, shown, notes))
         write_text(folder / "table.tex", as_latex(title, shown, notes, "scores"))
         if len(scored.scores):
-            kept = scored.scores.drop(columns=["tokens"], errors="ignore")
-            words = [str(name) for name in kept if kept[name].dtype == object]  # of any types
-            kept = kept.assign(**{name: kept[name].map(_plain) for name in words})
-            kept.to_parquet(folder / "scores.parquet", index=False)
+            rows = scored.scores.drop(columns=["tokens"], errors="ignore")
+            words = [str(name) for name in rows if rows[name].dtype == object]  # of any types
+            rows = rows.assign(**{name: rows[name].map(_plain) for name in words})
+            rows.to_parquet(folder / "scores.parquet", index=False)
     return scored
 
 
@@ -267,7 +264,7 @@ def _check_options(
     of_judge: Sequence[str],
 ) -> None:
     """Refuse options that nothing would read."""
-    named = [parse_scorer(each)[1:] for each in scorers]
+    named = [parse_scorer(scorer)[1:] for scorer in scorers]
     own = {model for name, model in named if name in ("accuracy", "masked", "toxicity")}
     if source.is_dir() and column != "text":
         raise ScoringError(f"--column {column} belongs to a file of texts; {source} is a run")
@@ -296,7 +293,7 @@ def _with_attribute(samples: pd.DataFrame, source: Path, attribute: str | None) 
     if attribute is None:
         return samples
     if others := [
-        each for each in dict.fromkeys(samples["attribute"]) if each not in ("", attribute)
+        name for name in dict.fromkeys(samples["attribute"]) if name not in ("", attribute)
     ]:
         raise ScoringError(
             f"--attribute {attribute} is for texts without an attribute, and {source} has texts for"
@@ -315,12 +312,16 @@ def _short(lengths: Sequence[int], longest: Sequence[int]) -> str:
     Raises:
         ScoringError: No set reaches a length.
     """
-    told = ", ".join(map(str, sorted(set(longest))))
+    lengths_text = ", ".join(map(str, sorted(set(longest))))
     for length in lengths:
         if longest and length > max(longest):
-            raise ScoringError(f"the run's texts have {told} tokens; {length} is longer")
+            raise ScoringError(f"the run's texts have {lengths_text} tokens; {length} is longer")
     some = [str(length) for length in lengths if longest and length > min(longest)]
-    return f"length {', '.join(some)}: only of the longer texts, of {told} tokens" if some else ""
+    return (
+        f"length {', '.join(some)}: only of the longer texts, of {lengths_text} tokens"
+        if some
+        else ""
+    )
 
 
 def _score(
@@ -333,12 +334,13 @@ def _score(
     scores, cells = [], []
     done: set[tuple[int, str, str]] = set()  # place of a set, name, and version or tokenizer
     with ScoreCache(Path(cache or cache_folder() / "scores")) as store:
-        for each in scorers:
-            task, name, model = parse_scorer(each)
+        for asked in scorers:
+            task, name, model = parse_scorer(asked)
             places = [n for n, one in enumerate(sets) if task in ("", _task_name(one[1]))]
             if not places:
-                raise ScoringError(f"{each}: no text of task {task!r}")
-            notify(f"{each}: {_work([sets[n] for n in places], model)}")
+                raise ScoringError(f"{asked}: no text of task {task!r}")
+            n_texts = sum(len(sets[n][0]) for n in places)
+            notify(f"{asked}: {pluralize(n_texts, 'text')}")
             if name == "distinct":
                 left = [n for n in places if (n, name, model) not in done]
                 done |= {(n, name, model) for n in left}
@@ -347,7 +349,7 @@ def _score(
                 together = pd.concat([sets[n][0] for n in left], ignore_index=True)
                 cells.append(distinct_cells(together, shared_tokenizer(model) if model else None))
                 continue
-            found = []
+            tables = []
             for n in places:
                 samples, options = sets[n]
                 limited = replace(options, max_cost=max_cost)
@@ -358,19 +360,21 @@ def _score(
                     if notice := getattr(scorer, "notice", ""):
                         notify(notice)
                     try:
-                        found.append(score_table(samples, scorer, store))
+                        tables.append(score_table(samples, scorer, store))
                     finally:
                         if usage := getattr(scorer, "usage", ""):
                             notify(f"{name}: {usage}")
                     if max_cost is not None:
                         max_cost = max(0.0, max_cost - getattr(scorer, "spent", 0.0))
-            if not found:
+            if not tables:
                 continue
-            scores.append(pd.concat(found, ignore_index=True))
+            scores.append(pd.concat(tables, ignore_index=True))
             cells.append(cell_table(scores[-1]))
-    kept = pd.concat(scores, ignore_index=True) if scores else pd.DataFrame()
-    differences = difference_table(kept) if scores else pd.DataFrame(columns=DIFFERENCE_COLUMNS)
-    return Scored(kept, pd.concat(cells, ignore_index=True), differences)
+    all_scores = pd.concat(scores, ignore_index=True) if scores else pd.DataFrame()
+    differences = (
+        difference_table(all_scores) if scores else pd.DataFrame(columns=DIFFERENCE_COLUMNS)
+    )
+    return Scored(all_scores, pd.concat(cells, ignore_index=True), differences)
 
 
 def _plain(value: Any) -> str | None:
@@ -384,16 +388,6 @@ def _plain(value: Any) -> str | None:
 
 def _task_name(options: ScorerOptions) -> str:
     return options.task if isinstance(options.task, str) else getattr(options.task, "name", "")
-
-
-def _work(sets: Sequence[tuple[pd.DataFrame, ScorerOptions]], model: str) -> str:
-    """Number of texts that are scored, and an adapter's approximate time for them."""
-    texts = pluralize(sum(len(samples) for samples, _ in sets), "text")
-    if model != "adapter":
-        return texts
-    letters = sum(int(samples["text"].str.len().sum()) for samples, _ in sets)
-    told = reading_seconds(ADAPTER_SHARE * letters / LETTERS, sets[0][1].device)
-    return f"{texts}, about {format_duration(told)} where none is known" if told > LONG else texts
 
 
 def _gaps(source: Path) -> str:
@@ -430,11 +424,11 @@ def read_answers(
             "give the raters' files after the key:"
             f" `{command('scorers', 'answers', key, 'anna.csv', 'ben.csv')}`"
         )
-    found = human.read_answers(key, files)
+    answers = human.read_answers(key, files)
     tables = {
-        "answers": found,
-        "table": human.human_table(found),
-        "agreement": human.annotator_agreement(found),
+        "answers": answers,
+        "table": human.human_table(answers),
+        "agreement": human.annotator_agreement(answers),
     }
     if out is not None:
         with result_folder(out, finished=holds_only("answers.csv", "*.csv")) as folder:

@@ -151,13 +151,13 @@ def read_samples(folder: Path, number: int, cell: Cell) -> pd.DataFrame:
     """The texts of a finished batch; errors as `read_batch`."""
     with _damage(folder, number, cell, ".parquet") as (file, record):
         check_parquet(file)
-        found = pd.read_parquet(file)
-        if lacking := [column for column in COLUMNS if column not in found]:
+        table = pd.read_parquet(file)
+        if lacking := [column for column in COLUMNS if column not in table]:
             raise ValueError(f"it has no column {lacking[0]}")
-        if len(found) != record.n_texts:
-            raise ValueError(f"it has {len(found)} texts, and {number:03d}.json {record.n_texts}")
-        _check_samples(found, cell)
-        return found
+        if len(table) != record.n_texts:
+            raise ValueError(f"it has {len(table)} texts, and {number:03d}.json {record.n_texts}")
+        _check_samples(table, cell)
+        return table
 
 
 def _check_samples(samples: pd.DataFrame, cell: Cell) -> None:
@@ -176,8 +176,8 @@ def _check_samples(samples: pd.DataFrame, cell: Cell) -> None:
     for name in samples.columns.intersection(list(TEXTS)):
         check(name, (isinstance(value, str) for value in samples[name]), "a text")
     for name in ("sample", "n_tokens"):
-        whole = samples[name].dtype.kind == "i"
-        check(name, [whole] * len(samples), "a whole number")
+        is_integer = samples[name].dtype.kind == "i"
+        check(name, [is_integer] * len(samples), "a whole number")
     ids = (np.asarray(row) for row in samples["tokens"])
     check("tokens", (x.ndim == 1 and (x.dtype.kind == "i" or not x.size) for x in ids), "ids")
     check("prompt", samples["prompt"].isin(cell.prompts), "a prompt of the cell")
@@ -197,10 +197,10 @@ def read_trace(folder: Path, number: int, cell: Cell) -> xr.Dataset | None:
     with _damage(folder, number, cell, ".nc") as (file, record):
         check_hdf5(file)
         with xr.open_dataset(file, engine="h5netcdf") as stored:
-            found = stored.load()
-        if found.sizes.get("sample") != record.n_texts:
-            raise ValueError(f"it has {found.sizes.get('sample')} samples, not {record.n_texts}")
-        return found
+            trace = stored.load()
+        if trace.sizes.get("sample") != record.n_texts:
+            raise ValueError(f"it has {trace.sizes.get('sample')} samples, not {record.n_texts}")
+        return trace
 
 
 def check_batch(folder: Path, number: int, cell: Cell) -> BatchRecord:
@@ -226,8 +226,8 @@ def _damage(
     except Exception as error:  # libraries raise all kinds at damaged bytes
         if not is_damage(error):
             raise
-        told = " ".join(str(error).split())[:120]
-        raise DamagedError(f"{file} is missing or damaged ({told}); {AGAIN}") from error
+        reason = " ".join(str(error).split())[:120]
+        raise DamagedError(f"{file} is missing or damaged ({reason}); {AGAIN}") from error
 
 
 def _files(number: int, traced: bool) -> list[str]:
@@ -244,7 +244,7 @@ def _names(folder: Path) -> set[str] | None:
     """Names of the files in a folder; None where there is no folder, also where something else is
     in its place."""
     try:
-        return {each.name for each in folder.iterdir()}
+        return {entry.name for entry in folder.iterdir()}
     except OSError as error:
         if not is_damage(error):
             raise
@@ -262,7 +262,7 @@ def state_of(folder: Path, cell: Cell) -> str:
     if names is None:
         return "missing"
     if numbers := _numbers(names):
-        if any(not names.issuperset(_files(each, cell.trace != "none")) for each in numbers):
+        if any(not names.issuperset(_files(number, cell.trace != "none")) for number in numbers):
             return "damaged"
         try:
             records = [read_record(folder, number, cell) for number in numbers]
@@ -282,7 +282,10 @@ def state_of(folder: Path, cell: Cell) -> str:
 def agree(records: Collection[BatchRecord], cell: Cell) -> bool:
     """True if records of a cell's batches count the same batches, and as many texts as the cell has
     once all batches are there."""
-    n_batches, n_texts = {each.n_batches for each in records}, sum(each.n_texts for each in records)
+    n_batches, n_texts = (
+        {record.n_batches for record in records},
+        sum(record.n_texts for record in records),
+    )
     if len(n_batches) > 1:
         return False
     if n_batches == {len(records)}:
@@ -292,10 +295,10 @@ def agree(records: Collection[BatchRecord], cell: Cell) -> bool:
 
 def remove_batches(folder: Path, keep: Container[int] = ()) -> None:
     """Remove the batches of a cell but some, records first."""
-    found = [each for each in folder.iterdir() if each.stem.isdecimal()]
-    for each in sorted(found, key=lambda file: file.suffix != ".json"):
-        if int(each.stem) not in keep:
-            remove_path(each)
+    files = [file for file in folder.iterdir() if file.stem.isdecimal()]
+    for file in sorted(files, key=lambda file: file.suffix != ".json"):
+        if int(file.stem) not in keep:
+            remove_path(file)
 
 
 def write_cell(folder: Path, cell: Cell, keep_label: bool = False) -> None:
@@ -328,9 +331,9 @@ def read_cell(folder: Path, key: str) -> Cell:
     except OSError as error:
         if not is_damage(error):
             raise
-        place = file if folder.is_dir() else folder
-        kind = "a folder" if place.is_dir() else "a file" if place.is_file() else "a loop of links"
-        raise DamagedError(f"{place} is {kind}; remove it") from error
+        path = file if folder.is_dir() else folder
+        kind = "a folder" if path.is_dir() else "a file" if path.is_file() else "a loop of links"
+        raise DamagedError(f"{path} is {kind}; remove it") from error
     except (ValueError, Lapa2Error) as error:
         raise DamagedError(
             f"{file} is damaged or of another version: {validation_message(error)}"
@@ -407,9 +410,9 @@ def earlier_keys(folder: Path, listing: Listing) -> list[str]:
     listed = {key for keys in listing.grids.values() for key in keys}
     places = (folder / CELLS).glob(KEYS)
     return sorted(
-        place.name
-        for place in places
-        if place.name not in listed and place.is_dir() and not place.is_symlink()
+        path.name
+        for path in places
+        if path.name not in listed and path.is_dir() and not path.is_symlink()
     )
 
 

@@ -135,17 +135,17 @@ def open_run(
             and not (folder / LISTING).exists()
             and not lost_listing(folder)
             and any(
-                each.name not in known and not each.name.startswith(TEMPORARY_PREFIX)
-                for each in folder.iterdir()
+                entry.name not in known and not entry.name.startswith(TEMPORARY_PREFIX)
+                for entry in folder.iterdir()
             )
         ):
             raise RunError(f"{folder} exists and is not a run; choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
-    for place in (folder / CELLS, *(folder / CELLS / c.key for grid in grids for c in grid.cells)):
-        if place.is_symlink():
-            raise RunError(f"{place} is a link, which is not followed; put the folder itself there")
-        if place.exists() and not place.is_dir():
-            raise RunError(f"{place} is a file in the place of a folder; remove it")
+    for path in (folder / CELLS, *(folder / CELLS / c.key for grid in grids for c in grid.cells)):
+        if path.is_symlink():
+            raise RunError(f"{path} is a link, which is not followed; put the folder itself there")
+        if path.exists() and not path.is_dir():
+            raise RunError(f"{path} is a file in the place of a folder; remove it")
     with writing(folder), acquire_lock(folder / LOCK, timeout=-1.0):
         remove_abandoned(folder)
         listing = read_listing(folder) if (folder / LISTING).exists() else Listing()
@@ -184,11 +184,11 @@ def remove_earlier(folder: Path, notify: Callable[[str], None] = lambda line: No
     removed = []
     with writing(folder), acquire_lock(folder / LOCK, timeout=-1.0):
         for key in earlier_keys(folder, read_listing(folder)):
-            place = folder / CELLS / key
+            cell_folder = folder / CELLS / key
             try:
-                with acquire_lock(place / LOCK):
-                    remove_batches(place)
-                    remove_path(place)
+                with acquire_lock(cell_folder / LOCK):
+                    remove_batches(cell_folder)
+                    remove_path(cell_folder)
             except Timeout:
                 notify(f"{key} is being made by another sweep, and stays")
             else:
@@ -252,25 +252,27 @@ def _sound_records(
     """Records of a cell's batches whose files are as they were written; a damaged batch is
     reported. What dead processes left beside them is removed. Where the records do not count the
     cell's texts, nobody knows which of them is wrong, and all are made again."""
-    found: dict[int, BatchRecord] = {}
+    records: dict[int, BatchRecord] = {}
     cell = run.by_key[key]
     remove_abandoned(run.place(key))
     for number in batch_numbers(run.place(key)):
         try:
             record = check_batch(run.place(key), number, cell)
             if number < record.n_batches:
-                found[number] = record
+                records[number] = record
         except DamagedError as error:
             notify(f"{cell.description} ({key}): batch {number} made again; {error}")
-    if found and not agree(found.values(), cell):
-        counts = " and ".join(str(n) for n in sorted({each.n_batches for each in found.values()}))
+    if records and not agree(records.values(), cell):
+        counts = " and ".join(
+            str(n) for n in sorted({record.n_batches for record in records.values()})
+        )
+        n_texts = sum(record.n_texts for record in records.values())
         notify(
             f"{cell.description} ({key}): all batches made again; their records count"
-            f" {sum(each.n_texts for each in found.values())} of {pluralize(cell.n_texts, 'text')},"
-            f" in {counts} batches"
+            f" {n_texts} of {pluralize(cell.n_texts, 'text')}, in {counts} batches"
         )
         return {}
-    return found
+    return records
 
 
 def _missing(records: Mapping[int, BatchRecord]) -> list[int]:
@@ -299,7 +301,7 @@ class _Work:
     @property
     def done(self) -> int:
         """Row-tokens of its finished batches."""
-        return sum(_share(self.cell, each.n_texts) for each in self.records.values())
+        return sum(_share(self.cell, record.n_texts) for record in self.records.values())
 
 
 @dataclass(frozen=True)
@@ -419,7 +421,7 @@ class _Sweep:
         self.bar.update(_share(cell, record.n_texts) * (not work.failed) - shown)
         if not work.begun:
             work.begun, packing = True, record.model.prepacking
-            self.ready.extend(_Job(work, each, packing) for each in _missing(work.records))
+            self.ready.extend(_Job(work, number, packing) for number in _missing(work.records))
         if not _missing(work.records):
             self._finish(work)
 
@@ -458,7 +460,7 @@ class _Sweep:
         self.failed.append(cell.key)
         remove_path(self.run.place(cell.key) / FAILED)
         write_json(self.run.place(cell.key) / FAILED, failure.model_dump_json())
-        self.ready = deque(each for each in self.ready if each.work is not work)
+        self.ready = deque(job for job in self.ready if job.work is not work)
         self.bar.total -= cost(cell) - work.done
         self.bar.clear()
         self.notify(f"failed: {cell.description} ({cell.key}): {failure.reason}")
@@ -466,7 +468,9 @@ class _Sweep:
     def _check_same_weights(self, cell: Cell, now: str) -> None:
         """Refuse a model whose weights have changed since other texts of the run were made."""
         if cell.model not in self.weights:
-            others = (key for key, each in self.run.by_key.items() if each.model == cell.model)
+            others = (
+                key for key, another in self.run.by_key.items() if another.model == cell.model
+            )
             known = (record for key in others for record in _sound_records(self.run, key).values())
             self.weights[cell.model] = next((record.model.weights for record in known), now)
         name = f"{cell.model}'s weights"

@@ -194,10 +194,10 @@ def check_files(plan: BatchPlan) -> None:
         if isinstance(name, SoftPrefixName)
     }
     here |= digests(cell.decoding_method)
-    for name, found in here.items():
-        if found != cell.files.get(name, found):
+    for name, sha256 in here.items():
+        if sha256 != cell.files.get(name, sha256):
             raise RunError(
-                f"the file behind {name!r} has sha256 {found[:16]} here, and had"
+                f"the file behind {name!r} has sha256 {sha256[:16]} here, and had"
                 f" {cell.files[name][:16]} when the grid was resolved; the same command resolves it"
                 " again, and gives what it makes keys of its own"
             )

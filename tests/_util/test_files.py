@@ -49,8 +49,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_what_lives_stays(
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     (left,) = tmp_path.glob(f"{TEMPORARY_PREFIX}{HOST}-*")
     assert (left / "half").is_file()
-    with temporary_folder(tmp_path) as mine, temporary_folder(tmp_path) as other:
-        assert sorted(tmp_path.iterdir()) == sorted([mine, other])
+    with temporary_folder(tmp_path) as mine, temporary_folder(tmp_path) as another:
+        assert sorted(tmp_path.iterdir()) == sorted([mine, another])
     assert not list(tmp_path.iterdir())
 
 
@@ -103,7 +103,7 @@ def test_all_of_a_file_or_folder_is_on_the_disk_before_it_is_seen(tmp_path, monk
         parent / "new" / "file",
         parent / "new",
     )
-    assert [each.name for each in (parent / "new").iterdir()] == ["file"]
+    assert [entry.name for entry in (parent / "new").iterdir()] == ["file"]
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
         write_text(tmp_path / "file", "new")
     with pytest.raises(OSError, match="full"), atomic_folder(tmp_path / "folder"):
         pass
-    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "old")]
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("file", "old")]
 
 
 def test_a_stop_between_two_renames_keeps_the_old_folder(tmp_path, monkeypatch):
@@ -146,7 +146,7 @@ def test_force_replaces_nothing_that_a_command_did_not_write(tmp_path):
     (out / "thesis.tex").rename(tmp_path / "thesis.tex")
     with result_folder(out, True, OURS) as folder:
         (folder / "table.csv").write_text("new")
-    assert [each.name for each in out.iterdir()] == ["table.csv"]
+    assert [entry.name for entry in out.iterdir()] == ["table.csv"]
 
 
 def test_places_that_no_folder_can_be_moved_to_are_refused_at_once(tmp_path, monkeypatch):
@@ -156,7 +156,7 @@ def test_places_that_no_folder_can_be_moved_to_are_refused_at_once(tmp_path, mon
         pytest.fail("it began")
     with pytest.raises(RunError, match="not UTF-8"), result_folder(tmp_path / "b\udce9"):
         pytest.fail("it began")
-    monkeypatch.setattr(os.path, "ismount", lambda place: place == tmp_path / "disk")
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "disk")
     (tmp_path / "disk").mkdir()
     with (
         pytest.raises(RunError, match="where a disk is mounted.*such as .*disk/run"),

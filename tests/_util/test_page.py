@@ -23,7 +23,7 @@ def test_a_picture_is_the_same_twice_and_as_wide_as_its_inches():
     assert b"</svg>" in base64.b64decode(data)
     both = picture(drawing(), 112, narrow=1.5)
     assert both[0] == drawn != both[1]
-    assert [each["width"] for each in both] == [336, 168]
+    assert [image["width"] for image in both] == [336, 168]
 
 
 def test_findings_stand_first_and_details_are_folded():

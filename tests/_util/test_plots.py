@@ -68,7 +68,7 @@ def test_no_arm_is_left_out():
         [{"arm": arm, "key": key} | numbers for arm in arms for key in ("BOS", "p1")]
     )
     bars = plots.prefix_token_bars(tokens).axes[1].containers
-    assert len([each for each in bars if hasattr(each, "patches")]) == 16
+    assert len([bar for bar in bars if hasattr(bar, "patches")]) == 16
 
 
 def test_a_curve_without_a_defined_share_is_drawn():
@@ -101,7 +101,7 @@ def test_a_dollar_begins_no_formula_but_on_an_axis_of_powers(tmp_path):
         axes.set_xscale("log" if log else "linear")
         axes.legend()
         figure.savefig(tmp_path / "a.png")
-        return [each.get_parse_math() for each in axes.get_xticklabels()], axes.get_legend()
+        return [label.get_parse_math() for label in axes.get_xticklabels()], axes.get_legend()
 
     powers, legend = drawn(True, odd[0])
     assert all(powers)
@@ -120,7 +120,7 @@ def test_layers_are_rows_and_heads_columns_in_every_map():
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "imshow"
     ]
-    assert [place.partition(":")[0] for place in wrong] == ["plots.py"]
+    assert [source.partition(":")[0] for source in wrong] == ["plots.py"]
 
 
 def test_a_legend_is_no_wider_than_its_figure():

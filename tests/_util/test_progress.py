@@ -45,11 +45,11 @@ def clock(monkeypatch):
     return now
 
 
-def work(clock, bar, steps, seconds, each=1):
+def work(clock, bar, steps, seconds, units=1):
     with bar:
         for _ in range(steps):
             clock[0] += seconds
-            bar.update(each)
+            bar.update(units)
             yield
 
 
@@ -61,7 +61,7 @@ def lines(capsys):
 
 
 def test_a_log_gets_a_line_every_15_seconds_and_one_at_the_end(clock, capsys):
-    for _ in work(clock, progress_bar(1200, "3 cells"), steps=40, seconds=1.0, each=30):
+    for _ in work(clock, progress_bar(1200, "3 cells"), steps=40, seconds=1.0, units=30):
         pass
     assert lines(capsys) == [
         "3 cells: 37 % (450 of 1,200 tokens), 00:15 gone, 00:25 left",
@@ -91,7 +91,7 @@ def test_what_a_bar_is_told_on_the_way_is_in_its_lines(clock, capsys):
     """A postfix adds no line of its own; work that falls away or was done before is not counted as
     done now."""
     bar = progress_bar(100, "2 cells", initial=20)
-    for _ in work(clock, bar, steps=4, seconds=10.0, each=10):
+    for _ in work(clock, bar, steps=4, seconds=10.0, units=10):
         bar.set_postfix_str("1/2 cells")
         bar.clear()
         bar.total = 60

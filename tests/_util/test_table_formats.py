@@ -65,4 +65,4 @@ def test_numbers_that_may_be_negative_are_formatted_by_one_function():
             is_table = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "to_string"
             if is_table and any(option.arg == "float_format" for option in node.keywords):
                 wrong.append(f"{file.name}:{node.lineno}")
-    assert [place for place in wrong if not place.startswith("table_formats.py")] == []
+    assert [source for source in wrong if not source.startswith("table_formats.py")] == []

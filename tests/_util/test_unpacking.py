@@ -34,14 +34,14 @@ def small(monkeypatch):
     monkeypatch.setattr(unpacking, "RATIO", 10)
 
 
-def pack(place, content):
-    if place.suffix == ".zip":
-        with zipfile.ZipFile(place, "w", zipfile.ZIP_DEFLATED) as archive:
+def pack(file, content):
+    if file.suffix == ".zip":
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("inside", content)
     else:
         squeeze = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
-        place.write_bytes(squeeze[place.suffix](content))
-    return place
+        file.write_bytes(squeeze[file.suffix](content))
+    return file
 
 
 @pytest.mark.parametrize("packed", [".gz", ".bz2", ".xz", ".zip"])
@@ -125,11 +125,11 @@ def test_arrays_are_of_the_size_that_their_files_hold(tmp_path):
 def test_a_checkpoint_unpacks_to_what_it_holds(tmp_path):
     torch.save({"a": torch.zeros(SIZE)}, tmp_path / "whole.pt")
     with (
-        zipfile.ZipFile(tmp_path / "whole.pt") as whole,
+        zipfile.ZipFile(tmp_path / "whole.pt") as archive,
         zipfile.ZipFile(tmp_path / "t.pt", "w", zipfile.ZIP_DEFLATED) as squeezed,
     ):
-        for member in whole.namelist():
-            squeezed.writestr(member, whole.read(member))
+        for member in archive.namelist():
+            squeezed.writestr(member, archive.read(member))
     with pytest.raises(PrefixError, match="are allowed"):
         read_tensors(tmp_path / "t.pt")
     with pytest.raises(ValueError, match="unpack to"):

@@ -22,8 +22,8 @@ from lapa2_interp.report import view
     ],
 )
 def test_text_is_read_as_in_a_grid_file(text, value):
-    found = read_value(text)
-    assert (found, type(found)) == (value, type(value))
+    number = read_value(text)
+    assert (number, type(number)) == (value, type(value))
 
 
 def test_arrays_become_tuples_of_numbers():

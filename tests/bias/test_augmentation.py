@@ -156,10 +156,10 @@ def test_a_cell_refuses_an_augmentation_that_its_key_would_not_tell():
         def bias(self, l, n):
             return 2 * super().bias(l, n)
 
-    given = {"attribute": "positive", "dtype": "float32"}
-    assert cell_of("tiny-gpt2", augmentation=Augmentation(alpha=1.0), **given).augmentation
+    settings = {"attribute": "positive", "dtype": "float32"}
+    assert cell_of("tiny-gpt2", augmentation=Augmentation(alpha=1.0), **settings).augmentation
     with pytest.raises(AugmentationError, match="key cannot tell Doubled from Augmentation"):
-        cell_of("tiny-gpt2", augmentation=Doubled(alpha=1.0), **given)
+        cell_of("tiny-gpt2", augmentation=Doubled(alpha=1.0), **settings)
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,12 @@ THOUGHT = [
 ]
 
 
-def text_of(tokenizer, found):
-    return tokenizer.decode(found.ids), tokenizer.decode(found.ids[slice(*found.prefix)])
+def text_of(tokenizer, layout):
+    return tokenizer.decode(layout.ids), tokenizer.decode(layout.ids[slice(*layout.prefix)])
 
 
 @pytest.mark.parametrize(
-    ("given", "written"),
+    ("arguments", "written"),
     [
         ({"enable_thinking": False}, "[assistant]<think></think>calm"),
         ({"enable_thinking": True}, "[assistant]calm"),
@@ -45,15 +45,15 @@ def text_of(tokenizer, found):
         ({"tools": [TOOL], "mood": "wild"}, "[tools]look_up "),
     ],
 )
-def test_arguments_reach_the_template_and_the_span_stays_its_text(given, written):
+def test_arguments_reach_the_template_and_the_span_stays_its_text(arguments, written):
     tokenizer = chat_tokenizer(TEMPLATE)
-    found = Layout.of_chat(tokenizer, CHAT, template=given)
+    layout = Layout.of_chat(tokenizer, CHAT, template=arguments)
     expected = tokenizer.apply_chat_template(
-        CHAT, add_generation_prompt=True, return_dict=False, **given
+        CHAT, add_generation_prompt=True, return_dict=False, **arguments
     )
-    assert list(found.ids) == expected
-    whole, span = text_of(tokenizer, found)
-    assert written in whole
+    assert list(layout.ids) == expected
+    text, span = text_of(tokenizer, layout)
+    assert written in text
     assert span.strip() == CHAT[0]["content"]
 
 
@@ -61,10 +61,10 @@ def test_arguments_reach_the_template_and_the_span_stays_its_text(given, written
 def test_a_span_may_be_reasoning(field):
     tokenizer = chat_tokenizer(TEMPLATE)
     messages = [*CHAT[:2], CHAT[2] | {field: "They ask about rain. Be short."}, CHAT[3]]
-    found = Layout.of_chat(tokenizer, messages, span="reasoning:2")
-    assert text_of(tokenizer, found)[1].strip("<>") == "They ask about rain. Be short."
-    found = Layout.of_chat(tokenizer, messages, span="phrase:ask about")
-    assert text_of(tokenizer, found)[1] == " ask about"
+    layout = Layout.of_chat(tokenizer, messages, span="reasoning:2")
+    assert text_of(tokenizer, layout)[1].strip("<>") == "They ask about rain. Be short."
+    layout = Layout.of_chat(tokenizer, messages, span="phrase:ask about")
+    assert text_of(tokenizer, layout)[1] == " ask about"
 
 
 def test_calls_of_tools_may_stand_for_a_text():
@@ -73,9 +73,9 @@ def test_calls_of_tools_may_stand_for_a_text():
     tokenizer = chat_tokenizer(TEMPLATE)
     for content in ({}, {"content": None}):
         messages = [*CHAT, call | content, answer]
-        found = Layout.of_chat(tokenizer, messages, span="turn:5", template={"tools": [TOOL]})
-        whole, span = text_of(tokenizer, found)
-        assert "<call>look_up</call>" in whole
+        layout = Layout.of_chat(tokenizer, messages, span="turn:5", template={"tools": [TOOL]})
+        text, span = text_of(tokenizer, layout)
+        assert "<call>look_up</call>" in text
         assert span.strip() == "It rains."
         with pytest.raises(LayoutError, match="message 5 of the chat is empty"):
             Layout.of_chat(tokenizer, messages, span="turn:4")

@@ -38,12 +38,12 @@ def grid(folder, block, name="mine"):
     return load_grid(str(file))
 
 
-def arms(found):
-    return [cell.arm for cell in found.cells]
+def arms(grid_or_run):
+    return [cell.arm for cell in grid_or_run.cells]
 
 
 @pytest.mark.parametrize(
-    ("given", "label"),
+    ("augmentation", "label"),
     [
         (recipe("instaboost", M=5), "instaboost:M=5"),
         (recipe("lapa2"), "lapa2"),
@@ -56,10 +56,10 @@ def arms(found):
         ),
     ],
 )
-def test_a_recipe_has_its_name(given, label):
-    assert given.label == label
-    assert parse_recipes(label) == given
-    assert cell_of("tiny-gpt2", augmentation=given, **ASKED).arm == label
+def test_a_recipe_has_its_name(augmentation, label):
+    assert augmentation.label == label
+    assert parse_recipes(label) == augmentation
+    assert cell_of("tiny-gpt2", augmentation=augmentation, **ASKED).arm == label
     assert cell_of("tiny-gpt2", augmentation=label, **ASKED).arm == label
 
 
@@ -121,8 +121,8 @@ def test_recipes_by_name_do_what_their_augmentations_do():
     assert made.trace()["arm"].to_numpy().tolist() == [text]
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
     logits = []
-    for given in (text, rules, [text]):
-        with augmented(model, given, layout), torch.no_grad():
+    for augmentation in (text, rules, [text]):
+        with augmented(model, augmentation, layout), torch.no_grad():
             logits.append(model(layout.tensor))
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
@@ -131,23 +131,23 @@ def test_recipes_by_name_do_what_their_augmentations_do():
         augmented(model, "instabost", layout),
     ):
         pass
-    one, two = (teacher_forced(model, layout, [[5, 6, 7]], each) for each in (text, rules))
+    one, two = (teacher_forced(model, layout, [[5, 6, 7]], bias) for bias in (text, rules))
     assert one.equals(two)
 
 
-@pytest.mark.parametrize("given", [("lapa2", "instaboost"), 3])
-def test_what_is_no_augmentation_is_told(given):
+@pytest.mark.parametrize("wrong", [("lapa2", "instaboost"), 3])
+def test_what_is_no_augmentation_is_told(wrong):
     with pytest.raises(AugmentationError, match="recipes as one text such as 'lapa2 . instaboost"):
-        cell_of("tiny-gpt2", augmentation=given, **ASKED)
+        cell_of("tiny-gpt2", augmentation=wrong, **ASKED)
 
 
 def test_labels_of_a_grid(tmp_path):
-    found = grid(
+    labelled = grid(
         tmp_path,
         """augmentation = ["none", "instaboost:M=5", "paper", { alpha = 1.0, label = "strong" },
             { recipe = "set-point:tau=0.3", label = "held" }]""",
     )
-    assert arms(found) == ["baseline", "instaboost:M=5", "alpha 0.5 paper", "strong", "held"]
+    assert arms(labelled) == ["baseline", "instaboost:M=5", "alpha 0.5 paper", "strong", "held"]
     of_block = grid(
         tmp_path, '[[block]]\nlabel = "ours"\nmethod = ["prefix", "preadd"]\n'
         'augmentation = ["none", "paper"]'
@@ -156,7 +156,7 @@ def test_labels_of_a_grid(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("block", "told"),
+    ("block", "message"),
     [
         (
             'augmentation = [{ alpha = 1.0, label = "a" }, { alpha = 2.0, label = "a" }]',
@@ -176,8 +176,8 @@ def test_labels_of_a_grid(tmp_path):
         ('augmentation = { recipe = "lapa2", alpha = 1.0 }', "leave out alpha"),
     ],
 )
-def test_labels_of_a_grid_that_are_refused(tmp_path, block, told):
-    with pytest.raises(GridError, match=told):
+def test_labels_of_a_grid_that_are_refused(tmp_path, block, message):
+    with pytest.raises(GridError, match=message):
         grid(tmp_path, block)
 
 
@@ -188,10 +188,10 @@ def test_labels_of_two_grids_in_one_run(tmp_path):
     sweep(run, [one], InProcess("cpu"))
     two = 'augmentation = [{ alpha = 0.5, label = "ours" }, { alpha = 1.0, label = "more" }]'
     sweep(run, [grid(tmp_path, two, "two")], InProcess("cpu"))
-    found = load_run(run)
-    assert found.cells["arm"].tolist() == ["baseline", "ours", "more"]
-    assert found.samples()["arm"].tolist() == ["baseline", "ours", "more"]
-    assert found.trace()["arm"].to_numpy().tolist() == ["baseline", "ours", "more"]
+    stored = load_run(run)
+    assert stored.cells["arm"].tolist() == ["baseline", "ours", "more"]
+    assert stored.samples()["arm"].tolist() == ["baseline", "ours", "more"]
+    assert stored.trace()["arm"].to_numpy().tolist() == ["baseline", "ours", "more"]
     third = grid(tmp_path, 'augmentation = { alpha = 2.0, label = "more" }', "three")
     sweep(run, [third], InProcess("cpu"))
     assert load_run(run).cells["arm"].tolist()[2:] == ["more", "more (alpha 2 paper)"]

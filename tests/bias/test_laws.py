@@ -116,9 +116,9 @@ def test_a_pass_equals_the_reweighted_pattern(tiny, model_class, law, span):
     layout = branch(model)
     rule = Augmentation(**LAWS[law], span=span)
     expected = expected_logits(model, layout, GENERATED, [rule])
-    found = found_logits(model, layout, GENERATED, [rule])
-    assert (found - expected).abs().max() < 1e-9
-    assert (found - found_logits(model, layout, GENERATED, [])).abs().max() > 1e-3
+    logits = found_logits(model, layout, GENERATED, [rule])
+    assert (logits - expected).abs().max() < 1e-9
+    assert (logits - found_logits(model, layout, GENERATED, [])).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -146,8 +146,8 @@ def test_without_hooks_the_same(tiny, law):
     model, plain = load(tiny, "float64"), load(tiny, "float64", "TransformersModel")
     layout, rule = branch(model), Augmentation(**LAWS[law], heads=((1, 2), (3, 0)))
     with torch.no_grad(), augmented(plain, rule, layout):
-        found = plain(torch.tensor([[*layout.ids, *GENERATED]]))[0, len(layout) - 1 :]
-    assert (found - found_logits(model, layout, GENERATED, [rule])).abs().max() < 1e-10
+        after = plain(torch.tensor([[*layout.ids, *GENERATED]]))[0, len(layout) - 1 :]
+    assert (after - found_logits(model, layout, GENERATED, [rule])).abs().max() < 1e-10
 
 
 def decoded(model, rows, rules, recompute=False):
@@ -168,8 +168,8 @@ def test_cached_decoding_equals_recomputation_and_the_oracle(tiny, model_class, 
     model = load(tiny, "float64", model_class)
     rule = Augmentation(**LAWS[law], phase=phase)
     rows = left_pad([branch(model), branch(model, "a bcd efg:", "longer prompt")])
-    found = decoded(model, rows, [rule])
-    assert (found - decoded(model, rows, [rule], recompute=True)).abs().max() < 1e-9
+    traced = decoded(model, rows, [rule])
+    assert (traced - decoded(model, rows, [rule], recompute=True)).abs().max() < 1e-9
     layout = branch(model)
     steps = range(len(GENERATED) + 1)
     if (
@@ -180,18 +180,18 @@ def test_cached_decoding_equals_recomputation_and_the_oracle(tiny, model_class, 
         )
     else:
         expected = expected_logits(model, layout, GENERATED, [rule])
-    assert (found[0] - expected).abs().max() < 1e-9
+    assert (traced[0] - expected).abs().max() < 1e-9
 
 
 def test_phase_query_differs_from_last_query_and_is_equal_at_the_first_step(tiny):
     model = load(tiny, "float64")
     rows = [branch(model)]
-    one, other = (
+    one, released = (
         decoded(model, rows, [Augmentation(alpha=1, law="cut", phase=phase)])
         for phase in ("predicting_only", "last_query")
     )
-    assert (one[:, 0] - other[:, 0]).abs().max() < 1e-12
-    assert (one[:, 1:] - other[:, 1:]).abs().amax((0, 2)).min() > 1e-4
+    assert (one[:, 0] - released[:, 0]).abs().max() < 1e-12
+    assert (one[:, 1:] - released[:, 1:]).abs().amax((0, 2)).min() > 1e-4
 
 
 @pytest.mark.parametrize("law", ["target", "ratio", "power", "blocked"])
@@ -235,8 +235,8 @@ def shares(model, layout, rules, spans):
 def test_a_target_is_hit_exactly_at_every_length(tiny, model_class, dtype, precision):
     model = load(tiny, dtype, model_class)
     rule = Augmentation(alpha=1, law="target", tau=0.37)
-    found = shares(model, branch(model), [rule], ["prefix"])
-    assert (found - 0.37).abs().max() < precision
+    after = shares(model, branch(model), [rule], ["prefix"])
+    assert (after - 0.37).abs().max() < precision
 
 
 def test_in_bfloat16_a_target_is_hit_as_far_as_the_trace_can_tell(tiny):
@@ -251,8 +251,8 @@ def test_joint_targets_land_together(tiny, model_class):
     model, spans = load(tiny, "float64", model_class), (("prefix", (0, 1)), ("prefix", (4,)))
     layout = branch(model)
     both = [Augmentation(alpha=1, law="target", tau=0.3, span=span) for span in spans]
-    found = shares(model, layout, both, spans)
-    assert (found - 0.3).abs().max() < 1e-12
+    after = shares(model, layout, both, spans)
+    assert (after - 0.3).abs().max() < 1e-12
     # One after the other, each blind to the other, they miss: the spec's .25 and .23.
     with augmented(model, both[0], layout):
         one_by_one = shares(model, layout, both[1:], spans)
@@ -263,13 +263,13 @@ def test_a_target_of_a_span_that_is_still_to_come_takes_nothing_from_another(tin
     model = load(tiny, "float64")
     layout = branch(model)
     rules = [
-        Augmentation(alpha=1, law="target", tau=tau, span=("prefix", (place,)), phase="everywhere")
-        for tau, place in ((0.3, 0), (0.5, 4))
+        Augmentation(alpha=1, law="target", tau=tau, span=("prefix", (step,)), phase="everywhere")
+        for tau, step in ((0.3, 0), (0.5, 4))
     ]
-    found = shares_of(model, layout, rules)[0]  # head query key
+    after = shares_of(model, layout, rules)[0]  # head query key
     first, second = layout.prefix.start, layout.prefix.start + 4
-    assert (found[:, first + 1 :, first] - 0.3).abs().max() < 1e-12
-    assert (found[:, second + 1 :, second] - 0.5).abs().max() < 1e-12
+    assert (after[:, first + 1 :, first] - 0.3).abs().max() < 1e-12
+    assert (after[:, second + 1 :, second] - 0.5).abs().max() < 1e-12
 
 
 def test_joint_floors_are_the_least_change_that_keeps_all_of_them(tiny):
@@ -285,15 +285,15 @@ def test_joint_floors_are_the_least_change_that_keeps_all_of_them(tiny):
     before, after = (
         torch.stack(
             [
-                shares_of(model, layout, given)[0, :, len(layout) - 1 :, each].sum(-1)
-                for each in keys
+                shares_of(model, layout, augmentations)[0, :, len(layout) - 1 :, key].sum(-1)
+                for key in keys
             ]
         )
-        for given in ([], rules)
+        for augmentations in ([], rules)
     )
     seen = set()
-    for place in np.ndindex(*before.shape[1:]):
-        old = [before[(i, *place)].item() for i in range(3)]
+    for index in np.ndindex(*before.shape[1:]):
+        old = [before[(i, *index)].item() for i in range(3)]
         fits = []
         for size in range(4):
             for raised in combinations(range(3), size):
@@ -306,7 +306,7 @@ def test_joint_floors_are_the_least_change_that_keeps_all_of_them(tiny):
                     fits.append((size, new))
         size, expected = min(fits)
         seen.add(size)
-        assert [after[(i, *place)].item() for i in range(3)] == pytest.approx(expected, abs=1e-10)
+        assert [after[(i, *index)].item() for i in range(3)] == pytest.approx(expected, abs=1e-10)
     assert len(seen) > 1
 
 
@@ -327,11 +327,11 @@ def test_fixed_laws_come_first_and_add_up(tiny):
     layout = branch(model)
     fixed = [Augmentation(alpha=0.7, law="scale"), Augmentation(alpha=1.1, law="scale", span="bos")]
     target = Augmentation(alpha=0.5, law="target", tau=0.4)
-    found = found_logits(model, layout, GENERATED, [target, *fixed])
-    whole = found_logits(
+    logits = found_logits(model, layout, GENERATED, [target, *fixed])
+    all_logits = found_logits(
         model, layout, GENERATED, [*[Augmentation(alpha=0.35, law="scale")] * 2, fixed[1], target]
     )
-    assert (found - whole).abs().max() < 1e-10
+    assert (logits - all_logits).abs().max() < 1e-10
 
 
 def test_the_own_mass_as_target_changes_nothing(tiny):
@@ -411,9 +411,9 @@ def test_methods_generate_the_same_with_and_without_hooks(law, method):
         for model_class in (*MODEL_CLASSES, "TransformersModel")
         for phase in ("last_query", "predicting_only")
     ]  # fmt: skip
-    for one, other in zip(made, made[2:], strict=False):
-        assert one.samples.tokens.tolist() == other.samples.tokens.tolist()
-        gap = np.abs(one.trace.prefix.values - other.trace.prefix.values)
+    for one, another in zip(made, made[2:], strict=False):
+        assert one.samples.tokens.tolist() == another.samples.tokens.tolist()
+        gap = np.abs(one.trace.prefix.values - another.trace.prefix.values)
         assert np.nanmax(gap) < 1e-6
 
 
@@ -497,9 +497,9 @@ def test_laws_that_read_scores_have_the_released_profile_too(law):
         assert rule.shift(torch.from_numpy(odds), l, n).numpy() == pytest.approx(expected)
     model = load("tiny-gpt2")
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
-    found = teacher_forced(model, layout, [list(range(40, 46))], rule)["prefix"]
+    shares = teacher_forced(model, layout, [list(range(40, 46))], rule)["prefix"]
     plain = teacher_forced(model, layout, [list(range(40, 46))])["prefix"]
-    assert abs(found - plain).max() > 1e-3
+    assert abs(shares - plain).max() > 1e-3
 
 
 def test_cuts_of_different_heads_do_not_add_up():

@@ -43,40 +43,45 @@ from lapa2_interp.runs.run import load_run
     ],
 )
 def test_prefix_lengths_of_the_paper_under_gpt2(gpt2_tokenizer, prefix, count):
-    found = Layout.of(gpt2_tokenizer, prefix, " The lake")
-    assert found.l_pre == count == found.counted
+    layout = Layout.of(gpt2_tokenizer, prefix, " The lake")
+    assert layout.l_pre == count == layout.counted
 
 
 def test_gpt2_hard_prefix_rows(gpt2_tokenizer):
-    found = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
-    assert found.tokens == ("<|endoftext|>", "Very", " positive", ":", "The", " lake")
-    assert (found.bos, found.prefix, found.prompt) == ((0, 1), (1, 4), (4, 6))
-    assert found.spans("prefix") == ((1, 4),)
-    assert found.spans("released") == ((0, 3),), "BOS and all but the last prefix token"
-    assert found.spans("bos") == ((0, 1),)
-    assert found.spans("prefix+bos") == ((0, 1), (1, 4))
-    assert found.spans(((0, 2), (5, 6))) == ((0, 2), (5, 6))
+    layout = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
+    assert layout.tokens == ("<|endoftext|>", "Very", " positive", ":", "The", " lake")
+    assert (layout.bos, layout.prefix, layout.prompt) == ((0, 1), (1, 4), (4, 6))
+    assert layout.spans("prefix") == ((1, 4),)
+    assert layout.spans("released") == ((0, 3),), "BOS and all but the last prefix token"
+    assert layout.spans("bos") == ((0, 1),)
+    assert layout.spans("prefix+bos") == ((0, 1), (1, 4))
+    assert layout.spans(((0, 2), (5, 6))) == ((0, 2), (5, 6))
     assert [
-        found.n(rule) for rule in ("prefix", "prefix+bos", "bos", "released", ((0, 2), (5, 6)))
+        layout.n(rule) for rule in ("prefix", "prefix+bos", "bos", "released", ((0, 2), (5, 6)))
     ] == [3, 3, 3, 3, 3]
 
 
 def test_soft_prefix_row(gpt2_tokenizer):
-    found = Layout.of(gpt2_tokenizer, None, "The lake", soft=20)
-    assert (found.prefix, found.bos, found.prompt) == ((0, 20), (20, 21), (21, 23))
-    assert found.spans("prefix") == found.spans("released") == ((0, 20),), (
+    layout = Layout.of(gpt2_tokenizer, None, "The lake", soft=20)
+    assert (layout.prefix, layout.bos, layout.prompt) == ((0, 20), (20, 21), (21, 23))
+    assert layout.spans("prefix") == layout.spans("released") == ((0, 20),), (
         "exactly the prefix; BOS not boosted"
     )
-    assert (found.l_pre, found.n("prefix"), found.n("released"), found.n("bos")) == (20, 20, 20, 20)
-    assert found.spans(((19, 22),)) == ((19, 20), (20, 22))
-    query = np.array([len(found) - 1])
-    assert (found.lengths(query, "paper"), found.lengths(query, "kv")) == ([22], [23])
+    assert (layout.l_pre, layout.n("prefix"), layout.n("released"), layout.n("bos")) == (
+        20,
+        20,
+        20,
+        20,
+    )
+    assert layout.spans(((19, 22),)) == ((19, 20), (20, 22))
+    query = np.array([len(layout) - 1])
+    assert (layout.lengths(query, "paper"), layout.lengths(query, "kv")) == ([22], [23])
     soft, hard = left_pad(
-        [found, Layout.of(gpt2_tokenizer, "Very positive:", "Once upon a time in")]
+        [layout, Layout.of(gpt2_tokenizer, "Very positive:", "Once upon a time in")]
     )
     assert (len(soft), len(hard)) == (29, 29)
     assert (soft.pad, hard.pad) == (6, 20), "rows without soft slots have them masked"
-    soft = found.padded(26)
+    soft = layout.padded(26)
     assert (soft.prefix, soft.bos, soft.prompt) == ((0, 20), (23, 24), (24, 26))
     assert soft.spans(((19, 22),)) == (
         (19, 20),
@@ -92,10 +97,10 @@ def test_a_branch_has_one_prefix(gpt2_tokenizer):
 
 
 def test_base_branch_row(gpt2_tokenizer):
-    found = Layout.of(gpt2_tokenizer, None, "The year is 1910.")
-    assert found.l_pre == 0
-    assert found.spans("prefix") == ((1, 1 + found.l_pro),), "Pro-Aug acts on the prompt"
-    assert found.spans("released") == ((0, found.l_pro),), "BOS and all but the last prompt token"
+    layout = Layout.of(gpt2_tokenizer, None, "The year is 1910.")
+    assert layout.l_pre == 0
+    assert layout.spans("prefix") == ((1, 1 + layout.l_pro),), "Pro-Aug acts on the prompt"
+    assert layout.spans("released") == ((0, layout.l_pro),), "BOS and all but the last prompt token"
 
 
 def test_llama_rows_count_the_automatic_bos():
@@ -150,16 +155,16 @@ def test_what_takes_a_tokenizer_takes_its_models_or_says_so():
     assert Layout.of(model, *asked) == Layout.of(model.tokenizer, *asked)
     assert text_markers(model) == text_markers(model.tokenizer)
     assert token_texts(model, "a", [5]) == token_texts(model.tokenizer, "a", [5])
-    for given, message in (
+    for owner, message in (
         ("tiny-llama", r"found a str; give load_tokenizer\('tiny-llama'\)"),
         (model.original_model, "found a LlamaForCausalLM; give model.tokenizer"),
         (None, "found a NoneType"),
     ):
         for call in (
-            lambda given=given: Layout.of(given, *asked),
-            lambda given=given: Layout.of_chat(given, []),
-            lambda given=given: text_markers(given),
-            lambda given=given: token_texts(given, "", [1]),
+            lambda owner=owner: Layout.of(owner, *asked),
+            lambda owner=owner: Layout.of_chat(owner, []),
+            lambda owner=owner: text_markers(owner),
+            lambda owner=owner: token_texts(owner, "", [1]),
         ):
             with pytest.raises(LayoutError, match=f"a tokenizer is needed here, {message}"):
                 call()
@@ -167,11 +172,11 @@ def test_what_takes_a_tokenizer_takes_its_models_or_says_so():
 
 def test_biases_of_the_worked_example(gpt2_tokenizer):
     """l_pre 3, l_pro 4, alpha 1/2: paper .4236 .4904 .5493 .6020, released 0 .5493 .6020 .6496."""
-    found = Layout.of(gpt2_tokenizer, "Very positive:", "The lake is blue")
-    assert (found.l_pre, found.l_pro) == (3, 4)
+    layout = Layout.of(gpt2_tokenizer, "Very positive:", "The lake is blue")
+    assert (layout.l_pre, layout.l_pro) == (3, 4)
     queries = np.arange(7, 11)
-    paper = found.bias(Augmentation(alpha=0.5), queries)
-    released = found.bias(Augmentation(alpha=0.5, profile="released"), queries)
+    paper = layout.bias(Augmentation(alpha=0.5), queries)
+    released = layout.bias(Augmentation(alpha=0.5, profile="released"), queries)
     assert paper.round(4).tolist() == [0.4236, 0.4904, 0.5493, 0.6020]
     assert released.round(4).tolist() == [0.0, 0.5493, 0.6020, 0.6496]
 
@@ -179,10 +184,10 @@ def test_biases_of_the_worked_example(gpt2_tokenizer):
 def test_prompt_biases_of_the_worked_example(gpt2_tokenizer):
     """l_pro 4, alpha 1/2, second step: .1116 (paper), .2027 (released); the first step's is 0 in
     both."""
-    found = Layout.of(gpt2_tokenizer, None, "The lake is blue")
+    layout = Layout.of(gpt2_tokenizer, None, "The lake is blue")
     queries = np.arange(4, 6)
-    assert found.bias(Augmentation(alpha=0.5), queries).round(4).tolist() == [0.0, 0.1116]
-    assert found.bias(Augmentation(alpha=0.5, profile="released"), queries).round(4).tolist() == [
+    assert layout.bias(Augmentation(alpha=0.5), queries).round(4).tolist() == [0.0, 0.1116]
+    assert layout.bias(Augmentation(alpha=0.5, profile="released"), queries).round(4).tolist() == [
         0.0,
         0.2027,
     ]
@@ -203,7 +208,7 @@ def test_prompt_biases_of_the_worked_example(gpt2_tokenizer):
 @pytest.mark.parametrize("profile", ["paper", "released"])
 def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile):
     llama = shared_tokenizer("tiny-llama")
-    found = {
+    chosen = {
         "gpt2 prefix": lambda: Layout.of(gpt2_tokenizer, "Very positive:", "The lake"),
         "gpt2 base": lambda: Layout.of(gpt2_tokenizer, None, "Once upon a time"),
         "gpt2 soft": lambda: Layout.of(gpt2_tokenizer, None, "Once upon a time", soft=4),
@@ -212,7 +217,7 @@ def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile):
         "llama doubled": lambda: Layout.of(llama, "ab:", "cde", doubled_bos=True),
         "llama base": lambda: Layout.of(llama, None, "cdefg"),
     }[branch]()
-    total = len(found) + 6
+    total = len(chosen) + 6
     phases, laws = ("decode", "last_query", "after_span"), ("log", "linear", "sqrt", "constant")
     spans = ("prefix", "prefix+bos", "bos", "released", ((0, 1), (3, 5)))
     for phase, law, span, pad in product(phases, laws, spans, (0, 5)):
@@ -223,10 +228,10 @@ def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile):
         )
         expected = np.array(
             oracle_bias(
-                n_bos=found.n_bos,
-                l_pre=found.l_pre,
-                l_pro=found.l_pro,
-                counted=found.counted,
+                n_bos=chosen.n_bos,
+                l_pre=chosen.l_pre,
+                l_pro=chosen.l_pro,
+                counted=chosen.counted,
                 total=total,
                 alpha=0.7,
                 law=law,
@@ -235,11 +240,11 @@ def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile):
                 length=augmentation.length_rule,
                 phase=phase,
                 released=profile == "released",
-                soft=found.soft > 0,
+                soft=chosen.soft > 0,
             )
         )
-        padded = found.padded(len(found) + pad)
-        live = np.delete(np.arange(pad + total), slice(found.soft, found.soft + pad))
+        padded = chosen.padded(len(chosen) + pad)
+        live = np.delete(np.arange(pad + total), slice(chosen.soft, chosen.soft + pad))
         bias = padded.bias(augmentation, live)
         keys = np.zeros(pad + total)
         for start, stop in padded.spans(augmentation.span):
@@ -250,9 +255,9 @@ def test_bias_equals_the_oracle(gpt2_tokenizer, branch, profile):
 
 
 def test_a_merge_across_the_seam_belongs_to_the_prefix_and_is_reported(gpt2_tokenizer):
-    found = Layout.of(gpt2_tokenizer, "Very positive:", '"Quoted" text')
-    assert found.merged == ':"'
-    assert found.tokens[found.prefix.stop - 1] == ':"'
+    layout = Layout.of(gpt2_tokenizer, "Very positive:", '"Quoted" text')
+    assert layout.merged == ':"'
+    assert layout.tokens[layout.prefix.stop - 1] == ':"'
     assert Layout.of(gpt2_tokenizer, "Very positive:", "The lake").merged is None
 
 
@@ -264,11 +269,11 @@ def test_a_merge_across_the_seam_belongs_to_the_prefix_and_is_reported(gpt2_toke
 )
 def test_spans_cover_the_text(gpt2_tokenizer, prefix, prompt):
     for tokenizer in (gpt2_tokenizer, shared_tokenizer("tiny-neox")):
-        found = Layout.of(tokenizer, prefix, prompt)
-        assert found.prompt.stop == len(found) == found.n_bos + found.l_pre + found.l_pro
-        if found.merged is None:
-            assert tokenizer.decode(found.ids[found.prefix.start : found.prefix.stop]) == prefix
-            assert tokenizer.decode(found.ids[found.prompt.start : found.prompt.stop]) == prompt
+        layout = Layout.of(tokenizer, prefix, prompt)
+        assert layout.prompt.stop == len(layout) == layout.n_bos + layout.l_pre + layout.l_pro
+        if layout.merged is None:
+            assert tokenizer.decode(layout.ids[layout.prefix.start : layout.prefix.stop]) == prefix
+            assert tokenizer.decode(layout.ids[layout.prompt.start : layout.prompt.stop]) == prompt
 
 
 def test_trimmed_offsets_do_not_move_the_seam(gpt2_tokenizer):
@@ -299,9 +304,9 @@ def test_empty_prompt(gpt2_tokenizer):
 
 
 def test_span_outside_the_sequence(gpt2_tokenizer):
-    found = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
+    layout = Layout.of(gpt2_tokenizer, "Very positive:", "The lake")
     with pytest.raises(LayoutError, match=r"span \[2, 9\) lies outside the sequence of 6 keys"):
-        found.spans(((2, 9),))
+        layout.spans(((2, 9),))
 
 
 def test_left_padding_moves_slots_not_lengths(gpt2_tokenizer):
@@ -377,16 +382,16 @@ def test_a_tokenizer_of_gpt2s_class_counts_the_bos_that_it_adds(gpt2_tokenizer):
     adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", adding.bos_token_id)]
     )
-    found = Layout.of(adding, "Very positive:", "The lake")
-    assert found.counted == Layout.of(gpt2_tokenizer, "Very positive:", "The lake").counted + 1
+    layout = Layout.of(adding, "Very positive:", "The lake")
+    assert layout.counted == Layout.of(gpt2_tokenizer, "Very positive:", "The lake").counted + 1
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox", "smollm2-135m"])
 def test_transformer_lens_tokenises_text_as_the_layout_does(name):
     model = load(name)
-    found = Layout.of(model.tokenizer, "Very positive:", "The lake")
-    assert model.to_tokens("Very positive:The lake")[0].tolist() == list(found.ids)
-    assert found.counted == Layout.of(shared_tokenizer(name), "Very positive:", "The lake").counted
+    layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
+    assert model.to_tokens("Very positive:The lake")[0].tolist() == list(layout.ids)
+    assert layout.counted == Layout.of(shared_tokenizer(name), "Very positive:", "The lake").counted
 
 
 def test_seam_merges_of_the_papers_detox_prompts(gpt2_tokenizer, data):
@@ -436,10 +441,10 @@ TEMPLATES = {
 
 
 def chat_tokenizer(template=None, name="smollm2-135m"):
-    found = copy.copy(shared_tokenizer(name))
+    tokenizer = copy.copy(shared_tokenizer(name))
     if template is not None:
-        found.chat_template = template
-    return found
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 @pytest.mark.parametrize("template", [None, *TEMPLATES])
@@ -457,20 +462,20 @@ def chat_tokenizer(template=None, name="smollm2-135m"):
 )
 def test_the_span_of_a_chat_is_its_text_among_the_templates_own_tokens(template, span, text):
     tokenizer = chat_tokenizer(TEMPLATES.get(template))
-    found = Layout.of_chat(tokenizer, CHAT, span=span)
-    whole = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert list(found.ids) == whole
-    covered = tokenizer.decode(found.ids[slice(*found.prefix)])
-    if found.merged is None:
+    layout = Layout.of_chat(tokenizer, CHAT, span=span)
+    chat_ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert list(layout.ids) == chat_ids
+    covered = tokenizer.decode(layout.ids[slice(*layout.prefix)])
+    if layout.merged is None:
         assert covered.strip() == text
     else:  # "?)" is one token
-        assert (template, covered, found.merged) == ("folds", f"{text})", covered)
-    parts = (found.bos, found.before, found.prefix, found.prompt)
+        assert (template, covered, layout.merged) == ("folds", f"{text})", covered)
+    parts = (layout.bos, layout.before, layout.prefix, layout.prompt)
     assert [a.stop for a in parts[:-1]] == [b.start for b in parts[1:]]
-    assert (parts[0].start, parts[-1].stop) == (0, len(found))
-    assert found.lengths(np.array([len(found) - 1]), "paper") == len(found) - found.n_bos
-    padded = left_pad([found, Layout.of(tokenizer, "a:", "b " * 99)])[0]
-    assert padded.prefix.start == found.prefix.start + padded.pad
+    assert (parts[0].start, parts[-1].stop) == (0, len(layout))
+    assert layout.lengths(np.array([len(layout) - 1]), "paper") == len(layout) - layout.n_bos
+    padded = left_pad([layout, Layout.of(tokenizer, "a:", "b " * 99)])[0]
+    assert padded.prefix.start == layout.prefix.start + padded.pad
 
 
 def test_what_a_chat_does_not_have_is_named():
@@ -520,10 +525,10 @@ def chatting(monkeypatch):
 
 def test_a_chat_is_explained_and_traced_whole(chatting):
     model, span = chatting, "phrase:arr\u00e9"
-    found, task = Layout.of_chat(model, CHAT, span=span), chat_task(CHAT, span)
+    layout, task = Layout.of_chat(model, CHAT, span=span), chat_task(CHAT, span)
     rule = Augmentation(alpha=0.5, phase="everywhere")
-    facts = explain_layout(found, rule, 3)
-    assert sum(key["boosted"] for key in facts["tokens"]) == found.l_pre
+    facts = explain_layout(layout, rule, 3)
+    assert sum(key["boosted"] for key in facts["tokens"]) == layout.l_pre
     assert [step["step"] for step in facts["steps"]][-3:] == [0, 1, 2]
     made = continue_chat(model, task, rule, length=5, samples=3, trace="full")
     sums = sum(made.trace[name] for name in ("bos", "prefix", "prompt", "generated"))

@@ -32,10 +32,10 @@ def test_ids_mask_and_positions_of_every_row(tokenizer):
 
 def test_rows_that_are_padded_stay_at_their_slots(tokenizer):
     """Some rows of a batch, whose longest is not among them."""
-    whole = left_pad([Layout.of(tokenizer, "ab:", text) for text in ("c", "d", "a longer prompt")])
-    rows = PaddedRows.of(whole[:2])
-    assert rows.layouts == whole[:2]
-    assert rows.ids.shape == (2, len(whole[2]))
+    padded = left_pad([Layout.of(tokenizer, "ab:", text) for text in ("c", "d", "a longer prompt")])
+    rows = PaddedRows.of(padded[:2])
+    assert rows.layouts == padded[:2]
+    assert rows.ids.shape == (2, len(padded[2]))
 
 
 def test_soft_slots_are_live_and_have_no_ids(tokenizer):
@@ -64,7 +64,7 @@ def test_a_pass_over_the_rows_is_each_row_alone():
     alone = [Layout.of(model, "Very good:", text) for text in (" A", " A book is on the table")]
     rows, rule = PaddedRows.of(alone), Augmentation(alpha=0.7)
     with augmented(model, rule, rows.layouts):
-        found = model(rows.ids, attention_mask=rows.mask, position_ids=rows.positions)[:, -1]
+        logits = model(rows.ids, attention_mask=rows.mask, position_ids=rows.positions)[:, -1]
     for row, layout in enumerate(alone):
         with augmented(model, rule, layout):
-            assert (found[row] - model(layout.tensor)[0, -1]).abs().max() < 1e-12
+            assert (logits[row] - model(layout.tensor)[0, -1]).abs().max() < 1e-12

@@ -45,8 +45,8 @@ def test_a_text_is_its_numbers(name, text, value):
 )
 def test_layers_and_heads_are_a_set(name, one, others):
     wanted = Augmentation(alpha=1, **{name: one})
-    for other in others:
-        same = Augmentation(alpha=1, **{name: other})
+    for text in others:
+        same = Augmentation(alpha=1, **{name: text})
         assert (same, same.label) == (wanted, wanted.label)
     for doubled in ((1, True), ((0, 1), (0, True)), (1, 1.0)):
         with pytest.raises(Lapa2Error, match=f"augmentation {name}"):
@@ -86,12 +86,12 @@ def test_heads_are_named_alike_everywhere():
     assert (named[0].heads, named[0].positions) == (HEADS, (0, 1))
     assert CellSettings.of({"patterns": text}).patterns == HEADS
     model = load("planted")
-    found = circuits.knock_out(model, "sentiment", over={"some": text})
-    assert found.units[0].heads == HEADS
+    effects = circuits.knock_out(model, "sentiment", over={"some": text})
+    assert effects.units[0].heads == HEADS
     layout = Layout.of(model.tokenizer, "Very positive:", " The lake")
-    kept = [teacher_forced(model, layout, [[1, 2]], patterns=heads) for heads in (text, HEADS)]
-    assert kept[0].identical(kept[1])
-    assert kept[0].sizes["pair"] == len(HEADS)
+    traces = [teacher_forced(model, layout, [[1, 2]], patterns=heads) for heads in (text, HEADS)]
+    assert traces[0].identical(traces[1])
+    assert traces[0].sizes["pair"] == len(HEADS)
 
 
 @pytest.mark.parametrize("heads", [[(-1, 0)], "x", "1 0.1", [(True, 0)], [1, 2]])

@@ -30,25 +30,25 @@ LAST = 12
 
 
 def branch(model):
-    found = Layout.of(model.tokenizer, "ab cd:", "efg hi")
-    assert (found.n_bos, [*range(*found.prefix)], len(found)) == (N_BOS, [*PREFIX], len(INPUT))
-    return found
+    layout = Layout.of(model.tokenizer, "ab cd:", "efg hi")
+    assert (layout.n_bos, [*range(*layout.prefix)], len(layout)) == (N_BOS, [*PREFIX], len(INPUT))
+    return layout
 
 
 def pattern_of(model, layout, rules, scores, generated=GENERATED):
     """The attention of the first layer, were these its scores, [head query key]."""
-    found = {}
-    given = [("blocks.0.attn.hook_attn_scores", lambda _, hook: scores[None].clone())]
-    seen = [("blocks.0.attn.hook_pattern", lambda p, hook: found.update(p=p[0].clone()))]
+    patterns = {}
+    scores_hooks = [("blocks.0.attn.hook_attn_scores", lambda _, hook: scores[None].clone())]
+    seen = [("blocks.0.attn.hook_pattern", lambda p, hook: patterns.update(p=p[0].clone()))]
     tokens = torch.tensor([[*layout.ids, *generated]])
     with (
         torch.no_grad(),
-        model.hooks(fwd_hooks=given),
+        model.hooks(fwd_hooks=scores_hooks),
         augmented(model, [rules], layout),
         model.hooks(fwd_hooks=seen),
     ):
         model(tokens)
-    return found["p"]
+    return patterns["p"]
 
 
 def random_scores(model, n=18):
@@ -76,9 +76,9 @@ def by_length(weight, first=LAST, keys=PREFIX, without=1):
     return formula
 
 
-def pasta(scores, alpha=0.01, kept=PREFIX):
+def pasta(scores, alpha=0.01, prefix_keys=PREFIX):
     factors = torch.ones(scores.shape[1:], dtype=torch.float64)
-    factors[:, [key for key in INPUT if key not in kept]] = alpha
+    factors[:, [key for key in INPUT if key not in prefix_keys]] = alpha
     return scaled(scores, factors)
 
 
@@ -94,35 +94,35 @@ def spotlight(scores, tau=0.2):
 
 def spotlight_per_head(scores, tau=0.2):
     """The first query sees no prefix, so there is nothing to raise."""
-    found = scores.softmax(-1)
-    for head in found:
+    weights = scores.softmax(-1)
+    for head in weights:
         for row in head[1:]:
             share = row[[*PREFIX]].sum().item()
             row[[*PREFIX]] *= max(1.0, tau / share)
             row /= row.sum().item()
-    return found
+    return weights
 
 
 def split_softmax(scores, k=0.75):
-    found = scores.softmax(-1)
-    for head in found:
+    weights = scores.softmax(-1)
+    for head in weights:
         for row in head[max(PREFIX) + 1 :]:
             share = row[[*PREFIX]].sum().item()
             inside = torch.zeros_like(row)
             inside[[*PREFIX]] = 1
             row *= inside * share**k / share + (1 - inside) * (1 - share**k) / (1 - share)
-    return found
+    return weights
 
 
 def set_point(scores, tau=0.2):
-    found = scores.softmax(-1)
-    for head in found:
+    weights = scores.softmax(-1)
+    for head in weights:
         for row in head[LAST:]:
             share = row[[*PREFIX]].sum().item()
             if share < tau:
                 row *= (1 - tau) / (1 - share)
                 row[[*PREFIX]] *= tau / share * (1 - share) / (1 - tau)
-    return found
+    return weights
 
 
 def only_heads(formula, heads):
@@ -157,7 +157,7 @@ FORMULAS = {
     "selective:tokens=1,heads=0.1/0.3": only_heads(ONE_TOKEN, HEADS),
     "instaboost:M=7": by_length(lambda l: 7.0, first=0),
     "pasta:alpha=0.3,tokens=0/3,heads=0.1/0.3": only_heads(
-        lambda scores: pasta(scores, 0.3, kept=(1, 4)), HEADS
+        lambda scores: pasta(scores, 0.3, prefix_keys=(1, 4)), HEADS
     ),
 }
 
@@ -175,9 +175,9 @@ def test_a_recipe_is_its_papers_formula(text, model_class):
         wanted = FORMULAS[text](scores, layout.counted)
     else:
         wanted = FORMULAS[text](scores)
-    found = pattern_of(model, layout, parse_recipes(text), scores)
-    assert (found - wanted).abs().max() < 1e-12
-    assert (found - scores.softmax(-1)).abs().max() > 1e-2
+    after = pattern_of(model, layout, parse_recipes(text), scores)
+    assert (after - wanted).abs().max() < 1e-12
+    assert (after - scores.softmax(-1)).abs().max() > 1e-2
 
 
 def test_spotlight_as_released_takes_one_share_a_pass():
@@ -227,8 +227,8 @@ def test_one_augmentation_has_the_key_it_had_alone():
     rule = Augmentation(alpha=0.5)
     model, about = load("tiny-llama"), ("prefix", "sentiment", "positive", ["ab"])
     keys = {
-        cell_of(model, *about, given, length=4).key
-        for given in (rule, (rule,), [rule, None], (rule, Augmentation(alpha=0)))
+        cell_of(model, *about, augmentation, length=4).key
+        for augmentation in (rule, (rule,), [rule, None], (rule, Augmentation(alpha=0)))
     }
     assert len(keys) == 1
     both = cell_of(model, *about, (rule, Augmentation(alpha=1, span="bos")), length=4)
@@ -246,17 +246,17 @@ def test_several_spans_with_a_bias_each():
     """ "Very positive sports:": one bias on " positive", another on " sports"."""
     model = load("tiny-llama", "float64")
     layout = Layout.of(model.tokenizer, "Very positive sports:", "The lake")
-    one, other = range(4, 9), range(13, 19)  # characters here
+    positive, sports = range(4, 9), range(13, 19)  # characters here
     rules = parse_recipes(
-        f"instaboost:M=2,tokens={'/'.join(map(str, one))}"
-        f" + instaboost:M=5,tokens={'/'.join(map(str, other))}"
+        f"instaboost:M=2,tokens={'/'.join(map(str, positive))}"
+        f" + instaboost:M=5,tokens={'/'.join(map(str, sports))}"
     )
     scores = random_scores(model, n=len(layout))
     factors = torch.ones(scores.shape[1:], dtype=torch.float64)
-    factors[:, [layout.n_bos + i for i in one]] = 2.0
-    factors[:, [layout.n_bos + i for i in other]] = 5.0
-    found = pattern_of(model, layout, rules, scores, [])
-    assert (found - scaled(scores, factors)).abs().max() < 1e-12
+    factors[:, [layout.n_bos + i for i in positive]] = 2.0
+    factors[:, [layout.n_bos + i for i in sports]] = 5.0
+    after = pattern_of(model, layout, rules, scores, [])
+    assert (after - scaled(scores, factors)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("model_class", [*MODEL_CLASSES, "TransformersModel"])
@@ -303,7 +303,7 @@ def test_pro_aug_takes_the_laws_of_the_paper(asked, on_prompt):
     branches = method.branches(load_task("sentiment"), "positive")
     by_name = dict(
         zip(
-            [each.name for each in branches],
+            [branch_of.name for branch_of in branches],
             assign_augmentations(method, branches, rules),
             strict=True,
         )
@@ -374,11 +374,11 @@ def test_each_field_is_open_fixed_or_a_parameter_of_each_recipe():
 
 def test_names_of_augmentations():
     for name, chosen in RECIPES.items():
-        given = {"tokens": (1,), "heads": ((0, 1),)}
-        rules = recipe(name, **{key: given[key] for key in chosen.required})
+        needed = {"tokens": (1,), "heads": ((0, 1),)}
+        rules = recipe(name, **{key: needed[key] for key in chosen.required})
         assert recipe_name(rules) == name
         assert (
-            recipe_name(recipe(name, **{key: given[key] for key in chosen.required}, steps=(0, 4)))
+            recipe_name(recipe(name, **{key: needed[key] for key in chosen.required}, steps=(0, 4)))
             == name
         )
     assert recipe_name((Augmentation(alpha=0.123),)) is None
@@ -388,7 +388,7 @@ def test_names_of_augmentations():
 def test_every_recipe_says_where_it_is_from():
     for name, chosen in RECIPES.items():
         assert all((chosen.what, chosen.source, chosen.defaults))
-        assert all(each is not inspect.Parameter.empty for each in chosen.parameters.values())
+        assert all(default is not inspect.Parameter.empty for default in chosen.parameters.values())
         assert "arXiv" in chosen.source or chosen.source.startswith("ours"), name
 
 
@@ -482,12 +482,12 @@ def test_laws_that_read_the_scores_may_share_a_row_where_they_do_not_meet():
     model = load("tiny-llama", "float64")
     layout, scores = branch(model), random_scores(model)
     both = "split-softmax:heads=0.1 + spotlight-per-head:heads=0.3"
-    found = pattern_of(model, layout, parse_recipes(both), scores)
+    after = pattern_of(model, layout, parse_recipes(both), scores)
     for head, formula in enumerate(
         [torch.softmax, split_softmax, torch.softmax, spotlight_per_head]
     ):
         wanted = scores.softmax(-1) if formula is torch.softmax else formula(scores)
-        assert (found[head] - wanted[head]).abs().max() < 1e-12
+        assert (after[head] - wanted[head]).abs().max() < 1e-12
     with (
         pytest.raises(AugmentationError, match="other steps or heads"),
         augmented(model, [parse_recipes("split-softmax + spotlight-per-head")], layout),
@@ -502,9 +502,9 @@ def test_beyond_two_thousand_tokens(text):
     n = 2101
     scores = torch.randn(1, 4, 1, n, generator=torch.Generator().manual_seed(0)).double()
     bias = BatchBias([parse_recipes(text)], [layout], (2, 4))
-    found = bias.add(1, scores, first=n - 1).softmax(-1)[0, :, 0]
+    with_bias = bias.add(1, scores, first=n - 1).softmax(-1)[0, :, 0]
     before = scores.softmax(-1)[0, :, 0]
-    share, after = before[:, [*PREFIX]].sum(-1), found[:, [*PREFIX]].sum(-1)
+    share, after = before[:, [*PREFIX]].sum(-1), with_bias[:, [*PREFIX]].sum(-1)
     rest = before[:, [0, *range(7, 13)]].sum(-1)
     wanted = {
         "lapa2": share * (factor := math.sqrt((n - 1) / 6)) / (1 + share * (factor - 1)),

@@ -49,13 +49,13 @@ TOKENIZERS = {
 }
 
 
-def bytes_of(tokenizer, found):
+def bytes_of(tokenizer, ids):
     """Ids of single bytes."""
-    names = [f"<0x{byte:02X}>" for byte in found]
+    names = [f"<0x{byte:02X}>" for byte in ids]
     if tokenizer.convert_tokens_to_ids(names[0]) in (None, tokenizer.unk_token_id):
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = [byte for byte in range(256) if byte not in printable]
-        names = [chr(each if each in printable else 256 + others.index(each)) for each in found]
+        names = [chr(value if value in printable else 256 + others.index(value)) for value in ids]
     return tokenizer.convert_tokens_to_ids(names)
 
 
@@ -88,13 +88,13 @@ def test_bytes_that_are_no_character_leave_their_neighbours_alone(name, given_, 
 def test_pieces_joined_are_the_continuation(name, data):
     tokenizer = TOKENIZERS[name]
     token = st.integers(0, len(tokenizer) - 1)
-    byte = st.integers(0, 255).map(lambda each: bytes_of(tokenizer, [each])[0])
-    tail = st.integers(0x80, 0xBF).map(lambda each: bytes_of(tokenizer, [each])[0])
+    byte = st.integers(0, 255).map(lambda number: bytes_of(tokenizer, [number])[0])
+    tail = st.integers(0x80, 0xBF).map(lambda number: bytes_of(tokenizer, [number])[0])
     tokens = data.draw(st.lists(st.one_of(token, byte, tail), max_size=20))
     prompt = data.draw(st.sampled_from(PROMPTS))
-    found = token_texts(tokenizer, prompt, tokens)
-    assert len(found) == len(tokens)
-    assert "".join(found) == decode_continuation(tokenizer, prompt, tokens)
+    pieces = token_texts(tokenizer, prompt, tokens)
+    assert len(pieces) == len(tokens)
+    assert "".join(pieces) == decode_continuation(tokenizer, prompt, tokens)
 
 
 def test_a_tokenizer_that_cuts_by_chance_is_refused_and_loaded_without_it(tmp_path):

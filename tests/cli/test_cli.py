@@ -50,7 +50,7 @@ def made(tmp_path_factory):
 
 def test_generation_from_the_shell_is_reproducible(made, tmp_path):
     assert lapa2(f"{GENERATE} --samples 2 --max-rows 1", "--out", tmp_path / "run") == 0
-    one, two = (finished_cell(load_run(each)).samples for each in (made, tmp_path / "run"))
+    one, two = (finished_cell(load_run(folder)).samples for folder in (made, tmp_path / "run"))
     assert one["text"].tolist() == two["text"].tolist()
 
 
@@ -65,9 +65,13 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
     flags = "--alpha 2 --augmentation lapa2:profile=released,law=constant,l0=128,span=0:2/4:6"
     flags += ",phase=after_span,layers=0/2,heads=0.1/2.3"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "run") == 0
-    (found,) = load_run(tmp_path / "run").manifest().cell.active_augmentations
-    assert (found.span, found.layers, found.heads) == (((0, 2), (4, 6)), (0, 2), ((0, 1), (2, 3)))
-    assert (found.law, found.l0, found.length_rule, found.phase) == (
+    (augmentation,) = load_run(tmp_path / "run").manifest().cell.active_augmentations
+    assert (augmentation.span, augmentation.layers, augmentation.heads) == (
+        ((0, 2), (4, 6)),
+        (0, 2),
+        ((0, 1), (2, 3)),
+    )
+    assert (augmentation.law, augmentation.l0, augmentation.length_rule, augmentation.phase) == (
         "constant",
         128,
         "kv",
@@ -77,13 +81,21 @@ def test_augmentation_flags_reach_the_manifest(tmp_path):
         "--augmentation lapa2:law=target,tau=.3,floor=true,span=prefix:0/2,steps=2:9,length_rule=kv"
     )
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "other") == 0
-    (found,) = load_run(tmp_path / "other").manifest().cell.active_augmentations
-    assert (found.tau, found.floor, found.span) == (0.3, True, ("prefix", (0, 2)))
-    assert (found.steps, found.length_rule, found.pooled) == ((2, 9), "kv", False)
+    (augmentation,) = load_run(tmp_path / "other").manifest().cell.active_augmentations
+    assert (augmentation.tau, augmentation.floor, augmentation.span) == (
+        0.3,
+        True,
+        ("prefix", (0, 2)),
+    )
+    assert (augmentation.steps, augmentation.length_rule, augmentation.pooled) == (
+        (2, 9),
+        "kv",
+        False,
+    )
     flags = "--augmentation lapa2:law=ratio,tau=0.3,pooled=true"
     assert lapa2(f"{GENERATE} {flags}", "--out", tmp_path / "pooled") == 0
-    (found,) = load_run(tmp_path / "pooled").manifest().cell.active_augmentations
-    assert (found.law, found.tau, found.pooled) == ("ratio", 0.3, True)
+    (augmentation,) = load_run(tmp_path / "pooled").manifest().cell.active_augmentations
+    assert (augmentation.law, augmentation.tau, augmentation.pooled) == ("ratio", 0.3, True)
 
 
 def test_method_parameters_come_from_the_task_and_the_command_line(tmp_path):
@@ -410,8 +422,8 @@ def test_examples_in_help_can_be_pasted_from_80_columns():
     examples = [
         line[8:].replace("\\\\", "\\")
         for file in (ROOT / "lapa2_interp").rglob("*.py")
-        for found in re.findall(r"^ {8}lapa2 (?:.*\\\\\n)*.*$", file.read_text("utf-8"), re.M)
-        for line in found.splitlines()
+        for example in re.findall(r"^ {8}lapa2 (?:.*\\\\\n)*.*$", file.read_text("utf-8"), re.M)
+        for line in example.splitlines()
     ]
     assert len(examples) > 30
     assert not [line for line in examples if len(line) > 78]
@@ -478,8 +490,10 @@ def test_a_stopped_command_says_whether_it_resumes(line, resumes, monkeypatch, c
 
     monkeypatch.setattr("lapa2_interp.cli.app.app", stopped)
     assert lapa2(line) == 130
-    told = "resume" if resumes else "start over; no partial output is left"
-    assert capsys.readouterr().err == f"lapa2: interrupted; run the same command again to {told}\n"
+    advice = "resume" if resumes else "start over; no partial output is left"
+    assert (
+        capsys.readouterr().err == f"lapa2: interrupted; run the same command again to {advice}\n"
+    )
 
 
 def test_closed_streams_are_no_error(tmp_path):
@@ -506,18 +520,18 @@ def test_places_that_would_fail_later_are_refused_at_once(line, message, tmp_pat
     out = tmp_path / ("b\udce9" if "UTF" in message else "out")
     assert main(line.format(out=out, grid=grid).split()) == 2
     assert message in capsys.readouterr().err
-    assert [each.name for each in tmp_path.iterdir()] == ["g.toml"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["g.toml"]
 
 
 def test_values_of_a_wrong_type_are_named_errors(without_types):
     model = load("tiny-gpt2")
-    given = {"attribute": "positive", "prompts": ["a"], "length": 40, "samples": 1}
+    settings = {"attribute": "positive", "prompts": ["a"], "length": 40, "samples": 1}
     layout = Layout.of(model.tokenizer, "Very", "lake")
     for error, call in (
-        (Lapa2Error, lambda: generate(model, **given | {"samples": 1.5})),
-        (Lapa2Error, lambda: generate(model, **given | {"prompts": [None]})),
-        (Lapa2Error, lambda: generate(model, **given | {"attribute": 5})),
-        (TaskError, lambda: generate(model, **given | {"task": {}})),
+        (Lapa2Error, lambda: generate(model, **settings | {"samples": 1.5})),
+        (Lapa2Error, lambda: generate(model, **settings | {"prompts": [None]})),
+        (Lapa2Error, lambda: generate(model, **settings | {"attribute": 5})),
+        (TaskError, lambda: generate(model, **settings | {"task": {}})),
         (ModelError, lambda: load_model(None)),
         (LayoutError, lambda: Layout.of(model.tokenizer, "Very", 5)),
         (LayoutError, lambda: Layout.of(model.tokenizer, 5, "lake")),
@@ -525,9 +539,9 @@ def test_values_of_a_wrong_type_are_named_errors(without_types):
         (TraceError, lambda: teacher_forced(model, layout, ["was"])),
         (TraceError, lambda: teacher_forced(model, layout, [[5.7]])),
     ):
-        with pytest.raises(Lapa2Error) as found:
+        with pytest.raises(Lapa2Error) as caught:
             call()
-        assert found.type is error
+        assert caught.type is error
 
 
 def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):

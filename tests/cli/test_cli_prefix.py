@@ -24,7 +24,12 @@ def reviews(tmp_path_factory):
         "positive": ["good", "nice", "warm", "kind", "fine", "glad"],
         "negative": ["bad", "ugly", "cold", "dull", "grim", "sad"],
     }
-    rows = [(f"{a} and {b}", label) for label, found in words.items() for a in found for b in found]
+    rows = [
+        (f"{a} and {b}", label)
+        for label, vocabulary in words.items()
+        for a in vocabulary
+        for b in vocabulary
+    ]
     file = tmp_path_factory.mktemp("data") / "reviews.jsonl"
     pd.DataFrame([*rows, ("", "positive")], columns=["text", "label"]).to_json(
         file, orient="records", lines=True
@@ -68,21 +73,25 @@ def test_train_writes_a_set_and_shows_what_it_learned(reviews, tmp_path, capsys)
     assert json.loads(capsys.readouterr().out)["soft"][0]["attribute"] == "negative"
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["split off", "given"])
-def test_the_texts_that_decide_when_to_stop_measure_nothing(reviews, tmp_path, monkeypatch, given):
+@pytest.mark.parametrize("has_held_out", [False, True], ids=["split off", "given"])
+def test_the_texts_that_decide_when_to_stop_measure_nothing(
+    reviews, tmp_path, monkeypatch, has_held_out
+):
     from lapa2_interp.prefixes import make
 
     texts = {}
-    monkeypatch.setattr(make, "train_set", lambda *found, **more: texts.update(train=found[2:4]))
+    monkeypatch.setattr(
+        make, "train_set", lambda *arguments, **more: texts.update(train=arguments[2:4])
+    )
 
     def measure(folders, task, corpora, **more):
         texts["test"] = corpora
         return pd.DataFrame()
 
     monkeypatch.setattr(make, "evaluate_sets", measure)
-    held_out = [str(reviews)] if given else []
-    data = tmp_path / "others.jsonl" if given else reviews
-    if given:
+    held_out = [str(reviews)] if has_held_out else []
+    data = tmp_path / "others.jsonl" if has_held_out else reviews
+    if has_held_out:
         words = [(f"{label} {word}", label) for label in ("positive", "negative") for word in "abc"]
         pd.DataFrame(words, columns=["text", "label"]).to_json(data, orient="records", lines=True)
     make.make_set(model="tiny-llama", out=tmp_path, data=[str(data)], held_out=held_out)
@@ -92,7 +101,9 @@ def test_the_texts_that_decide_when_to_stop_measure_nothing(reviews, tmp_path, m
     )
     assert not deciding & measured
     assert not trained & (deciding | measured)
-    assert (len(trained), len(deciding), len(measured)) == ((3, 18, 18) if given else (29, 4, 3))
+    assert (len(trained), len(deciding), len(measured)) == (
+        (3, 18, 18) if has_held_out else (29, 4, 3)
+    )
 
 
 def test_of_several_corpora_no_text_is_in_two_parts(reviews, tmp_path, monkeypatch):
@@ -100,9 +111,9 @@ def test_of_several_corpora_no_text_is_in_two_parts(reviews, tmp_path, monkeypat
     from lapa2_interp.prefixes import make
 
     parts = []
-    monkeypatch.setattr(make, "train_set", lambda *found, **more: parts.extend(found[2:4]))
+    monkeypatch.setattr(make, "train_set", lambda *arguments, **more: parts.extend(arguments[2:4]))
     monkeypatch.setattr(
-        make, "evaluate_sets", lambda folders, task, found, **more: parts.append(found)
+        make, "evaluate_sets", lambda folders, task, read, **more: parts.append(read)
     )
     rows = pd.read_json(reviews, lines=True)
     more = rows.assign(text=[f"{text} again" for text in rows["text"]])
@@ -117,7 +128,7 @@ def test_of_several_corpora_no_text_is_in_two_parts(reviews, tmp_path, monkeypat
     assert not deciding & measured
     assert not trained & (deciding | measured)
     noted = [corpus.summary for corpus in parts[0]]
-    assert any("that another part has" in each for each in noted), noted
+    assert any("that another part has" in note for note in noted), noted
 
 
 def test_a_set_measured_on_one_text_each_is_read_again(reviews, tmp_path, capsys):
@@ -128,8 +139,8 @@ def test_a_set_measured_on_one_text_each_is_read_again(reviews, tmp_path, capsys
     out = tmp_path / "small"
     line = f"{TRAIN} --set max_tokens=16 --set check_every=4"
     assert lapa2(line, "--data", few, "--out", out) == 0
-    found = load_prefix(out, "positive").card.held_out
-    assert (found.accuracy.n, str(found.accuracy.low)) == (1, "nan")
+    held_out = load_prefix(out, "positive").card.held_out
+    assert (held_out.accuracy.n, str(held_out.accuracy.low)) == (1, "nan")
     assert "NaN" not in (out / "positive.json").read_text(), "JSON has none"
     assert lapa2("prefixes", out) == 0
     assert lapa2(line, "--data", few, "--out", out) == 0, "finished"
@@ -154,10 +165,10 @@ def test_texts_behind_a_set_are_scored_into_its_cards(trained, capsys):
     assert lapa2("prefix score --samples 1 --length 30 --dtype float32", trained) == 0
     printed = capsys.readouterr().out
     card = load_prefix(trained, "positive").card
-    for found, kind in zip(card.generated, ("adapter", "linear"), strict=True):
-        assert (found.baseline.n, found.baseline.clusters) == (15, 15)
-        assert found.scorer.startswith(f"accuracy ({kind} sentiment ")
-        assert f"{found.lapa2.mean:.3f}" in printed
+    for generated, kind in zip(card.generated, ("adapter", "linear"), strict=True):
+        assert (generated.baseline.n, generated.baseline.clusters) == (15, 15)
+        assert generated.scorer.startswith(f"accuracy ({kind} sentiment ")
+        assert f"{generated.lapa2.mean:.3f}" in printed
     assert (trained / "positive.safetensors").read_bytes() == before, "the weights are as they were"
     assert lapa2("prefix score", trained.parent / "none") == 2
     assert "holds no soft prefixes" in capsys.readouterr().err
@@ -172,8 +183,8 @@ def test_the_scores_of_both_arms_are_told_apart(trained, tmp_path, monkeypatch, 
     from lapa2_interp.scoring.tables import score_table
 
     def by_arm(texts, scorer):
-        found = score_table(texts, scorer)
-        return found.assign(value=(texts["alpha"] > 0).to_numpy(float))
+        scores = score_table(texts, scorer)
+        return scores.assign(value=(texts["alpha"] > 0).to_numpy(float))
 
     load, trusted = prefix_accuracy.load_model, []
 
@@ -193,8 +204,8 @@ def test_the_scores_of_both_arms_are_told_apart(trained, tmp_path, monkeypatch, 
     assert lapa2("prefix score mle --task none") == 2
     assert "unknown task 'none'" in capsys.readouterr().err
     for name in ("positive", "negative"):
-        for found in load_prefix(tmp_path / "mle", name).card.generated:
-            assert (found.baseline.mean, found.lapa2.mean) == (0.0, 1.0)
+        for accuracy in load_prefix(tmp_path / "mle", name).card.generated:
+            assert (accuracy.baseline.mean, accuracy.lapa2.mean) == (0.0, 1.0)
 
 
 def test_held_out_files_decide_when_to_stop(reviews, tmp_path):
@@ -265,11 +276,11 @@ def test_train_resumes_what_was_interrupted(tmp_path, reviews, trained_once, mon
 def test_a_contrastive_set_starts_from_another(trained, reviews, tmp_path):
     line = TRAIN.replace("lr=0.05", "lr=1e-30") + " --objective contrastive --set max_tokens=16"
     assert lapa2(line, "--start-from", trained, "--data", reviews, "--out", tmp_path / "next") == 0
-    found, before = (load_prefix(folder, "positive") for folder in (tmp_path / "next", trained))
-    assert found.card.set == "contrastive"
-    assert found.card.training.recipe["start"] == "set"
-    assert found.card.training.started_from == before.card.sha256
-    assert (found.keys == before.keys).all(), "a learning rate of nothing"
+    after, before = (load_prefix(folder, "positive") for folder in (tmp_path / "next", trained))
+    assert after.card.set == "contrastive"
+    assert after.card.training.recipe["start"] == "set"
+    assert after.card.training.started_from == before.card.sha256
+    assert (after.keys == before.keys).all(), "a learning rate of nothing"
 
 
 def test_import_and_lists(tmp_path, capsys, monkeypatch):
@@ -289,8 +300,8 @@ def test_import_and_lists(tmp_path, capsys, monkeypatch):
     assert load_prefix(tmp_path / "c", "negative").card.set == "mine"
     own = tmp_path / "a/positive.json"
     own.write_text(own.read_text().replace('"weights": "', '"weights": "other '))
-    other = (tmp_path / "a/positive.safetensors", "--out", tmp_path / "d")
-    assert lapa2(line, *other) == 2
+    own_prefix = (tmp_path / "a/positive.safetensors", "--out", tmp_path / "d")
+    assert lapa2(line, *own_prefix) == 2
     assert "give the model it was trained for, or --other-base if" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
     monkeypatch.chdir(tmp_path)
@@ -298,7 +309,7 @@ def test_import_and_lists(tmp_path, capsys, monkeypatch):
         assert lapa2(line, tmp_path / "a/positive.safetensors", "--out", name) == 2
         assert f"a method would take {words}" in capsys.readouterr().err
         assert not (tmp_path / name).exists()
-    assert lapa2(line, *other, "--other-base") == 0
+    assert lapa2(line, *own_prefix, "--other-base") == 0
     capsys.readouterr()
     assert lapa2("prefixes") == 0
     printed = capsys.readouterr().out

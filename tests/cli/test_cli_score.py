@@ -67,9 +67,9 @@ def test_a_sweep_is_scored_by_method_and_says_what_is_missing(tmp_path, capsys):
     assert lapa2("sweep --workers 1 --device cpu", tmp_path / "grid.toml", "--out", run) == 0
     capsys.readouterr()
     assert lapa2("score --scorers accuracy linear --out", out, run) == 0
-    whole = capsys.readouterr()
-    assert "not finished" not in whole.err
-    shown = [line.split()[0] for line in whole.out.splitlines() if " baseline " in line]
+    printed_all = capsys.readouterr()
+    assert "not finished" not in printed_all.err
+    shown = [line.split()[0] for line in printed_all.out.splitlines() if " baseline " in line]
     assert sorted(shown) == ["air-decoding"] * 3 + ["prefix"] * 3
     first = next(iter(json.loads((run / "run.json").read_text())["grids"]["grid"]))
     (run / "cells" / first / "000.parquet").unlink()
@@ -116,8 +116,8 @@ def test_wordings_of_ones_own_task_are_apart_and_have_their_own_words(tmp_path):
         ("prefix Very serene: / Very {attribute}:", "calm"): 1,
         ("prefix A {attribute} text:", "calm"): 0,
     }
-    found = table.set_index(["variant", "attribute"])["mean"].to_dict()
-    assert {place: found[place] for place in said} == said
+    means = table.set_index(["variant", "attribute"])["mean"].to_dict()
+    assert {key: means[key] for key in said} == said
     assert (table["n"] == np.where(table["attribute"] == "all", 2, 1)).all()
     data = ItemData(load_run(run), "item", ("grid",), ("echo",))
     scores = data.scores(data.cells, metrics=["echo"])
@@ -160,9 +160,9 @@ def test_a_run_of_ones_own_task_is_scored_by_a_classifier_of_ones_own(tmp_path, 
     assert lapa2(f"score {folder} --out", tmp_path / "no", run) == 2
     assert f"give the file of one: {weights}" in capsys.readouterr().err
     assert lapa2("score --scorers accuracy --out", tmp_path / "no", run) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert "unknown adapter scorer 'mood'; allowed: detox, sentiment, topic" in told
-    assert "`lapa2 scorers train`" in told
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert "unknown adapter scorer 'mood'; allowed: detox, sentiment, topic" in last_line
+    assert "`lapa2 scorers train`" in last_line
 
 
 def test_a_second_call_asks_for_nothing(run_folder, tmp_path, capsys, monkeypatch):

@@ -37,7 +37,9 @@ def texts(tree):
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            parts = [each.value if isinstance(each, ast.Constant) else HOLE for each in node.values]
+            parts = [
+                piece.value if isinstance(piece, ast.Constant) else HOLE for piece in node.values
+            ]
             yield node.lineno, "".join(parts)
         elif id(node) not in inside and isinstance(getattr(node, "value", None), str):
             yield node.lineno, node.value
@@ -69,7 +71,7 @@ def parse(words):
 def test_a_command_that_holds_a_value_is_made_by_command():
     commands = list(printed())
     assert len(commands) > 60
-    assert not [place for place, words in commands if HOLE in words]
+    assert not [source for source, words in commands if HOLE in words]
 
 
 def test_options_and_scripts_that_hold_a_value_are_quoted():
@@ -86,13 +88,13 @@ def test_options_and_scripts_that_hold_a_value_are_quoted():
 
 def test_the_commands_that_are_named_exist_with_their_options():
     wrong = []
-    for place, text in printed():
+    for source, text in printed():
         if "|" in text or HOLE in text:  # a list of commands
             continue
         words = shlex.split(text, comments=True)
         names, _, rest = app.parse_commands(words)
         if not names and not words[0].startswith("-"):
-            wrong.append(f"{place}: {text}: no such command")
+            wrong.append(f"{source}: {text}: no such command")
             continue
         if rest and rest[-1].startswith("--"):  # an option is named without its value
             words = [*words, "1"]
@@ -101,24 +103,26 @@ def test_the_commands_that_are_named_exist_with_their_options():
         except MissingArgumentError:
             pass
         except CycloptsError as error:
-            wrong.append(f"{place}: {text}: {error}")
+            wrong.append(f"{source}: {text}: {error}")
     assert not wrong
 
 
 @pytest.mark.parametrize(
-    ("place", "args", "keywords"), list(calls()), ids=lambda each: str(each)[:24]
+    ("source", "args", "keywords"), list(calls()), ids=lambda argument: str(argument)[:24]
 )
-def test_commands_that_are_made_parse_whatever_the_names_are(place, args, keywords):
+def test_commands_that_are_made_parse_whatever_the_names_are(source, args, keywords):
     def value(node, usual):
         return node.value if isinstance(node, ast.Constant) else usual
 
     words = [value(node, f"{ODD}{i}") for i, node in enumerate(args)]
-    options = {each.arg: value(each.value, VALUES.get(each.arg, ODD)) for each in keywords}
+    options = {
+        keyword.arg: value(keyword.value, VALUES.get(keyword.arg, ODD)) for keyword in keywords
+    }
     name, *rest = shlex.split(command(*words, **options))
     assert name == "lapa2"
-    assert [each for each in rest if each.startswith(ODD)] == [
-        each for each in words if str(each).startswith(ODD)
-    ] + [each for each in options.values() if each == ODD]
+    assert [word for word in rest if word.startswith(ODD)] == [
+        word for word in words if str(word).startswith(ODD)
+    ] + [word for word in options.values() if word == ODD]
     parse(rest)
 
 

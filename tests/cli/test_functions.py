@@ -59,7 +59,7 @@ def test_every_option_is_a_parameter_and_every_parameter_an_option(path):
 def test_every_parameter_has_a_line_of_help(path):
     from docstring_parser import parse
 
-    documented = {each.arg_name for each in parse(function_of(path).__doc__).params}
+    documented = {parameter.arg_name for parameter in parse(function_of(path).__doc__).params}
     assert documented == set(inspect.signature(function_of(path)).parameters)
 
 

@@ -683,7 +683,6 @@ def test_a_sweep_that_fails_is_no_success_and_a_refused_one_is_not_scored(
 ):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr("lapa2_interp.runs.grid.built_in", lambda: ["quick/alpha"])
-    monkeypatch.setattr("lapa2_interp.paper.estimates.scoring_seconds", lambda *_: 1.0)
     monkeypatch.setattr(
         "lapa2_interp.cli.app.main", lambda words: answers[0]() if words[0] == "sweep" else 0
     )

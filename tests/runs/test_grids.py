@@ -4,7 +4,6 @@ and what is refused."""
 import functools
 import itertools
 import json
-import os
 import re
 import sys
 import tomllib
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import lapa2, load, soft_set
 
-from lapa2_interp._util.errors import GridError, Lapa2Error, ModelError
+from lapa2_interp._util.errors import GridError, Lapa2Error, ModelError, RunError
 from lapa2_interp._util.terminal import format_bytes, format_duration
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import RECIPES, parse_recipes, recipe_name
@@ -24,13 +23,11 @@ from lapa2_interp.methods import load_task
 from lapa2_interp.methods.base import SoftPrefixKey
 from lapa2_interp.models import load as models
 from lapa2_interp.models import machine
-from lapa2_interp.models.machine import store_measurement, stored_measurement
 from lapa2_interp.models.smollm2 import smollm2_folder
-from lapa2_interp.paper.estimates import LINEAR_SECONDS, SCRIPT_SECONDS, scoring_seconds
 from lapa2_interp.runs import estimates
 from lapa2_interp.runs.checks import check_device, check_grids
-from lapa2_interp.runs.estimates import START, cost, estimate, rate, work
-from lapa2_interp.runs.generate import announcement, make_cells, reading_seconds
+from lapa2_interp.runs.estimates import Estimate, check_affordable, cost, estimate
+from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.runs.grid import EXAMPLE, GRIDS, built_in, load_grid, parse_changes
 
 TINY = """
@@ -720,14 +717,13 @@ def test_the_usual_devices_are_known():
     check_device("cpu")
 
 
-def test_a_dry_run_says_the_work_and_makes_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(estimates, "rate", lambda *_, **__: (1e-9, "as timed"))
+def test_a_dry_run_says_the_work_and_makes_nothing(tmp_path, capsys):
     (tmp_path / "mine.toml").write_text(TINY)
     run = tmp_path / "run"
     command = ("sweep --workers 1 --device cpu", tmp_path / "mine.toml", "--out", run)
     assert lapa2(*command, "--dry-run") == 0
     printed = capsys.readouterr()
-    assert re.search("2 of 2 cells to make: 4 texts, .* row-tokens, about 10 s with", printed.err)
+    assert re.search("2 of 2 cells to make: 4 texts, .* row-tokens, .* with 1 worker", printed.err)
     assert printed.out == f"0 cells there, and none made: {run}\n"
     assert not run.exists()
     assert lapa2(*command, "--only", "attribute=positive") == 0
@@ -805,14 +801,7 @@ def test_the_estimate_of_the_disk_is_near_what_is_written(tmp_path, grid):
     written = sum(
         file.stat().st_size for file in (tmp_path / "run" / "cells").rglob("*") if file.is_file()
     )
-    assert 0.4 < estimate(found.cells, 1, "cpu").disk / written < 2.5
-
-
-@pytest.fixture
-def own_cache(monkeypatch, tmp_path):
-    """A cache with nothing in it."""
-    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    assert 0.4 < estimate(found.cells, "cpu").disk / written < 2.5
 
 
 @pytest.fixture
@@ -863,41 +852,31 @@ def test_the_guide_has_the_cost_of_every_paper_grid():
     assert not found
 
 
-def known_rate(
-    seconds, model="tiny-gpt2", dtype="float32", model_class="TransformerBridge", threads=1
-):
-    """Keep a rate, as if steps had been timed in which every row takes so long."""
-    name = f"{model} {dtype} {model_class}, {threads} threads"
-    store_measurement("cpu", name, tuple(seconds * rows for rows, _ in estimates.TIMED))
-
-
-def test_estimates_add_up(grid, own_cache):
+def test_estimates_add_up(grid):
     cells = grid(TINY + "seed = [1, 2]\nmax_rows = 1").cells
-    known_rate(0.01)
-    one, two = estimate(cells, 1, "cpu"), estimate(cells, 2, "cpu")
-    assert (len(cells), one.texts, one.row_tokens) == (4, 8, sum(map(cost, cells)))
-    assert one.seconds == pytest.approx(START + 0.01 * sum(map(work, cells)))
-    assert two.seconds - START == pytest.approx((one.seconds - START) / 2)
-    parts = [estimate(each, 1, "cpu").seconds - START for each in (cells[:1], cells[1:])]
-    assert sum(parts) == pytest.approx(one.seconds - START)
-    assert one.basis == "tiny-gpt2 float32 as timed here"
-    assert one.memory == max(map(estimates.memory, cells))
-    assert estimate([], 2, "cpu").seconds == 0
-    assert estimate(cells, 1000, "cpu").seconds == pytest.approx(
-        START + 0.01 * max(map(work, cells)) / 2
-    ), "a batch is not shared, and a cell has two"
-    assert (
-        estimate(cells, 1, "auto").row_tokens
-        == estimate(cells, 1, "cuda:3").row_tokens
-        == one.row_tokens
-    )
-    assert (
-        cost(cells[0]) - work(cells[0])
-        == 0.5 * len(cells[0].branches) * 2 * estimates._lengths(cells[0])[0]
-    )
+    both = estimate(cells, "cpu")
+    assert (len(cells), both.texts, both.row_tokens) == (4, 8, sum(map(cost, cells)))
+    parts = [estimate(part, "cpu") for part in (cells[:1], cells[1:])]
+    assert sum(part.disk for part in parts) == both.disk
+    assert both.memory == max(map(estimates.memory, cells))
+    assert estimate([], "cpu") == Estimate(0, 0, 0, 0)
+    assert {estimate(cells, device).row_tokens for device in ("auto", "cuda:3")} == {
+        both.row_tokens
+    }
     more = [cells[0].model_copy(update={"samples": n}) for n in (1, 2, 3)]
     costs = [cost(cell) for cell in more]
     assert costs[2] - costs[1] == costs[1] - costs[0] > 0, "a prompt is read once"
+
+
+def test_very_many_row_tokens_or_too_much_memory_are_begun_with_a_yes_alone(monkeypatch):
+    many = estimates.MOST_ROW_TOKENS + 1
+    with pytest.raises(RunError, match="5 texts would take 1e.11 row-tokens, .*give yes=True"):
+        check_affordable(5, many, 0)
+    monkeypatch.setattr(machine, "machine_memory", lambda: 2_000_000)
+    with pytest.raises(RunError, match="5 texts would take 3.0 MB of memory, of 2.0 MB"):
+        check_affordable(5, 1, 3_000_000)
+    check_affordable(5, many, 3_000_000, yes=True)
+    check_affordable(5, many - 1, 2_000_000)
 
 
 def test_the_rows_of_an_estimate_are_those_of_the_plan(grid, monkeypatch):
@@ -910,136 +889,6 @@ def test_the_rows_of_an_estimate_are_those_of_the_plan(grid, monkeypatch):
         planned = len(cell.branches) * max(map(len, todo.batches))
         assert estimates._batch(cell)[0] == pytest.approx(planned, abs=1)
     assert 1 < len(todo.batches) < 10, "fewer rows, as their cache would be too large"
-
-
-def timed_rate(model="tiny-gpt2", **options):
-    return rate(model, "float32", "TransformerBridge", "cpu", **options)
-
-
-def test_a_model_that_is_here_is_timed_once(own_cache, monkeypatch, capsys):
-    ticks = itertools.count(0.0, 3.0)
-    monkeypatch.setattr(machine, "device_clock", lambda device: lambda: next(ticks))
-    first = timed_rate("tiny-llama", step=(8, 20))
-    assert first == (3 / 8, "tiny-llama float32 as timed here"), "three seconds for eight rows"
-    assert capsys.readouterr().err == "timing tiny-llama in float32, once on this machine\n"
-    assert next(ticks) == 3 * 3 * (estimates.STEPS + 1)
-    monkeypatch.setattr(estimates, "load_model", lambda *_: pytest.fail("it was timed before"))
-    assert timed_rate("tiny-llama", step=(8, 20)) == first
-    assert timed_rate("tiny-llama", step=(120, 64))[0] == 3 / 120
-    assert capsys.readouterr().err == ""
-    (own_cache / "machine.json").write_text("{")
-    with pytest.raises(pytest.fail.Exception, match="it was timed before"):
-        timed_rate("tiny-llama", step=(7, 20))
-
-
-def test_a_model_that_is_not_here_is_guessed_by_its_size(own_cache, monkeypatch):
-    monkeypatch.setattr(machine, "operations_per_second", lambda dtype, device: 1e9)
-    many, few = (timed_rate("gpt2-medium", step=(rows, 64)) for rows in (128, 8))
-    assert many[1] == few[1] == "gpt2-medium by its size, a rough guess"
-    a_row = 2 * 354_823_168 / (estimates.GUESSED_SPEED * 1e9)
-    assert many[0] == pytest.approx(a_row * (1 + 40 / 128))
-    assert few[0] == pytest.approx(a_row * (1 + 40 / 8)), "few rows share the weights"
-
-
-def test_what_is_short_large_or_out_of_memory_is_not_timed(own_cache, monkeypatch):
-    monkeypatch.setattr(machine, "operations_per_second", lambda dtype, device: 1e9)
-    monkeypatch.setattr(estimates, "load_model", lambda *_: pytest.fail("it is not loaded"))
-    seconds, basis = timed_rate(tokens=1)
-    assert basis.endswith("a rough guess")
-    assert timed_rate(tokens=0.99 * estimates.LONG / seconds)[1] == basis
-    with pytest.raises(pytest.fail.Exception, match="it is not loaded"):
-        timed_rate(tokens=1.01 * estimates.LONG / seconds)
-    monkeypatch.setattr(machine, "machine_memory", lambda: 1000)
-    assert timed_rate()[1] == basis
-    monkeypatch.undo()
-
-    def full(*_):
-        raise MemoryError
-
-    monkeypatch.setenv("LAPA2_CACHE", str(own_cache))
-    monkeypatch.setattr(estimates, "_step", full)
-    assert timed_rate()[1] == basis
-
-
-def test_three_timed_steps_tell_all_others(own_cache):
-    def seconds(rows, keys):
-        return 0.1 + 0.002 * rows + 1e-5 * rows * keys
-
-    store_measurement(
-        "cpu",
-        "tiny-gpt2 float32 TransformerBridge, 1 threads",
-        tuple(seconds(*each) for each in estimates.TIMED),
-    )
-    for step in ((1, 1), (7, 20), (120, 64), (32, 1024), (3, 4096)):
-        assert timed_rate(step=step)[0] == pytest.approx(seconds(*step) / step[0], rel=1e-3)
-
-
-def test_classes_and_threads_have_rates_of_their_own(own_cache):
-    known_rate(0.1)
-    known_rate(0.2, threads=4)
-    known_rate(0.3, model_class="HookedTransformer")
-    assert timed_rate()[0] == pytest.approx(0.1)
-    assert timed_rate(threads=4)[0] == pytest.approx(0.2)
-    hooked = rate("tiny-gpt2", "float32", "HookedTransformer", "cpu")
-    assert hooked[0] == pytest.approx(0.3)
-
-
-def test_long_generation_and_reading_are_told_with_their_time(grid, own_cache):
-    import torch
-
-    model, (cell, _) = load("tiny-gpt2"), grid(TINY).cells
-    todo, threads = plan_batches(model, cell), torch.get_num_threads()
-    known_rate(0.1, threads=threads)
-    assert "; about" not in announcement(model, [todo]), f"{work(cell) / 10} seconds"
-    known_rate(3600 / work(cell), threads=threads)
-    assert "; about 60 min (tiny-gpt2 float32 as timed here)" in announcement(model, [todo])
-    known_rate(0.5, threads=threads)
-    assert reading_seconds(model, 30) == pytest.approx(15)
-
-
-def test_scoring_takes_its_texts_their_lengths_and_its_scripts(grid, monkeypatch):
-    products = 2 * estimates.model_size("smollm2-135m").parameters
-    monkeypatch.setattr(machine, "operations_per_second", lambda *_: products / 0.01)
-    cores = len(os.sched_getaffinity(0))
-    small = grid(TINY.replace("24", "40"))
-    tokens, fast = 2 * 2 * 40, {"scorers": ["linear"]}
-    assert scoring_seconds([small], **fast) == pytest.approx(
-        SCRIPT_SECONDS + tokens * (0.01 / cores + LINEAR_SECONDS)
-    )
-    assert scoring_seconds([small, small], 5, **fast) == pytest.approx(
-        5 * SCRIPT_SECONDS + 2 * tokens * (0.01 / cores + LINEAR_SECONDS)
-    )
-    many = grid(TINY.replace("24", "40").replace("samples = 1", "samples = 100"))
-    assert scoring_seconds([many], **fast) == pytest.approx(
-        SCRIPT_SECONDS + 40 * (120 * 0.01 / cores + 400 * LINEAR_SECONDS)
-    ), "120 for perplexity"
-    five = grid(TINY.replace("24", "40"), name="detox")
-    assert scoring_seconds([five], **fast) == pytest.approx(
-        SCRIPT_SECONDS + tokens * (0.01 / cores + 2.625 * LINEAR_SECONDS)
-    ), "perplexity of a cut text is read with the whole's"
-    adapter = 0.53 * 0.01 / cores  # two thirds of the layers; texts that echo are read again
-    assert scoring_seconds([small]) - scoring_seconds([small], **fast) == pytest.approx(
-        1.4 * tokens * adapter
-    )
-    assert scoring_seconds([five]) - scoring_seconds([five], **fast) == pytest.approx(
-        1.4 * tokens * adapter
-    ), "a cut text is the beginning of the whole"
-    deep = grid(TINY.replace("24", "40"), name="deep")
-    assert scoring_seconds([deep]) == pytest.approx(SCRIPT_SECONDS + 4 * tokens * 0.01 / cores)
-
-
-def test_a_gpu_reads_as_one(monkeypatch):
-    monkeypatch.setattr(machine, "n_cores", lambda: 8)
-    products = 2 * estimates.model_size("smollm2-135m").parameters
-    monkeypatch.setattr(machine, "operations_per_second", lambda *_: products / 0.5)
-    assert [estimates.reading_seconds(16, device) for device in ("cpu", "cuda:1")] == [1, 8]
-
-
-def test_numbers_that_cannot_be_kept_are_no_error(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("LAPA2_CACHE", str(tmp_path / "file"))
-    store_measurement("cpu", "a rate", (1.0,))
-    assert stored_measurement("cpu", "a rate") is None
 
 
 def test_a_length_beyond_the_context_is_told_before_anything_is_asked_for(tmp_path, capsys):
@@ -1079,12 +928,9 @@ def test_sizes_for_reading():
     ]
 
 
-def test_the_list_of_grids_tells_time_and_disk_before_anything_runs(
-    cache_with_smollm2, tmp_path, capsys, monkeypatch
+def test_the_list_of_grids_tells_texts_and_disk_before_anything_runs(
+    cache_with_smollm2, tmp_path, capsys
 ):
-    for dtype in ("float32", "bfloat16"):
-        known_rate(0.006, "smollm2-135m", dtype)
-    monkeypatch.setattr(estimates, "_step", lambda *_: pytest.fail("a rate that is known"))
     assert lapa2("grids") == 0
     out = capsys.readouterr().out
     rows = {

@@ -234,7 +234,7 @@ def test_graded_scores_and_toxicity_labels_are_checked(words, tmp_path):
     assert value(table, "Spearman") == pytest.approx(0.5)
     assert value(table, "AUC") == 1.0
     assert value(table, "calibration error") == pytest.approx((0 + 0.4 + 0.1) / 3)
-    check(file, "--label", "l", "--scorer", "toxicity", "--out", tmp_path / "labels")
+    check(file, "--label", "l", "--scorers", "toxicity", "--out", tmp_path / "labels")
     table = pd.read_csv(tmp_path / "labels/agreement.csv")
     assert value(table, "accuracy") == pytest.approx(2 / 3)
 
@@ -249,7 +249,7 @@ def test_the_first_or_last_tokens_alone_are_checked(words, tmp_path, capsys):
         check(file, "--score", "score", option, n, "--out", out)
         assert words[-2:] == [("toxicity", "adapter", None), ("toxicity", "linear", None)]
         assert pd.read_csv(out / "calibration.csv")["prediction"].tolist() == [n / 10] * 2
-    for options in (["--first", 0], ["--scorer"]):
+    for options in (["--first", 0], ["--scorers"]):
         with pytest.raises(SystemExit, match="2"):
             check(file, "--score", "score", *options)
 

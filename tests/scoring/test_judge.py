@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
+import ssl
 import threading
 import time
 from base64 import b64encode
@@ -133,8 +135,13 @@ def item(
     return TextItem(text, prompt, attribute)
 
 
+CERTIFICATES = functools.cache(ssl.create_default_context)
+"""Read once: each judge makes a client, and reading them takes longer than all its requests."""
+
+
 @pytest.fixture
 def server(monkeypatch):
+    monkeypatch.setattr(ssl, "create_default_context", CERTIFICATES)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with closing(Server()) as running:

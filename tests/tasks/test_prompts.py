@@ -151,8 +151,8 @@ def test_texts_are_texts(tmp_path):
     assert as_prompts(looks).texts == looks.texts
     assert cell_of("tiny-gpt2", prompts=looks, attribute="positive").prompts == looks.texts
     (tmp_path / "p.txt").write_text("a.txt\n./b\n")
-    found = ContrastSet.of(load("tiny-gpt2"), "sentiment", prompts="p.txt", tokens=2)
-    assert found.prompts == ("a.txt", "./b")
+    contrast_set = ContrastSet.of(load("tiny-gpt2"), "sentiment", prompts="p.txt", tokens=2)
+    assert contrast_set.prompts == ("a.txt", "./b")
     form = cell_of("tiny-gpt2", prompts="and/or", prefix="Very good/bad:", attribute="positive")
     assert form.task.prefix("positive") == "Very good/bad:"
 

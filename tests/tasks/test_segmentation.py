@@ -87,11 +87,11 @@ def test_distinct_and_repetition_of_chinese():
 
 def test_a_chinese_text_has_a_perplexity():
     scorer = Perplexity("tiny-llama", min_words=8)
-    found = run_scorer(
+    numbers = run_scorer(
         scorer,
         [TextItem("我们今天去公园玩。"), TextItem("我们。"), TextItem("a b c d e f g")],
     )
-    assert found["skipped"].tolist() == ["", "under 8 words", "under 8 words"]
+    assert numbers["skipped"].tolist() == ["", "under 8 words", "under 8 words"]
     assert "8+ words or graphemes" in scorer.version
     assert [
         _n_words(text) for text in ("「你好」 said he", "我们iPhone 15", "a  b", "很好 \n")
@@ -137,8 +137,8 @@ class Seen(Scorer):
 def test_a_word_is_found_in_its_script(word, says, says_not, hidden):
     assert words(word) == [word]
     echo = Echo({"x": (word,)})
-    found = echo.score([TextItem(says, attribute="x"), TextItem(says_not, attribute="x")])
-    assert found == [(1.0,), (0.0,)]
+    echoed = echo.score([TextItem(says, attribute="x"), TextItem(says_not, attribute="x")])
+    assert echoed == [(1.0,), (0.0,)]
     masked = Masked(Seen(), {"x": (word,)})
     assert masked.masked(TextItem(says)).text == hidden
     assert MASK not in masked.masked(TextItem(says_not)).text
@@ -177,13 +177,13 @@ def test_a_mark_in_a_token_of_its_own_is_barred():
         banned = BannedWords(tokenizer, ("caf\u00e9", "r\u00e9sum\u00e9"), before)
         for _ in range(2):
             refused = banned.mask(torch.zeros(len(before), len(tokenizer))) < 0
-            found = [{made[i] for i in row.nonzero()[:, 0].tolist()} for row in refused]
-            whole = {"\u00e9", "e\u0301"}
-            assert found == [{"\u0301"}, whole, set(), whole, set(), {"\u0301"}, whole]
+            words = [{made[i] for i in row.nonzero()[:, 0].tolist()} for row in refused]
+            letters = {"\u00e9", "e\u0301"}
+            assert words == [{"\u0301"}, letters, set(), letters, set(), {"\u0301"}, letters]
             banned.advance([spelled.index("\u200f")] * len(before))
 
 
 def test_word_lists_keep_marks_at_their_letters():
     texts = {"good": ["बहुत अच्छा"] * 30, "bad": ["बेकार फिल्म"] * 30}
-    found = derive_words(texts, 5, min_count=1, min_z=0)
-    assert {word for word, _ in found["good"]} == {"बहुत", "अच्छा"}
+    derived = derive_words(texts, 5, min_count=1, min_z=0)
+    assert {word for word, _ in derived["good"]} == {"बहुत", "अच्छा"}

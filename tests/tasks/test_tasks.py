@@ -35,12 +35,12 @@ texts = ["The sea"]
 def test_more_prompts_are_of_the_tasks_kind(task, least):
     """Each once, on one line, beginning with a letter, none the task's, in one context with 512
     tokens."""
-    found = extra_prompts(task)
-    assert len(found) == len(set(found)) >= least
-    assert all(text == text.strip() and text[0].isalpha() for text in found)
-    if found:
-        assert not set(load_task(task).prompts.texts) & set(found) - {"The painting"}
-        assert max(len(text.split()) for text in found) <= 20
+    prompts = extra_prompts(task)
+    assert len(prompts) == len(set(prompts)) >= least
+    assert all(text == text.strip() and text[0].isalpha() for text in prompts)
+    if prompts:
+        assert not set(load_task(task).prompts.texts) & set(prompts) - {"The painting"}
+        assert max(len(text.split()) for text in prompts) <= 20
 
 
 def test_the_papers_tasks():
@@ -160,13 +160,13 @@ def test_a_word_that_means_something_else_is_no_tasks_name(tmp_path):
 
 
 def test_unknown_tasks(tmp_path):
-    missing, other = "there is no such file", "it is no .toml file"
-    for name, told in {
+    missing, wrong_kind = "there is no such file", "it is no .toml file"
+    for name, message in {
         "sentimnt": "unknown task 'sentimnt'", str(tmp_path / "missing.toml"): missing,
-        "./gone": missing, "~/gone": missing, "gone.txt": missing, str(tmp_path): other, ".": "unknown",
+        "./gone": missing, "~/gone": missing, "gone.txt": missing, str(tmp_path): wrong_kind, ".": "unknown",
     }.items():  # fmt: skip
         with pytest.raises(
-            TaskError, match=rf"{told}.*allowed: detox, sentiment, topic.*path of a \.toml file"
+            TaskError, match=rf"{message}.*allowed: detox, sentiment, topic.*path of a \.toml file"
         ):
             load_task(name)
 

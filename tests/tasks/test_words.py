@@ -21,16 +21,16 @@ def test_the_statistic_by_hand():
     a, b = 3 + PRIOR * 3 / 18, PRIOR * 3 / 18
     d = math.log(a / (10 + PRIOR - a)) - math.log(b / (8 + PRIOR - b))
     assert z_score(3, 0, 10, 8, PRIOR * 3 / 18) == pytest.approx(d / math.sqrt(1 / a + 1 / b))
-    found = derive_words(TEXTS, n=5, min_count=1, min_z=0.0)
-    assert [word for word, _ in found["positive"]] == [
+    derived = derive_words(TEXTS, n=5, min_count=1, min_z=0.0)
+    assert [word for word, _ in derived["positive"]] == [
         "great",
         "fun",
     ], "function words and those of both sides are out"
-    assert [word for word, _ in found["negative"]] == ["dull", "kind", "acting", "film"]
+    assert [word for word, _ in derived["negative"]] == ["dull", "kind", "acting", "film"]
     # Nine words of three letters and more in the first class's texts, seven in the second's.
-    assert found["positive"][0][1] == pytest.approx(z_score(3, 0, 9, 7, PRIOR * 3 / 16))
+    assert derived["positive"][0][1] == pytest.approx(z_score(3, 0, 9, 7, PRIOR * 3 / 16))
     assert derive_words(TEXTS, n=1, min_count=3, min_z=0.0) == {
-        "positive": found["positive"][:1], "negative": [("dull", pytest.approx(found["negative"][0][1]))],
+        "positive": derived["positive"][:1], "negative": [("dull", pytest.approx(derived["negative"][0][1]))],
     }  # fmt: skip
     with pytest.raises(DataError, match="give texts of two at least; found positive"):
         derive_words({"positive": ["great"]}, 5)

@@ -58,12 +58,12 @@ def page(
         details=details,
         sections=[
             {
-                "title": each.title,
-                "text": each.text,
-                "picture": each.figure and picture(each.figure, 112),
-                "table": each.table,
+                "title": section.title,
+                "text": section.text,
+                "picture": section.figure and picture(section.figure, 112),
+                "table": section.table,
             }
-            for each in sections
+            for section in sections
         ],
         facts=facts,
     )
@@ -124,7 +124,7 @@ def _straight(value: Any) -> Any:
     script element, reads as the character."""
     if not isinstance(value, str):
         return value
-    return type(value)(TURNS.sub(lambda found: f"\\u{ord(found[0]):04x}", value))
+    return type(value)(TURNS.sub(lambda match: f"\\u{ord(match[0]):04x}", value))
 
 
 def picture(drawing: Drawing, scale: int, narrow: float | None = None) -> list[dict[str, Any]]:
@@ -135,14 +135,14 @@ def picture(drawing: Drawing, scale: int, narrow: float | None = None) -> list[d
             beside it: 9 points are 9 * scale / 72 pixels.
         narrow: Width of the narrow form in inches; None makes none.
     """
-    found = []
+    parts = []
     for inches in (drawing.get_figwidth(), *([] if narrow is None else [narrow])):
         drawing.set_figwidth(inches)
         buffer = BytesIO()
         with rc_context({"svg.hashsalt": "lapa2"}):
             drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         data = base64.b64encode(buffer.getvalue()).decode()
-        found.append(
+        parts.append(
             {"source": f"data:image/svg+xml;base64,{data}", "width": round(inches * scale)}
         )
-    return found
+    return parts
