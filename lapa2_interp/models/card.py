@@ -170,7 +170,7 @@ def kv_shapes(config: Any) -> list[tuple[int, int, int]]:
     """By layer the number of KV heads and the dimensions of a key and a value; a single entry if
     the configuration has one for all layers."""
     shapes = []
-    for block in getattr(config, "per_block", None) or [config]:
+    for block in getattr(config, "per_layer_config", None) or [config]:
         heads = decoder_size(block)[1] if block is config else block.num_attention_heads
         key = getattr(block, "qk_head_dim", None) or getattr(block, "head_dim", None)
         key = key or block.hidden_size // heads
