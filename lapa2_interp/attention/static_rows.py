@@ -100,8 +100,8 @@ class StaticLayer(SlotLayer):
         super().__init__(capacity, shared=False)
         # Zeros, because a masked slot must not hold NaN.
         self.keys, self.values = (
-            each.new_zeros(n_rows, each.shape[1], capacity, each.shape[3])
-            for each in (like.keys, like.values)
+            tensor.new_zeros(n_rows, tensor.shape[1], capacity, tensor.shape[3])
+            for tensor in (like.keys, like.values)
         )
         self.slot, self.width, self.is_initialized = slot, capacity, True
 
@@ -141,7 +141,9 @@ class StaticStep:
         self.bias = torch.zeros(*sharing, 1, capacity, **wide)  # layer row head 1 key
         # layer row head 1 key
         self.patterns = torch.zeros(n_layers, n_rows, n_heads, 1, capacity, **wide)
-        self.layers = [StaticLayer(each, n_rows, capacity, self.slot) for each in rows.cache.layers]
+        self.layers = [
+            StaticLayer(layer, n_rows, capacity, self.slot) for layer in rows.cache.layers
+        ]
         self.cache = Cache(layers=self.layers)
         self.passes: dict[int, Callable[[], Tensor]] = {}
 
@@ -250,7 +252,7 @@ class StaticRows(BridgeRows):
         kind, query = self.bias.layer_types[layer], np.array([self.step.first])
         if kind == FULL_ATTENTION:
             return scores
-        starts = [int(kind.first_seen(query, each.pad)[0]) for each in self.bias.layouts]
+        starts = [int(kind.first_seen(query, layout.pad)[0]) for layout in self.bias.layouts]
         start = torch.tensor(starts, device=scores.device)[:, None, None, None]
         slot = torch.arange(scores.shape[3], device=scores.device)
         return scores.masked_fill(slot < start, torch.finfo(self.step.mask.dtype).min)
@@ -304,7 +306,7 @@ def _static_step(
 ) -> tuple[StaticStep, BatchBias]:
     """A step that fits, and the bias that it adds."""
     size, kinds = n_layers_and_heads(rows.model), layer_types(rows.model)
-    bias = BatchBias([active_augmentations(each) for each in augmentations], layouts, size, kinds)
+    bias = BatchBias([active_augmentations(rules) for rules in augmentations], layouts, size, kinds)
     one_for_all = {*kinds} == {FULL_ATTENTION} and all(
         term.every_head and len(term.layers) == size[0] for term in bias.length_terms
     )
@@ -320,13 +322,13 @@ def _static_problem(
         return "the model has hooks, so load it with model class TransformersModel"
     if not isinstance(rows, BridgeRows):
         return "the method or the phase reads tokens again"
-    if any(each.reads_scores for row in augmentations for each in active_augmentations(row)):
+    if any(rule.reads_scores for row in augmentations for rule in active_augmentations(row)):
         return "a law reads the scores"
     if rotary_limit(network.config) is not None:
         return "the model's rotary factors depend on the length of a text"
-    if not all(isinstance(each, SlotLayer) for each in rows.cache.layers):
+    if not all(isinstance(layer, SlotLayer) for layer in rows.cache.layers):
         return "not every layer keeps keys and values"
-    if len({each.device for each in network.parameters()}) > 1:
+    if len({parameter.device for parameter in network.parameters()}) > 1:
         return "the model lies on several devices"
     return None
 

@@ -99,24 +99,24 @@ def arrange(
         of_branch = []
         for prompt, own, new in zip(cell.prompts, preparations, steps, strict=True):
             if branch.chat is not None:
-                each = _chat_layout(tokenizer, branch.chat.filled(prompt=prompt), cell)
+                branch_layout = _chat_layout(tokenizer, branch.chat.filled(prompt=prompt), cell)
             else:
                 text = _text(branch, own, open_texts)
                 slots = soft_slots.get(branch.name, 0)
-                each = layout(
+                branch_layout = layout(
                     tokenizer, text, branch.join + prompt, soft=slots, doubled_bos=cell.doubled_bos
                 )
-            if len(each) + new > size.n_ctx:
+            if len(branch_layout) + new > size.n_ctx:
                 raise LayoutError(
-                    f"{len(each)} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {new} new"
-                    f" ones exceed the context of {size.n_ctx} of {cell.model}; shorten the prompt"
-                    " or the length"
+                    f"{len(branch_layout)} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and"
+                    f" {new} new ones exceed the context of {size.n_ctx} of {cell.model}; shorten"
+                    " the prompt or the length"
                 )
             for active, kinds in () if open_texts else reached:
-                each.spans(active.span)
+                branch_layout.spans(active.span)
                 for kind in kinds:  # refused beyond a window
-                    each.acts(active, np.array([len(each) + new - 2]), kind)
-            of_branch.append(each)
+                    branch_layout.acts(active, np.array([len(branch_layout) + new - 2]), kind)
+            of_branch.append(branch_layout)
         rows.append(tuple(of_branch))
     for prompt, new, of_prompt in zip(cell.prompts, steps, zip(*rows, strict=True), strict=True):
         if not open_texts:

@@ -164,9 +164,9 @@ class BatchPlan:
     def summaries(self) -> dict[str, dict[str, Any]]:
         """Preparation of the method, by prompt; under "all prompts" if it is the same for all;
         empty if nothing."""
-        summaries = [dict(each.summary) for each in self.prepared]
+        summaries = [dict(prepared.summary) for prepared in self.prepared]
         first = summaries[0]
-        if all(each == first for each in summaries):
+        if all(summary == first for summary in summaries):
             return {"all prompts": first} if first else {}
         return dict(zip(self.prompts, summaries, strict=True))
 
@@ -178,11 +178,11 @@ class BatchPlan:
     def merged(self) -> list[str]:
         """Tokens that span the boundary of a prefix and a prompt, in words."""
         return [
-            f"in branch {name!r} of {prompt!r} the token {each.merged!r} spans the boundary of"
+            f"in branch {name!r} of {prompt!r} the token {layout.merged!r} spans the boundary of"
             " prefix and prompt and counts as prefix"
             for name, row in zip(self.branches, self.layouts, strict=True)
-            for prompt, each in zip(self.prompts, row, strict=True)
-            if each.merged is not None
+            for prompt, layout in zip(self.prompts, row, strict=True)
+            if layout.merged is not None
         ]
 
 
@@ -203,14 +203,14 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
     """
     card, method = model_card(model), cell.decoding_method
     # The model must be the cell's.
-    for name, given in (
+    for name, model_fact in (
         ("model", card.name),
         ("dtype", card.dtype),
         ("model_class", card.model_class),
     ):
-        if given != getattr(cell, name):
+        if model_fact != getattr(cell, name):
             raise ModelError(
-                f"the cell's {name} is {getattr(cell, name)!r}, and the model's {given!r}"
+                f"the cell's {name} is {getattr(cell, name)!r}, and the model's {model_fact!r}"
             )
     # Soft prefixes, and a first arrangement: it refuses what cannot run.
     prefixes = tuple(
@@ -313,12 +313,12 @@ def _split_into_batches(
     for pair in pairs:
         width, most = max(width, longest[pair[0]]), max(most, steps[pair[0]])
         last = longest[batches[-1][0][0]] if batches else 0
-        other = alike and last != longest[pair[0]]
+        unlike = alike and last != longest[pair[0]]
         room = n_ctx
         if short is not None:
-            other |= (last > short) != (longest[pair[0]] > short)
+            unlike |= (last > short) != (longest[pair[0]] > short)
             room = n_ctx if longest[pair[0]] > short else short + 1  # the last token is not read
-        if not batches or len(batches[-1]) == size or width + most > room or other:
+        if not batches or len(batches[-1]) == size or width + most > room or unlike:
             batches.append([])
             width, most = longest[pair[0]], steps[pair[0]]
         batches[-1].append(pair)

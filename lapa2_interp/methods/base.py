@@ -239,11 +239,11 @@ class Method(ABC):
         """Files whose contents decide its texts: those that parameters name, if they exist, by
         parameter; and the code of a custom method, unless a notebook defines it."""
         named = {name: Path(getattr(self, name)) for name in self.files}
-        found = {name: place for name, place in named.items() if place.is_file()}
+        files = {name: path for name, path in named.items() if path.is_file()}
         if not type(self).__module__.startswith(f"{__package__}."):
             with suppress(TypeError, OSError):
-                found["its code"] = Path(inspect.getfile(type(self)))
-        return found
+                files["its code"] = Path(inspect.getfile(type(self)))
+        return files
 
 
 def check_branches(
@@ -264,12 +264,12 @@ def check_branches(
         raise MethodError(
             f"log_probs needs the branches {wanted}; found {', '.join(log_probs) or 'none'}"
         )
-    shapes = {name: tuple(each.shape) for name, each in log_probs.items()}
+    shapes = {name: tuple(log_p.shape) for name, log_p in log_probs.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
         raise MethodError(f"every branch must be [sample, vocab] of one shape; found {shapes}")
     return {
-        name: each.to(torch.promote_types(each.dtype, torch.float32))
-        for name, each in log_probs.items()
+        name: log_p.to(torch.promote_types(log_p.dtype, torch.float32))
+        for name, log_p in log_probs.items()
     }
 
 
@@ -299,7 +299,7 @@ def contrast_branches(task: Task, attribute: str, prefixes: str) -> tuple[Branch
     return (
         Branch("target", attribute_prefix(task, attribute, prefixes)),
         *(
-            Branch(other, attribute_prefix(task, other, prefixes))
-            for other in task.others(attribute)
+            Branch(opponent, attribute_prefix(task, opponent, prefixes))
+            for opponent in task.others(attribute)
         ),
     )

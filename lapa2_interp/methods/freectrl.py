@@ -344,8 +344,8 @@ def noise_ratio(
     others; with two, where its cos is above a third of the other's.
     """
     cos = {
-        name: float(torch.nn.functional.cosine_similarity(each, word, dim=0))
-        for name, each in classes.items()
+        name: float(torch.nn.functional.cosine_similarity(embedding, word, dim=0))
+        for name, embedding in classes.items()
     }
     own = cos.pop(c)
     return own * (NOISE_CLASSES - 1) / sum(cos.values())
@@ -360,7 +360,7 @@ def text_score(
     Args:
         nearest: By class and keyword, the largest cos to a token of the text.
     """
-    sim = {c: each.mean(dim=1) for c, each in nearest.items()}
+    sim = {c: cos.mean(dim=1) for c, cos in nearest.items()}
     own = sim.pop(target)
     return own * len(sim) / torch.stack(list(sim.values())).sum(dim=0)
 
@@ -372,17 +372,17 @@ def neuron_value(
     return torch.where(u > s, lam * torch.sigmoid((u - s) * length), OFF_VALUE)
 
 
-def rank_probabilities(beams: int = 5, kept: int = 25, drawn: int = 10) -> list[float]:
-    """P(the token of rank r is taken), r = 1..kept.
+def rank_probabilities(beams: int = 5, candidates: int = 25, drawn: int = 10) -> list[float]:
+    """P(the token of rank r is taken), r = 1..candidates.
 
-    Of `beams` copies of the `kept` likeliest tokens, `drawn` are drawn without replacement, all
-    equally likely (by temperature 100), and the likeliest of these is taken.
+    Of `beams` copies of the `candidates` likeliest tokens, `drawn` are drawn without replacement,
+    all equally likely (by temperature 100), and the likeliest of these is taken.
 
-    [C(N - beams (r - 1), drawn) - C(N - beams r, drawn)] / C(N, drawn) with N = beams kept.
+    [C(N - beams (r - 1), drawn) - C(N - beams r, drawn)] / C(N, drawn) with N = beams candidates.
     """
-    n = beams * kept
+    n = beams * candidates
     return [
         (math.comb(n - beams * (r - 1), drawn) - math.comb(n - beams * r, drawn))
         / math.comb(n, drawn)
-        for r in range(1, kept + 1)
+        for r in range(1, candidates + 1)
     ]

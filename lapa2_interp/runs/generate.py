@@ -33,7 +33,7 @@ from lapa2_interp.generation.settings import (
     PromptFile,
     TorchDtype,
     python_values,
-    settings_checked,
+    settings_named,
 )
 from lapa2_interp.methods.base import Method, MethodContext
 from lapa2_interp.models.card import Model, model_card
@@ -51,7 +51,7 @@ GRID = "generate"
 """The name of the grid of a run that `generate` makes."""
 
 
-@settings_checked
+@settings_named
 @weights_read_once()
 def generate(
     model: str | Path | Model = "smollm2-135m",

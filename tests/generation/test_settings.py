@@ -86,7 +86,7 @@ def test_every_setting_has_a_wrong_value_here():
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_value_gives_one_sentence(name, tmp_path, capsys):
+def test_a_wrong_value_gives_one_sentence(name, tmp_path, capsys, without_types):
     value, toml = WRONG[name]
     beside = {} if name == "model" else {"model": "tiny-gpt2"}
     sentence = problem(lambda: generate(**beside, **{name: value}))
@@ -226,3 +226,10 @@ def test_the_messages_and_the_span_of_a_chat_are_part_of_its_key():
     for cell in cells:
         again = Cell.model_validate_json(cell.model_dump_json())
         assert (again, again.key) == (cell, cell.key)
+
+
+@pytest.mark.parametrize("recipe", ["instaboost:M=5", {"recipe": "instaboost:M=5"}])
+def test_a_label_replaces_the_name_of_a_recipe(recipe):
+    cells = cells_of({"model": "tiny-gpt2", "augmentation": ["none", recipe], "label": "strong",
+                      "attribute": "positive", "dtype": "float32"})  # fmt: skip
+    assert [cell.arm for cell in cells] == ["baseline", "strong"]
