@@ -4,8 +4,7 @@ what to do next.
 The command line prints the message on one line and exits with code 2; a traceback there means a
 defect of this package.
 
-Messages name the options of the command line. `as_python_parameters` translates them into the
-parameters of a call, for users of Python.
+Messages name the parameters of a call by `parameter`, which says at the command line the option.
 """
 
 from __future__ import annotations
@@ -24,21 +23,6 @@ if TYPE_CHECKING:
 
 COMMAND_LINE = "LAPA2_COMMAND_LINE"
 """Set in the environment of a process that runs a command, and so in that of its workers."""
-FLAGS = ("force", "trust-remote-code", "rtp", "other-base")
-"""Options without a value."""
-CHOICES = (
-    "full", "pooled", "float32", "bfloat16", "TransformersModel", "ray", "local", "cpu", "server",
-    "adapter", "linear",
-)  # fmt: skip
-"""Words after an option that are its value."""
-OPTION = re.compile(
-    r"(?P<quoted>`[^`]*`|(?<!\w)'[^']*'(?!\w))"  # commands, and what was found
-    r"|(?P<another>\banother )--out\b(?! [A-Z/])"
-    r"|(?<![\w-])--(?:set|only) (?P<pair>\w+=)"
-    rf"|(?<![\w-])--(?P<flag>{'|'.join(FLAGS)})\b"
-    r"|(?<![\w-])--(?P<name>[a-z][a-z0-9-]*[a-z0-9]|[a-z])"
-    rf"(?: (?P<value>[A-Z]+(?: [A-Z]+)*\b|-?\d[\d.]*\b|(?P<choice>{'|'.join(CHOICES)})\b))?"
-)
 
 
 @contextmanager
@@ -55,26 +39,24 @@ def on_command_line() -> Iterator[None]:
             os.environ[COMMAND_LINE] = before
 
 
-def as_python_parameters(message: str) -> str:
-    """A message with the parameters of a call in place of options: --max-rows N becomes max_rows=N,
-    --force becomes force=True, --set omega=60 becomes omega=60. Commands in backticks and quoted
-    values stay."""
+def parameter(name: str, value: object = "", within: str = "") -> str:
+    """A parameter in the words of who calls: max_rows=N in Python, --max-rows N at the command
+    line.
 
-    def parameter(match: re.Match[str]) -> str:
-        if match["quoted"]:
-            return match["quoted"]
-        if match["another"]:
-            return f"{match['another']}place"
-        if match["pair"]:
-            return match["pair"]
-        if match["flag"]:
-            return f"{match['flag'].replace('-', '_')}=True"
-        name, value = match["name"].replace("-", "_"), match["value"]
-        if value is None:
+    Args:
+        value: True of a flag; capitals or dots stand for a value, and "" for none.
+        within: The option of NAME=VALUE that the parameter is one of, as in --set omega=60.
+    """
+    if COMMAND_LINE not in os.environ:
+        if value == "":
             return name
-        return f"{name}={value!r}" if match["choice"] else f"{name}={value.replace(' ', ', ')}"
-
-    return OPTION.sub(parameter, message)
+        is_word = isinstance(value, str) and re.search("[a-z]", value)
+        shown = repr(value) if is_word and not within else str(value).replace(" ", ", ")
+        return f"{name}={shown}"
+    if within:
+        return f"--{within} {name}={value}"
+    option = f"--{name.replace('_', '-')}"
+    return option if value == "" or value is True else f"{option} {value}"
 
 
 class Lapa2Error(Exception):
@@ -88,10 +70,6 @@ class Lapa2Error(Exception):
         ...     print(error)
         unknown setting 'lenght'; allowed: model, prompts, ...; did you mean 'length'?
     """
-
-    def __str__(self) -> str:
-        message = super().__str__()
-        return message if COMMAND_LINE in os.environ else as_python_parameters(message)
 
 
 class AugmentationError(Lapa2Error):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile
 
-from lapa2_interp._util.errors import ModelError, RunError
+from lapa2_interp._util.errors import ModelError, RunError, parameter
 from lapa2_interp._util.paths import check_regular_file
 from lapa2_interp._util.unpacking import check_archive
 
@@ -227,7 +227,7 @@ def result_folder(
     try:
         out = out.resolve()
     except RuntimeError as error:
-        raise RunError(f"{out} is a loop of links; choose another --out") from error
+        raise RunError(f"{out} is a loop of links; choose another {parameter('out')}") from error
     check_name(out)
     _check_replaceable(out, force, finished)
     new_parents = [folder for folder in out.parents if not folder.exists()]
@@ -236,7 +236,7 @@ def result_folder(
             try:
                 fresh = held.enter_context(atomic_folder(out))
             except OSError as error:
-                reason = f"{error.strerror}; choose another --out"
+                reason = f"{error.strerror}; choose another {parameter('out')}"
                 raise RunError(f"cannot write {out}: {reason}") from error
             yield fresh
             _check_replaceable(out, force, finished)  # another process may have finished it
@@ -291,7 +291,7 @@ def refuse_foreign_files(folder: Path, names: Iterable[str]) -> None:
         if not any(fnmatchcase(entry.name, name) for name in names):
             raise RunError(
                 f"{folder} holds {entry.name}, which is not of this command's making; move it away,"
-                " or choose another --out"
+                f" or choose another {parameter('out')}"
             )
 
 
@@ -307,11 +307,12 @@ def _check_replaceable(out: Path, force: bool | None, finished: Callable[[Path],
         return
     if not finished(out):
         raise RunError(
-            f"{out} exists and is not a folder of this command's making; choose another --out"
+            f"{out} exists and is not a folder of this command's making; choose another"
+            f" {parameter('out')}"
         )
     if not force:
-        option = "" if force is None else "--force replaces it, or "
-        raise RunError(f"{out} is finished; {option}choose another --out")
+        option = "" if force is None else f"{parameter('force', True)} replaces it, or "
+        raise RunError(f"{out} is finished; {option}choose another {parameter('out')}")
 
 
 @contextmanager

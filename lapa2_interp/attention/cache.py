@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from lapa2_interp._util.errors import LayoutError, ModelError, PrefixError
+from lapa2_interp._util.errors import LayoutError, ModelError, PrefixError, parameter
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.padded_rows import PaddedRows
@@ -432,7 +432,7 @@ class HookedRows:
                 raise PrefixError(
                     f"{unshifted[0]!r} needs positions that start at 0, and a HookedTransformer's"
                     " always follow its cache; use TransformerBridge, or a prefix trained with"
-                    " shifted positions (--set shifted=true)"
+                    f" shifted positions ({parameter('shifted', 'true', 'set')})"
                 )
             n_slots = soft.shape[4]
             for entry, keys, values in zip(self.cache.entries, *soft.transpose(3, 4), strict=True):

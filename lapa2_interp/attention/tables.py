@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp._util.errors import TraceError, unknown_choice
+from lapa2_interp._util.errors import TraceError, parameter, unknown_choice
 from lapa2_interp.attention.trace import NEAREST, SUMS
 from lapa2_interp.bias.theory import DecayFit, fit_decay
 from lapa2_interp.stats import bounds, mean_interval
@@ -164,7 +164,9 @@ def head_table(trace: xr.Dataset, samples: pd.DataFrame, branch: str | None = No
     layer, head, then the sums."""
     at = _branch_index(trace, branch)
     if "head" not in trace["prefix"].dims:
-        raise TraceError("this trace is pooled over heads; record it with --trace full")
+        raise TraceError(
+            f"this trace is pooled over heads; record it with {parameter('trace', 'full')}"
+        )
     frames = []
     for arm, members in _split_by_arm(trace, samples):
         part = trace[list(SUMS)].isel(branch=at, sample=members.index.to_numpy())

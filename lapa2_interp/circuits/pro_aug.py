@@ -28,7 +28,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from lapa2_interp._util.errors import CircuitError
+from lapa2_interp._util.errors import CircuitError, parameter
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.cache import prompt_log_likelihood, soft_inputs
 from lapa2_interp.attention.hooked import edit_scores
@@ -204,8 +204,8 @@ def _check_method(method: Method, branches: Sequence[Branch]) -> None:
         )
     if method.prepares:
         raise CircuitError(
-            f"{method.name} prepares for its prompts; choose its pro_aug by hand (--set"
-            " pro_aug=true)"
+            f"{method.name} prepares for its prompts; choose its pro_aug by hand"
+            f" ({parameter('pro_aug', 'true', 'set')})"
         )
 
 

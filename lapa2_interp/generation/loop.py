@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import ModelError
+from lapa2_interp._util.errors import ModelError, parameter
 from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.attention.cache import Rows, new_rows, prompt_log_likelihood
 from lapa2_interp.attention.hooked import augmented
@@ -210,7 +210,9 @@ def check_numbers(model: Model, logits: Float[Tensor, "row vocab"], step: int) -
     """
     if logits.isnan().any():
         card = model_card(model)
-        wider = ", or --dtype float32" if card.dtype in ("float16", "bfloat16") else ""
+        wider = (
+            f", or {parameter('dtype', 'float32')}" if card.dtype in ("float16", "bfloat16") else ""
+        )
         raise ModelError(
             f"the logits of {card.name} are not numbers (NaN) at step {step}: a weight is NaN, or"
             f" numbers exceed {card.dtype}; load sound weights{wider}"

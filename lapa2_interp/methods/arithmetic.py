@@ -25,7 +25,7 @@ from pydantic import ConfigDict, field_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError, unknown_choice
+from lapa2_interp._util.errors import MethodError, parameter, unknown_choice
 from lapa2_interp.methods.base import (
     FLOOR,
     Branch,
@@ -114,7 +114,8 @@ class Arithmetic(Method):
             if not known[name]:
                 raise MethodError(
                     f"arithmetic: {attribute!r} has no opponents on task {task.name!r} that the"
-                    f" formula {self.formula!r} does not name itself; give --set formula=..., such"
+                    f" formula {self.formula!r} does not name itself; give"
+                    f" {parameter('formula', '...', 'set')}, such"
                     " as 'base + 1.5 * (target - base)'"
                 )
             chosen |= {branch.name: branch for branch in known[name]}

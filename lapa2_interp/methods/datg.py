@@ -34,7 +34,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError
+from lapa2_interp._util.errors import MethodError, parameter
 from lapa2_interp.methods.base import (
     BatchStart,
     Branch,
@@ -137,8 +137,9 @@ class Datg(Method):
         if not words.positive and not words.negative:
             raise MethodError(
                 f"datg: the {len(drafts)} drafts of {prompt!r} hold no word that is not"
-                " punctuation, a number or a stopword; give more drafts (--set drafts=60) or"
-                " longer ones (--set draft_tokens=64)"
+                " punctuation, a number or a stopword; give more drafts"
+                f" ({parameter('drafts', '60', 'set')}) or"
+                f" longer ones ({parameter('draft_tokens', '64', 'set')})"
             )
         sentence = SENTENCE.format(
             positive=", ".join(words.positive), negative=", ".join(words.negative)

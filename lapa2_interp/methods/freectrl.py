@@ -53,7 +53,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from lapa2_interp._util.errors import MethodError
+from lapa2_interp._util.errors import MethodError, parameter
 from lapa2_interp.methods.base import (
     BatchStart,
     Branch,
@@ -267,8 +267,9 @@ class FreeCtrl(Method):
             if not ids_of[c]:
                 raise MethodError(
                     f"freectrl: none of {len(lists[c])} words for {c!r} is one token and nearer to"
-                    f" its class than noise={self.noise:g}; give another list (--set words=FILE) or"
-                    " lower --set noise=..."
+                    f" its class than noise={self.noise:g}; give another list"
+                    f" ({parameter('words', 'FILE', 'set')}) or"
+                    f" lower {parameter('noise', '...', 'set')}"
                 )
         return ids_of
 
@@ -280,7 +281,7 @@ class FreeCtrl(Method):
             raise MethodError(
                 f"freectrl: the word list has no words for {empty[0]!r}; it has"
                 f" {', '.join(lists) or 'none'}; make one with `lapa2 word-lists` and give"
-                " --set words=FILE"
+                f" {parameter('words', 'FILE', 'set')}"
             )
         return lists
 

@@ -18,6 +18,7 @@ from lapa2_interp._util.errors import (
     AugmentationError,
     MethodError,
     TaskError,
+    parameter,
     unknown_choice,
     validation_message,
 )
@@ -80,7 +81,7 @@ def find_class(name: str, allow_code: bool = False) -> type[Method]:
     if not allow_code and module not in sys.modules:
         raise MethodError(
             f"method {name!r} is code that is not loaded; if you trust it, import {module} first,"
-            " or give allow_code=True (--allow-code)"
+            f" or give {parameter('allow_code', True)}"
         )
     try:
         member: Any = import_module(module) if allow_code else sys.modules[module]
@@ -127,10 +128,10 @@ def get(name: str, **parameters: Any) -> Method:
     if unknown:
         raise MethodError(f"method {name!r}: {unknown_choice('field', unknown[0], names)}")
     kinds = get_type_hints(kind, include_extras=True)
-    for parameter, value in parameters.items():
+    for field, value in parameters.items():
         # A cell stores all numbers as floats.
         is_integer = isinstance(value, float) and value.is_integer()
-        check_value(parameter, int(value) if is_integer else value, kinds[parameter], MethodError,
+        check_value(field, int(value) if is_integer else value, kinds[field], MethodError,
                     f"method {name!r}: ")  # fmt: skip
     try:
         return TypeAdapter(kind).validate_python(parameters)
@@ -204,8 +205,8 @@ def assign_augmentations(
         if method.pro_aug and any(steps_overlap(a, b) for a, b in combinations(on_parts, 2)):
             raise AugmentationError(
                 f"{len(on_parts)} rules act on parts of the prefix at the same steps, and"
-                f" {method.name}'s Pro-Aug would add all of them on the prompt; give --set"
-                " pro_aug=false, or one rule"
+                f" {method.name}'s Pro-Aug would add all of them on the prompt; give"
+                f" {parameter('pro_aug', 'false', 'set')}, or one rule"
             )
     by_branch = tuple(
         HIDDEN

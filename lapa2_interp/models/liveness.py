@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from lapa2_interp._util.errors import DeadHookError, ModelError
+from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
 from lapa2_interp.models.blocks import OUTSIDE_ERROR
 from lapa2_interp.models.card import (
@@ -121,7 +121,7 @@ def _probe_attention(model: Model) -> Liveness:
     if plain.isnan().any():
         raise ModelError(
             "the model's logits are NaN (not a number) before anything is changed: weights are NaN,"
-            " or numbers exceed its dtype; load sound weights, or another --dtype"
+            f" or numbers exceed its dtype; load sound weights, or another {parameter('dtype')}"
         )
     if (problem := _cache_problem(model, ids, plain)) is not None:
         return Liveness(0.0, problem)
@@ -241,7 +241,9 @@ def assert_live(model: Model, name: str) -> Liveness:
         if is_bridge(model) and plain_network(model) is None:
             takes = model.original_model._can_set_attn_implementation()
             alternative = (
-                ", or --model-class TransformersModel, which needs no hooks" if takes else ""
+                f", or {parameter('model_class', 'TransformersModel')}, which needs no hooks"
+                if takes
+                else ""
             )
         kind = type(model).__name__
         raise DeadHookError(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from unittest import mock
 
-from lapa2_interp._util.errors import ModelError, first_sentence, unknown_choice
+from lapa2_interp._util.errors import ModelError, first_sentence, parameter, unknown_choice
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import without_dropout
@@ -81,7 +81,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 REMOTE_CODE = (
     "comes with its own Python code, which does not run unless you ask for it: read it, then"
-    " give --trust-remote-code (a sweep never runs it)"
+    f" give {parameter('trust_remote_code', True)} (a sweep never runs it)"
 )
 
 
@@ -287,7 +287,8 @@ def _check_device_map(device_map: Mapping[str, Any], model_class: str) -> None:
     if places & {"cpu", "disk"}:
         raise ModelError(
             "the model is larger than the GPUs here together; give it more of them"
-            " (--gpus-per-worker on a Ray cluster), or half the precision (dtype bfloat16)"
+            f" ({parameter('gpus_per_worker')} on a Ray cluster), or half the precision (dtype"
+            " bfloat16)"
         )
     if model_class == "HookedTransformer" and len(places) > 1:
         raise ModelError(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import NoGridError, RunError, ScoringError
+from lapa2_interp._util.errors import NoGridError, RunError, ScoringError, parameter
 from lapa2_interp.attention.tables import branch_name
 from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.models.load import shared_tokenizer
@@ -78,7 +78,7 @@ class ItemData:
             have = ", ".join(self.run.listing.grids) or "none"
             raise NoGridError(
                 f"{self.run.name} has no grid {wanted}, which {self.item} is made of; it has:"
-                f" {have}. Read one of these (--grids NAME), or add it:"
+                f" {have}. Read one of these ({parameter('grids', 'NAME')}), or add it:"
                 f" `{command('sweep', f'quick/{self.grids[0]}', out=self.run.name)}`"
             )
         planned = {
@@ -203,7 +203,8 @@ class ItemData:
         names = list(metrics or (control, *beside, "perplexity"))
         if missing := [name for name in names if name not in by_name]:
             raise ScoringError(
-                f"{self.item} needs a scorer for {missing[0]} of {task}; give --scorers"
+                f"{self.item} needs a scorer for {missing[0]} of {task}; give"
+                f" {parameter('scorers')}"
                 f" {missing[0]} or {missing[0]}=MODEL"
             )
         return {name: by_name[name] for name in names}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.errors import RunError, parameter
 from lapa2_interp._util.table_formats import interval_cells
 from lapa2_interp.attention.tables import pooled, step_table, traced_layer_types
 from lapa2_interp.models.machine import print_if_slow
@@ -75,7 +75,7 @@ class ItemTables(ItemClaims):
         if cells.empty:
             raise RunError(
                 f"no cells of {what} in {' or '.join(map(repr, self.grids))} of {self.run.name};"
-                f" {self.item} shows these alone, so give --grids one that has them"
+                f" {self.item} shows these alone, so give {parameter('grids')} one that has them"
             )
         return cells.copy()
 

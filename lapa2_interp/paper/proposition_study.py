@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util import plots
-from lapa2_interp._util.errors import DataError, TraceError
+from lapa2_interp._util.errors import DataError, TraceError, parameter
 from lapa2_interp._util.files import refuse_foreign_files, result_folder, write_json, write_netcdf
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.parsing import parse_json, read_text
@@ -133,19 +133,27 @@ class PropositionStudy:
                 option = "--" + name.replace("_", "-")
                 raise TraceError(f"{option} must be at least {value}, found {count}")
         if self.text is None and (self.long_length or self.long_texts > 1):
-            raise TraceError("--long-length and --long-texts cut a text: give it with --text FILE")
+            raise TraceError(
+                f"{parameter('long_length')} and {parameter('long_texts')} cut a text: give it"
+                f" with {parameter('text', 'FILE')}"
+            )
         if self.text is None and (self.long_alphas, self.long_dtype) != (
             PropositionStudy.long_alphas,
             PropositionStudy.long_dtype,
         ):
-            raise TraceError("--long-alphas and --long-dtype read a text: give it with --text FILE")
+            raise TraceError(
+                f"{parameter('long_alphas')} and {parameter('long_dtype')} read a text: give"
+                f" it with {parameter('text', 'FILE')}"
+            )
         if self.text is not None and not self.long_alphas:
-            raise TraceError("--long-alphas needs an alpha above 0; the baseline is there anyway")
+            raise TraceError(
+                f"{parameter('long_alphas')} needs an alpha above 0; the baseline is there anyway"
+            )
         if self.prompts > (most := len(load_task("sentiment").prompts.texts)):
             raise TraceError(f"prompts must be at most {most}, found {self.prompts}")
         if 0 < self.long_length < 8:
             raise TraceError(
-                "--long-length must leave steps to fit: at least 8 tokens, found"
+                f"{parameter('long_length')} must leave steps to fit: at least 8 tokens, found"
                 f" {self.long_length}"
             )
 
@@ -380,7 +388,8 @@ def _cut_long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list
     if len(ids) < length * study.long_texts:
         raise DataError(
             f"{study.text} has {len(ids)} tokens, fewer than {study.long_texts} x {length}; give a"
-            " longer text, or fewer or shorter ones (--long-texts, --long-length)"
+            f" longer text, or fewer or shorter ones ({parameter('long_texts')},"
+            f" {parameter('long_length')})"
         )
     return branch, [ids[i * length : (i + 1) * length] for i in range(study.long_texts)]
 
@@ -487,7 +496,7 @@ def format_verdicts(verdicts: pd.DataFrame) -> str:
         count = (
             f"{texts} independent prompts or texts"
             if texts > 1
-            else "one text tells no interval; several do: --long-texts 4"
+            else f"one text tells no interval; several do: {parameter('long_texts', '4')}"
         )
         parts.append(f"{where} ({count})\n" + "\n".join(lines))
     return "\n\n".join(parts)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from zipfile import is_zipfile
 
-from lapa2_interp._util.errors import PrefixError, unknown_choice
+from lapa2_interp._util.errors import PrefixError, parameter, unknown_choice
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.paths import kind_of
 from lapa2_interp._util.unpacking import check_archive
@@ -132,7 +132,7 @@ def import_prefix(
         if number is None and attribute not in names:
             raise PrefixError(
                 f"{unknown_choice('attribute of the Air-Decoding checkpoints', attribute, names)};"
-                " or give --number"
+                f" or give {parameter('number')}"
             )
         chosen = names.index(attribute) if number is None else number
         keys, values = _read_air(read_tensors(source), chosen, model.cfg.n_heads, source)
@@ -150,7 +150,7 @@ def import_prefix(
             raise PrefixError(
                 f"the prefix in {source} was trained for {base}, and {card.name} with weights"
                 f" {card.weights} is not known to be that model; give the model it was trained for,"
-                " or --other-base if they are the same"
+                f" or {parameter('other_base', True)} if they are the same"
             )
         origin = f"{origin}, trained for {base}"
     return SoftPrefix(
@@ -365,7 +365,9 @@ def import_into_set(
     task.prefix(attribute)
     check_set_place(out)
     if any(file.exists() for file in prefix_files(out, attribute)):
-        raise PrefixError(f"{out} has a prefix {attribute!r} already; choose another --out")
+        raise PrefixError(
+            f"{out} has a prefix {attribute!r} already; choose another {parameter('out')}"
+        )
     loaded = load_model(model, trust_remote_code=trust_remote_code)
     return save_prefix(
         import_prefix(source, loaded, task.name, attribute, set_name, number, other_base),

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import PrefixError
+from lapa2_interp._util.errors import PrefixError, parameter
 from lapa2_interp._util.files import read_checkpoint, write_checkpoint
 from lapa2_interp.prefixes.likelihood import TextRows, text_nll
 from lapa2_interp.prefixes.parameters import PrefixParameters
@@ -229,7 +229,7 @@ class PrefixTraining:
         if not loss.isfinite():
             raise PrefixError(
                 f"the loss of {', '.join(self.attributes)} is {loss.item()} at step {self.step};"
-                " lower lr (--set lr=...)"
+                f" lower lr ({parameter('lr', '...', 'set')})"
             )
         self.optimizer.zero_grad()
         loss.backward()

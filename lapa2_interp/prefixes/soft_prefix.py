@@ -23,7 +23,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import PrefixError, validation_message
+from lapa2_interp._util.errors import PrefixError, parameter, validation_message
 from lapa2_interp._util.files import atomic_write, sha256_of, write_json
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp.models.card import (
@@ -59,7 +59,8 @@ def check_set_place(out: Path) -> None:
     """
     if (name := str(out)) in RESERVED_SETS:
         raise PrefixError(
-            f"--out {name}: with prefixes={name} a method would take {RESERVED_SETS[name]}; give"
+            f"{parameter('out')} {name}: with prefixes={name} a method would take"
+            f" {RESERVED_SETS[name]}; give"
             f" another folder, such as results/{name}"
         )
 

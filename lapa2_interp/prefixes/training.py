@@ -31,7 +31,7 @@ from filelock import Timeout
 from jaxtyping import Float
 from torch import Tensor
 
-from lapa2_interp._util.errors import DataError, PrefixError
+from lapa2_interp._util.errors import DataError, PrefixError, parameter
 from lapa2_interp._util.files import acquire_lock, check_name, temporary_folder, write_json
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.progress import progress_bar
@@ -206,7 +206,9 @@ def _load_first_set(
 ) -> dict[str, SoftPrefix]:
     """The set that a training begins with, which must be of the same model and shape."""
     if folder is None:
-        raise PrefixError("start 'set' needs the folder of a set to begin with (--from)")
+        raise PrefixError(
+            f"start 'set' needs the folder of a set to begin with ({parameter('from')})"
+        )
     prefixes = {name: load_prefix(folder, name) for name in attributes}
     for prefix in prefixes.values():
         if prefix.card.shape != shape or prefix.card.weights != weights:
@@ -268,7 +270,9 @@ def tokenise_pieces(
                 unfinished.append(stream)
         waiting = unfinished
     if not pieces:
-        raise DataError(f"there is no text of {attribute!r}; give --data with that label")
+        raise DataError(
+            f"there is no text of {attribute!r}; give {parameter('data')} with that label"
+        )
     return pieces
 
 
@@ -382,7 +386,8 @@ def _locked_checkpoints(out: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
     if not (folder / "plan.json").exists():
         if out.exists() and any(path != folder for path in out.iterdir()):
             raise PrefixError(
-                f"{out} is not empty and holds no unfinished training; choose another --out"
+                f"{out} is not empty and holds no unfinished training; choose another"
+                f" {parameter('out')}"
             )
         write_json(folder / "plan.json", plan)
     else:
@@ -394,6 +399,7 @@ def _locked_checkpoints(out: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
             held.enter_context(acquire_lock(folder / "lock"))
         except Timeout as error:
             raise PrefixError(
-                f"{out} is being trained by another process; wait for it, or choose another --out"
+                f"{out} is being trained by another process; wait for it, or choose another"
+                f" {parameter('out')}"
             ) from error
         yield folder

@@ -27,7 +27,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from lapa2_interp._util.commands import script_command
-from lapa2_interp._util.errors import RunError, TraceError, pluralize
+from lapa2_interp._util.errors import RunError, TraceError, parameter, pluralize
 from lapa2_interp._util.page import embedded, template, write_page
 from lapa2_interp._util.table_formats import records
 from lapa2_interp.paper.gallery import read_gallery
@@ -73,7 +73,7 @@ def write_report(
     folder = run.home / "tables" if tables is None else Path(tables)
     if tables is not None and not any(folder.glob("*.json")):
         raise RunError(
-            f"--tables {folder} has no tables (ITEM.json);"
+            f"{parameter('tables')} {folder} has no tables (ITEM.json);"
             f" `{script_command('analyses/ITEM.py', run.home)}` makes those of an item"
         )
     file = run.home / "report.html" if out is None else Path(out)

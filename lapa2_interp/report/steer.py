@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import CircuitError, RunError, pluralize
+from lapa2_interp._util.errors import CircuitError, RunError, parameter, pluralize
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, format_interval
 from lapa2_interp._util.values import numbers_checked
@@ -335,7 +335,7 @@ def _make(
     if weights != chosen.weights:
         raise RunError(
             f"the heads of {folder / CARD} were chosen in {chosen.weights}, and the texts are of"
-            f" {weights}; choose another --out"
+            f" {weights}; choose another {parameter('out')}"
         )
     return run.samples()
 

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import RunError, TaskError, pluralize
+from lapa2_interp._util.errors import RunError, TaskError, parameter, pluralize
 from lapa2_interp._util.files import write_json
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.same_inputs import check_same_inputs
@@ -203,7 +203,7 @@ class Steered:
             task, prompts, device: As the command line gave them.
         """
         if self.selection.alpha is None:
-            return "another --budget may be within reach"
+            return f"another {parameter('budget')} may be within reach"
         if verdict(self.tests.to_dict("records")[0]) != "more":
             return "it is not shown that steering with these heads gains; more prompts may decide"
         return f"steer with\n    {self.command(task, prompts, device)}"
@@ -286,7 +286,7 @@ def shipped_classifiers(task: Task) -> tuple[str, ...]:
     if not (SHIPPED_WEIGHTS / f"{task.name}{LINEAR_ENDING}").is_file():
         raise TaskError(
             f"no classifier of the task {task.name!r} comes with the package; give one:"
-            " --classifiers FOLDER, or train one: `lapa2 scorers train`"
+            f" {parameter('classifiers', 'FOLDER')}, or train one: `lapa2 scorers train`"
         )
     return tuple(reversed(CLASSIFIERS))
 
@@ -300,17 +300,20 @@ def check_settings(settings: SteerSettings) -> None:
     """
     settings.task.others(next(iter(settings.task.attributes)))  # there is a second attribute
     if not settings.budget > 1:
-        raise RunError(f"--budget must be above 1, such as 1.2; found {settings.budget:g}")
+        raise RunError(
+            f"{parameter('budget')} must be above 1, such as 1.2; found {settings.budget:g}"
+        )
     if (n := len(settings.prompts)) < 4 * FEW:
         raise RunError(
             f"{pluralize(n, 'prompt')} are too few to choose, to tune and to judge with; give at"
-            f" least {4 * FEW}, better 250 (--prompts FILE)"
+            f" least {4 * FEW}, better 250 ({parameter('prompts', 'FILE')})"
         )
     size = model_size(settings.model)
     every = size.n_layers * size.n_heads
     if not 1 <= settings.heads < every:
         raise RunError(
-            f"--heads must be at least 1 and less than the {every} heads of {settings.model}; found"
+            f"{parameter('heads')} must be at least 1 and less than the {every} heads of"
+            f" {settings.model}; found"
             f" {settings.heads}"
         )
 
@@ -328,7 +331,9 @@ def _read_settings(file: Path) -> dict[str, Any]:
     try:
         return parse_object(read_text(file))
     except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {file} ({error}); choose another --out") from error
+        raise RunError(
+            f"cannot read {file} ({error}); choose another {parameter('out')}"
+        ) from error
 
 
 def note_settings(folder: Path, settings: SteerSettings) -> None:
@@ -344,7 +349,9 @@ def note_settings(folder: Path, settings: SteerSettings) -> None:
     file = folder / SETTINGS
     if not file.is_file():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise RunError(f"{folder} exists and is no result of steer; choose another --out")
+            raise RunError(
+                f"{folder} exists and is no result of steer; choose another {parameter('out')}"
+            )
         write_json(file, known)
         return
     check_same_inputs(_read_settings(file), known, folder)

@@ -20,7 +20,13 @@ import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp._util.commands import command_options
-from lapa2_interp._util.errors import CircuitError, Lapa2Error, TraceError, unknown_choice
+from lapa2_interp._util.errors import (
+    CircuitError,
+    Lapa2Error,
+    TraceError,
+    parameter,
+    unknown_choice,
+)
 from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.paths import check_regular_file
 from lapa2_interp.attention.recorder import trace_bytes
@@ -234,7 +240,10 @@ def recompute_attention(
     branch, layouts = plans[0].branches[number], [plan.layouts[number][0] for plan in plans]
     layout = layouts[0]
     if len({(layout.ids, layout.soft) for layout in layouts}) > 1:
-        raise TraceError("the arms have different prefixes; choose one arm with --only arm=NAME")
+        raise TraceError(
+            "the arms have different prefixes; choose one arm with"
+            f" {parameter('arm', 'NAME', 'only')}"
+        )
     # One teacher-forced pass over the texts of all arms.
     texts = [_selected_tokens(made, selected) for made in finished]
     rows = [tokens[:steps] for tokens, _, _ in texts]
@@ -365,7 +374,7 @@ def _selected_tokens(made: FinishedCell, selected: SelectedText) -> tuple[list[i
     if not tokens:
         raise TraceError(
             f"sample {selected.sample} of {selected.prompt!r} has no tokens; choose another with"
-            " --prompt or --sample"
+            f" {parameter('prompt')} or {parameter('sample')}"
         )
     return tokens, str(table["finish"].iloc[rows[0]]), int(rows[0])
 

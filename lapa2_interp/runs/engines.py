@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.errors import RunError, parameter
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import AUTO_DTYPE, default_device, n_cores
 from lapa2_interp.models.prepacked import Prepacking
@@ -275,7 +275,7 @@ class WorkerProcess:
 
 def _cannot_start(error: Exception) -> str:
     """Why no process can be started here, in a sentence."""
-    here = "--workers 1 makes the cells in this process"
+    here = f"{parameter('workers', '1')} makes the cells in this process"
     if "bootstrapping" in str(error):
         return (
             "this process imports the script of the one that started it, and can start no workers"
@@ -297,7 +297,11 @@ def _told_end(code: int | None, begun: bool) -> str:
     except ValueError:
         name = f"signal {-code}"
     if name == "SIGKILL":
-        less = "fewer rows share a batch with --set max_rows=N" if begun else "give fewer --workers"
+        less = (
+            f"fewer rows share a batch with {parameter('max_rows', 'N', 'set')}"
+            if begun
+            else f"give fewer {parameter('workers')}"
+        )
         return (
             f"its process was killed {when}, which an operating system does to a process that wants"
             f" more memory than there is; {less}"
@@ -393,7 +397,7 @@ def local_engine(
         on_gpus = 1 if one else torch.cuda.device_count()
         workers = on_gpus if named.type == "cuda" else max(1, n_cores() // threads)
     if workers < 1:
-        raise RunError(f"--workers must be at least 1, found {workers}")
+        raise RunError(f"{parameter('workers')} must be at least 1, found {workers}")
     if workers == 1:
         return InProcess(device, threads, pack=pack)
     return LocalPool(workers, device, threads, pack)

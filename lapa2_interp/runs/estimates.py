@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.errors import RunError, parameter
 from lapa2_interp._util.terminal import format_bytes
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.generation.cell import Cell
@@ -79,7 +79,7 @@ def check_affordable(texts: int, row_tokens: int, memory: int, yes: bool = False
         tokens = f"{row_tokens:.3g} row-tokens, and {MOST_ROW_TOKENS:.0g} are begun unasked"
         raise RunError(
             f"{texts} texts would take {tokens if row_tokens > MOST_ROW_TOKENS else room};"
-            " ask for fewer or shorter ones, or give yes=True (--yes)"
+            f" ask for fewer or shorter ones, or give {parameter('yes', True)}"
         )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp._util.errors import Lapa2Error, ModelError
+from lapa2_interp._util.errors import Lapa2Error, ModelError, parameter
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
@@ -206,7 +206,7 @@ def make_cells(
                 rows = max(map(len, todo.batches)) * len(todo.branches)
                 raise ModelError(
                     f"the memory of {model_card(model).device} does not hold {rows} rows at once;"
-                    " give fewer texts a batch: --max-rows N, below this number"
+                    f" give fewer texts a batch: {parameter('max_rows', 'N')}, below this number"
                 ) from error
     grids = {name: tuple(plans)}
     return Run(None, Listing(grids=grids), {key: each.cell for key, each in plans.items()}, batches)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp._util.errors import GridError, Lapa2Error, unknown_choice
+from lapa2_interp._util.errors import GridError, Lapa2Error, parameter, unknown_choice
 from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.values import read_value
 from lapa2_interp.generation.axes import size_of_product
@@ -194,12 +194,15 @@ def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         key, mark, value = text.partition("=")
         if not mark:
-            raise GridError(f"--set {text!r} is not of the form KEY=VALUE, such as samples=2")
+            raise GridError(
+                f"{parameter('set')} {text!r} is not of the form KEY=VALUE, such as samples=2"
+            )
         if key not in CellSettings.model_fields:
-            raise GridError(f"--set: {unknown_setting(key)}")
+            raise GridError(f"{parameter('set')}: {unknown_setting(key)}")
         if key in changes:
             raise GridError(
-                f"--set gives {key} twice, {changes[key]} and {value}; give it once, as a list for"
+                f"{parameter('set')} gives {key} twice, {changes[key]} and {value}; give it"
+                " once, as a list for"
                 f" both: {key}=[..., ...]"
             )
         changes[key] = read_value(value)

@@ -13,7 +13,14 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize, unknown_choice
+from lapa2_interp._util.errors import (
+    DamagedError,
+    GridError,
+    RunError,
+    parameter,
+    pluralize,
+    unknown_choice,
+)
 from lapa2_interp._util.terminal import stop_on_sigterm
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.generation.cell import Cell
@@ -101,11 +108,12 @@ def launch(
     if engine not in ENGINES:
         raise RunError(unknown_choice("engine", engine, ENGINES))
     if engine == "local":
-        for option, value in (("address", address), ("gpus-per-worker", gpus_per_worker)):
+        for name, value in (("address", address), ("gpus_per_worker", gpus_per_worker)):
             if value is not None:
                 raise RunError(
-                    f"--{option} {value} belongs to --engine ray, and the engine is local; leave it"
-                    " out, or give --engine ray"
+                    f"{parameter(name, value)} belongs to {parameter('engine', 'ray')}, and"
+                    " the engine is local; leave it"
+                    f" out, or give {parameter('engine', 'ray')}"
                 )
         check_device(device)
     grids = load_grids(
@@ -163,7 +171,7 @@ def _check_methods(cells: Sequence[Cell]) -> None:
         if cell.method.startswith("__main__:"):
             raise GridError(
                 f"method {cell.method!r} is in the script that runs, and workers do not run it; put"
-                " its class into a module beside the script, or give --workers 1"
+                f" its class into a module beside the script, or give {parameter('workers', '1')}"
             )
 
 
@@ -210,12 +218,14 @@ def load_grids(
         listing = f"{folder} has cells of {grid} and {model} in {' and '.join(sorted(there))}"
         if dtype is not None and there and dtype not in there:
             raise GridError(
-                f"{listing}, which --dtype {dtype} would leave behind; leave it out, or sweep into"
+                f"{listing}, which {parameter('dtype')} {dtype} would leave behind; leave it"
+                " out, or sweep into"
                 " a new folder"
             )
         if dtype is None and len(there) > 1:
             raise GridError(
-                f"{listing}; say with which to go on: --dtype {' or --dtype '.join(sorted(there))}"
+                f"{listing}; say with which to go on:"
+                f" {' or '.join(parameter('dtype', name) for name in sorted(there))}"
             )
         others = set().union(
             *(dtypes for (_, listed_model), dtypes in listed.items() if listed_model == model)

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from lapa2_interp._util.errors import LayoutError, ScoringError
+from lapa2_interp._util.errors import LayoutError, ScoringError, parameter
 from lapa2_interp._util.files import cache_folder, one_process_at_a_time, write_text, writing_cache
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp.attention.neurons import is_gated, promoting_neurons
@@ -104,7 +104,8 @@ class ModelContext:
             todo = plan_batches(self.model, cell)
         except LayoutError as error:
             raise LayoutError(
-                f"drafts of {new_tokens} tokens: {error}; or draft fewer (--set draft_tokens=...)"
+                f"drafts of {new_tokens} tokens: {error}; or draft fewer"
+                f" ({parameter('draft_tokens', '...', 'set')})"
             ) from None
         ends = set(self.end_ids)
         return [
@@ -128,8 +129,8 @@ class ModelContext:
         else:
             columns = ", ".join(str(name) for name in table if name != "skipped")
             raise ScoringError(
-                f"the scorer {scorer} tells {columns}, not {attribute!r}; give another (--set"
-                " scorer=...)"
+                f"the scorer {scorer} tells {columns}, not {attribute!r}; give another"
+                f" ({parameter('scorer', '...', 'set')})"
             )
         return [
             None if skipped else float(value)

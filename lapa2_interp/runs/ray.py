@@ -27,7 +27,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import RunError, unknown_choice
+from lapa2_interp._util.errors import RunError, parameter, unknown_choice
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import ISA_VARIABLES, n_cores, slow_dtype_note
 from lapa2_interp.models.prepacked import Prepacking
@@ -111,7 +111,7 @@ class RayPool(Engine):
         pack: str = "auto",
     ) -> None:
         if workers is not None and workers < 1:
-            raise RunError(f"--workers must be at least 1, found {workers}")
+            raise RunError(f"{parameter('workers')} must be at least 1, found {workers}")
         if device not in (None, "cpu", "cuda", "auto"):
             raise RunError(
                 f"{unknown_choice('device', device, ('cpu', 'cuda', 'auto'))}; a Ray worker sees"
@@ -120,7 +120,8 @@ class RayPool(Engine):
         gpus = 1.0 if gpus_per_worker is None else gpus_per_worker
         if gpus <= 0 or (gpus > 1 and gpus % 1):
             raise RunError(
-                f"--gpus-per-worker must be 1, 2, ... or a share of one such as 0.5, found {gpus}"
+                f"{parameter('gpus_per_worker')} must be 1, 2, ... or a share of one such as"
+                f" 0.5, found {gpus}"
             )
         self._ray = _join(address)
         here = self._ray.get_runtime_context()
@@ -150,11 +151,16 @@ class RayPool(Engine):
     def _check(self, device: str | None, where: str) -> None:
         if device in ("cuda", "auto") and self._kind != "GPU":
             raise RunError(
-                f"{where} has no GPU for device {device!r}; give --device cpu, or join a machine"
+                f"{where} has no GPU for device {device!r}; give {parameter('device', 'cpu')},"
+                " or join a machine"
                 " that has one"
             )
         if self._room() < 1:
-            option = "--gpus-per-worker" if self._kind == "GPU" else "--threads"
+            option = (
+                f"{parameter('gpus_per_worker')}"
+                if self._kind == "GPU"
+                else f"{parameter('threads')}"
+            )
             most = max((node.get(self._kind, 0) for node in self._nodes()), default=0)
             raise RunError(
                 f"no machine of {where} has room for a worker, which needs {self._each:g}"
@@ -297,8 +303,9 @@ def _join(address: str | None) -> Any:
         import ray
     except ImportError as error:
         raise RunError(
-            "--engine ray needs Ray, which is not installed; pip install 'lapa2-interp[ray]', or"
-            " use --engine local"
+            f"{parameter('engine', 'ray')} needs Ray, which is not installed; pip install"
+            " 'lapa2-interp[ray]', or"
+            f" use {parameter('engine', 'local')}"
         ) from error
     environment = {name: os.environ[name] for name in SETTINGS if name in os.environ}
     settings: dict[str, Any] = {
@@ -330,7 +337,8 @@ def _reach(address: str) -> None:
     if address != "auto":
         if not (host and mark and port.isdigit()) or "/" in host:
             raise RunError(
-                f"--address {address!r} is not one; allowed: HOST:PORT of the cluster's head, auto"
+                f"{parameter('address')} {address!r} is not one; allowed: HOST:PORT of the"
+                " cluster's head, auto"
             )
         try:
             _connect(address)
@@ -367,5 +375,5 @@ def _not_joined(address: str, reason: str) -> str:
         f" ({' '.join(last.split())[:300].rstrip('.') or 'no reason given'}); allowed: HOST:PORT of"
         " the cluster's head, or auto on a machine that belongs to it. `ray start --head` begins"
         " one, `ray start --address=HOST:PORT` makes this machine part of it, and without"
-        " --address one is started here"
+        f" {parameter('address')} one is started here"
     )

@@ -14,7 +14,14 @@ import pandas as pd
 
 from lapa2_interp._util import plots
 from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import DamagedError, RunError, TraceError, pluralize, unknown_choice
+from lapa2_interp._util.errors import (
+    DamagedError,
+    RunError,
+    TraceError,
+    parameter,
+    pluralize,
+    unknown_choice,
+)
 from lapa2_interp._util.files import (
     TEMPORARY_PREFIX,
     check_name,
@@ -248,7 +255,8 @@ class Run:
         cells = cells[[chosen.by_key[key].trace != "none" for key in cells["key"]]]
         if not len(cells):
             raise TraceError(
-                f"{self.name} has no cell with a trace; generate it with --trace full or pooled"
+                f"{self.name} has no cell with a trace; generate it with"
+                f" {parameter('trace', 'full')} or pooled"
             )
         for key in cells["key"][cells["state"] == "damaged"]:
             raise DamagedError(self._not_there(key))
@@ -538,7 +546,7 @@ def is_finished_run(folder: Path) -> bool:
     if left := int((~states.isin(["finished", "damaged"])).sum()):
         raise RunError(
             f"{folder} is a run with {left} of {pluralize(len(states), 'cell')} not finished"
-            f" (`{command('runs', folder)}`); choose another --out"
+            f" (`{command('runs', folder)}`); choose another {parameter('out')}"
         )
     return True
 

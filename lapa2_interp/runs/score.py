@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from lapa2_interp._util.commands import command, command_options
-from lapa2_interp._util.errors import ScoringError, pluralize
+from lapa2_interp._util.errors import ScoringError, parameter, pluralize
 from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
 from lapa2_interp._util.paths import is_path
 from lapa2_interp._util.table_formats import (
@@ -187,7 +187,8 @@ def score(
     _check_options(source, scorers, column, labels, [name for name in of_judge if of_judge[name]])
     if max_cost is not None and judge_prices is None:
         raise ScoringError(
-            "--max-cost is in US dollars and needs the judge's prices: give --judge-prices IN OUT"
+            f"{parameter('max_cost')} is in US dollars and needs the judge's prices: give"
+            f" {parameter('judge_prices', 'IN OUT')}"
             " too, per million tokens"
         )
     print_if_slow(dtype, device)
@@ -267,12 +268,18 @@ def _check_options(
     named = [parse_scorer(scorer)[1:] for scorer in scorers]
     own = {model for name, model in named if name in ("accuracy", "masked", "toxicity")}
     if source.is_dir() and column != "text":
-        raise ScoringError(f"--column {column} belongs to a file of texts; {source} is a run")
+        raise ScoringError(
+            f"{parameter('column')} {column} belongs to a file of texts; {source} is a run"
+        )
     own = {model for model in own if not trained_ending(model)}
     if labels and not own - {"", *CLASSIFIERS}:
-        raise ScoringError("--labels belongs to a classifier of your own: accuracy=MODEL")
+        raise ScoringError(
+            f"{parameter('labels')} belongs to a classifier of your own: accuracy=MODEL"
+        )
     if of_judge and "judge" not in dict(named):
-        raise ScoringError(f"--{of_judge[0]} belongs to a judge: --scorers judge=MODEL")
+        raise ScoringError(
+            f"{parameter(of_judge[0])} belongs to a judge: {parameter('scorers')} judge=MODEL"
+        )
 
 
 def _task(asked: str | None, own: Task | None) -> Task | str | None:
@@ -296,7 +303,8 @@ def _with_attribute(samples: pd.DataFrame, source: Path, attribute: str | None) 
         name for name in dict.fromkeys(samples["attribute"]) if name not in ("", attribute)
     ]:
         raise ScoringError(
-            f"--attribute {attribute} is for texts without an attribute, and {source} has texts for"
+            f"{parameter('attribute')} {attribute} is for texts without an attribute, and"
+            f" {source} has texts for"
             f" {', '.join(others)}; use"
             f" {command_options(only={'attribute': attribute})} for some of them"
         )

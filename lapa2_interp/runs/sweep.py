@@ -19,7 +19,7 @@ from filelock import Timeout
 from tqdm import tqdm
 
 from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import DamagedError, GridError, RunError, pluralize
+from lapa2_interp._util.errors import DamagedError, GridError, RunError, parameter, pluralize
 from lapa2_interp._util.files import (
     TEMPORARY_PREFIX,
     acquire_lock,
@@ -139,7 +139,7 @@ def open_run(
                 for entry in folder.iterdir()
             )
         ):
-            raise RunError(f"{folder} exists and is not a run; choose another --out")
+            raise RunError(f"{folder} exists and is not a run; choose another {parameter('out')}")
         folder.mkdir(parents=True, exist_ok=True)
     for path in (folder / CELLS, *(folder / CELLS / c.key for grid in grids for c in grid.cells)):
         if path.is_symlink():
@@ -164,7 +164,7 @@ def open_run(
         notify(
             f"{pluralize(len(left), 'cell')} of an earlier grid {'is' if len(left) == 1 else 'are'}"
             f" in {folder} too, and in no table or report: {shown}; `{command('runs', folder)}`"
-            " lists them, and with --remove-earlier removes them"
+            f" lists them, and with {parameter('remove_earlier', True)} removes them"
         )
     return load_run(folder)
 
@@ -436,7 +436,8 @@ class _Sweep:
             self.failed_starts += 1
             if self.failed_starts >= ATTEMPTS:
                 raise RunError(
-                    f"a worker cannot start, tried {ATTEMPTS} times: {error}; --workers 1 makes the"
+                    f"a worker cannot start, tried {ATTEMPTS} times: {error};"
+                    f" {parameter('workers', '1')} makes the"
                     " cells in this process"
                 )
             self.ready.appendleft(job)
@@ -490,6 +491,6 @@ def _worker_lost(error: BaseException) -> Failure:
         said = next(filter(None, reversed(str(error).splitlines())), "").strip()
         last = (
             f"{type(error).__name__}: {said}; where memory ran out, fewer rows share a batch with"
-            " --set max_rows=N"
+            f" {parameter('max_rows', 'N', 'set')}"
         )
     return Failure(when=datetime.now(UTC), traceback=f"the worker died {ATTEMPTS} times: {last}")

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import ScoringError, unknown_choice
+from lapa2_interp._util.errors import ScoringError, parameter, unknown_choice
 from lapa2_interp._util.paths import kind_of
 from lapa2_interp.bias.tokens import decode_continuation, token_texts
 from lapa2_interp.models.load import shared_tokenizer
@@ -74,17 +74,17 @@ def read_texts(
     if column not in table:
         raise ScoringError(
             f"{source} has no column {column!r}; found {', '.join(map(str, table.columns))}; give"
-            " --column"
+            f" {parameter('column')}"
         )
     texts = table[column].astype(object).where(table[column].notna(), "")
     for row, text in enumerate(texts, start=1):
         if not isinstance(text, str):
             raise ScoringError(
                 f"{source} row {row} has no text in column {column!r}, found {str(text)[:80]!r};"
-                " give texts there, or --column"
+                f" give texts there, or {parameter('column')}"
             )
     if not any(text.strip() for text in texts):
-        raise ScoringError(f"{source} has no text in column {column!r}; give --column")
+        raise ScoringError(f"{source} has no text in column {column!r}; give {parameter('column')}")
     if column != "text":
         table = table.drop(columns=column)
     table = table.assign(text=texts).reset_index(drop=True)

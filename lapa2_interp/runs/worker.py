@@ -15,7 +15,7 @@ from time import perf_counter
 import pandas as pd
 from tqdm import tqdm
 
-from lapa2_interp._util.errors import RunError
+from lapa2_interp._util.errors import RunError, parameter
 from lapa2_interp._util.terminal import caused_by_stop
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.loop import decode_batch
@@ -142,7 +142,7 @@ class Worker:
         except Exception as error:
             if caused_by_stop(error):
                 raise KeyboardInterrupt from error
-            fewer = "; fewer rows share a batch with --set max_rows=N"
+            fewer = f"; fewer rows share a batch with {parameter('max_rows', 'N', 'set')}"
             note = fewer if is_out_of_memory(error) else ""
             return Failure(when=datetime.now(UTC), traceback=traceback.format_exc().rstrip() + note)
 

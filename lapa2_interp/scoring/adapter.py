@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from scipy.special import softmax
 from torch import Tensor, nn
 
-from lapa2_interp._util.errors import ScoringError
+from lapa2_interp._util.errors import ScoringError, parameter
 from lapa2_interp._util.files import atomic_write
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.models.card import check_not_quantised, short_context
@@ -142,7 +142,8 @@ class AdapterNetwork(nn.Module):
             )
         if len(base.layers) < layers:
             raise ScoringError(
-                f"--layers must be at most {len(base.layers)}, the model's; found {layers}"
+                f"{parameter('layers')} must be at most {len(base.layers)}, the model's; found"
+                f" {layers}"
             )
         if (short := short_context(base.config) or LONGEST_WINDOW + 1) <= LONGEST_WINDOW:
             raise ScoringError(

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from lapa2_interp._util.errors import ScoringError
+from lapa2_interp._util.errors import ScoringError, parameter
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.terminal import deferred_interrupts
 from lapa2_interp.scoring.http_client import BoundedClient
@@ -212,7 +212,8 @@ class Judge(ScorerInPieces):
         if max_cost is not None and not (prices and max_cost >= 0):
             raise ScoringError(
                 f"the cost is limited to {max_cost:g} US dollars; a limit of 0 or more needs prices"
-                " too: give --judge-prices IN OUT, in US dollars per million tokens"
+                f" too: give {parameter('judge_prices', 'IN OUT')}, in US dollars per million"
+                " tokens"
             )
         if not model.strip():
             raise ScoringError(
@@ -473,7 +474,8 @@ class Judge(ScorerInPieces):
                     enough += cut * self._price(self._largest, MAX_ANSWER_TOKENS)
                     raise ScoringError(
                         f"the next request may cost ${_round_up(most)}, and ${max(room, 0.0):.4f}"
-                        " is left of the cost allowed; the same command with --max-cost"
+                        " is left of the cost allowed; the same command with"
+                        f" {parameter('max_cost')}"
                         f" {_round_up(enough)} or more continues with the rest"
                     )
                 self._condition.wait()
@@ -536,7 +538,7 @@ class Judge(ScorerInPieces):
             return (
                 f"{self.host} cannot serve {self.model} ({problem.message}); check the model's name"
                 " and the server's address"
-                + ", or --judge-temperature server"
+                + f", or {parameter('judge_temperature', 'server')}"
                 * ("temperature" in problem.message)
             )
         return f"{self.host} answers {problem.status} ({problem.message})"

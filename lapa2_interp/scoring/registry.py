@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lapa2_interp._util.errors import ScoringError, unknown_choice
+from lapa2_interp._util.errors import ScoringError, parameter, unknown_choice
 from lapa2_interp.scoring.adapter import ADAPTER_ENDING, AdapterScorer
 from lapa2_interp.scoring.distinct import Repetition
 from lapa2_interp.scoring.echo import Echo, Masked, prefix_words
@@ -86,8 +86,9 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
         case "accuracy", "" | "linear" | "adapter":
             if options.task is None:
                 raise ScoringError(
-                    "the classifiers that ship with the package belong to tasks: give --task"
-                    " sentiment, topic or detox, or a custom classifier, as accuracy=MODEL"
+                    f"the classifiers that ship with the package belong to tasks: give"
+                    f" {parameter('task')} sentiment, topic or detox, or a custom classifier,"
+                    " as accuracy=MODEL"
                 )
             task = options.task if isinstance(options.task, str) else options.task.name
             if model == "adapter":
@@ -146,7 +147,8 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
             )
         case "judge", "":
             raise ScoringError(
-                "the judge needs a model: judge=MODEL (and --judge-url for a server that is not"
+                f"the judge needs a model: judge=MODEL (and {parameter('judge_url')} for a"
+                " server that is not"
                 " OpenAI's)"
             )
         case "judge", _:
@@ -196,5 +198,5 @@ def score_samples(
 
 def _task_of(options: ScorerOptions) -> Task:
     if options.task is None:
-        raise ScoringError("the words of prefixes belong to a task: give --task")
+        raise ScoringError(f"the words of prefixes belong to a task: give {parameter('task')}")
     return read_task(options.task) if isinstance(options.task, str) else options.task

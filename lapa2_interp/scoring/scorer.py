@@ -26,6 +26,7 @@ from lapa2_interp._util.errors import (
     ModelError,
     ScoringError,
     first_sentence,
+    parameter,
     pluralize,
     unknown_choice,
 )
@@ -102,7 +103,7 @@ SCORERS = {
     ),
     "judge": (
         "an LLM under the paper's prompt, =MODEL, through any OpenAI-compatible endpoint"
-        " (OPENAI_API_KEY, --judge-url)"
+        " (OPENAI_API_KEY, judge_url)"
     ),
 }
 """Scorers by name, with the models or services of each."""
@@ -271,12 +272,12 @@ class ScoreCache:
                 self._database = sqlite3.connect(file, timeout=60)
             except (OSError, ValueError, sqlite3.Error) as error:
                 raise ScoringError(
-                    f"cannot keep scores in {folder}: {error}; give another --cache"
+                    f"cannot keep scores in {folder}: {error}; give another {parameter('cache')}"
                 ) from error
         self.file = "memory" if folder is None else f"{folder}/scores.sqlite"
         with self._database_errors():
             self._database.execute(
-                "CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
+                "CREATE TABLE IF NOT EXISTS numbers (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
             )
 
     @contextmanager
@@ -287,7 +288,7 @@ class ScoreCache:
         except (sqlite3.DatabaseError, ValueError, TypeError) as error:
             raise ScoringError(
                 f"cannot use the scores in {self.file} ({error}); move it away, or give another"
-                " --cache, and score again"
+                f" {parameter('cache')}, and score again"
             ) from error
 
     def close(self) -> None:
@@ -306,7 +307,7 @@ class ScoreCache:
         with self._database_errors(), closing(self._database.cursor()) as cursor:
             for part in chunks(list(dict.fromkeys(keys)), 500):
                 marks = ",".join("?" * len(part))
-                cursor.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", part)
+                cursor.execute(f"SELECT key, value FROM numbers WHERE key IN ({marks})", part)
                 for key, value in cursor:
                     stored = parse_json(str(value))
                     if isinstance(stored, str):
@@ -325,7 +326,7 @@ class ScoreCache:
                 text = json.dumps(score.reason if isinstance(score, SkippedText) else score)
                 rows.append((key, text))
         with self._database_errors(), self._database:
-            self._database.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)
+            self._database.executemany("INSERT OR REPLACE INTO numbers VALUES (?, ?)", rows)
 
 
 def chunks(values: Sequence, size: int) -> Iterator[Sequence]:

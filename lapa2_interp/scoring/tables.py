@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from lapa2_interp._util.errors import ScoringError
+from lapa2_interp._util.errors import ScoringError, parameter
 from lapa2_interp._util.table_formats import format_interval
 from lapa2_interp.scoring.distinct import ORDERS, distinct_table
 from lapa2_interp.scoring.scorer import (
@@ -89,7 +89,8 @@ def score_table(
         if wrong:
             raise ScoringError(
                 f"the classifier {scorer.version!r} has the labels {', '.join(scorer.columns)}, not"
-                f" {wrong[0]!r}; map its labels (--labels), or choose another: --scorers"
+                f" {wrong[0]!r}; map its labels ({parameter('labels')}), or choose another:"
+                f" {parameter('scorers')}"
                 " accuracy=MODEL"
             )
     scored = run_scorer(scorer, items, cache)

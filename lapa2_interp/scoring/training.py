@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp._util.errors import DataError, ScoringError
+from lapa2_interp._util.errors import DataError, ScoringError, parameter
 from lapa2_interp._util.files import temporary_folder
 from lapa2_interp._util.parsing import parse_json
 from lapa2_interp._util.unpacking import open_packed
@@ -155,7 +155,7 @@ def check_labels(labels: Sequence[str], graded: bool) -> None:
     if graded and (len(labels) != 2 or TOXIC_LABEL not in labels):
         raise ScoringError(
             f"graded scores are of toxicity and need two labels, one of them {TOXIC_LABEL!r}; found"
-            f" {listed}: leave out --graded"
+            f" {listed}: leave out {parameter('graded')}"
         )
 
 
@@ -224,7 +224,7 @@ def read_data(
         DataError: A corpus cannot be read.
     """
     if out.exists() and not out.is_dir():
-        raise ScoringError(f"--out {out} is a file; give a folder")
+        raise ScoringError(f"{parameter('out')} {out} is a file; give a folder")
     check_labels(labels, bool(graded))
     files = [(Path(path), weight) for path, weight in map(_parse_weight, graded)]
     corpora = [(read_corpus(source, labels), weight) for source, weight in map(_parse_weight, data)]

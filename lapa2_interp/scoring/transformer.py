@@ -21,6 +21,7 @@ from lapa2_interp._util.errors import (
     ModelError,
     ScoringError,
     first_sentence,
+    parameter,
     pluralize,
     unknown_choice,
 )
@@ -470,7 +471,8 @@ def _problem_type(config: Any, model: str, unnamed: Sequence[str]) -> str:
     if problem is None and unnamed:
         raise ScoringError(
             f"{model}: config.json has neither a problem_type nor names of the outputs"
-            f" {', '.join(unnamed)}, so what they mean is not known; name them: --labels"
+            f" {', '.join(unnamed)}, so what they mean is not known; name them:"
+            f" {parameter('labels')}"
             f" {unnamed[0]}=NAME"
         )
     return problem or "single_label_classification"

@@ -23,7 +23,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import DataError, validation_message
+from lapa2_interp._util.errors import DataError, parameter, validation_message
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp.tasks.corpora import read_corpus
@@ -160,11 +160,14 @@ def make_word_list(
     if out.is_dir() or (out.exists() and not force):
         kind = "a folder" if out.is_dir() else "there already"
         raise DataError(
-            f"{out} is {kind}; give another --out"
-            + ("" if out.is_dir() else ", or --force to replace it")
+            f"{out} is {kind}; give another {parameter('out')}"
+            + ("" if out.is_dir() else f", or {parameter('force', True)} to replace it")
         )
     if n < 1 or min_count < 1:
-        raise DataError(f"--n-words and --min-count must be at least 1, found {n} and {min_count}")
+        raise DataError(
+            f"{parameter('n_words')} and {parameter('min_count')} must be at least 1, found"
+            f" {n} and {min_count}"
+        )
     corpora = [read_corpus(source, labels) for source in data]
     texts = {
         label: [text for corpus in corpora for text in corpus.texts[label]] for label in labels
@@ -174,7 +177,8 @@ def make_word_list(
     if empty:
         raise DataError(
             f"no word tells {empty[0]!r} from the others (z {min_z:g} or more, {min_count} times);"
-            " give more --data, or a lower --min-count or --min-z"
+            f" give more {parameter('data')}, or a lower {parameter('min_count')} or"
+            f" {parameter('min_z')}"
         )
     word_list = WordList(
         corpora=tuple(corpus.summary for corpus in corpora),
@@ -185,5 +189,7 @@ def make_word_list(
     try:
         write_text(out, word_list.model_dump_json(indent=1) + "\n")
     except OSError as error:
-        raise DataError(f"cannot write {out}: {error.strerror}; give another --out") from None
+        raise DataError(
+            f"cannot write {out}: {error.strerror}; give another {parameter('out')}"
+        ) from None
     return derived

@@ -8,8 +8,8 @@ from lapa2_interp import generate, load_run
 from lapa2_interp._util.errors import (
     Lapa2Error,
     RunError,
-    as_python_parameters,
     on_command_line,
+    parameter,
 )
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.resolve import cell_of
@@ -20,38 +20,32 @@ ASKED = {"attribute": "positive", "prompts": ["The lake"], "dtype": "float32", "
 
 
 @pytest.mark.parametrize(
-    ("option", "parameter"),
+    ("words", "in_python", "at_the_command_line"),
     [
-        ("give --max-rows N, below", "give max_rows=N, below"),
-        ("is finished; --force replaces it", "is finished; force=True replaces it"),
-        ("read it, then give --trust-remote-code (a", "read it, then give trust_remote_code=True (a"),
-        ("or --dtype float32", "or dtype='float32'"),
-        ("choose another --out", "choose another place"),
-        ("--out x.html is a folder", "out x.html is a folder"),
-        ("raise it (--set drafts=60)", "raise it (drafts=60)"),
-        ("one, such as --only arm=baseline", "one, such as arm=baseline"),
-        ("--workers must be at least 1, found 0", "workers must be at least 1, found 0"),
-        ("--long-texts 4", "long_texts=4"),
-        ("give --judge-prices IN OUT too", "give judge_prices=IN, OUT too"),
-        ("`lapa2 runs RUN --repair` makes it", "`lapa2 runs RUN --repair` makes it"),
-        ("the method's --alpha is not '--force'", "the method's alpha is not '--force'"),
-        ("a minus -- or a-b --", "a minus -- or a-b --"),
+        (("max_rows", "N"), "max_rows=N", "--max-rows N"),
+        (("trust_remote_code", True), "trust_remote_code=True", "--trust-remote-code"),
+        (("dtype", "float32"), "dtype='float32'", "--dtype float32"),
+        (("out",), "out", "--out"),
+        (("drafts", 60, "set"), "drafts=60", "--set drafts=60"),
+        (("scorer", "...", "set"), "scorer=...", "--set scorer=..."),
+        (("pro_aug", "false", "set"), "pro_aug=false", "--set pro_aug=false"),
+        (("gpus_per_worker", 0), "gpus_per_worker=0", "--gpus-per-worker 0"),
+        (("judge_prices", "IN OUT"), "judge_prices=IN, OUT", "--judge-prices IN OUT"),
     ],
-)  # fmt: skip
-def test_options_are_parameters_in_python(option, parameter):
-    assert as_python_parameters(option) == parameter
-    assert as_python_parameters(parameter) == parameter
-    error = Lapa2Error(option)
-    assert str(error) == parameter
+)
+def test_a_parameter_is_an_option_at_the_command_line(words, in_python, at_the_command_line):
+    assert parameter(*words) == in_python
     with on_command_line():
-        assert str(error) == option
-    assert str(error) == parameter
+        assert parameter(*words) == at_the_command_line
+    assert parameter(*words) == in_python
 
 
 def test_both_surfaces_have_their_words(tmp_path, capsys):
     run = generate("tiny-gpt2", trace="pooled", **ASKED)
     run.save(tmp_path / "run")
-    with pytest.raises(RunError, match="is finished; force=True replaces it, or choose another pl"):
+    with pytest.raises(
+        RunError, match="is finished; force=True replaces it, or choose another out"
+    ):
         run.save(tmp_path / "run")
     with pytest.raises(Lapa2Error, match="^column words belongs to a file"):
         score(tmp_path / "run", ["echo"], column="words")

@@ -247,7 +247,7 @@ def test_reading_takes_a_listing_and_two_small_files_a_cell(saved, monkeypatch):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("file/run", "cannot write .*choose another place"),
+        ("file/run", "cannot write .*choose another out"),
         ("file", "not a folder of this command"),
         (".", "is the folder you are in, .*give a folder in it, such as"),
         ("..", "is the folder you are in, .*give a folder in it, such as"),

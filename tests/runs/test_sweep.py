@@ -913,7 +913,7 @@ def test_a_folder_that_is_something_else_is_left_alone(files, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="exists and is not a run; choose another place"):
+    with pytest.raises(RunError, match="exists and is not a run; choose another out"):
         sweep(tmp_path / "thesis", grids_of(files), Replaying({}))
     assert [file.name for file in (tmp_path / "thesis").iterdir()] == ["chapter1.txt"]
     with pytest.raises(RunError, match="cannot write .*file: File exists"):
