@@ -131,7 +131,7 @@ def test_a_damaged_score_is_one_line(value, tmp_path):
     with ScoreCache(tmp_path) as cache:
         cache.put([("a", (0.5,)), ("b", SkippedText("empty text"))])
         assert cache.get("abc") == {"a": (0.5,), "b": SkippedText("empty text")}
-        cache._database.execute("UPDATE scores SET value = ? WHERE key = 'a'", (value,))
+        cache._database.execute("UPDATE numbers SET value = ? WHERE key = 'a'", (value,))
         with pytest.raises(ScoringError, match="cannot use the scores in .*; move it away, or"):
             cache.get("abc")
 
