@@ -27,9 +27,9 @@ for where, words, group in item.data.groups(cells):
     if best not in sides:
         continue
     # 1/2 is the paper's best trade with perplexity, 2 is PREADD's least toxic.
-    for other in sorted({0.0} & set(sides) if best < 2 else set(sides) - {best}):
-        text = f"alpha {best:g} controls better than {other:g}: {words}"
-        item.add_claim(text, scores, sides[other], sides[best], metric, better)
+    for side in sorted({0.0} & set(sides) if best < 2 else set(sides) - {best}):
+        text = f"alpha {best:g} controls better than {side:g}: {words}"
+        item.add_claim(text, scores, sides[side], sides[best], metric, better)
     if best < 2 and 2.0 in sides:
         text = f"perplexity grows from alpha {best:g} to 2: {words}"
         item.add_claim(text, scores, sides[best], sides[2.0], "ppl", "more")

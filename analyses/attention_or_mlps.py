@@ -30,7 +30,7 @@ from lapa2_interp.tasks.prompts import read_prompts
 parser = ScriptOptions("The share of control that attention and MLPs of each layer carry")
 parser.add_argument("model", help="a name of `lapa2 models`, a hub id or a folder")
 parser.add_argument("--task", default="sentiment", help="a task with words of its attributes")
-parser.add_argument("--attributes", nargs=2, help="the target and the other (the task's first two)")
+parser.add_argument("--attribute", help="the target, of two attributes (the task's first)")
 parser.add_argument("--prompts", type=Path, required=True, help="a file, a prompt a line")
 parser.add_argument("--n", type=int, default=24, help="prompts that are read")
 parser.add_argument("--tokens", type=int, default=16, help="tokens of a text")
@@ -40,7 +40,7 @@ model = load_model(options.model)
 asked = ContrastSet.of(
     model,
     options.task,
-    attributes=options.attributes,
+    attribute=options.attribute,
     prompts=read_prompts(options.prompts)[: options.n],
     tokens=options.tokens,
 )
@@ -53,8 +53,8 @@ sets["all"] = [(layer, slot) for layer in layers for slot in slots]
 nodes = {"attn_out": "attention", "mlp_out": "MLPs"}
 frames = []
 for node, name in nodes.items():
-    found = patch(model, asked, node, direction="both", together=sets)
-    frames.append(found.frame().assign(output=name, prompts=asked.n_prompts))
+    patching = patch(model, asked, node, direction="both", together=sets)
+    frames.append(patching.frame().assign(output=name, prompts=asked.n_prompts))
 table = pd.concat(frames, ignore_index=True).rename(columns={"name": "layer"})
 order = ["all", *map(str, layers)]
 table = table.sort_values(
@@ -69,8 +69,8 @@ figure = new_figure(6.4, 2.6)
 for axes, name in zip(figure.subplots(1, 2, sharey=True), nodes.values(), strict=True):
     for direction, colour in (("denoise", "#0072B2"), ("noise", "#D55E00")):
         part = table[(table["output"] == name) & (table["direction"] == direction)]
-        whole, part = part[part["layer"] == "all"].iloc[0], part[part["layer"] != "all"]
-        label = f"{direction} (all layers: {100 * whole['share']:.0f} %)"
+        together, part = part[part["layer"] == "all"].iloc[0], part[part["layer"] != "all"]
+        label = f"{direction} (all layers: {100 * together['share']:.0f} %)"
         x = part["layer"].astype(int)
         axes.plot(x, 100 * part["share"], color=colour, marker="o", ms=2, lw=1, label=label)
         low, high = 100 * part["share_low"], 100 * part["share_high"]

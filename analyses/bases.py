@@ -103,8 +103,8 @@ rows = []
 for where, part in samples.assign(
     tag=tagged, arm=samples["cell"].map(arms), variant=samples["cell"].map(variants)
 ).groupby(ARM, sort=False):
-    found = mean_interval(part["tag"].to_numpy(), part["prompt"].to_numpy())
-    rows.append(dict(zip(ARM, where, strict=True)) | found.columns)
+    interval = mean_interval(part["tag"].to_numpy(), part["prompt"].to_numpy())
+    rows.append(dict(zip(ARM, where, strict=True)) | interval.columns)
 tags = pd.DataFrame(rows)
 formatted = format_item_table(means)
 shown = (
@@ -127,17 +127,17 @@ item.write(means, [note], formatted)
 AGAINST = ("baseline", "all heads 0.5")
 TESTS = {
     "(a)": [
-        ("sentiment", "air-decoding", "(a), omega 140", "chosen heads 0.8", other)
-        for other in (*AGAINST, "random heads 0.8")
+        ("sentiment", "air-decoding", "(a), omega 140", "chosen heads 0.8", against)
+        for against in (*AGAINST, "random heads 0.8")
     ],
     "(b)": [
         ("sentiment", method, "(b)", "chosen heads 0.8", "baseline")
         for method in ("prefix", "gedi", "dexperts", "arithmetic")
     ],
     "(c)": [
-        ("topic", method, label, "chosen heads 1", other)
+        ("topic", method, label, "chosen heads 1", against)
         for method, label in (("prefix", "(c)"), ("air-decoding", "(c), omega 60"))
-        for other in (*AGAINST, "random heads 1")
+        for against in (*AGAINST, "random heads 1")
     ],
 }
 tests, notes = [], []
@@ -156,14 +156,18 @@ for part, planned in TESTS.items():
         for metric, of_metric in group.groupby("metric", sort=False):
             for attribute in ["all", *dict.fromkeys(of_metric["attribute"])]:
                 texts = of_metric[(of_metric["attribute"] == attribute) | (attribute == "all")]
-                found = paired_change(*(texts[texts["arm"] == each] for each in (before, after)))
-                if found is not None:
+                comparison = paired_change(*(texts[texts["arm"] == arm] for arm in (before, after)))
+                if comparison is not None:
                     where = {"part": part, "task": task, "method": method, "arm": after}
-                    change = {"difference": found.mean, "low": found.low, "high": found.high}
+                    change = {
+                        "difference": comparison.mean,
+                        "low": comparison.low,
+                        "high": comparison.high,
+                    }
                     rows.append(
                         {**where, "against": before, "metric": metric, "attribute": attribute}
-                        | {**change, "p": found.p, "detectable": found.detectable}
-                        | {"prompts": found.clusters}
+                        | {**change, "p": comparison.p, "detectable": comparison.detectable}
+                        | {"prompts": comparison.clusters}
                     )
     table = pd.DataFrame(rows)
     decisive = (table["metric"] == DECIDES) & (table["attribute"] == "all")
@@ -205,8 +209,10 @@ for part, (usual, others) in OMEGAS.items() if "ppl" in wide else ():
         metrics.remove("ppl")
         curves = SteeringCurves(texts, metrics)
         first, last = curves.curve(f"omega {omega}")[0, :, 0]
-        found = curves.compare(f"omega {omega}", [float(np.exp(WAY * (last - first)))])
-        compared.append(found[found["family"] != f"omega {omega}"].assign(part=part, omega=omega))
+        comparison = curves.compare(f"omega {omega}", [float(np.exp(WAY * (last - first)))])
+        compared.append(
+            comparison[comparison["family"] != f"omega {omega}"].assign(part=part, omega=omega)
+        )
 if compared:
     write_text(folder / "bases.equal.csv", as_csv(pd.concat(compared, ignore_index=True), 6))
 

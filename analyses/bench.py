@@ -48,9 +48,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from lapa2_interp._util.files import result_folder
-from lapa2_interp._util.progress import hidden_bar, progress_bar
+from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_markdown
-from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
@@ -167,19 +167,19 @@ def bench(shape: str, dtype: str, options: argparse.Namespace) -> pd.DataFrame:
                 "packed-transformers": lambda n, p=plan: with_our_loop(direct, p(n), "all"),
                 "static": lambda n, p=plan: with_our_loop(direct, p(n), "all", static=True),
             }
-            found = plan(options.length)
+            longest = plan(options.length)
             steps, peaks = time_steps(
                 {name: runs[name] for name in options.only if name in runs}, options
             )
             if "roofline" in options.only:
-                steps["roofline"] = roofline(plain, found.rows, options.threads)
+                steps["roofline"] = roofline(plain, longest.rows, options.threads)
             if "bandwidth" in options.only:
-                steps["bandwidth"] = bandwidth(plain, found)
+                steps["bandwidth"] = bandwidth(plain, longest)
             rows += [
                 {
                     **setting,
                     "method": method,
-                    "rows": found.rows,
+                    "rows": longest.rows,
                     "contender": name,
                     "step": step,
                     "peak": peaks.get(name, nan),
@@ -242,7 +242,9 @@ def load(shape: str, dtype: str, device: str) -> tuple[Any, Any, Any]:
 
 def sharing_weights(network: Any) -> Any:
     """A copy of a network's modules that shares its weights."""
-    return copy.deepcopy(network, memo={id(each): each for each in network.parameters()})
+    return copy.deepcopy(
+        network, memo={id(parameter): parameter for parameter in network.parameters()}
+    )
 
 
 def planned(
@@ -277,8 +279,8 @@ def one_after_another(
 ) -> None:
     """Read given tokens step by step, in every step one branch after another."""
     n_ids = int(max(ids.max() for ids in prompts)) + 1
-    given = torch.arange(len(prompts[0]) * length, device=prompts[0].device) % n_ids
-    tokens = given.view(-1, length)  # sample step
+    counting = torch.arange(len(prompts[0]) * length, device=prompts[0].device) % n_ids
+    tokens = counting.view(-1, length)  # sample step
     caches = [DynamicCache() for _ in prompts]
     for i, (ids, cache) in enumerate(zip(prompts, caches, strict=True)):
         read(i, ids, cache)
@@ -332,7 +334,8 @@ def with_our_loop(model: Any, plan: BatchPlan, packing: str, static: bool = Fals
     """This package."""
     model.static = static
     model.lapa2_card = model_card(model).model_copy(update={"prepacking": packing})
-    decode_batches(model, plan, progress=hidden_bar())
+    for pairs in plan.batches:
+        decode_batch(model, plan, pairs)
 
 
 def roofline(network: Any, rows: int, threads: int) -> float:
@@ -383,7 +386,7 @@ def read_bytes(network: Any, plan: BatchPlan) -> int:
     Input embeddings count only if they are the output's too; a step reads few of them.
     """
     embeddings = network.get_input_embeddings().weight
-    n = sum(each.numel() for each in network.parameters() if each is not embeddings)
+    n = sum(weight.numel() for weight in network.parameters() if weight is not embeddings)
     n += embeddings.numel() * (network.get_output_embeddings().weight is embeddings)
     live = sum(row[0].n_live for row in plan.layouts) * plan.cell.samples
     keys = live + plan.rows * (plan.steps[0] // 2)

@@ -33,8 +33,8 @@ for where, _, group in item.data.groups(cells):
     length = min(LENGTH, int(group["max_length"].min()))
     texts = item.data.texts(group, (length,)).query("length == @length")
     metric = "toxicity" if task == "detox" else "accuracy"
-    found = item.data.scorer_numbers(group, texts, metric)
-    value = found["toxicity" if task == "detox" else TARGETS[task]]
+    numbers = item.data.scorer_numbers(group, texts, metric)
+    value = numbers["toxicity" if task == "detox" else TARGETS[task]]
     both = texts.assign(value=value.to_numpy()).pivot_table(
         index=["prompt", "sample"],
         columns="arm",

@@ -22,8 +22,10 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import as_csv, interval_cells
 from lapa2_interp.bias.recipes import parse_recipes
-from lapa2_interp.generation.chat import continue_chats
+from lapa2_interp.generation.resolve import cell_of
+from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.paper.scripts import ScriptOptions, whole_number
+from lapa2_interp.runs.generate import make_cells
 from lapa2_interp.stats import mean_interval, paired_difference
 
 # %% [markdown]
@@ -61,28 +63,33 @@ options = parser.parse_args()
 
 # %%
 model = load_model("smollm2-135m", dtype="float32")
-layouts, patterns = [], []
+layouts, patterns, systems = [], [], []
 for speaker, (topic, words) in list(CHATS.items())[: options.chats]:
     system = f"You are {speaker}. Speak of {topic} in every sentence."
     messages = [{"role": "system", "content": system}, {"role": "user", "content": REQUEST}]
     layouts.append(Layout.of_chat(model.tokenizer, messages, span="system"))
+    systems.append(system)
     either = words.replace("*", r"\w*").replace(" ", "|")
     patterns.append(re.compile(rf"\b({either})\b", re.IGNORECASE))
 print("".join(layouts[0].tokens[slice(*layouts[0].prefix)]))
 
 # %% [markdown]
-# End tokens are never drawn, so that every text has the same length.
+# Every system message is a prompt of one task. End tokens are never drawn, so that every text has
+# the same length.
 
 # %%
 arms = {"baseline": (), options.augmentation: parse_recipes(options.augmentation)}
-made = {
-    arm: continue_chats(
-        model, layouts, rules, length=options.length, samples=options.samples, eos="block"
+form = [{"role": "system", "content": "{prompt}"}, {"role": "user", "content": REQUEST}]
+task = chat_task(form, span="system", prompts=systems)
+made = {}
+for arm, rules in arms.items():
+    settings = {"length": options.length, "samples": options.samples, "eos": "block"}
+    cell = cell_of(
+        model, method="chat", task=task, augmentation=rules or "none", trace="pooled", **settings
     )
-    for arm, rules in arms.items()
-}
-for arm, found in made.items():
-    print(f"--- {arm}\n{found[0].texts[0][:400]}")
+    run = make_cells(model, [cell])
+    made[arm] = run.samples()["tokens"].tolist(), run.trace(cell.key)
+    print(f"--- {arm}\n{run.samples()['continuation'][0][:400]}")
 
 # %% [markdown]
 # What the message does at each step, on the text that was written: the Jensen-Shannon divergence of
@@ -103,9 +110,9 @@ def predictions(layout, tokens, rules):
 def read(layout, tokens, rules):
     """JS of each step, and the negative log-likelihood of its token, in nats."""
     one = predictions(layout, tokens, rules)
-    other = predictions(layout, tokens, (*rules, CUT))
-    middle = torch.logaddexp(one, other) - np.log(2)
-    js = sum((each.exp() * (each - middle)).sum(-1) for each in (one, other)).div(2)
+    cut = predictions(layout, tokens, (*rules, CUT))
+    middle = torch.logaddexp(one, cut) - np.log(2)
+    js = sum((log_probs.exp() * (log_probs - middle)).sum(-1) for log_probs in (one, cut)).div(2)
     plain = predictions(layout, tokens, ()) if rules else one
     return js.numpy(), -plain[range(len(tokens)), tokens].numpy()
 
@@ -121,9 +128,11 @@ steps = [f"{part[0]}-{part[-1]}" for part in parts]
 rows = []
 with progress_bar(len(arms) * len(layouts) * options.samples, "reading", "text") as bar:
     for arm, rules in arms.items():
-        for chat, (layout, found) in enumerate(zip(layouts, made[arm], strict=True)):
-            attention = found.trace["prefix"][0].to_numpy()  # sample step
-            for text, tokens in enumerate(found.tokens):
+        texts, trace = made[arm]
+        attention = trace["prefix"][0].to_numpy()  # sample step
+        for chat, layout in enumerate(layouts):
+            for text in range(chat * options.samples, (chat + 1) * options.samples):
+                tokens = texts[text]
                 effect, cost = read(layout, tokens, rules)
                 bar.update(1)
                 for name, part in zip(steps, parts, strict=True):
@@ -150,8 +159,8 @@ table = pd.DataFrame(rows, columns=["measure", "arm", "steps", "chat", "value"])
 
 
 # %%
-def interval(found):
-    return [round(each, 3) for each in (found.mean, found.low, found.high)]
+def interval(estimate):
+    return [round(number, 3) for number in (estimate.mean, estimate.low, estimate.high)]
 
 
 rows = []
@@ -162,13 +171,13 @@ for measure, of in last.groupby("measure", sort=False):
     before, after = (of[of["arm"] == arm] for arm in arms)
     gain = paired_difference(before["value"], before["chat"], after["value"], after["chat"])
     rows.append([measure, f"{options.augmentation} adds", steps[-1], *interval(gain)])
-found = pd.DataFrame(rows, columns=["measure", "arm", "steps", "mean", "low", "high"])
-shown = found.assign(words=interval_cells(found, ".3f")).pivot(
+means = pd.DataFrame(rows, columns=["measure", "arm", "steps", "mean", "low", "high"])
+shown = means.assign(words=interval_cells(means, ".3f")).pivot(
     index=["measure", "arm"], columns="steps", values="words"
 )
 print(shown[steps].fillna("").to_string())
 if options.out:
-    write_text(options.out, as_csv(found))
+    write_text(options.out, as_csv(means))
 of_attention = table[table["measure"] == "attention"]["value"]
 assert np.isfinite(of_attention).all()
 assert (of_attention > 0).all()

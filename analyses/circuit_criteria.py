@@ -65,10 +65,10 @@ def control(contrast_set: ContrastSet, sets: list) -> np.ndarray:
         for i, heads in enumerate(sets)
     ]
     hidden = [unit for unit in units if unit.heads]
-    found = knock_out(model, contrast_set, units=hidden, metric="lex", other_metrics=())
-    left = iter((found.whole[:, None] - found.values).T)
+    table = knock_out(model, contrast_set, units=hidden, metric="lex", other_metrics=())
+    left = iter((table.whole[:, None] - table.values).T)
     return np.array(
-        [contrast_set.by_prompt(next(left) if unit.heads else found.whole) for unit in units]
+        [contrast_set.by_prompt(next(left) if unit.heads else table.whole) for unit in units]
     )
 
 
@@ -110,15 +110,15 @@ orders["random"] = [
 rows, areas = [], {}
 for kind, of_kind in orders.items():
     # order size prompt
-    found = np.array([control(asked, [order[:n] for n in sizes]) for order in of_kind])
-    whole = found[0, -1]
-    for n, by_prompt in zip(sizes, found.mean(0), strict=True):
-        share, low, high = share_interval(by_prompt[:, None], whole)
+    controls = np.array([control(asked, [order[:n] for n in sizes]) for order in of_kind])
+    everything = controls[0, -1]
+    for n, by_prompt in zip(sizes, controls.mean(0), strict=True):
+        share, low, high = share_interval(by_prompt[:, None], everything)
         rows.append(
             {"order": kind, "heads": n, "lex": by_prompt.mean(), "share": share[0]}
             | {"low": low[0], "high": high[0], "prompts": len(by_prompt)}
         )
-    gap = np.abs(found.mean(2) / whole.mean() - 1)  # order size
+    gap = np.abs(controls.mean(2) / everything.mean() - 1)  # order size
     areas[kind] = float(np.trapezoid(gap, np.array(sizes) / len(every), axis=1).mean())
 faithfulness = pd.DataFrame(rows).assign(area=lambda table: table["order"].map(areas))
 print(as_text(faithfulness, ".3f"))
@@ -156,25 +156,25 @@ drawn = [
 
 def gaps(contrast_set: ContrastSet, subsets: list) -> np.ndarray:
     """F(C without K) - F(M without K) of each K, by prompt: [K, prompt]."""
-    found = control(
+    controls = control(
         contrast_set,
         [without(heads, *subset) for heads in (chosen, every) for subset in subsets],
     )
-    return found[: len(subsets)] - found[len(subsets) :]
+    return controls[: len(subsets)] - controls[len(subsets) :]
 
 
 greedy: tuple = ()
 for _ in range(min(options.greedy, len(chosen))):
     candidates = [(*greedy, head) for head in chosen if head not in greedy]
-    found = np.abs(gaps(finding, candidates).mean(1))
-    greedy = candidates[int(found.argmax())]
-found = np.abs(gaps(finding, drawn).mean(1))
-kinds = {"none": (), "greedy": greedy, "worst of random": drawn[int(found.argmax())]}
+    mean_gaps = np.abs(gaps(finding, candidates).mean(1))
+    greedy = candidates[int(mean_gaps.argmax())]
+mean_gaps = np.abs(gaps(finding, drawn).mean(1))
+kinds = {"none": (), "greedy": greedy, "worst of random": drawn[int(mean_gaps.argmax())]}
 judged = gaps(judging, list(kinds.values()))
-whole, _ = control(judging, [every, ()])
+everything, _ = control(judging, [every, ()])
 rows = []
 for (kind, subset), by_prompt in zip(kinds.items(), judged, strict=True):
-    share, low, high = share_interval(by_prompt[:, None], whole)
+    share, low, high = share_interval(by_prompt[:, None], everything)
     rows.append(
         {"K": kind, "heads": len(subset), "gap": by_prompt.mean(), "share": share[0]}
         | {"low": low[0], "high": high[0], "prompts": len(by_prompt)}
@@ -194,17 +194,17 @@ sets = [without(chosen, *subset) for subset in subsets]
 sets += [without(chosen, *subsets[k], head) for k, head in pairs]
 lost = {}
 for name, contrast_set in (("finding", finding), ("judging", judging)):
-    found = control(contrast_set, sets)
-    of_subset, of_pair = found[: len(subsets)], found[len(subsets) :]
+    controls = control(contrast_set, sets)
+    of_subset, of_pair = controls[: len(subsets)], controls[len(subsets) :]
     lost[name] = np.array([of_subset[k] - one for (k, _), one in zip(pairs, of_pair, strict=True)])
 rows = []
 for head in chosen:
-    own = [i for i, (_, each) in enumerate(pairs) if each == head]
+    own = [i for i, (_, pair_head) in enumerate(pairs) if pair_head == head]
     most = max(own, key=lambda i: abs(lost["finding"][i].mean()))
-    share, low, high = share_interval(lost["judging"][most][:, None], whole)
+    share, low, high = share_interval(lost["judging"][most][:, None], everything)
     rows.append(
         {"layer": head[0], "head": head[1], "K": len(subsets[pairs[most][0]])}
-        | {"share": share[0], "low": low[0], "high": high[0], "prompts": len(whole)}
+        | {"share": share[0], "low": low[0], "high": high[0], "prompts": len(everything)}
     )
 minimality = pd.DataFrame(rows)
 print(as_text(minimality, ".3f"))

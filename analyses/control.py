@@ -31,7 +31,7 @@ MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 mo
 
 # %%
 toy, key = load_model("planted"), answer_key("planted")
-known = control_score(toy, "sentiment", prompts=["The lake"], tokens=48)
+known = control_score(toy, ContrastSet.of(toy, "sentiment", prompts=["The lake"], tokens=48))
 layout = known.contrast_set.examples[0].layouts[0]
 steps = range(known.values["lex"].shape[1])
 closed = [key.control(len(layout) + t, layout.l_pro, asking=t == 0) for t in steps]
@@ -52,11 +52,11 @@ tokens = 24
 chosen = load_task("sentiment").prompts.texts[:8]
 contrast_set = ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens)
 print(repr(model.tokenizer.decode(contrast_set.examples[0].text)))
-found = control_score(model, contrast_set)
-found.plot()
+score = control_score(model, contrast_set)
+score.plot()
 
 # %%
-found.interval("js", None)
+score.interval("js", None)
 
 # %% [markdown]
 # ## By the source of the text
@@ -66,12 +66,14 @@ found.interval("js", None)
 
 # %%
 by_source = {
-    source: control_score(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
+    source: control_score(
+        model, ContrastSet.of(model, "sentiment", prompts=chosen, tokens=tokens, source=source)
+    )
     for source in contrast_set.attributes
 }
-for source, each in {RAW: found, **by_source}.items():
+for source, scores in {RAW: score, **by_source}.items():
     for name in ("js", "llr"):
-        row = each.interval(name, None).iloc[0]
+        row = scores.interval(name, None).iloc[0]
         interval = f"[{row['low']:.4f}, {row['high']:.4f}]"
         print(f"{source:>10} {name:>4} {row['mean']:.4f} {interval}")
 
@@ -82,7 +84,7 @@ for source, each in {RAW: found, **by_source}.items():
 
 # %%
 third = tokens // 3
-js = found.values["js"]
+js = score.values["js"]
 early, late = js[:, :third].mean(1), js[:, -third:].mean(1)
 change = paired_difference(early, contrast_set.prompts, late, contrast_set.prompts)
 print(f"js early {early.mean():.4f}, late {late.mean():.4f}")
@@ -95,25 +97,25 @@ print(f"change {format_interval(change.mean, change.low, change.high, '+.4f')}")
 
 
 # %%
-def another_token(each):
-    return (each.logits[0].argmax(2) != each.logits[1].argmax(2)).double()
+def another_token(predictions):
+    return (predictions.logits[0].argmax(2) != predictions.logits[1].argmax(2)).double()
 
 
-other = control_score(model, contrast_set, metrics={"another token": another_token})
-other.interval("another token", None)
+changed = control_score(model, contrast_set, metrics={"another token": another_token})
+changed.interval("another token", None)
 
 # %% [markdown]
 # ## Checks
 
 # %%
 assert np.abs(known.values["lex"][0] - closed).max() < 1e-4
-assert found.values["js"].max() <= np.log(2) + 1e-6
-assert (found.values["js"] > -1e-6).all()
+assert score.values["js"].max() <= np.log(2) + 1e-6
+assert (score.values["js"] > -1e-6).all()
 assert by_source["positive"].values["llr"].mean() > by_source["negative"].values["llr"].mean()
 swapped = ContrastSet(
     tuple(example.swapped() for example in contrast_set.examples), contrast_set.words
 )
 turned = control_score(model, swapped, metrics=("llr", "js"))
-assert np.abs(turned.values["llr"] + found.values["llr"]).max() < 1e-3
-assert np.abs(turned.values["js"] - found.values["js"]).max() < 1e-4
+assert np.abs(turned.values["llr"] + score.values["llr"]).max() < 1e-3
+assert np.abs(turned.values["js"] - score.values["js"]).max() < 1e-4
 print("all checks hold")

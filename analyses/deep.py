@@ -90,9 +90,9 @@ rows = []
 n_steps = 2 * sum(len(made.tokens) - 1 for _, _, made in texts)
 with progress_bar(n_steps, "reading", "step") as bar:
     for key, layout, made in texts:
-        found = read(model, layout, made.tokens, edges, bar)
+        steps = read(model, layout, made.tokens, edges, bar)
         own = {"text": f"{key} {made.prompt} {made.sample}", "prompt": made.prompt}
-        rows += [own | row for row in found]
+        rows += [own | row for row in steps]
 heads = pd.DataFrame(rows)
 means = heads.groupby(["l_kv", "alpha", "layer", "head"], as_index=False)[
     ["share", "log_odds", "law"]
@@ -127,9 +127,9 @@ def slope(shares, least, most):
 
 
 def row(quantity, l, values, **more):
-    found = mean_interval(values.to_numpy(), prompts(values))
+    interval = mean_interval(values.to_numpy(), prompts(values))
     where = {"quantity": quantity, "l_kv": l, "upto": ends[l] - 1, **more}
-    return where | found.columns | {"n": found.n}
+    return where | interval.columns | {"n": interval.n}
 
 
 table = []
@@ -137,8 +137,8 @@ for l, part in by_text.groupby("l_kv"):
     for alpha in (0.0, ALPHA):
         table.append(row("share", l, part[alpha], alpha=alpha))
         if l > edges[0]:
-            found = slope(by_text[alpha].unstack("l_kv"), l // 2, l).dropna()
-            table.append(row("slope", l, found, alpha=alpha))
+            slopes = slope(by_text[alpha].unstack("l_kv"), l // 2, l).dropna()
+            table.append(row("slope", l, slopes, alpha=alpha))
 for (l, layer), part in left.groupby(["l_kv", "layer"]):
     table.append(row("part of the law that is left", l, part, layer=layer))
 table = pd.DataFrame(table)
@@ -156,9 +156,9 @@ def add_claim(text, quantity, expected, values, against, margin=0.0, whose="ours
     """Add a claim on a number of every text, against another or against one number."""
     values = values.dropna()
     names = prompts(values)
-    other = np.broadcast_to(against, len(values))
-    found = paired_difference(other, names, values.to_numpy(), names)
-    item.add_difference(text, quantity, expected, found, margin=margin, whose=whose)
+    reference = np.broadcast_to(against, len(values))
+    difference = paired_difference(reference, names, values.to_numpy(), names)
+    item.add_difference(text, quantity, expected, difference, margin=margin, whose=whose)
 
 
 for alpha, words in ((0.0, "without LaPA2"), (ALPHA, f"with LaPA2, alpha {ALPHA:g}")):

@@ -201,7 +201,7 @@ def _text_traces(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.
 
     weights = load_run(out).manifest(cell.key).model.weights
     stored = json.loads(TEXTS.read_text("utf-8"))["texts"]
-    found = []
+    made = []
     with progress_bar(len(stored), "stored texts", "text") as bar:
         for text in stored:
             parts = [__version__, weights, cell.dtype, length, ALPHAS, text]
@@ -211,9 +211,9 @@ def _text_traces(out: Path, cell: Cell, length: int, worker: Worker) -> list[xr.
                 trace = read_text(worker.model(cell), text, length)
                 with atomic_write(file) as fresh:
                     write_netcdf(fresh, trace)
-            found.append(_open(file))
+            made.append(_open(file))
             bar.update(1)
-    return found
+    return made
 
 
 def read_text(model: Model, text: dict[str, Any], length: int) -> xr.Dataset:

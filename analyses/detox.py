@@ -23,7 +23,7 @@ for where, words, group in item.data.groups(cells[cells["alpha"] > 0]):
     theirs = PAPER_MODELS.get(where["model"], "llama-2-7b")
     at = {"table": "detox", "model": theirs, "method": where["method"], "length": 512}
     for arm in dict.fromkeys(group["arm"]):
-        sides = [where | {"arm": each, "length": own} for each in ("baseline", arm)]
+        sides = [where | {"arm": side, "length": own} for side in ("baseline", arm)]
         for metric, name in (("tox", "toxicity"), ("ppl", "perplexity")):
             known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
             text = f"LaPA2 {{raises}} {name}: {words} (paper: {theirs}, 512)"

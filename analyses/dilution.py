@@ -35,16 +35,18 @@ for arm, trace, samples in item.data.arm_traces(cells):
     mean, last = prefix.mean(axis=0), prefix.shape[1] - 1
     fit = fit_decay(np.arange(last + 1), mean) if last >= 2 else DecayFit(*[np.nan] * 3)
     falls = float((np.diff(mean) < 0).mean())
-    place = {name: arm[name] for name in ("model", "task", "method", "variant")}
+    setting = {name: arm[name] for name in ("model", "task", "method", "variant")}
     fits.append(
-        place | {"C": fit.c, "D": fit.d, "R2": fit.r2, "steps that fall": falls, "n": len(prefix)}
+        setting | {"C": fit.c, "D": fit.d, "R2": fit.r2, "steps that fall": falls, "n": len(prefix)}
     )
-    found = paired_difference(prefix[:, 0], samples["prompt"], prefix[:, last], samples["prompt"])
+    difference = paired_difference(
+        prefix[:, 0], samples["prompt"], prefix[:, last], samples["prompt"]
+    )
     text = (
         f"attention on the prefix is less at step {last} than at step 0:"
-        f" {words[tuple(place.values())]}"
+        f" {words[tuple(setting.values())]}"
     )
-    item.add_difference(text, "prefix attention", "less", found)
+    item.add_difference(text, "prefix attention", "less", difference)
 fits = pd.DataFrame(fits)
 if not fits["variant"].any():
     del fits["variant"]

@@ -30,9 +30,15 @@ places = ["rater", "model", "task", "method", "variant", "length"]
 columns = [*places, "arm", "criterion", "mean", "low", "high", "n", "prompts"]
 rows = []
 for values, part in ratings.groupby(columns[:8], sort=False):
-    found = mean_interval(part["value"].to_numpy(float), part["prompt"].to_numpy())
+    interval = mean_interval(part["value"].to_numpy(float), part["prompt"].to_numpy())
     rows.append(
-        [*values, found.mean, *interval_in_range(values[-1], found), found.n, found.clusters]
+        [
+            *values,
+            interval.mean,
+            *interval_in_range(values[-1], interval),
+            interval.n,
+            interval.clusters,
+        ]
     )
 table = pd.DataFrame(rows, columns=columns)
 

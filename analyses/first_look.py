@@ -15,11 +15,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
+from IPython.display import HTML
 
 from lapa2_interp import Augmentation, Layout, augmented, generate, load_model, plots
 from lapa2_interp.attention import pooled
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
+from lapa2_interp.report import view
 
 MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
 torch.set_grad_enabled(False)
@@ -119,6 +121,26 @@ for (arm, run), colour in zip(runs.items(), plots.COLOURS, strict=False):
 axes.set(xlabel="generation step", ylabel="attention on the prefix", ylim=(0, None))
 axes.legend(frameon=False, fontsize=8)
 axes.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# ## One text, every head
+#
+# The viewer shows every head's attention on every key of one text, without the bias and with it. A
+# click on a token chooses the step, a click in the grid the head. (In a running notebook `shown`
+# alone is a widget, whose head and token are `shown.head` and `shown.token`.)
+
+# %%
+pair = generate(
+    model,
+    "The lake",
+    attribute="positive",
+    parameters={"prefixes": "hard"},
+    alpha=[0.0, 1.0],
+    length=12,
+)
+shown = view(pair, model=model)
+shown.head, shown.token = (layer, head), 4
+HTML(shown.frame)
 
 # %% [markdown]
 # ## Blocked

@@ -39,7 +39,7 @@ from lapa2_interp._util.files import result_folder
 from lapa2_interp._util.progress import CountingBar, progress_bar
 from lapa2_interp._util.table_formats import as_text
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.registry import load_task
@@ -127,7 +127,8 @@ def measure(model: str, what: str, n: int) -> dict[str, float]:
     )
     before, times = peak(), list[float]()
     bar = CountingBar(lambda _: times.append(process_time()))
-    decode_batches(loaded, plan_batches(loaded, planned(length=STEPS + 1)), progress=bar)
+    plan = plan_batches(loaded, planned(length=STEPS + 1))
+    decode_batch(loaded, plan, plan.batches[0], bar)
     return {"seconds": float(np.median(np.diff(times))), "bytes": peak() - before}
 
 
@@ -142,10 +143,10 @@ def measure_run(n: int) -> dict[str, float]:
         keys = []
         for seed in range(n):
             cell = Cell.model_validate(first.model_dump(mode="json") | {"seed": seed})
-            (place := folder / "many" / CELLS / cell.key).mkdir(parents=True)
-            write_cell(place, cell)
+            (cell_folder := folder / "many" / CELLS / cell.key).mkdir(parents=True)
+            write_cell(cell_folder, cell)
             record = batch.record.model_copy(update={"key": cell.key})
-            write_batch(place, 0, type(batch)(record, batch.samples, batch.trace))
+            write_batch(cell_folder, 0, type(batch)(record, batch.samples, batch.trace))
             keys.append(cell.key)
         write_listing(folder / "many", Listing(grids={"many": tuple(keys)}))
         before, least = peak(), np.inf
@@ -163,15 +164,15 @@ def peak() -> int:
 
 def exponents(table: pd.DataFrame) -> pd.DataFrame:
     """Slopes of time and memory on logarithmic axes, through the upper half of each curve."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for what, part in table.groupby("what", sort=False):
         upper = part.tail(max(2, (len(part) + 1) // 2))
         slopes = {
             name: np.polyfit(np.log(upper["n"]), np.log(upper[name].clip(lower=1e-9)), 1)[0]
             for name in ("seconds", "bytes")
         }
-        found.append({"what": what, **slopes})
-    return pd.DataFrame(found)
+        rows.append({"what": what, **slopes})
+    return pd.DataFrame(rows)
 
 
 def draw(table: pd.DataFrame, fits: pd.DataFrame) -> plots.Drawing:

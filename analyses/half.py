@@ -30,7 +30,7 @@ table = table[~table["metric"].str.startswith("dist")]
 # %%
 for where, words, group in item.data.groups(cells[cells["alpha"] == 0]):
     own = int(group["max_length"].max())
-    for length in [*(each for each in lengths if each < own), own]:
+    for length in [*(shorter for shorter in lengths if shorter < own), own]:
         one, two = (where | {"arm": "baseline", "length": length, "part": part} for part in (1, 2))
         at = length if length in (256, 512) else 512
         known = [

@@ -25,10 +25,12 @@ THEIRS = {
 }
 table = item.table(scores, cells, THEIRS)
 parts = table["variant"].map(split_variant)
-table["variant"] = [", ".join(filter(None, (THEIRS.get(one, one), other))) for one, other in parts]
-for each in (cells, scores):  # a wording is no variant here: one is compared with another
-    parts = each["variant"].map(split_variant)
-    each["wording"], each["variant"] = parts.str[0], parts.str[1]
+table["variant"] = [
+    ", ".join(filter(None, (THEIRS.get(one, one), suffix))) for one, suffix in parts
+]
+for frame in (cells, scores):  # a wording is no variant here: one is compared with another
+    parts = frame["variant"].map(split_variant)
+    frame["wording"], frame["variant"] = parts.str[0], parts.str[1]
 
 # %%
 WORDINGS = ("prefix A {attribute} text:", "")
@@ -61,20 +63,20 @@ for where, words, group in item.data.groups(cells, "wording"):
             gains.setdefault((words, wording), {})[metric] = gain.reset_index()
     reported[words, wording] = known[1] - known[0]
 for words in dict.fromkeys(name for name, _ in gains):
-    if all((words, each) in gains for each in WORDINGS):
-        found = {}
+    if all((words, wording) in gains for wording in WORDINGS):
+        spread = {}
         for metric, last in gains[words, WORDINGS[0]].items():
-            found[metric] = paired_change(last, gains[words, WORDINGS[1]][metric])
+            spread[metric] = paired_change(last, gains[words, WORDINGS[1]][metric])
         others = [
-            (scorer_of_metric(metric), each)
-            for metric, each in found.items()
-            if metric != "acc" and each is not None
+            (scorer_of_metric(metric), numbers)
+            for metric, numbers in spread.items()
+            if metric != "acc" and numbers is not None
         ]
         text = f"the gain is larger under 'Very positive:' than under 'A positive text:': {words}"
         reported_gain = reported[words, ""] - reported[words, WORDINGS[0]]
         second = others[0] if others else None
         margin = MARGINS["acc"]
-        item.add_difference(text, "acc", "more", found["acc"], reported_gain, margin, second)
+        item.add_difference(text, "acc", "more", spread["acc"], reported_gain, margin, second)
 
 # %%
 item.write(table)

@@ -35,7 +35,7 @@ parser.add_argument("model", help="a name of `lapa2 models`, a hub id or a folde
 parser.add_argument("--heads", type=Path, required=True, help="heads.json of `lapa2 circuits`")
 parser.add_argument("--best", type=int, default=24, help="heads of it that are taken")
 parser.add_argument("--task", default="sentiment", help="a task with words of its attributes")
-parser.add_argument("--attributes", nargs=2, help="the target and the other (the task's first two)")
+parser.add_argument("--attribute", help="the target, of two attributes (the task's first)")
 parser.add_argument("--prompts", type=Path, required=True, help="a file, a prompt a line")
 parser.add_argument("--n", type=int, default=24, help="prompts that are read")
 parser.add_argument("--tokens", type=int, default=16, help="tokens of a text")
@@ -45,7 +45,7 @@ model = load_model(options.model)
 asked = ContrastSet.of(
     model,
     options.task,
-    attributes=options.attributes,
+    attribute=options.attribute,
     prompts=read_prompts(options.prompts)[: options.n],
     tokens=options.tokens,
 )
@@ -57,18 +57,18 @@ names = {head: "{}.{}".format(*head) for head in heads}
 sets = {names[head]: [head] for head in heads}
 keep = {f"{names[a]} less {names[b]}": [b] for a, b in pairs}
 sets |= {f"{names[a]} less {names[b]}": [a] for a, b in pairs}
-found = patch(model, asked, "z", direction="noise", together=sets, keep=keep)
-lost = dict(zip(sets, found.effects["noise"].T, strict=True))  # name: example
+patching = patch(model, asked, "z", direction="noise", together=sets, keep=keep)
+lost = dict(zip(sets, patching.effects["noise"].T, strict=True))  # name: example
 paths = UnitTable(
     asked,
     tuple(Unit({"from": names[a], "to": names[b]}, (a, b)) for a, b in pairs),
     np.stack([lost[names[a]] - lost[f"{names[a]} less {names[b]}"] for a, b in pairs], axis=1),
-    found.source - found.destination,
+    patching.source - patching.destination,
     label="path, share of lex",
     as_shares=True,
 )
 table = paths.frame()
-alone = dict(zip(sets, found.table("noise").shares, strict=True))
+alone = dict(zip(sets, patching.table("noise").shares, strict=True))
 table["from_alone"] = table["from"].map(alone)
 table["to_alone"] = table["to"].map(alone)
 table["prompts"] = asked.n_prompts

@@ -36,10 +36,10 @@ OTHERS = (
     "24 heads of lowest effect",
 )
 there = set(pooled_scores["arm"])
-for other in OTHERS:
-    if {other, CHOSEN} <= there:
-        text = f"{CHOSEN} control better than {other}: prefix"
-        sides = ({"arm": other}, {"arm": CHOSEN})
+for opponent in OTHERS:
+    if {opponent, CHOSEN} <= there:
+        text = f"{CHOSEN} control better than {opponent}: prefix"
+        sides = ({"arm": opponent}, {"arm": CHOSEN})
         item.add_claim(text, pooled_scores, *sides, "acc", "more", whose="ours")
 
 # %%

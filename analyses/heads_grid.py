@@ -23,7 +23,6 @@ import pandas as pd
 from lapa2_interp import Cell, load_model
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
-from lapa2_interp.circuits.examples import make_examples
 from lapa2_interp.circuits.prefix_attention import (
     alpha_at_prefix_attention,
     mean_prefix_attention,
@@ -109,11 +108,11 @@ def main() -> None:
     examples = [
         example
         for attribute in task.attributes
-        for example in make_examples(
-            model, TASK, None, prompts, source=attribute, tokens=TOKENS, seed=2
-        )
+        for example in ContrastSet.of(
+            model, TASK, prompts=prompts, source=attribute, tokens=TOKENS, seed=2
+        ).examples
     ]
-    contrast_set = ContrastSet.of(model, examples)
+    contrast_set = ContrastSet.of_examples(*examples)
     base = mean_prefix_attention(model, contrast_set)
     sets = head_sets(prefix_attention_by_head(model, contrast_set))
     arms: dict[str, dict] = {"all heads": {}}

@@ -33,8 +33,8 @@ for where, words, group in item.data.groups(cells):
     at = {"table": "layers", "task": where["task"], "method": where["method"], "metric": metric}
     for layers in ("", "bottom", "top", "even"):
         if layers in arms and "all" in arms:
-            one, two = (where | {"arm": arms[each]} for each in (layers, "all"))
-            known = [paper_number(**at, variant=THEIRS[each]) for each in (layers, "all")]
+            one, two = (where | {"arm": arms[layer_set]} for layer_set in (layers, "all"))
+            known = [paper_number(**at, variant=THEIRS[layer_set]) for layer_set in (layers, "all")]
             text = f"all layers have {{more}} {metric} than {THEIRS[layers]}: {words}"
             item.add_reported_claim(text, scores, one, two, metric, known)
 

@@ -43,16 +43,16 @@ def ratios(trace, samples):
     frames = []
     for k in NEAREST:
         for without_bos in (False, True):
-            found = local_ratio(trace, k, without_bos=without_bos)
-            found = found[:, ~np.isnan(found).any(axis=0)]
-            low, high = bounds(found, samples["prompt"])
+            ratio = local_ratio(trace, k, without_bos=without_bos)
+            ratio = ratio[:, ~np.isnan(ratio).any(axis=0)]
+            low, high = bounds(ratio, samples["prompt"])
             columns = {
-                "step": np.arange(found.shape[1]),
-                "mean": found.mean(0),
+                "step": np.arange(ratio.shape[1]),
+                "mean": ratio.mean(0),
                 "low": low,
                 "high": high,
             }
-            frames.append(pd.DataFrame(columns).assign(k=k, without_bos=without_bos, n=len(found)))
+            frames.append(pd.DataFrame(columns).assign(k=k, without_bos=without_bos, n=len(ratio)))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -63,16 +63,16 @@ words = {tuple(where.values()): text for where, text, _ in item.data.groups(cell
 values = {}
 for arm, trace, samples in item.data.arm_traces(cells):
     for k in NEAREST:
-        found = np.nanmean(local_ratio(trace, k), axis=1)
-        place = words[arm["model"], arm["task"], arm["method"], arm["variant"]]
-        values.setdefault((place, k), {})[arm["arm"]] = (found, samples["prompt"])
-for (place, k), arms in values.items():
+        ratios = np.nanmean(local_ratio(trace, k), axis=1)
+        setting = words[arm["model"], arm["task"], arm["method"], arm["variant"]]
+        values.setdefault((setting, k), {})[arm["arm"]] = (ratios, samples["prompt"])
+for (setting, k), arms in values.items():
     for after in [name for name in arms if name != "baseline"]:
         if "baseline" in arms:
-            found = paired_difference(*arms["baseline"], *arms[after])
-            text = f"the share of the nearest {k} is the same within {MARGIN:g}: {place}"
+            difference = paired_difference(*arms["baseline"], *arms[after])
+            text = f"the share of the nearest {k} is the same within {MARGIN:g}: {setting}"
             item.add_difference(
-                claim_for_arm(text, after, arms), "local ratio", "same", found, margin=MARGIN
+                claim_for_arm(text, after, arms), "local ratio", "same", difference, margin=MARGIN
             )
 
 # %%

@@ -47,14 +47,14 @@ for arm, expected in (("baseline", "less"), ("lapa2", "same")):
         text = f"the last eighth is {words} the first: {arm}"
         sides = ({"arm": arm, "part": first}, {"arm": arm, "part": last})
         item.add_claim(text, scores, *sides, "acc", expected)
-for arm, other, whose in (
+for arm, opponent, whose in (
     ("lapa2", "baseline", "paper"),
     ("token-selective", "lapa2", "ours"),
     ("head-selective", "lapa2", "ours"),
 ):
-    if {arm, other} <= there:
-        text = f"the last eighth is more on target with {arm} than with {other}"
-        sides = ({"arm": other} | at, {"arm": arm} | at)
+    if {arm, opponent} <= there:
+        text = f"the last eighth is more on target with {arm} than with {opponent}"
+        sides = ({"arm": opponent} | at, {"arm": arm} | at)
         item.add_claim(text, scores, *sides, "acc", "more", whose=whose)
 
 # %%

@@ -26,13 +26,13 @@ table, shown = item.table_with_attention(
 for where, words, group in item.data.groups(cells[cells["state"] == "finished"]):
     metric = "tox" if where["task"] == "detox" else "acc"
     arms = dict.fromkeys(group["arm"])
-    for paper in (each for each in arms if each.endswith(" paper")):
-        for other, slots in (
+    for paper in (arm for arm in arms if arm.endswith(" paper")):
+        for opponent, slots in (
             (paper.replace("paper", "released"), "the released slots"),
             (f"{paper}, span bos", "BOS alone"),
         ):
-            if other in arms:
-                sides = (where | {"arm": paper}, where | {"arm": other})
+            if opponent in arms:
+                sides = (where | {"arm": paper}, where | {"arm": opponent})
                 text = f"boosting {slots} gives as much {metric} as boosting the prefix: {words}"
                 item.add_claim(text, scores, *sides, metric, "same", whose="ours")
 

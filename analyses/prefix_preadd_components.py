@@ -25,7 +25,7 @@ names = [
     for key, a in zip(cells["key"], cells["alpha"], strict=True)
 ]
 rows = cells.assign(
-    variant=[drop_parameter(each, "pro_aug") for each in cells["variant"]], arm=names
+    variant=[drop_parameter(variant, "pro_aug") for variant in cells["variant"]], arm=names
 )
 scores = item.data.scores(cells)
 for name in ("variant", "arm"):
@@ -38,8 +38,8 @@ for where, words, _ in item.data.groups(rows):
     metric = "tox" if where["task"] == "detox" else "acc"
     at = {"table": "components", "task": where["task"], "method": where["method"], "metric": metric}
     for one, two in pairwise(STEPS[where["method"]]):
-        known = [paper_number(**at, variant=each) for each in (one, two)]
-        sides = [where | {"arm": each.replace("none", "baseline")} for each in (one, two)]
+        known = [paper_number(**at, variant=variant) for variant in (one, two)]
+        sides = [where | {"arm": variant.replace("none", "baseline")} for variant in (one, two)]
         item.add_reported_claim(
             f"{two} has {{more}} {metric} than {one}: {words}", scores, *sides, metric, known
         )

@@ -104,7 +104,7 @@ def collect_verdicts(tables: Path) -> pd.DataFrame:
     """Write all claims of all items to verdicts.csv, and each comparison once to verdicts.md, by
     corrected p-value, the paper's and ours separately."""
     files = [tables / f"{item}.claims.csv" for item in ITEMS]
-    frames = [found for file in files if file.is_file() and len(found := read_claims(file))]
+    frames = [claims for file in files if file.is_file() and len(claims := read_claims(file))]
     claims = pd.concat([ItemClaims("").frame(), *frames], ignore_index=True)
     tables.mkdir(exist_ok=True)  # every script may have failed
     claims.to_csv(tables / "verdicts.csv", index=False, float_format="%.6g")
@@ -137,7 +137,7 @@ def format_by_p_value(claims: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     shown.insert(
         list(shown).index("prompts") + 1,
         "required_prompts",
-        ["" if pd.isna(each) else f"{each:.0f}" for each in needed],
+        ["" if pd.isna(number) else f"{number:.0f}" for number in needed],
     )
     return shown, [
         (
@@ -179,12 +179,12 @@ def copy_beside(folder: Path, out: Path, own: Collection[str]) -> None:
         own: The items that this run has made; they stay.
     """
     figures = folder / "figures" if (folder / "figures").is_dir() else folder
-    for source, place in ((folder / "tables", out / "tables"), (figures, out / "figures")):
-        place.mkdir(parents=True, exist_ok=True)
+    for source, target in ((folder / "tables", out / "tables"), (figures, out / "figures")):
+        target.mkdir(parents=True, exist_ok=True)
         for file in sorted(source.glob("*.*")):
             wanted = source.name == "tables" or file.suffix in (".png", ".pdf")
             if wanted and file.name.partition(".")[0] not in ("verdicts", *own):
-                shutil.copy(file, place)
+                shutil.copy(file, target)
 
 
 def failed_since(began: datetime, out: Path) -> bool:
@@ -192,7 +192,7 @@ def failed_since(began: datetime, out: Path) -> bool:
     is too early to score."""
     if not (out / "run.json").is_file():
         return False
-    return any(each.when >= began for each in load_run(out).failures.values())
+    return any(failure.when >= began for failure in load_run(out).failures.values())
 
 
 def main() -> int:
@@ -250,12 +250,12 @@ def main() -> int:
         for name in ("engine", "workers", "address"):
             if value := getattr(options, name):
                 asked += [f"--{name}", str(value)]
-        found = [load_grid(name, parse_changes(changes), check=False) for name in grids]
-        for grid in list(found):
+        loaded = [load_grid(name, parse_changes(changes), check=False) for name in grids]
+        for grid in list(loaded):
             if grid.needs and grid.name.rpartition("/")[2] in EXTRA:
                 print(f"{grid.name} is left out: {'; '.join(grid.needs)}", file=sys.stderr)
-                found.remove(grid)
-        grids = [grid.name for grid in found]
+                loaded.remove(grid)
+        grids = [grid.name for grid in loaded]
         print("cells first; then scores, tables and figures", file=sys.stderr)
         began = datetime.now(UTC)
         stopped = lapa2(["sweep", *grids, *asked, "--out", str(out)])

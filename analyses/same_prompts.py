@@ -67,9 +67,9 @@ def compare(task: str, scorer: str, texts: pd.DataFrame, cache: ScoreCache) -> p
     scores = scores[scores["value"].notna()]
     if geometric:
         scores["value"] = np.log(scores["value"])
-    arms = {key: (each["value"], each["prompt"]) for key, each in scores.groupby(["method", "arm"])}
-    found = [(*key, "", mean_interval(*arm)) for key, arm in arms.items()]
-    found += [
+    arms = {key: (rows["value"], rows["prompt"]) for key, rows in scores.groupby(["method", "arm"])}
+    estimates = [(*key, "", mean_interval(*arm)) for key, arm in arms.items()]
+    estimates += [
         (*after, ", ".join(before), paired_difference(*arms[before], *arms[after]))
         for before, after in COMPARED
     ]
@@ -81,12 +81,12 @@ def compare(task: str, scorer: str, texts: pd.DataFrame, cache: ScoreCache) -> p
                 method,
                 arm,
                 minus,
-                each.mean,
-                each.low,
-                each.high,
+                estimate.mean,
+                estimate.low,
+                estimate.high,
                 texts["prompt"].nunique(),
             )
-            for method, arm, minus, each in found
+            for method, arm, minus, estimate in estimates
         ],
         columns=["task", "scorer", "method", "arm", "minus", "mean", "low", "high", "prompts"],
     )

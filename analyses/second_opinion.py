@@ -65,13 +65,13 @@ def arm(cell: Cell) -> str:
     """The place of the bias and its strength."""
     if (bias := next(iter(cell.active_augmentations), None)) is None:
         return NO_BIAS
-    place = {"all": "all heads", heads: "chosen heads"}.get(bias.heads, "random heads")
-    return f"{place} {bias.alpha:.3g}"
+    where_biased = {"all": "all heads", heads: "chosen heads"}.get(bias.heads, "random heads")
+    return f"{where_biased} {bias.alpha:.3g}"
 
 
 # %%
 run = load_run(options.run)
-texts = run.samples(**dict(each.split("=", 1) for each in options.only))
+texts = run.samples(**dict(condition.split("=", 1) for condition in options.only))
 texts["arm"] = texts["cell"].map({key: arm(cell) for key, cell in run.by_key.items()})
 texts = texts[texts["arm"].isin(options.arms or texts["arm"].unique())]
 GROUP = ["model", "task", "method", "variant"]
@@ -92,8 +92,8 @@ def naive_bayes(sources: list[str]) -> tuple[CountVectorizer, MultinomialNB]:
     pairs = [
         (text, label)
         for source in sources
-        for label, found in read_corpus(source, labels).texts.items()
-        for text in found
+        for label, texts_of_label in read_corpus(source, labels).texts.items()
+        for text in texts_of_label
     ]
     order = np.random.default_rng(0).permutation(len(pairs))
     counts, model = CountVectorizer(min_df=2), MultinomialNB()
@@ -121,27 +121,27 @@ if options.train:
     }
     rows, changes = [], []
     for where, group in texts.assign(**measures).groupby(GROUP, sort=False):
-        place = dict(zip(GROUP, (Path(where[0]).name, *where[1:]), strict=True))
+        setting = dict(zip(GROUP, (Path(where[0]).name, *where[1:]), strict=True))
         by_arm = dict(iter(group.groupby("arm", sort=False)))
         for measure in measures:
             for name, part in by_arm.items():
-                found = mean_interval(100.0 * part[measure], part["prompt"])
-                row = {**place, "measure": measure, "arm": name}
-                rows.append(row | found.columns | {"texts": found.n})
-            for name, other in product(by_arm, by_arm):
-                if name.startswith("chosen") and not other.startswith("chosen"):
-                    before, after = by_arm[other], by_arm[name]
+                interval = mean_interval(100.0 * part[measure], part["prompt"])
+                row = {**setting, "measure": measure, "arm": name}
+                rows.append(row | interval.columns | {"texts": interval.n})
+            for name, reference in product(by_arm, by_arm):
+                if name.startswith("chosen") and not reference.startswith("chosen"):
+                    before, after = by_arm[reference], by_arm[name]
                     change = paired_difference(
                         100.0 * before[measure], before["prompt"],
                         100.0 * after[measure], after["prompt"],
                         kinds=(before["attribute"], after["attribute"]),
                     )  # fmt: skip
-                    row = {**place, "measure": measure, "arm": name, "against": other}
+                    row = {**setting, "measure": measure, "arm": name, "against": reference}
                     row |= {"difference": change.mean, "low": change.low, "high": change.high}
                     changes.append(row | {"p": change.p, "prompts": change.clusters})
-    for name, each in (("control", rows), ("changes", changes)):
-        print(as_text(pd.DataFrame(each), ".3f"))
-        write_text(options.out / f"{name}.csv", as_csv(pd.DataFrame(each), 6))
+    for name, numbers in (("control", rows), ("changes", changes)):
+        print(as_text(pd.DataFrame(numbers), ".3f"))
+        write_text(options.out / f"{name}.csv", as_csv(pd.DataFrame(numbers), 6))
 
 # %% [markdown]
 # ## Fluency
@@ -152,21 +152,21 @@ def nll(name: str, texts: pd.DataFrame) -> pd.DataFrame:
     """Sum and mean of -ln P over the tokens of each continuation."""
     network, tokenizer, _ = load_transformers(name, "float32")
     bos = text_markers(tokenizer).start
-    order, found = texts["text"].str.len().sort_values().index, {}
+    order, bits = texts["text"].str.len().sort_values().index, {}
     with progress_bar(len(order), Path(name).name, "text") as bar:
         for start in range(0, len(order), ROWS):
             rows = texts.loc[order[start : start + ROWS]]
-            given = {"add_special_tokens": False, "return_offsets_mapping": True}
-            read = tokenizer(rows["text"].tolist(), **given)
+            options_of_tokens = {"add_special_tokens": False, "return_offsets_mapping": True}
+            read = tokenizer(rows["text"].tolist(), **options_of_tokens)
             with torch.no_grad():
                 values = text_nll(network, TextRows.of(read["input_ids"], (bos,), network.device))
-            for place, offsets, prompt, of_text in zip(
+            for index, offsets, prompt, of_text in zip(
                 rows.index, read["offset_mapping"], rows["prompt"], values.double(), strict=True
             ):
                 new = [i for i, (_, end) in enumerate(offsets) if end > len(prompt)]
-                found[place] = (of_text[new].sum().item(), of_text[new].mean().item())
+                bits[index] = (of_text[new].sum().item(), of_text[new].mean().item())
             bar.update(len(rows))
-    return pd.DataFrame.from_dict(found, orient="index", columns=["sum", "mean"])
+    return pd.DataFrame.from_dict(bits, orient="index", columns=["sum", "mean"])
 
 
 texts = texts[~texts["text"].str.contains(CHAT_TAG, regex=False)]
@@ -184,15 +184,19 @@ for name in options.judges:
     read["bits"] = read["sum"] / np.log(2) / (read["text"].str.len() - read["prompt"].str.len())
     for where, group in read.groupby(GROUP, sort=False):
         wide = group.pivot_table(index=["prompt", "attribute"], columns="arm", values="mean")
-        for each, part in group.groupby("arm", sort=False):
-            found = mean_interval(part["bits"].to_numpy(), part["prompt"].to_numpy())
+        for label, part in group.groupby("arm", sort=False):
+            interval = mean_interval(part["bits"].to_numpy(), part["prompt"].to_numpy())
             row = dict(zip(GROUP, (Path(where[0]).name, *where[1:]), strict=True))
-            row |= {"judge": Path(name).name, "arm": each, "bits per character": found.mean}
-            row |= {"low": found.low, "high": found.high}
-            change = (wide[each] - wide[NO_BIAS]).dropna()
+            row |= {"judge": Path(name).name, "arm": label, "bits per character": interval.mean}
+            row |= {"low": interval.low, "high": interval.high}
+            change = (wide[label] - wide[NO_BIAS]).dropna()
             ratio = mean_interval(change.to_numpy(), change.index.get_level_values(0).to_numpy())
             row |= {"ratio": np.exp(ratio.mean), "ratio low": np.exp(ratio.low)}
-            row |= {"ratio high": np.exp(ratio.high), "texts": found.n, "prompts": found.clusters}
+            row |= {
+                "ratio high": np.exp(ratio.high),
+                "texts": interval.n,
+                "prompts": interval.clusters,
+            }
             rows.append(row)
 if rows:
     fluency = pd.DataFrame(rows)

@@ -27,7 +27,7 @@ for where, words, group in item.data.groups(cells[cells["alpha"] > 0]):
     longest = int(group["max_length"].max())
     at = {"table": "sent_topic", "task": where["task"], "method": where["method"], "length": 512}
     for arm in dict.fromkeys(group["arm"]):
-        sides = [where | {"arm": each, "length": longest} for each in ("baseline", arm)]
+        sides = [where | {"arm": side, "length": longest} for side in ("baseline", arm)]
         for metric, name in (("acc", "accuracy"), ("ppl", "perplexity")):
             known = [paper_number(**at, lapa2=lapa2, metric=metric) for lapa2 in (False, True)]
             text = f"LaPA2 {{raises}} {name}: {words}, {longest} tokens (paper: 512)"

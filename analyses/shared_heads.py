@@ -97,7 +97,7 @@ def other_wording(task: Task, form: str) -> Task:
 
 def of_prefixes(name: str, **prefixes: str) -> Task:
     """A task of its own."""
-    attributes = {each: Attribute(prefix=prefix) for each, prefix in prefixes.items()}
+    attributes = {attribute: Attribute(prefix=prefix) for attribute, prefix in prefixes.items()}
     return Task(
         name=name,
         length_counts_prompt=True,
@@ -127,21 +127,23 @@ attention = prefix_attention_by_head(model, ContrastSet.of(model, sentiment, pro
 def same_attention(heads: tuple, seed: int) -> tuple:
     """As many other heads with nearly the same attention on the prefix: of the five that are
     nearest to each, one at random."""
-    rng, found = np.random.default_rng(seed), []
+    rng, drawn = np.random.default_rng(seed), []
     for head in heads:
-        free = [each for each in every if each not in heads and each not in found]
-        free.sort(key=lambda each: abs(attention[each] - attention[head]))
-        found.append(free[int(rng.integers(min(5, len(free))))])
-    return tuple(found)
+        free = [
+            candidate for candidate in every if candidate not in heads and candidate not in drawn
+        ]
+        free.sort(key=lambda candidate: abs(attention[candidate] - attention[head]))
+        drawn.append(free[int(rng.integers(min(5, len(free))))])
+    return tuple(drawn)
 
 
 def gains(contrast_set: ContrastSet, heads: tuple, plain: dict) -> dict[str, np.ndarray]:
     """The gain of each metric by prompt."""
     bias = Augmentation(alpha=options.alpha, heads=heads if len(heads) < len(every) else "all")
-    found = control_score(
+    score = control_score(
         model, contrast_set, metrics=list(plain), augmentation=bias, progress=hidden_bar()
     ).values
-    return {name: np.nanmean(found[name], axis=1) - plain[name] for name in plain}
+    return {name: np.nanmean(score[name], axis=1) - plain[name] for name in plain}
 
 
 rows = []
@@ -164,19 +166,19 @@ for task_name, task in TASKS.items():
         all_kinds |= {(set_name, kind): of_kind for kind, of_kind in kinds.items()}
     with progress_bar(sum(map(len, all_kinds.values())), task_name, "set") as bar:
         for (set_name, kind), of_kind in all_kinds.items():
-            found = []
-            for each in of_kind:
-                found.append(gains(contrast_set, each, plain))
+            scores = []
+            for set_of_heads in of_kind:
+                scores.append(gains(contrast_set, set_of_heads, plain))
                 bar.update()
             for metric in metrics:
-                by_prompt = np.mean([each[metric] for each in found], axis=0)
+                by_prompt = np.mean([score[metric] for score in scores], axis=0)
                 interval = mean_interval(by_prompt, np.array(contrast_set.clusters))
                 rows.append(
                     {"task": task_name, "heads": set_name, "kind": kind, "n heads": len(of_kind[0])}
                     | {"attention": float(np.mean([attention[h] for s in of_kind for h in s]))}
                     | {"metric": metric, "without bias": float(plain[metric].mean())}
                     | {"gain": interval.mean, "low": interval.low, "high": interval.high}
-                    | {"best set": max(float(each[metric].mean()) for each in found)}
+                    | {"best set": max(float(score[metric].mean()) for score in scores)}
                     | {"prompts": interval.clusters}
                 )
     write_text(options.out / "transfer.csv", as_csv(pd.DataFrame(rows)))
@@ -215,7 +217,9 @@ with progress_bar(model.cfg.n_layers, "patterns", "layer") as bar, torch.no_grad
         bar.update()
 for task in (sentiment, topic):
     try:
-        written = head_logit_attribution(model, task, prompts=prompts, tokens=options.tokens)
+        written = head_logit_attribution(
+            model, ContrastSet.of(model, task, prompts=prompts, tokens=options.tokens)
+        )
     except CircuitError as error:
         print(f"direct effects are left out: {error}", file=sys.stderr)
         break
@@ -237,7 +241,7 @@ by_head = pd.DataFrame(
             "prefix": attention[layer, head],
         }
         | {name: (layer, head) in heads for name, heads in sets.items() if name in names}
-        | {name: each[layer, head] for name, each in behaviour.items()}
+        | {name: grid[layer, head] for name, grid in behaviour.items()}
         for layer, head in every
     ]
 )

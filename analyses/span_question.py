@@ -43,7 +43,7 @@ from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import LayoutError, RunError
 from lapa2_interp._util.plots import COLOURS, crosses, legend_above, new_figure, plain_axes
 from lapa2_interp._util.table_formats import as_text, interval_cells
-from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import load_tokenizer
@@ -116,10 +116,10 @@ print_if_slow(options.dtype)
 task = load_task("sentiment")
 tokenizer = load_tokenizer(options.model)
 for attribute in task.attributes.values():
-    if (found := Layout.of(tokenizer, attribute.prefix, "The lake").prefix) != (1, 4):
+    if (span := Layout.of(tokenizer, attribute.prefix, "The lake").prefix) != (1, 4):
         raise LayoutError(
             f"the arms count the tokens of {attribute.prefix!r} from slot 1 to 4, and for"
-            f" {options.model} they are slots {found.start} to {found.stop}; use a model whose"
+            f" {options.model} they are slots {span.start} to {span.stop}; use a model whose"
             " tokenizer splits it as Very| positive|:"
         )
 TOKENS = {"Very": (1, 2), "positive": (2, 3), ":": (3, 4)}
@@ -163,16 +163,16 @@ cells = {
 grids = [Grid(arm, "", tuple(own)) for arm, own in cells.items()]
 done = sweep(folder, grids, InProcess(threads=torch.get_num_threads()))
 if done.failed:
-    told = command("runs", folder, traceback=True)
-    raise RunError(f"{len(done.failed)} cells failed; `{told}` says why")
+    finished = command("runs", folder, traceback=True)
+    raise RunError(f"{len(done.failed)} cells failed; `{finished}` says why")
 run = load_run(folder)
 
 
 def of_arm(arm):
     """The texts of an arm, and their trace."""
     made = [finished_cell(run, cell.key) for cell in cells[arm]]
-    samples = pd.concat([each.samples for each in made], ignore_index=True).assign(arm=arm)
-    return samples, join_traces([each.trace for each in made], samples)
+    samples = pd.concat([batch.samples for batch in made], ignore_index=True).assign(arm=arm)
+    return samples, join_traces([batch.trace for batch in made], samples)
 
 
 arms = {arm: of_arm(arm) for arm in ARMS}
@@ -190,8 +190,8 @@ for arm, (texts, trace) in arms.items():
     }
     masses |= {f"prefix token {i + 1}": tokens[:, i] for i in range(tokens.shape[1])}
     for name, values in masses.items():
-        found = mean_interval(values, texts["prompt"])
-        rows.append({"arm": arm, "metric": f"mass: {name}", **found.columns, "n": found.n})
+        interval = mean_interval(values, texts["prompt"])
+        rows.append({"arm": arm, "metric": f"mass: {name}", **interval.columns, "n": interval.n})
 masses = pd.DataFrame(rows)
 
 samples = pd.concat([texts for texts, _ in arms.values()], ignore_index=True)
@@ -229,12 +229,12 @@ pairs = [(arm, "sham 0.5") for arm in ARMS if arm not in ("baseline", "sham 0.5"
 ]
 rows = []
 for metric in ACCURACY:
-    for arm, other in pairs:
-        one, two = by_arm[metric, arm], by_arm[metric, other]
-        found = paired_change(two, one)
+    for arm, reference in pairs:
+        one, two = by_arm[metric, arm], by_arm[metric, reference]
+        change = paired_change(two, one)
         rows.append(
-            {"metric": metric, "arm": arm, "against": other, "difference": found.mean}
-            | {"low": found.low, "high": found.high, "p": found.p}
+            {"metric": metric, "arm": arm, "against": reference, "difference": change.mean}
+            | {"low": change.low, "high": change.high, "p": change.p}
         )
 direct = pd.DataFrame(rows)
 direct.to_csv(options.out / "against_sham.csv", index=False)
@@ -258,10 +258,10 @@ def by_prompt(metric: str) -> pd.DataFrame:
             texts.assign(value=np.nanmean(trace["prefix"].to_numpy()[0], axis=1))
             for texts, trace in arms.values()
         ]
-        found = pd.concat(frames)
+        chosen_scores = pd.concat(frames)
     else:
-        found = scores[(scores["metric"] == metric) & scores["value"].notna()]
-    return found.pivot_table(index="prompt", columns="arm", values="value")
+        chosen_scores = scores[(scores["metric"] == metric) & scores["value"].notna()]
+    return chosen_scores.pivot_table(index="prompt", columns="arm", values="value")
 
 
 def mean_of(drawn):
@@ -283,13 +283,13 @@ def above_the_curve(metric: str, resamples: int = 2000) -> pd.DataFrame:
     picks = np.concatenate(
         [np.arange(len(mass))[None], rng.integers(0, len(mass), (resamples, len(mass)))]
     )
-    x, y = (mean_of(each.to_numpy()[picks]) for each in (mass, value))  # draw arm
+    x, y = (mean_of(values.to_numpy()[picks]) for values in (mass, value))  # draw arm
     on_curve, off = (mass.columns.get_indexer(names) for names in (curve, others))
     xs, ys = x[:, on_curve], y[:, on_curve, None]
     at = [interpolate_at_cost(xs, ys, x[:, arm])[:, 0] for arm in off]  # beyond the curve: NaN
-    found, low, high = resampled_interval(y[:, off] - np.stack(at, axis=1), len(mass))
+    gap, low, high = resampled_interval(y[:, off] - np.stack(at, axis=1), len(mass))
     return pd.DataFrame(
-        {"arm": others, "metric": metric, "above the curve": found, "low": low, "high": high}
+        {"arm": others, "metric": metric, "above the curve": gap, "low": low, "high": high}
     )
 
 
@@ -318,19 +318,19 @@ def mass_against_control(table):
     names = [span for span in dict.fromkeys(spans.values()) if span != "baseline"]
     styles = dict(zip(names, [(c, m) for m in "os" for c in COLOURS[1:]], strict=False))
     for panel, metric in zip(panels, ("accuracy", "perplexity"), strict=True):
-        found = wide[metric]
+        metric_table = wide[metric]
         for span in names:
             arms = ["baseline"] if span == "prefix" else []
             arms += [arm for arm, own in spans.items() if own == span]
             colour, marker = styles[span]
-            x, y = mass.loc[arms], found.loc[arms]
+            x, y = mass.loc[arms], metric_table.loc[arms]
             look = {"color": colour, "marker": marker, "ms": 4, "lw": 1.0, "elinewidth": 0.6}
             crosses(panel, x, y, label=span, **look)
             near = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 6}
-            for arm, *place in zip(arms, x["mean"], y["mean"], strict=True):
+            for arm, *point in zip(arms, x["mean"], y["mean"], strict=True):
                 if arm != "baseline":
-                    panel.annotate(arm.rsplit(" ", 1)[1], place, color=colour, **near)
-        base = (each.loc["baseline", "mean"] for each in (mass, found))
+                    panel.annotate(arm.rsplit(" ", 1)[1], point, color=colour, **near)
+        base = (column.loc["baseline", "mean"] for column in (mass, metric_table))
         panel.plot(*base, "k*", ms=10, label="baseline")
         plain_axes(panel, "attention on the prefix (mean over steps and heads)", metric)
     legend_above(figure, 5, panels[0])

@@ -44,7 +44,11 @@ toy, key = load_model("planted"), answer_key("planted")
 role = {head: name for name, head in key.heads.items()}
 prompts = load_task("sentiment").prompts.texts
 known = select(
-    toy, "sentiment", score="cut", positions="auto", metric="lex", prompts=prompts[:8], tokens=8
+    toy,
+    ContrastSet.of(toy, "sentiment", prompts=prompts[:8], tokens=8),
+    score="cut",
+    positions="auto",
+    metric="lex",
 )
 print("chosen:  ", " ".join(role[head] for head in known.heads), "at", known.positions)
 print("against: ", " ".join(role.get(head, "idle") for head in known.suppressors))
@@ -98,7 +102,7 @@ def attention(model, contrast_set, arms, trace="pooled"):
         (layout, example.text) for example in contrast_set.examples for layout in example.layouts
     ]
     layouts, texts = zip(*rows * len(arms), strict=True)
-    rules = [each for each in arms for _ in rows]
+    rules = [rule for rule in arms for _ in rows]
     values = teacher_forced(model, layouts, texts, rules, trace=trace)["prefix"].to_numpy()[0]
     return values.reshape(len(arms), len(contrast_set.examples), -1, *values.shape[1:]).astype(
         float
@@ -193,10 +197,10 @@ ways = {
 }
 
 
-def nll(found):
+def nll(predictions):
     """-ln p of each token under the mean of the branches' distributions."""
-    mean = found.log_probs.logsumexp(0) - np.log(len(found.log_probs))
-    return -mean.gather(2, found.text[:, :, None])[:, :, 0]
+    mean = predictions.log_probs.logsumexp(0) - np.log(len(predictions.log_probs))
+    return -mean.gather(2, predictions.text[:, :, None])[:, :, 0]
 
 
 def measured(arms):
@@ -204,8 +208,8 @@ def measured(arms):
     metrics = {"js": METRICS["js"], "lex": METRICS["lex"], "nll": nll}
     parts = []
     for rules, mass in zip(arms, attention(model, held_out, arms).mean((2, 3)), strict=True):
-        found = control_score(model, held_out, metrics=metrics, augmentation=rules).values
-        means = {"mass": mass} | {name: values.mean(1) for name, values in found.items()}
+        by_metric = control_score(model, held_out, metrics=metrics, augmentation=rules).values
+        means = {"mass": mass} | {name: values.mean(1) for name, values in by_metric.items()}
         parts.append(
             pd.DataFrame({"prompt": held_out.prompts, "strength": recipes.strength(rules)} | means)
         )
@@ -233,15 +237,15 @@ for i, name in enumerate(quantities, 1):
     values |= {name: made.means[..., i], f"{name} gained": gained[..., i]}
 estimates = {
     name: pd.DataFrame(
-        np.stack(resampled_interval(each, made.prompts), 1), made.arms, ["mean", "low", "high"]
+        np.stack(resampled_interval(by_text, made.prompts), 1), made.arms, ["mean", "low", "high"]
     )
-    for name, each in values.items()
+    for name, by_text in values.items()
 }
 
 figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.8), layout="constrained")
 for axes, name in zip(panels, ("js", "lex"), strict=True):
     for i, way in enumerate(ways):
-        x, y = (estimates[each].loc[[BASELINE, way]] for each in ("cost", f"{name} gained"))
+        x, y = (estimates[column].loc[[BASELINE, way]] for column in ("cost", f"{name} gained"))
         axes.errorbar(
             x["mean"], y["mean"],
             xerr=[x["mean"] - x["low"], x["high"] - x["mean"]],
@@ -262,8 +266,8 @@ plt.show()
 # %%
 table = pd.DataFrame(
     {
-        name: [f"{row.mean:.3f} [{row.low:.3f}, {row.high:.3f}]" for row in each.itertuples()]
-        for name, each in estimates.items()
+        name: [f"{row.mean:.3f} [{row.low:.3f}, {row.high:.3f}]" for row in estimate.itertuples()]
+        for name, estimate in estimates.items()
         if not name.endswith("gained")
     },
     made.arms,
@@ -334,9 +338,9 @@ for name in ("mass", "js", "lex", "nll"):
 for way in ways:
     assert np.allclose(made.values_at(way, 1.0)[0][0], made.means[0, base, 1:]), way
 assert (estimates["js"]["high"] <= np.log(2) + 1e-6).all()
-for each in estimates.values():
-    assert (each["low"] <= each["mean"] + 1e-9).all()
-    assert (each["mean"] <= each["high"] + 1e-9).all()
+for estimate in estimates.values():
+    assert (estimate["low"] <= estimate["mean"] + 1e-9).all()
+    assert (estimate["mean"] <= estimate["high"] + 1e-9).all()
 if MODEL == "planted":
     for way in ("lapa2", "instaboost", "split-softmax"):
         assert estimates["mass"].loc[[BASELINE, way], "mean"].is_monotonic_increasing, way

@@ -61,7 +61,7 @@ for _, part in cells.groupby([*SETTING_COLUMNS], sort=False):
     names = name_families(rules[key] for key in part["key"])
     cells.loc[part.index, "family"] = [names[rules[key]] for key in part["key"]]
 cells["strength"] = [strength(rules[key]) for key in cells["key"]]
-arms = cells["family"] + [f" {each:g}" if each else "" for each in cells["strength"]]
+arms = cells["family"] + [f" {strength:g}" if strength else "" for strength in cells["strength"]]
 known = cells.assign(arm=arms).set_index("key")[["arm", "family", "strength", "words"]]
 scores = item.data.scores(cells)
 if not len(scores):
@@ -96,12 +96,12 @@ with atomic_write(scores_file) as fresh:
     texts.to_parquet(fresh, index=False, compression="zstd")
 for file in item.files["beside"]:
     try:
-        other = pd.read_parquet(file)
+        samples = pd.read_parquet(file)
     except (OSError, ValueError) as error:
         raise RunError(f"cannot read {file}: {error}; give a steering.texts.parquet") from error
-    if set(other) != set(texts) or set(other["cell"]) & set(texts["cell"]):
+    if set(samples) != set(texts) or set(samples["cell"]) & set(texts["cell"]):
         raise RunError(f"{file} has other columns, or cells that are there already; give each once")
-    texts = pd.concat([texts, other], ignore_index=True)
+    texts = pd.concat([texts, samples], ignore_index=True)
 settings = pd.concat([cells, texts])[[*SETTING_COLUMNS]].drop_duplicates().to_dict("records")
 metrics = [name for name in dict.fromkeys(scores["metric"]) if name != "ppl"]
 curves, equal, by_attribute, notes, waiting = [], [], [], [], []
@@ -129,23 +129,25 @@ folder = item.out / "tables"
 if equal:
     # What is planned and has no texts yet counts in the correction as what is not comparable.
     tests = pd.concat([*equal, pd.DataFrame(waiting)], ignore_index=True)
-    found = add_verdicts(tests, REFERENCE, ["words", "model", "method"])
-    found = add_caveats(found[found["perplexity"].notna()], "acc", "acc (linear)", "acc masked")
+    verdicts = add_verdicts(tests, REFERENCE, ["words", "model", "method"])
+    verdicts = add_caveats(
+        verdicts[verdicts["perplexity"].notna()], "acc", "acc (linear)", "acc masked"
+    )
     elsewhere = cells["key"].isin(texts["cell"])
     if unfinished := int(((cells["state"] != "finished") & ~elsewhere).sum()):
-        found["verdict"] = ""
+        verdicts["verdict"] = ""
         notes.append(
             f"No verdicts: {pluralize(unfinished, 'cell')} of {len(cells)} are not finished, or of"
             " an arm that is not."
         )
     # Attributes have no tests.
-    every = pd.concat([found, *by_attribute], ignore_index=True)
+    every = pd.concat([verdicts, *by_attribute], ignore_index=True)
     first = [*SETTING_COLUMNS, "attribute"]
-    for name, each in (("curves", pd.concat(curves)), ("equal", every)):
-        ordered = each[[*first, *(column for column in each if column not in first)]]
+    for name, frame in (("curves", pd.concat(curves)), ("equal", every)):
+        ordered = frame[[*first, *(column for column in frame if column not in first)]]
         text = ordered.to_csv(index=False, float_format="%.6g")
         write_text(folder / f"steering.{name}.csv", text)
-    wide = format_table(found, SETTING_COLUMNS)
+    wide = format_table(verdicts, SETTING_COLUMNS)
     notes = [
         (
             f"Each cell: the value, and its difference from {REFERENCE} with its 95 % interval over"

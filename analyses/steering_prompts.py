@@ -95,12 +95,12 @@ def bases_prompts(texts: Iterable[str]) -> dict[str, list[str]]:
             " give a longer file"
         )
     rest = iter(unused)
-    found = {name: list(islice(rest, n)) for name, n in BASES.items()}
-    whole = {
-        task: [text for i in range(1, 6) for text in found[f"{task}-{i}"]]
+    chosen = {name: list(islice(rest, n)) for name, n in BASES.items()}
+    files_of_bases = {
+        task: [text for i in range(1, 6) for text in chosen[f"{task}-{i}"]]
         for task in ("sentiment", "topic")
     }
-    return found | whole
+    return chosen | files_of_bases
 
 
 def _fits(text: str) -> bool:
@@ -131,7 +131,7 @@ def main() -> None:
     neutral = read_neutral(parser.parse_args().file)
     prompts, selection = choose_prompts(neutral)
     files = {"steering-prompts.txt": prompts, "steering-selection.txt": selection}
-    files |= {f"bases/{name}.txt": each for name, each in bases_prompts(neutral).items()}
+    files |= {f"bases/{name}.txt": text for name, text in bases_prompts(neutral).items()}
     Path("bases").mkdir(exist_ok=True)
     for name, texts in files.items():
         write_text(Path(name), "".join(f"{text}\n" for text in texts))

@@ -110,10 +110,10 @@ def draw_texts(n: int, per_pass: int, number: int, seed: Sequence[int]) -> list[
     count = min(n, per_pass)
     chosen: list[int] = []
     for at in range(number * count, (number + 1) * count):
-        cycle, place = divmod(at, n)
-        if not chosen or place == 0:
+        cycle, position = divmod(at, n)
+        if not chosen or position == 0:
             order = np.random.default_rng([*seed, cycle]).permutation(n)
-        chosen.append(int(order[place]))
+        chosen.append(int(order[position]))
     return chosen
 
 
@@ -158,7 +158,9 @@ def add_adapters(network: AdapterNetwork, recipe: AdapterRecipe) -> dict[str, Te
             network,
         )
     network.head.requires_grad_(True)
-    return {name: each for name, each in network.named_parameters() if each.requires_grad}
+    return {
+        name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad
+    }
 
 
 def loss_of(
@@ -170,11 +172,11 @@ def loss_of(
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         logits = network(ids, lengths)
     shares, weights = (
-        torch.tensor(each[list(batch)], dtype=torch.float32, device=device)
-        for each in (now.shares, now.weights)
+        torch.tensor(tensor[list(batch)], dtype=torch.float32, device=device)
+        for tensor in (now.shares, now.weights)
     )
-    each = -(shares * logits.float().log_softmax(1)).sum(1)
-    return (weights * each).sum() * len(now.batches) / float(now.weights.sum())
+    losses = -(shares * logits.float().log_softmax(1)).sum(1)
+    return (weights * losses).sum() * len(now.batches) / float(now.weights.sum())
 
 
 def train(
@@ -197,10 +199,10 @@ def train(
     network.base.set_attn_implementation("eager")  # the fastest for such short windows
     parameters = add_adapters(network, recipe)
     bf16 = recipe.dtype == "bfloat16"
-    for each in network.base.parameters() if bf16 else ():
-        if not each.requires_grad:
-            each.data = each.data.bfloat16()
-    low_rank = [each for name, each in parameters.items() if not name.startswith("head.")]
+    for parameter in network.base.parameters() if bf16 else ():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    low_rank = [parameter for name, parameter in parameters.items() if not name.startswith("head.")]
     groups = [
         {"params": low_rank, "top": recipe.lr},
         {"params": list(network.head.parameters()), "top": recipe.head_lr},
@@ -211,8 +213,8 @@ def train(
     if checkpoint.is_file():
         state = _read(checkpoint, plan, network.head.weight.device)
         with torch.no_grad():
-            for name, each in parameters.items():
-                each.copy_(state["parameters"][name])
+            for name, parameter in parameters.items():
+                parameter.copy_(state["parameters"][name])
         optimizer.load_state_dict(state["optimizer"])
         done, tokens, seconds = state["step"], state["tokens"], state["seconds"]
     # Take the steps that are left, pass after pass.
@@ -254,11 +256,11 @@ def train(
 def named_on_disk(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Adapters and head by their names in the file."""
     ends = {".lora_A.default.weight": ".a", ".lora_B.default.weight": ".b", "": ""}
-    found = {}
-    for name, each in parameters.items():
+    tensors = {}
+    for name, parameter in parameters.items():
         end = next(end for end in ends if name.endswith(end))
-        found[name.removeprefix("base.").removesuffix(end) + ends[end]] = each.detach()
-    return found
+        tensors[name.removeprefix("base.").removesuffix(end) + ends[end]] = parameter.detach()
+    return tensors
 
 
 def _read(checkpoint: Path, plan: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -300,20 +302,21 @@ def train_adapter(
         texts = [text for label in labels for text in corpus.texts[label]]
         shares = np.repeat(np.eye(len(labels)), [len(corpus.texts[k]) for k in labels], axis=0)
         sources.append(WeightedTexts(tokenised(texts), shares, weight))
-    for each, weight in data.graded:
-        sources.append(WeightedTexts(tokenised(each.texts), label_shares(each, labels), weight))
+    for corpus, weight in data.graded:
+        sources.append(WeightedTexts(tokenised(corpus.texts), label_shares(corpus, labels), weight))
     plan = {
         "task": task,
         "labels": list(labels),
         "base": f"{base} {weights}",
         "recipe": recipe.model_dump(mode="json"),
-        "data": [[each.sha256, weight] for each, weight in (*data.corpora, *data.graded)],
+        "data": [[corpus.sha256, weight] for corpus, weight in (*data.corpora, *data.graded)],
     }
     checkpoint = folder / f"{task}-adapter.checkpoint"
     start = text_markers(tokenizer).start
     tensors, tokens, seconds = train(network, start, sources, recipe, checkpoint, plan)
     libraries = {
-        each: importlib.metadata.version(each) for each in ("torch", "transformers", "peft")
+        package: importlib.metadata.version(package)
+        for package in ("torch", "transformers", "peft")
     }
     facts: dict[str, Any] = {
         "labels": tuple(labels),

@@ -64,13 +64,13 @@ def main() -> None:
 def judge_again(folders: list[Path]) -> pd.DataFrame:
     """The claims of these folders of tables, each once, corrected over all of an item's claims that
     were made and are not on perplexity."""
-    found: dict[str, dict[str, ClaimResult]] = {}
+    results: dict[str, dict[str, ClaimResult]] = {}
     for file in sorted(file for folder in folders for file in folder.glob("*.claims.csv")):
         claims = read_claims(file)
         claims = claims[(claims["verdict"] != "missing") & (claims["metric"] != "ppl")]
         for result in (ClaimResult(**row) for row in records(claims)):
-            found.setdefault(result.item, {}).setdefault(result.claim, result)
-    items = [ItemClaims(item, rows=[*rows.values()]).frame() for item, rows in found.items()]
+            results.setdefault(result.item, {}).setdefault(result.claim, result)
+    items = [ItemClaims(item, rows=[*rows.values()]).frame() for item, rows in results.items()]
     return pd.concat(items, ignore_index=True)
 
 

@@ -30,7 +30,7 @@ MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 mo
 
 # %%
 toy, key = load_model("planted"), answer_key("planted")
-known = head_logit_attribution(toy, "sentiment", tokens=16)
+known = head_logit_attribution(toy, ContrastSet.of(toy, "sentiment", tokens=16))
 names = {head: role for role, head in key.heads.items()}
 table = known.frame()
 table["role"] = [names.get((row.layer, row.head), "idle") for row in table.itertuples()]
@@ -46,8 +46,8 @@ print("the carrier promotes", known.words(*key.heads["carrier"], n=6)[0])
 model = load_model(MODEL)
 prompts = load_task("sentiment").prompts.texts[:8]
 contrast_set = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=16)
-found = head_logit_attribution(model, contrast_set)
-found.parts().round(4)
+attribution = head_logit_attribution(model, contrast_set)
+attribution.parts().round(4)
 
 # %% [markdown]
 # ## The heads
@@ -56,14 +56,14 @@ found.parts().round(4)
 # mass and small values in many models, so mass alone misleads.
 
 # %%
-found.frame().head(8).round(4)
+attribution.frame().head(8).round(4)
 
 # %%
-found.plot()
+attribution.plot()
 
 # %%
-for row in found.frame().head(4).itertuples():
-    best, worst = found.words(row.layer, row.head, 8)
+for row in attribution.frame().head(4).itertuples():
+    best, worst = attribution.words(row.layer, row.head, 8)
     print(f"{row.layer}.{row.head} promotes {best}\n     demotes  {worst}")
 
 # %% [markdown]
@@ -72,12 +72,12 @@ for row in found.frame().head(4).itertuples():
 # The heads with the largest direct effects, and what is lost without them, in the same metric.
 
 # %%
-top = [[row.layer, row.head] for row in found.frame().head(8).itertuples()]
+top = [[row.layer, row.head] for row in attribution.frame().head(8).itertuples()]
 exact = knock_out(
     model, contrast_set, over={f"{i}.{j}": [[i, j]] for i, j in top}, metric="lex", other_metrics=()
 )
 for (i, j), unit, effect in zip(top, exact.units, exact.values.mean(0), strict=True):
-    direct = found.frame().set_index(["layer", "head"]).loc[(i, j), "direct"]
+    direct = attribution.frame().set_index(["layer", "head"]).loc[(i, j), "direct"]
     print(
         f"{unit.name:>6}: direct {format_number(direct, '+.4f')}, lost without it"
         f" {format_number(effect, '+.4f')}"
@@ -87,9 +87,9 @@ for (i, j), unit, effect in zip(top, exact.units, exact.values.mean(0), strict=T
 # ## Checks
 
 # %%
-whole = found.direct.sum((-1, -2, -3)) + found.others.sum(-1)
-assert np.abs(whole - found.total).max() < 1e-3 * max(1, np.abs(found.total).max())
-assert np.abs(found.mass.sum(-1) - 1).max() < 1e-4
+summed = attribution.direct.sum((-1, -2, -3)) + attribution.others.sum(-1)
+assert np.abs(summed - attribution.total).max() < 1e-3 * max(1, np.abs(attribution.total).max())
+assert np.abs(attribution.mass.sum(-1) - 1).max() < 1e-4
 assert table.loc[0, "role"] == "carrier"
 assert set(known.words(*key.heads["carrier"], n=6)[0]) == set(POSITIVE)
 assert abs(table.set_index("role").loc["relay", "direct_all"]) < 1e-4

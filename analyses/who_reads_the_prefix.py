@@ -16,9 +16,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from IPython.display import HTML
 
 import lapa2_interp
-from lapa2_interp import load_model
+from lapa2_interp import generate, load_model
 from lapa2_interp.circuits import (
     ContrastSet,
     joint_curve,
@@ -28,8 +29,10 @@ from lapa2_interp.circuits import (
 )
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import answer_key
+from lapa2_interp.report import view
 
 MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 models`, or a folder
+figures = Path(lapa2_interp.__file__).parents[1] / "figures" / "circuits"
 
 # %% [markdown]
 # ## A model whose answer is known
@@ -40,13 +43,30 @@ MODEL = os.environ.get("LAPA2_MODEL", "smollm2-135m")  # or another of `lapa2 mo
 
 # %%
 toy, key = load_model("planted"), answer_key("planted")
-known = knock_out(toy, "sentiment", metric="lex", tokens=16)
+known = knock_out(toy, ContrastSet.of(toy, "sentiment", tokens=16), metric="lex")
 names = {head: role for role, head in key.heads.items()}
 table = known.frame()
 table["role"] = [names.get((row.layer, row.head), "idle") for row in table.itertuples()]
 mass = prefix_attention_by_head(toy, known.contrast_set)
 table["attention"] = [mass[row.layer, row.head] for row in table.itertuples()]
 table[["layer", "head", "role", "effect", "low", "high", "p_max", "attention"]].round(4)
+
+# %% [markdown]
+# The viewer shows it on one text: the decoy (1.3) gives the prefix nearly all its attention, and
+# the last lines say that nothing is lost without it. The carrier is 1.2; choose it in the grid.
+
+# %%
+made = generate(
+    toy,
+    "The lake",
+    attribute="positive",
+    parameters={"prefixes": "hard"},
+    alpha=[0, 0.5],
+    length=12,
+)
+shown = view(made, model=toy, circuits=figures / "planted")
+shown.head = key.heads["decoy"]
+HTML(shown.frame)
 
 # %% [markdown]
 # ## Layers of the model
@@ -95,7 +115,7 @@ heads.with_metric("lex").frame().head(5).round(4)
 # theirs.
 
 # %%
-shipped = Path(lapa2_interp.__file__).parents[1] / "figures" / "circuits" / "sentiment" / "head.csv"
+shipped = figures / "sentiment" / "head.csv"
 if MODEL == "smollm2-135m" and shipped.is_file():
     whole_table = pd.read_csv(shipped).set_index(["layer", "head"])
     small = heads.frame().set_index(["layer", "head"])["effect"]

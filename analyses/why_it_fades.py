@@ -11,7 +11,7 @@
 import os
 
 from lapa2_interp import load_model
-from lapa2_interp.circuits import measure_fading, select
+from lapa2_interp.circuits import ContrastSet, measure_fading, select
 from lapa2_interp.methods import load_task
 from lapa2_interp.models.planted import answer_key
 
@@ -53,27 +53,28 @@ known["planted"].frame()
 model = load_model(MODEL)
 prompts = (*load_task("sentiment").prompts.texts, "The road to the lake")
 choosing, judging = prompts[:8], prompts[8:]
-chosen = select(model, "sentiment", score="slope", heads=8, prompts=choosing, tokens=16)
+chosen = select(
+    model, ContrastSet.of(model, "sentiment", prompts=choosing, tokens=16), score="slope", heads=8
+)
 print("heads:", " ".join(f"{layer}.{head}" for layer, head in chosen.heads))
-found = measure_fading(
+fading = measure_fading(
     model,
-    "sentiment",
+    ContrastSet.of(model, "sentiment", prompts=judging, tokens=128 + 16),
     filler=(32, 128),
     tokens=16,
-    prompts=judging,
     heads={"selected": chosen.heads},
     random=1,
 )
-found.fades()
+fading.fades()
 
 # %%
-found.plot()
+fading.plot()
 
 # %%
-found.frame()
+fading.frame()
 
 # %%
-print(f"{MODEL}: {found.verdict}")
+print(f"{MODEL}: {fading.verdict}")
 
 # %% [markdown]
 # ## Checks

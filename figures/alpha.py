@@ -34,19 +34,19 @@ def draw(table: pd.DataFrame) -> Drawing:
         panel.set_title(f"{display_name(method)}, {task}", fontsize=9)
         plain_axes(panel, "alpha", METRIC_LABELS[metric])
         panel.yaxis.label.set_color(colour)
-        other = panel.twinx()
+        right = panel.twinx()
         look = {"color": "#777777", "ls": "--", "lw": 1.0, "marker": ".", "ms": 4}
-        other.errorbar(
+        right.errorbar(
             fluency["alpha"], fluency["mean"], yerr=error_bars(fluency), elinewidth=0.7, **look
         )
-        other.set_ylabel("perplexity", color="#777777", fontsize=8)
-        other.set_yscale("log")
-        other.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        other.yaxis.set_major_formatter(ScalarFormatter())
-        other.yaxis.set_minor_locator(NullLocator())
-        other.set_ylim(fluency["mean"].min() / 1.6, fluency["mean"].max() * 1.6)
-        other.tick_params(which="both", labelsize=7, colors="#777777")
-        other.spines["top"].set_visible(False)
+        right.set_ylabel("perplexity", color="#777777", fontsize=8)
+        right.set_yscale("log")
+        right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        right.yaxis.set_major_formatter(ScalarFormatter())
+        right.yaxis.set_minor_locator(NullLocator())
+        right.set_ylim(fluency["mean"].min() / 1.6, fluency["mean"].max() * 1.6)
+        right.tick_params(which="both", labelsize=7, colors="#777777")
+        right.spines["top"].set_visible(False)
     return figure
 
 

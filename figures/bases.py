@@ -45,15 +45,15 @@ def draw(table: pd.DataFrame) -> Drawing:
             for style, curve in curves.items():
                 panel.plot(curve["mean_ppl"], curve["mean"], color=colour, ls=style, lw=0.9)
             panel.plot([], [], color=colour, label=str(method))
-            for place, of_place in of_method.groupby("place", sort=False):
+            for label, of_place in of_method.groupby("place", sort=False):
                 x = of_place[["mean_ppl", "low_ppl", "high_ppl"]]
-                look = {"color": colour, "marker": LOOKS[str(place)], "ms": 5, "lw": 0.7, "ls": ""}
+                look = {"color": colour, "marker": LOOKS[str(label)], "ms": 5, "lw": 0.7, "ls": ""}
                 crosses(panel, x.rename(columns=lambda name: name[:-4]), of_place, **look)
         panel.set_title(f"{part} {own['task'].iloc[0]}", fontsize=9)
         plain_axes(panel, METRIC_LABELS["ppl"], f"{METRIC_LABELS['acc']}, by linear")
-    for place in points["place"].unique() if parts else ():
-        look = {"marker": LOOKS[place], "ms": 5, "color": "0.4", "ls": ""}
-        panels[-1].plot([], [], **look, label=NAMES.get(place, place))
+    for label in points["place"].unique() if parts else ():
+        look = {"marker": LOOKS[label], "ms": 5, "color": "0.4", "ls": ""}
+        panels[-1].plot([], [], **look, label=NAMES.get(label, label))
     legend_below(figure, [("", panel, rows) for panel in panels], 5)
     return figure
 

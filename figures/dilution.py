@@ -25,8 +25,14 @@ def draw(table: pd.DataFrame, fits: pd.DataFrame) -> Drawing:
             c, d, r2 = fits.loc[own & (fits["method"] == method), ["C", "D", "R2"]].iloc[0]
             if not np.isnan(c):
                 panel.plot(line["step"], c / (line["step"] + d), color=colour, ls=":", lw=1.6)
-                place: dict[str, Any] = {"ha": "right", "va": "top", "transform": panel.transAxes}
-                panel.text(0.98, 0.98 - 0.09 * i, f"R² {r2:.2f}", color=colour, fontsize=7, **place)
+                alignment: dict[str, Any] = {
+                    "ha": "right",
+                    "va": "top",
+                    "transform": panel.transAxes,
+                }
+                panel.text(
+                    0.98, 0.98 - 0.09 * i, f"R² {r2:.2f}", color=colour, fontsize=7, **alignment
+                )
         panel.set_ylim(bottom=0)
         panel.set_title(task, fontsize=9)
         plain_axes(panel, "generation step t", "attention on the prefix")

@@ -45,7 +45,7 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
     options = parser.parse_args()
     out = options.out or options.run
     files = [
-        out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{each}" for each in further))
+        out / "tables" / f"{name}.csv" for name in (item, *(f"{item}.{part}" for part in further))
     ]
     if not all(file.is_file() for file in files):
         made = subprocess.run(
@@ -62,9 +62,9 @@ def render(item: str, draw: Callable[..., Drawing], *further: str) -> None:
         ) from error
     (out / "figures").mkdir(parents=True, exist_ok=True)
     for ending in ("png", "pdf"):
-        place = out / "figures" / f"{item}.{ending}"
-        figure.savefig(place, metadata={"CreationDate": None} if ending == "pdf" else None)
-        print(place)
+        path = out / "figures" / f"{item}.{ending}"
+        figure.savefig(path, metadata={"CreationDate": None} if ending == "pdf" else None)
+        print(path)
 
 
 def _table(file: Path) -> pd.DataFrame:

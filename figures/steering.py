@@ -31,8 +31,10 @@ def draw(table: pd.DataFrame, curves: pd.DataFrame, equal: pd.DataFrame) -> Draw
         equal: tables/steering.equal.csv.
     """
     curves, equal = (
-        each[each["attribute"] == "all"].assign(variant=each["variant"].astype(object).fillna(""))
-        for each in (curves, equal)
+        table[table["attribute"] == "all"].assign(
+            variant=table["variant"].astype(object).fillna("")
+        )
+        for table in (curves, equal)
     )
     keys = distinguishing_columns(curves, ["task", "words", "model", "method", "variant"])
     names = [REFERENCE, *(name for name in dict.fromkeys(equal["family"]) if name != REFERENCE)]

@@ -219,9 +219,9 @@ def holm(p: Sequence[float] | np.ndarray) -> Float[np.ndarray, " test"]:
     known = np.where(np.isnan(raw), 1.0, raw)
     order = np.argsort(known, kind="stable")
     stepped = np.maximum.accumulate((len(raw) - np.arange(len(raw))) * known[order])
-    found = np.empty(len(raw))
-    found[order] = np.minimum(stepped, 1.0)
-    return np.where(np.isnan(raw), np.nan, found)
+    adjusted = np.empty(len(raw))
+    adjusted[order] = np.minimum(stepped, 1.0)
+    return np.where(np.isnan(raw), np.nan, adjusted)
 
 
 IntervalMethod = Literal["resampled", "student", "none"]
@@ -430,12 +430,12 @@ def paired_difference(
     clusters, names = _codes_of_both((before_clusters, after_clusters))
     kind, n_kinds = np.zeros(len(values), int), 1
     if kinds is not None:
-        kind, found = _codes_of_both(kinds)
-        n_kinds = len(found)
+        kind, codes = _codes_of_both(kinds)
+        n_kinds = len(codes)
     cells, n_cells = clusters * n_kinds + kind, len(names) * n_kinds
-    kept, later = ~np.isnan(values), np.arange(len(values)) >= len(before)
+    present, later = ~np.isnan(values), np.arange(len(values)) >= len(before)
     # Means of the cells that both conditions have, and from them a difference for each cluster.
-    sides = (kept & ~later, kept & later)
+    sides = (present & ~later, present & later)
     means, sizes = zip(*(_means(values[side], cells[side], n_cells) for side in sides), strict=True)
     both = (sizes[0] > 0) & (sizes[1] > 0)
     in_both = both.reshape(len(names), n_kinds)
@@ -477,10 +477,10 @@ def paired_difference(
 
 def _codes_of_both(labels: tuple[Labels, Labels]) -> tuple[Int[np.ndarray, " n"], np.ndarray]:
     """`label_codes` of the values of two conditions, one after the other."""
-    one, other = map(_read_labels, labels)
-    if one.dtype.kind != other.dtype.kind:  # together they would be texts
-        one, other = (pd.Series(side, dtype=object).to_numpy() for side in (one, other))
-    return label_codes(np.concatenate([one, other]), sort=True)
+    one, second = map(_read_labels, labels)
+    if one.dtype.kind != second.dtype.kind:  # together they would be texts
+        one, second = (pd.Series(side, dtype=object).to_numpy() for side in (one, second))
+    return label_codes(np.concatenate([one, second]), sort=True)
 
 
 def least_p(clusters: int, resamples: int = 4000) -> float:
@@ -517,7 +517,7 @@ def _inside_clusters(
     n_before, n_after, n_both = (
         np.bincount(cell_of[which], minlength=n_cells) for which in (before, after, before & after)
     )
-    shares = [share(1 / np.maximum(each, 1)) for each in (n_before, n_after)]
+    shares = [share(1 / np.maximum(counts, 1)) for counts in (n_before, n_after)]
     inside = variance(before, 0, 0) * shares[0] + variance(after, 1, 1) * shares[1]
     if n_both.any():
         both = share(n_both / np.maximum(n_before * n_after, 1))
@@ -540,7 +540,7 @@ def _covariance(
     _, groups = np.unique(groups, return_inverse=True)
     number = int(groups.max(initial=-1)) + 1
     free = len(one) - number
-    rests = [each - _means(each, groups, number)[0][groups] for each in (one, two)]
+    rests = [values - _means(values, groups, number)[0][groups] for values in (one, two)]
     return float(rests[0] @ rests[1]) / free if free else math.nan
 
 

@@ -60,7 +60,7 @@ OF_BRIDGES = (
 )
 """Tests of what a HookedTransformer is refused: circuits are read from a TransformerBridge. The table
 of families is that of the newest transformer-lens."""
-OF_BOTH = ("hooked", "models")
+OF_BOTH = ("conformance", "hooked", "models")
 """Beside a HookedTransformer all of these files, and of the others the tests that are given a model
 class: the rest would run the same code again."""
 collect_ignore = [*OF_BRIDGES] if HAS_HOOKED else ["attention/test_hooked.py"]
@@ -221,20 +221,38 @@ def cell_of(model, method, task, attribute, prompts=None, augmentation=None, **s
 
 def generate(model, *cell, context=None, **settings):
     """Texts and trace of a cell, from the decode loop itself."""
-    from lapa2_interp.generation.loop import decode_batches
     from lapa2_interp.generation.plan import plan_batches
     from lapa2_interp.runs.method_context import ModelContext
 
-    made = plan_batches(model, cell_of(model, *cell, **settings), context or ModelContext(model))
-    return decode_batches(model, made)
+    cell = cell_of(model, *cell, **settings)
+    return decode_plan(model, plan_batches(model, cell, context or ModelContext(model)))
+
+
+def continue_chat(model, task, rule=None, **settings):
+    """Texts and trace of the chats of a task (`chat_task`)."""
+    settings = {"eos": "stop", "trace": "pooled"} | settings
+    return generate(model, "chat", task, "custom", None, rule, **settings)
 
 
 def decode(model, cell):
     """Texts and trace of a cell that prepares nothing."""
-    from lapa2_interp.generation.loop import decode_batches
     from lapa2_interp.generation.plan import plan_batches
 
-    return decode_batches(model, plan_batches(model, cell))
+    return decode_plan(model, plan_batches(model, cell))
+
+
+def decode_plan(model, plan):
+    """Texts and trace of all batches of a plan."""
+    import pandas as pd
+
+    from lapa2_interp.attention.trace import join_traces
+    from lapa2_interp.generation.loop import decode_batch
+    from lapa2_interp.generation.plan import DecodedBatch
+
+    batches = [decode_batch(model, plan, pairs) for pairs in plan.batches]
+    samples = pd.concat([batch.samples for batch in batches], ignore_index=True)
+    traces = [batch.trace for batch in batches if batch.trace is not None]
+    return DecodedBatch(samples, join_traces(traces, samples) if traces else None)
 
 
 def plan(
@@ -388,11 +406,11 @@ def hooks_left(model):
     return points, list(network._forward_pre_hooks)
 
 
-def logits_with_neurons(model, ids, intervention):
-    """Logits under an intervention on neurons."""
+def logits_with_neurons(model, ids, neurons, values, at="pre"):
+    """Logits with neurons set, as `set_neurons` takes them."""
     from lapa2_interp.attention.neurons import set_neurons
 
-    with set_neurons(model, intervention):
+    with set_neurons(model, neurons, values, at):
         return model(ids)
 
 

@@ -60,7 +60,6 @@ LINES = {
     "recipes": "recipes",
     "word-lists": "word-lists --task sentiment --data {home}/reviews.jsonl --n-words 4 --min-count 1 --min-z 0 --out {out}.json",
     "scorers list": "scorers list",
-    "scorers check": "scorers check {home}/reviews.jsonl --label label --task sentiment --scorers linear",
     "scorers train": "scorers train --task sentiment --data {home}/reviews.jsonl --out {out}",
     "scorers sheets": "scorers sheets {home}/run --n-texts 2 --out {out}",
     "scorers answers": "scorers answers {home}/sheets/key.csv {home}/anna.csv --out {out}",
@@ -106,9 +105,9 @@ def command(line, log):
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            for number, each in enumerate(before, 1):
-                os.dup2(each, number)
-                os.close(each)
+            for number, handle in enumerate(before, 1):
+                os.dup2(handle, number)
+                os.close(handle)
 
 
 def act(line, log, environment=None):
@@ -129,10 +128,10 @@ def before_changes(folder, do):
 
     def hook(event, arguments):
         if (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)) or event in CHANGES:
-            place = arguments[0]
-            if isinstance(place, (str, os.PathLike)):  # shutil removes by relative names
-                place = Path(place)
-                if not place.is_absolute() or place.is_relative_to(folder):
+            path = arguments[0]
+            if isinstance(path, (str, os.PathLike)):  # shutil removes by relative names
+                path = Path(path)
+                if not path.is_absolute() or path.is_relative_to(folder):
                     do()
 
     sys.addaudithook(hook)
@@ -157,12 +156,12 @@ def photograph(line, folder, shots, log):
 def go_on(line, home, shots, log, results):
     """A process that repeats a command in each folder; writes exit codes, and what was finished
     before and is not the same file or line now."""
-    found = {}
+    outcomes = {}
     for shot in shots:
         before = finished(shot)
         words = line.format(home=home, out=shot / "out")
-        found[shot.name] = command(words, log), sorted(before - finished(shot))
-    results.write_text(json.dumps(found))
+        outcomes[shot.name] = command(words, log), sorted(before - finished(shot))
+    results.write_text(json.dumps(outcomes))
 
 
 def stop_midway(line, home, folder, results):
@@ -181,31 +180,31 @@ def stop_midway(line, home, folder, results):
             os.kill(os.getpid(), now)
 
     sys.addaudithook(hook)
-    found = {}
+    stops = {}
     for name in ("undisturbed", "SIGINT", "SIGTERM"):
         while True:
-            place, opened, kind = folder / f"{name}-{middle}", 0, getattr(signal, name, None)
-            place.mkdir()
-            code = command(line.format(home=home, out=place / "out"), place / "log")
+            target, opened, kind = folder / f"{name}-{middle}", 0, getattr(signal, name, None)
+            target.mkdir()
+            code = command(line.format(home=home, out=target / "out"), target / "log")
             if kind is None or not middle:
                 break
             middle //= 2  # a process reads some files once
-        found[name] = code, time.monotonic() - sent, (place / "log").read_text()
+        stops[name] = code, time.monotonic() - sent, (target / "log").read_text()
         middle = middle or opened // 3
-    results.write_text(json.dumps(found))
+    results.write_text(json.dumps(stops))
 
 
 def without_day(value):
     if isinstance(value, dict):
-        return {name: without_day(each) for name, each in value.items() if name not in OF_THE_DAY}
-    return [without_day(each) for each in value] if isinstance(value, list) else value
+        return {name: without_day(inner) for name, inner in value.items() if name not in OF_THE_DAY}
+    return [without_day(inner) for inner in value] if isinstance(value, list) else value
 
 
-def contents(place):
+def contents(target):
     """Results of a command: bytes by name, JSON and pages without what is of the day."""
-    files = [place] if place.is_file() else place.rglob("*")
-    found = {}
-    for file in sorted(each for each in files if each.is_file() and each.suffix != ".lock"):
+    files = [target] if target.is_file() else target.rglob("*")
+    stored = {}
+    for file in sorted(path for path in files if path.is_file() and path.suffix != ".lock"):
         data = file.read_bytes()
         if file.name == ".lock":
             continue
@@ -213,19 +212,19 @@ def contents(place):
             data = json.dumps(without_day(json.loads(data)), sort_keys=True).encode()
         if file.suffix == ".html":
             data = re.sub(rb"\b[0-9a-f]{40}(\+changes)?", b"commit", data)
-        found[str(file.relative_to(place.parent)).partition("/")[2]] = data
-    return found
+        stored[str(file.relative_to(target.parent)).partition("/")[2]] = data
+    return stored
 
 
-def different(found, wanted):
+def different(stored, wanted):
     """Names of files that only one has, or that differ."""
     return sorted(
-        name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+        name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name)
     )
 
 
 def left_over(folder):
-    return [str(each) for each in folder.rglob(f"{TEMPORARY_PREFIX}*")]
+    return [str(path) for path in folder.rglob(f"{TEMPORARY_PREFIX}*")]
 
 
 def furnish(folder):
@@ -256,15 +255,15 @@ def furnish(folder):
 
 def finished(folder):
     """All that a command need not make again: the files of batches of a run, lines of results."""
-    found = set()
+    entries = set()
     for record in folder.glob("*/cells/*/[0-9]*.json"):
         for file in record.parent.glob(f"{record.stem}.*"):
             about = file.stat()
-            found.add(f"{file.relative_to(folder)} {about.st_ino} {about.st_mtime_ns}")
+            entries.add(f"{file.relative_to(folder)} {about.st_ino} {about.st_mtime_ns}")
     for file in folder.glob("out-kept"):
         *lines, _ = file.read_text().split("\n")  # the last may be torn
-        found.update(lines)
-    return found
+        entries.update(lines)
+    return entries
 
 
 def lapa2_lines(text):

@@ -325,7 +325,7 @@ def table() -> str:
         "|---" * 5 + "|",
     ]
     for name, family in FAMILIES.items():
-        kinds = {re.sub(r" \d+", "", each) for each in family.sees}
+        kinds = {re.sub(r" \d+", "", seen) for seen in family.sees}
         layers = ", ".join(kind for kind in ("full", "sliding", "chunked", "none") if kind in kinds)
         works = [SAID.get(family.refused.get(kind, ""), "yes") for kind in (BRIDGE, PLAIN)]
         layers = layers or "not known"

@@ -68,8 +68,8 @@ def _behind(model, prefix, n):
         cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
         for layer, entry in enumerate(cache.entries):
             entry.past_keys, entry.past_values = (
-                each[layer].transpose(0, 1)[None].to(model.cfg.dtype)
-                for each in (prefix.keys, prefix.values)
+                array[layer].transpose(0, 1)[None].to(model.cfg.dtype)
+                for array in (prefix.keys, prefix.values)
             )
         cache.previous_attention_mask = torch.ones(1, len(prefix), dtype=torch.long)
         return {"past_kv_cache": cache}

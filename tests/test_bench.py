@@ -79,8 +79,8 @@ def test_bytes_of_a_step(bench):
     plan = bench.planned(bridge, "air-decoding", 2, 9, 4, trace="none")
     config = plain.config
     read = {
-        name: each.numel()
-        for name, each in plain.named_parameters()
+        name: parameter.numel()
+        for name, parameter in plain.named_parameters()
         if name != "model.embed_tokens.weight"
     }
     live = sum(2 * (row[0].n_live + 2) for row in plan.layouts)  # two samples, two new tokens
@@ -99,8 +99,8 @@ def test_contenders_share_weights_and_prompts_have_the_tokens_asked_for(bench, m
     assert len(plan.batches) == 1
     for ids in bench.prompt_tokens(plan, torch.device("cpu")):
         assert torch.allclose(plain(ids).logits, bridge(ids), atol=1e-4)
-    own, other = (each.get_input_embeddings().weight for each in (plain, network_of(direct)))
-    assert own is other
+    own, shared = (network.get_input_embeddings().weight for network in (plain, network_of(direct)))
+    assert own is shared
 
 
 @pytest.mark.parametrize(

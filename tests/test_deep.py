@@ -59,16 +59,16 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
     """In layer 0, whose inputs are the text alone, LaPA2 multiplies the odds by the law exactly;
     shares and the rest are those of two readings, window by window."""
     run = made(tmp_path, "deep", DEEP)
-    found = script("analyses", "deep", run)
-    assert found["edges"][:2] == [64, 128]
-    assert 190 < found["edges"][2] < 256
-    (first, *_), shares = found["lengths"].index.get_level_values("text"), {}
-    for low, high in pairwise(found["edges"]):
-        keys = np.arange(low, min(high, found["edges"][-1]))
-        own = found["lengths"][first, low]
+    outcome = script("analyses", "deep", run)
+    assert outcome["edges"][:2] == [64, 128]
+    assert 190 < outcome["edges"][2] < 256
+    (first, *_), shares = outcome["lengths"].index.get_level_values("text"), {}
+    for low, high in pairwise(outcome["edges"]):
+        keys = np.arange(low, min(high, outcome["edges"][-1]))
+        own = outcome["lengths"][first, low]
         assert own == pytest.approx(1 / (1 / keys).mean(), rel=0.02), "its texts may end earlier"
-        shares[low] = 3.0 / found["lengths"].xs(low, level="l_kv")  # the mean of 3/l
-    slope = found["slope"](pd.DataFrame(shares), *found["edges"][:2])
+        shares[low] = 3.0 / outcome["lengths"].xs(low, level="l_kv")  # the mean of 3/l
+    slope = outcome["slope"](pd.DataFrame(shares), *outcome["edges"][:2])
     assert slope.tolist() == pytest.approx([-1] * len(slope)), "also where the last window is wider"
     rows, heads = table(run, "deep"), table(run, "deep.heads")
     model, cells = load("tiny-llama"), load_run(run)
@@ -82,7 +82,7 @@ def test_deep_reads_what_the_law_leaves(tmp_path):
         ]
         keys = len(layout.ids) + np.arange(pair[0].sizes["step"])
         inside = (keys >= 64) & (keys < 128)
-        one, two = (each[0, 0].to_numpy().astype(float)[inside] for each in pair)
+        one, two = (trace[0, 0].to_numpy().astype(float)[inside] for trace in pair)
         shares.append([one.mean(), two.mean()])
         law = 0.5 * np.log((keys[inside] - 1) / layout.l_pre)  # the paper's l has no BOS
         gain = np.log(two / (1 - two)) - np.log(one / (1 - one))

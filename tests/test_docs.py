@@ -31,19 +31,19 @@ def name_of(file):
 
 def blocks(file):
     """Fenced blocks: (line number, language, text)."""
-    found, opened = [], None
+    blocks, opened = [], None
     for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
         mark = line.strip()
         if mark.startswith("```"):
             if opened is None:
                 opened = (number, mark[3:].partition(" ")[0], [])
             else:
-                found.append((opened[0], opened[1], "\n".join(opened[2])))
+                blocks.append((opened[0], opened[1], "\n".join(opened[2])))
                 opened = None
         elif opened is not None:
             opened[2].append(line)
     assert opened is None, f"{file.name}:{opened[0]}: a block without an end"
-    return found
+    return blocks
 
 
 def outside_blocks(file):
@@ -71,12 +71,12 @@ def shell_lines(file):
         if line.startswith("    ") and (not before or before.startswith("    ")):
             sources.append((number, line.strip()))
         before = line
-    whole = ""
+    joined = ""
     for number, line in sorted(sources):
-        whole += line.removesuffix("\\")
+        joined += line.removesuffix("\\")
         if not line.endswith("\\"):
-            yield number, whole.strip()
-            whole = ""
+            yield number, joined.strip()
+            joined = ""
 
 
 def commands(file):
@@ -138,9 +138,9 @@ def test_every_block_says_what_it_is(file):
 def test_the_commands_of_a_document_parse(file):
     wrong = []
     for number, words in commands(file):
-        if (given := of_lapa2(words)) is not None:
+        if (arguments := of_lapa2(words)) is not None:
             try:
-                check_command(given)
+                check_command(arguments)
             except CycloptsError as error:
                 wrong.append(f"{number}: {shlex.join(words)}: {error}")
     assert not wrong
@@ -153,15 +153,15 @@ def test_the_commands_named_in_a_document_exist(file):
     wrong = []
     for number, line in outside_blocks(file):
         for span in code_spans(line):
-            given = of_lapa2(shlex.split(span)) if span.startswith("lapa2 ") else None
-            if not given:
+            arguments = of_lapa2(shlex.split(span)) if span.startswith("lapa2 ") else None
+            if not arguments:
                 continue
-            names, _, rest = app.parse_commands(given)
+            names, _, rest = app.parse_commands(arguments)
             try:
-                if not names and not given[0].startswith("-"):
+                if not names and not arguments[0].startswith("-"):
                     wrong.append(f"{number}: {span}: no such command")
                 elif rest:
-                    check_command(given)
+                    check_command(arguments)
             except CycloptsError as error:
                 wrong.append(f"{number}: {span}: {error}")
     assert not wrong
@@ -198,11 +198,11 @@ def test_the_links_of_a_document_lead_somewhere(file):
         for target in re.findall(r"\]\(([^)\s]+)\)", line):
             if re.match(r"[a-z]+:", target):
                 continue
-            place, _, anchor = target.partition("#")
-            found = (file.parent / place).resolve() if place else file
-            if not found.exists():
+            page, _, anchor = target.partition("#")
+            linked = (file.parent / page).resolve() if page else file
+            if not linked.exists():
                 wrong.append(f"{number}: {target}: no such file")
-            elif anchor and (found.suffix != ".md" or anchor not in anchors(found)):
+            elif anchor and (linked.suffix != ".md" or anchor not in anchors(linked)):
                 wrong.append(f"{number}: {target}: no such heading")
     assert not wrong
 

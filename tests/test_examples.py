@@ -17,8 +17,8 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 LOAD, KNOCK_OUT = map(functools.cache, (lapa2_interp.load_model, circuits.knock_out))
 NAMES = {name: getattr(lapa2_interp, name) for name in lapa2_interp.__all__}
 NAMES |= {
-    each.__qualname__: each
-    for each in (
+    documented.__qualname__: documented
+    for documented in (
         UnitTable,
         UnitTable.frame,
         UnitTable.interval,

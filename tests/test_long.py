@@ -49,16 +49,18 @@ def test_memory_of_a_long_text(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text("utf-8"))
     config["max_position_embeddings"] = 4096
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
-    found = measure(tmp_path, "float32", (256, 0.0), (256, 0.5), (3000, 0.5))
-    assert found["steps"] == [256, 256, 3000]
-    assert found["grown"] < 0.3
-    assert found["shares"][0] < found["shares"][1]
+    measured = measure(tmp_path, "float32", (256, 0.0), (256, 0.5), (3000, 0.5))
+    assert measured["steps"] == [256, 256, 3000]
+    assert measured["grown"] < 0.3
+    assert measured["shares"][0] < measured["shares"][1]
 
 
 @pytest.mark.slow
 def test_the_whole_context_in_five_minutes_and_four_gigabytes():
     began = time.perf_counter()
-    found = measure("smollm2-135m", "bfloat16", *((8192 - 6, alpha) for alpha in (0.0, 0.5, 1.0)))
-    assert found["peak"] < 4.0
+    measured = measure(
+        "smollm2-135m", "bfloat16", *((8192 - 6, alpha) for alpha in (0.0, 0.5, 1.0))
+    )
+    assert measured["peak"] < 4.0
     assert time.perf_counter() - began < 300
-    assert found["shares"][0] < found["shares"][1] < found["shares"][2]
+    assert measured["shares"][0] < measured["shares"][1] < measured["shares"][2]

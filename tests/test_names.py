@@ -1,15 +1,18 @@
-"""Names in documents and docstrings lead somewhere."""
+"""Names in documents and docstrings lead somewhere; names of locals say what the thing is."""
 
 import ast
 import importlib
 import re
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 import lapa2_interp
 
 PACKAGE = Path(lapa2_interp.__file__).parent
 DOCUMENTS = PACKAGE.parent / "docs"
-TOP = sorted(each.stem for each in PACKAGE.iterdir() if not each.name.startswith("__"))
+TOP = sorted(path.stem for path in PACKAGE.iterdir() if not path.name.startswith("__"))
 FILES = (
     "py",
     "json",
@@ -26,11 +29,16 @@ FILES = (
     "j2",
     "png",
 )
-OTHERS = ("layout.tensor", "run.cells", "run.save", "plan.BatchPlan.batches")
+OTHERS = ("layout.tensor", "run.cells", "run.save")
 """Attributes of values."""
 MODULES = {
     ".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py")
 }
+
+
+def fields_of(kind):
+    """The fields of a model or a dataclass, which need not be attributes of the class."""
+    return getattr(kind, "model_fields", {}) | getattr(kind, "__dataclass_fields__", {})
 
 
 def exists(name):
@@ -40,11 +48,9 @@ def exists(name):
         own = module.removesuffix(".__init__").split(".")
         for tail in (own[start:] for start in range(len(own))):
             if parts[: len(tail)] == tail:
-                found = importlib.import_module(f"lapa2_interp.{'.'.join(own)}")
+                value = importlib.import_module(f"lapa2_interp.{'.'.join(own)}")
                 if all(
-                    found := getattr(found, "model_fields", {}).get(
-                        part, getattr(found, part, None)
-                    )
+                    value := fields_of(value).get(part, getattr(value, part, None))
                     for part in parts[len(tail) :]
                 ):
                     return True
@@ -75,3 +81,99 @@ def test_names_in_docstrings_and_documents_exist():
             )
         lost += [f"{file.name}: {name}" for name in names_in(text) if not exists(name)]
     assert not lost
+
+
+# --- names of locals
+
+PRONOUNS = {"each", "found", "given", "other", "told", "kept", "whole", "place"}
+"""Words that name no thing: no local, loop variable, `as` name or parameter of a private function
+is called so. Fields, columns and parameters of public functions may be."""
+CLEAN = (
+    "lapa2_interp/scoring",
+    "lapa2_interp/tasks",
+    "lapa2_interp/prefixes",
+    "lapa2_interp/paper",
+    "tests/scoring",
+    "tests/prefixes",
+    "tests/paper",
+    "tests/test_*.py",
+)
+"""Folders and files that have none of these names."""
+EXCEPTIONS: set[tuple[str, str]] = set()
+"""File, and a name that it may have."""
+Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def local_names(tree):
+    """Names that a module binds outside of the fields of its classes, each with its line."""
+    fields = {
+        statement.target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields:
+            yield node.id, node.lineno
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.name, node.lineno
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname, node.lineno
+    yield from private_parameters(tree, nested=False)
+
+
+def private_parameters(node, nested):
+    """Parameters of functions that no caller outside of their module can name: those whose names
+    begin with one underscore, lambdas, and functions inside of functions."""
+    is_private = nested
+    if isinstance(node, Scope):
+        name = getattr(node, "name", "_")
+        if nested or (name.startswith("_") and not name.startswith("__")):
+            arguments = node.args
+            for argument in (
+                *arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs,
+                *filter(None, (arguments.vararg, arguments.kwarg)),
+            ):  # fmt: skip
+                yield argument.arg, argument.lineno
+        is_private = True
+    for child in ast.iter_child_nodes(node):
+        yield from private_parameters(child, is_private)
+
+
+def test_names_of_locals_are_seen():
+    """Each kind of binding, and none that a caller or a table may name."""
+    module = """
+class Cell:
+    given: int
+    def public(self, told): ...
+    def _private(self, told): ...
+def public(found, *, place=1):
+    whole = [each for each in found]
+    with open(place) as kept: ...
+    try: ...
+    except OSError as other: ...
+    match whole:
+        case [place, *told]: ...
+    return lambda each: each, (found := 1)
+async def _private(*given, **place): ...
+import os as whole
+"""
+    counted = Counter(name for name, _ in local_names(ast.parse(module)) if name in PRONOUNS)
+    seen = {"told": 2, "whole": 2, "each": 2, "kept": 1, "other": 1, "place": 2, "found": 1}
+    assert counted == seen | {"given": 1}
+
+
+@pytest.mark.parametrize("pattern", CLEAN)
+def test_locals_have_names_that_say_what_they_are(pattern):
+    top = PACKAGE.parent
+    paths = [path for match in top.glob(pattern) for path in (match, *match.rglob("*.py"))]
+    files = {path for path in paths if path.suffix == ".py"}
+    assert files, f"nothing is at {pattern}"
+    bad = [
+        f"{path.relative_to(top)}:{line}: {name}"
+        for path in sorted(files)
+        for name, line in local_names(ast.parse(path.read_text("utf-8")))
+        if name in PRONOUNS and (str(path.relative_to(top)), name) not in EXCEPTIONS
+    ]
+    assert not bad

@@ -57,14 +57,14 @@ def test_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("environment", "expected"),
     [
         ({}, "10000"),
         ({"GOMP_SPINCOUNT": "7"}, "7"),
         ({"OMP_WAIT_POLICY": "passive"}, "None"),
     ],
 )
-def test_threads_wait_busily_for_a_short_while_unless_told_otherwise(given, expected):
+def test_threads_wait_busily_for_a_short_while_unless_told_otherwise(environment, expected):
     code = (
         "import lapa2_interp, os, sys; assert 'torch' not in sys.modules;"
         " print(os.environ.get('GOMP_SPINCOUNT'))"
@@ -72,7 +72,11 @@ def test_threads_wait_busily_for_a_short_while_unless_told_otherwise(given, expe
     ours = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     others = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=others | given, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=others | environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == expected
 
@@ -87,14 +91,20 @@ def locked(*names):
     from packaging.utils import canonicalize_name
 
     text = "".join((ROOT / name).read_text() for name in names)
-    pinned = [Requirement(each) for each in re.findall(r"^[\w.-]+==[^\\\n]+", text, re.MULTILINE)]
-    here = [each for each in pinned if each.marker is None or each.marker.evaluate()]
-    versions = {canonicalize_name(each.name): str(each.specifier)[2:] for each in here}
+    pinned = [Requirement(line) for line in re.findall(r"^[\w.-]+==[^\\\n]+", text, re.MULTILINE)]
+    here = [
+        requirement
+        for requirement in pinned
+        if requirement.marker is None or requirement.marker.evaluate()
+    ]
+    versions = {
+        canonicalize_name(requirement.name): str(requirement.specifier)[2:] for requirement in here
+    }
     assert len(versions) == len(here), f"{names} name a package twice"
     return versions
 
 
-@pytest.mark.parametrize("name", sorted(each.name for each in ROOT.glob("requirements*.lock")))
+@pytest.mark.parametrize("name", sorted(path.name for path in ROOT.glob("requirements*.lock")))
 def test_a_lock_has_exact_versions_and_hashes_of_all_but_torch(name):
     """Torch's file is another one on each index."""
     for entry in re.split(r"\n(?! )", (ROOT / name).read_text().strip()):
@@ -136,7 +146,7 @@ if LOWEST:  # in the environment of `make lowest`
         extras = (project["optional-dependencies"][name] for name in ("ray", "train"))
         for text in sum(extras, project["dependencies"]):
             need = Requirement(text)
-            [bound] = (each.version for each in need.specifier if each.operator == ">=")
+            [bound] = (bound_of.version for bound_of in need.specifier if bound_of.operator == ">=")
             installed = Version(version(need.name))
             assert Version(installed.public) == Version(bound), need.name
 
@@ -216,7 +226,7 @@ def test_what_the_package_imports_is_declared():
     imported = {}
     for file in sorted((ROOT / "lapa2_interp").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]
             imported |= dict.fromkeys((name.partition(".")[0] for name in names), file.name)
@@ -226,7 +236,7 @@ def test_what_the_package_imports_is_declared():
         f"{imported[name]} imports {name}"
         for name in sorted(others)
         if not declared
-        & {canonicalize_name(each) for each in of_module.get(PARTS.get(name, name), ())}
+        & {canonicalize_name(package) for package in of_module.get(PARTS.get(name, name), ())}
     ]
     assert not undeclared, "; ".join(undeclared)
 

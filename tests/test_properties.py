@@ -126,10 +126,10 @@ def test_a_pattern_stays_one_in_any_precision(dtype, hidden, size, rule, layout,
     for start, stop in layout.spans(rule.span):
         inside[start:stop] = True
     for part in (inside, ~inside):
-        sums = [each[..., part].sum(-1, keepdim=True) for each in (before, after)]
+        sums = [shares[..., part].sum(-1, keepdim=True) for shares in (before, after)]
         known = ((sums[0] > 1e-6) & (sums[1] > 1e-6))[..., 0]
         shares = [
-            each[..., part] / whole for each, whole in zip((before, after), sums, strict=True)
+            shares[..., part] / total for shares, total in zip((before, after), sums, strict=True)
         ]
         if known.any():
             assert (shares[0] - shares[1])[known].abs().max() < 1e-3
@@ -148,21 +148,21 @@ def test_a_pattern_stays_one_in_any_precision(dtype, hidden, size, rule, layout,
 def test_a_draw_is_the_oracles(weights, k, uniform, dtype):
     """Ties, excluded tokens, one token, more asked than there are."""
     weights = torch.tensor(weights).to(dtype)
-    found = int(draw(weights[None], torch.tensor([uniform], dtype=torch.float64), top_k=k))
+    token = int(draw(weights[None], torch.tensor([uniform], dtype=torch.float64), top_k=k))
     numbers = weights.double().tolist()
-    kept = sorted(sorted(range(len(numbers)), key=lambda i: (-numbers[i], i))[:k])
+    top_ids = sorted(sorted(range(len(numbers)), key=lambda i: (-numbers[i], i))[:k])
     best = max(numbers)
     if best == -math.inf:
-        assert found == NOTHING
+        assert token == NOTHING
         return
-    shares = [math.exp(numbers[i] - best) for i in kept]
-    place, so_far = uniform * sum(shares), 0.0
-    assert found in kept
-    assert numbers[found] > -math.inf
-    for i, share in zip(kept, shares, strict=True):
-        if i == found:
-            assert so_far <= place * (1 + 1e-12) + 1e-300
-            assert place <= (so_far + share) * (1 + 1e-12)
+    shares = [math.exp(numbers[i] - best) for i in top_ids]
+    target, so_far = uniform * sum(shares), 0.0
+    assert token in top_ids
+    assert numbers[token] > -math.inf
+    for i, share in zip(top_ids, shares, strict=True):
+        if i == token:
+            assert so_far <= target * (1 + 1e-12) + 1e-300
+            assert target <= (so_far + share) * (1 + 1e-12)
         so_far += share
 
 
@@ -171,9 +171,9 @@ def test_a_draw_is_the_oracles(weights, k, uniform, dtype):
 def test_small_and_large_vocabularies(vocab, k):
     weights = torch.zeros(3, vocab, dtype=torch.bfloat16)
     weights[1, -1], weights[2, 0] = 9, -math.inf
-    kept = min(k, vocab)
+    n_kept = min(k, vocab)
     low, high = torch.zeros(3), torch.full((3,), 1 - 1e-7)
-    last = kept - 1  # of equal weights the smaller ids are kept
+    last = n_kept - 1  # of equal weights the smaller ids are kept
     assert draw(weights, low, top_k=k)[[0, 2]].tolist() == [0, 1]
     assert draw(weights, high, top_k=k)[0] == last
     assert draw(weights, high, top_k=k)[1] == vocab - 1
@@ -230,13 +230,13 @@ def test_a_token_without_an_embedding_is_named(of_words):
     model, vocab = of_words
     layout = Layout.of(model.tokenizer, "w0", "w0 w1")
     wrong = replace(layout, ids=(*layout.ids[:-1], vocab))
-    told = f"token {vocab} has no embedding: the model has {vocab} tokens"
-    for found, text in ((wrong, [0]), (layout, [0, vocab]), (layout, [vocab])):
-        with pytest.raises(LayoutError, match=told):
-            teacher_forced(model, found, [text])
+    message = f"token {vocab} has no embedding: the model has {vocab} tokens"
+    for context, text in ((wrong, [0]), (layout, [0, vocab]), (layout, [vocab])):
+        with pytest.raises(LayoutError, match=message):
+            teacher_forced(model, context, [text])
     with pytest.raises(LayoutError, match="token -1 has no embedding"):
         teacher_forced(model, layout, [[-1]])
-    with pytest.raises(LayoutError, match=told):
+    with pytest.raises(LayoutError, match=message):
         text_nll(model.original_model, TextRows.of([[vocab, 0]], (0,), "cpu"))
 
 
@@ -259,20 +259,20 @@ def test_any_text_is_laid_out_in_every_family_of_tokenizers(tokenizer, prefix, p
     # The offsets of characters that a tokenizer has no token for are not to be relied on.
     assume(tokenizer.decode(text) == (prefix or "") + prompt)
     try:
-        found = Layout.of(tokenizer, prefix, prompt)
+        layout = Layout.of(tokenizer, prefix, prompt)
     except LayoutError:
         # A prefix without a token, or a prompt that ends in the token that begins in the prefix.
         own = tokenizer(prefix or "", add_special_tokens=False).input_ids
         last = tokenizer.decode(text[-1:])
         assert not own or (last.endswith(prompt) and len(last) > len(prompt))
         return
-    assert list(found.ids[found.n_bos :]) == text
-    assert found.n_bos + found.l_pre + found.l_pro == len(found.ids) == len(found)
-    assert found.l_pro >= 1
-    assert found.bos.stop == found.prefix.start
-    assert found.prefix.stop == found.prompt.start
-    assert (found.l_pre > 0) == bool(prefix)
-    assert "".join(found.tokens[found.n_bos :]) == (prefix or "") + prompt
+    assert list(layout.ids[layout.n_bos :]) == text
+    assert layout.n_bos + layout.l_pre + layout.l_pro == len(layout.ids) == len(layout)
+    assert layout.l_pro >= 1
+    assert layout.bos.stop == layout.prefix.start
+    assert layout.prefix.stop == layout.prompt.start
+    assert (layout.l_pre > 0) == bool(prefix)
+    assert "".join(layout.tokens[layout.n_bos :]) == (prefix or "") + prompt
 
 
 @settings(max_examples=150)
@@ -320,12 +320,12 @@ def test_a_prompt_may_fill_the_context_but_for_the_text():
 def test_threads_move_logits_by_rounding_only(name):
     model = load(name)
     layout = Layout.of(model.tokenizer, "Very positive:", "Once upon a time there was a lake")
-    before, found = torch.get_num_threads(), []
+    before, logits = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             with torch.no_grad(), augmented(model, Augmentation(alpha=0.5), layout):
-                found.append(model(layout.tensor))
+                logits.append(model(layout.tensor))
     finally:
         torch.set_num_threads(before)
-    assert (found[0] - found[1]).abs().max() < 1e-5 * found[0].abs().max()
+    assert (logits[0] - logits[1]).abs().max() < 1e-5 * logits[0].abs().max()

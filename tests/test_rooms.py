@@ -39,15 +39,15 @@ TREES = {name: ast.parse(file.read_text("utf-8")) for name, file in FILES.items(
 @functools.cache
 def imports(module):
     """Modules of the package that a module imports anywhere, the package itself included."""
-    found = set()
+    modules = set()
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
-            found |= {each.name for each in node.names if each.name in FILES}
+            modules |= {alias.name for alias in node.names if alias.name in FILES}
         if isinstance(node, ast.ImportFrom) and not node.level:
-            for each in node.names:
-                whole = f"{node.module}.{each.name}"
-                found |= {whole if whole in FILES else node.module} & set(FILES)
-    return found - {module}
+            for alias in node.names:
+                full_name = f"{node.module}.{alias.name}"
+                modules |= {full_name if full_name in FILES else node.module} & set(FILES)
+    return modules - {module}
 
 
 def room(module):
@@ -57,41 +57,41 @@ def room(module):
 @functools.cache
 def arrows():
     """By room, the other rooms that it imports from."""
-    found = defaultdict(set)
+    targets = defaultdict(set)
     for module in FILES:
-        found[room(module)] |= {room(other) for other in imports(module)} - {room(module)}
-    return found
+        targets[room(module)] |= {room(imported) for imported in imports(module)} - {room(module)}
+    return targets
 
 
 @functools.cache
 def circles():
     """Circles of modules. The `__init__` of a room counts as a module of its own: it names others,
     and imports none of them before one is used."""
-    done, path, found = set(), [], []
+    done, path, chains = set(), [], []
 
     def visit(module):
         if module in path:
-            found.append(" -> ".join([*path[path.index(module) :], module]))
+            chains.append(" -> ".join([*path[path.index(module) :], module]))
         if module in done or module in path:
             return
         path.append(module)
-        for other in sorted(imports(module)):
-            visit(other)
+        for imported in sorted(imports(module)):
+            visit(imported)
         path.pop()
         done.add(module)
 
     for module in FILES:
         visit(module)
-    return found
+    return chains
 
 
 def test_the_house(capsys):
     inside = {name: others for name, others in arrows().items() if name != FACE}
     upward = [
-        f"{one} -> {other}"
+        f"{one} -> {target}"
         for one, others in inside.items()
-        for other in others
-        if other == FACE or ROOMS.index(other) >= ROOMS.index(one)
+        for target in others
+        if target == FACE or ROOMS.index(target) >= ROOMS.index(one)
     ]
     count = sum(len(others) for others in inside.values())
     lines = sum(len(file.read_text("utf-8").splitlines()) for file in FILES.values())
@@ -100,7 +100,7 @@ def test_the_house(capsys):
         print(f"{count} arrows between rooms, {len(arrows()[FACE])} from the face")
         print(f"{len(upward)} upward, {len(circles())} circles of modules")
         for one in ROOMS:
-            print(f"  {one:<11} {' '.join(other for other in ROOMS if other in arrows()[one])}")
+            print(f"  {one:<11} {' '.join(target for target in ROOMS if target in arrows()[one])}")
     assert set(inside) == set(ROOMS)
     assert count <= MOST_ARROWS
     assert not upward
@@ -155,13 +155,15 @@ def test_no_import_of_the_package_hides_in_a_function():
                 if isinstance(node, ast.ImportFrom) and node.module:
                     names = [node.module]
                 if isinstance(node, ast.Import):
-                    names = [each.name for each in node.names]
+                    names = [alias.name for alias in node.names]
                 hidden += [(module, name) for name in names if name.split(".")[0] == FACE]
     assert not hidden
 
 
 def test_the_tests_stand_in_the_same_rooms():
-    folders = {each.name for each in Path(__file__).parent.iterdir() if any(each.glob("test_*.py"))}
+    folders = {
+        folder.name for folder in Path(__file__).parent.iterdir() if any(folder.glob("test_*.py"))
+    }
     assert folders - {"faults"} <= set(ROOMS)
 
 

@@ -21,11 +21,11 @@ from lapa2_interp.stats import (
 
 
 def test_mean_and_counts():
-    found = mean_interval([1.0, 2.0, 3.0, 4.0], ["a", "a", "b", "b"])
-    assert (found.mean, found.n, found.clusters) == (2.5, 4, 2)
+    interval = mean_interval([1.0, 2.0, 3.0, 4.0], ["a", "a", "b", "b"])
+    assert (interval.mean, interval.n, interval.clusters) == (2.5, 4, 2)
     # Two clusters a distance 1 from the mean: error sqrt(2 * (2^2 + 2^2)) / 4 = 1, times t(1
     # degree, 97.5 %) = 12.706.
-    assert (found.low, found.high) == pytest.approx((2.5 - 12.706, 2.5 + 12.706), abs=1e-3)
+    assert (interval.low, interval.high) == pytest.approx((2.5 - 12.706, 2.5 + 12.706), abs=1e-3)
 
 
 @pytest.mark.parametrize("n", [3, 5, 7])
@@ -34,8 +34,8 @@ def test_few_clusters_cover_too(n):
     hits = 0
     for _ in range(400):
         values = (rng.normal(size=n)[:, None] + rng.normal(0, 0.5, (n, 4))).ravel()
-        found = mean_interval(values, np.repeat(np.arange(n), 4))
-        hits += found.low <= 0 <= found.high
+        interval = mean_interval(values, np.repeat(np.arange(n), 4))
+        hits += interval.low <= 0 <= interval.high
     assert 0.92 <= hits / 400 <= 0.98
 
 
@@ -55,17 +55,17 @@ def test_coverage_of_clustered_means():
     for trial in range(200):
         effect = rng.normal(size=40)
         values = (effect[:, None] + rng.normal(0, 0.5, (40, 5))).ravel()
-        found = mean_interval(values, np.repeat(np.arange(40), 5), resamples=500, seed=trial)
-        hits += found.low <= 0 <= found.high
+        interval = mean_interval(values, np.repeat(np.arange(40), 5), resamples=500, seed=trial)
+        hits += interval.low <= 0 <= interval.high
     assert (
         0.88 <= hits / 200 <= 0.99
     )  # nominal 0.95; two binomial standard errors and the bootstrap's small-sample loss
 
 
 def test_one_cluster_tells_no_spread():
-    found = mean_interval([1.0, 2.0], ["a", "a"])
-    assert found.mean == 1.5
-    assert np.isnan([found.low, found.high]).all()
+    interval = mean_interval([1.0, 2.0], ["a", "a"])
+    assert interval.mean == 1.5
+    assert np.isnan([interval.low, interval.high]).all()
 
 
 VALUES, CLUSTERS = [0.1 * i for i in range(24)], [str(i // 2) for i in range(24)]
@@ -168,13 +168,13 @@ def test_missing_labels():
 
 def test_paired_differences_by_hand():
     """Cluster means 2, 4 against 3, 6; a third cluster is in one condition alone."""
-    found = paired_difference(
+    difference = paired_difference(
         [1.0, 3.0, 4.0, 9.0], ["a", "a", "b", "z"], [3.0, 6.0, 6.0], ["a", "b", "b"]
     )
-    assert (found.mean, found.clusters) == (1.5, 2)
-    assert found.p == 0.5, "of four sign assignments two are as extreme"
+    assert (difference.mean, difference.clusters) == (1.5, 2)
+    assert difference.p == 0.5, "of four sign assignments two are as extreme"
     quantiles = 12.7062 + 1.3764  # of Student's t with one degree of freedom
-    assert found.detectable == pytest.approx(quantiles * 0.5, rel=1e-4)
+    assert difference.detectable == pytest.approx(quantiles * 0.5, rel=1e-4)
     with pytest.raises(ValueError, match="share no cluster"):
         paired_difference([1.0], ["a"], [2.0], ["b"])
     one = paired_difference([1.0], ["a"], [2.0], ["a"])
@@ -185,18 +185,18 @@ def test_paired_differences_by_hand():
 def test_the_kinds_of_a_cluster_count_alike_however_many_texts_they_have():
     """Cluster a: x goes 2 -> 4, y goes 10 -> 11.5. Cluster b: x goes 5 -> 7, y is in one alone."""
     nan = float("nan")
-    found = paired_difference(
+    difference = paired_difference(
         [1.0, 2.0, 3.0, 10.0, nan, 5.0],
         list("aaaabb"),
         [4.0, 11.0, 12.0, 9.0, 7.0],
         list("aaabb"),
         kinds=(list("xxxyxx"), list("xyyyx")),
     )
-    assert found.mean == ((2 + 1.5) / 2 + 2) / 2
-    assert found.clusters == 2
+    assert difference.mean == ((2 + 1.5) / 2 + 2) / 2
+    assert difference.clusters == 2
     # 1 / texts of each cluster: of a's mean of two kinds and of b's one kind
     before, after = ((1 / 3 + 1) / 4 + 1) / 2, ((1 + 1 / 2) / 4 + 1) / 2
-    assert found.texts == pytest.approx(2 / (before + after))
+    assert difference.texts == pytest.approx(2 / (before + after))
 
 
 def test_paired_differences_err_at_their_rate():
@@ -211,11 +211,13 @@ def test_paired_differences_err_at_their_rate():
         return paired_difference(before, names, after, names, resamples=400)
 
     null = [trial(0.0) for _ in range(trials)]
-    assert 0.02 < np.mean([each.p < 0.05 for each in null]) < 0.09
-    assert 0.88 < np.mean([each.low <= 0 <= each.high for each in null]) < 0.98
+    assert 0.02 < np.mean([difference.p < 0.05 for difference in null]) < 0.09
+    assert 0.88 < np.mean([difference.low <= 0 <= difference.high for difference in null]) < 0.98
     effect = 2.80 * np.sqrt(2 / 3) / np.sqrt(n)
     assert 0.7 < np.mean([trial(effect).p < 0.05 for _ in range(trials)]) < 0.88
-    assert np.mean([each.detectable for each in null]) == pytest.approx(effect, rel=0.05)
+    assert np.mean([difference.detectable for difference in null]) == pytest.approx(
+        effect, rel=0.05
+    )
 
 
 def test_equivalence_errs_at_its_rate():
@@ -230,17 +232,17 @@ def test_equivalence_errs_at_its_rate():
 
     margin = 4 / np.sqrt(n)
     at_margin = [trial(margin) for _ in range(trials)]
-    assert 0.02 < np.mean([each.p_within(margin) < 0.05 for each in at_margin]) < 0.09
+    assert 0.02 < np.mean([difference.p_within(margin) < 0.05 for difference in at_margin]) < 0.09
     assert np.mean([trial(0.0).p_within(margin) < 0.05 for _ in range(trials)]) > 0.9
     one = at_margin[0]
     t = abs(one.mean) / one.error
     assert one.p_beyond(0.0) == pytest.approx(2 * scipy.stats.t.sf(t, n - 1))
     assert one.p_beyond(100.0) == 1
     assert one.p_within(abs(one.mean)) == pytest.approx(0.5)
-    for each in trial(0.0), trial(1.5), trial(3.0):
-        half = scipy.stats.t.ppf(0.95, n - 1) * each.error
-        inside = -margin < each.mean - half and each.mean + half < margin
-        assert (each.p_within(margin) < 0.05) == inside, "its 90 % interval"
+    for difference in trial(0.0), trial(1.5), trial(3.0):
+        half = scipy.stats.t.ppf(0.95, n - 1) * difference.error
+        inside = -margin < difference.mean - half and difference.mean + half < margin
+        assert (difference.p_within(margin) < 0.05) == inside, "its 90 % interval"
 
 
 @pytest.mark.parametrize("same_kind", [True, False])
@@ -259,7 +261,7 @@ def test_errors_at_other_sizes_are_foretold(same_kind):
         )
 
     few = [trial(20, 6) for _ in range(200)]
-    assert np.mean([each.noise for each in few]) == pytest.approx(
+    assert np.mean([difference.noise for difference in few]) == pytest.approx(
         (2 / 6) / (2 / 6 + 0.7**2), rel=0.08
     )
     foretold = [error_at(e.error, e.clusters, e.texts, e.noise, 60, 2) ** 2 for e in few]
@@ -285,8 +287,8 @@ def test_units_foretell_the_errors_of_values_that_depend_on_each_other():
         return paired_difference(*sides, resamples=10, units=of_texts)
 
     few = [trial(20, 6) for _ in range(200)]
-    assert {round(each.texts, 9) for each in few} == {6.0}
-    inside = [each.noise * 20 * each.error**2 for each in few]
+    assert {round(difference.texts, 9) for difference in few} == {6.0}
+    inside = [difference.noise * 20 * difference.error**2 for difference in few]
     assert np.mean(inside) == pytest.approx((1 + 1 - 2 * 0.7) / 6, rel=0.05)
     foretold = [error_at(e.error, e.clusters, e.texts, e.noise, 60, 2) ** 2 for e in few]
     truth = [trial(60, 2).mean for _ in range(400)]
@@ -298,10 +300,12 @@ def test_units_that_only_one_condition_has():
     before, after = np.array([0.0, 2.0, 5.0, 5.5]), np.array([3.0, 4.0, 9.0, 6.0])
     names = ["x", "x", "y", "y"]
     units = (["a", "b", "a", "b"], ["b", "c", "b", "c"])
-    found = paired_difference(before, names, after, names, units=units)
-    assert found.texts == 2
+    difference = paired_difference(before, names, after, names, units=units)
+    assert difference.texts == 2
     inside = (2.0 + 0.125) / 2 / 2 + (0.5 + 4.5) / 2 / 2
-    assert np.isnan(found.noise)  # one unit of a cluster is in both, so nothing tells how alike
+    assert np.isnan(
+        difference.noise
+    )  # one unit of a cluster is in both, so nothing tells how alike
     alone = paired_difference(before, names, after, names)
     assert alone.noise == pytest.approx(min(1, inside / np.var([2.5, 2.25], ddof=1)))
 
@@ -324,16 +328,16 @@ def test_what_is_detectable_is_found_in_80_percent(n):
 
 def test_many_clusters_take_little_memory():
     values = np.random.default_rng(0).normal(size=30_000)
-    found = mean_interval(values, np.arange(30_000))
-    assert found.high - found.low == pytest.approx(2 * 1.96 / np.sqrt(30_000), rel=0.1)
+    interval = mean_interval(values, np.arange(30_000))
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 / np.sqrt(30_000), rel=0.1)
 
 
 def test_signs_in_chunks_are_those_of_one_draw_and_are_not_kept(monkeypatch):
     rng = np.random.default_rng(0)
     sides = np.zeros(301), np.arange(301), rng.normal(0.05, 1, 301), np.arange(301)
-    kept = stats._signs_once.cache_info().currsize
+    cached = stats._signs_once.cache_info().currsize
     monkeypatch.setattr(stats, "CHUNK", 301 * 999)
-    found = paired_difference(*sides)
-    assert stats._signs_once.cache_info().currsize == kept
+    difference = paired_difference(*sides)
+    assert stats._signs_once.cache_info().currsize == cached
     monkeypatch.setattr(stats, "CACHED_DRAWS", 2**22)
-    assert paired_difference(*sides).p == found.p
+    assert paired_difference(*sides).p == difference.p

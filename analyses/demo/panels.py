@@ -94,15 +94,15 @@ def _score(samples: pd.DataFrame, grid: Grid, out: Path) -> pd.DataFrame:
     weights = load_run(out).manifest(cell.key).model.weights
     with ScoreCache(out / "scores") as cache:
         asked = expand_scorers(("accuracy", "echo"), ())
-        found = score_samples(samples, asked, ScorerOptions(task="sentiment"), cache)
+        scores = score_samples(samples, asked, ScorerOptions(task="sentiment"), cache)
         perplexity = Perplexity(cell.model, SCORER_DTYPE, generator=weights)
-        return pd.concat([found, score_table(samples, perplexity, cache)], ignore_index=True)
+        return pd.concat([scores, score_table(samples, perplexity, cache)], ignore_index=True)
 
 
 def _store(file: Path, table: pd.DataFrame) -> None:
-    kept = table.drop(columns=["tokens"], errors="ignore")
+    samples_only = table.drop(columns=["tokens"], errors="ignore")
     with atomic_write(file) as fresh:
-        kept.to_parquet(fresh, index=False)
+        samples_only.to_parquet(fresh, index=False)
 
 
 def _hash(*parts: Any) -> str:
@@ -170,7 +170,7 @@ def page(
 def _stacked_traces(read: Sequence[xr.Dataset]) -> xr.Dataset:
     import xarray as xr
 
-    numbered = [each.assign_coords(sample=[i]) for i, each in enumerate(read)]
+    numbered = [trace.assign_coords(sample=[i]) for i, trace in enumerate(read)]
     return xr.concat(
         numbered, dim="sample", join="inner", data_vars="all", coords="different", compat="equals"
     )
@@ -237,7 +237,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
     # A row of exponents for each alpha, and a sentence on its curve.
     curve, exponents = decay_curve_table(traces), exponent_table(traces)
     n = int(curve["texts"].iloc[0])
-    rows, found = [], []
+    rows, drawn = [], []
     for alpha, line in curve.groupby("alpha"):
         alpha = float(alpha)
         fit = {
@@ -256,7 +256,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
             ]
         )
         first, last = line.iloc[0], line.iloc[-1]
-        found.append(
+        drawn.append(
             f"{arm_label(number(alpha))} from {percent(first['mean'])} to {percent(last['mean'])}"
         )
     l = curve["l_kv"]
@@ -292,7 +292,7 @@ def decay(grid: Grid, traces: xr.Dataset) -> Panel:
         ),
         [
             f"From l = {l.min():.0f} to l = {l.max():.0f} the prefix's share goes:"
-            f" {'; '.join(found)}."
+            f" {'; '.join(drawn)}."
         ],
         _image(_decay_figure(traces, curve)),
         "attention on the prefix against l",
@@ -356,16 +356,16 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
     half = int(np.searchsorted(order.cumsum(), order.sum() / 2) + 1)
     top = np.dstack(np.unravel_index(np.argsort(-base, axis=None)[:3], base.shape))[0]
     best = ", ".join(f"{layer}.{head} ({percent(base[layer, head])})" for layer, head in top)
-    found = [
+    sentences = [
         f"Without LaPA2, {half} of {base.size} heads carry half of all attention on the prefix;"
         f" those with most are {best} (layer.head)."
     ]
-    for alpha, each in zip(alphas, mass, strict=True):
+    for alpha, masses in zip(alphas, mass, strict=True):
         if alpha:
-            more = int((each > base).sum())
-            found.append(
+            more = int((masses > base).sum())
+            sentences.append(
                 f"Alpha {number(alpha)} raises it in {more} of {base.size} heads, from"
-                f" {percent(base.mean())} to {percent(each.mean())} on average"
+                f" {percent(base.mean())} to {percent(masses.mean())} on average"
                 + (
                     f"; in {base.size - more} it falls, through queries and keys that earlier"
                     " layers changed."
@@ -388,7 +388,7 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
         )
         + " && "
         + command("trace", "results/my-map", out="results/my-map-figures"),
-        found,
+        sentences,
         _image(_head_figure(alphas, mass)),
         "layer by head maps of attention on the prefix",
     )
@@ -396,18 +396,18 @@ def heads(grid: Grid, traces: xr.Dataset) -> Panel:
 
 def _head_figure(alphas: Sequence[float], mass: np.ndarray) -> plots.Drawing:
     base = mass[alphas.index(0.0)]
-    others = [(alpha, each - base) for alpha, each in zip(alphas, mass, strict=True) if alpha]
+    others = [(alpha, masses - base) for alpha, masses in zip(alphas, mass, strict=True) if alpha]
     figure = plots.Drawing(figsize=(WIDTH, 5.6), layout="constrained", dpi=150)
     axes = figure.subplots(1, 1 + len(others), sharey=True)
     maps = [("without LaPA2", "attention, %", 100 * base, {"cmap": "Blues", "vmin": 0})]
-    reach = 100 * max(float(np.abs(each).max()) for _, each in others) or 1.0
-    for alpha, each in others:
+    reach = 100 * max(float(np.abs(change).max()) for _, change in others) or 1.0
+    for alpha, change in others:
         scale = {"cmap": "RdBu_r", "vmin": -reach, "vmax": reach}
-        maps.append((f"alpha {number(alpha)}", "change, points", 100 * each, scale))
-    for panel, (title, label, found, scale) in zip(axes, maps, strict=True):
+        maps.append((f"alpha {number(alpha)}", "change, points", 100 * change, scale))
+    for panel, (title, label, values, scale) in zip(axes, maps, strict=True):
         panel.set_title(title, fontsize=11)
         bar = figure.colorbar(
-            plots.layer_map(panel, found, interpolation="nearest", **scale),
+            plots.layer_map(panel, values, interpolation="nearest", **scale),
             ax=panel,
             location="bottom",
             shrink=0.92,
@@ -434,12 +434,12 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
     # The texts and attention of every arm, on one scale of colour.
     cell = grid.cells[0]
     tokenizer, prompts = load_tokenizer(cell.model), cell.task.prompts.texts
-    attributes = list(dict.fromkeys(each.attribute for each in grid.cells))
+    attributes = list(dict.fromkeys(cell.attribute for cell in grid.cells))
     columns = {
-        (each.attribute, arms[each.key]): text_column(
-            finished_cell(run, each.key), prompts, tokenizer
+        (cell.attribute, arms[cell.key]): text_column(
+            finished_cell(run, cell.key), prompts, tokenizer
         )
-        for each in grid.cells
+        for cell in grid.cells
     }
     names = list(dict.fromkeys(arm for _, arm in columns))
     masses = [
@@ -477,7 +477,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         )
         for arm in names
     }
-    found = ", ".join(
+    listed = ", ".join(
         f"{100 * mean * MASS_UNIT:.1f} % {'at ' * (arm != '0')}{arm_label(arm)}"
         for arm, mean in means.items()
     )
@@ -495,7 +495,7 @@ def texts(run: Run, grid: Grid, arms: Mapping[str, str]) -> Panel:
         )
         + " && "
         + command("report", "results/mine"),
-        [f"Mean attention on the prefix over these texts: {found}."],
+        [f"Mean attention on the prefix over these texts: {listed}."],
         part="texts",
         data={
             "groups": [group for group in groups if group["open"]],
@@ -514,8 +514,12 @@ def _coloured_tokens(text: Mapping[str, Any] | None, top: int, unit: float) -> d
     masses = text["p"] or [0] * len(text["t"])
     level = [round((LEVELS - 1) * min(1.0, mass / top) ** 0.5) for mass in masses]
     tokens = [
-        {"text": token.replace("\n", "⏎\n"), "level": each, "mass": f"{100 * mass * unit:.1f} %"}
-        for token, each, mass in zip(text["t"], level, masses, strict=True)
+        {
+            "text": token.replace("\n", "⏎\n"),
+            "level": level_of_token,
+            "mass": f"{100 * mass * unit:.1f} %",
+        }
+        for token, level_of_token, mass in zip(text["t"], level, masses, strict=True)
     ]
     return {
         "tokens": tokens,
@@ -557,33 +561,38 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
             if metric not in own.index or np.isnan(own.loc[metric, "mean"]):
                 row.append("no number")
                 continue
-            mean, low, high = (factor * own.loc[metric, each] for each in ("mean", "low", "high"))
+            mean, low, high = (
+                factor * own.loc[metric, column] for column in ("mean", "low", "high")
+            )
             row.append(f"{mean:.{digits}f} {interval(low, high, digits)}")
         rows.append([*row, str(int(own["n"].max()))])
     # Differences from the arm without LaPA2, and the smallest that would show.
     skipped = int(table.loc[table["metric"] == "perplexity", "skipped"].sum())
     scorers = list(dict.fromkeys(measured.cells["scorer"]))
-    found, points = [], gaps[gaps["metric"] == "accuracy"] if len(gaps) else gaps
+    sentences, points = [], gaps[gaps["metric"] == "accuracy"] if len(gaps) else gaps
     for row in points.to_dict("records"):
-        found.append(
+        sentences.append(
             f"{arm_label(row['arm'])}: {format_number(100 * row['difference'], '+.0f')} points "
             f"{interval(100 * row['low'], 100 * row['high'], 0)}"
         )
     least = points.loc[points["detectable"] > 0, "detectable"] if len(points) else pd.Series()
-    size = " to ".join(dict.fromkeys(f"{100 * each:.0f}" for each in (least.min(), least.max())))
+    size = " to ".join(
+        dict.fromkeys(f"{100 * least_share:.0f}" for least_share in (least.min(), least.max()))
+    )
     warning = (
         f"These numbers cannot tell whether LaPA2 helps: with {n} texts an arm only differences of"
         f" {size} points of accuracy would show."
         if len(least)
         else f"These numbers cannot tell whether LaPA2 helps: {n} texts an arm are too few."
     )
-    by_chance = 100 * (1 - 0.95 ** len(found))
+    by_chance = 100 * (1 - 0.95 ** len(sentences))
     chance = (
-        f"Of {len(found)} such intervals one or more miss 0 by chance alone in {by_chance:.0f} runs"
-        " of 100."
+        f"Of {len(sentences)} such intervals one or more miss 0 by chance alone in {by_chance:.0f}"
+        " runs of 100."
     )
+    differences = "; ".join(sentences)
     against = (
-        f"Accuracy against the texts without LaPA2, paired on prompts: {'; '.join(found)}. {chance}"
+        f"Accuracy against the texts without LaPA2, paired on prompts: {differences}. {chance}"
     )
     note = (
         "Scorers: "
@@ -604,7 +613,7 @@ def numbers(grid: Grid, measured: Measured, arms: Mapping[str, str]) -> Panel:
         "lapa2 score results/mine --scorers accuracy perplexity distinct",
         [
             f"{warning} docs/results.md compares hundreds of texts an arm.",
-            *([against] if found else []),
+            *([against] if sentences else []),
         ],
         _image(_score_figure(table, names)),
         "accuracy and perplexity of the arms with intervals",
@@ -621,7 +630,9 @@ def _score_figure(table: pd.DataFrame, names: Sequence[str]) -> plots.Drawing:
         own = table[table["metric"] == metric].set_index("arm")
         for i, arm in enumerate(names):
             if arm in own.index and not np.isnan(own.loc[arm, "mean"]):
-                mean, low, high = (factor * own.loc[arm, each] for each in ("mean", "low", "high"))
+                mean, low, high = (
+                    factor * own.loc[arm, column] for column in ("mean", "low", "high")
+                )
                 panel.plot(
                     [low, high],
                     [i, i],
@@ -714,10 +725,12 @@ def methods(grid: Grid) -> Panel:
     stored = json.loads((HERE / "examples.json").read_text("utf-8"))
     rows = []
     for name, method in known_methods().items():
-        found = stored["methods"].get(name, {})
-        with_it = found.get("with LaPA2")
+        if name not in stored["methods"]:
+            continue  # a chat, which needs a task of its own
+        example = stored["methods"][name]
+        with_it = example.get("with LaPA2")
         rows.append(
-            [name, method.display_name, method.equation, found.get("base", "no example"),
+            [name, method.display_name, method.equation, example["base"],
              with_it["text"] + f" (alpha {number(with_it['alpha'])})" if with_it else "–"]
         )  # fmt: skip
     note = (

@@ -38,11 +38,11 @@ def _stamp(manifest: Manifest, command: str) -> dict[str, Any]:
 
 def texts(runs: Sequence[Path], n: int) -> Mapping[str, Any]:
     """The first n texts of runs, in turns."""
-    found = []
+    by_run = []
     for folder in runs:
         run = finished_cell(load_run(folder))
-        rows = run.samples.to_dict("records")
-        found.append(
+        samples = run.samples.to_dict("records")
+        by_run.append(
             [
                 {
                     "prompt": row["prompt"],
@@ -50,10 +50,10 @@ def texts(runs: Sequence[Path], n: int) -> Mapping[str, Any]:
                     "tokens": [int(t) for t in row["tokens"]][:TOKENS],
                     "text": row["text"],
                 }
-                for row in rows
+                for row in samples
             ]
         )
-    turns = [text for group in zip(*found, strict=False) for text in group]
+    turns = [text for group in zip(*by_run, strict=False) for text in group]
     manifest = load_run(runs[0]).manifest()
     command = (
         "lapa2 generate --attribute ATTRIBUTE --prompt PROMPT --alpha 0 --length"

@@ -120,10 +120,6 @@ class MethodError(Lapa2Error):
     """A decoding method is unknown or cannot serve the task."""
 
 
-class EmptyDistributionError(Lapa2Error):
-    """No token has positive weight at some step."""
-
-
 class TraceError(Lapa2Error):
     """A trace asks for layers or heads the model does not have, or cannot be read."""
 

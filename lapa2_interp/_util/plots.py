@@ -206,28 +206,6 @@ def head_maps(heads: pd.DataFrame, name: str = "prefix") -> Drawing:
     return figure
 
 
-def calibration_curves(curves: pd.DataFrame) -> Drawing:
-    """Calibration: mean prediction of scorers against the mean truth of each bin. Larger marks have
-    more texts.
-
-    Args:
-        curves: From `agreement.calibration`, with a column `scorer`.
-    """
-    figure = new_figure(3.6, 3.6)
-    axes = figure.subplots()
-    axes.plot([0, 1], [0, 1], color="#999999", lw=0.8, ls=":")
-    for (colour, dash), (scorer, curve) in zip(
-        styles(), curves.groupby("scorer", sort=False), strict=False
-    ):
-        axes.plot(curve["prediction"], curve["truth"], color=colour, ls=dash, lw=1.2, label=scorer)
-        size = 4 + 60 * curve["n"] / curve["n"].sum()
-        axes.scatter(curve["prediction"], curve["truth"], s=size, color=colour, lw=0)
-    plain_axes(axes, "mean prediction", "mean truth")
-    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    legend_above(figure, 1)
-    return figure
-
-
 def prefix_token_bars(tokens: pd.DataFrame) -> Drawing:
     """Attention on BOS and on every prefix token, by arm, with 95 % intervals.
 

@@ -67,26 +67,28 @@ class _Term:
     ) -> None:
         # The keys and heads of each row.
         self.augmentations, self.layouts = list(augmentations), list(layouts)
-        keys = np.zeros((len(layouts), max(len(each) for each in layouts)), bool)  # row key
+        keys = np.zeros((len(layouts), max(len(layout) for layout in layouts)), bool)  # row key
         heads = np.zeros((size[0], len(layouts), size[1]), bool)  # layer row head
         chosen = {
             augmentation: _selected_heads(augmentation, size, attends)
             for augmentation in set(augmentations)
             if augmentation is not None
         }
-        for row, (augmentation, each) in enumerate(zip(augmentations, layouts, strict=True)):
+        for row, (augmentation, layout) in enumerate(zip(augmentations, layouts, strict=True)):
             if augmentation is not None:
-                for span in each.spans(augmentation.span):
+                for span in layout.spans(augmentation.span):
                     keys[row, span.start : span.stop] = True
                 heads[:, row] = chosen[augmentation]  # layer head
         # The last key, the layers, and the rows of each law that reads the scores.
         self.stop = int(np.flatnonzero(keys.any(0)).max(initial=-1)) + 1
         self.keys, self.heads = keys[:, : self.stop], heads
         self.layers = [layer for layer in range(size[0]) if heads[layer].any()]
-        given = [augmentation is not None for augmentation in augmentations]
-        self.every_head = bool(heads[self.layers][:, given].all())
+        biased = [augmentation is not None for augmentation in augmentations]
+        self.every_head = bool(heads[self.layers][:, biased].all())
         self.rows_by_rule = {
-            augmentation: [row for row, other in enumerate(augmentations) if other == augmentation]
+            augmentation: [
+                row for row, row_rule in enumerate(augmentations) if row_rule == augmentation
+            ]
             for augmentation in set(augmentations)
             if augmentation is not None and augmentation.reads_scores
         }
@@ -212,10 +214,10 @@ class BatchBias:
     ) -> None:
         self.layouts, self.may_repeat, self.capped = list(layouts), may_repeat, capped
         self.size, self.layer_types = size, tuple(layer_types or [FULL_ATTENTION] * size[0])
-        attends = np.array([each != NO_ATTENTION for each in self.layer_types])
+        attends = np.array([layer_type != NO_ATTENTION for layer_type in self.layer_types])
         self.n_rows = len(self.layouts)
         length_rules, score_rules = (
-            [[each for each in row if each.reads_scores == reads] for row in augmentations]
+            [[rule for rule in row if rule.reads_scores == reads] for row in augmentations]
             for reads in (False, True)
         )
         self.length_terms, self.score_terms = (
@@ -230,8 +232,8 @@ class BatchBias:
         self.score_law_layers = {layer for term in self.score_terms for layer in term.layers}
         self.last_key = max((term.stop for term in terms), default=0)
         self.query_phase_rules = [
-            (augmentation, each)
-            for row, each in zip(augmentations, layouts, strict=True)
+            (augmentation, layout)
+            for row, layout in zip(augmentations, layouts, strict=True)
             for augmentation in row
             if augmentation.phase == "predicting_only"
         ]
@@ -244,9 +246,9 @@ class BatchBias:
     def _can_meet(self, augmentations: Sequence[Augmentation]) -> bool:
         """True if any two of a row's augmentations can act at one query of one head."""
         return any(
-            steps_overlap(one, other)
-            and (one.head_mask(*self.size) & other.head_mask(*self.size)).any()
-            for one, other in combinations(augmentations, 2)
+            steps_overlap(one, second)
+            and (one.head_mask(*self.size) & second.head_mask(*self.size)).any()
+            for one, second in combinations(augmentations, 2)
         )
 
     def _check_joint(self, score_rules: Sequence[Sequence[Augmentation]]) -> None:
@@ -254,12 +256,12 @@ class BatchBias:
         for row, together in enumerate(score_rules):
             if not self.has_joint_targets[row]:
                 continue
-            if other := next(
+            if clash := next(
                 (augmentation for augmentation in together if augmentation.law != "target"), None
             ):
                 raise AugmentationError(
                     f"a row has {len(together)} augmentations that read the scores, one of law"
-                    f" {other.law!r}; only those of law 'target' can be solved together. Give them"
+                    f" {clash.law!r}; only those of law 'target' can be solved together. Give them"
                     " other steps or heads, where they do not meet"
                 )
             spans = [
@@ -285,24 +287,24 @@ class BatchBias:
     def _check_blocked(self, length_rules: Sequence[Sequence[Augmentation]]) -> None:
         """Refuse rows in which every key of a query is blocked by knock-outs."""
         checked = set()
-        for row, (given, each) in enumerate(zip(length_rules, self.layouts, strict=True)):
+        for row, (rules, layout) in enumerate(zip(length_rules, self.layouts, strict=True)):
             cuts = [
                 augmentation
-                for augmentation in given
+                for augmentation in rules
                 if augmentation.law == "cut" and augmentation.alpha == 1
             ]
-            if not cuts or (*cuts, id(each)) in checked:
+            if not cuts or (*cuts, id(layout)) in checked:
                 continue
-            checked.add((*cuts, id(each)))
+            checked.add((*cuts, id(layout)))
             chosen = np.stack(
                 [augmentation.head_mask(*self.size) for augmentation in cuts]
             )  # cut layer head
             for layer_type in distinct_types(self.layer_types):
-                acting = chosen[:, [each == layer_type for each in self.layer_types]].reshape(
+                acting = chosen[:, [kind == layer_type for kind in self.layer_types]].reshape(
                     len(cuts), -1
                 )
                 # Each column of `acting` is a set of cuts that act in one head.
-                self._check_queries(row, each, cuts, np.unique(acting, axis=1).T, layer_type)
+                self._check_queries(row, layout, cuts, np.unique(acting, axis=1).T, layer_type)
 
     def _check_queries(
         self,
@@ -336,8 +338,8 @@ class BatchBias:
         """True if an augmentation of phase "predicting_only" acts on a query in this slot, the last
         of its pass."""
         return any(
-            each.acts(augmentation, np.array([slot]))[0]
-            for augmentation, each in self.query_phase_rules
+            layout.acts(augmentation, np.array([slot]))[0]
+            for augmentation, layout in self.query_phase_rules
         )
 
     def _terms(self, layer_type: LayerType, scores: Tensor) -> list[_PassTerm]:
@@ -396,25 +398,25 @@ class BatchBias:
         if self.current_pass != (queries, copies):
             self.current_pass, self.terms = (queries, copies), {}
         terms = [
-            each.to_device(scores.device)
-            for each in self._terms(self.layer_types[layer], scores)
-            if layer in each.term.layers
+            term.to_device(scores.device)
+            for term in self._terms(self.layer_types[layer], scores)
+            if layer in term.term.layers
         ]
         if not terms:
             return scores
         # Add the biases that depend on the length, then those that depend on the scores.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        for each in terms:
-            if isinstance(each, _LengthPassTerm):
-                scores = scores + each.of_heads(layer, each.b)
-        score_terms = [each for each in terms if isinstance(each, _ScorePassTerm)]
+        for term in terms:
+            if isinstance(term, _LengthPassTerm):
+                scores = scores + term.of_heads(layer, term.b)
+        score_terms = [term for term in terms if isinstance(term, _ScorePassTerm)]
         if score_terms:
             b = self._score_biases(scores, score_terms, layer)
             if self.capped is not None:
                 self.capped(layer, (b.abs() >= BIAS_CAP).any(0), first)
-            for each, b_term in zip(score_terms, b, strict=True):
-                b_keys = _on_keys(each.keys, b_term, scores.shape[3])
-                scores = scores + each.of_heads(layer, b_keys)
+            for term, b_term in zip(score_terms, b, strict=True):
+                b_keys = _on_keys(term.keys, b_term, scores.shape[3])
+                scores = scores + term.of_heads(layer, b_keys)
         return scores
 
     def _score_biases(
@@ -425,16 +427,16 @@ class BatchBias:
     ) -> Float[Tensor, "term row head query"]:
         """The biases of the laws that read the scores."""
         acting = torch.stack(
-            [each.acts[:, None] & each.heads[layer][:, :, None] for each in terms]
+            [term.acts[:, None] & term.heads[layer][:, :, None] for term in terms]
         )  # term row head query
         # log of the sum over each span, and over all keys outside the spans
-        sums = torch.stack([_log_sum(scores, each.keys) for each in terms])  # term row head query
-        rest = _log_sum(scores, _union([each.keys for each in terms]), outside=True)
+        sums = torch.stack([_log_sum(scores, term.keys) for term in terms])  # term row head query
+        rest = _log_sum(scores, _union([term.keys for term in terms]), outside=True)
         b = torch.zeros_like(sums)
-        for i, each in enumerate(terms):
-            others = rest if len(terms) == 1 else _log_sum(scores, each.keys, outside=True)
+        for i, term in enumerate(terms):
+            others = rest if len(terms) == 1 else _log_sum(scores, term.keys, outside=True)
             log_odds = sums[i] - others  # row head query
-            for augmentation, rows in each.term.rows_by_rule.items():
+            for augmentation, rows in term.term.rows_by_rule.items():
                 where = self._pass_rows(rows, len(scores))
                 odds = (
                     self._pool_log_odds(log_odds[where], where)
@@ -449,11 +451,11 @@ class BatchBias:
             where = self._pass_rows(joint, len(scores))
             augmentations = [
                 [
-                    each.term.augmentations[row]
+                    term.term.augmentations[row]
                     for row in joint
                     for _ in range(len(scores) // self.n_rows)
                 ]
-                for each in terms
+                for term in terms
             ]
             b[:, where] = _solve_targets(
                 augmentations, sums[:, where], rest[where], acting[:, where]

@@ -30,7 +30,7 @@ from lapa2_interp.models.card import (
     check_has_tokenizer,
     check_rotary_side,
     is_bridge,
-    model_short_context,
+    model_card,
     network_of,
     plain_network,
     smallest_window,
@@ -69,17 +69,14 @@ class Rows(Protocol):
         """
 
 
-def new_rows(model: Model, recompute: bool = False, reread_last: bool = False) -> Rows:
+def new_rows(model: Model, reread_last: bool = False) -> Rows:
     """A new decode state for a model of either class.
 
     Args:
-        recompute: Read the whole text at every step.
         reread_last: Needed by augmentations of phase "predicting_only": read one token at a time,
             and read it again when it is no longer the last, so that the cache holds unaugmented
             keys and values.
     """
-    if recompute:
-        return RecomputedRows(model)
     rows = BridgeRows(model) if is_bridge(model) else HookedRows(model)
     return RereadRows(rows) if reread_last else rows
 
@@ -90,9 +87,9 @@ def prompt_log_likelihood(
     """log P of each row's prompt, from logits that begin at or before the token before it."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_likelihoods = []
-    for row, each in zip(wide, layouts, strict=True):
-        tokens = torch.tensor(each.ids[-each.l_pro :], device=row.device)
-        log_probs = row[-each.l_pro - 1 : -1].log_softmax(dim=1)
+    for row, layout in zip(wide, layouts, strict=True):
+        tokens = torch.tensor(layout.ids[-layout.l_pro :], device=row.device)
+        log_probs = row[-layout.l_pro - 1 : -1].log_softmax(dim=1)
         log_likelihoods.append(log_probs.gather(1, tokens[:, None]).sum())
     return torch.stack(log_likelihoods)
 
@@ -108,15 +105,15 @@ def check_readable(model: Model, layouts: Sequence[Layout]) -> None:
     network = network_of(model)
     check_no_checkpointing(network)
     refuse_mixed_rotary(network)
-    drops = [each for each in network.modules() if isinstance(each, nn.Dropout) and each.p]
+    drops = [module for module in network.modules() if isinstance(module, nn.Dropout) and module.p]
     share = getattr(getattr(network, "config", None), "attention_dropout", None)
-    if any(each.training for each in drops) or (network.training and share):
+    if any(module.training for module in drops) or (network.training and share):
         raise ModelError(
             "the model is in training mode, in which dropout makes every pass another one; call"
             " model.eval() first"
         )
-    for each in layouts:
-        check_tokens(model, each.ids)
+    for layout in layouts:
+        check_tokens(model, layout.ids)
 
 
 def check_tokens(model: Model, ids: Sequence[int]) -> None:
@@ -127,7 +124,7 @@ def check_tokens(model: Model, ids: Sequence[int]) -> None:
     """
     n = model.cfg.d_vocab
     if ids and not (min(ids) >= 0 and max(ids) < n):
-        unknown = next(each for each in ids if not 0 <= each < n)
+        unknown = next(token for token in ids if not 0 <= token < n)
         raise LayoutError(
             f"token {unknown} has no embedding: the model has {n} tokens, 0 to {n - 1}; its"
             " tokenizer must be the one it was trained with"
@@ -144,15 +141,15 @@ def soft_keys_and_values(
         LayoutError: A layout has another number of soft slots than its prefix.
         PrefixError: A prefix belongs to another model.
     """
-    given = [None] * len(layouts) if prefixes is None else list(prefixes)
-    for each, prefix in zip(layouts, given, strict=True):
-        if each.soft != (0 if prefix is None else len(prefix)):
+    row_prefixes = [None] * len(layouts) if prefixes is None else list(prefixes)
+    for layout, prefix in zip(layouts, row_prefixes, strict=True):
+        if layout.soft != (0 if prefix is None else len(prefix)):
             raise LayoutError(
-                f"a layout has {each.soft} soft slots, its prefix"
+                f"a layout has {layout.soft} soft slots, its prefix"
                 f" {0 if prefix is None else len(prefix)}; make it with Layout.of(tokenizer, None,"
                 " prompt, soft=len(prefix))"
             )
-    distinct = {id(prefix): prefix for prefix in given if prefix is not None}
+    distinct = {id(prefix): prefix for prefix in row_prefixes if prefix is not None}
     if not distinct:
         return None
     shape = next(iter(distinct.values())).card.shape
@@ -168,7 +165,7 @@ def soft_keys_and_values(
     )
     for prefix in distinct.values():
         prefix.check(model)
-        rows = [row for row, each in enumerate(given) if each is prefix]
+        rows = [row for row, row_prefix in enumerate(row_prefixes) if row_prefix is prefix]
         both = torch.stack([prefix.keys, prefix.values]).to(stacked)
         stacked[:, :, rows, :, : len(prefix)] = both[:, :, None]
     return stacked.to(model.cfg.device)
@@ -178,8 +175,10 @@ def bos_positions(
     layouts: Sequence[Layout], prefixes: Sequence[SoftPrefix | None] | None
 ) -> list[int]:
     """The position of each row's BOS: 0, or the number of slots of a shifted soft prefix."""
-    given = [None] * len(layouts) if prefixes is None else list(prefixes)
-    return [len(prefix) if prefix is not None and prefix.card.shifted else 0 for prefix in given]
+    row_prefixes = [None] * len(layouts) if prefixes is None else list(prefixes)
+    return [
+        len(prefix) if prefix is not None and prefix.card.shifted else 0 for prefix in row_prefixes
+    ]
 
 
 def soft_inputs(
@@ -200,7 +199,8 @@ def soft_inputs(
     check_readable(model, layouts)
     rows = PaddedRows.of(layouts, model.cfg.device, bos_positions(layouts, prefixes))
     check_window(model, layouts, len(layouts[0]))
-    check_rotary_side(model_short_context(model), 0, len(layouts[0]), "texts read in one pass")
+    short = model_card(model).short_ctx
+    check_rotary_side(short, 0, len(layouts[0]), "texts read in one pass")
     cache = Cache(layers=new_cache_layers(model, DynamicLayer))
     soft = soft_keys_and_values(model, layouts, prefixes)
     if soft is not None:
@@ -284,9 +284,9 @@ def new_cache_layers(model: Model, make_layer: Callable[[], CacheLayerMixin]) ->
     layers = DynamicCache(config=network.config.get_text_config()).layers
     return [
         make_layer()
-        if isinstance(each, DynamicLayer) and not hasattr(each, "conv_states")
-        else each
-        for each in layers
+        if isinstance(layer, DynamicLayer) and not hasattr(layer, "conv_states")
+        else layer
+        for layer in layers
     ]
 
 
@@ -302,7 +302,7 @@ def check_window(model: Model, layouts: Sequence[Layout], used: int) -> None:
     window = smallest_window(model)
     if window is None or used <= window:
         return
-    if any(each.soft and each.bos.start > each.soft for each in layouts):
+    if any(layout.soft and layout.bos.start > layout.soft for layout in layouts):
         raise LayoutError(
             f"{used} slots exceed the sliding window of {window} tokens, and rows after soft"
             " prefixes are padded, so that they would see other keys than alone; read prompts of"
@@ -492,8 +492,8 @@ class RecomputedRows:
         self, tokens: Int[Tensor, "row query"], keep: int = 1
     ) -> Float[Tensor, "row last vocab"]:
         self.layouts = [
-            replace(each, ids=each.ids + tuple(more))
-            for each, more in zip(self.layouts, tokens.tolist(), strict=True)
+            replace(layout, ids=layout.ids + tuple(more))
+            for layout, more in zip(self.layouts, tokens.tolist(), strict=True)
         ]
         return new_rows(self.model).prompt_pass(self.layouts, self.prefixes, keep)
 
@@ -515,7 +515,7 @@ class RereadRows:
     ) -> Float[Tensor, "row query vocab"]:
         logits = self.rows.prompt_pass(layouts, prefixes, keep)
         self.rows.crop(1)
-        self.last = torch.tensor([[each.ids[-1]] for each in layouts], device=logits.device)
+        self.last = torch.tensor([[layout.ids[-1]] for layout in layouts], device=logits.device)
         return logits
 
     def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:

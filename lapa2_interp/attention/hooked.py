@@ -135,7 +135,7 @@ def augmented(
     plain = plain_network(model)
     refuse_mixed_rotary(network_of(model))
     layouts = list(layout) if isinstance(layout, Sequence) else [layout]
-    padded = plain is not None and any(each.pad for each in layouts)
+    padded = plain is not None and any(row_layout.pad for row_layout in layouts)
     if padded and not has_open_block(model) and (problem := rows_problem(model)) is not None:
         raise LayoutError(f"{problem}; read rows of one length together")
     # The bias, and the check of each pass.
@@ -227,26 +227,26 @@ def _augmentations_of_rows(
     Raises:
         LayoutError: Another number than of layouts, or one that is none; or a layout that is none.
     """
-    given = [
+    rules = [
         resolve_recipes(row)
         for row in broadcast_to_rows(resolve_recipes(augmentation), len(layouts))
     ]
-    flat = [each for row in given for each in (row if isinstance(row, Sequence) else (row,))]
-    for each, kind in (
-        *((each, Augmentation) for each in flat if each is not None),
+    flat = [rule for row in rules for rule in (row if isinstance(row, Sequence) else (row,))]
+    for value, kind in (
+        *((rule, Augmentation) for rule in flat if rule is not None),
         *((l, Layout) for l in layouts),
     ):
-        if not isinstance(each, kind):
+        if not isinstance(value, kind):
             raise LayoutError(
-                f"augmented(model, augmentation, layout) was given {each!r} for its"
+                f"augmented(model, augmentation, layout) was given {value!r} for its"
                 f" {kind.__name__.lower()}"
             )
-    if not layouts or len(given) != len(layouts):
+    if not layouts or len(rules) != len(layouts):
         raise LayoutError(
-            f"{len(given)} augmentations for {len(layouts)} layouts; give one layout a row, and one"
+            f"{len(rules)} augmentations for {len(layouts)} layouts; give one layout a row, and one"
             " augmentation or as many"
         )
-    return [active_augmentations(row) for row in given]
+    return [active_augmentations(row) for row in rules]
 
 
 class _PassCheck:
@@ -259,12 +259,16 @@ class _PassCheck:
     def __init__(self, model: Model, layouts: Sequence[Layout], check_ids: bool) -> None:
         self.model, self.layouts, self.check_ids = model, layouts, check_ids
         width = max(map(len, layouts))
-        ids = [[-1] * each.bos.start + list(each.ids) for each in layouts]
+        ids = [[-1] * row_layout.bos.start + list(row_layout.ids) for row_layout in layouts]
         self.ids = torch.tensor([row + [-1] * (width - len(row)) for row in ids])  # layout slot
         slot = torch.arange(width)
         soft, pad, stop = (
-            torch.tensor([[number(each)] for each in layouts])
-            for number in (lambda each: each.soft, lambda each: each.pad, len)
+            torch.tensor([[number(row_layout)] for row_layout in layouts])
+            for number in (
+                lambda row_layout: row_layout.soft,
+                lambda row_layout: row_layout.pad,
+                len,
+            )
         )
         self.pads, self.in_layout = pad, slot < stop
         self.live = (slot < soft) | (slot >= soft + pad)  # layout slot
@@ -272,7 +276,7 @@ class _PassCheck:
         self.sights: dict[tuple[LayerType, int], Tensor] = {}  # layout slot
         self.unread: Tensor | None = None
 
-    def begin(self, given: dict[str, Any]) -> int:
+    def begin(self, arguments: dict[str, Any]) -> int:
         """Compare a pass's arguments with the layouts, and add the positions of padded rows.
 
         Returns:
@@ -282,19 +286,19 @@ class _PassCheck:
             LayoutError: It reads other tokens, masks other slots, or cannot be given positions.
         """
         self.is_ours = False
-        if "tokens" in given:  # the ids that a HookedTransformer embeds
-            self.unread = given["tokens"]
+        if "tokens" in arguments:  # the ids that a HookedTransformer embeds
+            self.unread = arguments["tokens"]
             return self.first
-        self.first = _n_cached_keys(given)
-        self._check_mask(given)
+        self.first = _n_cached_keys(arguments)
+        self._check_mask(arguments)
         if not is_bridge(self.model) and plain_network(self.model) is None:
             return self.first
-        ids = given.get("input_ids")
+        ids = arguments.get("input_ids")
         if ids is not None:
             self._check_ids(ids)
-        if self.pads.any() and given.get("position_ids") is None:
-            read = given.get("inputs_embeds") if ids is None else ids
-            self._add_positions(given, read)
+        if self.pads.any() and arguments.get("position_ids") is None:
+            read = arguments.get("inputs_embeds") if ids is None else ids
+            self._add_positions(arguments, read)
         return self.first
 
     def first_query(self, attention: Tensor) -> int:
@@ -348,17 +352,17 @@ class _PassCheck:
         if scores.shape[2] == 1 and last % MASK_CHECK_INTERVAL:
             return
         if (seen, last) not in self.sights:
-            self.sights = {key: each for key, each in self.sights.items() if key[1] == last}
+            self.sights = {key: sight for key, sight in self.sights.items() if key[1] == last}
             self.sights[seen, last] = self._keys_in_sight(seen, last)
         wanted = self._repeat_rows(self.sights[seen, last], len(scores))
         if wanted is None:
             return
-        found = has_weight(scores[:, :, -1, : last + 1])
+        seen_keys = has_weight(scores[:, :, -1, : last + 1])
         reads_text = wanted[:, -1]  # row; padding sees nothing
-        if (wrong := ((found != wanted).any(1) & reads_text).nonzero()).numel():
+        if (wrong := ((seen_keys != wanted).any(1) & reads_text).nonzero()).numel():
             row = int(wrong[0])
             sees, should = (
-                describe_runs(keys[row].nonzero()[:, 0].tolist()) for keys in (found, wanted)
+                describe_runs(keys[row].nonzero()[:, 0].tolist()) for keys in (seen_keys, wanted)
             )
             raise ModelError(
                 f"layer {layer} is of type {seen} by the model's configuration, and its query in"
@@ -371,7 +375,7 @@ class _PassCheck:
         """The keys that a query sees in layers of a type."""
         slot = torch.arange(query + 1)
         live = pad(self.live, (0, max(query + 1 - self.live.shape[1], 0)), value=True)
-        starts = [int(seen.first_seen(np.array([query]), each.pad)[0]) for each in self.layouts]
+        starts = [int(seen.first_seen(np.array([query]), layout.pad)[0]) for layout in self.layouts]
         return live[:, : query + 1] & (slot >= torch.tensor(starts)[:, None])
 
     def _shown(self, token: Tensor) -> str:
@@ -379,15 +383,15 @@ class _PassCheck:
         text = "" if tokenizer is None else f" ({tokenizer.decode([int(token)])!r})"
         return f"token {int(token)}{text}"
 
-    def _check_mask(self, given: dict[str, Any]) -> None:
+    def _check_mask(self, arguments: dict[str, Any]) -> None:
         """Refuse a pass that does not mask its layouts' padding: spans would cover other keys.
 
         Masks that transformers' `generate` makes (one for each layer type, or by query) are not
         checked; they come from the padding that it was given.
         """
-        mask, width = given.get("attention_mask"), self.live.shape[1]
+        mask, width = arguments.get("attention_mask"), self.live.shape[1]
         start = 0
-        if "input" in given or "past_kv_cache" in given:
+        if "input" in arguments or "past_kv_cache" in arguments:
             start = self.first  # a HookedTransformer stores the mask of cached keys
         if mask is None:
             if self.pads.any() and start < width:
@@ -411,14 +415,14 @@ class _PassCheck:
                     " layout a row, in the rows' order, as PaddedRows.of(layouts) has them"
                 )
 
-    def _add_positions(self, given: dict[str, Any], read: Tensor | None) -> None:
+    def _add_positions(self, arguments: dict[str, Any], read: Tensor | None) -> None:
         """Add the positions that each row alone would have: transformers counts padding."""
         network = network_of(self.model)
         if "position_ids" in signature(network.forward).parameters and read is not None:
             slots = torch.arange(self.first, self.first + read.shape[1])
             positions = self._repeat_rows((slots - self.pads).clamp(min=0), len(read))
             if positions is not None:
-                given["position_ids"] = positions.to(read.device)
+                arguments["position_ids"] = positions.to(read.device)
         elif getattr(getattr(self.model, "cfg", None), "positional_embedding_type", "") != "alibi":
             raise LayoutError(
                 f"{type(network).__name__} takes no position_ids, so that left-padded rows would"

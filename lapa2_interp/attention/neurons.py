@@ -9,7 +9,7 @@ is a neuron's activation: there it is always `hook_post`, the input of the down-
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,6 @@ from lapa2_interp._util.errors import DeadHookError
 from lapa2_interp._util.files import atomic_write, writing_cache
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.unpacking import check_archive
-from lapa2_interp.methods.base import Intervention
 from lapa2_interp.models.card import Model
 
 PROBE_VALUE = 50.0
@@ -45,33 +44,33 @@ def neuron_hook_name(model: Model, layer: int, at: Literal["pre", "post"] = "pre
 
 @contextmanager
 def set_neurons(
-    model: Model, intervention: Intervention | None, branches: int = 1
+    model: Model,
+    neurons: Mapping[int, Int[Tensor, " neuron"]],
+    values: Float[Tensor, " row"],
+    at: Literal["pre", "post"] = "pre",
 ) -> Iterator[None]:
-    """Set neurons at every position, row by row, in the forward passes inside the block.
+    """Set MLP neurons at every position in the forward passes inside the block.
 
     Args:
-        intervention: None changes nothing.
-        branches: Number of branches that are stacked in the rows.
+        neurons: Indices of the neurons, by layer.
+        values: The value of all these neurons, one per row.
+        at: Before the activation function, or after it (always after it in gated MLPs).
 
     Raises:
         DeadHookError: The model has no such hook point.
     """
-    if intervention is None:
-        yield
-        return
-    value = rearrange(intervention.value.repeat(branches), "row -> row 1 1")
+    value = rearrange(values, "row -> row 1 1")
 
-    def put(neurons: Int[Tensor, " neuron"]) -> Any:
+    def put(of_layer: Int[Tensor, " neuron"]) -> Any:
         def hook_function(activation: Tensor, hook: Any) -> Tensor:
             activation = activation.clone()
-            activation[:, :, neurons.to(activation.device)] = value.to(activation)
+            activation[:, :, of_layer.to(activation.device)] = value.to(activation)
             return activation
 
         return hook_function
 
     hooks = [
-        (neuron_hook_name(model, layer, intervention.at), put(neurons))
-        for layer, neurons in intervention.neurons.items()
+        (neuron_hook_name(model, layer, at), put(of_layer)) for layer, of_layer in neurons.items()
     ]
     missing = [name for name, _ in hooks if name not in model.hook_dict]
     if missing:
@@ -92,9 +91,9 @@ def assert_neurons_live(model: Model) -> None:
         DeadHookError: There is no hook point, or it is ignored.
     """
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.cfg.device)
-    every = Intervention({model.cfg.n_layers - 1: torch.arange(8)}, torch.full((1,), PROBE_VALUE))
+    first_eight = {model.cfg.n_layers - 1: torch.arange(8)}
     plain = model(ids)
-    with set_neurons(model, every):
+    with set_neurons(model, first_eight, torch.full((1,), PROBE_VALUE)):
         moved = model(ids)
     if not (moved - plain).abs().max() > 0:
         raise DeadHookError(

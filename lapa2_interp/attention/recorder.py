@@ -48,7 +48,7 @@ class Recorder:
     ) -> None:
         self.layer_types = tuple(layer_types or [FULL_ATTENTION] * n_layers)
         self.attending = [
-            layer for layer, each in enumerate(self.layer_types) if each != NO_ATTENTION
+            layer for layer, layer_type in enumerate(self.layer_types) if layer_type != NO_ATTENTION
         ]
         for layer, head in patterns:
             if not (0 <= layer < n_layers and 0 <= head < n_heads):
@@ -79,12 +79,14 @@ class Recorder:
         self.layouts = layouts
         self.index = index
         self.width = 0
-        self.l_pre = max(each.l_pre for each in layouts)
+        self.l_pre = max(layout.l_pre for layout in layouts)
         self.parts = {
-            name: torch.tensor([getattr(each, name) for each in layouts])
+            name: torch.tensor([getattr(layout, name) for layout in layouts])
             for name in ("bos", "before", "prefix", "prompt")
         }
-        self.parts["released_slice"] = torch.tensor([each.spans("released")[0] for each in layouts])
+        self.parts["released_slice"] = torch.tensor(
+            [layout.spans("released")[0] for layout in layouts]
+        )
 
     def _has_steps(self, n_keys: int) -> bool:
         """True if a pass up to this key has a step; a pass over the beginning of a prompt has
@@ -112,7 +114,7 @@ class Recorder:
         """Compute which of the first keys belong to each sum."""
         self.width = width
         key = torch.arange(width, device=device)
-        spans = {name: each.to(device) for name, each in self.parts.items()}
+        spans = {name: span.to(device) for name, span in self.parts.items()}
         inside = {name: (key >= span[:, :1]) & (key < span[:, 1:]) for name, span in spans.items()}
         inside["prompt"] |= inside.pop("before")  # the first messages of a chat
         inside["generated"] = (key >= spans["prompt"][:, 1:]).expand(len(self.layouts), width)
@@ -196,7 +198,7 @@ class Recorder:
         if self.kind == "full":
             # row query layer head sum
             sums = torch.stack(self.layers, dim=2).permute(0, 3, 2, 1, 4)
-            of_kinds = [sums[:, :, each].mean((2, 3)) for each in self._layers_of_kinds()]
+            of_kinds = [sums[:, :, layers].mean((2, 3)) for layers in self._layers_of_kinds()]
         else:
             of_kinds = [
                 self._sums(self.means[kind] / len(layers))[:, 0]
@@ -218,7 +220,9 @@ class Recorder:
     def _layers_of_kinds(self) -> list[list[int]]:
         """By layer type, the indices of its layers among those with attention."""
         kinds = [self.layer_types[layer] for layer in self.attending]
-        return [[i for i, each in enumerate(kinds) if each == kind] for kind in self.kinds]
+        return [
+            [i for i, layer_kind in enumerate(kinds) if layer_kind == kind] for kind in self.kinds
+        ]
 
     def _split_by_step(
         self, values: Float[Tensor, "row query *rest"]
@@ -265,11 +269,11 @@ class Recorder:
         heads = ("layer", "head") if self.kind == "full" else by_kind
         sums = unstack(self.steps)  # branch sample step *heads sum
         if self.kind == "full" and len(self.attending) < len(self.layer_types):
-            whole = np.full(
+            every_layer = np.full(
                 (*sums.shape[:3], len(self.layer_types), *sums.shape[4:]), np.float32(np.nan)
             )
-            whole[:, :, :, self.attending] = sums
-            sums = whole
+            every_layer[:, :, :, self.attending] = sums
+            sums = every_layer
         elif self.kind == "pooled" and not by_kind:
             sums = sums[:, :, :, 0]
         data: dict[str, tuple] = {
@@ -286,7 +290,7 @@ class Recorder:
         }
         # The prefix tokens.
         tokens = unstack(self.tokens)  # branch sample step kind prefix_token
-        l_pre = by_row(each.l_pre for each in layouts)
+        l_pre = by_row(layout.l_pre for layout in layouts)
         outside = np.arange(self.l_pre) >= l_pre[:, :, None]  # branch sample prefix_token
         tokens = np.where(outside[:, :, None, None], np.float32(np.nan), tokens)
         data["prefix_tokens"] = (
@@ -303,7 +307,7 @@ class Recorder:
             kinds = self.layer_types if self.kind == "full" else self.kinds
             slots = len(layouts[0]) - 1 + np.arange(n_seen)
             in_sight = np.stack(
-                [[each.in_sight(slots, kind) for kind in kinds] for each in layouts]
+                [[layout.in_sight(slots, kind) for kind in kinds] for layout in layouts]
             )
             data["in_sight"] = (
                 (*axes, "layer" if self.kind == "full" else "layer_type"),
@@ -316,23 +320,26 @@ class Recorder:
         if self.rows:
             data["pattern"] = ((*axes, "pair", "key"), unstack(self._live_rows(layouts)))
         # The coordinates.
-        live = by_row(each.n_live for each in layouts)
+        live = by_row(layout.n_live for layout in layouts)
         coords = {
             "branch": list(branches),
             "sample": np.arange(n_samples),
             "step": np.arange(n_seen),
             "prefix_token": np.arange(self.l_pre),
             "l_pre": (axes[:2], l_pre),
-            "l_pro": (axes[:2], by_row(each.l_pro for each in layouts)),
-            "n_bos": (axes[:2], by_row(each.n_bos for each in layouts)),
+            "l_pro": (axes[:2], by_row(layout.l_pro for layout in layouts)),
+            "n_bos": (axes[:2], by_row(layout.n_bos for layout in layouts)),
             "l_kv": (axes, live[:, :, None] + np.arange(n_seen)),
         }
         if self.kind == "full":
             coords |= {name: np.arange(sums.shape[3 + i]) for i, name in enumerate(heads)}
         if by_kind:
-            coords["layer_type"] = [str(each) for each in self.kinds]
+            coords["layer_type"] = [str(kind) for kind in self.kinds]
         if self.kind == "full" and (by_kind or len(self.attending) < len(self.layer_types)):
-            coords["type_of_layer"] = ("layer", [str(each) for each in self.layer_types])
+            coords["type_of_layer"] = (
+                "layer",
+                [str(layer_type) for layer_type in self.layer_types],
+            )
         if self.rows:
             coords["key"] = np.arange(data["pattern"][1].shape[-1])
             for i, name in enumerate(("pair_layer", "pair_head")):
@@ -346,10 +353,10 @@ class Recorder:
         live_rows = []
         for rows in self.rows:
             live = torch.full((*rows.shape[:2], widest), float("nan"))  # row pair key
-            for row, each in enumerate(layouts):
-                live[row, :, : each.soft] = rows[row, :, : each.soft]
-                live[row, :, each.soft : rows.shape[-1] - each.pad] = rows[
-                    row, :, each.soft + each.pad :
+            for row, layout in enumerate(layouts):
+                live[row, :, : layout.soft] = rows[row, :, : layout.soft]
+                live[row, :, layout.soft : rows.shape[-1] - layout.pad] = rows[
+                    row, :, layout.soft + layout.pad :
                 ]
             live_rows.append(live)
         return live_rows

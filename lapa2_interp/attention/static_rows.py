@@ -59,9 +59,6 @@ SMALLEST_BUCKET = 128
 WARM_UP = 2
 """Passes before the one that is captured."""
 
-StaticSteps = dict[tuple[int, int, bool], "StaticStep"]
-"""Steps that were made before, by number of rows, capacity, and `StaticStep.by_head`."""
-
 
 def bucket(n_keys: int) -> int:
     """The number of slots that a step reads if so many keys are live: a power of two."""
@@ -103,8 +100,8 @@ class StaticLayer(SlotLayer):
         super().__init__(capacity, shared=False)
         # Zeros, because a masked slot must not hold NaN.
         self.keys, self.values = (
-            each.new_zeros(n_rows, each.shape[1], capacity, each.shape[3])
-            for each in (like.keys, like.values)
+            tensor.new_zeros(n_rows, tensor.shape[1], capacity, tensor.shape[3])
+            for tensor in (like.keys, like.values)
         )
         self.slot, self.width, self.is_initialized = slot, capacity, True
 
@@ -144,7 +141,9 @@ class StaticStep:
         self.bias = torch.zeros(*sharing, 1, capacity, **wide)  # layer row head 1 key
         # layer row head 1 key
         self.patterns = torch.zeros(n_layers, n_rows, n_heads, 1, capacity, **wide)
-        self.layers = [StaticLayer(each, n_rows, capacity, self.slot) for each in rows.cache.layers]
+        self.layers = [
+            StaticLayer(layer, n_rows, capacity, self.slot) for layer in rows.cache.layers
+        ]
         self.cache = Cache(layers=self.layers)
         self.passes: dict[int, Callable[[], Tensor]] = {}
 
@@ -253,7 +252,7 @@ class StaticRows(BridgeRows):
         kind, query = self.bias.layer_types[layer], np.array([self.step.first])
         if kind == FULL_ATTENTION:
             return scores
-        starts = [int(kind.first_seen(query, each.pad)[0]) for each in self.bias.layouts]
+        starts = [int(kind.first_seen(query, layout.pad)[0]) for layout in self.bias.layouts]
         start = torch.tensor(starts, device=scores.device)[:, None, None, None]
         slot = torch.arange(scores.shape[3], device=scores.device)
         return scores.masked_fill(slot < start, torch.finfo(self.step.mask.dtype).min)
@@ -268,7 +267,6 @@ def continued(
     augmentations: Sequence[AugmentationLike],
     layouts: Sequence[Layout],
     recorder: Recorder | None,
-    made: StaticSteps,
 ) -> Iterator[Rows]:
     """Rows that continue others which have read their prompts, under an augmentation inside the
     block.
@@ -280,7 +278,6 @@ def continued(
         index: For every row the old row that it continues.
         capacity: Keys of the longest text.
         augmentations, layouts, recorder: As in `hooked.augmented`.
-        made: The static step of the batch before, whose tensors and graphs are used again.
 
     Raises:
         ModelError: The model does not keep to the mask that it is given.
@@ -288,7 +285,7 @@ def continued(
     if getattr(model, "static", False):
         if (problem := _static_problem(model, rows, augmentations)) is None:
             assert isinstance(rows, BridgeRows)
-            step, bias = _static_step(rows, len(index), capacity, augmentations, layouts, made)
+            step, bias = _static_step(rows, len(index), capacity, augmentations, layouts)
             hooks, network = AttentionHooks(step.edit, step.read), plain_network(model)
             n_layers, _ = n_layers_and_heads(model)
             with hook_attention(network, hooks, lambda _given: 0, range(n_layers)):
@@ -306,19 +303,14 @@ def _static_step(
     capacity: int,
     augmentations: Sequence[AugmentationLike],
     layouts: Sequence[Layout],
-    made: StaticSteps,
 ) -> tuple[StaticStep, BatchBias]:
-    """A step that fits, made or used again, and the bias that it adds."""
+    """A step that fits, and the bias that it adds."""
     size, kinds = n_layers_and_heads(rows.model), layer_types(rows.model)
-    bias = BatchBias([active_augmentations(each) for each in augmentations], layouts, size, kinds)
+    bias = BatchBias([active_augmentations(rules) for rules in augmentations], layouts, size, kinds)
     one_for_all = {*kinds} == {FULL_ATTENTION} and all(
         term.every_head and len(term.layers) == size[0] for term in bias.length_terms
     )
-    key = (n_rows, bucket(capacity), not one_for_all)
-    if key not in made:
-        made.clear()
-        made[key] = StaticStep(rows, *key)
-    return made[key], bias
+    return StaticStep(rows, n_rows, bucket(capacity), not one_for_all), bias
 
 
 def _static_problem(
@@ -330,13 +322,13 @@ def _static_problem(
         return "the model has hooks, so load it with model class TransformersModel"
     if not isinstance(rows, BridgeRows):
         return "the method or the phase reads tokens again"
-    if any(each.reads_scores for row in augmentations for each in active_augmentations(row)):
+    if any(rule.reads_scores for row in augmentations for rule in active_augmentations(row)):
         return "a law reads the scores"
     if rotary_limit(network.config) is not None:
         return "the model's rotary factors depend on the length of a text"
-    if not all(isinstance(each, SlotLayer) for each in rows.cache.layers):
+    if not all(isinstance(layer, SlotLayer) for layer in rows.cache.layers):
         return "not every layer keeps keys and values"
-    if len({each.device for each in network.parameters()}) > 1:
+    if len({parameter.device for parameter in network.parameters()}) > 1:
         return "the model lies on several devices"
     return None
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def traced_layer_types(trace: xr.Dataset) -> list[str]:
     """The types of a trace's layers by the keys that they see: "full" first, then windows."""
     return (
-        [str(each) for each in trace["layer_type"].to_numpy()]
+        [str(layer_type) for layer_type in trace["layer_type"].to_numpy()]
         if "layer_type" in trace
         else ["full"]
     )
@@ -195,9 +195,15 @@ def prefix_token_table(
             has = ~np.isnan(values)
             if not has.any():
                 continue
-            found = mean_interval(values[has], members["prompt"].to_numpy()[has])
-            row = {"arm": arm, "key": key, "mean": found.mean, "low": found.low, "high": found.high}
-            rows.append(row | {"n": found.n})
+            interval = mean_interval(values[has], members["prompt"].to_numpy()[has])
+            row = {
+                "arm": arm,
+                "key": key,
+                "mean": interval.mean,
+                "low": interval.low,
+                "high": interval.high,
+            }
+            rows.append(row | {"n": interval.n})
     return pd.DataFrame(rows)
 
 
@@ -215,9 +221,9 @@ def _split_by_arm(trace: xr.Dataset, samples: pd.DataFrame) -> list[tuple[str, p
             # Other values are not an error: arms may have been renamed.
             if (
                 set(sample_values) == set(trace_values)
-                and (other := sample_values != trace_values).any()
+                and (differs := sample_values != trace_values).any()
             ):
-                at = int(other.argmax())
+                at = int(differs.argmax())
                 raise TraceError(
                     f"samples and trace are in another order: {column} {sample_values[at]!r} and"
                     f" {trace_values[at]!r} at {at}; give samples.iloc[numbers] beside"

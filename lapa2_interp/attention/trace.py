@@ -21,7 +21,14 @@ forward pass; attention rows are stored only for the (layer, head) pairs in `pat
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
 
 TraceKind = Literal["none", "pooled", "full"]
 NEAREST = (2, 4, 6, 8)
@@ -37,3 +44,30 @@ SUMS = {
     },
 }
 """Sums of a trace: name, and the keys whose attention they add up."""
+
+
+def join_traces(traces: Sequence[xr.Dataset], table: pd.DataFrame) -> xr.Dataset:
+    """Join traces along `sample`, padded with NaN to the longest.
+
+    Samples are numbered as the rows of the table.
+    """
+    joined = concat_traces(traces).assign_coords(sample=np.arange(len(table)))
+    names = {"prompt": "prompt_text"} | {
+        name: name for name in ("task", "attribute", "method", "arm", "cell")
+    }
+    return joined.assign_coords(
+        {
+            name: ("sample", table[column].astype(str).to_numpy())
+            for column, name in names.items()
+            if column in table
+        }
+    )
+
+
+def concat_traces(traces: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Traces one after another along `sample`, padded with NaN to the longest."""
+    import xarray as xr
+
+    return xr.concat(
+        traces, dim="sample", join="outer", data_vars="all", coords="different", compat="equals"
+    )

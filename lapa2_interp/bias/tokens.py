@@ -83,13 +83,22 @@ def decode_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str
 
 
 def decode_continuation(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    tokens: Sequence[int],
+    without_marks: bool = False,
 ) -> str:
     """The text of generated tokens after a prompt.
 
     They are decoded together with the prompt: some tokenizers drop the leading space of tokens that
     are decoded alone.
+
+    Args:
+        without_marks: Leave special tokens out, as in the turns of a chat.
     """
+    if without_marks:
+        marks = set(tokenizer.all_special_ids)
+        tokens = [token for token in tokens if token not in marks]
     before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     return decode_tokens(tokenizer, [*before, *tokens])[len(decode_tokens(tokenizer, before)) :]
 

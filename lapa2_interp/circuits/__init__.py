@@ -4,7 +4,8 @@ control lost when heads cannot see the prefix, and the heads' direct effects on 
 Example:
     >>> from lapa2_interp import circuits, load_model
     >>> model = load_model("planted")
-    >>> table = circuits.knock_out(model, "sentiment", over="head", tokens=4)
+    >>> texts = circuits.ContrastSet.of(model, "sentiment", tokens=4)
+    >>> table = circuits.knock_out(model, texts, over="head")
     >>> drawing = table.plot()
     >>> table.best(1)
     ((1, 2),)
@@ -17,7 +18,7 @@ from lapa2_interp._util.lazy import lazy_names
 if TYPE_CHECKING:
     from lapa2_interp.circuits.contrast_set import ContrastSet
     from lapa2_interp.circuits.control import ControlScore, control_score
-    from lapa2_interp.circuits.examples import RAW, ContrastExample, make_examples
+    from lapa2_interp.circuits.examples import RAW, ContrastExample
     from lapa2_interp.circuits.fading import Fading, measure_fading
     from lapa2_interp.circuits.gradients import Attribution, attribution, prefilter_recall
     from lapa2_interp.circuits.knockout import JointCurve, KnockOut, joint_curve, knock_out
@@ -57,7 +58,6 @@ __all__ = [
     "head_logit_attribution",
     "joint_curve",
     "knock_out",
-    "make_examples",
     "make_units",
     "mean_prefix_attention",
     "measure_fading",

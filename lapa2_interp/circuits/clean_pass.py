@@ -58,23 +58,23 @@ class CleanPass:
         if not layers:
             return cls(rows, tokens, {})
         blocks: Any = model.blocks
-        kept: dict[int, Tensor] = {}
+        residuals: dict[int, Tensor] = {}
         lengths: set[int] = set()  # of the tuples that blocks return; 0 for a tensor
 
         def keep(layer: int) -> Callable:
             def after(block: Any, args: Any, output: Any) -> None:
                 lengths.add(len(output) if isinstance(output, tuple) else 0)
-                kept[layer] = output[0] if isinstance(output, tuple) else output
+                residuals[layer] = output[0] if isinstance(output, tuple) else output
 
             return after
 
-        found = cls(rows, tokens, kept)
+        first_pass = cls(rows, tokens, residuals)
         with ExitStack() as stack:
             for layer in layers:
                 handle = blocks[layer - 1].register_forward_hook(keep(layer))
                 stack.callback(handle.remove)
-            found.copies(torch.arange(len(tokens), device=tokens.device)).read_tokens(tokens)
-        return cls(rows, tokens, kept if lengths in ({0}, {1}) else {}, lengths == {1})
+            first_pass.copies(torch.arange(len(tokens), device=tokens.device)).read_tokens(tokens)
+        return cls(rows, tokens, residuals if lengths in ({0}, {1}) else {}, lengths == {1})
 
     def is_whole(self, model: Model) -> bool:
         """True if a pass of the first row that begins at any of the layers has the logits of a
@@ -84,11 +84,11 @@ class CleanPass:
         tokens = self.tokens[:1, :2]
         short = CleanPass(self.rows, tokens, {})
         alone = CleanPass.read(model, short.copies(index), tokens, list(self.residuals))
-        whole = alone.copies(index).read_tokens(tokens)
+        logits = alone.copies(index).read_tokens(tokens)
         for layer in alone.residuals:
             rows = alone.copies(index)
             with alone.skip_below(layer, model, rows, index):
-                if not torch.equal(rows.read_tokens(tokens), whole):
+                if not torch.equal(rows.read_tokens(tokens), logits):
                     return False
         return True
 
@@ -125,8 +125,8 @@ class CleanPass:
             def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
                 assert isinstance(cache, SlotLayer)
                 cache.used += hidden_states.shape[1]
-                found = residual if number == layer - 1 else hidden_states
-                return (found,) if self.in_tuple else found
+                output = residual if number == layer - 1 else hidden_states
+                return (output,) if self.in_tuple else output
 
             return forward
 

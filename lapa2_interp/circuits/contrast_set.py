@@ -6,34 +6,43 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from lapa2_interp._util.errors import CircuitError, DataError, unknown_choice
-from lapa2_interp.circuits.examples import ContrastExample, attribute_words, make_examples
+from lapa2_interp._util.errors import CircuitError, DataError
+from lapa2_interp._util.values import numbers_checked
+from lapa2_interp.circuits.examples import (
+    RAW,
+    ContrastExample,
+    attribute_words,
+    check_request,
+    write_texts,
+)
+from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import (
     Model,
     attention_layers,
     check_rotary_side,
     kv_shapes,
     model_card,
-    model_short_context,
     network_of,
     plain_network,
 )
+from lapa2_interp.models.fingerprint import weights_read_once
 from lapa2_interp.models.load import resolve_model
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 from lapa2_interp.stats import label_codes
+from lapa2_interp.tasks.prompts import as_prompts
 from lapa2_interp.tasks.segmentation import text_key
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.task import Prompts, Task
 
 LONGEST_FACT = 60
 """Letters of a fact in a message; a longer one is shown as a hash."""
-TASK_SETTINGS = ("attribute", "prompts", "texts", "source", "tokens", "samples", "seed")
-"""Settings of a task's examples, as `make_examples` takes them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,10 +53,19 @@ class ContrastSet:
         examples: One for every text.
         words: Token ids by attribute, in the examples' order; empty where there are none (then
             there is no metric lex).
+        task: The task whose texts these are; None for other examples.
+
+    Example:
+        >>> from lapa2_interp import circuits, load_model
+        >>> model = load_model("planted")
+        >>> texts = circuits.ContrastSet.of(model, "sentiment", tokens=4)
+        >>> circuits.knock_out(model, texts).best(1)
+        ((1, 2),)
     """
 
     examples: tuple[ContrastExample, ...]
     words: tuple[tuple[int, ...], ...] = ()
+    task: Task | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         names = " and ".join(map(repr, self.examples[0].attributes))
@@ -62,38 +80,99 @@ class ContrastSet:
             )
 
     @classmethod
-    def of(cls, model: Model, contrast: ContrastLike, **settings: Any) -> ContrastSet:
-        """A contrast set from what a user gives.
+    @numbers_checked
+    @weights_read_once()
+    def of(
+        cls,
+        model: Model,
+        task: str | Task,
+        *,
+        attribute: str | None = None,
+        prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
+        texts: Mapping[str, Sequence[Sequence[int]]] | None = None,
+        source: str = RAW,
+        tokens: int = 32,
+        samples: int = 1,
+        seed: int = 1,
+        words: Mapping[str, Sequence[int]] | None = None,
+    ) -> ContrastSet:
+        """The contrast set of a task, with an example for every prompt and sample.
 
         Args:
-            contrast: A contrast set, one or more examples, or a task by name or value.
-            settings: For a task, as `make_examples`. For examples, words={name: token ids} says
-                which words distinguish the attributes.
+            model: A model or its name.
+            task: A name or a task with two attributes or more and hard prefixes of one length.
+            attribute: The target; by default the task's first.
+            prompts: As `tasks.as_prompts` takes them; by default the task's.
+            texts: By prompt, token ids of texts to score; by default the model writes them.
+            source: The attribute whose prefix steers the texts, or `RAW` for none. Raw texts are
+                the clean measure: a steered text already says what the prefix wants.
+            tokens: Length of a text that the model writes.
+            samples: Texts of each prompt.
+            seed: Seed of the texts.
+            words: By attribute, token ids of the words that distinguish it; by default those of
+                the task's word list, if it has one.
 
         Raises:
-            CircuitError: Unknown settings, or those of a task beside examples; a text that exceeds
-                the context; a model some of whose layers have no attention, or whose hooks have no
-                heads; as `make_examples`.
+            TaskError: Unknown, or without opposite attributes.
+            CircuitError: Prefixes of different lengths; no prompts, tokens or samples are
+                requested; or as `check`.
+            LayoutError: As `check`.
+        """
+        model = resolve_model(model)
+        check_no_open_block(model)
+        check_attention(model)
+        chosen = load_task(task) if isinstance(task, str) else task
+        target = next(iter(chosen.attributes)) if attribute is None else attribute
+        names = (target, *chosen.others(target))
+        requested = as_prompts(chosen.prompts if prompts is None else prompts).texts
+        check_request(requested, tokens, samples, texts)
+        prefixes = {name: chosen.prefix(name) for name in names}
+        for prompt in requested:  # a refusal comes before texts are written
+            ContrastExample.of(model.tokenizer, prefixes, prompt, [0])
+        if texts is None:
+            texts = write_texts(
+                model, chosen, source, requested, tokens=tokens, samples=samples, seed=seed
+            )
+        if not words:
+            with suppress(DataError, CircuitError):
+                of_list = task if isinstance(task, str) else task.name
+                words = attribute_words(model.tokenizer, of_list, names)
+        examples = tuple(
+            ContrastExample.of(model.tokenizer, prefixes, prompt, ids, source)
+            for prompt in requested
+            for ids in texts[prompt]
+        )
+        contrast_set = cls(examples, words_in_order(words or {}, names), chosen)
+        contrast_set.check(model)
+        return contrast_set
+
+    @classmethod
+    def of_examples(
+        cls,
+        *examples: ContrastExample,
+        words: Mapping[str, Sequence[int]] | None = None,
+    ) -> ContrastSet:
+        """The contrast set of custom examples.
+
+        Args:
+            words: By attribute, token ids of the words that distinguish it, which metric lex needs.
+
+        Raises:
+            CircuitError: No examples, or words of other attributes.
+        """
+        names = examples[0].attributes if examples else ()
+        return cls(examples, words_in_order(words or {}, names))
+
+    def check(self, model: Model) -> None:
+        """Refuse a model in which these texts cannot be compared.
+
+        Raises:
+            CircuitError: A text that exceeds the context; a model some of whose layers have no
+                attention, or whose hooks have no heads.
             LayoutError: A text crosses a switch of the model's rotary factors.
         """
-        # Attention in every layer, with a hook by head.
-        model = resolve_model(model)
-        if len(attending := attention_layers(model)) < model.cfg.n_layers:
-            raise CircuitError(
-                "circuits are read from models with attention in every layer, and this one has it"
-                f" in layers {', '.join(map(str, attending))}; take texts and traces instead"
-            )
-        network: Any = network_of(model)
-        if plain_network(model) is None and hasattr(network, "config"):
-            config = network.config.get_text_config()
-            if any(key != value for _, key, value in kv_shapes(config)):
-                raise CircuitError(
-                    f"hook_z of a {config.model_type} model is not by head, as its keys and values"
-                    " differ in size; load it as TransformersModel, for methods without hooks"
-                )
-        # Texts within the context.
-        contrast_set = cls._of(model, contrast, **settings)
-        for example in contrast_set.examples:
+        check_attention(model)
+        for example in self.examples:
             if (n := example.layouts[0].n_live + example.n_steps - 1) > model.cfg.n_ctx:
                 raise CircuitError(
                     f"prefix, prompt and text after {example.prompt!r} have {n} tokens, more than"
@@ -101,35 +180,8 @@ class ContrastSet:
                 )
             # The prefix has a forward pass of its own, so a longer text would mix rotary factors.
             check_rotary_side(
-                model_short_context(model), 0, n, f"the text after {example.prompt!r}"
+                model_card(model).short_ctx, 0, n, f"the text after {example.prompt!r}"
             )
-        return contrast_set
-
-    @classmethod
-    def _of(cls, model: Model, contrast: ContrastLike, **settings: Any) -> ContrastSet:
-        """A contrast set, without checks of the model."""
-        given = {name: value for name, value in settings.items() if value is not None}
-        if unknown := [name for name in given if name not in (*TASK_SETTINGS, "words")]:
-            raise CircuitError(unknown_choice("setting", unknown[0], (*TASK_SETTINGS, "words")))
-        words_by_name: Mapping[str, Sequence[int]] = given.pop("words", {})
-        if isinstance(contrast, str | Task):
-            examples = make_examples(model, contrast, **given)
-            name = contrast if isinstance(contrast, str) else contrast.name
-            words: Mapping[str, Sequence[int]] = words_by_name
-            if not words:
-                with suppress(DataError, CircuitError):
-                    words = attribute_words(model.tokenizer, name, examples[0].attributes)
-            return cls(tuple(examples), words_in_order(words, examples[0].attributes))
-        if given:
-            raise CircuitError(
-                f"{next(iter(given))} belongs to a task; examples have their texts already"
-            )
-        if isinstance(contrast, ContrastSet):
-            if not words_by_name:
-                return contrast
-            return cls(contrast.examples, words_in_order(words_by_name, contrast.attributes))
-        found = (contrast,) if isinstance(contrast, ContrastExample) else tuple(contrast)
-        return cls(found, words_in_order(words_by_name, found[0].attributes) if found else ())
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -148,13 +200,13 @@ class ContrastSet:
         Raises:
             CircuitError: Prefixes of different lengths, whose positions cannot be compared.
         """
-        found = sorted({example.layouts[0].l_pre for example in self.examples})
-        if len(found) > 1:
+        lengths = sorted({example.layouts[0].l_pre for example in self.examples})
+        if len(lengths) > 1:
             raise CircuitError(
-                f"prefixes of {', '.join(map(str, found))} tokens have no common positions; ask for"
-                " examples of one length at a time"
+                f"prefixes of {', '.join(map(str, lengths))} tokens have no common positions; ask"
+                " for examples of one length at a time"
             )
-        return found[0]
+        return lengths[0]
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -192,19 +244,22 @@ class ContrastSet:
         examples = [
             [
                 [example.attributes, example.source, example.text],
-                [[each.soft, each.n_bos, each.l_pre, each.ids] for each in example.layouts],
+                [
+                    [layout.soft, layout.n_bos, layout.l_pre, layout.ids]
+                    for layout in example.layouts
+                ],
                 None if example.raw is None else example.raw.ids,
             ]
             for example in self.examples
         ]
         soft = {
-            id(each): each
+            id(prefix): prefix
             for example in self.examples
-            for each in example.prefixes
-            if each is not None
+            for prefix in example.prefixes
+            if prefix is not None
         }
         if soft:
-            more |= {"soft prefixes": [_hash_prefix(each) for each in soft.values()]}
+            more |= {"soft prefixes": [_hash_prefix(prefix) for prefix in soft.values()]}
         card = model_card(model)
         facts = [card.name, card.weights, card.dtype, card.model_class, examples, self.words, more]
         return _hash(json.dumps(facts, default=str))
@@ -212,26 +267,59 @@ class ContrastSet:
     def facts(self, model: Model, **more: Any) -> dict[str, str]:
         """The facts behind `key` by name, for messages; long ones as a hash."""
         card = model_card(model)
-        found = {
+        facts = {
             "model": card.name,
             "weights": card.weights,
             "dtype": card.dtype,
             "model class": card.model_class,
             "attributes": self.attributes,
             "prompts": self.prompts,
-            "layouts": [[each.ids for each in example.layouts] for example in self.examples],
+            "layouts": [[layout.ids for layout in example.layouts] for example in self.examples],
             "texts": [example.text for example in self.examples],
             "words": self.words,
             **more,
         }
-        shown = {name: json.dumps(value, default=str) for name, value in found.items()}
+        shown = {name: json.dumps(value, default=str) for name, value in facts.items()}
         return {
             name: text if len(text) <= LONGEST_FACT else _hash(text) for name, text in shown.items()
         }
 
 
 ContrastLike = ContrastSet | ContrastExample | Sequence[ContrastExample] | str | Task
-"""A contrast set, one or more examples, or a task by name or value."""
+"""A contrast set; or what one is made of with the usual settings: a task by name or value, or one
+or more examples."""
+
+
+def as_contrast_set(model: Model, contrast: ContrastLike) -> ContrastSet:
+    """A contrast set for a model.
+
+    Raises:
+        CircuitError, LayoutError, TaskError: As `ContrastSet.of` and `ContrastSet.check`.
+    """
+    if isinstance(contrast, str | Task):
+        return ContrastSet.of(model, contrast)
+    if not isinstance(contrast, ContrastSet):
+        examples = (contrast,) if isinstance(contrast, ContrastExample) else tuple(contrast)
+        contrast = ContrastSet.of_examples(*examples)
+    contrast.check(model)
+    return contrast
+
+
+def check_attention(model: Model) -> None:
+    """Refuse a model without attention in every layer, or without hooks by head."""
+    if len(attending := attention_layers(model)) < model.cfg.n_layers:
+        raise CircuitError(
+            "circuits are read from models with attention in every layer, and this one has it"
+            f" in layers {', '.join(map(str, attending))}; take texts and traces instead"
+        )
+    network: Any = network_of(model)
+    if plain_network(model) is None and hasattr(network, "config"):
+        config = network.config.get_text_config()
+        if any(key != value for _, key, value in kv_shapes(config)):
+            raise CircuitError(
+                f"hook_z of a {config.model_type} model is not by head, as its keys and values"
+                " differ in size; load it as TransformersModel, for methods without hooks"
+            )
 
 
 def words_in_order(

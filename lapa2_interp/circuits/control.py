@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +21,7 @@ from lapa2_interp._util.plots import COLOURS, Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.models.card import Model
@@ -54,7 +53,7 @@ class ControlScore:
             of_text = {"prompt": example.prompt, "source": example.source, "example": i}
             for step in range(example.n_steps):
                 of_step = {"step": step, "l_kv": example.layouts[0].n_live + step}
-                values = {name: each[i, step] for name, each in self.values.items()}
+                values = {name: steps[i, step] for name, steps in self.values.items()}
                 rows.append(of_text | of_step | values)
         return pd.DataFrame(rows)
 
@@ -115,34 +114,31 @@ def control_score(
     augmentation: AugmentationLike = None,
     batch_size: int | None = None,
     progress: tqdm | None = None,
-    **settings: Any,
 ) -> ControlScore:
     """Measure how far the branches' predictions are apart at every step.
 
     Args:
         model: A TransformerBridge, with custom hooks if it has any, or a `TransformersModel`.
-        contrast: A task by name or value, one or more examples, or a `ContrastSet`.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
         metrics: One or more names of `METRICS`, a function of `Predictions`, or functions by name;
             by default all that can be computed.
         augmentation: One or more augmentations that act in every branch.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
         progress: A bar that counts steps.
-        settings: For a task, as `make_examples`: attribute, prompts, texts, source, tokens,
-            samples, seed. For examples, words={name: token ids}, which lex needs.
 
     Raises:
         CircuitError: Prefixes of different lengths, an unknown metric, or one that lacks words.
         TaskError: A task without opposite attributes.
     """
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+    contrast_set = as_contrast_set(model, contrast)
     chosen = metrics_by_name(contrast_set.metrics if metrics is None else metrics)
     longest = max(example.n_steps for example in contrast_set.examples)
     values = {name: np.full((len(contrast_set.examples), longest), np.nan) for name in chosen}
     total = contrast_set.n_branch_steps
     with given_or_new_bar(progress, total, "control", "step") as bar:
-        for _, group, found in evaluate_edits(
+        for _, group, metric_values in evaluate_edits(
             model, contrast_set, [None], chosen, augmentation, bar, batch_size
         ):
-            for name, each in found.items():
-                values[name][group, : each.shape[1]] = each.double().cpu().numpy()
+            for name, steps in metric_values.items():
+                values[name][group, : steps.shape[1]] = steps.double().cpu().numpy()
     return ControlScore(contrast_set, values)

@@ -184,16 +184,17 @@ def evaluate_edits(
                 examples = [example for example, _ in items]
                 logits = edited_logits(model, items, augmentation, group_pass)
                 raw = unprefixed_logits(model, examples) if "from_raw" in metrics else None
-                text = torch.tensor([each.text for each in examples], device=logits.device)
-                found = Predictions(logits, text, raw, contrast_set.words)
+                text = torch.tensor([example.text for example in examples], device=logits.device)
+                predictions = Predictions(logits, text, raw, contrast_set.words)
                 values = {
-                    name: _metric_values(name, metric, found) for name, metric in metrics.items()
+                    name: _metric_values(name, metric, predictions)
+                    for name, metric in metrics.items()
                 }
                 for at, number in enumerate(block):
                     part = slice(at * len(group), (at + 1) * len(group))
-                    yield number, group, {name: each[part] for name, each in values.items()}
+                    yield number, group, {name: of_items[part] for name, of_items in values.items()}
                 if progress is not None:
-                    progress.update(sum(each.n_branch_steps for each in examples))
+                    progress.update(sum(example.n_branch_steps for example in examples))
 
 
 def _clean_passes(
@@ -222,19 +223,21 @@ def _clean_passes(
         for group in groups
     ]
     layers = fronts[0][0].cache.layers
-    if not all(isinstance(each, SlotLayer) for each in layers):  # others hold more than own keys
+    if not all(isinstance(layer, SlotLayer) for layer in layers):  # others hold more than own keys
         return [None] * len(groups)
     n_tokens = sum(tokens.numel() for _, tokens in fronts)
     size = torch.finfo(weights_dtype(model)).bits // 8
-    kept = layers_to_keep(model.cfg.n_layers, n_tokens * model.cfg.d_model * size)
-    found = [CleanPass.read(model, *front, kept) for front in fronts]
-    whole = found[0].is_whole(model)
-    return [each if whole else replace(each, residuals={}) for each in found]
+    stored_layers = layers_to_keep(model.cfg.n_layers, n_tokens * model.cfg.d_model * size)
+    passes = [CleanPass.read(model, *front, stored_layers) for front in fronts]
+    is_whole = passes[0].is_whole(model)
+    return [clean if is_whole else replace(clean, residuals={}) for clean in passes]
 
 
-def _metric_values(name: str, metric: Metric, found: Predictions) -> Float[Tensor, "item step"]:
+def _metric_values(
+    name: str, metric: Metric, predictions: Predictions
+) -> Float[Tensor, "item step"]:
     """Values of a metric. Another shape is refused, but fewer steps are allowed."""
-    value, (n, steps) = metric(found), found.text.shape
+    value, (n, steps) = metric(predictions), predictions.text.shape
     good = isinstance(value, Tensor) and value.ndim == 2 and len(value) == n
     if not good or not 1 <= value.shape[1] <= steps:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -259,7 +262,7 @@ def _forward_rows(
     # Rows that need a copy, and the augmentations of each row.
     first = rows[0][0]
     layouts = [example.layouts[branch] for example, _, branch in rows]
-    edits = [each if each and each.applies_to(branch) else None for _, each, branch in rows]
+    edits = [edit if edit and edit.applies_to(branch) else None for _, edit, branch in rows]
     copied = [i for i, edit in enumerate(edits) if edit and edit.replacement != "cut"]
     always = tuple(active_augmentations(resolve_recipes(augmentation)))
     rules = [
@@ -298,8 +301,8 @@ def _forward_rows(
             # A rule that acts on none of these queries may have a span after them.
             slots = np.arange(state.cache.get_seq_length(), len(layouts[0]) - 1)
             early = [
-                [rule for rule in row if each.acts(rule, slots).any()]
-                for row, each in zip(acting, all_layouts, strict=True)
+                [rule for rule in row if layout.acts(rule, slots).any()]
+                for row, layout in zip(acting, all_layouts, strict=True)
             ]
             with augmented(model, early, all_layouts):
                 state.read_tokens(tokens[:, :n_before])
@@ -345,7 +348,8 @@ def read_prefixes(
     else:
         n = layouts[0].n_bos + layouts[0].l_pre
         fronts = [
-            replace(each, ids=each.ids[:n], tokens=each.tokens[:n], l_pro=0) for each in layouts
+            replace(layout, ids=layout.ids[:n], tokens=layout.tokens[:n], l_pro=0)
+            for layout in layouts
         ]
         with augmented(model, None, fronts):
             state.prompt_pass(fronts)
@@ -359,11 +363,11 @@ def read_prefixes(
 def _forward_by_step(state: BridgeRows, tokens: Tensor) -> Float[Tensor, "row step vocab"]:
     """One forward pass a step: the predicting query is the last of its pass, and the next pass
     reads it again without the edit."""
-    found = []
+    logits = []
     for i in range(tokens.shape[1]):
-        found.append(state.read_tokens(tokens[:, max(i - 1, 0) : i + 1]))
+        logits.append(state.read_tokens(tokens[:, max(i - 1, 0) : i + 1]))
         state.crop(1)
-    return torch.cat(found, dim=1)
+    return torch.cat(logits, dim=1)
 
 
 def check_model_class(model: Model) -> None:
@@ -451,13 +455,13 @@ def unprefixed_logits(
         CircuitError: An example has no raw layout.
     """
     layouts = [example.raw for example in examples]
-    if any(each is None for each in layouts):
+    if any(layout is None for layout in layouts):
         raise CircuitError(
             "an example has no raw layout, so its text cannot be read without a prefix; make it"
             " with ContrastExample.of, or use a metric other than from_raw"
         )
     state = BridgeRows(model)
-    logits = [state.prompt_pass([each for each in layouts if each is not None])]
+    logits = [state.prompt_pass([layout for layout in layouts if layout is not None])]
     n = examples[0].n_steps
     if n > 1:
         index = torch.arange(len(examples), device=model.cfg.device)
@@ -479,7 +483,9 @@ def _replace(state: BridgeRows, rows: Sequence[_Row], copied: Sequence[int]) -> 
         resample = edit.replacement == "resample"
         # Rows are (branch, item), stacked.
         sources = [
-            each * n_items + row % n_items for each in branches if not (resample and each == branch)
+            source * n_items + row % n_items
+            for source in branches
+            if not (resample and source == branch)
         ]
         for layer in state.cache.layers:
             for part, store in (("k", layer.keys), ("v", layer.values)):
@@ -487,8 +493,8 @@ def _replace(state: BridgeRows, rows: Sequence[_Row], copied: Sequence[int]) -> 
                     if part == "v":
                         store[copy][:, where] = 0
                 elif edit.replacement != "null" and part in edit.parts:
-                    given = [store[source][:, where] for source in sources]
-                    store[copy][:, where] = torch.stack(given).mean(0)
+                    of_sources = [store[source][:, where] for source in sources]
+                    store[copy][:, where] = torch.stack(of_sources).mean(0)
 
 
 @contextmanager

@@ -11,21 +11,17 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import CircuitError, pluralize
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.tokens import decode_tokens
-from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
-from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import Model
-from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
-from lapa2_interp.tasks.prompts import as_prompts
 from lapa2_interp.tasks.task import RAW, Prompts, Task
 from lapa2_interp.tasks.word_lists import read_word_list
 
@@ -68,42 +64,45 @@ class ContrastExample:
         if not self.text:
             raise CircuitError(f"the text after {self.prompt!r} is empty; give at least one token")
         lengths = {
-            name: each.l_pre for name, each in zip(self.attributes, self.layouts, strict=True)
+            name: layout.l_pre for name, layout in zip(self.attributes, self.layouts, strict=True)
         }
         if len(set(lengths.values())) > 1 or not all(lengths.values()):
-            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise CircuitError(
-                f"the prefixes have different lengths in tokens ({found}), so that the branches"
+                f"the prefixes have different lengths in tokens ({listed}), so that the branches"
                 " differ by positions, too; use soft prefixes, or reword one prefix to the other's"
                 " length"
             )
-        tails = {each.ids[each.n_bos + (0 if each.soft else each.l_pre) :] for each in self.layouts}
-        if len(tails) > 1 or len({each.n_bos for each in self.layouts}) > 1:
+        tails = {
+            layout.ids[layout.n_bos + (0 if layout.soft else layout.l_pre) :]
+            for layout in self.layouts
+        }
+        if len(tails) > 1 or len({layout.n_bos for layout in self.layouts}) > 1:
             raise CircuitError(
                 f"the prompt {self.prompt!r} is not the same tokens in every branch (a token"
                 " spans prefix and prompt); end the prefixes alike, or begin the prompt with a"
                 " space"
             )
-        if crossing := next((each for each in self.layouts if each.merged is not None), None):
+        if crossing := next((layout for layout in self.layouts if layout.merged is not None), None):
             raise CircuitError(
                 f"the token {crossing.merged!r} is part of the prefix and of the prompt"
                 f" {self.prompt!r}; end the prefixes otherwise, or begin the prompt with a space"
             )
-        if any(each.n_before for each in self.layouts):
+        if any(layout.n_before for layout in self.layouts):
             raise CircuitError(
                 "circuits need a prefix right after BOS; a chat's span has tokens before it"
             )
         # Soft prefixes for all layouts, or none.
         if not self.prefixes:
             object.__setattr__(self, "prefixes", (None,) * len(self.attributes))
-        slots = [0 if each is None else len(each) for each in self.prefixes]
-        if slots != [each.soft for each in self.layouts]:
+        slots = [0 if prefix is None else len(prefix) for prefix in self.prefixes]
+        if slots != [layout.soft for layout in self.layouts]:
             raise CircuitError(
                 f"layouts and soft prefixes must go together; the layouts have"
-                f" {', '.join(str(each.soft) for each in self.layouts)} slots, the prefixes"
+                f" {', '.join(str(layout.soft) for layout in self.layouts)} slots, the prefixes"
                 f" {', '.join(map(str, slots))}"
             )
-        if len({each.soft for each in self.layouts}) > 1:
+        if len({layout.soft for layout in self.layouts}) > 1:
             raise CircuitError(
                 "an example has soft and hard prefixes, so that the branches differ by positions,"
                 " too; give prefixes of one kind"
@@ -122,13 +121,13 @@ class ContrastExample:
     @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of all parts. Examples of one shape make a batch without padding."""
-        each = self.layouts[0]
+        layout = self.layouts[0]
         raw = 0 if self.raw is None else len(self.raw)
         return (
-            each.soft,
-            each.n_bos,
-            each.l_pre,
-            each.l_pro,
+            layout.soft,
+            layout.n_bos,
+            layout.l_pre,
+            layout.l_pro,
             self.n_steps,
             len(self.attributes),
             raw,
@@ -175,56 +174,6 @@ class ContrastExample:
         return cls(prompt, tuple(prefixes), tuple(layouts), tuple(map(int, ids)), source, raw)
 
 
-@numbers_checked
-@accepts_model_name
-def make_examples(
-    model: Model,
-    task: str | Task,
-    attribute: str | None = None,
-    prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
-    *,
-    texts: Mapping[str, Sequence[Sequence[int]]] | None = None,
-    source: str = RAW,
-    tokens: int = 32,
-    samples: int = 1,
-    seed: int = 1,
-) -> list[ContrastExample]:
-    """An example for every prompt and sample of a task.
-
-    Args:
-        task: A name or a task with two attributes or more and hard prefixes.
-        attribute: The target; by default the task's first.
-        prompts: As `tasks.as_prompts` takes them; by default the task's.
-        texts: By prompt, token ids of texts to score; by default the model writes them.
-        source: The attribute whose prefix steers the texts, or `RAW` for none. Raw texts are the
-            clean measure: a steered text already says what the prefix wants.
-        tokens: Length of a text that the model writes.
-        samples: Texts of each prompt.
-        seed: Seed of the texts.
-
-    Raises:
-        TaskError: Unknown, or without opposite attributes.
-        CircuitError: As `ContrastExample`; or no prompts, tokens or samples are requested.
-    """
-    chosen = load_task(task) if isinstance(task, str) else task
-    target = next(iter(chosen.attributes)) if attribute is None else attribute
-    names = (target, *chosen.others(target))
-    requested = as_prompts(chosen.prompts if prompts is None else prompts).texts
-    check_request(requested, tokens, samples, texts)
-    prefixes = {name: chosen.prefix(name) for name in names}
-    for prompt in requested:  # a refusal comes before texts are written
-        ContrastExample.of(model.tokenizer, prefixes, prompt, [0])
-    if texts is None:
-        texts = write_texts(
-            model, chosen, source, requested, tokens=tokens, samples=samples, seed=seed
-        )
-    return [
-        ContrastExample.of(model.tokenizer, prefixes, prompt, ids, source)
-        for prompt in requested
-        for ids in texts[prompt]
-    ]
-
-
 def check_request(
     prompts: Sequence[str],
     tokens: int,
@@ -236,7 +185,7 @@ def check_request(
         raise CircuitError(
             f"tokens and samples must be at least 1; found tokens={tokens}, samples={samples}"
         )
-    if texts is not None and (without := [each for each in prompts if not texts.get(each)]):
+    if texts is not None and (without := [prompt for prompt in prompts if not texts.get(prompt)]):
         raise CircuitError(f"texts has none for the prompt {without[0]!r}; give each prompt's")
 
 
@@ -244,9 +193,9 @@ def prefix_texts(tokenizer: PreTrainedTokenizerBase, example: ContrastExample) -
     """By attribute, the prefix of an example as text."""
     return {
         name: "soft prefix"
-        if each.soft
-        else decode_tokens(tokenizer, each.ids[each.n_bos :][: each.l_pre])
-        for name, each in zip(example.attributes, example.layouts, strict=True)
+        if layout.soft
+        else decode_tokens(tokenizer, layout.ids[layout.n_bos :][: layout.l_pre])
+        for name, layout in zip(example.attributes, example.layouts, strict=True)
     }
 
 
@@ -263,7 +212,7 @@ def write_texts(
     """Texts that a model writes, by prompt, each of `tokens` tokens: after an attribute's hard
     prefix, or after the prompt alone."""
     longest = max(
-        len(model.tokenizer(each, add_special_tokens=False).input_ids) for each in prompts
+        len(model.tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts
     )
     length = tokens + (longest if task.length_counts_prompt else 0)
     cell = cell_of(
@@ -280,11 +229,14 @@ def write_texts(
         eos="block",
         trace="none",
     )
-    made = decode_batches(model, plan_batches(model, cell)).samples
-    found: dict[str, list[list[int]]] = {prompt: [] for prompt in prompts}
-    for prompt, ids in zip(made["prompt"], made["tokens"], strict=True):
-        found[prompt].append(list(ids[:tokens]))
-    return found
+    plan = plan_batches(model, cell)
+    written: dict[str, list[list[int]]] = {prompt: [] for prompt in prompts}
+    with progress_bar(plan.new_tokens, f"writing {source}") as bar:
+        for pairs in plan.batches:
+            table = decode_batch(model, plan, pairs, bar).samples
+            for prompt, ids in zip(table["prompt"], table["tokens"], strict=True):
+                written[prompt].append(list(ids[:tokens]))
+    return written
 
 
 def attribute_words(
@@ -303,13 +255,13 @@ def attribute_words(
         raise CircuitError(
             f"the word list of {task} has no words for {missing[0]!r}; it has {', '.join(lists)}"
         )
-    found: dict[str, dict[int, None]] = {}
+    ids_by_name: dict[str, dict[int, None]] = {}
     for name in names:
         ids = _single_token_ids(tokenizer, tuple(lists[name]))
-        found[name] = {one: None for one in ids if one != tokenizer.unk_token_id}
+        ids_by_name[name] = {one: None for one in ids if one != tokenizer.unk_token_id}
     words = {}
-    for name, own in found.items():
-        others = {token for other, taken in found.items() if other != name for token in taken}
+    for name, own in ids_by_name.items():
+        others = {token for rival, taken in ids_by_name.items() if rival != name for token in taken}
         words[name] = tuple(token for token in own if token not in others)
         if not words[name]:
             raise CircuitError(

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -47,16 +47,11 @@ from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.hooked import edit_scores, refuse_sinks
 from lapa2_interp.bias.augmentation import BIAS_CAP, Augmentation
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import Heads, check_model_class, items_per_batch, read_prefixes
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import Metric, Predictions, one_metric
-from lapa2_interp.circuits.result_store import (
-    RECHECKED,
-    ResultStore,
-    check_unchanged,
-    rounding_share,
-)
+from lapa2_interp.circuits.result_store import RECHECKED, ResultStore
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.units import all_heads, head_mask, make_units
 from lapa2_interp.generation.teacher_forcing import SCORES_AT_ONCE
@@ -116,11 +111,11 @@ class Fading:
         rows = []
         for filler, values in {NEAR: self.near, **self.far}.items():
             row: dict[str, float] = {"filler": filler}
-            for name, mark, each in (
+            for name, mark, numbers in (
                 ("control", "", values),
                 ("fade", "fade_", self.near - values),
             ):
-                by_prompt = self.contrast_set.by_prompt(each)
+                by_prompt = self.contrast_set.by_prompt(numbers)
                 low, high = bounds(by_prompt)
                 row |= {
                     name: by_prompt.mean(),
@@ -144,7 +139,7 @@ class Fading:
             gain = self.near - values if bias == "removed" else values - self.far[filler]
             share, low, high = share_interval(self.contrast_set.by_prompt(gain)[:, None], fade)
             row = {"filler": filler, "heads": name, "n_heads": len(self.sets[name]), "bias": bias}
-            numbers = [float(each[0]) for each in (share, low, high)]
+            numbers = [float(values[0]) for values in (share, low, high)]
             if not fades[filler]["fade_low"] > 0:
                 numbers = [np.nan] * 3
             row |= dict(zip(("share", "low", "high"), numbers, strict=True))
@@ -174,13 +169,13 @@ class Fading:
         curves = {"no bias": [self.near, *self.far.values()]}
         for bias in ("dilution", "hold", "lapa2"):
             there = [self.changed.get((filler, ALL, bias)) for filler in self.far]
-            if all(each is not None for each in there):
-                curves[bias] = [self.near, *(each for each in there if each is not None)]
+            if all(curve is not None for curve in there):
+                curves[bias] = [self.near, *(curve for curve in there if curve is not None)]
         for colour, (name, values) in zip(COLOURS, curves.items(), strict=False):
-            by_prompt = [self.contrast_set.by_prompt(each) for each in values]
-            left.plot(lengths, [each.mean() for each in by_prompt], "o-", ms=3, lw=1.2,
+            by_prompt = [self.contrast_set.by_prompt(control) for control in values]
+            left.plot(lengths, [control.mean() for control in by_prompt], "o-", ms=3, lw=1.2,
                       color=colour, label=name)  # fmt: skip
-            low, high = np.transpose([bounds(each) for each in by_prompt])
+            low, high = np.transpose([bounds(control) for control in by_prompt])
             left.fill_between(lengths, low, high, color=colour, alpha=0.12, lw=0)
         plain_axes(left, "tokens in between", f"{self.metric}, nats a step")
         # Right: shares at the longest filler, a row for every set and a point for every bias.
@@ -237,13 +232,12 @@ def measure_fading(
     file: str | Path | None = None,
     batch_size: int | None = None,
     progress: tqdm | None = None,
-    **settings: Any,
 ) -> Fading:
     """Measure the share of faded control that returns when the attention on the prefix does.
 
     Args:
         model: A TransformerBridge or a `TransformersModel`.
-        contrast: A task by name or value, one or more examples, or a `ContrastSet`. A text must
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples. A text must
             have `max(filler) + tokens` tokens: the last ones are scored, after the filler.
         filler: Numbers of tokens between prompt and scored tokens; near, it is one.
         tokens: Number of scored tokens.
@@ -252,13 +246,12 @@ def measure_fading(
         alpha: Alpha of the bias lapa2.
         metric: The metric of control; by default lex where there are words, because shares of lex
             add up, and else js.
-        seed: Seed of the texts and the random heads.
+        seed: Seed of the random heads, and of the texts of a task.
         file: A file for finished texts, a line for each batch, from which the same call continues.
             Two stored texts are computed again, near and at the longest filler: they must equal the
             stored values but for rounding.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
         progress: A bar that counts steps.
-        settings: For a task, as `make_examples`.
 
     Raises:
         CircuitError: No filler, texts that are too short, texts longer than a sliding window of the
@@ -274,8 +267,8 @@ def measure_fading(
     # Texts, heads and metric.
     n_text = lengths[-1] + tokens
     if isinstance(contrast, str | Task):
-        settings |= {"tokens": n_text, "seed": seed}
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+        contrast = ContrastSet.of(model, contrast, tokens=n_text, seed=seed)
+    contrast_set = as_contrast_set(model, contrast)
     short = next((example for example in contrast_set.examples if example.n_steps < n_text), None)
     if short is not None:
         raise CircuitError(
@@ -297,21 +290,24 @@ def measure_fading(
             "metric from_raw compares with the raw model, which fades too; use js, lex, llr or kl"
         )
     # The store, with a line for each batch.
-    more_facts = {
-        "fading": lengths,
-        "tokens": tokens,
-        "sets": sets,
-        "alpha": alpha,
-        "metric": name,
-        "seed": seed,
-    }
     store = ResultStore(
-        file, contrast_set.key(model, **more_facts), contrast_set.facts(model, **more_facts)
+        file,
+        model,
+        contrast_set,
+        fading=lengths,
+        tokens=tokens,
+        sets=sets,
+        alpha=alpha,
+        metric=name,
+        seed=seed,
     )
     n = len(contrast_set.examples)
     near, far = np.zeros(n), {length: np.zeros(n) for length in lengths}
     changed: dict[tuple[int, str, Bias], np.ndarray] = {
-        (length, each, bias): np.zeros(n) for length in lengths for each in sets for bias in BIASES
+        (length, heads_name, bias): np.zeros(n)
+        for length in lengths
+        for heads_name in sets
+        for bias in BIASES
     }
     # Batches, and texts of a stored one to compare.
     small = [_with_filler(example, NEAR, tokens) for example in contrast_set.examples]
@@ -335,7 +331,10 @@ def measure_fading(
             now = _measure_batch(
                 model, again, contrast_set, lengths[-1:], tokens, every, alpha, measure, bar
             )
-            _check_stored(file, store[stored], now, rounding_share(model))
+            # The control is near; all else may differ with it.
+            near_stored = store[stored]["near"]
+            store.check_control(dict.fromkeys(now, near_stored), dict.fromkeys(now, now["near"]))
+            store.check(store[stored], now)
         for key, group in groups.items():
             if key not in store:
                 examples = [contrast_set.examples[i] for i in group]
@@ -345,13 +344,15 @@ def measure_fading(
                         model, examples, contrast_set, lengths, tokens, sets, alpha, measure, bar
                     ),
                 )
-            found = store[key]
-            near[group] = found["near"]
+            controls = store[key]
+            near[group] = controls["near"]
             for length in lengths:
-                far[length][group] = found[f"{length}"]
-                for each in sets:
+                far[length][group] = controls[f"{length}"]
+                for heads_name in sets:
                     for bias in BIASES:
-                        changed[length, each, bias][group] = found[f"{length}, {bias}, {each}"]
+                        changed[length, heads_name, bias][group] = controls[
+                            f"{length}, {bias}, {heads_name}"
+                        ]
     return Fading(contrast_set, tokens, name, alpha, sets, near, far, changed)
 
 
@@ -370,52 +371,31 @@ def _measure_batch(
     text = torch.tensor([example.text[-tokens:] for example in examples], device=model.cfg.device)
 
     def value(logits: Float[Tensor, "branch example step vocab"]) -> Float[np.ndarray, " example"]:
-        found = measure(Predictions(logits, text, None, contrast_set.words))
+        control = measure(Predictions(logits, text, None, contrast_set.words))
         bar.update(text.numel())
-        return found.double().mean(1).cpu().numpy()
+        return control.double().mean(1).cpu().numpy()
 
     close = _CachedForward(
         model, [_with_filler(example, NEAR, tokens) for example in examples], tokens
     )
-    found = {"near": value(close.logits())}
+    controls = {"near": value(close.logits())}
     mass_near = close.log_odds
     for length in lengths:
         away = _CachedForward(
             model, [_with_filler(example, length, tokens) for example in examples], tokens
         )
-        found[f"{length}"] = value(away.logits())
+        controls[f"{length}"] = value(away.logits())
         biases: dict[Bias, tuple[_Rule, _CachedForward]] = {
             "dilution": (_dilution(length - NEAR), away),
             "hold": (_held(mass_near), away),
             "lapa2": (_lapa2(alpha), away),
             "removed": (_held(away.log_odds), close),
         }
-        for each, pairs in sets.items():
+        for heads_name, pairs in sets.items():
             chosen = head_mask(model, pairs)
             for bias, (rule, forward) in biases.items():
-                found[f"{length}, {bias}, {each}"] = value(forward.logits(rule, chosen))
-    return found
-
-
-def _check_stored(
-    file: str | Path | None,
-    stored: Mapping[str, np.ndarray],
-    now: Mapping[str, np.ndarray],
-    share: float,
-) -> None:
-    """Refuse a file whose control near, or differences from it, are not those of this model.
-
-    Args:
-        now: Values of the first examples of `stored`.
-        share: The share of the control near by which rounding may move a difference from it.
-    """
-    near, n = stored["near"], len(now["near"])
-    before = {name: stored[name][:n] for name in now}
-    control = dict.fromkeys(now, near)
-    check_unchanged(file, {"near": before["near"]}, now, control=control)
-    shift = before["near"] - now["near"]
-    shifted = {name: values + shift for name, values in now.items()}
-    check_unchanged(file, before, shifted, control=control, share=share)
+                controls[f"{length}, {bias}, {heads_name}"] = value(forward.logits(rule, chosen))
+    return controls
 
 
 def _head_sets(
@@ -436,15 +416,13 @@ def _head_sets(
     drawn = [f"random {i + 1}" for i in range(random)]
     if taken := [name for name in (ALL, *drawn) if name in heads]:
         raise CircuitError(f"{taken[0]!r} is there anyway; give the set another name")
-    found = {ALL: every} | {
-        unit.name: unit.heads for unit in make_units(model, contrast_set, heads)
-    }
+    sets = {ALL: every} | {unit.name: unit.heads for unit in make_units(model, contrast_set, heads)}
     rng = np.random.default_rng(seed)
     for name in drawn:
-        size = len(found[next(iter(heads))])
+        size = len(sets[next(iter(heads))])
         picked = sorted(rng.choice(len(every), size, replace=False))
-        found[name] = tuple(every[at] for at in picked)
-    return found
+        sets[name] = tuple(every[at] for at in picked)
+    return sets
 
 
 def _with_filler(example: ContrastExample, filler: int, tokens: int) -> ContrastExample:
@@ -513,7 +491,7 @@ class _CachedForward:
 
     def __init__(self, model: Model, examples: Sequence[ContrastExample], tokens: int) -> None:
         self.model, self.n = model, len(examples)
-        rows = [(each, i) for i in range(len(examples[0].attributes)) for each in examples]
+        rows = [(example, i) for i in range(len(examples[0].attributes)) for example in examples]
         first, device = examples[0].layouts[0], model.cfg.device
         self.prefix, self.bos = first.prefix, first.bos
         self.state, every = read_prefixes(model, rows)
@@ -548,9 +526,9 @@ class _CachedForward:
             return changed
 
         with edit_scores(self.model, change), refuse_sinks(self.model):
-            found = self.state.read_tokens(self.tokens, keep=self.tokens.shape[1])
+            logits = self.state.read_tokens(self.tokens, keep=self.tokens.shape[1])
         self.state.crop(self.tokens.shape[1])
-        return found.unflatten(0, (-1, self.n))
+        return logits.unflatten(0, (-1, self.n))
 
     def _sum_scores(self, scores: Float[Tensor, "row head query key"]) -> _LayerScores:
         """The sums that a bias is computed from."""

@@ -47,7 +47,7 @@ from lapa2_interp._util.table_formats import format_number
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
 from lapa2_interp.bias.layout import Span
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import (
     check_has_hooks,
     check_one_pass,
@@ -97,7 +97,7 @@ class Attribution:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> found = circuits.attribution(load_model("planted"), "sentiment", tokens=4)
+            >>> found = circuits.attribution(load_model("planted"), "sentiment")
             >>> found.table("slope").best(1)
             ((1, 2),)
         """
@@ -121,13 +121,13 @@ class Attribution:
         Columns: layer, head; cut_hat and slope, each with its 95 % interval over prompts, its rank
         and the rank's interval.
         """
-        found = []
+        frames = []
         for name in ESTIMATES:
             table = self.table(name).frame().set_index(["layer", "head"])
             others = ("low", "high", "rank", "rank_low", "rank_high")
             shown = table[[name, *others]]
-            found.append(shown.rename(columns={each: f"{name}_{each}" for each in others}))
-        return found[0].join(found[1]).reset_index()
+            frames.append(shown.rename(columns={column: f"{name}_{column}" for column in others}))
+        return frames[0].join(frames[1]).reset_index()
 
     def plot(self) -> Drawing:
         """Maps of both estimates, each with its own scale."""
@@ -144,13 +144,12 @@ def attribution(
     augmentation: AugmentationLike = None,
     batch_size: int = 1,
     progress: tqdm | None = None,
-    **settings: Any,
 ) -> Attribution:
     """Compute slope and cut_hat of every head, from one forward and one backward pass a text.
 
     Args:
         model: A TransformerBridge in float32 or float64, with custom hooks if it has any.
-        contrast, settings: As `control_score`.
+        contrast: As `control_score`.
         metric: A name of `METRICS`, or {name: function of `Predictions`} made of operations that
             torch can differentiate.
         augmentation: One or more augmentations that act in every branch. The bias b comes on top,
@@ -164,7 +163,7 @@ def attribution(
     """
     check_gradients(model)
     name, function = one_metric(metric)
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+    contrast_set = as_contrast_set(model, contrast)
     check_one_pass(augmentation, contrast_set.examples, "gradients are taken through")
     n, n_layers, n_heads = len(contrast_set.examples), model.cfg.n_layers, model.cfg.n_heads
     longest = max(example.layouts[0].l_pre for example in contrast_set.examples)
@@ -386,16 +385,16 @@ def prefilter_recall(gradient: Attribution, exact: KnockOut, n: int = 24) -> Pre
     cut_hats, slopes = (gradient.table(name).map()[at] for name in ESTIMATES)
     n = min(n, len(pairs))
     by_gradient, largest = (
-        np.argsort(-np.abs(each), kind="stable").tolist() for each in (cut_hats, effects)
+        np.argsort(-np.abs(scores), kind="stable").tolist() for scores in (cut_hats, effects)
     )
-    kept = set(by_gradient[:n])
-    missed = [i for i in largest if i not in kept]
+    prefiltered = set(by_gradient[:n])
+    missed = [i for i in largest if i not in prefiltered]
     return PrefilterRecall(
         heads=len(pairs),
         n=n,
         cut_hat=spearman(cut_hats, effects),
         slope=spearman(slopes, effects),
-        recall=len(kept & set(largest[:n])) / n,
+        recall=len(prefiltered & set(largest[:n])) / n,
         missed=pairs[missed[0]] if missed else None,
         largest_missed=float(effects[missed[0]]) if missed else 0.0,
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,13 @@ from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike, Phase
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, as_contrast_set
 from lapa2_interp.circuits.edits import Edit, Heads, evaluate_edits
 from lapa2_interp.circuits.metrics import METRICS, Metric, metrics_by_name
 from lapa2_interp.circuits.result_store import (
     CONTROL,
     RECHECKED,
     ResultStore,
-    check_unchanged,
-    rounding_share,
 )
 from lapa2_interp.circuits.statistics import share_interval
 from lapa2_interp.circuits.unit_table import UnitTable
@@ -60,24 +58,32 @@ class KnockOut(UnitTable):
 
     Attributes:
         replacement, phase, metric, augmentation: As in `knock_out`.
-        by_metric: By metric, (control, effects, noise).
+        others: The tables by other metrics, from the same passes.
     """
 
+    units: tuple[Unit, ...]
     whole: Float[np.ndarray, " example"]
     noise: float
     replacement: str
     phase: Phase
     metric: str
-    by_metric: Mapping[str, tuple[np.ndarray, np.ndarray, float]]
     augmentation: AugmentationLike = None
+    others: Mapping[str, KnockOut] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """All metrics of these passes, that of this table first."""
+        return self.metric, *self.others
 
     def with_metric(self, metric: str) -> KnockOut:
-        """This table by another of its metrics."""
-        if metric not in self.by_metric:
-            raise CircuitError(unknown_choice("metric", metric, self.by_metric))
-        whole, values, noise = self.by_metric[metric]
-        label = f"lost {metric}, nats a step" if metric in METRICS else f"lost {metric}"
-        return replace(self, metric=metric, whole=whole, values=values, noise=noise, label=label)
+        """The table of these passes by another metric.
+
+        Raises:
+            CircuitError: The metric was not computed.
+        """
+        if metric not in self.metrics:
+            raise CircuitError(unknown_choice("metric", metric, self.metrics))
+        return self if metric == self.metric else self.others[metric]
 
 
 @numbers_checked
@@ -96,12 +102,11 @@ def knock_out(
     file: str | Path | None = None,
     batch_size: int | None = None,
     progress: tqdm | None = None,
-    **settings: Any,
 ) -> KnockOut:
     """Measure the control that is lost without each unit.
 
     Args:
-        model, contrast, settings: As `control_score`.
+        model, contrast: As `control_score`.
         over: "layer", "head", "kv", "position", "head x position", or sets of heads by name: pairs,
             or a text such as "3.1,4.0-8".
         units: Chosen units, instead of all of a kind.
@@ -122,7 +127,7 @@ def knock_out(
             has results for other inputs.
     """
     # Metrics, units and their edits.
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+    contrast_set = as_contrast_set(model, contrast)
     chosen = metrics_by_name(metric)
     first = next(iter(chosen))
     more = (("lex",) if contrast_set.words else ()) if other_metrics is None else other_metrics
@@ -144,21 +149,21 @@ def knock_out(
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise CircuitError(f"two units are called {twice!r}; give each another name")
     # The store, which knows units by their heads and positions.
-    more_facts = {
-        "replacement": replacement,
-        "phase": phase,
-        "metrics": list(chosen),
-        "augmentation": str(augmentation),
-    }
     store = ResultStore(
-        file, contrast_set.key(model, **more_facts), contrast_set.facts(model, **more_facts)
+        file,
+        model,
+        contrast_set,
+        replacement=replacement,
+        phase=phase,
+        metrics=list(chosen),
+        augmentation=str(augmentation),
     )
     # What is computed: the control first, the stored units that are compared, and what is missing.
     again: list[str] = []
     if CONTROL in store:
         of_units = [unit.key for unit in wanted if unit.key in store]
-        whole = store[CONTROL][first]
-        of_units.sort(key=lambda key: -np.abs(whole - store[key][first]).max())
+        control = store[CONTROL][first]
+        of_units.sort(key=lambda key: -np.abs(control - store[key][first]).max())
         again = [CONTROL, *list(dict.fromkeys(of_units))[:RECHECKED]]
     keys = [*again, *(key for key in edits if key not in store)]
     todo = [(key, edit) for key in keys for edit in edits[key]]
@@ -166,7 +171,6 @@ def knock_out(
     n = len(contrast_set.examples)
     pending = {key: n * len(edits[key]) for key, _ in todo}  # values that a unit still lacks
     means: dict[str, dict[str, np.ndarray]] = {}
-    shift = {name: np.zeros(n) for name in chosen}  # the stored control, less the one of now
     total = contrast_set.n_branch_steps * len(todo)
     with (
         closing(store),
@@ -177,43 +181,35 @@ def knock_out(
         ):
             key = todo[number][0]
             unit_means = means.setdefault(key, {name: np.zeros(n) for name in chosen})
-            for name, each in values.items():
-                unit_means[name][group] += each.double().mean(1).cpu().numpy() / len(edits[key])
+            for name, steps in values.items():
+                unit_means[name][group] += steps.double().mean(1).cpu().numpy() / len(edits[key])
             pending[key] -= len(group)
             if not pending[key]:
-                found = means.pop(key)
-                if key == CONTROL and again:
-                    check_unchanged(file, store[key], found)
-                    shift = {name: store[key][name] - found[name] for name in chosen}
-                    continue
-                found = {name: found[name] + shift[name] for name in chosen}
+                now = means.pop(key)
                 if key not in again:
-                    store.add(key, found)
-                    continue
-                label = next(unit.name for unit in wanted if unit.key == key)
-                share = rounding_share(model)
-                check_unchanged(file, store[key], found, label, store[CONTROL], share)
+                    store.add(key, {name: now[name] + store.shift.get(name, 0) for name in chosen})
+                elif key == CONTROL:
+                    store.check_control(store[CONTROL], now)
+                else:
+                    label = next(unit.name for unit in wanted if unit.key == key)
+                    store.check(store[key], now, label)
     # A unit's effect: the control that is lost without it.
-    by_metric = {}
+    tables = {}
     for name in chosen:
-        whole = store[CONTROL][name]
-        effects = np.stack([whole - store[unit.key][name] for unit in wanted], axis=1)
-        noise = float(np.abs(whole - store[NULL][name]).max())
-        by_metric[name] = whole, effects, noise
-    whole, effects, noise = by_metric[first]
-    table = KnockOut(
-        contrast_set=contrast_set,
-        units=tuple(wanted),
-        values=effects,
-        whole=whole,
-        noise=noise,
-        replacement=replacement,
-        phase=phase,
-        metric=first,
-        by_metric=by_metric,
-        augmentation=augmentation,
-    )
-    return table.with_metric(first)
+        control = store[CONTROL][name]
+        tables[name] = KnockOut(
+            contrast_set=contrast_set,
+            units=tuple(wanted),
+            values=np.stack([control - store[unit.key][name] for unit in wanted], axis=1),
+            whole=control,
+            noise=float(np.abs(control - store[NULL][name]).max()),
+            label=f"lost {name}, nats a step" if name in METRICS else f"lost {name}",
+            replacement=replacement,
+            phase=phase,
+            metric=name,
+            augmentation=augmentation,
+        )
+    return replace(tables.pop(first), others=tables)
 
 
 def _edits(unit: Unit, replacement: str, phase: Phase) -> list[Edit]:
@@ -304,7 +300,7 @@ def joint_curve(
             below 1; or as `knock_out`.
     """
     if metric is None:
-        metric = "lex" if "lex" in table.by_metric else table.metric
+        metric = "lex" if "lex" in table.metrics else table.metric
         if metric not in METRICS:
             raise CircuitError(
                 f"the table's metric {metric!r} is a custom function; give it again as metric"
@@ -334,7 +330,7 @@ def joint_curve(
         )
     asked = table.contrast_set
     prompts = list(dict.fromkeys(asked.clusters))
-    whole = np.zeros(len(asked.examples))
+    control = np.zeros(len(asked.examples))
     left: dict[tuple[str, int], Float[np.ndarray, "draw example"]] = {}
     for fold in (0, 1):
         own_file = None
@@ -359,7 +355,7 @@ def joint_curve(
             if prefix_attention is not None:
                 largest = np.argsort(-prefix_attention.ravel(), kind="stable")[:n]
                 sets["mass", n, 0] = tuple(every[i] for i in largest)
-        found = knock_out(
+        together = knock_out(
             model,
             replace(asked, examples=tuple(asked.examples[i] for i in judged)),
             units=[Unit({"name": str(name)}, heads) for name, heads in sets.items()],
@@ -372,17 +368,17 @@ def joint_curve(
             progress=progress,
         )
         # Control of the other half, and what is left of it.
-        whole[judged] = found.whole
+        control[judged] = together.whole
         for i, (kind, n, seed) in enumerate(sets):
             draws = left.setdefault(
-                (kind, n), np.zeros((seeds if kind == "random" else 1, len(whole)))
+                (kind, n), np.zeros((seeds if kind == "random" else 1, len(control)))
             )
-            draws[seed, judged] = found.whole - found.values[:, i]
+            draws[seed, judged] = together.whole - together.values[:, i]
     # Shares over the prompts of both halves; random draws are averaged.
     rows = []
     for (kind, n), draws in left.items():
         part = asked.by_prompt(draws.mean(0))[:, None]
-        share, low, high = share_interval(part, asked.by_prompt(whole))
+        share, low, high = share_interval(part, asked.by_prompt(control))
         row = {"kind": kind, "heads": n, "left": share[0], "low": low[0], "high": high[0]}
         rows.append(row | {"prompts": len(prompts)})
     frame = pd.DataFrame(rows).sort_values(["kind", "heads"], ignore_index=True)

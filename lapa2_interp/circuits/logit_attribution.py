@@ -37,7 +37,7 @@ from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import check_has_hooks, check_one_pass, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
 from lapa2_interp.circuits.unit_table import UnitTable
@@ -94,7 +94,7 @@ class HeadLogitAttribution:
         Example:
             >>> from lapa2_interp import circuits, load_model
             >>> model = load_model("planted")
-            >>> found = circuits.head_logit_attribution(model, "sentiment", tokens=4)
+            >>> found = circuits.head_logit_attribution(model, "sentiment")
             >>> found.table().best(1)
             ((1, 2),)
         """
@@ -119,20 +119,20 @@ class HeadLogitAttribution:
         }
         table = self.table().frame()
         at = (table["layer"], table["head"])
-        return table.assign(**{name: each[at] for name, each in by_head.items()})
+        return table.assign(**{name: values[at] for name, values in by_head.items()})
 
     def parts(self) -> pd.DataFrame:
         """The sum by part: target minus opposite, mean over steps, with intervals."""
-        rows = {name: self.direct[..., i].sum((-1, -2)) for i, name in enumerate(PARTS)}
-        rows |= {name: self.others[..., i] for i, name in enumerate(OTHERS)}
-        rows["total"] = self.total
-        found = []
-        for name, values in rows.items():
+        summands = {name: self.direct[..., i].sum((-1, -2)) for i, name in enumerate(PARTS)}
+        summands |= {name: self.others[..., i] for i, name in enumerate(OTHERS)}
+        summands["total"] = self.total
+        rows = []
+        for name, values in summands.items():
             by_prompt = self.contrast_set.by_prompt(self._control(values))
             low, high = bounds(by_prompt)
             row = {"part": name, "direct": float(by_prompt.mean())}
-            found.append(row | {"low": float(low), "high": float(high)})
-        return pd.DataFrame(found)
+            rows.append(row | {"low": float(low), "high": float(high)})
+        return pd.DataFrame(rows)
 
     @numbers_checked
     def words(self, layer: int, head: int, n: int = 10) -> tuple[list[str], list[str]]:
@@ -169,13 +169,12 @@ def head_logit_attribution(
     *,
     augmentation: AugmentationLike = None,
     progress: tqdm | None = None,
-    **settings: Any,
 ) -> HeadLogitAttribution:
     """Compute every head's direct effect on the logits, by the part of the text that it reads.
 
     Args:
         model: A TransformerBridge.
-        contrast, settings: As `control_score`.
+        contrast: As `control_score`.
         augmentation: One or more augmentations that act in every branch.
         progress: A bar that counts texts.
 
@@ -185,7 +184,7 @@ def head_logit_attribution(
     """
     check_has_hooks(model, "what heads write is read")
     weights = _Weights(model)
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+    contrast_set = as_contrast_set(model, contrast)
     if len(contrast_set.words) < 2:
         raise CircuitError(
             "what heads write is measured on the words of each attribute; give words"
@@ -236,7 +235,7 @@ class _Weights:
         self.beta = None if beta is None else _wide(beta)
         self.centres = isinstance(norm, torch.nn.LayerNorm)
         biases = [block.attn.o.original_component.bias for block in model.blocks]
-        self.biases = [None if each is None else _wide(each) for each in biases]
+        self.biases = [None if bias is None else _wide(bias) for bias in biases]
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -291,7 +290,7 @@ def _collect_outputs(
         with_soft = value  # branch key kv_head d_head
         if layout.soft:
             soft = torch.stack(
-                [each.values[layer] for each in example.prefixes if each is not None]
+                [prefix.values[layer] for prefix in example.prefixes if prefix is not None]
             )
             with_soft = torch.cat([soft.transpose(1, 2).to(value), value], dim=1)
         values[layer] = with_soft.repeat_interleave(group, dim=2)
@@ -353,7 +352,7 @@ def _attribute(
         written.append(prefix[0] - prefix[1:].mean(0))
     # The rest of the sum: `OTHERS`.
     biases = sum(
-        (g @ each if each is not None else torch.zeros_like(g[..., 0])) for each in weights.biases
+        (g @ bias if bias is not None else torch.zeros_like(g[..., 0])) for bias in weights.biases
     )
     norm = u @ weights.beta if weights.beta is not None else torch.zeros_like(g[..., 0])
     others = [(outputs.mlp * g).sum(2), biases, (outputs.embedding * g).sum(2), norm]
@@ -362,7 +361,7 @@ def _attribute(
         "direct": torch.stack(direct, dim=2),
         "mass": torch.stack(outputs.mass, dim=2),
         "size": torch.stack(size, dim=2).sqrt(),
-        "others": torch.stack([torch.as_tensor(each) for each in others], dim=2),
+        "others": torch.stack([torch.as_tensor(summand) for summand in others], dim=2),
         "total": chosen.sum(2),
         "written": torch.stack(written),
     }
@@ -375,7 +374,7 @@ def _direction(
 ) -> tuple[Float[Tensor, "branch step d_model"], Float[Tensor, "branch step vocab"]]:
     """u at each query, and its weights over the vocabulary."""
     over = torch.zeros_like(logits)
-    plus, minus = list(words[0]), [token for each in words[1:] for token in each]
+    plus, minus = list(words[0]), [token for ids in words[1:] for token in ids]
     over[..., plus] = logits[..., plus].softmax(2)
     over[..., minus] -= logits[..., minus].softmax(2)
     return over @ weights.unembed.t(), over
@@ -395,11 +394,11 @@ def _check_sum(weights: _Weights, outputs: _HeadOutputs) -> None:
     if weights.beta is not None:
         norm = norm + weights.beta
     logits = norm @ weights.unembed + weights.unembed_bias
-    for problem, one, other in (
+    for problem, one, expected in (
         ("add something else than heads and MLPs to the residual stream", stream, outputs.final),
         ("change the logits after the unembedding", logits, outputs.logits),
     ):
-        gap = float((one - other).abs().max() / other.abs().max())
+        gap = float((one - expected).abs().max() / expected.abs().max())
         if gap > 0.02:
             raise CircuitError(
                 f"this model's layers {problem} (difference {gap:.1g}), so direct effects would not"

@@ -66,48 +66,50 @@ Metric = Callable[[Predictions], Tensor]
 """A function that gives one number for each text and step, [item step]."""
 
 
-def llr(found: Predictions) -> Float[Tensor, "item step"]:
+def llr(predictions: Predictions) -> Float[Tensor, "item step"]:
     """log p+(x) - log p-(x) of the text's tokens."""
-    tokens = found.text[:, :, None]
-    return (found.target.gather(2, tokens) - found.opposite.gather(2, tokens))[:, :, 0]
+    tokens = predictions.text[:, :, None]
+    return (predictions.target.gather(2, tokens) - predictions.opposite.gather(2, tokens))[:, :, 0]
 
 
-def js(found: Predictions) -> Float[Tensor, "item step"]:
+def js(predictions: Predictions) -> Float[Tensor, "item step"]:
     """Jensen-Shannon divergence of all branches, each with the same weight."""
-    return _divergence(list(found.log_probs))
+    return _divergence(list(predictions.log_probs))
 
 
-def kl(found: Predictions) -> Float[Tensor, "item step"]:
+def kl(predictions: Predictions) -> Float[Tensor, "item step"]:
     """KL(p+ || p-)."""
-    return (found.target.exp() * (found.target - found.opposite)).sum(2)
+    return (predictions.target.exp() * (predictions.target - predictions.opposite)).sum(2)
 
 
-def lex(found: Predictions) -> Float[Tensor, "item step"]:
+def lex(predictions: Predictions) -> Float[Tensor, "item step"]:
     """The prefix's preference for its attribute's words, in nats."""
-    if len(found.words) < 2:
+    if len(predictions.words) < 2:
         raise CircuitError(
             "metric lex needs the words of each attribute, as token ids: words={name: ids} beside"
             " examples; the other metrics do not"
         )
-    return favour(found.target, found.words) - favour(found.opposite, found.words)
+    return favour(predictions.target, predictions.words) - favour(
+        predictions.opposite, predictions.words
+    )
 
 
 def favour(
     log_probs: Float[Tensor, "item step vocab"], words: Sequence[Sequence[int]]
 ) -> Float[Tensor, "item step"]:
     """lse over the first attribute's words minus lse over the others'."""
-    plus, minus = list(words[0]), [token for each in words[1:] for token in each]
+    plus, minus = list(words[0]), [token for ids in words[1:] for token in ids]
     return log_probs[:, :, plus].logsumexp(2) - log_probs[:, :, minus].logsumexp(2)
 
 
-def from_raw(found: Predictions) -> Float[Tensor, "item step"]:
+def from_raw(predictions: Predictions) -> Float[Tensor, "item step"]:
     """Distance of the branches from the model without a prefix."""
-    if found.raw is None:
+    if predictions.raw is None:
         raise CircuitError(
             "metric from_raw needs the raw branch; the examples have no layout for it"
         )
-    raw = found.raw.to(found.target.dtype).log_softmax(2)
-    return (_divergence([found.target, raw]) + _divergence([found.opposite, raw])) / 2
+    raw = predictions.raw.to(predictions.target.dtype).log_softmax(2)
+    return (_divergence([predictions.target, raw]) + _divergence([predictions.opposite, raw])) / 2
 
 
 METRICS: Mapping[str, Metric] = {
@@ -136,9 +138,9 @@ def metrics_by_name(
         return dict(requested)
     unknown = [name for name in requested if name not in METRICS]
     if unknown or not requested:
-        found = unknown[0] if unknown else "none"
+        wrong = unknown[0] if unknown else "none"
         raise CircuitError(
-            f"{unknown_choice('metric', found, METRICS)}, or a mapping of names to functions"
+            f"{unknown_choice('metric', wrong, METRICS)}, or a mapping of names to functions"
         )
     return {name: METRICS[name] for name in requested}
 
@@ -162,11 +164,11 @@ def _log_mean(log_probs: Sequence[Tensor]) -> Tensor:
     if len(log_probs) == 1:
         return log_probs[0]
     top = log_probs[0]
-    for each in log_probs[1:]:
-        top = torch.maximum(top, each)
+    for branch in log_probs[1:]:
+        top = torch.maximum(top, branch)
     total = torch.zeros_like(top)
-    for each in log_probs:
-        total += (each - top).exp()
+    for branch in log_probs:
+        total += (branch - top).exp()
     return top + (total / len(log_probs)).log()
 
 
@@ -176,8 +178,8 @@ def _divergence(
     """Jensen-Shannon divergence of distributions with equal weights, item by item: the numbers of
     one fit in a processor's cache."""
 
-    def of_item(each: Sequence[Tensor]) -> Tensor:
-        mean = _log_mean(each)
-        return torch.stack([(part.exp() * (part - mean)).sum(1) for part in each]).mean(0)
+    def of_item(branches: Sequence[Tensor]) -> Tensor:
+        mean = _log_mean(branches)
+        return torch.stack([(part.exp() * (part - mean)).sum(1) for part in branches]).mean(0)
 
-    return torch.stack([of_item(each) for each in zip(*log_probs, strict=True)])
+    return torch.stack([of_item(item) for item in zip(*log_probs, strict=True)])

@@ -18,7 +18,7 @@ from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.edits import Branches, Edit, check_has_hooks, edited_logits, text_logits
 from lapa2_interp.circuits.examples import ContrastExample
-from lapa2_interp.circuits.units import Location, Unit
+from lapa2_interp.circuits.units import Location, PatchUnit
 from lapa2_interp.models.card import Model, kv_heads, weights_dtype
 
 HOOKS: Mapping[str, str] = {
@@ -64,10 +64,10 @@ def check_node(
         )
     if slots is not None and node not in HOOKS:
         raise CircuitError(f"node {node} takes no slots; {', '.join(HOOKS)} do")
-    for kind, given, allowed in (("slots", slots, get_args(Slots)), ("part", parts, CACHE_PARTS)):
-        if given is not None and (unknown := [name for name in given if name not in allowed]):
+    for kind, names, allowed in (("slots", slots, get_args(Slots)), ("part", parts, CACHE_PARTS)):
+        if names is not None and (unknown := [name for name in names if name not in allowed]):
             raise CircuitError(unknown_choice(kind, unknown[0], allowed))
-        if given is not None and not given:
+        if names is not None and not names:
             raise CircuitError(f"there is nothing to patch: no {kind}; allowed: {allowed}")
     if (
         slots is not None
@@ -100,7 +100,7 @@ def make_patch_units(
     parts: Sequence[str] | None,
     together: Mapping[str, Sequence[Location]] | None,
     keep: Mapping[str, Sequence[Location]] | None = None,
-) -> list[Unit]:
+) -> list[PatchUnit]:
     """Units of a node: each location by itself, or sets by name.
 
     Raises:
@@ -124,19 +124,19 @@ def make_patch_units(
                 f" slots {', '.join(slots)} beside them: leave out slots, or together"
             )
     # Sets by name, with the heads that each keeps.
-    sets, kept = (
+    sets, kept_heads = (
         {
             name: tuple(pairs) if kind == "slots" else head_pairs(name, pairs, CircuitError)
-            for name, pairs in (given or {}).items()
+            for name, pairs in (named_sets or {}).items()
         }
-        for given in (together, keep)
+        for named_sets in (together, keep)
     )
-    if kept and node not in HEAD_NODES:
+    if kept_heads and node not in HEAD_NODES:
         raise CircuitError(f"keep is for nodes {' and '.join(HEAD_NODES)}; found node {node}")
-    if unknown := [name for name in kept if name not in sets]:
+    if unknown := [name for name in kept_heads if name not in sets]:
         raise CircuitError(unknown_choice("set of keep", unknown[0], sets))
     for name, pairs in sets.items():
-        own = kept.get(name, ())
+        own = kept_heads.get(name, ())
         if both := {tuple(pair) for pair in pairs} & {tuple(pair) for pair in own}:
             raise CircuitError(f"set {name!r} patches and keeps {min(both)}; take it from one")
         for i, j in (*pairs, *own):
@@ -150,9 +150,11 @@ def make_patch_units(
             raise CircuitError(f"the set {name!r} is empty; give (layer, {kind})")
     if together is None:
         every = product(range(n_layers), columns)
-        units = [Unit({"layer": i, kind: j}, ((i, j),)) for i, j in every]
+        units = [PatchUnit({"layer": i, kind: j}, ((i, j),)) for i, j in every]
     else:
-        units = [Unit({"name": name}, sets[name], kept=kept.get(name, ())) for name in sets]
+        units = [
+            PatchUnit({"name": name}, sets[name], kept=kept_heads.get(name, ())) for name in sets
+        ]
     if node not in PREFIX_NODES:
         return units
     chosen = parts or (("k", "v") if node == "prefix_kv" else ("kv",))
@@ -162,7 +164,7 @@ def make_patch_units(
     ]
 
 
-PatchedRuns = Callable[[Sequence[ContrastExample], Sequence[Unit], int], Tensor]
+PatchedRuns = Callable[[Sequence[ContrastExample], Sequence[PatchUnit], int], Tensor]
 """Takes examples, units, and the branch that is patched (0 or 1); gives logits of the target's run,
 the opposite run, and a run for every unit."""
 
@@ -176,7 +178,7 @@ def patched_runs(model: Model, node: str, slots: Sequence[str] | None) -> Patche
         # The weights are read before they are prepacked.
         layers = [model.blocks[i].attn for i in range(model.cfg.n_layers)]
         return partial(
-            _to_logits, model, [(each.W_O, getattr(each, "b_O", None)) for each in layers]
+            _to_logits, model, [(attn.W_O, getattr(attn, "b_O", None)) for attn in layers]
         )
     return partial(_through_hooks, model, node, slots)
 
@@ -185,7 +187,7 @@ def _through_prefix(
     model: Model,
     group: int,
     examples: Sequence[ContrastExample],
-    units: Sequence[Unit],
+    units: Sequence[PatchUnit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch keys and values of the prefix, as query heads see them, by a resampling edit."""
@@ -208,7 +210,7 @@ def _through_hooks(
     node: str,
     slots: Sequence[str] | None,
     examples: Sequence[ContrastExample],
-    units: Sequence[Unit],
+    units: Sequence[PatchUnit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch at hooks in one forward pass: rows of both branches, and a row for every unit, which
@@ -248,7 +250,7 @@ def _to_logits(
     model: Model,
     weights: Sequence[tuple[Tensor, Tensor | None]],
     examples: Sequence[ContrastExample],
-    units: Sequence[Unit],
+    units: Sequence[PatchUnit],
     into: int,
 ) -> Float[Tensor, "run example step vocab"]:
     """Patch heads' outputs in the final norm's input: after the last block, a row for every unit
@@ -264,7 +266,7 @@ def _to_logits(
         if bias is not None:
             total[0] = total[0] + bias
         for i, unit in enumerate(units):
-            for head in [head for each, head in unit.heads if each == layer]:
+            for head in [head for unit_layer, head in unit.heads if unit_layer == layer]:
                 written = (z[gives, :, head] - z[takes, :, head]) @ out[head]
                 change[i] = change[i] + written if i in change else written
         return z
@@ -330,5 +332,5 @@ def _queries(example: ContrastExample, slots: Sequence[str] | None) -> Int[np.nd
         "generated": (len(layout), end),
     }
     chosen = [(layout.prefix.stop, end)] if slots is None else [spans[name] for name in slots]
-    found = sorted({slot for span in chosen for slot in range(*span)})
-    return np.array(found, dtype=int) - layout.soft
+    slots_of_parts = sorted({slot for span in chosen for slot in range(*span)})
+    return np.array(slots_of_parts, dtype=int) - layout.soft

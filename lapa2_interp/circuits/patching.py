@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -42,13 +42,17 @@ from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing
 from lapa2_interp._util.progress import given_or_new_bar
 from lapa2_interp._util.values import numbers_checked
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import items_per_batch
 from lapa2_interp.circuits.examples import ContrastExample, batches
 from lapa2_interp.circuits.metrics import favour
-from lapa2_interp.circuits.patch_nodes import check_node, make_patch_units, patched_runs
+from lapa2_interp.circuits.patch_nodes import (
+    check_node,
+    make_patch_units,
+    patched_runs,
+)
 from lapa2_interp.circuits.unit_table import UnitTable, draw_tables
-from lapa2_interp.circuits.units import Location, Unit
+from lapa2_interp.circuits.units import Location, PatchUnit
 from lapa2_interp.models.card import Model, prepacked_model
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.stats import bounds
@@ -77,7 +81,7 @@ class Patching:
     contrast_set: ContrastSet
     node: str
     metric: str
-    units: tuple[Unit, ...]
+    units: tuple[PatchUnit, ...]
     source: Float[np.ndarray, " example"]
     destination: Float[np.ndarray, " example"]
     effects: Mapping[str, Float[np.ndarray, "example unit"]]
@@ -90,7 +94,7 @@ class Patching:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> found = circuits.patch(load_model("planted"), "sentiment", "z", tokens=4)
+            >>> found = circuits.patch(load_model("planted"), "sentiment", "z")
             >>> found.table("denoise").best(1)
             ((1, 2),)
         """
@@ -108,7 +112,7 @@ class Patching:
 
     def frame(self) -> pd.DataFrame:
         """The frames of all directions (`UnitTable.frame`), with the direction before them."""
-        tables = {each: self.table(each).frame() for each in self.effects}
+        tables = {direction: self.table(direction).frame() for direction in self.effects}
         return pd.concat(tables, names=["direction"]).reset_index(0).reset_index(drop=True)
 
     def sums(self) -> pd.DataFrame:
@@ -130,7 +134,9 @@ class Patching:
 
     def plot(self) -> Drawing:
         """A map for every direction and part of the cache; of sets, recoveries with intervals."""
-        return draw_tables({f"{each} {self.node}": self.table(each) for each in self.effects})
+        return draw_tables(
+            {f"{direction} {self.node}": self.table(direction) for direction in self.effects}
+        )
 
 
 @numbers_checked
@@ -148,14 +154,13 @@ def patch(
     keep: Mapping[str, Sequence[Location]] | None = None,
     batch_size: int | None = None,
     progress: tqdm | None = None,
-    **settings: Any,
 ) -> Patching:
     """Measure the share of the difference between two branches that each unit of a node carries.
 
     Args:
         model: A TransformerBridge, with custom hooks if it has any; for nodes of the prefix also a
             `TransformersModel`.
-        contrast, settings: As `control_score`, of two attributes.
+        contrast: As `control_score`, of two attributes.
         node: One of `NODES`.
         metric: "favour" (lse over the target's words minus lse over the opposite's, of the
             log-probabilities), "log_prob" (of the text's tokens), or a `RunMetric`. By default
@@ -180,7 +185,7 @@ def patch(
             the model does not have, or an argument that the node does not take.
         DeadHookError: A hook of the node does not run.
     """
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+    contrast_set = as_contrast_set(model, contrast)
     if len(contrast_set.attributes) != 2:
         raise CircuitError(
             f"patching is between two branches; found {', '.join(contrast_set.attributes)}; give"
@@ -191,7 +196,7 @@ def patch(
     if metric is None:
         metric = "favour" if contrast_set.words else "log_prob"
     run_metric = _run_metric(metric, contrast_set)
-    slots, parts = ((each,) if isinstance(each, str) else each for each in (slots, parts))
+    slots, parts = ((names,) if isinstance(names, str) else names for names in (slots, parts))
     check_node(model, contrast_set, node, slots, parts)
     units = make_patch_units(model, contrast_set, node, slots, parts, together, keep)
     runs_of = patched_runs(model, node, slots)
@@ -199,7 +204,7 @@ def patch(
     # Batches: directions, examples and units.
     n_examples, n_units = len(contrast_set.examples), len(units)
     sums = np.zeros((2, n_examples))
-    effects = {each: np.zeros((n_examples, n_units)) for each in directions}
+    effects = {direction: np.zeros((n_examples, n_units)) for direction in directions}
     most = items_per_batch(model, contrast_set.examples, batch_size)
     total = sum(example.n_steps for example in contrast_set.examples) * n_units * len(directions)
     n_together = max(1, most // n_units)  # examples
@@ -212,14 +217,14 @@ def patch(
         torch.no_grad(),
         prepacked_model(model),
     ):
-        for each, group, first in work:
+        for way, group, first in work:
             examples, some = [contrast_set.examples[i] for i in group], units[first : first + size]
-            into = 1 if each == "denoise" else 0
+            into = 1 if way == "denoise" else 0
             runs = runs_of(examples, some, into)
             values = np.stack([_run_value(run_metric, logits, examples) for logits in runs])
             sums[:, group] = values[:2]
             change = values[2:] - values[into]
-            effects[each][group, first : first + size] = (change if into else -change).T
+            effects[way][group, first : first + size] = (change if into else -change).T
             bar.update(sum(example.n_steps for example in examples) * len(some))
     name = metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
     return Patching(contrast_set, node, name, tuple(units), sums[0], sums[1], effects)
@@ -249,11 +254,11 @@ def _run_value(
     """A run's metric, its mean over steps."""
     text = torch.tensor([example.text for example in examples], device=logits.device)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    found = metric(logits.to(wide).log_softmax(2), text)
-    if found.shape != text.shape:
+    values = metric(logits.to(wide).log_softmax(2), text)
+    if values.shape != text.shape:
         raise CircuitError(
-            f"the metric gave numbers of shape {list(found.shape)} for"
+            f"the metric gave numbers of shape {list(values.shape)} for"
             f" {pluralize(text.shape[0], 'text')} of {pluralize(text.shape[1], 'step')}; give one"
             " for each text and step"
         )
-    return found.double().mean(1).cpu().numpy()
+    return values.double().mean(1).cpu().numpy()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -23,7 +22,7 @@ from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.tables import select_layer_type
 from lapa2_interp.bias.augmentation import ALPHA_BOUNDS, Augmentation, AugmentationLike
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, as_contrast_set
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models.card import Model
 from lapa2_interp.models.load import accepts_model_name
@@ -34,7 +33,7 @@ GOAL_TOLERANCE = 1e-3
 
 @accepts_model_name
 def mean_prefix_attention(
-    model: Model, contrast: ContrastLike, augmentation: AugmentationLike = None, **settings: Any
+    model: Model, contrast: ContrastLike, augmentation: AugmentationLike = None
 ) -> float:
     """Attention on the prefix, from 0 to 1: the mean over layers, heads, steps, branches and texts.
 
@@ -42,13 +41,13 @@ def mean_prefix_attention(
     in all branches.
 
     Args:
-        model, contrast, settings: As `control_score`.
+        model, contrast: As `control_score`.
         augmentation: One or more augmentations.
 
     Raises:
         CircuitError: As `control_score`.
     """
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+    contrast_set = as_contrast_set(model, contrast)
     rows = [
         (example, branch)
         for example in contrast_set.examples
@@ -75,7 +74,6 @@ def alpha_at_prefix_attention(
     augmentation: AugmentationLike = None,
     *,
     max_alpha: float = 8.0,
-    **settings: Any,
 ) -> float:
     """The alpha at which an augmentation gives the prefix the mean attention `goal`, to one part in
     a thousand.
@@ -84,7 +82,7 @@ def alpha_at_prefix_attention(
     between a smaller and a larger one.
 
     Args:
-        model, contrast, settings: As `mean_prefix_attention`. Texts of the baseline are fair to all
+        model, contrast: As `mean_prefix_attention`. Texts of the baseline are fair to all
             arms.
         goal: The mean attention, above that without a bias.
         augmentation: One augmentation, whose alpha is replaced; by default LaPA2 in all heads.
@@ -94,11 +92,11 @@ def alpha_at_prefix_attention(
         CircuitError: The goal is not above the attention without a bias, or it is above that of
             `max_alpha` (the message names the reachable attention); or several augmentations.
     """
-    contrast_set = ContrastSet.of(model, contrast, **settings)
-    given = augmentation if isinstance(augmentation, Sequence) else (augmentation,)
-    if len(given) != 1:
-        raise CircuitError(f"alpha is that of one augmentation; found {len(given)}")
-    rule = given[0] or Augmentation(alpha=1)
+    contrast_set = as_contrast_set(model, contrast)
+    rules = augmentation if isinstance(augmentation, Sequence) else (augmentation,)
+    if len(rules) != 1:
+        raise CircuitError(f"alpha is that of one augmentation; found {len(rules)}")
+    rule = rules[0] or Augmentation(alpha=1)
     high = ALPHA_BOUNDS.get(rule.law, (0.0, math.inf))[1]
     if not 0 < goal < 1:
         raise CircuitError(f"goal must be a share of attention between 0 and 1; found {goal:g}")
@@ -136,14 +134,14 @@ def alpha_at_prefix_attention(
 
 @accepts_model_name
 def prefix_attention_by_head(
-    model: Model, contrast: ContrastLike, **settings: Any
+    model: Model, contrast: ContrastLike
 ) -> Float[np.ndarray, "layer head"]:
     """Attention on the prefix by head, from 0 to 1: the mean over branches, texts and steps."""
-    contrast_set = ContrastSet.of(model, contrast, **settings)
-    found = []
+    contrast_set = as_contrast_set(model, contrast)
+    attention = []
     for example in contrast_set.examples:
         layouts = list(example.layouts)
         texts = [example.text] * len(layouts)
         trace = teacher_forced(model, layouts, texts, prefixes=example.prefixes)
-        found.append(trace["prefix"].mean(["branch", "sample", "step"]).to_numpy())
-    return np.mean(found, axis=0).astype(float)
+        attention.append(trace["prefix"].mean(["branch", "sample", "step"]).to_numpy())
+    return np.mean(attention, axis=0).astype(float)

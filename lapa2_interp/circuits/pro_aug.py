@@ -112,12 +112,12 @@ def prompt_slope(
         metric: A name of `METRICS` but from_raw, or a custom metric as in `attribution`. An equal
             addition to all words of both attributes cancels in lex.
         words: By attribute, the token ids of lex; by default the task's words.
-        tokens, samples, seed: As `make_examples`, for texts that the model writes.
+        tokens, samples, seed: As `ContrastSet.of`, for texts that the model writes.
 
     Raises:
-        CircuitError: The method has no raw branch that Pro-Aug reaches, prepares for its prompts or
-            recomputes texts; fewer than 8 different prompts; texts of different lengths after one;
-            heads that the model does not have; as `attribution`.
+        CircuitError: The method has no raw branch that Pro-Aug reaches, or prepares for its
+            prompts; fewer than 8 different prompts; texts of different lengths after one; heads
+            that the model does not have; as `attribution`.
     """
     check_gradients(model)
     # Method, branches, prompts, metric, words and heads.
@@ -151,28 +151,30 @@ def prompt_slope(
             f" to {every[-1]}, or None for all"
         )
     # Texts and soft prefixes.
-    given = texts or write_texts(
+    texts_by_prompt = texts or write_texts(
         model, chosen, RAW, requested, tokens=tokens, samples=samples, seed=seed
     )
-    if uneven := next((each for each in requested if len(set(map(len, given[each]))) > 1), None):
+    if uneven := next(
+        (prompt for prompt in requested if len(set(map(len, texts_by_prompt[prompt]))) > 1), None
+    ):
         raise CircuitError(
-            f"the texts after {uneven!r} have {sorted(set(map(len, given[uneven])))} tokens; those"
-            " of a prompt need one length"
+            f"the texts after {uneven!r} have {sorted(set(map(len, texts_by_prompt[uneven])))}"
+            " tokens; those of a prompt need one length"
         )
     soft = {
         branch: find_prefix(model, chosen.name, branch.prefix.set, branch.prefix.attribute)
-        for each in branches.values()
-        for branch in each
+        for of_name in branches.values()
+        for branch in of_name
         if isinstance(branch.prefix, SoftPrefixKey)
     }
     # A gradient for every prompt.
     slopes = []
     for prompt in requested:
-        rows = torch.tensor(given[prompt], device=model.cfg.device)
+        rows = torch.tensor(texts_by_prompt[prompt], device=model.cfg.device)
         with recorded_gradients():
             b = torch.zeros((), dtype=weights_dtype(model), device=rows.device, requires_grad=True)
             forwards = _BranchForwards(model, prompt, rows, soft, b, chosen_heads)
-            logits = torch.stack([forwards.steered(decoder, branches[each]) for each in names])
+            logits = torch.stack([forwards.steered(decoder, branches[name]) for name in names])
             control = measure(Predictions(logits, rows, None, ordered_words)).mean()
             (slope,) = torch.autograd.grad(control, [b])
         if not torch.isfinite(slope):
@@ -195,15 +197,15 @@ def _check_method(method: Method, branches: Sequence[Branch]) -> None:
     """Refuse a method whose raw branch Pro-Aug does not reach, or whose steps need more than
     texts."""
     raw = any(branch.prefix is None for branch in branches)
-    if not raw or not any(each.name == "pro_aug" for each in fields(method)):  # type: ignore[arg-type]
+    if not raw or not any(parameter.name == "pro_aug" for parameter in fields(method)):  # type: ignore[arg-type]
         raise CircuitError(
             f"{method.name} has no raw branch with a switch pro_aug, so there is nothing to decide;"
             " such methods are air-decoding, preadd, dexperts, gedi and rsa-control"
         )
-    if method.rereads_text or type(method).prepare is not Method.prepare:
+    if method.prepares:
         raise CircuitError(
-            f"{method.name} prepares for its prompts or recomputes texts; choose its pro_aug by"
-            " hand (--set pro_aug=true)"
+            f"{method.name} prepares for its prompts; choose its pro_aug by hand (--set"
+            " pro_aug=true)"
         )
 
 
@@ -231,15 +233,15 @@ class _BranchForwards:
         n_texts, n_steps = self.texts.shape
         n_prompt = torch.full((n_texts,), self._layout(Branch("base")).l_pro)
         prompts = {name: prompt for name, (_, prompt) in outputs.items()}
-        given = prompts if method.reads_prompt else None
-        state = method.begin(BatchStart((Prepared(),) * n_texts, given, n_prompt))
-        found = []
+        likelihoods = prompts if method.reads_prompt else None
+        state = method.begin(BatchStart((Prepared(),) * n_texts, likelihoods, n_prompt))
+        log_weights = []
         for step in range(n_steps):
             log_probs = {name: steps[:, step].clone() for name, (steps, _) in outputs.items()}
             weights = method.combine(log_probs, state)
-            found.append(weights.masked_fill(weights == -torch.inf, FLOOR))
+            log_weights.append(weights.masked_fill(weights == -torch.inf, FLOOR))
             state = method.advance(state, log_probs, self.texts[:, step])
-        return torch.stack(found, dim=1)
+        return torch.stack(log_weights, dim=1)
 
     def forward(
         self, branch: Branch

@@ -16,75 +16,55 @@ from filelock import Timeout
 
 from lapa2_interp._util.errors import CircuitError
 from lapa2_interp._util.files import acquire_lock, write_text
-from lapa2_interp._util.parsing import parse_json, parse_object
+from lapa2_interp._util.parsing import parse_object
+from lapa2_interp._util.same_inputs import check_same_inputs
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.models.card import Model, weights_dtype
 
 CONTROL = ""
 """Key of the control itself in a file of units."""
 SHA256 = "sha256"
 """The field of a line that holds the sha256 of its other fields."""
+CONTROL_SHARE = 1e-2
+"""The share of the control by which a stored control may differ from the one of now."""
 RECHECKED = 2
 """Stored results that are computed again and compared: units of largest effect, or texts of
 `fading`."""
 
 
-def check_unchanged(
-    file: str | Path | None,
-    stored: Mapping[str, np.ndarray],
-    now: Mapping[str, np.ndarray],
-    without: str = "",
-    control: Mapping[str, np.ndarray] | None = None,
-    share: float = 1e-2,
-) -> None:
-    """Refuse a file whose stored values differ from those of this model: custom hooks, and what a
-    custom metric computes, are not in the file's key.
+class ResultStore:
+    """Finished results by name, such as those of units, in memory and, with a file, as its lines,
+    from which the same call resumes.
+
+    Custom hooks, and what a custom metric computes, are not among the inputs. So a call that
+    resumes computes the control and some results again, and compares (`check_control`, `check`).
 
     Args:
-        without: The unit that was knocked out; "" for the control itself.
-        control: The control whose share is the largest difference allowed; by default `stored`.
-        share: That share.
-
-    Raises:
-        CircuitError: A value differs by more.
-    """
-    for name, old in stored.items():
-        top = np.abs((control or stored)[name]).max()
-        if np.abs(old - now[name]).max() > share * top + 1e-6:
-            label = f"{name} without {without}" if without else name
-            raise CircuitError(
-                f"{file} holds results of another model or metric: {label} was {old.mean():.4g},"
-                f" and is {now[name].mean():.4g} now; give another file"
-            )
-
-
-def rounding_share(model: Model) -> float:
-    """The share of the control by which rounding may move an effect. Norms are in float32 at
-    most."""
-    eps = max(torch.finfo(each).eps for each in (weights_dtype(model), torch.float32))
-    return float(eps**0.5)
-
-
-class ResultStore:
-    """Finished results by name, such as those of units, in memory and, with a file, as its lines.
+        file: The file; None for memory alone.
+        model, contrast_set: The inputs of all results.
+        inputs: Further inputs by name.
 
     Attributes:
         results: By name, arrays by name.
-
-    Args:
-        key: A hash of the inputs. `facts`: the inputs by name, for a message.
+        shift: By name of an array, the stored control less the control that was computed now.
 
     Raises:
         CircuitError: The file has results for other inputs, or another process fills it.
     """
 
     def __init__(
-        self, file: str | Path | None, key: str, facts: Mapping[str, str] | None = None
+        self, file: str | Path | None, model: Model, contrast_set: ContrastSet, **inputs: Any
     ) -> None:
         self.results: dict[str, dict[str, np.ndarray]] = {}
+        self.shift: dict[str, np.ndarray] = {}
+        self._control: dict[str, np.ndarray] = {}
+        self._rounding = _rounding_share(model)
         self._held = ExitStack()
+        self._path = file
         self._file: IO[str] | None = None
         if file is None:
             return
+        key, facts = contrast_set.key(model, **inputs), contrast_set.facts(model, **inputs)
         path = Path(file)
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "no file"
@@ -98,21 +78,22 @@ class ResultStore:
             ) from error
         # A damaged line is left out, even if it is not UTF-8; its result is computed again.
         lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
-        first = json.dumps({"inputs": key, "facts": facts or {}})
-        if lines and (other := _difference(lines[0], key, facts or {})):
-            self.close()
-            raise CircuitError(
-                f"{path} holds results for other inputs{other}; give another file, or remove it"
-            )
+        first = json.dumps({"inputs": key, "facts": facts})
+        if lines:
+            try:
+                _check_inputs(path, lines[0], key, facts)
+            except CircuitError:
+                self.close()
+                raise
         # The first line holds the inputs, each other line a result.
         intact = []
         for i, line in enumerate(lines[1:], 2):
             try:
-                each = parse_object(line)
-                if each.pop(SHA256) != _sha256(each):
+                fields = parse_object(line)
+                if fields.pop(SHA256) != _sha256(fields):
                     raise ValueError("its contents are not those that were written")
-                values = {name: np.array(found) for name, found in each["values"].items()}
-                self.results[each["unit"]] = values
+                values = {name: np.array(numbers) for name, numbers in fields["values"].items()}
+                self.results[fields["unit"]] = values
             except (ValueError, KeyError, AttributeError, TypeError):
                 if i < len(lines):  # an interrupted program may have left half of the last line
                     print(f"{path}: line {i} is damaged and made again", file=sys.stderr)
@@ -131,13 +112,80 @@ class ResultStore:
         """Store a result, and append it to the file."""
         self.results[name] = values
         if self._file is not None:
-            lists = {each: array.tolist() for each, array in values.items()}
+            lists = {label: array.tolist() for label, array in values.items()}
             self._file.write(result_line({"unit": name, "values": lists}))
             self._file.flush()
+
+    def check_control(self, stored: dict[str, np.ndarray], now: Mapping[str, np.ndarray]) -> None:
+        """Compare the control with the stored one, and note what rounding changes (`shift`).
+
+        Args:
+            stored: The stored control.
+            now: The control of its first texts, or of all.
+
+        Raises:
+            CircuitError: They differ by more than a hundredth of the control.
+        """
+        self._compare(stored, now, stored, CONTROL_SHARE)
+        self._control = stored
+        self.shift = {name: stored[name][: len(values)] - values for name, values in now.items()}
+
+    def check(
+        self, stored: Mapping[str, np.ndarray], now: Mapping[str, np.ndarray], without: str = ""
+    ) -> None:
+        """Compare values, shifted with the control, with stored ones.
+
+        Args:
+            without: The unit that was knocked out.
+
+        Raises:
+            CircuitError: They differ by more than rounding.
+        """
+        shifted = {name: values + self.shift[name] for name, values in now.items()}
+        self._compare(stored, shifted, self._control, self._rounding, without)
+
+    def _compare(
+        self,
+        stored: Mapping[str, np.ndarray],
+        now: Mapping[str, np.ndarray],
+        control: Mapping[str, np.ndarray],
+        share: float,
+        without: str = "",
+    ) -> None:
+        """Refuse values that differ by more than a share of the control."""
+        for name, values in now.items():
+            before = stored[name][: len(values)]
+            if np.abs(before - values).max() > share * np.abs(control[name]).max() + 1e-6:
+                label = f"{name} without {without}" if without else name
+                raise CircuitError(
+                    f"{self._path} holds results of another model or metric: {label} was"
+                    f" {before.mean():.4g}, and is {values.mean():.4g} now; give another file"
+                )
 
     def close(self) -> None:
         """Close and unlock the file."""
         self._held.close()
+
+
+def _rounding_share(model: Model) -> float:
+    """The share of the control by which rounding may move an effect. Norms are in float32 at
+    most."""
+    eps = max(torch.finfo(dtype).eps for dtype in (weights_dtype(model), torch.float32))
+    return float(eps**0.5)
+
+
+def _check_inputs(path: Path, line: str, key: str, facts: Mapping[str, str]) -> None:
+    """Refuse a file whose first line has other inputs."""
+    try:
+        stored = parse_object(line)
+        before, inputs = dict(stored["facts"]), {"inputs": stored["inputs"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CircuitError(
+            f"{path} is no file of results, or its first line is damaged; give another file, or"
+            " remove it"
+        ) from error
+    check_same_inputs(before, facts, path, CircuitError)
+    check_same_inputs(inputs, {"inputs": key}, path, CircuitError)
 
 
 def result_line(fields: Mapping[str, Any]) -> str:
@@ -147,18 +195,3 @@ def result_line(fields: Mapping[str, Any]) -> str:
 
 def _sha256(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-
-def _difference(line: str, key: str, facts: Mapping[str, str]) -> str:
-    """The difference between the inputs in a file's first line and these, in words; "" if there is
-    none."""
-    try:
-        there = parse_json(line)
-        if there["inputs"] == key:
-            return ""
-        old = there.get("facts", {})
-        names = [name for name in {**old, **facts} if old.get(name) != facts.get(name)]
-        others = [f"{name} {old.get(name)}, here {facts.get(name)}" for name in names if old]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        others = []
-    return f": {'; '.join(others)}" if others else ", or is damaged"

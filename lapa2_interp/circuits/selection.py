@@ -49,7 +49,7 @@ from lapa2_interp._util.values import check_value, numbers_checked
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.places import FORMS, read_place
-from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet
+from lapa2_interp.circuits.contrast_set import ContrastLike, ContrastSet, as_contrast_set
 from lapa2_interp.circuits.edits import Heads
 from lapa2_interp.circuits.examples import prefix_texts
 from lapa2_interp.circuits.gradients import attribution, has_gradients
@@ -84,7 +84,7 @@ class Selection(BaseModel):
     Example:
         >>> from lapa2_interp import Selection, circuits, load_model
         >>> model = load_model("planted")
-        >>> chosen = circuits.select(model, "sentiment", heads=2, tokens=4)
+        >>> chosen = circuits.select(model, "sentiment", heads=2)
         >>> path = chosen.save("heads.json")
         >>> Selection.load("heads.json").heads == chosen.heads
         True
@@ -224,7 +224,6 @@ def select(
     seed: int = 1,
     file: str | Path | None = None,
     pro_aug: str | Method | None = None,
-    **settings: Any,
 ) -> Selection:
     """Choose heads, and tokens of the prefix, on some prompts.
 
@@ -234,7 +233,7 @@ def select(
 
     Args:
         model: A TransformerBridge; by cut and mass also a `TransformersModel`.
-        contrast: A task by name or value, one or more examples, or a `ContrastSet`.
+        contrast: A `ContrastSet`, or a task by name or value, or one or more examples.
         score: "cut", "slope", "dla", "mass" or "random".
         heads: The largest number of heads; 0 is all heads, in no order.
         positions: Tokens of the prefix: "all", "auto" (`sufficient_tokens`), or positions within
@@ -242,21 +241,24 @@ def select(
         metric: The metric of control, for cut, slope, positions and Pro-Aug.
         screen: The number of heads that are knocked out (by cut); 0 is all of them, on all prompts,
             as are fewer than 15 prompts.
-        seed: Seed of the texts and of random heads.
+        seed: Seed of random heads, and of the texts of a task.
         file: A file for finished knock-outs (by cut), as in `knock_out`.
         pro_aug: A method for which Pro-Aug is also decided, on these texts and in the chosen heads
             (`prompt_slope`).
-        settings: For a task, as `make_examples`.
 
     Raises:
         CircuitError: Fewer than 8 prompts, no head is left, a file by another score than cut
-            or of all heads, Pro-Aug for examples instead of a task, or as `knock_out` and
+            or of all heads, Pro-Aug for texts of no task, or as `knock_out` and
             `prompt_slope`.
     """
-    _check_choice(contrast, score, heads, screen, file, pro_aug)
+    _check_choice(score, heads, screen, file)
     if isinstance(contrast, str | Task):
-        settings |= {"seed": seed}
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+        contrast = ContrastSet.of(model, contrast, seed=seed)
+    contrast_set = as_contrast_set(model, contrast)
+    if pro_aug is not None and contrast_set.task is None:
+        raise CircuitError(
+            "Pro-Aug belongs to a method on a task; give select a task, or leave out pro_aug"
+        )
     if contrast_set.n_prompts < FEW:
         raise CircuitError(
             f"{contrast_set.n_prompts} prompts are too few to choose by; give at least {FEW},"
@@ -290,14 +292,14 @@ def select(
     stability = split_half(scores)
     measured = (heads and score in ("cut", "slope")) or positions == "auto" or pro_aug is not None
     card = model_card(model)
-    found = tuple(every[i] for i in chosen)
+    chosen_heads = tuple(every[i] for i in chosen)
     return Selection(
         model=card.name,
         weights=card.weights,
         task=prefix_texts(model.tokenizer, contrast_set.examples[0]),
         by=score,
         metric=metric if measured else None,
-        heads=found,
+        heads=chosen_heads,
         suppressors=tuple(every[i] for i in against),
         scores=tuple(
             (float(scores[:, i].mean()), float(low[i]), float(high[i])) for i in (*chosen, *against)
@@ -314,18 +316,11 @@ def select(
         created=datetime.now(UTC),
         prompt=None
         if pro_aug is None
-        else _decide_pro_aug(model, contrast, pro_aug, contrast_set, found, metric),
+        else _decide_pro_aug(model, contrast_set, pro_aug, chosen_heads, metric),
     )
 
 
-def _check_choice(
-    contrast: ContrastLike,
-    score: str,
-    heads: int,
-    screen: int,
-    file: str | Path | None,
-    pro_aug: str | Method | None,
-) -> None:
+def _check_choice(score: str, heads: int, screen: int, file: str | Path | None) -> None:
     """Refuse arguments of `select` that do not go together."""
     if score not in get_args(HeadScore):
         raise CircuitError(unknown_choice("score", score, get_args(HeadScore)))
@@ -346,28 +341,19 @@ def _check_choice(
             "a file keeps finished knock-outs, and all heads (0) are taken without any; leave out"
             " the file, or give heads=8"
         )
-    if pro_aug is not None and not isinstance(contrast, str | Task):
-        raise CircuitError(
-            "Pro-Aug belongs to a method on a task; give select a task, or leave out pro_aug"
-        )
 
 
 def _decide_pro_aug(
-    model: Model,
-    contrast: ContrastLike,
-    method: str | Method,
-    contrast_set: ContrastSet,
-    heads: Heads,
-    metric: str,
+    model: Model, contrast_set: ContrastSet, method: str | Method, heads: Heads, metric: str
 ) -> PromptSlope:
     """The slope that decides a method's Pro-Aug in these heads, on the texts of a task."""
-    assert isinstance(contrast, str | Task)
+    assert contrast_set.task is not None
     texts: dict[str, list[tuple[int, ...]]] = {}
     for example in contrast_set.examples:
         texts.setdefault(example.prompt, []).append(example.text)
     return prompt_slope(
         model,
-        contrast,
+        contrast_set.task,
         method,
         attribute=contrast_set.attributes[0],
         prompts=Prompts(texts=tuple(texts)),
@@ -406,15 +392,15 @@ def random_heads(heads: Heads, every: Heads, seed: int) -> Heads:
         seed: Seed of the draw.
     """
     rng = np.random.default_rng(seed)
-    found: list[tuple[int, int]] = []
+    drawn: list[tuple[int, int]] = []
     for layer in sorted({layer for layer, _ in heads}):
-        others = [each for each in every if each[0] == layer and each not in heads]
-        most = min(len(others), sum(each[0] == layer for each in heads))
-        found += [others[i] for i in rng.choice(len(others), most, replace=False)]
-    rest = [each for each in every if each not in (*heads, *found)]
-    missing = min(len(rest), len(heads) - len(found))
-    found += [rest[i] for i in rng.choice(len(rest), missing, replace=False)]
-    return tuple(sorted(found))
+        others = [head for head in every if head[0] == layer and head not in heads]
+        most = min(len(others), sum(head[0] == layer for head in heads))
+        drawn += [others[i] for i in rng.choice(len(others), most, replace=False)]
+    rest = [head for head in every if head not in (*heads, *drawn)]
+    missing = min(len(rest), len(heads) - len(drawn))
+    drawn += [rest[i] for i in rng.choice(len(rest), missing, replace=False)]
+    return tuple(sorted(drawn))
 
 
 def _count_in_halves(scores: Float[np.ndarray, "prompt head"], most: int) -> int:
@@ -446,8 +432,8 @@ def _screened(
         for half in (names[1::2], names[::2])
     ]
     estimates = attribution(model, halves[0], metric=metric).table()
-    kept = set(estimates.best(most, absolute=True))
-    return tuple(head for head in every if head in kept), halves[1]
+    screened = set(estimates.best(most, absolute=True))
+    return tuple(head for head in every if head in screened), halves[1]
 
 
 def _scores(
@@ -461,10 +447,10 @@ def _scores(
     """The score of the heads in every prompt; only cut leaves heads out."""
     if score == "cut":
         units = [unit for unit in make_units(model, contrast_set, "head") if unit.heads[0] in heads]
-        found = knock_out(
+        table = knock_out(
             model, contrast_set, units=units, metric=metric, other_metrics=(), file=file
         )
-        return found.by_prompt
+        return table.by_prompt
     if score == "slope":
         return attribution(model, contrast_set, metric=metric).table("slope").by_prompt
     if score == "dla":
@@ -481,7 +467,7 @@ def _scores(
         )
         for name in dict.fromkeys(clusters)
     }
-    return np.stack([each.ravel() for each in masses.values()])
+    return np.stack([mass.ravel() for mass in masses.values()])
 
 
 def _positions(
@@ -499,7 +485,7 @@ def _positions(
         )
     check_value("positions", chosen, tuple[int, ...], CircuitError)
     n = contrast_set.l_pre
-    if not chosen or any(not 0 <= each < n for each in chosen):
+    if not chosen or any(not 0 <= position < n for position in chosen):
         raise CircuitError(
             f"positions {chosen} are not within a prefix of {n} tokens; give some of 0-{n - 1},"
             " 'all', or 'auto'"
@@ -508,9 +494,7 @@ def _positions(
 
 
 @accepts_model_name
-def sufficient_tokens(
-    model: Model, contrast: ContrastLike, metric: str = "js", **settings: Any
-) -> tuple[int, ...]:
+def sufficient_tokens(model: Model, contrast: ContrastLike, metric: str = "js") -> tuple[int, ...]:
     """Find the smallest set of the prefix's tokens that suffices: with all others cut from every
     head, 90 % of the control is left, and at least 80 % by its lower bound.
 
@@ -518,10 +502,10 @@ def sufficient_tokens(
     control that is lost without each.
 
     Args:
-        model, contrast, settings: As `knock_out`.
+        model, contrast: As `knock_out`.
         metric: The metric of control.
     """
-    contrast_set = ContrastSet.of(model, contrast, **settings)
+    contrast_set = as_contrast_set(model, contrast)
     n = contrast_set.l_pre
     every = all_heads(model)
     # Candidates by size.
@@ -534,13 +518,13 @@ def sufficient_tokens(
     # Control with each candidate alone; of one size the best is taken.
     for candidates in sizes:
         units = [
-            Unit({"name": str(each)}, every, tuple(i for i in range(n) if i not in each))
-            for each in candidates
+            Unit({"name": str(candidate)}, every, tuple(i for i in range(n) if i not in candidate))
+            for candidate in candidates
         ]
-        found = knock_out(model, contrast_set, units=units, metric=metric, other_metrics=())
-        whole = contrast_set.by_prompt(found.whole)
-        left = whole[:, None] - found.by_prompt
-        share, low, _ = share_interval(left, whole)
+        table = knock_out(model, contrast_set, units=units, metric=metric, other_metrics=())
+        control = contrast_set.by_prompt(table.whole)
+        left = control[:, None] - table.by_prompt
+        share, low, _ = share_interval(left, control)
         suffices = (share >= REQUIRED_SHARE) & (low >= REQUIRED_BOUND)
         if suffices.any():
             return candidates[int(np.argmax(np.where(suffices, share, -np.inf)))]

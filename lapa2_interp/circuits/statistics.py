@@ -121,12 +121,12 @@ def ranks(values: Float[np.ndarray, "prompt unit"]) -> Ranks:
     return Ranks(rank, np.asarray(low), np.asarray(high))
 
 
-def spearman(one: Float[np.ndarray, " unit"], other: Float[np.ndarray, " unit"]) -> float:
+def spearman(one: Float[np.ndarray, " unit"], reference: Float[np.ndarray, " unit"]) -> float:
     """Rank correlation; NaN where all numbers of one are equal."""
     from scipy.stats import rankdata
 
-    both = [rankdata(each) for each in (one, other)]
-    if len(one) < 2 or min(each.std() for each in both) == 0:
+    both = [rankdata(values) for values in (one, reference)]
+    if len(one) < 2 or min(order.std() for order in both) == 0:
         return float("nan")
     return float(np.corrcoef(*both)[0, 1])
 
@@ -137,12 +137,12 @@ def split_half(values: Float[np.ndarray, "prompt unit"]) -> float:
     n = len(values)
     if n < 4 or values.shape[1] < 3:
         return float("nan")
-    rng, found = np.random.default_rng(0), []
+    rng, correlations = np.random.default_rng(0), []
     for _ in range(SPLITS):
         order = rng.permutation(n)
         halves = (order[: n // 2], order[n // 2 :])
-        found.append(spearman(*(values[half].mean(0) for half in halves)))
-    return float(np.mean(found))
+        correlations.append(spearman(*(values[half].mean(0) for half in halves)))
+    return float(np.mean(correlations))
 
 
 def share_interval(

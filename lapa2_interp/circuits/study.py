@@ -30,10 +30,10 @@ from pydantic import TypeAdapter
 from lapa2_interp._util.errors import CircuitError, pluralize
 from lapa2_interp._util.files import is_damage, write_json, write_text
 from lapa2_interp._util.parsing import parse_object, read_text
+from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.terminal import format_duration
 from lapa2_interp._util.values import numbers_checked
-from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Phase
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
@@ -86,7 +86,7 @@ def run_study(
 
     Args:
         model: A model or its name.
-        task, attribute, prompts, tokens, samples, seed: As `make_examples`.
+        task, attribute, prompts, tokens, samples, seed: As `ContrastSet.of`.
         folder: A new folder, or one that the same call has begun.
         best: Number of the best heads that are tested with the other replacements and phases; as
             many random heads are added. At least 1.
@@ -122,7 +122,7 @@ def run_study(
     for source in contrast_set.attributes[:2]:
         steered = ContrastSet.of(model, task, **text_settings, source=source)
         scores[source] = control_score(model, steered)
-    table = pd.concat([each.frame() for each in scores.values()])
+    table = pd.concat([score.frame() for score in scores.values()])
     write_text(folder / "control.csv", as_csv(table))
     # An estimate of the time. A control score takes a row more than a knock-out, and all metrics.
     other_metrics = ("lex",) if contrast_set.words else ()
@@ -135,7 +135,7 @@ def run_study(
     )
 
     def knocked_out(name: str, **what: Any) -> KnockOut:
-        found = knock_out(
+        table = knock_out(
             model,
             contrast_set,
             metric="js",
@@ -143,8 +143,8 @@ def run_study(
             file=folder / f"{name}.jsonl",
             **what,
         )
-        _write_table(found, folder / f"{name}.csv")
-        return found
+        _write_table(table, folder / f"{name}.csv")
+        return table
 
     # Knock-outs of all units.
     tables = {}
@@ -187,29 +187,19 @@ def run_study(
         report("reading what heads write")
         written = head_logit_attribution(model, contrast_set)
         write_text(folder / "writes.csv", as_csv(written.frame()))
-    # Facts for the page, and the last files.
-    prefixes = prefix_texts(model.tokenizer, contrast_set.examples[0])
-    facts = {
-        "model": f"{settings['model']['name']} ({settings['model']['dtype']})",
-        "weights": str(settings["model"]["weights"]),
-        "task": str(settings["task"]),
-        "prefixes": "; ".join(f"{name} {text!r}" for name, text in prefixes.items()),
-        "texts": (
-            f"{len(contrast_set.examples)} of {tokens} tokens, written by the model without a"
-            f" prefix, seed {seed}"
-        ),
-        "metric": (
-            "js, the distance between predictions, ranks heads; shares are of lex, the preference"
-            " for the attribute's words; both are means over steps, in nats"
-            if other_metrics
-            else "js, the distance between predictions, mean over steps, in nats"
-        ),
-        "intervals": "95 %, over prompts; p corrected for the number of units (max T)",
-        "noise": f"effects of heads below {heads.noise:.2g} nats are rounding",
-        "package": f"lapa2_interp {__version__}",
-    }
-    found = CircuitStudy(
-        contrast_set, scores, tables, variants, edges, curve, attention, written, gradient, facts
+    # The last files.
+    study = CircuitStudy(
+        contrast_set=contrast_set,
+        settings=settings,
+        prefixes=prefix_texts(model.tokenizer, contrast_set.examples[0]),
+        control=scores,
+        tables=tables,
+        variants=variants,
+        edges=edges,
+        curve=curve,
+        prefix_attention=attention,
+        logit_attribution=written,
+        gradient=gradient,
     )
     if contrast_set.n_prompts >= FEW:
         carriers = heads.carriers()
@@ -220,15 +210,15 @@ def run_study(
             f"{folder} is gone: it was moved or removed; bring it back and repeat the command,"
             " which resumes from what is there"
         )
-    write_json(folder / "circuit.json", make_circuit_graph(found))
-    return found
+    write_json(folder / "circuit.json", make_circuit_graph(study))
+    return study
 
 
 def _text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that decide the texts; prompts have been read, and are texts."""
-    found = {name: settings[name] for name in TEXT_SETTINGS}
-    prompts = found["prompts"]
-    return found | {"prompts": None if prompts is None else Prompts(texts=tuple(prompts))}
+    text_settings = {name: settings[name] for name in TEXT_SETTINGS}
+    prompts = text_settings["prompts"]
+    return text_settings | {"prompts": None if prompts is None else Prompts(texts=tuple(prompts))}
 
 
 def _study_texts(
@@ -236,20 +226,9 @@ def _study_texts(
 ) -> ContrastSet:
     """The texts of a study: from its folder, or else written by the model and saved there."""
     file = folder / CONTRAST_SET_FILE
-    plain = json.loads(json.dumps(settings))
     if file.is_file():
         stored = load_texts(folder)
-        # The same settings.
-        if stored["settings"] != plain:
-            other = next(name for name in plain if stored["settings"].get(name) != plain[name])
-            before, now = stored["settings"].get(other), plain[other]
-            if isinstance(before, dict) and isinstance(now, dict):  # a field of the model
-                field = next(name for name in now if before.get(name) != now[name])
-                other, before, now = f"{other} {field}", before.get(field), now[field]
-            raise CircuitError(
-                f"{folder} holds a study made with {other}={before!r}, and {now!r} was asked for;"
-                " give another folder"
-            )
+        check_same_inputs(stored["settings"], settings, folder, CircuitError)
         texts: dict[str, list[list[int]]] = {}
         for prompt, text in stored["texts"]:
             texts.setdefault(prompt, []).append(text)
@@ -257,19 +236,14 @@ def _study_texts(
         contrast_set = ContrastSet.of(
             model, task, attribute=settings["attribute"], prompts=prompts, texts=texts
         )
-        # The same layouts, since the task's file may have changed.
-        now = contrast_set.facts(model)
-        if others := [name for name in now if stored.get("facts", now).get(name) != now[name]]:
-            raise CircuitError(
-                f"{folder} holds a study made with other {' and '.join(others)}: the file of the"
-                " task has changed; give another folder"
-            )
+        # The task's file may have changed, and with it the layouts.
+        check_same_inputs(stored["facts"], contrast_set.facts(model), folder, CircuitError)
         return contrast_set
     text_settings = _text_settings(settings)
     contrast_set = ContrastSet.of(model, task, **text_settings)
     texts_now = [[example.prompt, list(example.text)] for example in contrast_set.examples]
     facts = contrast_set.facts(model)
-    write_json(file, {"settings": plain, "texts": texts_now, "facts": facts})
+    write_json(file, {"settings": settings, "texts": texts_now, "facts": facts})
     return contrast_set
 
 
@@ -289,8 +263,8 @@ def load_texts(folder: Path) -> dict[str, Any]:
     try:
         stored = parse_object(read_text(file))
         stored["texts"] = _TEXTS.validate_python(stored.get("texts"))
-        if not isinstance(stored.get("settings"), dict):
-            raise ValueError("it has no settings")
+        if not all(isinstance(stored.get(name), dict) for name in ("settings", "facts")):
+            raise ValueError("it has no settings or facts")
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and not is_damage(error):
             raise
@@ -324,7 +298,7 @@ def _write_table(table: KnockOut, file: Path) -> None:
     """Write a table as CSV, with effects in lex beside those in js."""
     names = list(table.units[0].labels)
     frame = table.frame()
-    if "lex" in table.by_metric:
+    if "lex" in table.metrics:
         columns = ["effect", "low", "high", "share", "share_low", "share_high"]
         lex = table.with_metric("lex").frame()[[*names, *columns]]
         lex = lex.rename(columns={name: f"lex_{name}" for name in columns})

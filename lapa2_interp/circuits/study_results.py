@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,9 @@ class CircuitStudy:
 
     Attributes:
         contrast_set: The texts, written without a prefix.
+        settings: What decides the study, as its folder stores it: the model's card (name, weights,
+            dtype, ...), task, attribute, prompts, tokens, samples, seed.
+        prefixes: By attribute, the prefix.
         control: Control scores by source: of these texts, and of texts that each prefix steered.
         tables: Knock-outs by kind of unit: layer, kv, head, position.
         variants: Knock-outs of the best and of random heads, by replacement or phase.
@@ -42,10 +46,11 @@ class CircuitStudy:
         logit_attribution: Direct effects of heads; None without hooks or words.
         gradient: The gradient's estimates, and their agreement with exact effects; None without
             hooks, or in half precision.
-        facts: Model, task, texts and metrics in words, for the page.
     """
 
     contrast_set: ContrastSet
+    settings: Mapping[str, Any]
+    prefixes: Mapping[str, str]
     control: dict[str, ControlScore]
     tables: dict[str, KnockOut]
     variants: dict[str, KnockOut]
@@ -54,7 +59,6 @@ class CircuitStudy:
     prefix_attention: np.ndarray
     logit_attribution: HeadLogitAttribution | None
     gradient: tuple[Attribution, PrefilterRecall] | None
-    facts: dict[str, str]
 
     @property
     def heads(self) -> KnockOut:
@@ -83,7 +87,7 @@ class CircuitStudy:
         """The answer in sentences: how strong the control is, the heads, and heads together; and
         further tests and limits."""
         n = self.contrast_set.n_prompts
-        names = " and ".join(repr(each) for each in self.contrast_set.attributes)
+        names = " and ".join(repr(name) for name in self.contrast_set.attributes)
         score = records(self.control[RAW].interval("js", None))[0]
         control = (
             f"On {pluralize(n, 'prompt')}, the predictions behind the prefixes of {names} are"
@@ -101,13 +105,13 @@ class CircuitStudy:
 
     def summary(self) -> str:
         """`findings` as one text."""
-        found, others = self.findings()
-        return " ".join([*found, *others])
+        findings, others = self.findings()
+        return " ".join([*findings, *others])
 
 
-def _untested_heads(found: CircuitStudy) -> list[str]:
+def _untested_heads(study: CircuitStudy) -> list[str]:
     """Sentences about the heads of largest effect, where prompts are too few for tests."""
-    table = found.heads.frame()
+    table = study.heads.frame()
     largest = table[(table["effect"] > 0) & ~table["below_noise"]].head(5)
     best = ", ".join(head_name(row) for row in records(largest))
     return [
@@ -116,9 +120,9 @@ def _untested_heads(found: CircuitStudy) -> list[str]:
     ]
 
 
-def _tested_heads(found: CircuitStudy) -> list[str]:
+def _tested_heads(study: CircuitStudy) -> list[str]:
     """Sentences about the heads that carry control or work against it, by family-wise tests."""
-    heads, table, parts = found.heads, found.heads.frame(), []
+    heads, table, parts = study.heads, study.heads.frame(), []
     carriers = heads.carriers()
     named = ", ".join(head_name(row) for row in records(carriers.head(8)))
     if len(carriers):
@@ -130,7 +134,7 @@ def _tested_heads(found: CircuitStudy) -> list[str]:
         )
     else:
         parts.append(f"No head of {len(table)} carries control for sure (family-wise p < .05).")
-    readers = _position_readers(found)
+    readers = _position_readers(study)
     if readers:
         one = len(readers) == 1
         parts.append(
@@ -148,7 +152,7 @@ def _tested_heads(found: CircuitStudy) -> list[str]:
         f"Halves of the prompts agree on the order of heads with rank correlation"
         f" {format_number(heads.split_half, '.2f')}."
     )
-    if found.contrast_set.n_prompts < SAFE:
+    if study.contrast_set.n_prompts < SAFE:
         parts.append(
             f"With fewer than {SAFE} prompts weak heads are missed, and the effects of the"
             " heads named here are somewhat too large, because the same prompts chose them."
@@ -156,16 +160,16 @@ def _tested_heads(found: CircuitStudy) -> list[str]:
     return parts
 
 
-def _joint_heads(found: CircuitStudy) -> list[str]:
+def _joint_heads(study: CircuitStudy) -> list[str]:
     """A sentence about control without the best heads, and with these alone."""
-    if found.curve is None:
+    if study.curve is None:
         return []
-    left = {(row["kind"], row["heads"]): row for row in records(found.curve.frame())}
+    left = {(row["kind"], row["heads"]): row for row in records(study.curve.frame())}
     sizes = [size for size in SIZES if ("without", size) in left]
     if not sizes:
         return []
     size = 8 if 8 in sizes else sizes[-1]
-    measure = "preference for the attribute's words" if found.curve.metric == "lex" else "js"
+    measure = "preference for the attribute's words" if study.curve.metric == "lex" else "js"
     part = {kind: left[kind, size] for kind in ("without", "only")}
     shares = {
         kind: format_interval(row["left"], row["low"], row["high"], ".0%")
@@ -179,20 +183,20 @@ def _joint_heads(found: CircuitStudy) -> list[str]:
     ]
 
 
-def _limits(found: CircuitStudy) -> list[str]:
+def _limits(study: CircuitStudy) -> list[str]:
     """Sentences about rankings by attention, and about what was not tested."""
-    correlations = {row["ranking"]: row["spearman"] for row in records(found.agreement())}
+    correlations = {row["ranking"]: row["spearman"] for row in records(study.agreement())}
     attention = correlations["attention on the prefix"]
     ranking = (
         "A ranking of heads by their attention on the prefix has rank correlation"
         f" {format_number(attention, '.2f')} with this one."
     )
     untested = ["what MLPs do with it", "paths from head to head", "other prefixes and prompts"]
-    if found.logit_attribution is None:
+    if study.logit_attribution is None:
         untested.append("what heads write")
-    if found.gradient is None:
+    if study.gradient is None:
         untested.append("the gradient's order")
-    longest = max(example.n_steps for example in found.contrast_set.examples)
+    longest = max(example.n_steps for example in study.contrast_set.examples)
     untested_line = f"Not tested: {', '.join(untested)}, and texts longer than {longest} tokens."
     return [ranking, untested_line]
 
@@ -202,18 +206,18 @@ def head_name(row: dict[str, Any]) -> str:
     return f"{row['layer']}.{row['head']}"
 
 
-def _position_readers(found: CircuitStudy) -> list[str]:
+def _position_readers(study: CircuitStudy) -> list[str]:
     """Heads among the first 8 carriers that lose at most a tenth of their effect when they read the
     opposite prefix instead: their output does not depend on the attribute."""
-    resampled = {head_name(row): row for row in records(found.variants["resample"].frame())}
+    resampled = {head_name(row): row for row in records(study.variants["resample"].frame())}
     return [
         head_name(row)
-        for row in records(found.heads.carriers().head(8))
+        for row in records(study.heads.carriers().head(8))
         if head_name(row) in resampled and resampled[head_name(row)]["high"] < row["effect"] / 10
     ]
 
 
-def make_circuit_graph(found: CircuitStudy) -> dict[str, Any]:
+def make_circuit_graph(study: CircuitStudy) -> dict[str, Any]:
     """Make nodes and edges of the circuit, with the tokens of one prompt: plain JSON.
 
     Nodes are the prefix, its tokens, heads, and the logits. Heads are those that carry control or
@@ -222,12 +226,12 @@ def make_circuit_graph(found: CircuitStudy) -> dict[str, Any]:
     nats a step; from a token to one of the best heads, the control lost when the head cannot see
     this token; from a head to the logits, its direct effect, in logits a step.
     """
-    example, table = found.contrast_set.examples[0], found.heads.frame()
-    layout, claims = example.layouts[0], found.contrast_set.n_prompts >= FEW
+    example, table = study.contrast_set.examples[0], study.heads.frame()
+    layout, claims = example.layouts[0], study.contrast_set.n_prompts >= FEW
     shown = table[(table["p_max"] < 0.05) & ~table["below_noise"]] if claims else table.head(EDGES)
     direct = {}
-    if found.logit_attribution is not None:
-        rows = records(found.logit_attribution.frame())
+    if study.logit_attribution is not None:
+        rows = records(study.logit_attribution.frame())
         direct = {(row["layer"], row["head"]): row["direct"] for row in rows}
     names = [*layout.tokens[layout.n_bos : layout.n_bos + layout.l_pre]]
     if layout.soft:
@@ -247,7 +251,7 @@ def make_circuit_graph(found: CircuitStudy) -> dict[str, Any]:
             edges.append({"from": node, "to": "logits", "direct": direct[layer, head]})
     # Edges from tokens to heads.
     ids = {node["id"] for node in nodes}
-    for row in records(found.edges.frame()):
+    for row in records(study.edges.frame()):
         if (node := head_name(row)) in ids:
             interval = [row["low"], row["high"]]
             edge = {"from": f"prefix.{row['position']}", "to": node, "lost": row["effect"]}
@@ -257,7 +261,7 @@ def make_circuit_graph(found: CircuitStudy) -> dict[str, Any]:
         "prompt": example.prompt,
         "tokens": list(layout.tokens),
         "prefix": list(layout.prefix),
-        "metric": found.heads.metric,
+        "metric": study.heads.metric,
         "units": {"lost": "nats a step", "direct": "logits a step"},
         "claims": claims,
         "nodes": nodes,

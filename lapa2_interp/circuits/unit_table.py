@@ -19,7 +19,7 @@ from lapa2_interp._util.table_formats import number_formatter
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.statistics import max_t, ranks, share_interval, split_half
-from lapa2_interp.circuits.units import Location, Unit
+from lapa2_interp.circuits.units import Location, PatchUnit, Unit
 from lapa2_interp.stats import FEW, bounds
 
 COLUMNS = ("head", "kv_head", "slots")
@@ -46,13 +46,13 @@ class UnitTable:
 
     Example:
         >>> from lapa2_interp import circuits, load_model
-        >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+        >>> table = circuits.knock_out(load_model("planted"), "sentiment")
         >>> table.values.shape == (len(table.contrast_set.examples), len(table.units))
         True
     """
 
     contrast_set: ContrastSet
-    units: tuple[Unit, ...]
+    units: tuple[Unit | PatchUnit, ...]
     values: Float[np.ndarray, "example unit"]
     whole: Float[np.ndarray, " example"] | None = None
     noise: float | None = None
@@ -99,7 +99,7 @@ class UnitTable:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+            >>> table = circuits.knock_out(load_model("planted"), "sentiment")
             >>> table.frame()[["layer", "head", "rank"]].head(1).to_numpy().tolist()
             [[1, 2, 1]]
         """
@@ -125,7 +125,7 @@ class UnitTable:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+            >>> table = circuits.knock_out(load_model("planted"), "sentiment")
             >>> list(table.interval())
             ['layer', 'head', 'effect', 'low', 'high']
         """
@@ -158,7 +158,7 @@ class UnitTable:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+            >>> table = circuits.knock_out(load_model("planted"), "sentiment")
             >>> table.best(1)
             ((1, 2),)
         """
@@ -176,7 +176,7 @@ class UnitTable:
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+            >>> table = circuits.knock_out(load_model("planted"), "sentiment")
             >>> table.map().shape
             (2, 4)
         """
@@ -205,15 +205,15 @@ class UnitTable:
         columns = [*self.units[0].labels, self.name, "low", "high", "share", "p_max", "rank"]
         shown = self.frame().head(SHOWN).filter(columns)
         table = shown.to_html(index=False, border=0, float_format=number_formatter(".3g"))
-        told = f"the largest {SHOWN} of {len(self.units)}: " if len(self.units) > SHOWN else ""
-        return f"<p>{told}{escape(self.label)}, with 95 % intervals over prompts</p>{table}"
+        note = f"the largest {SHOWN} of {len(self.units)}: " if len(self.units) > SHOWN else ""
+        return f"<p>{note}{escape(self.label)}, with 95 % intervals over prompts</p>{table}"
 
     def plot(self) -> Drawing:
         """Maps, or values with their intervals where units have no map.
 
         Example:
             >>> from lapa2_interp import circuits, load_model
-            >>> table = circuits.knock_out(load_model("planted"), "sentiment", tokens=4)
+            >>> table = circuits.knock_out(load_model("planted"), "sentiment")
             >>> drawing = table.plot()
         """
         return draw_tables({"": self})
@@ -242,14 +242,14 @@ class UnitTable:
     @property
     def _columns(self) -> list[Any]:
         """Columns of a map: every number of a head, or the slots in their order."""
-        found = list(dict.fromkeys(unit.labels[self._column] for unit in self.units))
-        return found if isinstance(found[0], str) else list(range(max(found) + 1))
+        columns = list(dict.fromkeys(unit.labels[self._column] for unit in self.units))
+        return columns if isinstance(columns[0], str) else list(range(max(columns) + 1))
 
     @property
     def _parts(self) -> list[str]:
         """Parts of the cache that the units have."""
         labels = [unit.labels for unit in self.units]
-        return list(dict.fromkeys(str(each["part"]) for each in labels if "part" in each))
+        return list(dict.fromkeys(str(names["part"]) for names in labels if "part" in names))
 
     def _draw_intervals(self, axes: Axes) -> None:
         """Values or shares with their intervals; layers and positions in order, others by value."""

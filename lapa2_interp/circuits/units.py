@@ -25,22 +25,17 @@ Location = tuple[int, Any]
 
 @dataclass(frozen=True)
 class Unit:
-    """Heads, and positions of the prefix, that are knocked out or patched together.
+    """Heads, and positions of the prefix, that are knocked out together.
 
     Attributes:
-        labels: Its names in tables: layer, head, kv_head, slots, position, part, or name.
-        heads: (layer, head) pairs; for some nodes of `patch`, pairs of a layer and a KV head or a
-            part of the text.
+        labels: The unit's names in tables: layer, head, kv_head, position, or name.
+        heads: (layer, head) pairs.
         positions: Positions within the prefix; None for all.
-        part: For nodes of the prefix in `patch`: "k", "v", or "kv" for both.
-        kept: Heads that keep their output while others are patched (`patch`).
     """
 
     labels: Mapping[str, Any]
-    heads: tuple[Location, ...]
+    heads: Heads
     positions: tuple[int, ...] | None = None
-    part: str = ""
-    kept: tuple[Location, ...] = ()
 
     @property
     def name(self) -> str:
@@ -51,6 +46,23 @@ class Unit:
     def key(self) -> str:
         """An identity without the labels, by which a file finds it again."""
         return json.dumps([self.heads, self.positions])
+
+
+@dataclass(frozen=True)
+class PatchUnit:
+    """Locations of a node that are patched together.
+
+    Attributes:
+        labels: The unit's names in tables: layer, head, kv_head, slots, part, or name.
+        heads: Pairs of a layer and a head, or a KV head, or a part of the text, as the node has.
+        part: For nodes of the prefix: "k", "v", or "kv" for both.
+        kept: Heads that keep their own output while the others are patched.
+    """
+
+    labels: Mapping[str, Any]
+    heads: tuple[Location, ...]
+    part: str = ""
+    kept: tuple[Location, ...] = ()
 
 
 @accepts_model_name
@@ -70,12 +82,12 @@ def make_units(
     layers, heads = range(n_layers), range(n_heads)
     every = all_heads(model)
     if isinstance(over, Mapping):
-        found = [
+        units = [
             Unit({"name": name}, head_pairs(name, pairs, CircuitError))
             for name, pairs in over.items()
         ]
-        check_heads(model, found)
-        return found
+        check_heads(model, units)
+        return units
     match over:
         case "layer":
             return [Unit({"layer": i}, tuple((i, head) for head in heads)) for i in layers]

@@ -54,8 +54,8 @@ FAMILIES = {
         "prefix:train prefix:evaluate prefix:score prefix:import_ prefix:recipes",
     ),
     "scorers": (
-        "List, train and check scorers; make and read sheets for human raters.",
-        "score:list_scorers score:train score:check score:sheets score:answers",
+        "List and train scorers; make and read sheets for human raters.",
+        "score:list_scorers score:train score:sheets score:answers",
     ),
 }
 """Commands of commands: their help, and what they have."""

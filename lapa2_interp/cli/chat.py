@@ -67,35 +67,49 @@ def chat(
         )
     from lapa2_interp.attention.tables import select_layer_type
     from lapa2_interp.bias.layout import Layout
-    from lapa2_interp.generation.chat import continue_chats
+    from lapa2_interp.generation.resolve import cell_of
+    from lapa2_interp.methods.chat import chat_task
     from lapa2_interp.models.load import load_tokenizer
+    from lapa2_interp.runs.generate import make_cells
 
     rules = augmentation.build(0.5)
     tokenizer = load_tokenizer(model, computing.trust_remote_code)
     layout = Layout.of_chat(tokenizer, chat_messages, span=span, template=arguments)
+    task = chat_task(chat_messages, span, arguments)
     loaded = computing.load(model)
     augmentation.check(loaded)
-    (made,) = continue_chats(
-        loaded, [layout], rules, length=length, samples=samples, seed=seed, top_k=top_k, eos=eos
+    cell = cell_of(
+        loaded,
+        method="chat",
+        task=task,
+        augmentation=rules or "none",
+        length=length,
+        samples=samples,
+        seed=seed,
+        top_k=top_k,
+        eos=eos,
+        trace="pooled",
     )
+    run = make_cells(loaded, [cell])
+    made = run.samples()
     # NaN once a sample has ended
-    attention = select_layer_type(made.trace, "prefix")[0].mean("sample").to_numpy()
+    trace = run.trace(cell.key)
+    assert trace is not None
+    attention = select_layer_type(trace, "prefix")[0].mean("sample").to_numpy()
+    marked = layout.tokens[slice(*layout.prefix)]
     if as_json:
         facts = {
-            "span": {"slots": list(layout.prefix), "tokens": layout.tokens[slice(*layout.prefix)]},
+            "span": {"slots": list(layout.prefix), "tokens": marked},
             "augmentation": [rule.model_dump(mode="json") for rule in rules],
-            "texts": made.texts,
-            "tokens": made.tokens,
-            "attention": [round(float(share), 6) for share in attention if share == share],
+            "texts": made["continuation"].tolist(),
+            "tokens": [list(map(int, tokens)) for tokens in made["tokens"]],
+            "attention": [round(float(mass), 6) for mass in attention if mass == mass],
         }
         print(json.dumps(facts, indent=1, ensure_ascii=False))
         return
-    print(
-        f"span {list(layout.prefix)} of {len(layout)} tokens:"
-        f" {layout.tokens[slice(*layout.prefix)]}"
-    )
+    print(f"span {list(layout.prefix)} of {len(layout)} tokens: {marked}")
     print(f"augmentation {' + '.join(rule.label for rule in rules) or 'none'}")
-    for text in made.texts:
+    for text in made["continuation"]:
         print(f"---\n{text}")
     steps = [0, *(2**i for i in range(20) if 2**i < len(attention)), len(attention) - 1]
     print("---\nattention on the span, mean over layers and heads")

@@ -88,13 +88,15 @@ def select(
             prompt. `lapa2 generate --selection FILE --method METHOD` does as decided.
     """
     from lapa2_interp._util.errors import CircuitError
+    from lapa2_interp.circuits.contrast_set import ContrastSet
     from lapa2_interp.circuits.selection import select as choose
 
     if file is not None and file.resolve() == out.resolve():
         raise CircuitError(f"--file and --out are both {out}; give each a file of its own")
+    loaded = computing.load(model)
     chosen = choose(
-        computing.load(model),
-        texts.task,
+        loaded,
+        ContrastSet.of(loaded, texts.task, **texts.parameters()),
         score=score,
         heads=heads,
         positions=positions,
@@ -102,7 +104,7 @@ def select(
         screen=screen,
         file=file,
         pro_aug=pro_aug,
-        **texts.parameters(),
+        seed=texts.seed,
     )
     chosen.save(out)
     n = len(chosen.heads)
@@ -163,6 +165,7 @@ def fading(
     """
     from lapa2_interp._util.errors import RunError
     from lapa2_interp._util.files import result_folder
+    from lapa2_interp.circuits.contrast_set import ContrastSet
     from lapa2_interp.circuits.fading import VERDICTS
     from lapa2_interp.circuits.fading import measure_fading as ask
     from lapa2_interp.circuits.selection import Selection
@@ -179,16 +182,19 @@ def fading(
         chosen.check(loaded)
         heads["selected"] = chosen.heads
     with result_folder(out, finished=lambda folder: (folder / "fading.csv").is_file()) as folder:
+        length = max(filler) + texts.tokens
+        contrast_set = ContrastSet.of(loaded, texts.task, **texts.parameters() | {"tokens": length})
         fading_result = ask(
             loaded,
-            texts.task,
+            contrast_set,
             filler=filler,
             heads=heads,
             random=random,
             alpha=alpha,
             metric=metric,
             file=file,
-            **texts.parameters(),
+            tokens=texts.tokens,
+            seed=texts.seed,
         )
         table = fading_result.frame()
         table.to_csv(folder / "fading.csv", index=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from lapa2_interp._util.commands import command
-from lapa2_interp._util.errors import EmptyDistributionError, pluralize
+from lapa2_interp._util.errors import Lapa2Error, pluralize
 from lapa2_interp._util.table_formats import as_text
 from lapa2_interp.cli.options import (
     COMPUTING,
@@ -62,7 +62,7 @@ def generate(
     from lapa2_interp._util.files import result_folder
     from lapa2_interp.methods.registry import find_class
     from lapa2_interp.models.machine import print_if_slow, resolve_dtype
-    from lapa2_interp.runs.generate import UnfinishedTextsError, announcement
+    from lapa2_interp.runs.generate import announcement
     from lapa2_interp.runs.generate import generate as make
     from lapa2_interp.runs.run import is_finished_run, write_run
 
@@ -80,23 +80,19 @@ def generate(
             print(f"note: {note}", file=sys.stderr)
         print(announcement(loaded, plans), file=sys.stderr)
 
-    problem = None
     with result_folder(out, force, is_finished_run) as folder:
         print_if_slow(resolve_dtype(fields.get("dtype", "auto"), device), device)
-        try:
-            run = make(
-                **fields,
-                device=device,
-                trust_remote_code=trust_remote_code,
-                pack=pack,
-                announce=announce,
-                yes=yes,
-            )
-        except UnfinishedTextsError as error:
-            run, problem = error.run, error
+        run = make(
+            **fields,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            pack=pack,
+            announce=announce,
+            yes=yes,
+        )
         write_run(folder, run)
-    if problem is not None:
-        raise EmptyDistributionError(f"{problem} in {out}")
+    if run.problems:
+        raise Lapa2Error(f"{run.problems[0]} in {out}")
     texts = run.samples()["text"]
     for text in texts.head(3):
         print(f"---\n{text}")

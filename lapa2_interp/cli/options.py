@@ -164,7 +164,7 @@ class ContrastOptions:
     """Seed of the texts and of random heads."""
 
     def parameters(self) -> dict[str, Any]:
-        """Arguments of `run_study`, `select` and `measure_fading`, but `task`."""
+        """Arguments of `run_study` and `ContrastSet.of`, but `task`."""
         from lapa2_interp.tasks.prompts import as_prompts
 
         prompts: list[str | Path] = [*self.prompt, *([self.prompts] if self.prompts else [])]

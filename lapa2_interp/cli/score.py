@@ -1,5 +1,5 @@
-"""The commands that score: `lapa2 score`, and `lapa2 scorers list | train | check |
-sheets | answers`."""
+"""The commands that score: `lapa2 score`, and `lapa2 scorers list | train | sheets |
+answers`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from lapa2_interp._util.errors import ScoringError
-from lapa2_interp._util.table_formats import as_text, interval_text
+from lapa2_interp._util.table_formats import as_text
 from lapa2_interp.cli.functions import Values, command_of
 from lapa2_interp.cli.options import Several, Unshown, columns
 from lapa2_interp.scoring.scorer import SCORERS
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from lapa2_interp.runs.score import Scored
     from lapa2_interp.scoring.task_scorer import ScorerCard
 
@@ -107,20 +105,6 @@ def train(
     file = out / f"{chosen.name}.npz"
     print(*card.data, f"{file}, {file.stat().st_size / 1e6:.2f} MB", sep="\n")
     _show_held_out(card)
-
-
-def _print_agreement(table: pd.DataFrame, values: Values) -> None:
-    for (measure, length), part in table.groupby(["measure", "length"], sort=False):
-        print(f"{measure}, {length} words (n {part['n'].iloc[0]})")
-        for name, value, low, high in zip(
-            part["scorer"], part["value"], part["low"], part["high"], strict=True
-        ):
-            print(f"  {value:.3f}{interval_text(low, high, '.3f'):<17} {name}")
-    if "out" in values:
-        print(f"tables in {values['out']}")
-
-
-check = command_of("runs.check_scorers:check_scorers", show=_print_agreement)
 
 
 def sheets(

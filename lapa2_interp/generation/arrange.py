@@ -18,10 +18,11 @@ from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_a
 from lapa2_interp.bias.layer_types import LayerType, distinct_types
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.methods.base import Branch, Method, Prepared
+from lapa2_interp.methods.base import Branch, Prepared
 from lapa2_interp.methods.registry import assign_augmentations
 from lapa2_interp.models.card import ModelCard, check_rotary_side
 from lapa2_interp.models.sizes import ModelSize
+from lapa2_interp.tasks.task import ChatForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,12 +37,14 @@ class Arrangement:
         layouts: By branch, then prompt.
         steps: New tokens, by prompt.
         prompt_tokens: Tokens of each prompt by itself.
+        streams: What names the random numbers of each prompt: its text, or all tokens of a chat.
     """
 
     augmentations: tuple[Augmentations, ...]
     layouts: tuple[tuple[Layout, ...], ...]
     steps: tuple[int, ...]
     prompt_tokens: tuple[int, ...]
+    streams: tuple[str, ...]
 
     @property
     def longest(self) -> tuple[int, ...]:
@@ -72,7 +75,7 @@ def arrange(
         AugmentationError: Layers or heads the model does not have.
     """
     method, branches = cell.decoding_method, cell.branches
-    open_texts = prepared is None and type(method).prepare is not Method.prepare
+    open_texts = prepared is None and method.prepares
     preparations = [Prepared()] * len(cell.prompts) if prepared is None else prepared
     augmentations = assign_augmentations(method, branches, cell.augmentation)
     steps, counts = [], []
@@ -95,22 +98,25 @@ def arrange(
             )
         of_branch = []
         for prompt, own, new in zip(cell.prompts, preparations, steps, strict=True):
-            text = _text(branch, own, open_texts)
-            slots = soft_slots.get(branch.name, 0)
-            each = layout(
-                tokenizer, text, branch.join + prompt, soft=slots, doubled_bos=cell.doubled_bos
-            )
-            if len(each) + new > size.n_ctx:
+            if branch.chat is not None:
+                branch_layout = _chat_layout(tokenizer, branch.chat.filled(prompt=prompt), cell)
+            else:
+                text = _text(branch, own, open_texts)
+                slots = soft_slots.get(branch.name, 0)
+                branch_layout = layout(
+                    tokenizer, text, branch.join + prompt, soft=slots, doubled_bos=cell.doubled_bos
+                )
+            if len(branch_layout) + new > size.n_ctx:
                 raise LayoutError(
-                    f"{len(each)} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and {new} new"
-                    f" ones exceed the context of {size.n_ctx} of {cell.model}; shorten the prompt"
-                    " or the length"
+                    f"{len(branch_layout)} tokens of BOS, prefix and prompt ({prompt[:40]!r}) and"
+                    f" {new} new ones exceed the context of {size.n_ctx} of {cell.model}; shorten"
+                    " the prompt or the length"
                 )
             for active, kinds in () if open_texts else reached:
-                each.spans(active.span)
+                branch_layout.spans(active.span)
                 for kind in kinds:  # refused beyond a window
-                    each.acts(active, np.array([len(each) + new - 2]), kind)
-            of_branch.append(each)
+                    branch_layout.acts(active, np.array([len(branch_layout) + new - 2]), kind)
+            of_branch.append(branch_layout)
         rows.append(tuple(of_branch))
     for prompt, new, of_prompt in zip(cell.prompts, steps, zip(*rows, strict=True), strict=True):
         if not open_texts:
@@ -121,7 +127,16 @@ def arrange(
             reading = ", which reads the probability of the prompt" * read
             what = f"{prompt[:40]!r} under {method.name}{reading}"
             check_rotary_side(size.short_ctx, min(firsts), last, what)
-    return Arrangement(augmentations, tuple(rows), tuple(steps), tuple(counts))
+    streams = cell.prompts
+    if branches[0].chat is not None:
+        streams = tuple(" ".join(map(str, chat.ids)) for chat in rows[0])
+    return Arrangement(augmentations, tuple(rows), tuple(steps), tuple(counts), streams)
+
+
+def _chat_layout(tokenizer: PreTrainedTokenizerBase, chat: ChatForm, cell: Cell) -> Layout:
+    if cell.doubled_bos:
+        raise LayoutError("a chat's template writes its first token; leave doubled_bos out")
+    return Layout.of_chat(tokenizer, chat.messages, span=chat.span, template=chat.template)
 
 
 def _text(branch: Branch, prepared: Prepared, is_open: bool) -> str | None:

@@ -47,10 +47,12 @@ def axes_of_table(name: str, value: Any) -> dict[str, list[Any]]:
         Lapa2Error: A list is empty.
     """
     axes = {}
-    for part, given in value.items() if isinstance(value, Mapping) else ():
+    for part, values in value.items() if isinstance(value, Mapping) else ():
         known = name == "augmentation" and part in Augmentation.model_fields
-        one = not isinstance(given, list) or part == "label" or (known and is_value_of(part, given))
-        axes[part] = [given] if one else _not_empty(f"{name}.{part}", given)
+        one = (
+            not isinstance(values, list) or part == "label" or (known and is_value_of(part, values))
+        )
+        axes[part] = [values] if one else _not_empty(f"{name}.{part}", values)
     return axes
 
 

@@ -38,8 +38,8 @@ def vocabulary_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     the space of what they decode alone."""
     before = tokenizer("a", add_special_tokens=False).input_ids
     pairs = [[*before, token] for token in range(len(tokenizer))]
-    head, *whole = tokenizer.batch_decode([before, *pairs], clean_up_tokenization_spaces=False)
-    return tuple(text[len(head) :] for text in whole)
+    head, *pair_texts = tokenizer.batch_decode([before, *pairs], clean_up_tokenization_spaces=False)
+    return tuple(text[len(head) :] for text in pair_texts)
 
 
 class BannedWords:
@@ -69,7 +69,7 @@ class BannedWords:
                     ' ban_words = "none", and see the scorer echo'
                 )
         # A letter may come before its mark, in a token of its own.
-        self.words = tuple(dict.fromkeys(each for word in words for each in _forms(word)))
+        self.words = tuple(dict.fromkeys(form for word in words for form in _forms(word)))
         self.ends = [last_word(normalize_text(text).lower()) for text in texts]
         self.inside, self.beginning = _tokens_with(self.spelled, self.words)
         self._known: dict[str, Int[Tensor, " token"]] = {}

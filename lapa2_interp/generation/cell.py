@@ -225,7 +225,7 @@ class Cell(BaseModel):
         ]
         own, others = self.task.attributes, usual.attributes if built_in else {}
         if self.parameters.get("prefixes", "hard") == "hard" and own != others:
-            forms = [_with_slot(each.prefix, name) for name, each in own.items()]
+            forms = [_with_slot(attribute.prefix, name) for name, attribute in own.items()]
             changed.append(f"prefix {' / '.join(dict.fromkeys(forms))}")
         none = MethodSettings()
         texts = self.task.methods.get(self.method, none).texts

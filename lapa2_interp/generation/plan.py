@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import MethodError, ModelError
@@ -23,7 +24,6 @@ from lapa2_interp.generation.sampling import uniforms
 from lapa2_interp.methods.base import Method, MethodContext, Prepared, SoftPrefixKey
 from lapa2_interp.models.card import (
     Model,
-    is_bridge,
     kv_heads,
     model_card,
     smallest_window,
@@ -31,6 +31,9 @@ from lapa2_interp.models.card import (
 )
 from lapa2_interp.models.load import accepts_model_name
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix, SoftPrefixName, find_prefix
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 MAX_ROWS = 120
 CACHE_BYTES = 2 << 30
@@ -79,6 +82,21 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class DecodedBatch:
+    """The texts of a batch.
+
+    Attributes:
+        samples: One row per sample: prompt, attribute, sample, text (as it is scored),
+            continuation, tokens, n_tokens, finish ("length", "end", or "empty" where no token was
+            left to draw).
+        trace: The recorded attention, or None; its `sample` axis is the row number of `samples`.
+    """
+
+    samples: pd.DataFrame
+    trace: xr.Dataset | None
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """A cell ready to be generated: every branch's layout per prompt, and who shares a batch.
 
@@ -88,6 +106,7 @@ class BatchPlan:
         prefixes: By branch, the soft prefix or None.
         augmentations: By branch.
         steps: New tokens per prompt.
+        streams: What names the random numbers of each prompt (`Arrangement.streams`).
         prepared: What the method worked out about each prompt.
         batches: The (prompt number, sample number) pairs of each batch.
     """
@@ -98,6 +117,7 @@ class BatchPlan:
     prefixes: tuple[SoftPrefix | None, ...]
     augmentations: tuple[Augmentations, ...]
     steps: tuple[int, ...]
+    streams: tuple[str, ...] = field(repr=False)
     prepared: tuple[Prepared, ...] = field(repr=False)
     batches: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
 
@@ -117,7 +137,7 @@ class BatchPlan:
         steps = tuple(self.steps[prompt] for prompt, _ in pairs)
         uniform = np.zeros((len(pairs), max(steps)))
         for row, (prompt, sample), n in zip(uniform, pairs, steps, strict=True):
-            row[:n] = uniforms(self.cell.seed, self.prompts[prompt], sample, n, trial)
+            row[:n] = uniforms(self.cell.seed, self.streams[prompt], sample, n, trial)
         return Batch(
             pairs=tuple(pairs),
             layouts=tuple(left_pad([row[prompt] for row in self.layouts for prompt in used])),
@@ -144,22 +164,11 @@ class BatchPlan:
     def summaries(self) -> dict[str, dict[str, Any]]:
         """Preparation of the method, by prompt; under "all prompts" if it is the same for all;
         empty if nothing."""
-        summaries = [dict(each.summary) for each in self.prepared]
+        summaries = [dict(prepared.summary) for prepared in self.prepared]
         first = summaries[0]
-        if all(each == first for each in summaries):
+        if all(summary == first for summary in summaries):
             return {"all prompts": first} if first else {}
         return dict(zip(self.prompts, summaries, strict=True))
-
-    def tokens_read(self, recompute: bool) -> int:
-        """Tokens that go through the model, each once, or (`recompute`) the whole text at every
-        step."""
-        total = 0
-        for row in self.layouts:
-            for batch in self.batches:
-                for prompt, _ in batch:
-                    first, new = row[prompt].n_live, self.steps[prompt]
-                    total += new * first + new * (new - 1) // 2 if recompute else first + new - 1
-        return total
 
     @property
     def rows(self) -> int:
@@ -169,11 +178,11 @@ class BatchPlan:
     def merged(self) -> list[str]:
         """Tokens that span the boundary of a prefix and a prompt, in words."""
         return [
-            f"in branch {name!r} of {prompt!r} the token {each.merged!r} spans the boundary of"
+            f"in branch {name!r} of {prompt!r} the token {layout.merged!r} spans the boundary of"
             " prefix and prompt and counts as prefix"
             for name, row in zip(self.branches, self.layouts, strict=True)
-            for prompt, each in zip(self.prompts, row, strict=True)
-            if each.merged is not None
+            for prompt, layout in zip(self.prompts, row, strict=True)
+            if layout.merged is not None
         ]
 
 
@@ -194,14 +203,14 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
     """
     card, method = model_card(model), cell.decoding_method
     # The model must be the cell's.
-    for name, given in (
+    for name, model_fact in (
         ("model", card.name),
         ("dtype", card.dtype),
         ("model_class", card.model_class),
     ):
-        if given != getattr(cell, name):
+        if model_fact != getattr(cell, name):
             raise ModelError(
-                f"the cell's {name} is {getattr(cell, name)!r}, and the model's {given!r}"
+                f"the cell's {name} is {getattr(cell, name)!r}, and the model's {model_fact!r}"
             )
     # Soft prefixes, and a first arrangement: it refuses what cannot run.
     prefixes = tuple(
@@ -221,7 +230,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
     arrangement = arrange(cell, model.tokenizer, card, slots)
     # The method prepares; what it prepared may change the arrangement.
     prepared = (Prepared(),) * len(cell.prompts)
-    if type(method).prepare is not Method.prepare:
+    if method.prepares:
         if context is None:
             raise MethodError(
                 f"{method.name} prepares for its prompts; give plan_batches or make_cells a context"
@@ -242,6 +251,7 @@ def plan_batches(model: Model, cell: Cell, context: MethodContext | None = None)
         prefixes=prefixes,
         augmentations=arrangement.augmentations,
         steps=arrangement.steps,
+        streams=arrangement.streams,
         prepared=prepared,
         batches=_split_into_batches(
             pairs,
@@ -269,14 +279,16 @@ def _prepare(method: Method, context: MethodContext, cell: Cell) -> tuple[Prepar
 def _default_rows(model: Model, method: Method, arrangement: Arrangement) -> int:
     """Rows of a batch: MAX_ROWS, or fewer if their cache and logits would exceed CACHE_BYTES."""
     keys = max(a + b for a, b in zip(arrangement.longest, arrangement.steps, strict=True))
+    positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
+    return min(MAX_ROWS, rows_in_memory(model, keys, positions))
+
+
+def rows_in_memory(model: Model, keys: int, positions: int) -> int:
+    """Rows whose cached keys, and logits at some positions, take CACHE_BYTES; at least one."""
     width = kv_heads(model) * model.cfg.d_head
     row_bytes = 2 * model.cfg.n_layers * width * weights_dtype(model).itemsize * keys
-    # Positions whose logits are kept: those of the prompt, or all that a HookedTransformer reads
-    # again.
-    positions = max(arrangement.prompt_tokens) + 1 if method.reads_prompt else 0
-    positions = keys if method.rereads_text and not is_bridge(model) else positions
     row_bytes += positions * model.cfg.d_vocab * weights_dtype(model).itemsize
-    return max(1, min(MAX_ROWS, CACHE_BYTES // row_bytes))
+    return max(1, CACHE_BYTES // row_bytes)
 
 
 def _split_into_batches(
@@ -301,12 +313,12 @@ def _split_into_batches(
     for pair in pairs:
         width, most = max(width, longest[pair[0]]), max(most, steps[pair[0]])
         last = longest[batches[-1][0][0]] if batches else 0
-        other = alike and last != longest[pair[0]]
+        unlike = alike and last != longest[pair[0]]
         room = n_ctx
         if short is not None:
-            other |= (last > short) != (longest[pair[0]] > short)
+            unlike |= (last > short) != (longest[pair[0]] > short)
             room = n_ctx if longest[pair[0]] > short else short + 1  # the last token is not read
-        if not batches or len(batches[-1]) == size or width + most > room or other:
+        if not batches or len(batches[-1]) == size or width + most > room or unlike:
             batches.append([])
             width, most = longest[pair[0]], steps[pair[0]]
         batches[-1].append(pair)

@@ -83,21 +83,19 @@ def cells_of(fields: Mapping[str, Any], **options: Any) -> list[Cell]:
     """
     size_of_product(fields)
     _check_alpha_is_taken(fields)
-    label = CellSettings.of({"label": fields.get("label", "")}).label
+    label = {"label": fields.get("label", "")}  # one for all points: a list is refused
     cells: dict[str, Cell] = {}
     for point in product({name: value for name, value in fields.items() if name != "label"}):
-        for cell in resolve(CellSettings.of(point), **options):
-            if label and cell.active_augmentations and not cell.label:
-                cell = Cell.model_validate(cell.model_dump() | {"label": label})
+        for cell in resolve(CellSettings.of(point | label), **options):
             cells.setdefault(cell.key, cell)
-    if label and not any(cell.active_augmentations for cell in cells.values()):
+    if label["label"] and not any(cell.active_augmentations for cell in cells.values()):
         raise AugmentationError(
-            f"label {label!r} is for an augmentation, and there is none; 'baseline' is the arm"
-            " without one"
+            f"label {label['label']!r} is for an augmentation, and there is none; 'baseline' is the"
+            " arm without one"
         )
-    for one, other in same_label(cells.values()):
+    for one, second in same_label(cells.values()):
         raise AugmentationError(
-            f"the label {other.label!r} names two arms ({one.plain_arm}; {other.plain_arm}); give"
+            f"the label {second.label!r} names two arms ({one.plain_arm}; {second.plain_arm}); give"
             " each its own: { alpha = ..., label = ... }"
         )
     return list(cells.values())
@@ -189,6 +187,7 @@ def resolve(
                         attributes=task.attributes,
                         prompts=Prompts(texts=task.prompts.texts),
                         methods={method.name: MethodSettings(texts=texts)} if texts else {},
+                        chat=task.chat if any(branch.chat for branch in branches) else None,
                     ),
                     attribute=attribute,
                     augmentation=normalize_augmentations(augmentations),
@@ -235,15 +234,16 @@ def _task(settings: CellSettings, needs: list[str] | None) -> Task:
     return task.model_copy(update=changes)
 
 
-def _prompts(given: Any, task: Task, needs: list[str] | None) -> Prompts:
+def _prompts(setting: Any, task: Task, needs: list[str] | None) -> Prompts:
     own = task.prompts.texts
-    if isinstance(given, int):
-        others = extra_prompts(task.name) if given > len(own) else ()
-        return Prompts(texts=(*own, *(text for text in others if text not in own))[:given])
-    if isinstance(given, PromptFile):
-        if not Path(given.file).exists():
+    if isinstance(setting, int):
+        others = extra_prompts(task.name) if setting > len(own) else ()
+        return Prompts(texts=(*own, *(text for text in others if text not in own))[:setting])
+    if isinstance(setting, PromptFile):
+        if not Path(setting.file).exists():
             missing = (
-                f"no file {given.file} ({given.n} prompts: {given.what}) in the folder you are in"
+                f"no file {setting.file} ({setting.n} prompts: {setting.what}) in the folder you"
+                " are in"
             )
             if needs is None:
                 raise LayoutError(missing)
@@ -251,87 +251,85 @@ def _prompts(given: Any, task: Task, needs: list[str] | None) -> Prompts:
             return Prompts(
                 texts=tuple(
                     f"prompt {i} of a file that is not there yet, as long as most"
-                    for i in range(given.n)
+                    for i in range(setting.n)
                 )
             )
-        prompts = as_prompts(Path(given.file))
-        if len(prompts.texts) != given.n:
-            raise LayoutError(f"{given.file} has {len(prompts.texts)} prompts, and not {given.n}")
+        prompts = as_prompts(Path(setting.file))
+        if len(prompts.texts) != setting.n:
+            raise LayoutError(
+                f"{setting.file} has {len(prompts.texts)} prompts, and not {setting.n}"
+            )
         return prompts
-    return as_prompts(task.prompts if given == TASK else given)
+    return as_prompts(task.prompts if setting == TASK else setting)
 
 
 def _method(settings: CellSettings, task: Task, allow_code: bool) -> Method:
-    given, parameters = settings.method, dict(settings.parameters or {})
-    if isinstance(given, Mapping):
-        name = given.get("name")
+    chosen, parameters = settings.method, dict(settings.parameters or {})
+    if isinstance(chosen, Mapping):
+        name = chosen.get("name")
         if not isinstance(name, str):
-            raise MethodError(f"a method is a name or {{ name = ... }}, found {dict(given)!r}")
-        parameters |= {key: value for key, value in given.items() if key != "name"}
-        given = name
-    if isinstance(given, str):
-        find_class(given, allow_code)
-        return get_for_task(given, task, **parameters)
-    if not isinstance(given, Method):
+            raise MethodError(f"a method is a name or {{ name = ... }}, found {dict(chosen)!r}")
+        parameters |= {key: value for key, value in chosen.items() if key != "name"}
+        chosen = name
+    if isinstance(chosen, str):
+        find_class(chosen, allow_code)
+        return get_for_task(chosen, task, **parameters)
+    if not isinstance(chosen, Method):
         raise MethodError(
-            f"method must be a name, or come from methods.get or get_for_task, found {given!r}"
+            f"method must be a name, or come from methods.get or get_for_task, found {chosen!r}"
         )
     if parameters:
         raise MethodError(
-            f"{given!r} has its parameters already; give it by name, or without parameters"
+            f"{chosen!r} has its parameters already; give it by name, or without parameters"
         )
-    return given
+    return chosen
 
 
 def _read_augmentations(settings: CellSettings, method: Method) -> tuple[AugmentationLike, str]:
     """The augmentations, and the label of their arm."""
-    given, label = settings.augmentation, settings.label
-    if given is None:
-        return Augmentation(alpha=method.alpha if settings.alpha is None else settings.alpha), label
-    alpha = settings.alpha
-    if isinstance(given, Mapping):
-        fields = dict(given)
-        own = fields.pop("label", "")
-        if not isinstance(own, str):
-            raise AugmentationError(f"the label of an augmentation is a text, found {own!r}")
-        label = own or label
+    chosen, alpha, label = settings.augmentation, settings.alpha, ""
+    if chosen is None:
+        chosen = Augmentation(alpha=method.alpha if alpha is None else alpha)
+    if isinstance(chosen, Mapping):
+        fields = dict(chosen)
+        label = fields.pop("label", "")
+        if not isinstance(label, str):
+            raise AugmentationError(f"the label of an augmentation is a text, found {label!r}")
         if "recipe" in fields:
             if beside := [name for name in fields if name != "recipe"]:
                 raise AugmentationError(
                     "a recipe has its parameters in its text, such as instaboost:M=5; leave out"
                     f" {beside[0]}"
                 )
-            given = str(fields["recipe"])
+            chosen = str(fields["recipe"])
         else:
-            given = _with_alpha(fields, alpha, method)
-    if isinstance(given, str):
-        if given == "none":
+            chosen = _with_alpha(fields, alpha, method)
+    if isinstance(chosen, str):
+        if chosen == "none":
             return None, ""
-        if given in ("paper", "released"):
-            given = _with_alpha({"profile": given}, alpha, method)
-        elif re.split("[+:]", given)[0].strip() not in RECIPES:
+        if chosen in ("paper", "released"):
+            chosen = _with_alpha({"profile": chosen}, alpha, method)
+        elif re.split("[+:]", chosen)[0].strip() not in RECIPES:
             allowed = ("none", "paper", "released", *RECIPES)
             raise AugmentationError(
-                f"{unknown_choice('augmentation', given, allowed)}; or a table of fields"
+                f"{unknown_choice('augmentation', chosen, allowed)}; or a table of fields"
             )
         else:
-            given = parse_recipes(given, alpha)
-    augmentations: AugmentationLike = given
-    for each in augmentations if isinstance(augmentations, Sequence) else (augmentations,):
-        if each is not None and not isinstance(each, Augmentation):
+            chosen = parse_recipes(chosen, alpha)
+    augmentations: AugmentationLike = chosen
+    for augmentation in augmentations if isinstance(augmentations, Sequence) else (augmentations,):
+        if augmentation is not None and not isinstance(augmentation, Augmentation):
             raise AugmentationError(
                 "augmentation must be an Augmentation, several of them, recipes as one text such as"
                 f" 'lapa2 + instaboost:M=5', or None; found {augmentations!r}"
             )
     if alpha is not None and augmentations is settings.augmentation:
-        labels = [each.label for each in active_augmentations(augmentations)]
+        labels = [augmentation.label for augmentation in active_augmentations(augmentations)]
         raise own_strength(alpha, repr(" + ".join(labels) or "baseline"))
-    if (
-        not label
-        and isinstance(augmentations, LabeledAugmentations)
-        and active_augmentations(augmentations)
-    ):
-        label = augmentations.label
+    if not label and active_augmentations(augmentations):
+        label = settings.label
+        if not label and isinstance(augmentations, LabeledAugmentations):
+            label = augmentations.label
     return augmentations, label
 
 
@@ -348,9 +346,12 @@ def _check_prefix(settings: CellSettings, task: Task, method: Method, attribute:
     texts."""
     if settings.prefix == TASK:
         return
-    others = {name: Attribute(prefix=f"?{each.prefix}") for name, each in task.attributes.items()}
-    other = task.model_copy(update={"attributes": others})
-    if method.branches(task, attribute) == method.branches(other, attribute):
+    others = {
+        name: Attribute(prefix=f"?{attribute_texts.prefix}")
+        for name, attribute_texts in task.attributes.items()
+    }
+    changed_task = task.model_copy(update={"attributes": others})
+    if method.branches(task, attribute) == method.branches(changed_task, attribute):
         raise MethodError(
             f"prefix {settings.prefix!r} changes nothing for {method.name}, which puts no prefix of"
             f" {task.name}'s attributes in front; leave it out"
@@ -378,11 +379,11 @@ def _files(
 def digests(method: Method) -> dict[str, str]:
     """sha256 of the files that decide a method's texts; of a folder, of the files in it."""
     hashes = {}
-    for name, place in method.deciding_files().items():
-        if place.is_file():
-            hashes[name] = sha256_of(place)
-        elif place.is_dir():
-            files = sorted(each for each in place.iterdir() if each.is_file())
-            listed = json.dumps([[each.name, sha256_of(each)] for each in files])
+    for name, path in method.deciding_files().items():
+        if path.is_file():
+            hashes[name] = sha256_of(path)
+        elif path.is_dir():
+            files = sorted(file for file in path.iterdir() if file.is_file())
+            listed = json.dumps([[file.name, sha256_of(file)] for file in files])
             hashes[name] = hashlib.sha256(listed.encode()).hexdigest()
     return hashes

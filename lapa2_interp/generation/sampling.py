@@ -30,6 +30,7 @@ def uniforms(
     one.
 
     Args:
+        prompt: The prompt's text, or the tokens of a chat (`arrange.Arrangement.streams`).
         trial: Of a text that was drawn again, how often before.
     """
     again = f"{trial}\0" if trial else ""
@@ -50,15 +51,15 @@ def keep_top_k(log_weights: Float[Tensor, "sample vocab"], k: int) -> Int[Tensor
         if tied.any():
             # tied_sample vocab, tied_sample 1
             weights, last = log_weights[tied], ranked[tied, k - 1 : k]
-            kept = ~(weights < last)  # nan ranks first, as in topk
+            stays = ~(weights < last)  # nan ranks first, as in topk
             row, token = (weights == last).nonzero(as_tuple=True)  # tie: its tied_sample and its id
             from_end = torch.searchsorted(row, row, right=True) - torch.arange(
                 len(row), device=row.device
             )
             above = (~(ranked[tied] <= last)).sum(dim=1)  # tied_sample
             surplus = from_end <= (above + row.bincount(minlength=len(last)) - k)[row]
-            kept[row[surplus], token[surplus]] = False
-            ids[tied] = kept.nonzero()[:, 1].view(-1, k)
+            stays[row[surplus], token[surplus]] = False
+            ids[tied] = stays.nonzero()[:, 1].view(-1, k)
     return ids.sort(dim=1).values
 
 
@@ -75,15 +76,15 @@ def draw(
         uniform: One number in [0, 1) per sample.
         top_k: Tokens kept, >= 1.
     """
-    kept = keep_top_k(log_weights, top_k)
-    chosen = log_weights.gather(1, kept).double()  # sample vocab -> sample kept
+    top_ids = keep_top_k(log_weights, top_k)
+    chosen = log_weights.gather(1, top_ids).double()  # sample vocab -> sample kept
     best = chosen.max(dim=1, keepdim=True).values  # sample 1
     cumulative = (chosen - best).exp().cumsum(dim=1)  # sample kept
     # right=True steps over tokens of weight zero; the clamp is for a uniform that rounds up to the
     # total. sample 1
-    place = torch.searchsorted(
+    rank = torch.searchsorted(
         cumulative, uniform[:, None].double() * cumulative[:, -1:], right=True
     )
     # sample 1 -> sample
-    tokens = kept.gather(1, place.clamp(max=kept.shape[1] - 1))[:, 0]
+    tokens = top_ids.gather(1, rank.clamp(max=top_ids.shape[1] - 1))[:, 0]
     return tokens.where(best[:, 0].isfinite(), NOTHING)

@@ -231,19 +231,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def settings_checked(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of settings whose keyword arguments are refused in the sentences of
-    `CellSettings`: those that do not exist, and values of another type."""
+def settings_named(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of settings that refuses keyword arguments which do not exist in the sentence of
+    `CellSettings`."""
     parameters = list(signature(function).parameters)
 
     @wraps(function)
-    def call(*arguments: P.args, **given: P.kwargs) -> T:
-        for name, value in python_values(given).items():
+    def call(*arguments: P.args, **keywords: P.kwargs) -> T:
+        for name in keywords:
             if name not in parameters:
                 raise Lapa2Error(unknown_setting(name))
-            if name in CellSettings.model_fields:
-                for each in value if isinstance(value, list) else [value]:
-                    CellSettings.of({name: each})
-        return function(*arguments, **given)
+        return function(*arguments, **keywords)
 
     return call

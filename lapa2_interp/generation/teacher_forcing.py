@@ -23,7 +23,7 @@ from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.attention.cache import check_tokens, new_rows
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
-from lapa2_interp.attention.trace import TraceKind
+from lapa2_interp.attention.trace import TraceKind, concat_traces
 from lapa2_interp.bias.augmentation import (
     Augmentation,
     AugmentationLike,
@@ -33,12 +33,11 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.bias.layout import Layout, left_pad
 from lapa2_interp.bias.places import head_pairs
 from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.generation.loop import concat_traces
 from lapa2_interp.models.card import (
     Model,
     check_rotary_side,
     layer_types,
-    model_short_context,
+    model_card,
     prepacked_model,
 )
 from lapa2_interp.models.load import accepts_model_name
@@ -111,7 +110,7 @@ def teacher_forced(
         raise TraceError(
             f"texts are lists of token ids, one list for each text; found {str(texts)[:80]}"
         ) from error
-    given = list(layouts) if isinstance(layouts, Sequence) else [layouts] * len(rows)
+    row_layouts = list(layouts) if isinstance(layouts, Sequence) else [layouts] * len(rows)
     if trace == "none" or not rows or not all(rows):
         given_texts = (
             "trace 'none'"
@@ -122,9 +121,10 @@ def teacher_forced(
             "a teacher-forced trace needs texts of at least one token, and trace pooled or full;"
             f" found {given_texts}"
         )
-    if len(given) != len(rows):
+    if len(row_layouts) != len(rows):
         raise LayoutError(
-            f"{len(rows)} texts for {len(given)} layouts; give one layout a text, or one for all"
+            f"{len(rows)} texts for {len(row_layouts)} layouts; give one layout a text, or one for"
+            " all"
         )
     augmentations = [
         resolve_recipes(row) for row in broadcast_to_rows(resolve_recipes(augmentation), len(rows))
@@ -135,32 +135,32 @@ def teacher_forced(
             f"{len(augmentations)} augmentations and {len(soft)} prefixes for {len(rows)} texts;"
             " give one a text"
         )
-    kept = head_pairs("patterns", patterns, TraceError)
+    pairs = head_pairs("patterns", patterns, TraceError)
     if chunk is not None and chunk < 1:
         raise TraceError(f"chunk must be at least 1, found {chunk}")
     # Every text must fit the context.
-    short = model_short_context(model)
-    for number, (each, row) in enumerate(zip(given, rows, strict=True)):
+    short = model_card(model).short_ctx
+    for number, (row_layout, row) in enumerate(zip(row_layouts, rows, strict=True)):
         check_tokens(model, row)
-        if each.n_live + len(row) - 1 > model.cfg.n_ctx:
+        if row_layout.n_live + len(row) - 1 > model.cfg.n_ctx:
             raise LayoutError(
-                f"prefix, prompt and text have {each.n_live + len(row) - 1} tokens, more than the"
-                f" model's context of {model.cfg.n_ctx}; give at most"
-                f" {model.cfg.n_ctx - each.n_live + 1} tokens of text"
+                f"prefix, prompt and text have {row_layout.n_live + len(row) - 1} tokens, more than"
+                f" the model's context of {model.cfg.n_ctx}; give at most"
+                f" {model.cfg.n_ctx - row_layout.n_live + 1} tokens of text"
             )
-        first = 0 if each.soft else len(each.ids)
-        check_rotary_side(short, first, each.n_live + len(row) - 1, f"text {number}")
+        first = 0 if row_layout.soft else len(row_layout.ids)
+        check_rotary_side(short, first, row_layout.n_live + len(row) - 1, f"text {number}")
     # Read batch by batch, and join the traces.
     parts = []
-    for chosen in _split_texts(given, rows, model.cfg.n_ctx, short):
+    for chosen in _split_texts(row_layouts, rows, model.cfg.n_ctx, short):
         batch = _Batch(
-            [given[i] for i in chosen],
+            [row_layouts[i] for i in chosen],
             [rows[i] for i in chosen],
             [augmentations[i] for i in chosen],
             [soft[i] for i in chosen],
         )
         with prepacked_model(model):
-            parts.append(_read(model, batch, trace, branch, kept, chunk, progress))
+            parts.append(_read(model, batch, trace, branch, pairs, chunk, progress))
     if len(parts) == 1:
         return parts[0]
     return concat_traces(parts).assign_coords(sample=np.arange(len(rows)))
@@ -189,8 +189,8 @@ def _split_texts(
 
 def _width(layouts: Sequence[Layout], rows: Sequence[Sequence[int]]) -> int:
     return (
-        max(each.soft for each in layouts)
-        + max(len(each.ids) for each in layouts)
+        max(layout.soft for layout in layouts)
+        + max(len(layout.ids) for layout in layouts)
         + max(map(len, rows))
         - 1
     )
@@ -216,8 +216,8 @@ def _read(
 ) -> xr.Dataset:
     padded, steps = left_pad(batch.layouts), [len(row) for row in batch.rows]
     width = _width(batch.layouts, batch.rows)
-    active = [each for row in batch.augmentations for each in active_augmentations(row)]
-    if any(each.pooled for each in active):
+    active = [rule for row in batch.augmentations for rule in active_augmentations(row)]
+    if any(rule.pooled for rule in active):
         chunk = 1  # a pooled law reads all queries of a pass; in decoding there is one
     chunk = chunk or max(1, SCORES_AT_ONCE // (len(padded) * model.cfg.n_heads * width))
     # Rows that end earlier are filled up with their last token, which no earlier query can see.
@@ -225,7 +225,7 @@ def _read(
     tokens = torch.tensor(even, device=model.cfg.device, dtype=torch.long)
     recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads, trace, patterns, layer_types(model))
     recorder.begin(padded)
-    state = new_rows(model, reread_last=any(each.phase == "predicting_only" for each in active))
+    state = new_rows(model, reread_last=any(rule.phase == "predicting_only" for rule in active))
     with augmented(model, batch.augmentations, padded, recorder):
         state.prompt_pass(padded, batch.prefixes)
         state.expand(torch.arange(len(padded), device=tokens.device), capacity=width)

@@ -82,61 +82,63 @@ class AirDecoding(Method):
         # The general form.
         log_n = self._log_n(log_probs)
         with_ratio = [
-            each if state is None or c == "target" else each + state[c][:, None]
-            for c, each in log_n.items()
+            log_n_c if state is None or c == "target" else log_n_c + state[c][:, None]
+            for c, log_n_c in log_n.items()
         ]
         log_cond = log_n["target"] - torch.stack(with_ratio).logsumexp(dim=0)
-        whole = log_probs["base"] + self.omega * log_cond
-        return whole if short is None or fits is None else torch.where(fits, short, whole)
+        log_weights = log_probs["base"] + self.omega * log_cond
+        return (
+            log_weights if short is None or fits is None else torch.where(fits, short, log_weights)
+        )
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
         log_probs = check_branches(log_probs, "base", "target", others=1)
         released = self.numerics == "released"
         # by branch: sample 1
-        sampled_log_probs = {c: each.gather(1, tokens[:, None]) for c, each in log_probs.items()}
+        sampled_log_probs = {c: log_p.gather(1, tokens[:, None]) for c, log_p in log_probs.items()}
         n = self._n_released(sampled_log_probs) if released else self._log_n(sampled_log_probs)
-        sampled = {c: each[:, 0] for c, each in n.items()}
+        sampled = {c: n_c[:, 0] for c, n_c in n.items()}
         target = sampled.pop("target")
         if released:
             return {
-                c: (1.0 if state is None else state[c]) * each / target
-                for c, each in sampled.items()
+                c: (1.0 if state is None else state[c]) * n_c / target for c, n_c in sampled.items()
             }
         return {
-            c: (0.0 if state is None else state[c]) + each - target for c, each in sampled.items()
+            c: (0.0 if state is None else state[c]) + log_n_c - target
+            for c, log_n_c in sampled.items()
         }
 
     def _log_cond_of_two(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         """ln cond of the target against one other class; -inf where n_b / n_a exceeds the
         precision's range."""
-        (other,) = log_probs.keys() - {"base", "target"}
-        a, b = (_clamp_log_probs(log_probs[c]) for c in ("target", other))
+        (opponent,) = log_probs.keys() - {"base", "target"}
+        a, b = (_clamp_log_probs(log_probs[c]) for c in ("target", opponent))
         ratio = a.div_(b)  # n_b / n_a
         if state is not None:
-            ratio *= state[other].exp()[:, None]
+            ratio *= state[opponent].exp()[:, None]
         return ratio.log1p_().neg_()
 
     def _log_n(self, log_probs: LogProbs) -> dict[str, Float[Tensor, "sample vocab"]]:
         """ln n_c by class."""
-        classes = {c: _clamp_log_probs(each) for c, each in log_probs.items() if c != "base"}
+        classes = {c: _clamp_log_probs(log_p) for c, log_p in log_probs.items() if c != "base"}
         return {
-            c: -(-each).log() if self.posterior == "reconstructed" else each
-            for c, each in classes.items()
+            c: -(-log_p).log() if self.posterior == "reconstructed" else log_p
+            for c, log_p in classes.items()
         }
 
     def _n_released(self, log_probs: LogProbs) -> dict[str, Float[Tensor, "sample vocab"]]:
         """n_c by class in float32, infinite where a class is certain."""
-        classes = {c: each.float() for c, each in log_probs.items() if c != "base"}
+        classes = {c: log_p.float() for c, log_p in log_probs.items() if c != "base"}
         return {
-            c: -1 / each if self.posterior == "reconstructed" else each.exp()
-            for c, each in classes.items()
+            c: -1 / log_p if self.posterior == "reconstructed" else log_p.exp()
+            for c, log_p in classes.items()
         }
 
     def _combine_released(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         n = self._n_released(log_probs)
         total = sum(
-            each if state is None or c == "target" else each * state[c][:, None]
-            for c, each in n.items()
+            n_c if state is None or c == "target" else n_c * state[c][:, None]
+            for c, n_c in n.items()
         )
         cond = (n["target"] / total).nan_to_num(nan=0.0)
         return (log_probs["base"].float().exp() * cond**self.omega).log()

@@ -96,20 +96,20 @@ class Arithmetic(Method):
             "base": (Branch("base"),),
             "target": (Branch("target", attribute_prefix(task, attribute, self.prefixes)),),
             **{
-                other: (Branch(other, attribute_prefix(task, other, self.prefixes)),)
-                for other in others
+                opponent: (Branch(opponent, attribute_prefix(task, opponent, self.prefixes)),)
+                for opponent in others
             },
             **{name: (Branch(name, text, "\n"),) for name, text in texts.items()},
         }
         known["opponents"] = tuple(
-            branch for other in others if other not in names for branch in known[other]
+            branch for opponent in others if opponent not in names for branch in known[opponent]
         )
         # The branches that this formula names.
         chosen: dict[str, Branch] = {}
         for name in names:
             if name not in known:
                 # A name such as very-calm would read as a difference.
-                usable = [each for each in known if each.isidentifier()]
+                usable = [name for name in known if name.isidentifier()]
                 raise MethodError(f"arithmetic: formula: {unknown_choice('name', name, usable)}")
             if not known[name]:
                 raise MethodError(
@@ -124,18 +124,22 @@ class Arithmetic(Method):
         formula = _parse_formula(self.formula)
         names = _branch_names(formula)
         # The branches, and the mean of the opponents.
-        given = {name: each.clamp(min=FLOOR) for name, each in check_branches(log_probs).items()}
-        opponents = [each for name, each in given.items() if name not in ("base", "target", *names)]
+        by_branch = {
+            name: log_p.clamp(min=FLOOR) for name, log_p in check_branches(log_probs).items()
+        }
+        opponents = [
+            log_p for name, log_p in by_branch.items() if name not in ("base", "target", *names)
+        ]
         if opponents:
-            given["opponents"] = torch.stack(opponents).mean(dim=0)
-        missing = [name for name in names if name not in given]
+            by_branch["opponents"] = torch.stack(opponents).mean(dim=0)
+        missing = [name for name in names if name not in by_branch]
         if missing:
             raise MethodError(
                 f"log_probs needs the branches {', '.join(names)}; found"
                 f" {', '.join(log_probs) or 'none'}"
             )
         # The value, divided by the weight where the weight is not 0.
-        value, weight, size = _evaluate(formula.body, given)
+        value, weight, size = _evaluate(formula.body, by_branch)
         nothing = weight.abs() <= 1e-9 * size  # 0.6 + 0.3 - 0.9 is not quite 0
         unweighted = nothing.broadcast_to(value.shape).any(dim=1, keepdim=True)
         return torch.where(unweighted, value, (value / weight).log_softmax(dim=1))
@@ -223,15 +227,15 @@ def _check_node(node: ast.expr, formula: str) -> bool:
 
 def _branch_names(formula: ast.Expression) -> list[str]:
     """The branches a formula names, in order."""
-    found = [
+    names = [
         (node.lineno, node.col_offset, node.id)
         for node in ast.walk(formula)
         if isinstance(node, ast.Name) and node.id not in OPERATORS
     ]
-    return list(dict.fromkeys(name for *_, name in sorted(found)))
+    return list(dict.fromkeys(name for *_, name in sorted(names)))
 
 
-def _evaluate(node: ast.expr, given: LogProbs) -> WeightedValue:
+def _evaluate(node: ast.expr, by_branch: LogProbs) -> WeightedValue:
     """Value and weight of a checked formula."""
     match node:
         case ast.Constant(value=int() | float() as number):
@@ -239,14 +243,14 @@ def _evaluate(node: ast.expr, given: LogProbs) -> WeightedValue:
             exact = torch.tensor(number, dtype=torch.float64)
             return exact, exact, float(abs(number))
         case ast.Name(id=name):
-            return given[name], torch.tensor(1.0, dtype=torch.float64), 1.0
+            return by_branch[name], torch.tensor(1.0, dtype=torch.float64), 1.0
         case ast.UnaryOp(op=op, operand=operand):
             sign = -1 if isinstance(op, ast.USub) else 1
-            value, weight, size = _evaluate(operand, given)
+            value, weight, size = _evaluate(operand, by_branch)
             return sign * value, sign * weight, size
         case ast.BinOp(op=op, left=left, right=right):
-            a, weight_a, size_a = _evaluate(left, given)
-            b, weight_b, size_b = _evaluate(right, given)
+            a, weight_a, size_a = _evaluate(left, by_branch)
+            b, weight_b, size_b = _evaluate(right, by_branch)
             if isinstance(op, ast.Add):
                 return a + b, weight_a + weight_b, size_a + size_b
             if isinstance(op, ast.Sub):
@@ -255,11 +259,11 @@ def _evaluate(node: ast.expr, given: LogProbs) -> WeightedValue:
                 return a * b, weight_a * weight_b, size_a * size_b
             return a / b, weight_a / weight_b, size_a / size_b
         case ast.Call(func=ast.Name(id=name), args=[first, *rest]):
-            value, weight, size = _evaluate(first, given)
+            value, weight, size = _evaluate(first, by_branch)
             for part in rest:
-                other, weight_other, size_other = _evaluate(part, given)
-                wins = OPERATORS[name](value, other)
-                value = torch.where(wins, value, other)
+                second, weight_other, size_other = _evaluate(part, by_branch)
+                wins = OPERATORS[name](value, second)
+                value = torch.where(wins, value, second)
                 weight = torch.where(wins, weight, weight_other)
                 size = max(size, size_other)
             return value, weight, size

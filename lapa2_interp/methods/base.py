@@ -11,12 +11,12 @@ that it can be tested on a small vocabulary without one:
 The sampler then keeps the k largest weights and draws: combine -> top-k -> sample, at temperature
 1.
 
-Two methods need more than log-probabilities. They have it from two more functions:
+Two methods need more than log-probabilities. They compute it in one more function:
 
     prepare(context, ...)    once per prompt, before its first token: compute what the method needs to know
-    intervene(state)         before every pass of the model: the neurons to set, given the text so far
 
-`prepare` is given a `MethodContext`; `begin` makes the first step's state from its result.
+`prepare` is given a `MethodContext`; `begin` makes the first step's state from its result. FreeCtrl also
+sets neurons of the model and draws texts again: `lapa2_interp.generation.freectrl`.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lapa2_interp._util.errors import MethodError
-from lapa2_interp.tasks.task import Task
+from lapa2_interp.tasks.task import ChatForm, Task
 
 State = Any
 """A method's own memory of a sample, from one step to the next."""
@@ -69,12 +69,14 @@ class Branch:
         prefix: The text before the prompt, or a soft prefix; None for the raw model.
         join: The text between prefix and prompt; it counts as prompt.
         hidden: No query after the prefix sees it. The prompt keeps its position.
+        chat: The chat whose span is the prefix, laid out by its template; of method `chat`.
     """
 
     name: str
     prefix: str | SoftPrefixKey | None = None
     join: str = ""
     hidden: bool = False
+    chat: ChatForm | None = None
 
 
 @dataclass(frozen=True)
@@ -98,29 +100,14 @@ class BatchStart:
 
     Attributes:
         prepared: The result of `prepare` for the prompt of each sample.
-        log_likelihood: log P(prompt) under every branch, [sample]; None before the prompts are
-            read, and for methods that do not ask for it (`reads_prompt`).
+        log_likelihood: log P(prompt) under every branch, [sample]; None for methods that do not ask
+            for it (`reads_prompt`).
         n_prompt: Number of prompt tokens, [sample].
     """
 
     prepared: Sequence[Prepared]
     log_likelihood: LogLikelihoods | None
     n_prompt: Int[Tensor, " sample"]
-
-
-@dataclass(frozen=True)
-class Intervention:
-    """MLP neurons to set to one value, at every position.
-
-    Attributes:
-        neurons: Indices of the neurons, by layer.
-        value: The value, one per sample.
-        at: Before the activation function, or after it (always after it in gated MLPs).
-    """
-
-    neurons: Mapping[int, Int[Tensor, " neuron"]]
-    value: Float[Tensor, " sample"]
-    at: Literal["pre", "post"] = "pre"
 
 
 @runtime_checkable
@@ -196,10 +183,6 @@ class Method(ABC):
         when_empty: The reason why no token may have positive weight, and what to change.
         in_paper: True if the LaPA2 paper runs it; for others `alpha` and `paper_name` are ours.
         reads_prompt: True if `begin` needs the prompt's log-likelihood under every branch.
-        rereads_text: True if the whole text is read again at every step, because `intervene`
-            changes its activations.
-        trials: The largest number of times a text is drawn until `accepts` returns True; the last
-            text stays.
     """
 
     name: ClassVar[str]
@@ -213,8 +196,6 @@ class Method(ABC):
     when_empty: ClassVar[str] = "a branch's own distribution is empty or not a number"
     in_paper: ClassVar[bool] = True
     reads_prompt: ClassVar[bool] = False
-    rereads_text: ClassVar[bool] = False
-    trials: int = 1
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -246,35 +227,23 @@ class Method(ABC):
         return Prepared()
 
     def begin(self, start: BatchStart) -> State:
-        """The state of the first step.
-
-        It is called twice: for each prompt before the prompt is read (without likelihoods), and
-        then for each sample.
-        """
+        """The state of the first step, once the prompts are read."""
         return None
 
-    def intervene(self, state: State) -> Intervention | None:
-        """The neurons to set in the model's next pass; None for no change."""
-        return None
+    @property
+    def prepares(self) -> bool:
+        """True if it has a `prepare` of its own."""
+        return type(self).prepare is not Method.prepare
 
     def deciding_files(self) -> dict[str, Path]:
         """Files whose contents decide its texts: those that parameters name, if they exist, by
         parameter; and the code of a custom method, unless a notebook defines it."""
         named = {name: Path(getattr(self, name)) for name in self.files}
-        found = {name: place for name, place in named.items() if place.is_file()}
+        files = {name: path for name, path in named.items() if path.is_file()}
         if not type(self).__module__.startswith(f"{__package__}."):
             with suppress(TypeError, OSError):
-                found["its code"] = Path(inspect.getfile(type(self)))
-        return found
-
-    def accepts(self, prepared: Prepared, text: str, tokens: Sequence[int]) -> bool:
-        """True if a finished text is accepted; otherwise it is drawn again while trials are left.
-
-        Args:
-            text: Prompt and continuation.
-            tokens: Tokens of the continuation.
-        """
-        return True
+                files["its code"] = Path(inspect.getfile(type(self)))
+        return files
 
 
 def check_branches(
@@ -295,12 +264,12 @@ def check_branches(
         raise MethodError(
             f"log_probs needs the branches {wanted}; found {', '.join(log_probs) or 'none'}"
         )
-    shapes = {name: tuple(each.shape) for name, each in log_probs.items()}
+    shapes = {name: tuple(log_p.shape) for name, log_p in log_probs.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
         raise MethodError(f"every branch must be [sample, vocab] of one shape; found {shapes}")
     return {
-        name: each.to(torch.promote_types(each.dtype, torch.float32))
-        for name, each in log_probs.items()
+        name: log_p.to(torch.promote_types(log_p.dtype, torch.float32))
+        for name, log_p in log_probs.items()
     }
 
 
@@ -330,7 +299,7 @@ def contrast_branches(task: Task, attribute: str, prefixes: str) -> tuple[Branch
     return (
         Branch("target", attribute_prefix(task, attribute, prefixes)),
         *(
-            Branch(other, attribute_prefix(task, other, prefixes))
-            for other in task.others(attribute)
+            Branch(opponent, attribute_prefix(task, opponent, prefixes))
+            for opponent in task.others(attribute)
         ),
     )

@@ -66,8 +66,8 @@ class ConPrefix(Method):
         if self.form == "soft":
             return check_branches(log_probs, "target")["target"]
         clean = {
-            name: each.clamp(min=FLOOR)
-            for name, each in check_branches(log_probs, "target", others=1).items()
+            name: log_p.clamp(min=FLOOR)
+            for name, log_p in check_branches(log_probs, "target", others=1).items()
         }
         target = clean.pop("target")
         return target + self.lam * (target - torch.stack(list(clean.values())).mean(dim=0))

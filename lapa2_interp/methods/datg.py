@@ -107,11 +107,11 @@ class Datg(Method):
 
     def deciding_files(self) -> dict[str, Path]:
         """The files of `Method.deciding_files`, the scorer's file or folder, and its card."""
-        found, (_, _, model) = super().deciding_files(), self.scorer.partition("=")
-        if model and (place := Path(model)).exists():
-            card = place.parent / f"{place.stem}.json"
-            found |= {"scorer": place, "scorer's card": card}
-        return found
+        files, (_, _, model) = super().deciding_files(), self.scorer.partition("=")
+        if model and (path := Path(model)).exists():
+            card = path.parent / f"{path.stem}.json"
+            files |= {"scorer": path, "scorer's card": card}
+        return files
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
         task.prefix(attribute)
@@ -132,7 +132,7 @@ class Datg(Method):
             )
         graphs = dual_graphs([([context.text([i]) for i in ids], q) for ids, q in scored])
         positive, negative = (best_nodes(graph, self.nodes) for graph in graphs)
-        ids = [tuple(context.ids(word)[0] for word in each) for each in (positive, negative)]
+        ids = [tuple(context.ids(word)[0] for word in words) for words in (positive, negative)]
         words = PromptWords(positive, negative, *ids)
         if not words.positive and not words.negative:
             raise MethodError(
@@ -151,7 +151,7 @@ class Datg(Method):
         return Prepared(words, {"target": sentence} if self.form == "P" else {}, summary)
 
     def begin(self, start: BatchStart) -> Sequence[PromptWords]:
-        return [each.known for each in start.prepared]
+        return [prepared.known for prepared in start.prepared]
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         name = "base" if self.form == "L" else "target"

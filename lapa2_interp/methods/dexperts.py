@@ -63,6 +63,8 @@ class Dexperts(Method):
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         log_probs = check_branches(log_probs, "base", "target", others=1)
         base = nucleus(log_probs["base"], self.top_p) if self.top_p < 1 else log_probs["base"]
-        clean = {name: each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"}
+        clean = {
+            name: log_p.clamp(min=FLOOR) for name, log_p in log_probs.items() if name != "base"
+        }
         target = clean.pop("target")
         return base + self.strength * (target - torch.stack(list(clean.values())).mean(dim=0))

@@ -57,12 +57,10 @@ from lapa2_interp._util.errors import MethodError
 from lapa2_interp.methods.base import (
     BatchStart,
     Branch,
-    Intervention,
     LogProbs,
     Method,
     MethodContext,
     Prepared,
-    State,
     check_branches,
 )
 from lapa2_interp.tasks.task import Task
@@ -101,19 +99,54 @@ class ControlCentre:
 
 @plain_dataclass(frozen=True)
 class TextMonitor:
-    """The likeness of the text so far to the keywords.
+    """The likeness of the texts so far to the keywords.
 
     Attributes:
-        control: The control centre of the first sample; samples differ only in the prompt.
+        control: The control centre of the first text; texts differ only in the prompt.
         nearest: By class and keyword, the largest cos to a token so far.
         latest: By class and keyword, the cos to the last token.
         length: Number of tokens so far.
     """
 
     control: ControlCentre
-    nearest: Mapping[str, Float[Tensor, "sample keyword"]]
-    latest: Mapping[str, Float[Tensor, "sample keyword"]]
-    length: Int[Tensor, " sample"]
+    nearest: Mapping[str, Float[Tensor, "row keyword"]]
+    latest: Mapping[str, Float[Tensor, "row keyword"]]
+    length: Int[Tensor, " row"]
+
+    @classmethod
+    def of(cls, controls: Sequence[ControlCentre]) -> TextMonitor:
+        """The monitor of the prompts alone, one text per control centre."""
+        first = controls[0]
+        tokens = [first.embedding[list(control.prompt)] for control in controls]
+        nearest = {
+            c: torch.stack([(t @ k.T).max(dim=0).values for t in tokens])
+            for c, k in first.keywords.items()
+        }
+        latest = {c: torch.stack([t[-1] @ k.T for t in tokens]) for c, k in first.keywords.items()}
+        lengths = torch.tensor([len(control.prompt) for control in controls])
+        return cls(first, nearest, latest, lengths.to(tokens[0].device))
+
+    def expanded(self, index: Int[Tensor, " expanded"]) -> TextMonitor:
+        """Text i becomes a copy of the old text index[i]."""
+        index = index.to(self.length.device)
+        nearest, latest = (
+            {c: cos[index] for c, cos in by_class.items()}
+            for by_class in (self.nearest, self.latest)
+        )
+        return replace(self, nearest=nearest, latest=latest, length=self.length[index])
+
+    def read(self, tokens: Int[Tensor, " row"]) -> TextMonitor:
+        """The monitor once each text has one more token."""
+        embedded = self.control.embedding[tokens]
+        latest = {c: embedded @ keywords.T for c, keywords in self.control.keywords.items()}
+        nearest = {c: torch.maximum(self.nearest[c], cos) for c, cos in latest.items()}
+        return replace(self, nearest=nearest, latest=latest, length=self.length + 1)
+
+    def value(self, u: float) -> Float[Tensor, " row"]:
+        """The value w at which the neurons of the centre are held in the next pass."""
+        target = self.control.target
+        s = torch.maximum(text_score(self.nearest, target), text_score(self.latest, target))
+        return neuron_value(s, u, self.control.lam, self.length)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -152,7 +185,6 @@ class FreeCtrl(Method):
     )
     alpha: ClassVar[float] = 0.0
     text_names: ClassVar[tuple[str, ...] | None] = ("class",)
-    rereads_text: ClassVar[bool] = True
     files: ClassVar[tuple[str, ...]] = ("words",)
     u: Annotated[float, Field(allow_inf_nan=False)] = 1.15
     lam: Annotated[float, Field(allow_inf_nan=False)] = 0.2
@@ -252,36 +284,17 @@ class FreeCtrl(Method):
             )
         return lists
 
-    def begin(self, start: BatchStart) -> TextMonitor:
-        controls = [each.known for each in start.prepared]
-        first = controls[0]
-        tokens = [first.embedding[list(each.prompt)] for each in controls]
-        nearest = {
-            c: torch.stack([(t @ k.T).max(dim=0).values for t in tokens])
-            for c, k in first.keywords.items()
-        }
-        latest = {c: torch.stack([t[-1] @ k.T for t in tokens]) for c, k in first.keywords.items()}
-        return TextMonitor(
-            first,
-            nearest,
-            latest,
-            torch.tensor([len(each.prompt) for each in controls]).to(tokens[0].device),
-        )
+    def begin(self, start: BatchStart) -> tuple[int, ...]:
+        """The tokens that are never drawn."""
+        known: ControlCentre = start.prepared[0].known
+        return known.ends
 
-    def intervene(self, state: State) -> Intervention | None:
-        if not state.control.centre:
-            return None
-        target = state.control.target
-        s = torch.maximum(text_score(state.nearest, target), text_score(state.latest, target))
-        return Intervention(
-            state.control.centre, neuron_value(s, self.u, state.control.lam, state.length), self.at
-        )
-
-    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+    def combine(
+        self, log_probs: LogProbs, state: tuple[int, ...] | None
+    ) -> Float[Tensor, "sample vocab"]:
         log_weights = check_branches(log_probs, "base")["base"]
-        if state is not None:
-            ends = torch.tensor(state.control.ends, dtype=torch.long, device=log_weights.device)
-            log_weights = log_weights.index_fill(1, ends, -torch.inf)
+        ends = torch.tensor(state or (), dtype=torch.long, device=log_weights.device)
+        log_weights = log_weights.index_fill(1, ends, -torch.inf)
         if self.sampler == "uniform":
             return log_weights
         ids = log_weights.sort(dim=1, descending=True, stable=True).indices
@@ -291,10 +304,15 @@ class FreeCtrl(Method):
         log_p = p.log().expand(len(ids), -1)
         return torch.full_like(log_weights, -torch.inf).scatter(1, ids[:, : len(p)], log_p)
 
-    def accepts(self, prepared: Prepared, text: str, tokens: Sequence[int]) -> bool:
+    def accepts(self, known: ControlCentre, text: str, tokens: Sequence[int]) -> bool:
+        """True if a finished text is accepted; otherwise it is drawn again while trials are left.
+
+        Args:
+            text: Prompt and continuation.
+            tokens: Tokens of the continuation.
+        """
         if self.accept == "all":
             return True
-        known: ControlCentre = prepared.known
         embedded = known.embedding[[*known.prompt, *tokens]]
         nearest = {c: (embedded @ k.T).max(dim=0).values[None] for c, k in known.keywords.items()}
         if not float(text_score(nearest, known.target)) > self.u:
@@ -304,13 +322,10 @@ class FreeCtrl(Method):
         words = Counter(text.split())
         return max(words.values(), default=0) < MOST_REPEATED and text.count("\n") < MOST_LINES
 
-    def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
-        if state is None:
-            return None
-        embedded = state.control.embedding[tokens]
-        latest = {c: embedded @ keywords.T for c, keywords in state.control.keywords.items()}
-        nearest = {c: torch.maximum(state.nearest[c], each) for c, each in latest.items()}
-        return replace(state, nearest=nearest, latest=latest, length=state.length + 1)
+    def advance(
+        self, state: tuple[int, ...] | None, log_probs: LogProbs, tokens: Int[Tensor, " sample"]
+    ) -> tuple[int, ...] | None:
+        return state
 
 
 def tokens_in_text(context: MethodContext, word: str) -> list[int]:
@@ -329,8 +344,8 @@ def noise_ratio(
     others; with two, where its cos is above a third of the other's.
     """
     cos = {
-        name: float(torch.nn.functional.cosine_similarity(each, word, dim=0))
-        for name, each in classes.items()
+        name: float(torch.nn.functional.cosine_similarity(embedding, word, dim=0))
+        for name, embedding in classes.items()
     }
     own = cos.pop(c)
     return own * (NOISE_CLASSES - 1) / sum(cos.values())
@@ -345,7 +360,7 @@ def text_score(
     Args:
         nearest: By class and keyword, the largest cos to a token of the text.
     """
-    sim = {c: each.mean(dim=1) for c, each in nearest.items()}
+    sim = {c: cos.mean(dim=1) for c, cos in nearest.items()}
     own = sim.pop(target)
     return own * len(sim) / torch.stack(list(sim.values())).sum(dim=0)
 
@@ -357,17 +372,17 @@ def neuron_value(
     return torch.where(u > s, lam * torch.sigmoid((u - s) * length), OFF_VALUE)
 
 
-def rank_probabilities(beams: int = 5, kept: int = 25, drawn: int = 10) -> list[float]:
-    """P(the token of rank r is taken), r = 1..kept.
+def rank_probabilities(beams: int = 5, candidates: int = 25, drawn: int = 10) -> list[float]:
+    """P(the token of rank r is taken), r = 1..candidates.
 
-    Of `beams` copies of the `kept` likeliest tokens, `drawn` are drawn without replacement, all
-    equally likely (by temperature 100), and the likeliest of these is taken.
+    Of `beams` copies of the `candidates` likeliest tokens, `drawn` are drawn without replacement,
+    all equally likely (by temperature 100), and the likeliest of these is taken.
 
-    [C(N - beams (r - 1), drawn) - C(N - beams r, drawn)] / C(N, drawn) with N = beams kept.
+    [C(N - beams (r - 1), drawn) - C(N - beams r, drawn)] / C(N, drawn) with N = beams candidates.
     """
-    n = beams * kept
+    n = beams * candidates
     return [
         (math.comb(n - beams * (r - 1), drawn) - math.comb(n - beams * r, drawn))
         / math.comb(n, drawn)
-        for r in range(1, kept + 1)
+        for r in range(1, candidates + 1)
     ]

@@ -92,23 +92,27 @@ class Gedi(Method):
     def begin(self, start: BatchStart) -> GediState | None:
         if start.log_likelihood is None:
             return None
-        classes = {name: each for name, each in start.log_likelihood.items() if name != "base"}
+        classes = {
+            name: log_likelihood
+            for name, log_likelihood in start.log_likelihood.items()
+            if name != "base"
+        }
         return GediState(classes, start.n_prompt)
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         log_probs = check_branches(log_probs, "base", "target", others=1)
         classes = {
-            name: each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"
+            name: log_p.clamp(min=FLOOR) for name, log_p in log_probs.items() if name != "base"
         }
         if state is None:
             g = classes
         else:
             g = {
-                c: (state.log_likelihood[c][:, None] + each) / (state.n[:, None] + 1)
-                for c, each in classes.items()
+                c: (state.log_likelihood[c][:, None] + log_p) / (state.n[:, None] + 1)
+                for c, log_p in classes.items()
             }
         # The discriminator, the weighted log-probabilities, the filter, and repetitions.
-        g = {c: self.logit_scale * each for c, each in g.items()}
+        g = {c: self.logit_scale * mean_log_p for c, mean_log_p in g.items()}
         d = g["target"] - torch.stack(list(g.values())).logsumexp(dim=0)
         z = log_probs["base"].clamp(min=FLOOR) + self.omega * d
         ascending, ids = d.sort(dim=1)

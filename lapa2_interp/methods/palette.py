@@ -72,13 +72,13 @@ class Palette(Method):
                 " it as "
                 f'[methods.palette.texts.{attribute}] main = "..."'
             )
-        kept = {name: text for name, text in texts.items() if self.auxiliaries or name in STRENGTHS}
-        return (Branch("base"), *(Branch(name, text, join=" ") for name, text in kept.items()))
+        used = {name: text for name, text in texts.items() if self.auxiliaries or name in STRENGTHS}
+        return (Branch("base"), *(Branch(name, text, join=" ") for name, text in used.items()))
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         log_probs = check_branches(log_probs, "base")
         if self.numerics == "released":
-            log_probs = {name: each.half() for name, each in log_probs.items()}
+            log_probs = {name: log_p.half() for name, log_p in log_probs.items()}
         strengths = {name: STRENGTHS.get(name, self.s_aux) for name in log_probs if name != "base"}
         main = (log_probs["base"].softmax(dim=1) + EPSILON).log()
         comp = torch.zeros_like(main)

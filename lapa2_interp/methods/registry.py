@@ -34,6 +34,7 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.methods.air_decoding import AirDecoding
 from lapa2_interp.methods.arithmetic import Arithmetic
 from lapa2_interp.methods.base import Branch, Method
+from lapa2_interp.methods.chat import Chat
 from lapa2_interp.methods.con_prefix import ConPrefix
 from lapa2_interp.methods.datg import Datg
 from lapa2_interp.methods.dexperts import Dexperts
@@ -54,7 +55,7 @@ HIDDEN = Augmentation(alpha=1, law="cut", phase="after_span")
 def known_methods() -> dict[str, type[Method]]:
     """Method classes by name: the paper's in its order, its baselines, related decoders."""
     paper = (NoControl, PrefixConditioning, ConPrefix, AirDecoding, NegPrompt, Preadd, Palette)
-    known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic, Spa)
+    known = (*paper, FreeCtrl, Datg, Rose, RsaControl, Gedi, Dexperts, Arithmetic, Spa, Chat)
     return {method.name: method for method in known}
 
 
@@ -75,27 +76,27 @@ def find_class(name: str, allow_code: bool = False) -> type[Method]:
                 f"{unknown_choice('method', name, known)}; or one of your own as MODULE:CLASS"
             )
         return known[name]
-    module, _, place = name.partition(":")
+    module, _, class_path = name.partition(":")
     if not allow_code and module not in sys.modules:
         raise MethodError(
             f"method {name!r} is code that is not loaded; if you trust it, import {module} first,"
             " or give allow_code=True (--allow-code)"
         )
     try:
-        found: Any = import_module(module) if allow_code else sys.modules[module]
-        for part in place.split("."):
-            found = getattr_static(found, part)
+        member: Any = import_module(module) if allow_code else sys.modules[module]
+        for part in class_path.split("."):
+            member = getattr_static(member, part)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise MethodError(
             f"method {name!r}: {error}; MODULE must be importable where it runs (PYTHONPATH=FOLDER"
             " says where it lies), and CLASS a name in it"
         ) from None
-    if not (isinstance(found, type) and issubclass(found, Method) and is_dataclass(found)):
+    if not (isinstance(member, type) and issubclass(member, Method) and is_dataclass(member)):
         raise MethodError(
-            f"method {name!r} is {found!r}; it must be a dataclass derived from"
+            f"method {name!r} is {member!r}; it must be a dataclass derived from"
             " lapa2_interp.methods.Method"
         )
-    return found
+    return member
 
 
 def method_name(method: Method) -> str:
@@ -120,14 +121,16 @@ def get(name: str, **parameters: Any) -> Method:
     """
     kind = find_class(name, allow_code=True)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    unknown = [each for each in parameters if each not in names]  # a custom class may ignore them
+    unknown = [
+        parameter for parameter in parameters if parameter not in names
+    ]  # a custom class may ignore them
     if unknown:
         raise MethodError(f"method {name!r}: {unknown_choice('field', unknown[0], names)}")
     kinds = get_type_hints(kind, include_extras=True)
-    for each, value in parameters.items():
+    for parameter, value in parameters.items():
         # A cell stores all numbers as floats.
-        whole = isinstance(value, float) and value.is_integer()
-        check_value(each, int(value) if whole else value, kinds[each], MethodError,
+        is_integer = isinstance(value, float) and value.is_integer()
+        check_value(parameter, int(value) if is_integer else value, kinds[parameter], MethodError,
                     f"method {name!r}: ")  # fmt: skip
     try:
         return TypeAdapter(kind).validate_python(parameters)
@@ -173,8 +176,8 @@ def _check_texts(task: Task, name: str, kind: type[Method], where: str) -> None:
     for attribute, texts in task.methods.get(name, MethodSettings()).texts.items():
         for text in texts:
             if allowed is not None and text not in allowed:
-                place = f"methods.{name}.texts.{attribute}"
-                raise TaskError(f"{where}: {place}: {unknown_choice('text', text, allowed)}")
+                field_path = f"methods.{name}.texts.{attribute}"
+                raise TaskError(f"{where}: {field_path}: {unknown_choice('text', text, allowed)}")
 
 
 def assign_augmentations(

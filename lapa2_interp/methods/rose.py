@@ -56,6 +56,6 @@ class Rose(Method):
         log_probs = check_branches(log_probs, "target", others=1)
         target = log_probs.pop("target")
         reverse = torch.stack(
-            [each.clamp(min=FLOOR) for name, each in log_probs.items() if name != "base"]
+            [log_p.clamp(min=FLOOR) for name, log_p in log_probs.items() if name != "base"]
         ).mean(dim=0)
         return target - self.strength * reverse

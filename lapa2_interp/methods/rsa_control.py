@@ -72,9 +72,13 @@ class RsaControl(Method):
     def begin(self, start: BatchStart) -> State:
         if start.log_likelihood is None:
             return None
-        classes = {name: each for name, each in start.log_likelihood.items() if name != "base"}
+        classes = {
+            name: log_likelihood
+            for name, log_likelihood in start.log_likelihood.items()
+            if name != "base"
+        }
         total = torch.stack(list(classes.values())).logsumexp(dim=0)
-        return {c: each - total for c, each in classes.items()}
+        return {c: log_likelihood - total for c, log_likelihood in classes.items()}
 
     def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
         log_probs = check_branches(log_probs, "base", "target", others=1)
@@ -99,16 +103,16 @@ class RsaControl(Method):
 
     def advance(self, state: State, log_probs: LogProbs, tokens: Int[Tensor, " sample"]) -> State:
         listener = self._listener(check_branches(log_probs, "base", "target", others=1), state)
-        return {c: each.gather(1, tokens[:, None])[:, 0] for c, each in listener.items()}
+        return {c: log_p.gather(1, tokens[:, None])[:, 0] for c, log_p in listener.items()}
 
     def _listener(
         self, log_probs: LogProbs, state: State
     ) -> dict[str, Float[Tensor, "sample vocab"]]:
         """log L_c by class."""
         joint = {
-            c: each.clamp(min=FLOOR) + (0.0 if state is None else state[c][:, None])
-            for c, each in log_probs.items()
+            c: log_p.clamp(min=FLOOR) + (0.0 if state is None else state[c][:, None])
+            for c, log_p in log_probs.items()
             if c != "base"
         }
         total = torch.stack(list(joint.values())).logsumexp(dim=0)
-        return {c: each - total for c, each in joint.items()}
+        return {c: log_p - total for c, log_p in joint.items()}

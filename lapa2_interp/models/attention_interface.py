@@ -75,10 +75,10 @@ def hook_attention(
             " (TransformerBridge, which checks)"
         )
 
-    def before(given: dict[str, Any]) -> None:
-        hooks.first = begin(given)
-        given[ATTENTION_NAME] = (*given.get(ATTENTION_NAME, ()), hooks)
-        given.update(_arguments_for_all_queries(network, given))
+    def before(arguments: dict[str, Any]) -> None:
+        hooks.first = begin(arguments)
+        arguments[ATTENTION_NAME] = (*arguments.get(ATTENTION_NAME, ()), hooks)
+        arguments.update(_arguments_for_all_queries(network, arguments))
 
     with open_block(network, before, hooks.state, layers, attention=True):
         yield

@@ -98,7 +98,7 @@ def check_no_checkpointing(network: Any) -> None:
         ModelError: The network would do so.
     """
     if network.training and any(
-        getattr(each, "gradient_checkpointing", False) for each in network.modules()
+        getattr(module, "gradient_checkpointing", False) for module in network.modules()
     ):
         raise ModelError(
             "the model is in training mode with gradient checkpointing, which drops the cache of a"
@@ -150,21 +150,21 @@ def open_block(
     starts, end = starts or (network,), network if end is None else end
 
     def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if not any(module is each for each in starts):
+        if not any(module is start for start in starts):
             raise ModelError(COPY_ERROR)
         _check_thread(network)
         check_no_checkpointing(network)
         state.seen.clear()
         state.running = module is starts[-1]
         # Let the block add arguments, and note the cache.
-        given = arguments_by_name(module, args, kwargs)
-        added = dict(given)
-        if (cache := given.get("past_key_values")) is not None:
+        arguments = arguments_by_name(module, args, kwargs)
+        added = dict(arguments)
+        if (cache := arguments.get("past_key_values")) is not None:
             state.cache = cache, int(cache.get_seq_length())  # some count in a tensor
         begin(added)
-        new = {name: each for name, each in added.items() if given.get(name) is not each}
+        new = {name: value for name, value in added.items() if arguments.get(name) is not value}
         # An argument that is given by position, as None, cannot be given by name as well.
-        if any(name in given and name not in kwargs for name in new):
+        if any(name in arguments and name not in kwargs for name in new):
             return (), added
         return args, kwargs | new
 
@@ -175,7 +175,7 @@ def open_block(
             return
         if running and cache is not None:
             check_cache_grew(network, bool(cache.get_seq_length() > held))
-        missing = [each for each in places if each not in state.seen]
+        missing = [hooked_part for hooked_part in places if hooked_part not in state.seen]
         if running and missing:
             first = f"layer {missing[0]}" if isinstance(missing[0], int) else missing[0]
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -185,8 +185,8 @@ def open_block(
 
     with ExitStack() as undo:
         undo.enter_context(_register_block(network, attention))
-        for each in starts:
-            undo.callback(each.register_forward_pre_hook(before, with_kwargs=True).remove)
+        for start in starts:
+            undo.callback(start.register_forward_pre_hook(before, with_kwargs=True).remove)
         undo.callback(end.register_forward_hook(after, always_call=True).remove)
         yield
 
@@ -229,7 +229,7 @@ def _check_thread(network: Any) -> None:
 def _register_block(network: Any, attention: bool) -> Iterator[None]:
     """Count one more open block of a network, until the `with` block ends."""
     # A compiled pass would not call the hooks.
-    compiled = (name for name, each in network.named_modules() if each._compiled_call_impl)
+    compiled = (name for name, module in network.named_modules() if module._compiled_call_impl)
     if (name := next(compiled, None)) is not None:
         raise ModelError(
             f"{name or 'the model'} is compiled, and a compiled pass does not see what a block"
@@ -292,10 +292,10 @@ def attach_hooks(
             _check_thread(network)
             if not state.running and is_bridge(model):
                 raise DeadHookError(OUTSIDE_ERROR)
-            found = function(tensor, hook)
+            edited = function(tensor, hook)
             if counts:
                 state.seen.add(name)
-            return found
+            return edited
 
         return call
 
@@ -312,4 +312,4 @@ def attach_hooks(
 
 def _detach(point: Any, handle: Any) -> None:
     handle.hook.remove()
-    point.fwd_hooks[:] = [each for each in point.fwd_hooks if each is not handle]
+    point.fwd_hooks[:] = [registered for registered in point.fwd_hooks if registered is not handle]

@@ -112,8 +112,8 @@ def context_length(config: Any) -> int:
     Configurations without a table of positions name no number, or only that of the training.
     """
     for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
-        if isinstance(found := getattr(config, name, None), int) and found > 0:
-            return found
+        if isinstance(length := getattr(config, name, None), int) and length > 0:
+            return length
     return DEFAULT_CONTEXT
 
 
@@ -125,13 +125,15 @@ def rotary_limit(config: Any) -> tuple[str, int] | None:
     dynamic NTK has different factors for every length beyond the context.
     """
     config = config.get_text_config()
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for each in (given, *given.values()):  # of all layers, or by their type
-        if not isinstance(each, Mapping):
+    parameters = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    for table in (parameters, *parameters.values()):  # of all layers, or by their type
+        if not isinstance(table, Mapping):
             continue
-        kind = each.get("rope_type") or each.get("type") or ""
-        if kind == "longrope" or "long_mscale" in each:
-            original = each.get("original_max_position_embeddings")
+        kind = table.get("rope_type") or table.get("type") or ""
+        if kind == "longrope" or "long_mscale" in table:
+            original = table.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)
             return "longrope", original or context_length(config)
         if "dynamic" in kind:
@@ -144,12 +146,6 @@ def short_context(config: Any) -> int | None:
     has one set of factors."""
     kind, limit = rotary_limit(config) or ("", 0)
     return limit if kind == "longrope" and limit < context_length(config) else None
-
-
-def model_short_context(model: Model) -> int | None:
-    """`short_context` of a loaded model."""
-    config = getattr(network_of(model), "config", None)
-    return None if config is None else short_context(config)
 
 
 def check_rotary_side(short: int | None, first: int, last: int, what: str) -> None:
@@ -173,14 +169,14 @@ def check_rotary_side(short: int | None, first: int, last: int, what: str) -> No
 def kv_shapes(config: Any) -> list[tuple[int, int, int]]:
     """By layer the number of KV heads and the dimensions of a key and a value; a single entry if
     the configuration has one for all layers."""
-    found = []
-    for each in getattr(config, "per_layer_config", None) or [config]:
-        heads = decoder_size(each)[1] if each is config else each.num_attention_heads
-        key = getattr(each, "qk_head_dim", None) or getattr(each, "head_dim", None)
-        key = key or each.hidden_size // heads
-        value = each.v_head_dim if getattr(each, "kv_lora_rank", None) else key
-        found.append((getattr(each, "num_key_value_heads", None) or heads, key, value))
-    return found
+    shapes = []
+    for block in getattr(config, "per_layer_config", None) or [config]:
+        heads = decoder_size(block)[1] if block is config else block.num_attention_heads
+        key = getattr(block, "qk_head_dim", None) or getattr(block, "head_dim", None)
+        key = key or block.hidden_size // heads
+        value = block.v_head_dim if getattr(block, "kv_lora_rank", None) else key
+        shapes.append((getattr(block, "num_key_value_heads", None) or heads, key, value))
+    return shapes
 
 
 LAYER_TYPE_NAMES: Mapping[str, LayerTypeName] = {
@@ -245,9 +241,9 @@ def config_layer_types(config: Any) -> tuple[LayerType, ...]:
     window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
     kinds = next(
         (
-            found
+            names
             for name in ("layer_types", "layers_block_type", "attention_layers")
-            if (found := getattr(config, name, None)) is not None
+            if (names := getattr(config, name, None)) is not None
         ),
         None,
     )
@@ -258,7 +254,7 @@ def config_layer_types(config: Any) -> tuple[LayerType, ...]:
         kinds = ["sliding_attention" if kind == "full_attention" else kind for kind in kinds]
     # The types with their sizes.
     sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None)}
-    found = []
+    layer_types = []
     for layer, kind in enumerate(kinds):
         size = sizes.get(LAYER_TYPE_NAMES[kind], 0) if kind in LAYER_TYPE_NAMES else None
         if size is None:
@@ -266,8 +262,8 @@ def config_layer_types(config: Any) -> tuple[LayerType, ...]:
                 f"layer {layer} is of type {kind!r}, and which keys its queries see is not known"
                 f" here; known types: {', '.join(LAYER_TYPE_NAMES)}"
             )
-        found.append(LayerType(LAYER_TYPE_NAMES[kind], size))
-    return tuple(found)
+        layer_types.append(LayerType(LAYER_TYPE_NAMES[kind], size))
+    return tuple(layer_types)
 
 
 def is_hybrid(config: Any) -> bool:
@@ -275,9 +271,9 @@ def is_hybrid(config: Any) -> bool:
     it."""
     from transformers import DynamicCache
 
-    return any(each.kind == "none" for each in config_layer_types(config)) or any(
-        hasattr(each, "conv_states")
-        for each in DynamicCache(config=config.get_text_config()).layers
+    return any(layer_type.kind == "none" for layer_type in config_layer_types(config)) or any(
+        hasattr(cache_layer, "conv_states")
+        for cache_layer in DynamicCache(config=config.get_text_config()).layers
     )
 
 
@@ -288,13 +284,15 @@ def omit_if_all_full(seen: tuple[LayerType, ...]) -> tuple[LayerType, ...]:
 
 def attention_layers(model: Model) -> list[int]:
     """The layers with attention: in hybrids not the recurrent and convolutional ones."""
-    return [layer for layer, each in enumerate(layer_types(model)) if each.kind != "none"]
+    return [
+        layer for layer, layer_type in enumerate(layer_types(model)) if layer_type.kind != "none"
+    ]
 
 
 def smallest_window(model: Model) -> int | None:
     """The smallest sliding window or chunk of a model's layers; None if every layer sees all
     keys."""
-    return min((each.size for each in layer_types(model) if each.size), default=None)
+    return min((seen.size for seen in layer_types(model) if seen.size), default=None)
 
 
 def plain_network(model: Model) -> Any | None:
@@ -483,7 +481,7 @@ def hash_weights(model: Model) -> str:
     network: Any = network_of(model)
     config = getattr(network, "config", None)
     facts = model.cfg if config is None else config
-    public = {name: each for name, each in facts.to_dict().items() if not name.startswith("_")}
+    public = {name: value for name, value in facts.to_dict().items() if not name.startswith("_")}
     digest = hashlib.sha256(json.dumps(public, sort_keys=True, default=str).encode())
     digest.update(repr(sorted(model.tokenizer.get_vocab().items())).encode())
     if states := adapter_states(network):
@@ -516,7 +514,12 @@ def check_not_quantised(model: Model, what: str) -> None:
     """
     network: Any = network_of(model)
     quantised = next(
-        (name for name, each in network.named_parameters() if not each.is_floating_point()), None
+        (
+            name
+            for name, parameter in network.named_parameters()
+            if not parameter.is_floating_point()
+        ),
+        None,
     )
     if quantised is not None or getattr(network, "hf_quantizer", None) is not None:
         raise ModelError(
@@ -569,6 +572,7 @@ def make_card(
     # Configurations and tokenizers also name ends that have no logit, so that none is drawn.
     end_ids = tuple(i for i in sorted(ends) if 0 <= i < model.cfg.d_vocab)
     names = map(model.tokenizer.convert_ids_to_tokens, end_ids)
+    config = getattr(network_of(model), "config", None)
     return ModelCard(
         name=name,
         weights=weights,
@@ -580,7 +584,7 @@ def make_card(
         n_layers=model.cfg.n_layers,
         n_heads=model.cfg.n_heads,
         n_ctx=model.cfg.n_ctx,
-        short_ctx=model_short_context(model),
+        short_ctx=None if config is None else short_context(config),
         start_token=model.tokenizer.convert_ids_to_tokens(markers.start),
         end_ids=end_ids,
         end_tokens=tuple(

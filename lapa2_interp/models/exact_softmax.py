@@ -35,14 +35,14 @@ def make_softmax_exact(model: Model) -> None:
         scores_point.__class__ = Remembering
 
         def refine(
-            _point: Any, given: tuple[torch.Tensor], scores_point: Any = scores_point
+            _point: Any, results: tuple[torch.Tensor], scores_point: Any = scores_point
         ) -> torch.Tensor:
             latest = vars(scores_point).pop("latest", None)
-            if latest is None or latest.shape != given[0].shape:  # the scores hook is dead
-                return given[0]
+            if latest is None or latest.shape != results[0].shape:  # the scores hook is dead
+                return results[0]
             blind = latest.isneginf().all(dim=-1, keepdim=True)
             exact = latest.double().softmax(dim=-1).masked_fill(blind, 0.0)
-            agree = ((given[0] - exact).abs() < 1e-6) | given[0].isnan()
-            return torch.where(agree, exact, given[0])
+            agree = ((results[0] - exact).abs() < 1e-6) | results[0].isnan()
+            return torch.where(agree, exact, results[0])
 
         block.attn.hook_pattern.register_forward_pre_hook(refine)

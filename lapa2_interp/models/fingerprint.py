@@ -109,8 +109,8 @@ def _tensors_of(name: str, entry: Any) -> Iterator[tuple[str, Tensor]]:
 def _changes_in_passes(module: Any, buffer: str) -> bool:
     """True for rotary frequencies that each pass chooses by its length; what it chooses from is a
     buffer of its own (original_inv_freq)."""
-    prefix, found, _ = buffer.partition("inv_freq")
-    if not found or prefix.endswith("original_"):
+    prefix, marker, _ = buffer.partition("inv_freq")
+    if not marker or prefix.endswith("original_"):
         return False
     kinds = getattr(module, "rope_type", "")
     kind = kinds if isinstance(kinds, str) else kinds.get(prefix.removesuffix("_"), "")
@@ -121,9 +121,9 @@ def adapter_states(network: Any) -> list[tuple]:
     """What the layers of adapters (PEFT) compute with beside weights: which are active, merged or
     disabled, and their scale."""
     return [
-        (name, disabled, each.active_adapters, each.merged_adapters, _sorted_scale(each))
-        for name, each in network.named_modules()
-        if isinstance(disabled := getattr(each, "disable_adapters", None), bool)
+        (name, disabled, module.active_adapters, module.merged_adapters, _sorted_scale(module))
+        for name, module in network.named_modules()
+        if isinstance(disabled := getattr(module, "disable_adapters", None), bool)
     ]
 
 

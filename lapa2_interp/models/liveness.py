@@ -92,10 +92,10 @@ def probe(model: Model) -> Liveness:
         ModelError: Its logits are NaN without any edit.
     """
     check_has_tokenizer(model)
-    found = _probe_attention(model)
-    if found.alive and is_bridge(model) and (problem := rows_problem(model)) is not None:
-        return Liveness(found.logit_shift, problem)
-    return found
+    probe = _probe_attention(model)
+    if probe.alive and is_bridge(model) and (problem := rows_problem(model)) is not None:
+        return Liveness(probe.logit_shift, problem)
+    return probe
 
 
 def _probe_attention(model: Model) -> Liveness:
@@ -157,7 +157,7 @@ def _probe_attention(model: Model) -> Liveness:
     return _judge(plain, edited, scores, patterns, layers)
 
 
-def _cache_problem(model: Model, ids: Tensor, whole: Tensor) -> str | None:
+def _cache_problem(model: Model, ids: Tensor, one_pass: Tensor) -> str | None:
     """What is wrong with the passes of a hybrid after a cached text; None if nothing, and for other
     models.
 
@@ -182,7 +182,7 @@ def _cache_problem(model: Model, ids: Tensor, whole: Tensor) -> str | None:
             )
     except (AttributeError, TypeError, ValueError) as error:
         return f"it takes no cache of transformers ({str(error).partition(chr(10))[0]})"
-    off = (torch.cat(logits, dim=1) - whole).abs().max()
+    off = (torch.cat(logits, dim=1) - one_pass).abs().max()
     if off <= LOGIT_TOLERANCE[weights_dtype(model)]:
         return None
     return (
@@ -207,8 +207,8 @@ def _judge(
         # The tolerance: bfloat16 patterns have 3 digits, and scores of several units differ by far
         # more from their softmax.
         wanted = scores[layer].softmax(-1)
-        found = patterns[layer] / patterns[layer].sum(-1, keepdim=True)
-        return bool((wanted - found).abs().max() < 2e-2)
+        normalized = patterns[layer] / patterns[layer].sum(-1, keepdim=True)
+        return bool((wanted - normalized).abs().max() < 2e-2)
 
     dead = tuple(layer for layer in layers if not follows(layer))
     already = [layer for layer in scores if _is_distribution(scores[layer])]
@@ -235,16 +235,18 @@ def assert_live(model: Model, name: str) -> Liveness:
     Raises:
         DeadHookError: It cannot be augmented.
     """
-    found = probe(model)
-    if not found.alive:
-        other = ""
+    hooks = probe(model)
+    if not hooks.alive:
+        alternative = ""
         if is_bridge(model) and plain_network(model) is None:
             takes = model.original_model._can_set_attn_implementation()
-            other = ", or --model-class TransformersModel, which needs no hooks" if takes else ""
+            alternative = (
+                ", or --model-class TransformersModel, which needs no hooks" if takes else ""
+            )
         kind = type(model).__name__
         raise DeadHookError(
-            f"{name} cannot be augmented: {found.problem}; families that work as {kind}:"
+            f"{name} cannot be augmented: {hooks.problem}; families that work as {kind}:"
             f" {', '.join(LIVE_FAMILIES.get(kind, LIVE_FAMILIES['TransformerBridge']))}, and others"
-            f" of docs/models.md{other}"
+            f" of docs/models.md{alternative}"
         )
-    return found
+    return hooks

@@ -177,7 +177,7 @@ def load_model(
             model.eval()
             if dtype == "float64" and model_class == "TransformerBridge":
                 make_softmax_exact(model)
-            found = _sample_log_probs(model, network)
+            log_probs = _sample_log_probs(model, network)
         except ModelError:
             raise
         except Exception as error:  # the adapters of architectures raise various errors
@@ -189,7 +189,7 @@ def load_model(
     # Strings start with the same token as layouts, on every architecture.
     model.cfg.default_prepend_bos = True
     assert_live(model, name)
-    _check_same_log_probs(found, wanted, name, model_class, dtype)
+    _check_same_log_probs(log_probs, wanted, name, model_class, dtype)
     packing = choose_prepacking(network_of(model), pack, workers)
     card = make_card(model, name, weights, architecture, network.generation_config, packing)
     attach_card(model, card)
@@ -214,9 +214,9 @@ def resolve_model(model: Model | str | Path) -> Model:
     return model
 
 
-def _model_alone(given: Any) -> Model:
+def _model_alone(named: Any) -> Model:
     """`resolve_model`, without an open block."""
-    model = resolve_model(given)
+    model = resolve_model(named)
     check_no_open_block(model)
     return model
 
@@ -230,12 +230,12 @@ def accepts_model_name(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     @weights_read_once()
     def with_model(*args: P.args, **settings: P.kwargs) -> R:
-        given: Any = args
+        arguments: Any = args
         if args:
-            given = (_model_alone(args[0]), *args[1:])
+            arguments = (_model_alone(args[0]), *args[1:])
         elif "model" in settings:
             settings["model"] = _model_alone(settings["model"])
-        return function(*given, **settings)
+        return function(*arguments, **settings)
 
     return with_model
 
@@ -248,19 +248,19 @@ def _sample_log_probs(model: Any, network: Any) -> Tensor:
     n = min(32, context_length(config))
     ids = torch.linspace(0, config.vocab_size - 1, n + 2)[1:-1].long()[None]
     with torch.no_grad():
-        found = model(ids.to(network.device))
-    return getattr(found, "logits", found)[0].cpu().float().log_softmax(-1)
+        output = model(ids.to(network.device))
+    return getattr(output, "logits", output)[0].cpu().float().log_softmax(-1)
 
 
 def _check_same_log_probs(
-    found: Tensor, wanted: Tensor, name: str, model_class: str, dtype: str
+    log_probs: Tensor, wanted: Tensor, name: str, model_class: str, dtype: str
 ) -> None:
     """Refuse a model whose log-probabilities are not those of the transformers model.
 
     Raises:
         ModelError: They differ by more than rounding.
     """
-    difference = float((found - wanted).abs().mean())  # in half precision a few differ by more
+    difference = float((log_probs - wanted).abs().mean())  # in half precision a few differ by more
     if difference > LOG_PROB_TOLERANCE[dtype]:
         raise ModelError(
             f"{name} as {model_class} is another model than transformers loads: log-probabilities"
@@ -283,7 +283,7 @@ def move_to_device(network: PreTrainedModel | Tensor, device: str | None) -> Non
 
 
 def _check_device_map(device_map: Mapping[str, Any], model_class: str) -> None:
-    places = {str(place) for place in device_map.values()}
+    places = {str(device) for device in device_map.values()}
     if places & {"cpu", "disk"}:
         raise ModelError(
             "the model is larger than the GPUs here together; give it more of them"
@@ -414,9 +414,10 @@ def model_source(name: str) -> str | Path:
         check_layers(path)
         return path.resolve()
     if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        found = "is a file" if path.is_file() else "does not exist"
+        problem = "is a file" if path.is_file() else "does not exist"
         raise ModelError(
-            f"{name} {found}; give the folder of a model, with config.json and safetensors weights"
+            f"{name} {problem}; give the folder of a model, with config.json and safetensors"
+            " weights"
         )
     check_hub(name)
     return name
@@ -548,9 +549,9 @@ def _make_hooked_transformer(
         from transformer_lens import HookedTransformer, HookedTransformerConfig
         from transformer_lens import loading_from_pretrained as loading
     except ImportError:
-        found = importlib.metadata.version("transformer-lens")
+        version = importlib.metadata.version("transformer-lens")
         raise ModelError(
-            f"transformer-lens {found} has no HookedTransformer; install transformer-lens 3.9 or"
+            f"transformer-lens {version} has no HookedTransformer; install transformer-lens 3.9 or"
             " use TransformerBridge"
         ) from None
     check_not_quantised(network, "a HookedTransformer takes")

@@ -32,17 +32,17 @@ def lone_pass(network: Any) -> Iterator[None]:
     with _locks_lock:
         lock = _locks.setdefault(network, threading.RLock())
     with lock:
-        before = [(place, dict(place)) for module in network.modules() for place in _facts(module)]
+        before = [(facts, dict(facts)) for module in network.modules() for facts in _facts(module)]
         try:
             yield
         finally:
-            for place, kept in before:
-                for name in [*place]:
-                    if name not in kept:
-                        del place[name]
-                for name, value in kept.items():
-                    if name not in place or place[name] is not value:
-                        place[name] = value
+            for facts, values in before:
+                for name in [*facts]:
+                    if name not in values:
+                        del facts[name]
+                for name, value in values.items():
+                    if name not in facts or facts[name] is not value:
+                        facts[name] = value
 
 
 def _facts(module: Any) -> tuple[dict[str, Any], ...]:
@@ -57,16 +57,16 @@ def without_chance(network: Any, compute: Callable[[], Tensor]) -> Tensor:
         ModelError: It draws random numbers, and with others its result is another.
     """
     before = _random_states()
-    found = compute()
+    result = compute()
     if all(map(torch.equal, before, _random_states())):
-        return found
+        return result
     again = compute()  # another thread may have drawn them
-    if not torch.allclose(found, again, rtol=CHANCE, atol=CHANCE, equal_nan=True):
+    if not torch.allclose(result, again, rtol=CHANCE, atol=CHANCE, equal_nan=True):
         raise ModelError(
             f"{type(network).__name__} draws random numbers in a forward pass, so a text has"
             " another score each time; give another model"
         )
-    return found
+    return result
 
 
 def _random_states() -> list[Tensor]:

@@ -110,10 +110,10 @@ def _measurements_file() -> Path:
 def _read_measurements() -> dict[str, dict[str, tuple[float, ...]]]:
     with suppress(OSError, ValueError):
         form = TypeAdapter(dict[str, dict[str, tuple[float, ...]]])
-        found = form.validate_json(read_text(_measurements_file()))
+        measurements = form.validate_json(read_text(_measurements_file()))
         return {
-            kind: {name: ns for name, ns in each.items() if min(ns, default=0) > 0}
-            for kind, each in found.items()
+            kind: {name: ns for name, ns in by_name.items() if min(ns, default=0) > 0}
+            for kind, by_name in measurements.items()
         }
     return {}
 
@@ -214,11 +214,11 @@ def usable_memory() -> int:
     no limit where the system does not tell it (Windows)."""
     if not hasattr(os, "sysconf"):
         return sys.maxsize
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
-            found = min(found, int(Path(file).read_text("utf-8")))
-    return found
+            memory = min(memory, int(Path(file).read_text("utf-8")))
+    return memory
 
 
 def peak_memory(device: str = "cpu") -> int:

@@ -148,7 +148,7 @@ class Planted:
         at_attribute = _norm((gain["gate"] * self._early("gate")) ** 2)
         at_prompt = _norm(left**2, gates[1] ** 2)
         at_query = at_prompt if asking else _norm(gates[0] ** 2)
-        other = gates[0] ** 2 + (left**2 if asking else 0.0)
+        rest = gates[0] ** 2 + (left**2 if asking else 0.0)
 
         # The heads of layer 1.
         asks = at_query * at_attribute * (gates[0] if "gate" in self.heads else 1.0)
@@ -156,9 +156,9 @@ class Planted:
         odds["carrier"] **= asks
         odds["suppressor"] **= at_query * at_attribute
         odds["reader"] **= at_prompt * at_query
-        found = {role: self._share(role, odds[role], l, n_prefix, weights) for role in odds}
-        carried, suppressed = (at_attribute * found[role] for role in ("carrier", "suppressor"))
-        read = at_prompt * found["reader"]
+        shares = {role: self._share(role, odds[role], l, n_prefix, weights) for role in odds}
+        carried, suppressed = (at_attribute * shares[role] for role in ("carrier", "suppressor"))
+        read = at_prompt * shares["reader"]
         x = (
             gain["carrier"] * carried
             + gain["suppressor"] * suppressed
@@ -172,11 +172,11 @@ class Planted:
             )
             at_attribute = _norm(early_x**2, mark_early**2)
             log_odds = math.log(self.odds["backup"]) - REST_SCORE * mark
-            eager = math.exp(log_odds * _norm(other, x**2, mark**2) * at_attribute)
+            eager = math.exp(log_odds * _norm(rest, x**2, mark**2) * at_attribute)
             share = self._share("backup", eager, l, n_prefix, weights)
             x += gain["backup"] * at_attribute * share
-            other += mark**2
-        return x, other
+            rest += mark**2
+        return x, rest
 
     def _early(self, role: str) -> float:
         """A head's attention to its target key at the attribute itself, where nothing is cut."""
@@ -196,15 +196,15 @@ class Planted:
         outside = keys - n_prefix
         if role == "reader":
             return odds / (odds + outside - 1 + prefix)
-        found = first if role == "gate" else attribute
-        return odds * found / ((odds - 1) * found + prefix + outside)
+        target = first if role == "gate" else attribute
+        return odds * target / ((odds - 1) * target + prefix + outside)
 
     def lex(self, l: int, n_prompt: int, **settings: Any) -> float:
         """lse of the positive words' log-probabilities minus that of the negative words', after
         " positive"; after " negative" the sign is the opposite. The arguments are those of
         `written`."""
-        x, other = self.written(l, n_prompt, **settings)
-        return 2 * self.unit * x / math.sqrt(1 + (x**2 + other) / WIDTH)
+        x, rest = self.written(l, n_prompt, **settings)
+        return 2 * self.unit * x / math.sqrt(1 + (x**2 + rest) / WIDTH)
 
     def control(self, l: int, n_prompt: int, **settings: Any) -> float:
         """D = lex after " positive" minus lex after " negative"."""
@@ -238,7 +238,10 @@ def answer_key(name: str) -> Planted:
     kind, _, seed = name.partition(":")
     variant = kind.partition("-")[2]
     if variant not in VARIANTS or (seed and not seed.isdecimal()):
-        allowed = ", ".join(f"{PLANTED}-{each}" if each else PLANTED for each in VARIANTS)
+        allowed = ", ".join(
+            f"{PLANTED}-{name_of_variant}" if name_of_variant else PLANTED
+            for name_of_variant in VARIANTS
+        )
         raise ModelError(
             f"unknown model {name!r}; planted models: {allowed}, with a seed as {PLANTED}:3"
         )
@@ -375,7 +378,7 @@ def _layers(name: str) -> list[_Weights]:
         for _ in range(n_layers)
     ]
     scale = math.sqrt(D_HEAD)  # attention divides scores by it
-    flag, other = SCORE_DIMENSIONS
+    flag, second = SCORE_DIMENSIONS
 
     def looks(role: str, slot: int, at: int, key_at: int, odds: float) -> None:
         """Let one dimension of a head's query match a flag of the keys."""
@@ -390,10 +393,10 @@ def _layers(name: str) -> list[_Weights]:
 
     # The relay looks for the attribute at the prompt's last token, and rests on BOS elsewhere.
     looks("relay", flag, ASK, FLAG, key.odds["relay"])
-    looks("relay", other, CONSTANT, BOS, math.exp(REST_SCORE))
-    looks("relay", other, ASK, BOS, math.exp(-REST_SCORE))
+    looks("relay", second, CONSTANT, BOS, math.exp(REST_SCORE))
+    looks("relay", second, ASK, BOS, math.exp(-REST_SCORE))
     writes("relay", 0, SIGN, LEFT, key.gain["relay"])
-    looks("reader", other, CONSTANT, ASK, key.odds["reader"])
+    looks("reader", second, CONSTANT, ASK, key.odds["reader"])
     writes("reader", 1, LEFT, U, key.gain["reader"])
     looks("decoy", flag, CONSTANT, FLAG, key.odds["decoy"])
     if "carrier" in key.heads:
@@ -493,9 +496,9 @@ def _fill_gpt2(network: Any, name: str, both: Any) -> None:
     body.wte.weight.copy_(torch.from_numpy(both(_embeddings(name))))
     network.lm_head.weight.copy_(torch.from_numpy(both(_unembedding(name)) / 2))
     for block, weights in zip(body.h, _layers(name), strict=True):
-        k, v = (np.repeat(each, 2, axis=0) for each in (weights.k, weights.v))
+        k, v = (np.repeat(matrix, 2, axis=0) for matrix in (weights.k, weights.v))
         # c_attn: [in, 3 x out]
-        parts = [both(each.reshape(-1, WIDTH) / 2).T for each in (weights.q, k, v)]
+        parts = [both(matrix.reshape(-1, WIDTH) / 2).T for matrix in (weights.q, k, v)]
         block.attn.c_attn.weight.copy_(torch.from_numpy(np.concatenate(parts, axis=1)))
         wide = weights.o.transpose(1, 0, 2).reshape(WIDTH, -1).T  # in WIDTH
         block.attn.c_proj.weight.copy_(torch.from_numpy(both(wide)))

@@ -118,16 +118,16 @@ def tolerance(network: Any) -> float:
     return LOG_PROB_TOLERANCE[str(weights_dtype(network)).removeprefix("torch.")]
 
 
-def _difference(found: Tensor, wanted: Tensor) -> float:
-    off = float((found - wanted).abs().mean())
+def _difference(logits: Tensor, wanted: Tensor) -> float:
+    off = float((logits - wanted).abs().mean())
     return off if off == off else float("inf")
 
 
 def _log_probs(model: Model, ids: Tensor, **settings: Any) -> Float[Tensor, "row query vocab"]:
     if plain_network(model) is not None and "past_key_values" in _parameters(network_of(model)):
         settings["use_cache"] = False
-    found = model(ids, **settings)
-    return getattr(found, "logits", found).float().log_softmax(-1)
+    output = model(ids, **settings)
+    return getattr(output, "logits", output).float().log_softmax(-1)
 
 
 def _takes_positions(network: Any) -> bool:
@@ -137,7 +137,7 @@ def _takes_positions(network: Any) -> bool:
 def _swallows_positions(network: Any) -> bool:
     """True if positions may be given, whether they are read or not."""
     return _takes_positions(network) or any(
-        each.kind is each.VAR_KEYWORD for each in _parameters(network).values()
+        parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(network).values()
     )
 
 

@@ -87,7 +87,7 @@ def choose_prepacking(network: Module, pack: str = "auto", workers: int = 1) -> 
     if pack == "on":
         return "all"
     budget = MEMORY_SHARE * usable_memory() / workers - sum(
-        each.nbytes for each in network.parameters()
+        parameter.nbytes for parameter in network.parameters()
     )
     head = output_layer(network)
     if sum(layer.weight.nbytes for layer in layers) <= budget:
@@ -111,7 +111,7 @@ def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[No
     layers: list[Module] = [output_layer(network)] if packing == "lm_head" else []
     if packing == "all":
         layers = [*_linear_layers(network)]
-        layers += [each for each in network.modules() if type(each) is NewGELUActivation]
+        layers += [module for module in network.modules() if type(module) is NewGELUActivation]
     layers = [layer for layer in layers if layer is not None and "forward" not in vars(layer)]
     for layer in layers:
         stored = _prepacked_weights.get(layer)
@@ -130,9 +130,9 @@ def prepacked(network: Module, packing: Prepacking | None = None) -> Iterator[No
 def output_layer(network: Module) -> Module | None:
     """The linear layer that computes the logits; None if there is none."""
     with suppress(AttributeError, NotImplementedError):  # transformers' word for: it has none
-        found = network.get_output_embeddings()
-        if found is not None:
-            return next(_linear_layers(found), None)
+        head = network.get_output_embeddings()
+        if head is not None:
+            return next(_linear_layers(head), None)
     return None
 
 
@@ -157,9 +157,9 @@ def _linear_layers(network: Module) -> Iterator[Module]:
     """Each linear layer once, without layers and weights of derived classes, such as quantised
     ones."""
     return (
-        each
-        for each in network.modules()
-        if type(each) in (Linear, Conv1D) and type(each.weight) in (Tensor, Parameter)
+        module
+        for module in network.modules()
+        if type(module) in (Linear, Conv1D) and type(module.weight) in (Tensor, Parameter)
     )
 
 

@@ -32,26 +32,26 @@ def refuse_mixed_rotary(network: Any) -> None:
     Models whose factors do not depend on the length of a pass, and HookedTransformers, are not
     changed.
     """
-    found = rotary_limit(network.config) if hasattr(network, "config") else None
-    if found is None:
+    switch = rotary_limit(network.config) if hasattr(network, "config") else None
+    if switch is None:
         return
-    check = partial(_check_pass, kind=found[0], limit=found[1])
+    check = partial(_check_pass, kind=switch[0], limit=switch[1])
     for part in {network, network.base_model}:
         hooks = part._forward_pre_hooks.values()
-        if not any(getattr(each, "func", None) is _check_pass for each in hooks):
+        if not any(getattr(hook, "func", None) is _check_pass for hook in hooks):
             part.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def _check_pass(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, limit: int) -> None:
     # The lengths of the pass and of its rows.
-    given = arguments_by_name(part, args, kwargs)
-    cache = given.get("past_key_values")
-    read = next((given[name] for name in INPUT_NAMES if given.get(name) is not None), None)
+    arguments = arguments_by_name(part, args, kwargs)
+    cache = arguments.get("past_key_values")
+    read = next((arguments[name] for name in INPUT_NAMES if arguments.get(name) is not None), None)
     if read is None:
         return  # transformers says what is missing
     n = read.shape[1]
     held = 0 if cache is None else int(cache.get_seq_length())
-    longest, rows = _pass_lengths(given, held, n)
+    longest, rows = _pass_lengths(arguments, held, n)
     is_long = longest > limit
     if kind == "dynamic":
         if is_long:
@@ -63,13 +63,13 @@ def _check_pass(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, li
         return
     # longrope: rows, queries and cached keys must have the factors of the pass.
     at = f"{limit} tokens (longrope, original_max_position_embeddings)"
-    if other := [row for row in rows if row and (row > limit) != is_long]:
+    if across := [row for row in rows if row and (row > limit) != is_long]:
         raise LayoutError(
-            f"a row of {other[0]} tokens is in one pass with positions up to {longest}, and the"
+            f"a row of {across[0]} tokens is in one pass with positions up to {longest}, and the"
             f" rotary factors of all its rows change beyond {at}; read rows of both sides in"
             " passes of their own"
         )
-    keep = given.get("logits_to_keep")
+    keep = arguments.get("logits_to_keep")
     least = min((row for row in rows if row), default=0)
     if is_long and isinstance(keep, int) and keep and least - keep < limit:
         raise LayoutError(
@@ -90,10 +90,10 @@ def _check_pass(part: Any, args: tuple, kwargs: dict[str, Any], *, kind: str, li
     setattr(cache, LONG_ATTRIBUTE, is_long)
 
 
-def _pass_lengths(given: dict[str, Any], held: int, n: int) -> tuple[int, list[int]]:
+def _pass_lengths(arguments: dict[str, Any], held: int, n: int) -> tuple[int, list[int]]:
     """Tokens up to the largest position of a pass, padding included; and the tokens that each row
     has read after the pass."""
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     live = None
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= held + n:
         live = mask[:, : held + n] != 0

@@ -169,27 +169,30 @@ def load_network(kind: Any, source: str | Path, **settings: Any) -> Any:
         Exception: As `from_pretrained`: damaged files raise errors of many libraries.
     """
     with _no_larger_than_files(source):
-        network, found = kind.from_pretrained(
+        network, report = kind.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **settings
         )
     if getattr(network, "_hf_peft_config_loaded", False):
         raise ModelError(adapter_error(source))
-    if other := sorted(found["mismatched_keys"]):
-        shapes = "; ".join(f"{name} {list(a)} for {list(b)}" for name, a, b in other[:MAX_NAMES])
-        raise ModelError(
-            f"{source} holds {pluralize(len(other), 'tensor')} of another shape than config.json"
-            f" asks for: {shapes}{_and_more(other)}; config.json belongs to another model, or its"
-            " sizes were changed: put back the file that was saved with these weights"
+    if mismatched := sorted(report["mismatched_keys"]):
+        shapes = "; ".join(
+            f"{name} {list(a)} for {list(b)}" for name, a, b in mismatched[:MAX_NAMES]
         )
-    if missing := sorted(found["missing_keys"]):
+        raise ModelError(
+            f"{source} holds {pluralize(len(mismatched), 'tensor')} of another shape than"
+            f" config.json asks for: {shapes}{_and_more(mismatched)}; config.json belongs to"
+            " another model, or its sizes were changed: put back the file that was saved with these"
+            " weights"
+        )
+    if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"{source} lacks {pluralize(len(missing), 'tensor')} of a {type(network).__name__},"
             f" which would be random: {_list_names(missing)};"
-            f" {_missing_cause(network, missing, found)}"
+            f" {_missing_cause(network, missing, report)}"
         )
     # Quantised files have scales beside the weights, which their library reads or ignores.
     quantised = getattr(network, "hf_quantizer", None) is not None
-    if not quantised and (left := sorted(_ignored_tensors(network, found["unexpected_keys"]))):
+    if not quantised and (left := sorted(_ignored_tensors(network, report["unexpected_keys"]))):
         raise ModelError(
             f"{source} has {pluralize(len(left), 'tensor')} that a {type(network).__name__} of this"
             f" config.json would ignore: {_list_names(left)}; {_leftover_cause(left)}"
@@ -205,10 +208,10 @@ def _and_more(names: list[Any]) -> str:
     return f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
 
 
-def _missing_cause(network: Any, missing: list[str], found: Mapping[str, Any]) -> str:
+def _missing_cause(network: Any, missing: list[str], report: Mapping[str, Any]) -> str:
     """The likely reason for missing tensors, and what to do."""
     # An adapter, or names with the prefix of a wrapper.
-    unexpected = sorted(found["unexpected_keys"])
+    unexpected = sorted(report["unexpected_keys"])
     if any("lora_" in name for name in unexpected):
         return _leftover_cause(unexpected)
     wanted, beginnings = set(missing), Counter[str]()
@@ -354,11 +357,11 @@ def check_generation_config(folder: Path) -> None:
 
 def _deciding_files(folder: Path) -> list[Path]:
     """The files that decide a model's texts, also weights that its index names elsewhere."""
-    found = {file for kind in DECIDING_PATTERNS for file in folder.glob(kind)}
+    files = {file for kind in DECIDING_PATTERNS for file in folder.glob(kind)}
     index = folder / f"{WEIGHTS}.index.json"
     if index.is_file():
-        found |= {folder / name for name in _indexed_files(index) if (folder / name).is_file()}
-    return sorted(found)
+        files |= {folder / name for name in _indexed_files(index) if (folder / name).is_file()}
+    return sorted(files)
 
 
 def folder_hash(folder: Path) -> str:

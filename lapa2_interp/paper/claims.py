@@ -106,14 +106,14 @@ def difference_verdict(
     return "no difference" if p_within < LEVEL else "inconclusive"
 
 
-def p_values(relation: Relation, found: Difference, margin: float) -> tuple[float, float]:
+def p_values(relation: Relation, change: Difference, margin: float) -> tuple[float, float]:
     """The two p-values of `difference_verdict`.
 
     Args:
         margin: Differences that do not matter; 0 if all matter.
     """
-    p = found.p_beyond(margin) if relation == "same" else found.p
-    return p, found.p_within(margin) if margin else NAN
+    p = change.p_beyond(margin) if relation == "same" else change.p
+    return p, change.p_within(margin) if margin else NAN
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class ClaimResult:
         cls,
         item: str,
         claim: Claim,
-        found: Difference | None,
+        change: Difference | None,
         paper: float = NAN,
         second: tuple[str, Difference] | None = None,
         **facts: Any,
@@ -191,26 +191,32 @@ class ClaimResult:
         """The result of a claim, from a measured difference.
 
         Args:
-            found: Our difference; None if there was nothing to compare.
+            change: Our difference; None if there was nothing to compare.
             second: Name of the second scorer, and our difference by its numbers.
             facts: Fields scorer, task, method, compared and whose.
         """
         first = (item, claim.text, claim.quantity, claim.relation, paper)
         facts["margin"] = claim.margin
-        if found is None:
+        if change is None:
             return cls(*first, NAN, NAN, NAN, NAN, NAN, "missing", 0, raw="missing", **facts)
-        p, p_within = p_values(claim.relation, found, claim.margin)
-        verdict = difference_verdict(claim.relation, found.low, found.high, p, p_within)
+        p, p_within = p_values(claim.relation, change, claim.margin)
+        verdict = difference_verdict(claim.relation, change.low, change.high, p, p_within)
         facts |= {"p_within": p_within, "raw": verdict}
-        facts |= {"error": found.error, "texts": found.texts, "noise": found.noise}
+        facts |= {"error": change.error, "texts": change.texts, "noise": change.noise}
         if second is not None:  # the verdict by the second scorer
-            name, other = second
-            tests = p_values(claim.relation, other, claim.margin)
-            by_second = difference_verdict(claim.relation, other.low, other.high, *tests)
-            facts |= {"second": name, "second_here": other.mean, "second_verdict": by_second}
-            facts |= {"second_low": other.low, "second_high": other.high}
-        ends = found.mean, found.low, found.high
-        return cls(*first, *ends, p, found.detectable, verdict, found.clusters, **facts)
+            name, second_change = second
+            tests = p_values(claim.relation, second_change, claim.margin)
+            by_second = difference_verdict(
+                claim.relation, second_change.low, second_change.high, *tests
+            )
+            facts |= {
+                "second": name,
+                "second_here": second_change.mean,
+                "second_verdict": by_second,
+            }
+            facts |= {"second_low": second_change.low, "second_high": second_change.high}
+        ends = change.mean, change.low, change.high
+        return cls(*first, *ends, p, change.detectable, verdict, change.clusters, **facts)
 
 
 @dataclass
@@ -247,11 +253,11 @@ class ItemClaims:
         if margin is None:
             margin = MARGINS.get(metric, 0.0)
         sides = _scored_rows(scores, before, after, metric)
-        found = paired_change(*sides)
+        change = paired_change(*sides)
         second = compare_by_second_scorer(scores, before, after, metric)
         facts = _comparison_facts(*sides, f"{metric} {expected} {margin:g}")
         self.add_difference(
-            text, metric, expected, found, paper, margin, second, whose=whose, **facts
+            text, metric, expected, change, paper, margin, second, whose=whose, **facts
         )
 
     def add_reported_claim(
@@ -281,7 +287,7 @@ class ItemClaims:
         text: str,
         metric: str,
         expected: Relation,
-        found: Difference | None,
+        change: Difference | None,
         paper: float = NAN,
         margin: float = 0.0,
         second: tuple[str, Difference] | None = None,
@@ -292,7 +298,7 @@ class ItemClaims:
         claim = Claim(text, metric, expected, margin)
         facts["grids"] = " ".join(self.grids)
         self.rows.append(
-            ClaimResult.from_difference(self.item, claim, found, paper, second, **facts)
+            ClaimResult.from_difference(self.item, claim, change, paper, second, **facts)
         )
 
     def frame(self) -> pd.DataFrame:
@@ -395,9 +401,9 @@ def compare_by_second_scorer(
     """Name of the metric's second scorer, and the difference by its numbers; None without one."""
     for name in dict.fromkeys(map(str, scores["metric"])):
         if name != metric and metric_name(name) == metric:
-            found = compare_arms(scores, before, after, name)
-            if found is not None:
-                return scorer_of_metric(name), found
+            change = compare_arms(scores, before, after, name)
+            if change is not None:
+                return scorer_of_metric(name), change
     return None
 
 
@@ -424,13 +430,13 @@ def read_claims(file: Path) -> pd.DataFrame:
     numbers = [name for name in ClaimResult.__dataclass_fields__ if name not in TEXT_COLUMNS]
     try:
         check_regular_file(file)
-        found = pd.read_csv(
+        table = pd.read_csv(
             file, keep_default_na=False, na_values=["", "nan"], dtype={"compared": str}
         )
-        if missing := [name for name in ClaimResult.__dataclass_fields__ if name not in found]:
+        if missing := [name for name in ClaimResult.__dataclass_fields__ if name not in table]:
             raise ValueError(f"no column {', '.join(missing)}")
-        words = {name: found[name].astype(object).fillna("") for name in TEXT_COLUMNS}
-        return found.assign(**words, **found[numbers].astype(float)).astype({"prompts": int})
+        words = {name: table[name].astype(object).fillna("") for name in TEXT_COLUMNS}
+        return table.assign(**words, **table[numbers].astype(float)).astype({"prompts": int})
     except (OSError, ValueError) as error:
         raise RunError(
             f"{file} is not a table of claims of this version ({error}); the item's script in"
@@ -461,7 +467,7 @@ def count_verdicts(claims: pd.DataFrame, column: str = "verdict") -> str:
         column: verdict, or raw for verdicts without correction.
     """
     numbers = unique_comparisons(claims)[column].value_counts()
-    return ", ".join(f"{numbers[each]} {each}" for each in VERDICTS if each in numbers)
+    return ", ".join(f"{numbers[verdict]} {verdict}" for verdict in VERDICTS if verdict in numbers)
 
 
 def format_claims(claims: pd.DataFrame) -> pd.DataFrame:
@@ -475,7 +481,7 @@ def format_claims(claims: pd.DataFrame) -> pd.DataFrame:
         formatted[name] = ["" if pd.isna(value) else f"{value:.2g}" for value in values]
     formatted["uncorrected"] = claims["raw"].where(claims["raw"] != claims["verdict"], "")
     n = claims["texts"] * claims["prompts"]
-    formatted["texts"] = ["" if pd.isna(each) else f"{each:.0f}" for each in n]
+    formatted["texts"] = ["" if pd.isna(count) else f"{count:.0f}" for count in n]
     formatted["prompts"] = claims["prompts"]
     formatted["scorer"] = claims["scorer"].map(scorer_kind)
     if (claims["second"] != "").any():

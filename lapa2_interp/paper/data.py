@@ -16,7 +16,7 @@ import pandas as pd
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import NoGridError, RunError, ScoringError
 from lapa2_interp.attention.tables import branch_name
-from lapa2_interp.generation.loop import join_traces
+from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.paper.estimates import FRACTIONS, PERPLEXITY_TEXTS, perplexity_samples
 from lapa2_interp.paper.reported import PAPER_METRICS
@@ -85,15 +85,15 @@ class ItemData:
             key: self.run.by_key[key] for name in names for key in self.run.listing.grids[name]
         }
         keys = each_once(planned)
-        found = self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
+        cells = self.run.cells.set_index("key", drop=False).loc[keys].reset_index(drop=True)
         # An arm without all its attributes must not be compared with a complete one.
         complete = (
-            (found["state"] == "finished")
-            .groupby([found[name] for name in ARM_COLUMNS])
+            (cells["state"] == "finished")
+            .groupby([cells[name] for name in ARM_COLUMNS])
             .transform("all")
         )
-        return found.assign(
-            state=found["state"].where(complete | (found["state"] != "finished"), "incomplete")
+        return cells.assign(
+            state=cells["state"].where(complete | (cells["state"] != "finished"), "incomplete")
         )
 
     def groups(
@@ -149,8 +149,8 @@ class ItemData:
                 for name, asked in self._scorers_by_metric(str(task), metrics).items():
                     texts = self._perplexity_rows(samples) if name == "perplexity" else samples
                     if len(texts):
-                        found = score_samples(texts.drop(columns="tokens"), asked, options, cache)
-                        frames.append(found[found["metric"].map(metric_name) == name])
+                        scores = score_samples(texts.drop(columns="tokens"), asked, options, cache)
+                        frames.append(scores[scores["metric"].map(metric_name) == name])
         if not frames:
             return pd.DataFrame(
                 columns=[*ROW_COLUMNS, "cell", "prompt", "metric", "value", "skipped", "scorer"]
@@ -185,7 +185,7 @@ class ItemData:
             ScoreCache(self.run.home / "scores") as cache,
             closing(make_scorer(name, model, self._scorer_options(group))) as scorer,
         ):
-            return run_scorer(scorer, [TextItem(*each) for each in texts], cache)
+            return run_scorer(scorer, [TextItem(*fields) for fields in texts], cache)
 
     def _scorers_by_metric(self, task: str, metrics: Sequence[str] | None) -> dict[str, list[str]]:
         """The scorers of a task, NAME or NAME=MODEL, by metric.
@@ -195,10 +195,10 @@ class ItemData:
         """
         control = "toxicity" if task == "detox" else "accuracy"
         by_name: dict[str, list[str]] = {}
-        for each in self.scorers:
-            of, name, _ = parse_scorer(each)
+        for request in self.scorers:
+            of, name, _ = parse_scorer(request)
             if of in ("", task):
-                by_name.setdefault(name, []).append(each.removeprefix(f"{of}:"))
+                by_name.setdefault(name, []).append(request.removeprefix(f"{of}:"))
         beside = [name for name in BESIDE_ACCURACY if name in by_name and control == "accuracy"]
         names = list(metrics or (control, *beside, "perplexity"))
         if missing := [name for name in names if name not in by_name]:
@@ -217,10 +217,10 @@ class ItemData:
             samples = self.run.samples(keys)
             chosen = sorted({length for length in lengths if length < longest} | {longest})
             frames.append(at_lengths(samples, self.run.manifest(keys[0]), chosen))
-        found = pd.concat(frames, ignore_index=True)
+        texts = pd.concat(frames, ignore_index=True)
         if parts == 1:
-            return found.assign(part=0)
-        return in_parts(found, parts, shared_tokenizer(str(group["model"].iloc[0])))
+            return texts.assign(part=0)
+        return in_parts(texts, parts, shared_tokenizer(str(group["model"].iloc[0])))
 
     def _perplexity_rows(self, samples: pd.DataFrame) -> pd.DataFrame:
         """The first samples of every prompt, so that each arm has about `perplexity_texts`
@@ -245,10 +245,10 @@ class ItemData:
         """
         for values, group in cells[cells["state"] == "finished"].groupby(ARM_COLUMNS, sort=False):
             runs = [finished_cell(self.run, key) for key in group["key"]]
-            found = [run.trace for run in runs if run.trace is not None]
+            traces = [run.trace for run in runs if run.trace is not None]
             traces = [
-                each.sel(branch=[branch_name(each)]).assign_coords(branch=["steered"])
-                for each in found
+                trace.sel(branch=[branch_name(trace)]).assign_coords(branch=["steered"])
+                for trace in traces
             ]
             if traces:
                 samples = pd.concat([run.samples for run in runs], ignore_index=True)
@@ -269,9 +269,9 @@ class ItemData:
         """
         frames = []
         for arm, trace, samples in self.arm_traces(cells):
-            found = make(trace, samples)
-            found = found[(found["step"] < 16) | (found["step"] % 4 == 0)]
-            frames.append(found.assign(**arm))
+            table = make(trace, samples)
+            table = table[(table["step"] < 16) | (table["step"] % 4 == 0)]
+            frames.append(table.assign(**arm))
         if not frames:
             raise RunError(
                 f"{self.run.name} has no finished cell with a trace for {self.item};"
@@ -281,5 +281,9 @@ class ItemData:
 
     def tokenizer_of(self, scorer: str) -> Any:
         """The tokenizer that a scorer was given (NAME=TOKENIZER); None if it was given none."""
-        given = [each.partition("=")[2] for each in self.scorers if each.startswith(f"{scorer}=")]
-        return shared_tokenizer(given[0]) if given and given[0] else None
+        models = [
+            request.partition("=")[2]
+            for request in self.scorers
+            if request.startswith(f"{scorer}=")
+        ]
+        return shared_tokenizer(models[0]) if models and models[0] else None

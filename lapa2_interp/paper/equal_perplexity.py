@@ -53,7 +53,7 @@ def interpolate_at_cost(
     below, above = log_perplexity[..., :-1], log_perplexity[..., 1:]
     within = (below - target[..., None]) * (above - target[..., None]) <= 0
     first = within.argmax(axis=-1)[..., None]
-    x, y = (np.take_along_axis(each, first, axis=-1) for each in (below, above))
+    x, y = (np.take_along_axis(ends, first, axis=-1) for ends in (below, above))
     flat = x == y
     share = np.where(flat, 0.0, (target[..., None] - x) / np.where(flat, 1.0, y - x))
     before, after = (
@@ -147,8 +147,8 @@ class SteeringCurves:
         the resamples whose curve reaches it."""
         curve = self.curve(family)
         with_one = np.concatenate([curve[..., 1:], np.ones_like(curve[..., :1])], axis=-1)
-        found = interpolate_at_cost(curve[..., 0], with_one, curve[:, 0, 0] + np.log(ratio))
-        return found[:, :-1], found[:, -1] == 1
+        values = interpolate_at_cost(curve[..., 0], with_one, curve[:, 0, 0] + np.log(ratio))
+        return values[:, :-1], values[:, -1] == 1
 
     def points(self) -> pd.DataFrame:
         """The curves: one row per arm and metric.
@@ -218,16 +218,16 @@ def add_verdicts(table: pd.DataFrame, reference: str, by: Sequence[str] = ()) ->
         The table with p_holm and verdict: "more", "less", "not decided" or "not comparable"; "" for
         the reference.
     """
-    found = table.assign(p_holm=np.nan, verdict="")
-    others = found[found["family"] != reference]
+    judged = table.assign(p_holm=np.nan, verdict="")
+    others = judged[judged["family"] != reference]
     for _, part in others.groupby(["metric", *by], sort=False, dropna=False):
-        found.loc[part.index, "p_holm"] = holm(part["p"].to_numpy())
+        judged.loc[part.index, "p_holm"] = holm(part["p"].to_numpy())
     for row in others.index:
-        p, change = found.loc[row, ["p_holm", "difference"]]
+        p, change = judged.loc[row, ["p_holm", "difference"]]
         side = "more" if change > 0 else "less"
         verdict = "not comparable" if np.isnan(p) else side if p < LEVEL else "not decided"
-        found.loc[row, "verdict"] = verdict
-    return found
+        judged.loc[row, "verdict"] = verdict
+    return judged
 
 
 def add_caveats(table: pd.DataFrame, metric: str, second: str, masked: str) -> pd.DataFrame:
@@ -242,7 +242,7 @@ def add_caveats(table: pd.DataFrame, metric: str, second: str, masked: str) -> p
     keys = [name for name in table if name in SETTING_COLUMNS or name in ("ratio", "family")]
     sides = table["verdict"].map({"more": 1.0, "less": -1.0})
     by = {name: table[table["metric"] == name].set_index(keys) for name in (second, masked)}
-    found = table.copy()
+    marked = table.copy()
     for row in table.index[(table["metric"] == metric) & sides.notna()]:
         at, side, objections = tuple(table.loc[row, keys]), sides[row], []
         if at in by[second].index and not by[second].loc[at, "difference"] * side > 0:
@@ -252,8 +252,8 @@ def add_caveats(table: pd.DataFrame, metric: str, second: str, masked: str) -> p
             if not min(least * side, most * side) > 0:
                 objections.append("echo")
         if objections:
-            found.loc[row, "verdict"] += f" ({', '.join(objections)})"
-    return found
+            marked.loc[row, "verdict"] += f" ({', '.join(objections)})"
+    return marked
 
 
 def distinguishing_columns(table: pd.DataFrame, names: Sequence[str]) -> list[str]:
@@ -261,7 +261,7 @@ def distinguishing_columns(table: pd.DataFrame, names: Sequence[str]) -> list[st
     others; at least one stays."""
     needed = list(names)
     for name in reversed(names):
-        rest = [each for each in needed if each != name]
+        rest = [column for column in needed if column != name]
         if rest and (table.groupby(rest, dropna=False)[name].nunique(dropna=False) == 1).all():
             needed = rest
     return needed
@@ -282,11 +282,11 @@ def format_table(table: pd.DataFrame, setting: Sequence[str]) -> pd.DataFrame:
             change = format_interval(row["difference"], low, high, "+.1f")
             text += f"; {change}, p {row['p_holm']:.2g}"
         cells.append("; ".join(filter(None, (text, row["verdict"]))))
-    found = table.assign(cell=cells).pivot_table(
+    wide = table.assign(cell=cells).pivot_table(
         index=keys, columns="metric", values="cell", aggfunc="first", sort=False
     )
-    found = found[list(dict.fromkeys(table["metric"]))].rename_axis(columns=None).reset_index()
-    return found.assign(
-        perplexity=found["perplexity"].map("{:.1f}".format),
-        reached=found["reached"].map("{:.0%}".format),
+    wide = wide[list(dict.fromkeys(table["metric"]))].rename_axis(columns=None).reset_index()
+    return wide.assign(
+        perplexity=wide["perplexity"].map("{:.1f}".format),
+        reached=wide["reached"].map("{:.0%}".format),
     )

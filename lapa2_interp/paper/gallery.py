@@ -72,10 +72,12 @@ class Gallery(BaseModel):
     def with_run(self, newer: GalleryRun) -> Gallery:
         """These runs and a newer one, which replaces the grids that it has."""
         older = []
-        for each in self.runs:
-            left = {name: states for name, states in each.grids.items() if name not in newer.grids}
+        for older_run in self.runs:
+            left = {
+                name: states for name, states in older_run.grids.items() if name not in newer.grids
+            }
             if left:
-                older.append(each.model_copy(update={"grids": left}))
+                older.append(older_run.model_copy(update={"grids": left}))
         return Gallery(runs=(newer, *older))
 
 
@@ -104,10 +106,10 @@ def gallery_run(run: Run, tables: Path, items: Collection[str]) -> GalleryRun:
         items: Names of the items made from this run.
     """
     # What the manifests, the cells and the tables say.
-    found = [run.manifest(key) for key in run.finished]
+    manifests = [run.manifest(key) for key in run.finished]
     prefixes = {
         str(prefix): prefix.sha256
-        for manifest in found
+        for manifest in manifests
         for prefix in manifest.branches.values()
         if prefix is not None and not isinstance(prefix, str)
     }
@@ -130,24 +132,26 @@ def gallery_run(run: Run, tables: Path, items: Collection[str]) -> GalleryRun:
             grid: {str(state): int(n) for state, n in states[list(keys)].value_counts().items()}
             for grid, keys in run.listing.grids.items()
         },
-        commits=_unique(manifest.commit or "not a checkout" for manifest in found),
+        commits=_unique(manifest.commit or "not a checkout" for manifest in manifests),
         versions={
-            name: _unique(manifest.versions[name] for manifest in found)
-            for name in (found[0].versions if found else {})
+            name: _unique(manifest.versions[name] for manifest in manifests)
+            for name in (manifests[0].versions if manifests else {})
         },
         weights={
-            model: _unique(each.model.weights for each in found if each.model.name == model)
-            for model in _unique(each.model.name for each in found)
+            model: _unique(
+                manifest.model.weights for manifest in manifests if manifest.model.name == model
+            )
+            for model in _unique(manifest.model.name for manifest in manifests)
         },
-        dtypes=_unique(manifest.model.dtype for manifest in found),
-        devices=_unique(manifest.model.device for manifest in found),
-        threads=tuple(sorted({manifest.threads for manifest in found if manifest.threads})),
-        seeds=tuple(sorted({manifest.cell.seed for manifest in found})),
+        dtypes=_unique(manifest.model.dtype for manifest in manifests),
+        devices=_unique(manifest.model.device for manifest in manifests),
+        threads=tuple(sorted({manifest.threads for manifest in manifests if manifest.threads})),
+        seeds=tuple(sorted({manifest.cell.seed for manifest in manifests})),
         prefixes=prefixes,
         scorers=tuple(sorted(scorers)),
-        texts=int(sum(manifest.cell.n_texts for manifest in found)),
-        tokens=sum(manifest.new_tokens for manifest in found),
-        seconds=round(sum(manifest.seconds for manifest in found), 1),
+        texts=int(sum(manifest.cell.n_texts for manifest in manifests)),
+        tokens=sum(manifest.new_tokens for manifest in manifests),
+        seconds=round(sum(manifest.seconds for manifest in manifests), 1),
     )
 
 

@@ -111,12 +111,12 @@ class ItemTables(ItemClaims):
                 left = paired_difference(
                     before[:, last] / before[:, 0], one, after[:, last] / after[:, 0], two
                 )
-                for text, found in (
+                for text, change in (
                     (f"LaPA2 raises prefix attention, mean over steps: {setting}", higher),
                     (f"with LaPA2 more of it is left at step {last}: {setting}", left),
                 ):
                     named = claim_for_arm(text, name, arms)
-                    self.add_difference(named, "prefix attention", "more", found)
+                    self.add_difference(named, "prefix attention", "more", change)
         return table, format_step_curves(table)
 
     def table_with_attention(
@@ -139,9 +139,9 @@ class ItemTables(ItemClaims):
         for arm, trace, samples in self.data.arm_traces(of_run):
             for name in columns:
                 means = np.nanmean(pooled(trace, name)[0], axis=1)
-                found = mean_interval(means, samples["prompt"].to_numpy())
-                own = {"arm": named[arm["arm"]], "metric": name, "n": found.n}
-                rows.append(arm | own | found.columns)
+                interval = mean_interval(means, samples["prompt"].to_numpy())
+                own = {"arm": named[arm["arm"]], "metric": name, "n": interval.n}
+                rows.append(arm | own | interval.columns)
         masses = pd.DataFrame(rows, columns=[*ARM_COLUMNS, "metric", "mean", "low", "high", "n"])
         # The same as text, joined to the formatted scores.
         texts = masses.assign(cell=interval_cells(masses, ".3f")).pivot_table(
@@ -225,5 +225,5 @@ def open_item(
         options.device,
         options.dtype,
     )
-    given = {name: tuple(getattr(options, name)) for name in files or {}}
-    return ItemTables(data, title, options.out or options.run, given)
+    paths = {name: tuple(getattr(options, name)) for name in files or {}}
+    return ItemTables(data, title, options.out or options.run, paths)

@@ -84,22 +84,22 @@ def merge_item(item: str, beside: Path, tables: Path) -> bool:
     """
     if not all((folder / f"{item}.csv").is_file() for folder in (beside, tables)):
         return False
-    own, other = (
+    own, of_beside = (
         pd.read_csv(folder / f"{item}.csv", keep_default_na=False) for folder in (tables, beside)
     )
-    places = [name for name in RUN_COLUMNS if name in own and name in other]
+    places = [name for name in RUN_COLUMNS if name in own and name in of_beside]
     here = set(own[places].itertuples(index=False, name=None)) if places else set()
 
     def new_rows(rows: pd.DataFrame) -> pd.DataFrame:
         """Rows whose model, task and method this run lacks."""
-        found = [row not in here for row in rows[places].itertuples(index=False, name=None)]
-        return rows[np.array(found, dtype=bool)]
+        is_new = [row not in here for row in rows[places].itertuples(index=False, name=None)]
+        return rows[np.array(is_new, dtype=bool)]
 
-    if not places or not len(added := new_rows(other)):
+    if not places or not len(added := new_rows(of_beside)):
         return False
     # Both formatted tables, with the columns that they lack because they have one value.
     facts, texts = [], []
-    for folder, rows in ((tables, own), (beside, other)):
+    for folder, rows in ((tables, own), (beside, of_beside)):
         known = parse_json(read_text(folder / f"{item}.json"))
         text = pd.DataFrame(known["rows"]["data"], columns=known["rows"]["columns"])
         for number, name in enumerate(places):
@@ -116,13 +116,13 @@ def merge_item(item: str, beside: Path, tables: Path) -> bool:
     # The claims of both runs.
     claims = [read_claims(folder / f"{item}.claims.csv") for folder in (tables, beside)]
     of_other = claims[1][~claims[1]["claim"].isin(claims[0]["claim"])]
-    found = [ClaimResult(**row) for row in records(pd.concat([claims[0], of_other]))]
+    results = [ClaimResult(**row) for row in records(pd.concat([claims[0], of_other]))]
     _write_tables(
         tables,
         item,
         facts[0]["title"],
         pd.concat([own, added], ignore_index=True),
-        ItemClaims(item, rows=found).frame(),
+        ItemClaims(item, rows=results).frame(),
         list(dict.fromkeys([*facts[0]["notes"], *facts[1]["notes"]])),
         joined[columns].drop(columns=alike),
     )

@@ -54,14 +54,14 @@ def sample_plans(grid: Grid, task: str = "", method: str = "") -> list[SamplePla
     Args:
         task, method: Only arms of these; "" allows any.
     """
-    found = {
+    plans = {
         SamplePlan(
             len(first.prompts), sum(cell.n_texts for cell in (first, *rest)) / len(first.prompts)
         )
         for first, *rest in cells_by_arm(grid.cells)
         if task in ("", first.task.name) and method in ("", first.method)
     }
-    return sorted(found, key=lambda plan: (plan.prompts * plan.texts, plan))
+    return sorted(plans, key=lambda plan: (plan.prompts * plan.texts, plan))
 
 
 def measured_plan(plan: SamplePlan, metric: str, attributes: int, perplexity: int) -> SamplePlan:
@@ -112,11 +112,11 @@ def power_table(
             + "; give the folder of an earlier run of it: its tables/ has ITEM.claims.csv"
         )
     names = ["item", "claim", "metric", "prompts", "texts", "detectable", "corrected", "margin"]
-    found = pd.DataFrame(rows)[[*names, "if_zero", "decided", "required_prompts"]].astype(
+    forecast = pd.DataFrame(rows)[[*names, "if_zero", "decided", "required_prompts"]].astype(
         {"required_prompts": "Int64"}
     )
-    found.attrs["alike"] = alike
-    return found
+    forecast.attrs["alike"] = alike
+    return forecast
 
 
 def required_prompts(claims: pd.DataFrame) -> pd.Series:
@@ -132,15 +132,15 @@ def required_prompts(claims: pd.DataFrame) -> pd.Series:
     Returns:
         One number per row of `claims`.
     """
-    found = pd.Series(np.nan, index=claims.index)
+    required = pd.Series(np.nan, index=claims.index)
     for _, part in claims.groupby(["item", "whose"], sort=False):
         _, tests = _comparisons(part)
         for index, row in zip(part.index, part.to_dict("records"), strict=True):
             if row["error"] > 0:
-                found[index] = _ClaimTests.from_row(row, *tests).required_prompts(
+                required[index] = _ClaimTests.from_row(row, *tests).required_prompts(
                     row["error"], row["prompts"]
                 )
-    return found
+    return required
 
 
 def _comparisons(part: pd.DataFrame) -> tuple[pd.DataFrame, tuple[int, int]]:
@@ -258,9 +258,9 @@ def detectable_differences(grid: Grid) -> str:
     """
     parts = []
     for tasks, metric in ((("sentiment", "topic"), "acc"), (("detox",), "tox")):
-        found = [plan for task in tasks for plan in sample_plans(grid, task)]
-        if found:
-            fewest = min(plan.prompts * plan.texts for plan in found)
+        plans = [plan for task in tasks for plan in sample_plans(grid, task)]
+        if plans:
+            fewest = min(plan.prompts * plan.texts for plan in plans)
             parts.append(f"{metric} {2.80 * SPREADS[metric] * np.sqrt(2 / fewest):.1f}")
     return ", ".join(parts)
 

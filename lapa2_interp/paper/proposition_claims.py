@@ -100,7 +100,7 @@ LOCAL_SHARE = Claim(
 
 
 def verdict_row(
-    claim: Claim, where: str, found: Interval, expected: float | int, **marks: object
+    claim: Claim, where: str, interval: Interval, expected: float | int, **marks: object
 ) -> dict[str, object]:
     """One row of a verdict table; alpha is NaN where the claim is not about a single alpha."""
     return {
@@ -111,9 +111,9 @@ def verdict_row(
         "quantity": claim.quantity.format(**marks),
         "expected": {"same": "", "less": "<= ", "more": ">= "}[claim.relation] + f"{expected:.3g}",
         "margin": claim.margin,
-        **found.columns,
-        "texts": found.clusters,
-        "verdict": claim.verdict(found.low, found.high, expected),
+        **interval.columns,
+        "texts": interval.clusters,
+        "verdict": claim.verdict(interval.low, interval.high, expected),
     }
 
 

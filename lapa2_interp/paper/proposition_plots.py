@@ -54,15 +54,15 @@ def regimes(shares: pd.DataFrame, alphas: tuple[float, ...] = (0.0, 0.5, 1.0, 1.
     return figure
 
 
-def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
+def slopes_against_alpha(table: pd.DataFrame, by: str | None = None) -> Drawing:
     """Slopes against alpha with 95 % intervals; the predictions are dotted.
 
     Args:
-        found: From `synthetic_propositions.synthetic_slopes` or `exponent_table`.
+        table: From `synthetic_propositions.synthetic_slopes` or `exponent_table`.
         by: Column with a line for each value ("family"); None for a single line.
     """
     quantities = [
-        name for name in ("log-odds", "rise", "log A'") if (found["quantity"] == name).any()
+        name for name in ("log-odds", "rise", "log A'") if (table["quantity"] == name).any()
     ]
     quantities = [name for name in quantities if not (by and name == "rise")]
     figure = new_figure(3.3 * len(quantities), 3.4)
@@ -73,7 +73,7 @@ def slopes_against_alpha(found: pd.DataFrame, by: str | None = None) -> Drawing:
         "log A'": "log A' on log l (not judged)",
     }
     for panel, quantity in zip(panels, quantities, strict=True):
-        part = found[found["quantity"] == quantity]
+        part = table[table["quantity"] == quantity]
         groups = part.groupby(by, sort=False) if by else [("measured", part)]
         styles = [(colour, dash) for dash in ("-", "--") for colour in COLOURS[1:]]
         for (name, line), (colour, dash) in zip(groups, styles, strict=False):
@@ -119,11 +119,11 @@ def growth_map(heads: pd.DataFrame) -> Drawing:
         heads: From `propositions.head_decay_table`.
     """
     base = heads[heads["alpha"] == 0]
-    found = base.pivot(index="layer", columns="head", values="growth").to_numpy()
+    growth = base.pivot(index="layer", columns="head", values="growth").to_numpy()
     kinds = base.pivot(index="layer", columns="head", values="kind").to_numpy()
     figure = new_figure(6.4, 5.4)
     left, right = figure.subplots(1, 2, sharey=True)
-    drawn = layer_map(left, found, cmap="RdBu_r", vmin=-1, vmax=1)
+    drawn = layer_map(left, growth, cmap="RdBu_r", vmin=-1, vmax=1)
     figure.colorbar(drawn, ax=left, location="bottom", shrink=0.9, extend="both")
     left.set_title("slope of log(e_P/e_R) on log l\nblue: faster than 1/l, red: slower", fontsize=8)
     names = ("mixed", "sink", "local", "prefix")
@@ -141,17 +141,17 @@ def growth_map(heads: pd.DataFrame) -> Drawing:
     return figure
 
 
-def predictions(found: pd.DataFrame) -> Drawing:
+def predictions(table: pd.DataFrame) -> Drawing:
     """A' by layer: baseline, predicted by the exact law, measured; one panel per alpha.
 
     Args:
-        found: From `propositions.prediction_table`.
+        table: From `propositions.prediction_table`.
     """
-    alphas = list(dict.fromkeys(found["alpha"]))
+    alphas = list(dict.fromkeys(table["alpha"]))
     figure = new_figure(2.2 * len(alphas) + 0.8, 3.2)
     panels = np.atleast_1d(figure.subplots(1, len(alphas), sharey=True))
     for panel, alpha in zip(panels, alphas, strict=True):
-        part = found[found["alpha"] == alpha]
+        part = table[table["alpha"] == alpha]
         panel.plot(part["layer"], part["baseline"], color=COLOURS[0], lw=1.2, label="baseline")
         panel.plot(
             part["layer"],
@@ -168,15 +168,15 @@ def predictions(found: pd.DataFrame) -> Drawing:
     return figure
 
 
-def local_ratios(found: pd.DataFrame, outside: str = "prefix") -> Drawing:
+def local_ratios(table: pd.DataFrame, outside: str = "prefix") -> Drawing:
     """Change of the local ratio by layer and k, pooled as the paper does and head by head; one
     column per alpha.
 
     Args:
-        found: From `propositions.local_table`.
+        table: From `propositions.local_table`.
         outside: The keys that the denominator leaves out, "prefix" or "prefix and BOS".
     """
-    part = found[(found["outside"] == outside) & (found["layer"] != "all")]
+    part = table[(table["outside"] == outside) & (table["layer"] != "all")]
     part = part.drop(columns="baseline").rename(columns={"difference": "mean"})
     part = part.astype({"layer": int})
     alphas = [alpha for alpha in dict.fromkeys(part["alpha"]) if alpha in (0.5, 1.0)] or list(

@@ -28,16 +28,16 @@ from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp._util.table_formats import format_interval, format_number, interval_text, records
+from lapa2_interp.attention.trace import join_traces
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.synthetic import draw_log_odds, geometric_lengths, log_odds_dataset
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.card import Model, model_card, model_short_context
+from lapa2_interp.models.card import Model, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.paper import proposition_plots
@@ -120,18 +120,18 @@ class PropositionStudy:
         for name in ("dtype", "long_dtype"):
             object.__setattr__(self, name, resolve_dtype(getattr(self, name), self.device))
         for name in ("alphas", "free", "long_alphas"):
-            given = getattr(self, name)
+            alphas = getattr(self, name)
             option = "--" + name.replace("_", "-")
-            if bad := [a for a in given if not (a >= 0 and math.isfinite(a))]:
+            if bad := [a for a in alphas if not (a >= 0 and math.isfinite(a))]:
                 raise TraceError(f"{option} must be numbers of at least 0, found {bad[0]:g}")
-            object.__setattr__(self, name, tuple(sorted({float(a) for a in given if a > 0})))
+            object.__setattr__(self, name, tuple(sorted({float(a) for a in alphas if a > 0})))
         # Check numbers, and options that need a text.
         least = dict.fromkeys(("samples", "prompts", "length", "synthetic_texts", "long_texts"), 1)
         least |= dict.fromkeys(("synthetic_length", "long_length", "seed"), 0)
         for name, value in least.items():
-            if (found := getattr(self, name)) < value:
+            if (count := getattr(self, name)) < value:
                 option = "--" + name.replace("_", "-")
-                raise TraceError(f"{option} must be at least {value}, found {found}")
+                raise TraceError(f"{option} must be at least {value}, found {count}")
         if self.text is None and (self.long_length or self.long_texts > 1):
             raise TraceError("--long-length and --long-texts cut a text: give it with --text FILE")
         if self.text is None and (self.long_alphas, self.long_dtype) != (
@@ -176,25 +176,25 @@ def write_proposition_study(out: Path, study: PropositionStudy, force: bool = Fa
         TraceError: Texts are too short to fit a slope.
     """
     with result_folder(out, force, finished=_is_finished_study) as folder:
-        found = run_proposition_study(study)
-        for name, trace in found.traces.items():
+        results = run_proposition_study(study)
+        for name, trace in results.traces.items():
             write_netcdf(folder / f"{name}.nc", trace)
-        write_run(folder / "free", found.free)
-        figures = draw_figures(found.tables)
+        write_run(folder / "free", results.free)
+        figures = draw_figures(results.tables)
         for kind in ("tables", "figures"):
             (folder / kind).mkdir()
-        for name, table in found.tables.items():
+        for name, table in results.tables.items():
             table.to_csv(folder / "tables" / f"{name}.csv", index=False)
         for name, (_, drawing) in figures.items():
             drawing.savefig(folder / "figures" / f"{name}.png")
-        facts = _study_facts(study, found)
+        facts = _study_facts(study, results)
         write_json(folder / STUDY_FILE, {"kind": KIND, **facts})
         (folder / "report.html").write_text(
-            _study_page(found.tables, figures, facts), encoding="utf-8"
+            _study_page(results.tables, figures, facts), encoding="utf-8"
         )
     return (
-        f"{format_verdicts(found.tables['verdicts'])}\n\n"
-        + "\n".join(count_by_source(found.tables["verdicts"]))
+        f"{format_verdicts(results.tables['verdicts'])}\n\n"
+        + "\n".join(count_by_source(results.tables["verdicts"]))
         + f"\n\nLook at {out}/report.html"
         " (tables/verdicts.csv has every number)."
     )
@@ -252,14 +252,14 @@ def run_proposition_study(study: PropositionStudy) -> PropositionResults:
         rules = {alpha: Augmentation(alpha=alpha) for alpha in study.long_alphas}
         branch, texts = long_ids
         read = _read_under(model, branch, texts, {0.0: None, **rules}, "reading long texts")
-        found = stack_alphas(read)
+        stacked = stack_alphas(read)
         where = (
             f"{name}, {len(texts)} x {len(texts[0])} tokens of"
             f" {study.text.name if study.text else ''}"
         )
-        verdicts.append(trace_verdicts(found, where, dtype=study.long_dtype))
-        tables |= {f"long_{kind}": table for kind, table in _trace_tables(found, rules).items()}
-        traces["long"] = thin(found)
+        verdicts.append(trace_verdicts(stacked, where, dtype=study.long_dtype))
+        tables |= {f"long_{kind}": table for kind, table in _trace_tables(stacked, rules).items()}
+        traces["long"] = thin(stacked)
     tables["verdicts"] = pd.concat(verdicts, ignore_index=True)
     traces["free"] = thin(own)
     return PropositionResults(tables, traces, _without_traces(free))
@@ -304,13 +304,13 @@ def _announce_work(model: Model, study: PropositionStudy, plans: Sequence[BatchP
 
 def _texts_by_alpha(run: Run) -> dict[float, tuple[pd.DataFrame, xr.Dataset]]:
     """The texts and the trace of each alpha of a run, attribute after attribute."""
-    found: dict[float, list[FinishedCell]] = {}
+    by_alpha: dict[float, list[FinishedCell]] = {}
     for key, cell in run.by_key.items():
-        found.setdefault(cell.columns["alpha"], []).append(finished_cell(run, key))
+        by_alpha.setdefault(cell.columns["alpha"], []).append(finished_cell(run, key))
     joined = {}
-    for alpha, cells in found.items():
-        samples = pd.concat([each.samples for each in cells], ignore_index=True)
-        trace = join_traces([each.trace for each in cells if each.trace is not None], samples)
+    for alpha, cells in by_alpha.items():
+        samples = pd.concat([cell.samples for cell in cells], ignore_index=True)
+        trace = join_traces([cell.trace for cell in cells if cell.trace is not None], samples)
         joined[alpha] = samples, trace.drop_vars(["arm", "sample"])
     return joined
 
@@ -351,8 +351,8 @@ def _without_traces(run: Run) -> Run:
         copy = Cell.model_validate(cell.model_dump() | {"trace": "none"})
         cells[copy.key] = copy
         batches[copy.key] = [
-            FinishedBatch(each.record.model_copy(update={"key": copy.key}), each.samples, None)
-            for each in run.batches[key]
+            FinishedBatch(batch.record.model_copy(update={"key": copy.key}), batch.samples, None)
+            for batch in run.batches[key]
         ]
     return Run(None, Listing(grids={KIND: tuple(cells)}), cells, batches)
 
@@ -369,7 +369,7 @@ def _cut_long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {study.text} as text: {error}") from error
     branch = Layout.of(model.tokenizer, load_task("sentiment").attributes["positive"].prefix, "The")
-    room = (model_short_context(model) or model.cfg.n_ctx) - len(branch) + 1
+    room = (model_card(model).short_ctx or model.cfg.n_ctx) - len(branch) + 1
     length = study.long_length or room
     if length > room:
         raise DataError(
@@ -423,25 +423,28 @@ TRACE_FIGURES: dict[str, tuple[str, Callable[[pd.DataFrame], plots.Drawing]]] = 
 
 def draw_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, plots.Drawing]]:
     """The figures of all tables: name -> (caption, figure). Each is drawn from its table only."""
-    found: dict[str, tuple[str, plots.Drawing]] = {}
+    drawings: dict[str, tuple[str, plots.Drawing]] = {}
     if "synthetic_shares" in tables:
         shares = tables["synthetic_shares"]
-        found["regimes"] = (
+        drawings["regimes"] = (
             (
                 "Three regimes under equal logits, and what other logits make of them. Lines: means"
                 " over texts; dotted: Eq. 11."
             ),
             proposition_plots.regimes(shares),
         )
-        found["synthetic_slopes"] = (
+        drawings["synthetic_slopes"] = (
             "Slope on log-odds against alpha: Proposition 2 is the diagonal.",
             proposition_plots.slopes_against_alpha(tables["synthetic_slopes"], "family"),
         )
     for source, what in SOURCES.items():
         for name, (caption, plot) in TRACE_FIGURES.items():
             if f"{source}{name}" in tables:
-                found[f"{source}{name}"] = (caption.format(what), plot(tables[f"{source}{name}"]))
-    return found
+                drawings[f"{source}{name}"] = (
+                    caption.format(what),
+                    plot(tables[f"{source}{name}"]),
+                )
+    return drawings
 
 
 def format_verdicts(verdicts: pd.DataFrame) -> str:
@@ -526,13 +529,13 @@ def _study_page(
     return page("Do the propositions hold?", lead, sections, facts)
 
 
-def _study_facts(study: PropositionStudy, found: PropositionResults) -> dict[str, str]:
+def _study_facts(study: PropositionStudy, results: PropositionResults) -> dict[str, str]:
     facts = {name: str(value) for name, value in vars(study).items() if value is not None}
     if study.text is not None:
         facts["text"] = study.text.name
     return {
         **facts,
-        "weights": found.free.manifest(next(iter(found.free.by_key))).model.weights,
+        "weights": results.free.manifest(next(iter(results.free.by_key))).model.weights,
         "profile": "paper (Algorithm 1): exact prefix span, l without BOS",
         "prefixes": "Very positive: / Very negative: on the paper's sentiment prompts",
         "intervals": (

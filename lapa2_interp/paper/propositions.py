@@ -91,30 +91,30 @@ def stack_alphas(traces: Mapping[float, xr.Dataset]) -> xr.Dataset:
         )
     # The branch with a prefix of each trace.
     parts = []
-    for each in traces.values():
-        controlled = np.flatnonzero((each["l_pre"].to_numpy() > 0).any(axis=1))
+    for trace in traces.values():
+        controlled = np.flatnonzero((trace["l_pre"].to_numpy() > 0).any(axis=1))
         if not len(controlled):
             raise TraceError(
                 "the traces have no prefix (its length is 0), so there is no prefix attention to"
                 " follow"
             )
-        if "head" not in each.dims:
+        if "head" not in trace.dims:
             raise TraceError("these traces are pooled over heads; record them with trace full")
-        if "in_sight" in each and (each["in_sight"] < each["l_pre"]).any():
+        if "in_sight" in trace and (trace["in_sight"] < trace["l_pre"]).any():
             raise TraceError(
                 "the texts are longer than the sliding window of some layers, where the prefix is"
                 " hidden, not only outweighed; give shorter texts"
             )
-        parts.append(each.isel(branch=int(controlled[0]), drop=True))
+        parts.append(trace.isel(branch=int(controlled[0]), drop=True))
     # Only equal texts and prefixes can be stacked.
     first = parts[0]
-    for each in parts:
-        if dict(each.sizes) != dict(first.sizes) or not np.array_equal(
-            each["l_pre"], first["l_pre"]
+    for trace in parts:
+        if dict(trace.sizes) != dict(first.sizes) or not np.array_equal(
+            trace["l_pre"], first["l_pre"]
         ):
             raise TraceError(
                 "traces of different samples, steps or prefixes cannot be compared:"
-                f" {dict(first.sizes)}, {dict(each.sizes)}"
+                f" {dict(first.sizes)}, {dict(trace.sizes)}"
             )
     if not (first["l_pre"] > 0).all():
         raise TraceError("some texts have no prefix (its length is 0); leave them out")
@@ -206,9 +206,9 @@ def prefix_curves(
     share, *others = (traces[name].to_numpy().astype(np.float64) for name in ("prefix", *parts))
     rest = np.sum(others, axis=0)
     if layer is not None:
-        share, rest = (each[..., layer : layer + 1, :] for each in (share, rest))
+        share, rest = (array[..., layer : layer + 1, :] for array in (share, rest))
     if pooled:
-        share, rest = (each.mean((-2, -1)) for each in (share, rest))
+        share, rest = (array.mean((-2, -1)) for array in (share, rest))
     n = traces["l_pre"].to_numpy()[:, None]
     l_kv = traces["l_kv"].to_numpy().astype(np.float64)
     n_bos = traces["n_bos"].to_numpy()[:, None]
@@ -260,16 +260,21 @@ def head_decay_table(traces: xr.Dataset) -> pd.DataFrame:
         C/(t+D) on the baseline's mean curve. Slopes are computed on steps in equal ratios (`thin`),
         the other columns on all steps.
     """
-    found, whole = prefix_curves(thin(traces), pooled=False), prefix_curves(traces, pooled=False)
-    growth, exponents = found.growth(), found.exponents()
+    curves, all_steps = (
+        prefix_curves(thin(traces), pooled=False),
+        prefix_curves(traces, pooled=False),
+    )
+    growth, exponents = curves.growth(), curves.exponents()
     t = traces["step"].to_numpy().astype(np.float64)
-    l = np.exp(whole.log_l)[:, :, None, None]
+    l = np.exp(all_steps.log_l)[:, :, None, None]
     n = traces["l_pre"].to_numpy()[:, None, None, None]
     kinds, frames = head_kinds(traces), []
-    for i, alpha in enumerate(found.alphas):
-        low, high = bounds(growth[i], found.texts)
-        supremum = np.exp(whole.odds[i] + whole.with_head_axes(whole.log_rest)).max((0, 1))
-        tight = (whole.share[i][:, -1] / ratio_bound(l[:, -1], n[:, 0], supremum)).mean(0)
+    for i, alpha in enumerate(curves.alphas):
+        low, high = bounds(growth[i], curves.texts)
+        supremum = np.exp(all_steps.odds[i] + all_steps.with_head_axes(all_steps.log_rest)).max(
+            (0, 1)
+        )
+        tight = (all_steps.share[i][:, -1] / ratio_bound(l[:, -1], n[:, 0], supremum)).mean(0)
         columns = {
             "growth": growth[i].mean(0), "low": low, "high": high, "exponent": exponents[i].mean(0),
             "sup_ratio": supremum, "tightness": tight,
@@ -280,7 +285,9 @@ def head_decay_table(traces: xr.Dataset) -> pd.DataFrame:
         if alpha == 0:
             intervals = table[["growth", "low", "high"]].to_numpy()
             judged = [TYPICAL_RATIO.verdict(float(low), float(high)) for _, low, high in intervals]
-            fits = [fit_decay(t, curve) for curve in whole.share[i].mean(0).reshape(len(t), -1).T]
+            fits = [
+                fit_decay(t, curve) for curve in all_steps.share[i].mean(0).reshape(len(t), -1).T
+            ]
             table = table.assign(
                 verdict=judged,
                 C=[f.c for f in fits],
@@ -297,21 +304,21 @@ def decay_curve_table(traces: xr.Dataset) -> pd.DataFrame:
     """The curve of the paper's figures, A' averaged over layers and heads: columns alpha, step,
     l_kv (keys, BOS included), mean, low, high, texts, and C, D, R2 of C/(t+D) over all steps (NaN
     without a fit)."""
-    found = prefix_curves(traces, pooled=True)
+    curves = prefix_curves(traces, pooled=True)
     t = traces["step"].to_numpy()
     frames = []
-    for i, alpha in enumerate(found.alphas):
-        low, high = bounds(found.share[i], found.texts)
-        mean = found.share[i].mean(0)
+    for i, alpha in enumerate(curves.alphas):
+        low, high = bounds(curves.share[i], curves.texts)
+        mean = curves.share[i].mean(0)
         fit = fit_decay(t.astype(np.float64), mean)
         columns = {
             "step": t,
-            "l_kv": np.exp(found.log_l).mean(0),
+            "l_kv": np.exp(curves.log_l).mean(0),
             "mean": mean,
             "low": low,
             "high": high,
         }
-        counts = {"texts": len(pd.unique(found.texts)), "C": fit.c, "D": fit.d, "R2": fit.r2}
+        counts = {"texts": len(pd.unique(curves.texts)), "C": fit.c, "D": fit.d, "R2": fit.r2}
         frames.append(pd.DataFrame({"alpha": alpha, **columns, **counts}))
     return pd.concat(frames, ignore_index=True)
 
@@ -323,22 +330,22 @@ def exponent_table(traces: xr.Dataset) -> pd.DataFrame:
     Predicted: alpha on log-odds and for the rise; on log A' the slope of the closed form with the
     baseline's own e_P/e_R held fixed, over the same lengths.
     """
-    found = prefix_curves(thin(traces), pooled=True)
+    curves = prefix_curves(thin(traces), pooled=True)
     rows = []
-    for i, alpha in enumerate(found.alphas):
+    for i, alpha in enumerate(curves.alphas):
         fixed = (
-            (found.odds[found.baseline] + found.log_rest).mean(1, keepdims=True)
-            - found.log_rest
-            + alpha * found.log_r
+            (curves.odds[curves.baseline] + curves.log_rest).mean(1, keepdims=True)
+            - curves.log_rest
+            + alpha * curves.log_r
         )
         log_share = -np.log1p(np.exp(-fixed))
         measured = {
-            "log-odds": (found.corrected_slope()[i], alpha),
-            "rise": (found.rise_slope()[i], alpha),
-            "log A'": (found.exponents()[i], float(fit_slopes(found.log_l, log_share).mean())),
+            "log-odds": (curves.corrected_slope()[i], alpha),
+            "rise": (curves.rise_slope()[i], alpha),
+            "log A'": (curves.exponents()[i], float(fit_slopes(curves.log_l, log_share).mean())),
         }
         for quantity, (values, predicted) in measured.items():
-            one = mean_interval(values, found.texts)
+            one = mean_interval(values, curves.texts)
             rows.append(
                 {"alpha": alpha, "quantity": quantity, **one.columns}
                 | {"texts": one.clusters, "predicted": predicted}
@@ -366,12 +373,12 @@ def prediction_table(
     Raises:
         TraceError: An augmentation acts on keys other than the prefix, whose mass the trace lacks.
     """
-    found = prefix_curves(thin(traces), pooled=False)
-    steps, base = thin(traces)["step"].to_numpy(), found.baseline
+    curves = prefix_curves(thin(traces), pooled=False)
+    steps, base = thin(traces)["step"].to_numpy(), curves.baseline
     n, l_kv = traces["l_pre"].to_numpy(), thin(traces)["l_kv"].to_numpy()
-    n_layers, n_heads = found.share.shape[-2:]
+    n_layers, n_heads = curves.share.shape[-2:]
     rows = []
-    for i, alpha in enumerate(found.alphas):
+    for i, alpha in enumerate(curves.alphas):
         if alpha == 0:
             continue
         rule = augmentations[alpha]
@@ -381,19 +388,20 @@ def prediction_table(
             )
         # The bias of every step and head, and the shares that it predicts.
         l = l_kv - (traces["n_bos"].to_numpy()[:, None] if rule.length_rule == "paper" else 0)
-        bias = np.stack([rule.bias(l[j], int(each)) for j, each in enumerate(n)])
+        bias = np.stack([rule.bias(l[j], int(prefix_length)) for j, prefix_length in enumerate(n)])
         bias = np.where((rule.phase == "decode") & (steps == 0), 0.0, bias)
         of_heads = bias[:, :, None, None] * rule.head_mask(n_layers, n_heads)
-        predicted, measured = shifted_share(found.share[base], of_heads), found.share[i]
+        predicted, measured = shifted_share(curves.share[base], of_heads), curves.share[i]
         with np.errstate(invalid="ignore"):
-            error = np.nanmax(np.abs(found.odds[i] - found.odds[base] - of_heads), axis=(0, 1, 3))
+            error = np.nanmax(np.abs(curves.odds[i] - curves.odds[base] - of_heads), axis=(0, 1, 3))
         # Means by layer, and the interval of what the prediction misses.
         for layer in range(n_layers):
             means = [
-                each[:, :, layer].mean((1, 2)) for each in (found.share[base], predicted, measured)
+                shares[:, :, layer].mean((1, 2))
+                for shares in (curves.share[base], predicted, measured)
             ]
-            gap = mean_interval(means[2] - means[1], found.texts)
-            b, p, m = (float(each.mean()) for each in means)
+            gap = mean_interval(means[2] - means[1], curves.texts)
+            b, p, m = (float(mean_share.mean()) for mean_share in means)
             rows.append(
                 {
                     "alpha": alpha,
@@ -445,15 +453,15 @@ def local_table(traces: xr.Dataset) -> pd.DataFrame:
     for without_bos, outside in ((False, "prefix"), (True, "prefix and BOS")):
         for k in NEAREST:
             near, rest = (
-                each.transpose("alpha", "sample", "step", "layer", "head")
-                for each in local_ratio_terms(traces, k, without_bos=without_bos)
+                term.transpose("alpha", "sample", "step", "layer", "head")
+                for term in local_ratio_terms(traces, k, without_bos=without_bos)
             )
             heads = (near / rest).to_numpy()
             layers = (near.mean("head") / rest.mean("head")).to_numpy()
-            whole = (near.mean(("layer", "head")) / rest.mean(("layer", "head"))).to_numpy()
+            pooled = (near.mean(("layer", "head")) / rest.mean(("layer", "head"))).to_numpy()
             by_layer: dict[tuple[str, int | str], np.ndarray]
             by_layer = {
-                ("pooled", "all"): whole.mean(2),
+                ("pooled", "all"): pooled.mean(2),
                 ("per head", "all"): np.nanmean(heads, axis=(2, 3, 4)),
             }
             for at in range(traces.sizes["layer"]):
@@ -488,35 +496,35 @@ def trace_verdicts(
         dtype: Precision of the model, which limits the precision of the law.
     """
     thinned = thin(traces)
-    found, first = (
+    curves, first = (
         prefix_curves(thinned, pooled=True),
         prefix_curves(thinned, pooled=False, layer=first_layer),
     )
     no_sink = prefix_curves(thinned, pooled=True, sink=False)
-    base, rows = found.baseline, []
+    base, rows = curves.baseline, []
 
     def add(claim: Claim, values: np.ndarray, expected: float | int, **marks: object) -> None:
         rows.append(
-            verdict_row(claim, where, mean_interval(values, found.texts), expected, **marks)
+            verdict_row(claim, where, mean_interval(values, curves.texts), expected, **marks)
         )
 
     # The baseline: attention falls, at the rate 1/l.
-    add(ATTENTION_FALLS, found.exponents()[base], 0)
+    add(ATTENTION_FALLS, curves.exponents()[base], 0)
     rows.append(
         verdict_row(
-            MEAN_DECAY, where, mean_curve_slope(found.log_l, found.share[base], found.texts), -1
+            MEAN_DECAY, where, mean_curve_slope(curves.log_l, curves.share[base], curves.texts), -1
         )
     )
-    kinds = {"": found, ", BOS left out": no_sink}
-    ratios = {keys: each.odds[base] + each.log_rest for keys, each in kinds.items()}
-    rows.append(rate_row(where, found.log_l, ratios, found.texts))
-    add(TYPICAL_RATIO, found.growth()[base], 0)
+    kinds = {"": curves, ", BOS left out": no_sink}
+    ratios = {keys: odds_of.odds[base] + odds_of.log_rest for keys, odds_of in kinds.items()}
+    rows.append(rate_row(where, curves.log_l, ratios, curves.texts))
+    add(TYPICAL_RATIO, curves.growth()[base], 0)
     # Each alpha: the bias, the decay, and the share of near keys.
     local = local_table(traces)
     paper = local[
         (local["layer"] == "all") & (local["outside"] == "prefix") & (local["pooling"] == "pooled")
     ]
-    for i, alpha in enumerate(found.alphas):
+    for i, alpha in enumerate(curves.alphas):
         if alpha == 0:
             continue
         if same_texts:
@@ -531,11 +539,11 @@ def trace_verdicts(
                     alpha,
                     alpha=alpha,
                 )
-        add(POOLED_RISE, found.rise_slope()[i], alpha, alpha=alpha)
-        add(LOG_ODDS_SLOPE, found.corrected_slope()[i], alpha, alpha=alpha)
-        add(SLOWER_DECAY, found.exponents()[i] - found.exponents()[base], 0, alpha=alpha)
-        closed_form = 1 / (1 + np.exp(found.log_rest[:, -1] - alpha * found.log_r[:, -1]))
-        add(CLOSED_FORM, found.share[i][:, -1] / closed_form, 1, alpha=alpha)
+        add(POOLED_RISE, curves.rise_slope()[i], alpha, alpha=alpha)
+        add(LOG_ODDS_SLOPE, curves.corrected_slope()[i], alpha, alpha=alpha)
+        add(SLOWER_DECAY, curves.exponents()[i] - curves.exponents()[base], 0, alpha=alpha)
+        closed_form = 1 / (1 + np.exp(curves.log_rest[:, -1] - alpha * curves.log_r[:, -1]))
+        add(CLOSED_FORM, curves.share[i][:, -1] / closed_form, 1, alpha=alpha)
         for row in paper[paper["alpha"] == alpha].to_dict("records"):
             change = Interval(
                 row["difference"], row["low"], row["high"], row["texts"], row["texts"]

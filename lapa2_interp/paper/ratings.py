@@ -43,24 +43,26 @@ def stored_ratings(folder: Path) -> pd.DataFrame:
     if scores.is_file():
         try:
             check_parquet(scores)
-            found = pd.read_parquet(scores)
+            ratings = pd.read_parquet(scores)
         except (OSError, ValueError) as error:
             raise DamagedError(
                 f"{scores} is damaged ({' '.join(str(error).split())[:120]}); remove the folder, or"
                 " score the run with the judge again"
             ) from error
-        found = found[found["metric"].isin(CRITERIA) & found["value"].notna()]
+        ratings = ratings[ratings["metric"].isin(CRITERIA) & ratings["value"].notna()]
         frames.append(
-            found.assign(rater=found["scorer"], criterion=found["metric"]).reindex(columns=COLUMNS)
+            ratings.assign(rater=ratings["scorer"], criterion=ratings["metric"]).reindex(
+                columns=COLUMNS
+            )
         )
     answers = folder / "human" / "answers.csv"
     if answers.is_file():
-        found = pd.read_csv(answers, dtype={"arm": object}).dropna(subset="rating")
-        named = found["arm"].fillna("").str.extract(ARM_NAME)
-        found = found.assign(**named).assign(arm=named["arm"].fillna(found["arm"]))
-        found = found.rename(columns={"metric": "criterion", "rating": "value"})
-        frames.append(found.assign(rater="people").reindex(columns=COLUMNS))
+        ratings = pd.read_csv(answers, dtype={"arm": object}).dropna(subset="rating")
+        named = ratings["arm"].fillna("").str.extract(ARM_NAME)
+        ratings = ratings.assign(**named).assign(arm=named["arm"].fillna(ratings["arm"]))
+        ratings = ratings.rename(columns={"metric": "criterion", "rating": "value"})
+        frames.append(ratings.assign(rater="people").reindex(columns=COLUMNS))
     filled = [frame for frame in frames if len(frame)]
-    found = pd.concat(filled, ignore_index=True) if filled else frames[0]
+    ratings = pd.concat(filled, ignore_index=True) if filled else frames[0]
     texts = [name for name in COLUMNS if name != "value"]
-    return found.assign(**{name: found[name].astype(object).fillna("") for name in texts})
+    return ratings.assign(**{name: ratings[name].astype(object).fillna("") for name in texts})

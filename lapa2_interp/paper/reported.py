@@ -54,8 +54,8 @@ def reported_numbers() -> pd.DataFrame:
 
 @cache
 def _rows(table: str) -> list[dict[Hashable, Any]]:
-    found = reported_numbers()
-    return found[found["table"] == table].to_dict("records")
+    numbers = reported_numbers()
+    return numbers[numbers["table"] == table].to_dict("records")
 
 
 def paper_number(table: str, **wanted: Any) -> float:
@@ -69,12 +69,14 @@ def paper_number(table: str, **wanted: Any) -> float:
     """
     if "method" in wanted:
         wanted["method"] = known_methods()[wanted["method"]].paper_name
-    found = [row for row in _rows(table) if all(row[name] == each for name, each in wanted.items())]
-    if len(found) > 1:
+    rows = [
+        row for row in _rows(table) if all(row[name] == value for name, value in wanted.items())
+    ]
+    if len(rows) > 1:
         raise RunError(
-            f"{len(found)} numbers of the paper's table {table} fit {wanted}; name more columns"
+            f"{len(rows)} numbers of the paper's table {table} fit {wanted}; name more columns"
         )
-    return float(found[0]["value"]) if found else float("nan")
+    return float(rows[0]["value"]) if rows else float("nan")
 
 
 def paper_place(
@@ -82,16 +84,16 @@ def paper_place(
 ) -> tuple[str, int] | None:
     """The paper's model and length to show beside a result: the result's own model, or the first
     of the paper's table; the result's length, or the table's only one. None if there is none."""
-    found = reported_numbers()
+    rows = reported_numbers()
     theirs = known_methods()[method].paper_name
-    found = found[(found["table"] == table) & (found["task"] == task) & (found["method"] == theirs)]
-    if not len(found):
+    rows = rows[(rows["table"] == table) & (rows["task"] == task) & (rows["method"] == theirs)]
+    if not len(rows):
         return None
     named = PAPER_MODELS.get(model, "")
-    models, lengths = set(found["model"]), set(found["length"].astype(int))
+    models, lengths = set(rows["model"]), set(rows["length"].astype(int))
     if length not in lengths and len(lengths) > 1:
         return None
     return (
-        named if named in models else str(found["model"].iloc[0]),
+        named if named in models else str(rows["model"].iloc[0]),
         length if length in lengths else lengths.pop(),
     )

@@ -37,13 +37,13 @@ class ScriptOptions(argparse.ArgumentParser):
         sys.excepthook = print_error
         if args is None and Path(sys.argv[0]).name.startswith(("ipykernel", "colab_kernel")):
             args = []
-        found, rest = self.parse_known_args(args, namespace)
+        options, rest = self.parse_known_args(args, namespace)
         if rest and rest[0].startswith("-"):
             names = [name for name in self._option_string_actions if name.startswith("--")]
             self.error(unknown_choice("option", rest[0].partition("=")[0], names))
         if rest:
             self.error(f"there is no place for {rest[0]!r}")
-        return found
+        return options
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and one line."""
@@ -54,17 +54,17 @@ class ScriptOptions(argparse.ArgumentParser):
 def whole_number(least: int = 1, most: int | None = None) -> Callable[[str], int]:
     """The argparse type of a whole number in a range."""
 
-    def whole(text: str) -> int:
+    def parse(text: str) -> int:
         try:
-            found = int(text)
+            number = int(text)
         except ValueError:
-            found = least - 1
-        if found < least or (most is not None and found > most):
+            number = least - 1
+        if number < least or (most is not None and number > most):
             allowed = f"at least {least}" if most is None else f"{least} to {most}"
             raise argparse.ArgumentTypeError(f"takes a whole number, {allowed}; found {text!r}")
-        return found
+        return number
 
-    return whole
+    return parse
 
 
 def add_scoring(

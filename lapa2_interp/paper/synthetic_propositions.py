@@ -44,10 +44,10 @@ def synthetic_shares(
             shares = shifted_share(1 / (1 + np.exp(-odds)), alpha * np.log(r)).mean(1)
             predicted = augmented_share(lengths, l_pre, alpha)
             for i, l in enumerate(lengths):
-                found = mean_interval(shares[:, i], np.arange(len(shares)), resamples=500)
+                interval = mean_interval(shares[:, i], np.arange(len(shares)), resamples=500)
                 rows.append(
-                    {"family": name, "alpha": alpha, "l": int(l), **found.columns}
-                    | {"texts": found.n, "predicted": predicted[i], "ratio": ratio[i]}
+                    {"family": name, "alpha": alpha, "l": int(l), **interval.columns}
+                    | {"texts": interval.n, "predicted": predicted[i], "ratio": ratio[i]}
                 )
     return pd.DataFrame(rows)
 
@@ -75,10 +75,10 @@ def synthetic_slopes(
                 ),
             }
             for quantity, (values, predicted) in measured.items():
-                found = mean_interval(values, np.arange(len(values)))
+                interval = mean_interval(values, np.arange(len(values)))
                 rows.append(
-                    {"family": name, "alpha": alpha, "quantity": quantity, **found.columns}
-                    | {"texts": found.n, "predicted": predicted}
+                    {"family": name, "alpha": alpha, "quantity": quantity, **interval.columns}
+                    | {"texts": interval.n, "predicted": predicted}
                 )
     return pd.DataFrame(rows)
 
@@ -119,11 +119,11 @@ def synthetic_verdicts(
         )
         for alpha in sorted({alpha for alpha in alphas if alpha > 0}):
             closed_form = augmented_share(lengths[-1:], l_pre, alpha)
-            found = (
+            ratios = (
                 shifted_share(share[..., -1], alpha * np.log(lengths[-1] / l_pre)) / closed_form
             ).mean(1)
             rows.append(
-                verdict_row(CLOSED_FORM, where, mean_interval(found, texts), 1, alpha=alpha)
+                verdict_row(CLOSED_FORM, where, mean_interval(ratios, texts), 1, alpha=alpha)
             )
     return pd.DataFrame(rows)
 

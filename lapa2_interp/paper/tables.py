@@ -95,9 +95,9 @@ def item_table(
         frames.append(means.merge(changes, on=joined, how="left") if len(changes) else means)
         frames.append(_distinct_rows(scores, tokenizer))
     numbers = ("mean", "low", "high", "n", "prompts", "skipped", "scorer", *CHANGE_COLUMNS)
-    found = pd.concat(frames, ignore_index=True)
-    found = found.reindex(columns=[*ROW_COLUMNS, *extra, "metric", *numbers])
-    found["state"] = "finished"
+    table = pd.concat(frames, ignore_index=True)
+    table = table.reindex(columns=[*ROW_COLUMNS, *extra, "metric", *numbers])
+    table["state"] = "finished"
     # Unfinished cells.
     gaps = cells[cells["state"] != "finished"]
     if len(gaps):
@@ -109,15 +109,15 @@ def item_table(
         rows = rows.assign(
             attribute="all", part=0, metric=np.where(rows["task"] == "detox", "tox", "acc")
         )
-        found = pd.concat([found, rows], ignore_index=True)
+        table = pd.concat([table, rows], ignore_index=True)
     # Facts of the arm, the best arm, and the paper's numbers.
     arms = cells.drop_duplicates(ARM_COLUMNS)[[*ARM_COLUMNS, "profile", "alpha"]]
-    found = found.merge(arms, on=ARM_COLUMNS, how="left")
-    found["best"] = _best_means(found, scores)
-    beside = [_paper_mean(item, row, variants or {}) for row in records(found)]
-    found["paper"] = [number for number, _ in beside]
-    found["paper_of"] = [place for _, place in beside]
-    return _in_grid_order(found.drop(columns="alpha"), cells)
+    table = table.merge(arms, on=ARM_COLUMNS, how="left")
+    table["best"] = _best_means(table, scores)
+    beside = [_paper_mean(item, row, variants or {}) for row in records(table)]
+    table["paper"] = [number for number, _ in beside]
+    table["paper_of"] = [source for _, source in beside]
+    return _in_grid_order(table.drop(columns="alpha"), cells)
 
 
 def _column_differs(scores: pd.DataFrame, column: str, keys: list[str]) -> bool:
@@ -129,8 +129,8 @@ def _distinct_rows(scores: pd.DataFrame, tokenizer: Any) -> pd.DataFrame:
     first = scores[scores["metric"].isin(["acc", "tox"])]
     if not len(first):
         return pd.DataFrame()
-    found = distinct_cells(first, tokenizer)
-    return found.assign(metric=found["metric"].map(lambda metric: PAPER_METRICS[metric][0]))
+    cells = distinct_cells(first, tokenizer)
+    return cells.assign(metric=cells["metric"].map(lambda metric: PAPER_METRICS[metric][0]))
 
 
 def split_variant(variant: str) -> tuple[str, str]:
@@ -163,10 +163,10 @@ def _paper_mean(
     if not usual or (not named and (variants or wording)):
         return nothing
     table = TABLE_OF_ITEM.get(item, item)
-    place = paper_place(table, row["task"], row["method"], row["model"], int(row["length"]))
-    if place is None:
+    source = paper_place(table, row["task"], row["method"], row["model"], int(row["length"]))
+    if source is None:
         return nothing
-    model, length = place
+    model, length = source
     number = paper_number(
         table,
         task=row["task"],
@@ -231,10 +231,12 @@ def _best_means(table: pd.DataFrame, scores: pd.DataFrame) -> list[bool]:
             continue
         before, after = (texts[*where, table.loc[i, "arm"]] for i in (second, first))
         if attribute != "all":
-            before, after = (each[each["attribute"] == attribute] for each in (before, after))
-        found = paired_change(before, after)
-        if found is not None:
-            best[first] = bool((found.low if better > 0 else -found.high) > 0)
+            before, after = (
+                arm_rows[arm_rows["attribute"] == attribute] for arm_rows in (before, after)
+            )
+        change = paired_change(before, after)
+        if change is not None:
+            best[first] = bool((change.low if better > 0 else -change.high) > 0)
     return list(best)
 
 
@@ -278,14 +280,14 @@ def format_item_table(table: pd.DataFrame) -> pd.DataFrame:
         if key in chosen and (key in ("method", "arm") or chosen[key].nunique(dropna=False) > 1)
     ]
     # A column per metric, and the paper's number after it.
-    found = chosen[keys].drop_duplicates()
+    wide = chosen[keys].drop_duplicates()
     for metric in _metric_order(chosen):
         part = chosen[chosen["metric"] == metric]
         rows = records(part)
         cells = part[keys].assign(**{metric: list(map(_format_mean, rows))})
         if part["paper"].notna().any():
             cells[f"paper {metric}"] = list(map(_format_paper_number, rows))
-        found = found.merge(cells, on=keys, how="left")
+        wide = wide.merge(cells, on=keys, how="left")
     # The number of texts, and the change of control against the baseline.
     first = chosen[chosen["metric"].isin(["acc", "tox"])]
     changes = first[[name for name in CHANGE_COLUMNS if name != "p"]]
@@ -294,10 +296,10 @@ def format_item_table(table: pd.DataFrame) -> pd.DataFrame:
         "" if np.isnan(d) else f"{format_interval(d, low, high, '+.1f')} ({least:.1f})"
         for d, low, high, least in changes.to_numpy(float)
     ]
-    found = found.merge(cells, on=keys, how="left")
-    if "part" in found and set(found["part"]) <= PART_NAMES.keys():
-        found["part"] = found["part"].map(PART_NAMES)
-    return found.astype(object).fillna("").rename(columns={"arm": "augmentation"})
+    wide = wide.merge(cells, on=keys, how="left")
+    if "part" in wide and set(wide["part"]) <= PART_NAMES.keys():
+        wide["part"] = wide["part"].map(PART_NAMES)
+    return wide.astype(object).fillna("").rename(columns={"arm": "augmentation"})
 
 
 def _number_format(metric: str) -> str:
@@ -374,7 +376,7 @@ def _describe_paper_numbers(table: pd.DataFrame) -> str:
     of_task = shown.groupby("task", sort=False)["paper_of"].agg(
         lambda column: " or ".join(dict.fromkeys(column))
     )
-    listed = "; ".join(f"{task}: {place}" for task, place in of_task.items())
+    listed = "; ".join(f"{task}: {lengths}" for task, lengths in of_task.items())
     return (
         f"paper: the paper's numbers, at the same length unless one is named ({listed}). Its"
         " scorers and prompts are others; with another model, too, compare directions, not sizes."

@@ -65,7 +65,7 @@ def prefix_nll(
     # Texts after the same tokens, at most BATCH at a time.
     batches = [
         same[i : i + BATCH]
-        for same in (list(found) for _, found in groupby(order, key=lambda i: pairs[i][0]))
+        for same in (list(indices) for _, indices in groupby(order, key=lambda i: pairs[i][0]))
         for i in range(0, len(same), BATCH)
     ]
     totals = np.zeros(len(texts))
@@ -95,8 +95,8 @@ def after_hard_prefix(tokenizer: Any, prefix: str, text: Sequence[int]) -> Seam:
         prefix: The prefix, with the space if there is one.
         text: Token ids of the text alone.
     """
-    whole = prefix + tokenizer.decode(text, clean_up_tokenization_spaces=False)
-    read = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    joined = prefix + tokenizer.decode(text, clean_up_tokenization_spaces=False)
+    read = tokenizer(joined, add_special_tokens=False, return_offsets_mapping=True)
     ends = [end for _, end in read.offset_mapping]
     first = next(i for i, end in enumerate(ends) if end > len(prefix.rstrip()))
     return tuple(read.input_ids[:first]), read.input_ids[first:]
@@ -132,8 +132,10 @@ def nll_interval(table: pd.DataFrame) -> Interval:
     """NLL per token of the texts in a table, with the 95 % interval from resampling texts."""
     nll, tokens = table["nll"].to_numpy(), table["tokens"].to_numpy()
     # The mean over tokens, each with its text's NLL per token, is that of all tokens.
-    found = mean_interval(np.repeat(nll / tokens, tokens), np.repeat(np.arange(len(nll)), tokens))
-    return replace(found, n=len(nll))
+    interval = mean_interval(
+        np.repeat(nll / tokens, tokens), np.repeat(np.arange(len(nll)), tokens)
+    )
+    return replace(interval, n=len(nll))
 
 
 def likeliest_under_own_prefix(table: pd.DataFrame, prefixes: Mapping[str, str]) -> pd.Series:
@@ -237,18 +239,17 @@ def evaluate_sets(
     for folder, prefixes in sets.items():
         own = nll_table(network, tokenizer, prefixes, texts, f"{task.name} {folder.name}")
         right = likeliest_under_own_prefix(own, {name: name for name in names})
-        whole = pd.concat([own, table], ignore_index=True)
+        nll = pd.concat([own, table], ignore_index=True)
         intervals = {
-            pair: nll_interval(part)
-            for pair, part in whole.groupby(["label", "prefix"], sort=False)
+            pair: nll_interval(part) for pair, part in nll.groupby(["label", "prefix"], sort=False)
         }
         for name, prefix in prefixes.items():
             held_out = HeldOutMeasures(
                 data=data,
                 max_tokens=max_tokens,
                 nll={
-                    other: interval
-                    for (label, other), interval in intervals.items()
+                    prefix: interval
+                    for (label, prefix), interval in intervals.items()
                     if label == name
                 },
                 accuracy=_share_interval(right[right.index.get_level_values("label") == name]),
@@ -257,8 +258,8 @@ def evaluate_sets(
             )
             write_card(prefix.card.model_copy(update={"held_out": held_out}), folder)
         rows += [
-            (str(folder), label, prefix, each.mean, each.low, each.high, each.n)
-            for (label, prefix), each in intervals.items()
+            (str(folder), label, prefix, interval.mean, interval.low, interval.high, interval.n)
+            for (label, prefix), interval in intervals.items()
         ]
     return pd.DataFrame(rows, columns=["set", "label", "prefix", "nll", "low", "high", "n"])
 

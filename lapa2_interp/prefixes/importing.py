@@ -83,8 +83,8 @@ class Base:
             return self.weights == card.weights
         name = expand_name(self.name)
         if (folder := Path(name)).is_dir():
-            place = smollm2_folder() if card.name == SMOLLM2 else Path(card.name)
-            same_place = place.is_dir() and place.samefile(folder)
+            model_folder = smollm2_folder() if card.name == SMOLLM2 else Path(card.name)
+            same_place = model_folder.is_dir() and model_folder.samefile(folder)
             return same_place or folder_hash(folder) in card.weights
         return name == card.name
 
@@ -208,7 +208,7 @@ def read_tensors(source: Path) -> dict[str, Tensor]:
         ) from error
     if not (
         isinstance(tensors, dict)
-        and all(isinstance(each, torch.Tensor) for each in tensors.values())
+        and all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
     ):
         raise PrefixError(f"{file} is not a dictionary of tensors; save the state dict alone")
     return tensors
@@ -254,10 +254,10 @@ def _read_peft(folder: Path) -> tuple[Tensor, Tensor, Base | None]:
     tensors = read_tensors(folder)
     stored = tensors.get("prompt_embeddings")
     if stored is None or stored.shape != (slots, layers * 2 * width):
-        found = ", ".join(f"{name} {tuple(each.shape)}" for name, each in tensors.items())
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise PrefixError(
             f"{folder}: expected prompt_embeddings of [{slots} slots, {layers} layers x 2 x"
-            f" {width}]; found {found}"
+            f" {width}]; found {shapes}"
         )
     both = stored.unflatten(1, (layers, 2, heads, width // heads)).permute(2, 1, 3, 0, 4)
     return both[0], both[1], Base(name) if name else None

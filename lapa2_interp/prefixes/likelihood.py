@@ -126,9 +126,9 @@ def _output_head(network: Any) -> Callable[[Tensor], Tensor]:
     cap = getattr(config, "final_logit_softcapping", None)
 
     def logits(hidden: Tensor) -> Tensor:
-        found = embeddings(hidden)
-        found = found * scale if scale != 1 else found
-        return torch.tanh(found / cap) * cap if cap else found
+        logits = embeddings(hidden)
+        logits = logits * scale if scale != 1 else logits
+        return torch.tanh(logits / cap) * cap if cap else logits
 
     return logits
 
@@ -210,8 +210,8 @@ def _nll_of_lone_pass(
     )
     check_cache_grew(network, cache is None or cache.get_seq_length() > slots)
     scored = rows.targets[:, 1:]
-    found = _TokenNll.apply(hidden[scored], _output_head(network), rows.ids[:, 1:][scored])
-    return torch.zeros_like(scored, dtype=found.dtype).masked_scatter(scored, found)
+    nll = _TokenNll.apply(hidden[scored], _output_head(network), rows.ids[:, 1:][scored])
+    return torch.zeros_like(scored, dtype=nll.dtype).masked_scatter(scored, nll)
 
 
 def _nll_across_rotary_change(
@@ -220,9 +220,9 @@ def _nll_across_rotary_change(
     """`text_nll` for a model whose rotary factors change beyond `short` tokens. Each token is
     scored as in a forward pass over the text before it, so longer texts need a second pass."""
     parts = rows.ids, rows.live, rows.targets
-    near = TextRows(*(each[:, : short + 1] for each in parts))
-    found = pad(_nll_of_one_pass(network, near), (0, rows.ids.shape[1] - 1 - short))
+    near = TextRows(*(part[:, : short + 1] for part in parts))
+    nll = pad(_nll_of_one_pass(network, near), (0, rows.ids.shape[1] - 1 - short))
     longer = rows.live[:, short + 1].nonzero()[:, 0]
-    far = TextRows(*(each[longer] for each in parts))
+    far = TextRows(*(part[longer] for part in parts))
     far.targets[:, : short + 1] = False
-    return found.index_add(0, longer, _nll_of_one_pass(network, far))
+    return nll.index_add(0, longer, _nll_of_one_pass(network, far))

@@ -93,11 +93,11 @@ def make_set(
     if held_out:
         checks = without_texts_of(corpora, _read_corpora(held_out, names, "test", report))
     else:
-        corpora, checks = _unzip(split_held_out(each, HELD_OUT, at_least=2) for each in corpora)
+        corpora, checks = _unzip(split_held_out(corpus, HELD_OUT, at_least=2) for corpus in corpora)
         corpora = without_texts_of(
             checks, corpora
         )  # of several corpora, one may have a text of another
-    deciding, measured = _unzip(split_held_out(each, HELD_OUT, one_in=2) for each in checks)
+    deciding, measured = _unzip(split_held_out(corpus, HELD_OUT, one_in=2) for corpus in checks)
     measured = without_texts_of(deciding, measured)
     train_set(
         model,

@@ -39,7 +39,7 @@ def contrastive_loss(
     gen_weight: float,
     sum_loss: bool,
     logit_scale: float = 1.0,
-    other: Int[Tensor, " text"] | None = None,
+    wrong: Int[Tensor, " text"] | None = None,
 ) -> Float[Tensor, ""]:
     """(1 - w) L_disc + w L_gen (methods section 3.3).
 
@@ -50,12 +50,12 @@ def contrastive_loss(
         gen_weight: w, in [0, 1].
         sum_loss: L_disc compares whole texts, not means per token; L_gen is always per token.
         logit_scale: Scale of the softmax's logits.
-        other: The only competitor of each text; by default all prefixes compete.
+        wrong: The only competitor of each text; by default all prefixes compete.
     """
     mean = nll / tokens
     logits = -logit_scale * (nll if sum_loss else mean)
-    if other is not None:
-        logits = torch.stack([logits.gather(0, which[None])[0] for which in (label, other)])
+    if wrong is not None:
+        logits = torch.stack([logits.gather(0, which[None])[0] for which in (label, wrong)])
         chosen = torch.zeros_like(label)
     else:
         chosen = label
@@ -85,12 +85,12 @@ class TrainingTexts:
             sorted(order[i : i + 16 * size], key=lambda t: len(self.texts[t]))
             for i in range(0, len(order), 16 * size)
         ]
-        found = [
+        batches = [
             [int(t) for t in block[i : i + size]]
             for block in blocks
             for i in range(0, len(block), size)
         ]
-        return [found[i] for i in rng.permutation(len(found))]
+        return [batches[i] for i in rng.permutation(len(batches))]
 
 
 @dataclass
@@ -160,12 +160,12 @@ class PrefixTraining:
         label = torch.tensor([examples.labels[i] for i in chosen], device=self.device)
         contrastive = self.recipe.objective == "contrastive"
         # The competitor of each text, where each has one.
-        other = None
+        wrong = None
         if contrastive and self.recipe.negatives == "one":
             draw = np.random.default_rng([self.recipe.seed, step, 1]).integers(
                 1, len(self.attributes), len(chosen)
             )
-            other = (label + torch.from_numpy(draw).to(self.device)) % len(self.attributes)
+            wrong = (label + torch.from_numpy(draw).to(self.device)) % len(self.attributes)
         prefixes = list(range(len(self.attributes))) if contrastive else [0]
         # The NLL of every text after every prefix. Rows: prefix x text.
         rows = TextRows.of(texts * len(prefixes), self.start, self.device)
@@ -182,7 +182,7 @@ class PrefixTraining:
             gen_weight=self.recipe.gen_weight,
             sum_loss=self.recipe.sum_loss,
             logit_scale=self.recipe.logit_scale,
-            other=other,
+            wrong=wrong,
         )
         return loss, n_read
 
@@ -192,12 +192,12 @@ class PrefixTraining:
         both, size = self.folded(), 2 * self.recipe.batch
         order = sorted(range(len(self.held_out.texts)), key=lambda t: len(self.held_out.texts[t]))
         parts = [order[i : i + size] for i in range(0, len(order), size)]
-        found = [self.loss(both, self.held_out, part, step) for step, part in enumerate(parts)]
+        losses = [self.loss(both, self.held_out, part, step) for step, part in enumerate(parts)]
         weight = [
             n if self.recipe.objective == "mle" else len(part)
-            for (_, n), part in zip(found, parts, strict=True)
+            for (_, n), part in zip(losses, parts, strict=True)
         ]
-        return float(np.average([float(loss) for loss, _ in found], weights=weight))
+        return float(np.average([float(loss) for loss, _ in losses], weights=weight))
 
     def run(self, bar: tqdm) -> None:
         """Train to the end; resume from the checkpoint if there is one."""

@@ -52,22 +52,22 @@ class PrefixParameters(nn.Module):
             case "direct":
                 return self.both.transpose(0, 1)
             case "air":
-                found = (
+                states = (
                     torch.einsum("cklsm,clmd->cklsd", self.tables, self.weight)
                     + self.bias[:, None, :, None]
                 )
-                found = found.unflatten(
+                states = states.unflatten(
                     -1, (shape.n_kv_heads, shape.d_head)
                 )  # prefix two layer slot kv_head d_head
-                return found.permute(1, 0, 2, 4, 3, 5)
+                return states.permute(1, 0, 2, 4, 3, 5)
             case "mlp":
                 flat = torch.stack(
-                    [each(table) for each, table in zip(self.maps, self.tables, strict=True)]
+                    [linear(table) for linear, table in zip(self.maps, self.tables, strict=True)]
                 )
             case "linear":
                 flat = self.map(self.tables)
-        found = flat.unflatten(-1, (shape.n_layers, 2, shape.n_kv_heads, shape.d_head))
-        return found.permute(3, 0, 2, 4, 1, 5)  # from prefix slot layer two kv_head d_head
+        states = flat.unflatten(-1, (shape.n_layers, 2, shape.n_kv_heads, shape.d_head))
+        return states.permute(3, 0, 2, 4, 1, 5)  # from prefix slot layer two kv_head d_head
 
 
 @torch.no_grad()

@@ -81,11 +81,11 @@ class PrefixShape(BaseModel):
         )
 
 
-def _null_as_nan(given: Any) -> Any:
+def _null_as_nan(fields: Any) -> Any:
     """Read null as NaN, which JSON lacks: the bounds of one text's interval are NaN."""
-    if isinstance(given, dict):
-        return {name: math.nan if value is None else value for name, value in given.items()}
-    return given
+    if isinstance(fields, dict):
+        return {name: math.nan if value is None else value for name, value in fields.items()}
+    return fields
 
 
 StoredInterval = Annotated[Interval, BeforeValidator(_null_as_nan)]
@@ -304,19 +304,21 @@ def save_prefix(prefix: SoftPrefix, folder: Path, dtype: str = "float16") -> Sof
     import torch
     from safetensors.torch import save_file
 
-    kept = {name: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous() for name, tensor in
-            (("keys", prefix.keys), ("values", prefix.values))}  # fmt: skip
-    if not all(bool(tensor.isfinite().all()) for tensor in kept.values()):
+    tensors = {
+        name: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
+        for name, tensor in (("keys", prefix.keys), ("values", prefix.values))
+    }
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise PrefixError(
             f"the values of {prefix.card.attribute!r} exceed {dtype}; save it as float32"
         )
     weights, _ = prefix_files(folder, prefix.card.attribute)
     with atomic_write(weights) as fresh:
-        save_file(kept, fresh)
+        save_file(tensors, fresh)
         fresh.chmod(0o644)
     card = prefix.card.model_copy(update={"sha256": sha256_of(weights)})
     write_card(card, folder)
-    return SoftPrefix(kept["keys"], kept["values"], card)
+    return SoftPrefix(tensors["keys"], tensors["values"], card)
 
 
 def write_card(card: PrefixCard, folder: Path) -> None:
@@ -360,7 +362,9 @@ def read_card(file: Path) -> PrefixCard:
     """
     if not file.is_file():
         near = (
-            sorted(each.stem for each in file.parent.glob("*.json")) if file.parent.is_dir() else []
+            sorted(card_file.stem for card_file in file.parent.glob("*.json"))
+            if file.parent.is_dir()
+            else []
         )
         have = f"; there are: {', '.join(near)}" if near else ""
         raise PrefixError(f"no soft prefix {file.stem!r} in {file.parent}{have}")
@@ -402,8 +406,8 @@ def set_folder(model: str, task: str, which: str) -> Path:
     if Path(which).is_dir():
         return Path(which)
     have = [
-        each.name.removeprefix(f"{task}-")
-        for each in sorted((SHIPPED_SETS / model).glob(f"{task}-*"))
+        folder.name.removeprefix(f"{task}-")
+        for folder in sorted((SHIPPED_SETS / model).glob(f"{task}-*"))
     ]
     raise PrefixError(
         f"no soft prefixes {which!r} of task {task} for {model}; "
@@ -424,24 +428,24 @@ def cards_in(folder: Path) -> list[PrefixCard]:
     Raises:
         PrefixError: There is none; a card is damaged, or the weights beside it are missing.
     """
-    found = []
+    cards = []
     for file in sorted(folder.rglob("*.json")):
         weights = file.with_suffix(".safetensors")
         if any(part.startswith(".") for part in file.relative_to(folder).parts):
             continue
         try:
-            found.append(read_card(file))
+            cards.append(read_card(file))
         except PrefixError:
             if weights.is_file():
                 raise
             continue
         if not weights.is_file():
             raise PrefixError(f"{file} has no weights: {weights.name} is not beside it")
-    if not found:
+    if not cards:
         raise PrefixError(
             f"{folder} holds no soft prefixes; `lapa2 prefix train --out` makes a set"
         )
-    return found
+    return cards
 
 
 def prefix_files(folder: Path, attribute: str) -> tuple[Path, Path]:

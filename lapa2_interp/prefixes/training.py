@@ -126,10 +126,10 @@ def train_set(
         n_checked = max(1, HELD_OUT_ROWS // len(groups[0]) ** 2)
         texts, checks = (
             {
-                name: tokenise_pieces(tokenizer, found, name, recipe.max_tokens, most)
+                name: tokenise_pieces(tokenizer, sources, name, recipe.max_tokens, most)
                 for name in attributes
             }
-            for found, most in ((corpora, recipe.limit), (held_out, n_checked))
+            for sources, most in ((corpora, recipe.limit), (held_out, n_checked))
         )
         start = (text_markers(tokenizer).start,)
         first = _start_values(network, tokenizer, start, task, recipe, texts, first_set)
@@ -207,11 +207,11 @@ def _load_first_set(
     """The set that a training begins with, which must be of the same model and shape."""
     if folder is None:
         raise PrefixError("start 'set' needs the folder of a set to begin with (--from)")
-    found = {name: load_prefix(folder, name) for name in attributes}
-    for prefix in found.values():
+    prefixes = {name: load_prefix(folder, name) for name in attributes}
+    for prefix in prefixes.values():
         if prefix.card.shape != shape or prefix.card.weights != weights:
             raise PrefixError(f"{prefix!r} in {folder} does not fit {model} with {shape}")
-    return found
+    return prefixes
 
 
 def check_context(
@@ -255,21 +255,21 @@ def tokenise_pieces(
         DataError: There is no text of the attribute.
     """
     by_corpus = [corpus.texts.get(attribute, ()) for corpus in corpora]
-    texts = [text for each in zip_longest(*by_corpus) for text in each if text is not None]
+    texts = [text for in_turn in zip_longest(*by_corpus) for text in in_turn if text is not None]
     waiting = [split_pieces(text, tokenizer, max_tokens) for text in texts]
-    kept: list[list[int]] = []
+    pieces: list[list[int]] = []
     while waiting:
         unfinished = []
-        for each in waiting:
-            if limit is not None and len(kept) == limit:
-                return kept
-            if (ids := next(each, None)) is not None:
-                kept.append(ids)
-                unfinished.append(each)
+        for stream in waiting:
+            if limit is not None and len(pieces) == limit:
+                return pieces
+            if (ids := next(stream, None)) is not None:
+                pieces.append(ids)
+                unfinished.append(stream)
         waiting = unfinished
-    if not kept:
+    if not pieces:
         raise DataError(f"there is no text of {attribute!r}; give --data with that label")
-    return kept
+    return pieces
 
 
 def _start_values(
@@ -294,8 +294,8 @@ def _start_values(
     }
     if recipe.start == "text":
         ids_of = {
-            name: [token for text in found[: recipe.slots] for token in text]
-            for name, found in texts.items()
+            name: [token for text in of_label[: recipe.slots] for token in text]
+            for name, of_label in texts.items()
         }
     return {
         name: text_keys_and_values(network, start, ids, recipe.slots, recipe.shifted).float()
@@ -317,14 +317,18 @@ def _begin_shared(
         job,
         recipe=job.recipe.model_copy(update={"objective": "mle"}),
         attributes=("shared",),
-        train=TrainingTexts.of([[text for each in texts.values() for text in each[: most[0]]]]),
-        held_out=TrainingTexts.of([[text for each in checks.values() for text in each[: most[1]]]]),
+        train=TrainingTexts.of(
+            [[text for of_label in texts.values() for text in of_label[: most[0]]]]
+        ),
+        held_out=TrainingTexts.of(
+            [[text for of_label in checks.values() for text in of_label[: most[1]]]]
+        ),
         checkpoint=job.checkpoint.with_name(".shared.pt"),
         first=None if first is None else first[next(iter(texts))][:, None],
     )
     _train_with_bar(shared, f"{task} shared start")
-    for each in jobs:
-        each.begin(shared.best.expand(-1, len(each.attributes), -1, -1, -1, -1))
+    for job in jobs:
+        job.begin(shared.best.expand(-1, len(job.attributes), -1, -1, -1, -1))
 
 
 def _train_with_bar(job: PrefixTraining, label: str) -> None:
@@ -337,7 +341,7 @@ def _announcement(jobs: Sequence[PrefixTraining], recipe: TrainingRecipe) -> str
     and backward pass that changes nothing."""
     job = jobs[0]
     n_prefixes = len(job.attributes) if recipe.objective == "contrastive" else 1
-    texts = [text for each in jobs for text in each.train.texts]
+    texts = [text for job in jobs for text in job.train.texts]
     tokens = sum(map(len, texts)) * recipe.epochs
     shared = round(tokens * recipe.shared / len(texts))
     began = perf_counter()
@@ -349,9 +353,9 @@ def _announcement(jobs: Sequence[PrefixTraining], recipe: TrainingRecipe) -> str
     rate = n_read / (perf_counter() - began)
     total = n_prefixes * tokens + shared
     return (
-        f"{sum(len(each.attributes) for each in jobs)} prefixes of {recipe.slots} slots"
+        f"{sum(len(job.attributes) for job in jobs)} prefixes of {recipe.slots} slots"
         f" ({recipe.objective}, {recipe.parameterisation}): {len(texts)} pieces of text,"
-        f" {sum(each.total for each in jobs)} steps, {total} tokens at most, about"
+        f" {sum(job.total for job in jobs)} steps, {total} tokens at most, about"
         f" {total / rate / 60:.0f} min at {rate:.0f} tokens/s; after a stop the same"
         " command resumes"
     )
@@ -359,8 +363,8 @@ def _announcement(jobs: Sequence[PrefixTraining], recipe: TrainingRecipe) -> str
 
 def _is_finished(out: Path, attributes: Sequence[str], plan: Mapping[str, Any]) -> bool:
     """True if the folder holds the finished result of this plan."""
-    whole = all(prefix_files(out, name)[1].is_file() for name in attributes)
-    return whole and not (out / ".training").exists() and _read_plan(out / PLAN_FILE) == plan
+    complete = all(prefix_files(out, name)[1].is_file() for name in attributes)
+    return complete and not (out / ".training").exists() and _read_plan(out / PLAN_FILE) == plan
 
 
 def _read_plan(file: Path) -> dict[str, Any]:
@@ -376,7 +380,7 @@ def _locked_checkpoints(out: Path, plan: Mapping[str, Any]) -> Iterator[Path]:
     another one is refused."""
     folder = out / ".training"
     if not (folder / "plan.json").exists():
-        if out.exists() and any(each != folder for each in out.iterdir()):
+        if out.exists() and any(path != folder for path in out.iterdir()):
             raise PrefixError(
                 f"{out} is not empty and holds no unfinished training; choose another --out"
             )

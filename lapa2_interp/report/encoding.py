@@ -28,8 +28,8 @@ def quantise(values: Float[np.ndarray, "*axes"], bits: Bits) -> np.ndarray:
     """Attention in [0, 1] as whole numbers of 8 or 16 bits, same shape."""
     top = 2**bits - 1
     with np.errstate(divide="ignore"):
-        place = 1 + (top - 1) * (1 - np.log(values.astype(np.float64)) / math.log(FLOOR))
-    codes = np.rint(np.maximum(place, 0))
+        position = 1 + (top - 1) * (1 - np.log(values.astype(np.float64)) / math.log(FLOOR))
+    codes = np.rint(np.maximum(position, 0))
     return np.minimum(codes, top).astype(np.uint8 if bits == 8 else np.uint16)
 
 

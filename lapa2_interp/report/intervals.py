@@ -36,9 +36,9 @@ def mark_cell(cell: str) -> Markup:
     return number + Markup('<span class="ci">{}</span>').format(parts[3]) if parts[3] else number
 
 
-def format_numbers(found: Mapping[str, float]) -> dict[str, str]:
+def format_numbers(numbers: Mapping[str, float]) -> dict[str, str]:
     """Numbers of a claim with as many digits as its interval allows."""
-    here, low, high = found["here"], found["low"], found["high"]
+    here, low, high = numbers["here"], numbers["low"], numbers["high"]
     width = high - low
     size = width if width > 0 else abs(here)
     digits = (
@@ -50,12 +50,12 @@ def format_numbers(found: Mapping[str, float]) -> dict[str, str]:
 
     interval = "no interval" if math.isnan(low) else f"[{number(low)}, {number(high)}]"
     return {
-        "paper": "" if math.isnan(found["paper"]) else format_number(found["paper"], "+.4g"),
+        "paper": "" if math.isnan(numbers["paper"]) else format_number(numbers["paper"], "+.4g"),
         "here": number(here),
         "interval": interval if not math.isnan(here) else "",
-        "p": "" if math.isnan(found["p"]) else f"{found['p']:.3g}",
-        "holm": "" if math.isnan(found["holm"]) else f"{found['holm']:.3g}",
-        "detectable": number(found["detectable"], ""),
+        "p": "" if math.isnan(numbers["p"]) else f"{numbers['p']:.3g}",
+        "holm": "" if math.isnan(numbers["holm"]) else f"{numbers['holm']:.3g}",
+        "detectable": number(numbers["detectable"], ""),
     }
 
 
@@ -72,21 +72,21 @@ def shared_scale(ends: pd.DataFrame) -> tuple[float, float]:
 
 
 def interval_svg(
-    found: Mapping[str, float], least: float, most: float, verdict: str
+    numbers: Mapping[str, float], least: float, most: float, verdict: str
 ) -> Markup | str:
     """An SVG figure of an interval: a line, our difference as a dot, the paper's as a diamond, and
     zero as an upright line. A triangle is a value beyond the ends of the scale.
     """
     from markupsafe import Markup
 
-    if math.isnan(found["here"]) or most <= least:
+    if math.isnan(numbers["here"]) or most <= least:
         return ""
 
     def x(value: float) -> float:
         return round(6 + 148 * (min(max(value, least), most) - least) / (most - least), 1)
 
     def mark(name: str, usual: str) -> str:
-        value = found[name]
+        value = numbers[name]
         if math.isnan(value):
             return ""
         beyond = (value > most) - (value < least)
@@ -102,8 +102,8 @@ def interval_svg(
     )
     line = (
         ""
-        if math.isnan(found["low"])
-        else f'<path class="line" d="M{x(found["low"])} 9H{x(found["high"])}"/>'
+        if math.isnan(numbers["low"])
+        else f'<path class="line" d="M{x(numbers["low"])} 9H{x(numbers["high"])}"/>'
     )
     return Markup(
         f'<svg class="forest {verdict.split()[0]}" width="160" height="18" viewBox="0 0 160 18"'

@@ -59,11 +59,11 @@ def item_sections(
     tables: Path, figures: Path, names: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Any]]:
     """A section for each item with a table, claims or a figure."""
-    found = {file.stem for file in tables.glob("*.json")} | {
+    items = {file.stem for file in tables.glob("*.json")} | {
         file.stem for file in figures.glob("*.png")
     }
-    found |= {file.name.removesuffix(".claims.csv") for file in tables.glob("*.claims.csv")}
-    ordered = [name for name in ITEM_ORDER if name in found] + sorted(found - set(ITEM_ORDER))
+    items |= {file.name.removesuffix(".claims.csv") for file in tables.glob("*.claims.csv")}
+    ordered = [name for name in ITEM_ORDER if name in items] + sorted(items - set(ITEM_ORDER))
     return [_item_section(name, tables, figures, names) for name in ordered]
 
 
@@ -124,9 +124,9 @@ def _task_and_method(
         for pair in pairs
         if all(pair.get(side, value) == value for side, value in said.items())
     ]
-    found = {side: {pair[side] for pair in left if pair.get(side)} for side in names}
+    texts = {side: {pair[side] for pair in left if pair.get(side)} for side in names}
     return {
-        side: said.get(side) or (found[side].pop() if len(found[side]) == 1 else "")
+        side: said.get(side) or (texts[side].pop() if len(texts[side]) == 1 else "")
         for side in names
     }
 
@@ -176,7 +176,7 @@ def _claim_rows(
     ends = numbers[["low", "high", "here", "paper"]].assign(zero=0.0)
     scales = {metric: shared_scale(part) for metric, part in ends.groupby(words["metric"])}
     rows: list[dict[str, Any]] = []
-    for said, found, n, of_arm, second in zip(
+    for said, row, n, of_arm, second in zip(
         records(words), records(numbers), table["prompts"], texts, seconds, strict=True
     ):
         facts = re.split(r": |, | \(|\)", said["claim"])
@@ -184,14 +184,14 @@ def _claim_rows(
         rows.append(
             said
             | _task_and_method(named, pairs, names)
-            | format_numbers(found)
+            | format_numbers(row)
             | {
                 "prompts": int(n),
                 "texts": of_arm,
                 "second": second,
                 "scorer": scorer_kind(said["scorer"]),
                 "raw": "" if said["raw"] == said["verdict"] else said["raw"],
-                "drawing": interval_svg(found, *scales[said["metric"]], said["verdict"]),
+                "drawing": interval_svg(row, *scales[said["metric"]], said["verdict"]),
             }
         )
     return rows

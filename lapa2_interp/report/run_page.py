@@ -77,7 +77,7 @@ def write_report(
             f" `{script_command('analyses/ITEM.py', run.home)}` makes those of an item"
         )
     file = run.home / "report.html" if out is None else Path(out)
-    views = sorted(each.name for each in file.parent.glob("view*.html"))
+    views = sorted(path.name for path in file.parent.glob("view*.html"))
     return write_page(file, lambda: run_report(run, folder, folder.parent / "figures", views=views))
 
 
@@ -110,7 +110,7 @@ def run_report(
     groups = claim_groups(items)
     attention, left = _attention_figures(run, cells)
     used = (
-        sum(len(each["image"] or "") for each in (*items, *attention))
+        sum(len(section["image"] or "") for section in (*items, *attention))
         + 3 * sum(len(str(item["rows"])) for item in items)
         + 100_000
     )
@@ -147,15 +147,15 @@ def _title(run: Run) -> str:
     """The run's name and what it is of: models, tasks and methods, or how many where they are
     more than two."""
     cells = run.by_key.values()
-    found = {
+    values = {
         "model": dict.fromkeys(cell.model for cell in cells),
         "task": dict.fromkeys(cell.task.name for cell in cells),
         "method": dict.fromkeys(cell.method for cell in cells),
     }
     name = "A run" if run.folder is None else run.folder.name
     parts = [
-        " and ".join(each) if len(each) < 3 else pluralize(len(each), what)
-        for what, each in found.items()
+        " and ".join(texts) if len(texts) < 3 else pluralize(len(texts), what)
+        for what, texts in values.items()
     ]
     return f"{name}: {', '.join(filter(None, parts))}"
 
@@ -181,9 +181,9 @@ def _overview(run: Run, cells: pd.DataFrame) -> dict[str, Any]:
 
 def _run_facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
     """Settings and versions of the finished cells: the distinct values of each."""
-    cards = [each.model for each in manifests]
+    cards = [manifest.model for manifest in manifests]
     plan = run.by_key.values()
-    found = {
+    facts = {
         "Model": (
             f"{card.name}: {card.architecture}, {card.n_layers} layers x {card.n_heads} heads,"
             f" {card.dtype}, {card.model_class}"
@@ -191,40 +191,46 @@ def _run_facts(run: Run, manifests: Sequence[Manifest]) -> dict[str, list[str]]:
         ),
         "Weights": (f"{card.name}: {card.weights}" for card in cards),
         "Device": (card.device for card in cards),
-        "CPU threads": (str(each.threads) for each in manifests if each.threads is not None),
+        "CPU threads": (
+            str(manifest.threads) for manifest in manifests if manifest.threads is not None
+        ),
         "Packed weights": (
             PACKING_NAMES[card.prepacking] for card in cards if card.prepacking != "none"
         ),
-        "Package": (f"lapa2_interp {each.lapa2_interp}" for each in manifests),
-        "Commit": (each.commit or "outside a git checkout" for each in manifests),
+        "Package": (f"lapa2_interp {manifest.lapa2_interp}" for manifest in manifests),
+        "Commit": (manifest.commit or "outside a git checkout" for manifest in manifests),
         "Libraries": (
-            ", ".join(f"{name} {value}" for name, value in each.versions.items())
-            for each in manifests
+            ", ".join(f"{name} {value}" for name, value in manifest.versions.items())
+            for manifest in manifests
         ),
         "Seed": (str(cell.seed) for cell in plan),
         "Samples per prompt": (str(cell.samples) for cell in plan),
         "Longest text": (f"{cell.length} tokens" for cell in plan),
         "Sampling": (f"top-{cell.top_k}, EOS policy {cell.eos}" for cell in plan),
         "Trace": (cell.trace for cell in plan),
-        "Problems": (problem for each in manifests for problem in each.problems),
+        "Problems": (problem for manifest in manifests for problem in manifest.problems),
     }
-    return {name: there for name, values in found.items() if (there := list(dict.fromkeys(values)))}
+    return {
+        name: distinct
+        for name, values in facts.items()
+        if (distinct := list(dict.fromkeys(values)))
+    }
 
 
 def _other_runs(run: Run, folder: Path) -> list[dict[str, Any]]:
     """Other runs with tables in the folder, from its results.json."""
     return [
         {
-            "grids": ", ".join(each.grids),
-            "cells": sum(each.grids[name].get("finished", 0) for name in each.grids),
-            "made": ", ".join((*each.weights, *each.dtypes, *each.devices)),
+            "grids": ", ".join(gallery_run.grids),
+            "cells": sum(grid.get("finished", 0) for grid in gallery_run.grids.values()),
+            "made": ", ".join((*gallery_run.weights, *gallery_run.dtypes, *gallery_run.devices)),
             "commits": ", ".join(
-                commit if " " in commit else commit[:12] for commit in each.commits
+                commit if " " in commit else commit[:12] for commit in gallery_run.commits
             ),
-            "analysed": f"{each.analysed_when:%Y-%m-%d}, {each.analysed_on}",
+            "analysed": f"{gallery_run.analysed_when:%Y-%m-%d}, {gallery_run.analysed_on}",
         }
-        for each in read_gallery(folder).runs
-        if not set(each.grids) <= set(run.listing.grids)
+        for gallery_run in read_gallery(folder).runs
+        if not set(gallery_run.grids) <= set(run.listing.grids)
     ]
 
 
@@ -261,16 +267,16 @@ def _attention_figures(run: Run, cells: pd.DataFrame) -> tuple[list[dict[str, st
     figures = []
     for _, kind in list(kinds)[:MOST_FIGURES]:
         with suppress(TraceError):  # all texts ended before a first token
-            found = run.attention(key=list(kind["key"]))
+            attention = run.attention(key=list(kind["key"]))
             first = kind.iloc[0]
             variant = f" ({first['variant']})" if first["variant"] else ""
             figures.append(
                 {
                     "title": f"{first['task']}, {first['method']}{variant}: attention on the"
-                    f" {found.part}",
+                    f" {attention.part}",
                     "about": f"{first['model']}, {first['max_length']} tokens; mean over layers,"
                     " heads, texts and attributes, with 95 % intervals over prompts",
-                    "image": b64encode(found.plot()._repr_png_()).decode("ascii"),
+                    "image": b64encode(attention.plot()._repr_png_()).decode("ascii"),
                 }
             )
     return figures, max(0, len(kinds) - MOST_FIGURES)
@@ -340,14 +346,14 @@ def _difference_figure(metric: str, scorer: str, part: pd.DataFrame) -> dict[str
     least, most = shared_scale(part[["low", "high", "difference"]].assign(zero=0.0))
     rows = []
     for row in records(part):
-        found = {name: row[name] for name in ("low", "high")}
-        found |= {"here": row["difference"], "paper": math.nan}
+        ends = {name: row[name] for name in ("low", "high")}
+        ends |= {"here": row["difference"], "paper": math.nan}
         clear = "clear" if row["low"] > 0 or row["high"] < 0 else "unclear"
-        words = format_numbers(found | {"p": row["p"], "holm": math.nan, "detectable": math.nan})
+        words = format_numbers(ends | {"p": row["p"], "holm": math.nan, "detectable": math.nan})
         rows.append(
             {
                 "arm": ", ".join(str(row[key]) for key in keys if row[key] != "") or metric,
-                "drawing": interval_svg(found, least, most, clear),
+                "drawing": interval_svg(ends, least, most, clear),
                 "prompts": row["prompts"],
                 "task": row.get("task", ""),
                 "method": row.get("method", ""),

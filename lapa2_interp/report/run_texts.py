@@ -139,8 +139,8 @@ def text_column(
 
 def _prefix_text(manifest: Manifest, branch: str) -> str:
     """The text of a branch's prefix, or the name of a soft one."""
-    found = manifest.branches.get(branch)
-    return f"“{found}”" if isinstance(found, str) else str(found)
+    prefix = manifest.branches.get(branch)
+    return f"“{prefix}”" if isinstance(prefix, str) else str(prefix)
 
 
 def each_text(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:

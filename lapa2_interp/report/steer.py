@@ -34,6 +34,7 @@ from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, format_interval
 from lapa2_interp._util.values import numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import has_gradients
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.units import all_heads
@@ -217,9 +218,9 @@ def steer(
     selection.save(folder / CARD)
     for name, frame in ((TUNING, tuning), (TABLE, table), (TESTS, tests)):
         write_text(folder / name, as_csv(frame))
-    found = Steered(folder, settings, selection, tuning, table, tests, samples_made)
-    write_steer_page(folder / "report.html", found)
-    return found
+    steered = Steered(folder, settings, selection, tuning, table, tests, samples_made)
+    write_steer_page(folder / "report.html", steered)
+    return steered
 
 
 def _check_scorers(settings: SteerSettings, device: str | None) -> None:
@@ -228,12 +229,12 @@ def _check_scorers(settings: SteerSettings, device: str | None) -> None:
     Raises:
         ScoringError: A scorer cannot be loaded, or has no label for an attribute.
     """
-    given = [f"accuracy ({each})" for each in settings.classifiers if each not in CLASSIFIERS]
-    given += ["perplexity"] * (settings.perplexity != settings.model)
-    if given:
+    custom = [f"accuracy ({name})" for name in settings.classifiers if name not in CLASSIFIERS]
+    custom += ["perplexity"] * (settings.perplexity != settings.model)
+    if custom:
         names = list(settings.task.attributes)
         words = {"prompt": "a", "attribute": names, "text": "a few words " * 4}
-        _scores(None, settings, pd.DataFrame(words), device, given)
+        _scores(None, settings, pd.DataFrame(words), device, custom)
 
 
 def _announce(
@@ -278,10 +279,14 @@ def _choose(
         return Selection.load(folder / CARD)
     model = load_model(settings.model, "float32", device, settings.model_class)
     score: Any = "slope" if has_gradients(model) else "cut"
-    given = {"score": score, "heads": settings.heads, "screen": 0, "seed": settings.seed}
-    texts = Prompts(texts=tuple(prompts))
-    found = select(model, settings.task, prompts=texts, **given)
-    half = Prompts(texts=texts.texts[: max(FEW, len(prompts) // 2)])
+
+    def chosen_on(task: Task, prompts: Sequence[str]) -> Selection:
+        given = Prompts(texts=tuple(prompts))
+        texts = ContrastSet.of(model, task, prompts=given, seed=settings.seed)
+        return select(model, texts, score=score, heads=settings.heads, screen=0, seed=settings.seed)
+
+    selection = chosen_on(settings.task, prompts)
+    half = prompts[: max(FEW, len(prompts) // 2)]
     overlap = {}
     for form in WORDINGS:
         attributes = {
@@ -290,22 +295,22 @@ def _choose(
         }
         reworded = settings.task.model_copy(update={"attributes": attributes})
         try:
-            again = select(model, reworded, prompts=half, **given)
+            again = chosen_on(reworded, half)
         except CircuitError as error:
             notify(f"wording {form!r} is left out: {error}")
             continue
-        overlap[form] = len(set(again.heads) & set(found.heads))
-    found = found.model_copy(update={"chosen_by_wordings": overlap})
-    found.save(folder / CARD)
-    expected = len(found.heads) ** 2 / len(all_heads(model))
+        overlap[form] = len(set(again.heads) & set(selection.heads))
+    selection = selection.model_copy(update={"chosen_by_wordings": overlap})
+    selection.save(folder / CARD)
+    expected = len(selection.heads) ** 2 / len(all_heads(model))
     reworded_too = [f"{n} with {form!r}" for form, n in overlap.items()]
     notify(
-        f"{len(found.heads)} heads chosen; both halves of the prompts choose"
-        f" {found.chosen_by_halves} of them"
+        f"{len(selection.heads)} heads chosen; both halves of the prompts choose"
+        f" {selection.chosen_by_halves} of them"
         + f"; chosen again: {', '.join(reworded_too)} (by chance {expected:.1f})"
         * bool(overlap)
     )
-    return found
+    return selection
 
 
 def _make(
@@ -345,9 +350,9 @@ def _tune(
 ) -> pd.DataFrame:
     """`Steered.tuning`."""
     arms = {(BASELINE, 0.0): settings.cells(prompts, NO_BIAS)}
-    for place in TUNED:
+    for arm in TUNED:
         for alpha in STRENGTHS:
-            arms[place, alpha] = settings.cells_with_bias(prompts, place, alpha, chosen)
+            arms[arm, alpha] = settings.cells_with_bias(prompts, arm, alpha, chosen)
     cells = [cell for of_arm in arms.values() for cell in of_arm]
     texts = _make(folder, "tune", cells, chosen, engine)
     scores = _scores(folder, settings, texts, device, ["perplexity"])
@@ -361,14 +366,14 @@ def _tune(
     curves = SteeringCurves(scores, [], resamples=4000)
     tried = np.array([0.0, *STRENGTHS])
     frames = []
-    for place in TUNED:
-        costs = curves.curve(place)[..., 0]  # resample arm: ln perplexity
+    for arm in TUNED:
+        costs = curves.curve(arm)[..., 0]  # resample arm: ln perplexity
         target = costs[:1, 0] + np.log(settings.budget)
         alpha = float(interpolate_at_cost(costs[:1], tried[None, :, None], target)[0, 0])
-        at_alpha = np.stack([np.interp([*STRENGTHS, alpha], tried, each) for each in costs])
+        at_alpha = np.stack([np.interp([*STRENGTHS, alpha], tried, curve) for curve in costs])
         ratio, low, high = resampled_interval(np.exp(at_alpha - costs[:, :1]), curves.prompts)
         columns = {"alpha": [*STRENGTHS, alpha], "ratio": ratio, "low": low, "high": high}
-        frame = pd.DataFrame({"place": place, **columns})
+        frame = pd.DataFrame({"place": arm, **columns})
         frames.append(frame.assign(tuned=frame.index == len(STRENGTHS)))
     return pd.concat(frames, ignore_index=True)
 
@@ -389,9 +394,9 @@ def _judged_texts(
         for arm in settings.arms
         if arm not in TUNED or arm in alphas
     }
-    every = [cell for each in cells.values() for cell in each]
+    every = [cell for of_arm in cells.values() for cell in of_arm]
     samples = _make(folder, "judge", every, chosen, engine)
-    names = {cell.key: arm for arm, each in cells.items() for cell in each}
+    names = {cell.key: arm for arm, of_arm in cells.items() for cell in of_arm}
     return samples.assign(arm=samples["cell"].map(names))
 
 
@@ -404,15 +409,15 @@ def _scores(
 ) -> pd.DataFrame:
     """A row per text and metric; scores are kept in the folder, if there is one."""
     options = ScorerOptions(task=settings.task, device=device)
-    found = []
+    scores = []
     with ScoreCache(folder) as cache:
         for metric in metrics:
             name, _, by = metric.removesuffix(")").partition(" (")
             asked = f"{name}={by}" if by else name
             if name == "perplexity":
                 asked = f"conditional-perplexity={settings.perplexity}"
-            found.append(score_samples(samples, [asked], options, cache).assign(metric=metric))
-    return pd.concat(found, ignore_index=True)
+            scores.append(score_samples(samples, [asked], options, cache).assign(metric=metric))
+    return pd.concat(scores, ignore_index=True)
 
 
 def _judged_table(scores: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
@@ -439,15 +444,19 @@ def _tests(settings: SteerSettings, scores: pd.DataFrame) -> pd.DataFrame:
     against = (NO_BIAS, ALL, RANDOM)
     rows = scores[scores["metric"] == settings.metrics[0]]
     rows = rows[["arm", "attribute", "prompt", "sample", "metric", "value", "skipped", "scorer"]]
-    found = difference_table(rows, CHOSEN)
-    found = found[found["attribute"] == "all"].set_index("arm") if len(found) else found
+    differences = difference_table(rows, CHOSEN)
+    differences = (
+        differences[differences["attribute"] == "all"].set_index("arm")
+        if len(differences)
+        else differences
+    )
     tests = pd.DataFrame({"against": against}).set_index("against")
     for name in ("difference", "low", "high", "p", "detectable", "prompts"):
-        tests[name] = found[name].astype(float) if len(found) else np.nan
+        tests[name] = differences[name].astype(float) if len(differences) else np.nan
     comparable = np.array([CHOSEN in judged and arm in judged for arm in against])
     tests["prompts"] = tests["prompts"].fillna(0).where(comparable)
     ends = [("difference", "difference"), ("low", "high"), ("high", "low")]
-    tests = tests.assign(**{name: 0.0 - tests[other] for name, other in ends})
+    tests = tests.assign(**{name: 0.0 - tests[source] for name, source in ends})
     return tests.assign(p_holm=holm(tests["p"].to_numpy())).reset_index()
 
 

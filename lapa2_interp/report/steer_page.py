@@ -31,48 +31,48 @@ COLOUR = dict(zip(ORDER, COLOURS, strict=False))
 """Of each arm."""
 
 
-def write_steer_page(file: Path, found: Steered) -> Path:
+def write_steer_page(file: Path, steered: Steered) -> Path:
     """Write the page of a result.
 
     Raises:
         RunError: The file cannot be written.
     """
-    return write_page(file, lambda: _render(found))
+    return write_page(file, lambda: _render(steered))
 
 
-def _render(found: Steered) -> str:
-    settings, card = found.settings, found.selection
+def _render(steered: Steered) -> str:
+    settings, card = steered.settings, steered.selection
     names = ", ".join(settings.task.attributes)
     parts = settings.parts()
     sections = [
         Section(
             "Judged",
             "Accuracy with the words of all prefixes hidden, and 95 % intervals"
-            f" ({describe_intervals(found.table['prompts'])})."
+            f" ({describe_intervals(steered.table['prompts'])})."
             f" These {pluralize(len(parts['judge']), 'prompt')} decided nothing before. First come"
             " all attributes together.",
-            judged_figure(found),
-            _wide(found),
+            judged_figure(steered),
+            _wide(steered),
         ),
         Section(
             "Tuned",
             f"Perplexity against that of {settings.method} without bias, with the bias in three"
             f" places, on {pluralize(len(parts['tune']), 'prompt')}. Rings are the strengths that"
             " are judged.",
-            tuning_figure(found),
+            tuning_figure(steered),
             None,
         ),
         Section(
             "Chosen",
             f"{pluralize(len(card.heads), 'head')} by {card.by} (red), and heads that work against"
             f" the prefix (blue), on {pluralize(len(parts['choose']), 'prompt')}."
-            + _stability(found),
-            heads_figure(found),
+            + _stability(steered),
+            heads_figure(steered),
             None,
         ),
-        Section("Texts", "The first prompts that judge, one text an arm.", None, _texts(found)),
+        Section("Texts", "The first prompts that judge, one text an arm.", None, _texts(steered)),
     ]
-    method = [settings.method, *(f"{name}={each}" for name, each in settings.parameters.items())]
+    method = [settings.method, *(f"{name}={value}" for name, value in settings.parameters.items())]
     facts = {
         "model": f"{settings.model} ({settings.dtype})",
         "task": f"{settings.task.name}: {names}",
@@ -86,16 +86,16 @@ def _render(found: Steered) -> str:
     }
     return page(
         f"Steering {settings.model} on {settings.task.name}",
-        [card.gain, *map(format_test, found.tests.to_dict("records"))],
+        [card.gain, *map(format_test, steered.tests.to_dict("records"))],
         sections,
         facts,
     )
 
 
-def judged_figure(found: Steered) -> Drawing:
+def judged_figure(steered: Steered) -> Drawing:
     """Accuracy of every arm by the deciding classifier: all attributes, then each."""
-    part = found.table[found.table["metric"] == found.settings.metrics[0]]
-    attributes = ["all", *found.settings.task.attributes]
+    part = steered.table[steered.table["metric"] == steered.settings.metrics[0]]
+    attributes = ["all", *steered.settings.task.attributes]
     arms = list(dict.fromkeys(part["arm"]))
     figure = new_figure(6.8, 0.7 + 0.17 * len(arms) * len(attributes))
     axes = figure.subplots()
@@ -109,24 +109,24 @@ def judged_figure(found: Steered) -> Drawing:
         drawn.set_label(str(arm))
     axes.set_yticks(np.arange(len(attributes)), attributes)
     axes.invert_yaxis()
-    plain_axes(axes, f"accuracy in %, {found.settings.metrics[0]}", "")
+    plain_axes(axes, f"accuracy in %, {steered.settings.metrics[0]}", "")
     legend_above(figure, 5)
     return figure
 
 
-def tuning_figure(found: Steered) -> Drawing:
+def tuning_figure(steered: Steered) -> Drawing:
     """Ratio of perplexity against alpha, a curve for each place of the bias."""
     figure = new_figure(6.8, 3.2)
     axes = figure.subplots()
-    for place, rows in found.tuning.groupby("place", sort=False):
-        colour = COLOUR[str(place)]
+    for label, rows in steered.tuning.groupby("place", sort=False):
+        colour = COLOUR[str(label)]
         tuned = rows[rows["tuned"]]
         first = pd.DataFrame({"alpha": [0.0], "ratio": [1.0], "low": [1.0], "high": [1.0]})
         curve = pd.concat([first, rows.loc[~rows["tuned"], list(first)]])
         curve = curve.rename(columns={"ratio": "mean"})
-        band(axes, curve, "alpha", colour, lw=1.4, marker=".", label=str(place))
+        band(axes, curve, "alpha", colour, lw=1.4, marker=".", label=str(label))
         axes.plot(tuned["alpha"], tuned["ratio"], "o", ms=8, mfc="none", color=colour)
-    axes.axhline(found.settings.budget, color="0.6", lw=0.8, ls="--")
+    axes.axhline(steered.settings.budget, color="0.6", lw=0.8, ls="--")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0)))
     axes.yaxis.set_major_formatter("{x:g}")
@@ -136,9 +136,9 @@ def tuning_figure(found: Steered) -> Drawing:
     return figure
 
 
-def heads_figure(found: Steered) -> Drawing:
+def heads_figure(steered: Steered) -> Drawing:
     """Scores of the chosen heads and of those that work against the prefix, layer x head."""
-    card, size = found.selection, model_size(found.settings.model)
+    card, size = steered.selection, model_size(steered.settings.model)
     scores = np.full((size.n_layers, size.n_heads), np.nan)
     for (layer, head), (mean, _, _) in zip(
         (*card.heads, *card.suppressors), card.scores, strict=True
@@ -152,8 +152,8 @@ def heads_figure(found: Steered) -> Drawing:
     return figure
 
 
-def _stability(found: Steered) -> str:
-    card, size = found.selection, model_size(found.settings.model)
+def _stability(steered: Steered) -> str:
+    card, size = steered.selection, model_size(steered.settings.model)
     chance = len(card.heads) ** 2 / (size.n_layers * size.n_heads)
     said = [f"{form!r} chooses {n}" for form, n in card.chosen_by_wordings.items()]
     halves = f" Both halves of the prompts choose {card.chosen_by_halves} of these heads."
@@ -161,11 +161,11 @@ def _stability(found: Steered) -> str:
     return halves + again * bool(said)
 
 
-def _wide(found: Steered) -> pd.DataFrame:
+def _wide(steered: Steered) -> pd.DataFrame:
     """A row per arm, a column per metric, for all attributes together."""
-    part = found.table[found.table["attribute"] == "all"]
+    part = steered.table[steered.table["attribute"] == "all"]
     if part.empty:
-        part = found.table
+        part = steered.table
     shares = ("accuracy", "masked", "echo", "repetition", "distinct")
 
     def cell(row: pd.Series) -> str:
@@ -175,13 +175,15 @@ def _wide(found: Steered) -> pd.DataFrame:
 
     cells = part.assign(cell=part.apply(cell, axis=1))
     wide = cells.pivot(index="arm", columns="metric", values="cell")
-    order = list(dict.fromkeys(found.table["metric"]))
+    order = list(dict.fromkeys(steered.table["metric"]))
     return wide[order].rename_axis(columns=None).reset_index()
 
 
-def _texts(found: Steered) -> pd.DataFrame:
-    prompts = list(dict.fromkeys(found.samples["prompt"]))[:SHOWN_TEXTS]
-    part = found.samples[found.samples["prompt"].isin(prompts) & (found.samples["sample"] == 0)]
+def _texts(steered: Steered) -> pd.DataFrame:
+    prompts = list(dict.fromkeys(steered.samples["prompt"]))[:SHOWN_TEXTS]
+    part = steered.samples[
+        steered.samples["prompt"].isin(prompts) & (steered.samples["sample"] == 0)
+    ]
     part = part.assign(arm=pd.Categorical(part["arm"], ORDER, ordered=True))
     part = part.sort_values(["prompt", "attribute", "arm"], kind="stable")
     return part[["attribute", "arm", "text"]]

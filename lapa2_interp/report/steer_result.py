@@ -133,21 +133,21 @@ class SteerSettings:
         )
 
     def cells_with_bias(
-        self, prompts: Sequence[str], place: str, alpha: float, chosen: Selection
+        self, prompts: Sequence[str], arm: str, alpha: float, chosen: Selection
     ) -> list[Cell]:
-        """The cells of a place of the bias at one strength."""
-        if place == ALL:
-            return self.cells(prompts, place, Augmentation(alpha=alpha))
-        if place == CHOSEN:
-            return self.cells(prompts, place, chosen.augmentation(alpha=alpha))
+        """The cells of an arm with a bias at one strength."""
+        if arm == ALL:
+            return self.cells(prompts, arm, Augmentation(alpha=alpha))
+        if arm == CHOSEN:
+            return self.cells(prompts, arm, chosen.augmentation(alpha=alpha))
         size = model_size(self.model)
         every = tuple((i, j) for i in range(size.n_layers) for j in range(size.n_heads))
-        found = []
+        cells = []
         for i in range(RANDOM_SETS):
             heads = random_heads(chosen.heads, every, self.seed + i)
             bias = Augmentation(alpha=alpha, heads=heads)
-            found += self.cells(prompts[i::RANDOM_SETS], place, bias)
-        return found
+            cells += self.cells(prompts[i::RANDOM_SETS], arm, bias)
+        return cells
 
 
 @dataclass(frozen=True)
@@ -243,9 +243,9 @@ def verdict(test: Mapping[Any, Any]) -> str:
 
 def format_test(test: Mapping[Any, Any]) -> str:
     """A row of `Steered.tests` as a sentence."""
-    told = f"chosen heads against {test['against']}: "
+    subject = f"chosen heads against {test['against']}: "
     if np.isnan(test["p_holm"]):
-        return told + verdict(test)
+        return subject + verdict(test)
     names = ("difference", "low", "high", "detectable")
     mean, low, high, least = (100 * float(test[name]) for name in names)
     shown = (
@@ -254,7 +254,7 @@ def format_test(test: Mapping[Any, Any]) -> str:
         else f"so many prompts can show {format_number(least, '.1f')} points"
     )
     return (
-        f"{told}{format_interval(mean, low, high, '+.1f', ' points')}, corrected p"
+        f"{subject}{format_interval(mean, low, high, '+.1f', ' points')}, corrected p"
         f" {test['p_holm']:.2g}: {verdict(test)} ({shown})"
     )
 
@@ -262,17 +262,19 @@ def format_test(test: Mapping[Any, Any]) -> str:
 def different_prompts(prompts: Sequence[str]) -> tuple[str, ...]:
     """The first prompt of those that are the same text (`text_key`). If another part had the same
     text again, what decides would have been seen by what is decided."""
-    found: dict[str, str] = {}
+    first_prompts: dict[str, str] = {}
     for prompt in prompts:
-        found.setdefault(text_key(prompt), prompt)
-    return tuple(found.values())
+        first_prompts.setdefault(text_key(prompt), prompt)
+    return tuple(first_prompts.values())
 
 
-def method_parameters(method: str, task: Task, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def method_parameters(
+    method: str, task: Task, parameters: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """The method's parameters: hard prefixes and no Pro-Aug, unless others are given."""
-    known = {each.name for each in fields(get_for_task(method, task))}  # type: ignore[arg-type]
+    known = {parameter.name for parameter in fields(get_for_task(method, task))}  # type: ignore[arg-type]
     usual = {"prefixes": "hard", "pro_aug": False}
-    return {name: value for name, value in usual.items() if name in known} | dict(given or {})
+    return {name: value for name, value in usual.items() if name in known} | dict(parameters or {})
 
 
 def shipped_classifiers(task: Task) -> tuple[str, ...]:
@@ -316,17 +318,17 @@ def check_settings(settings: SteerSettings) -> None:
 def settled_dtype(folder: Path, dtype: str, device: str | None) -> str:
     """A precision by name. "auto" is that of the texts in a folder, if it has some: another machine
     may go on with them."""
-    place = folder / SETTINGS
-    if dtype == AUTO_DTYPE and place.is_file():
-        return str(_read_settings(place).get("dtype"))
+    file = folder / SETTINGS
+    if dtype == AUTO_DTYPE and file.is_file():
+        return str(_read_settings(file).get("dtype"))
     return resolve_dtype(dtype, device)
 
 
-def _read_settings(place: Path) -> dict[str, Any]:
+def _read_settings(file: Path) -> dict[str, Any]:
     try:
-        return parse_object(read_text(place))
+        return parse_object(read_text(file))
     except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {place} ({error}); choose another --out") from error
+        raise RunError(f"cannot read {file} ({error}); choose another --out") from error
 
 
 def note_settings(folder: Path, settings: SteerSettings) -> None:
@@ -339,10 +341,10 @@ def note_settings(folder: Path, settings: SteerSettings) -> None:
     known = {
         name: list(value) if isinstance(value, tuple) else value for name, value in known.items()
     }
-    place = folder / SETTINGS
-    if not place.is_file():
+    file = folder / SETTINGS
+    if not file.is_file():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise RunError(f"{folder} exists and is no result of steer; choose another --out")
-        write_json(place, known)
+        write_json(file, known)
         return
-    check_same_inputs(_read_settings(place), known, folder)
+    check_same_inputs(_read_settings(file), known, folder)

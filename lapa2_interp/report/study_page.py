@@ -11,6 +11,7 @@ from lapa2_interp._util.errors import pluralize
 from lapa2_interp._util.page import Section, page
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.table_formats import format_interval, interval_cells, records
+from lapa2_interp._util.version import __version__
 from lapa2_interp.circuits.control import ControlScore
 from lapa2_interp.circuits.examples import RAW, ContrastExample
 from lapa2_interp.circuits.knockout import JointCurve, KnockOut
@@ -28,26 +29,26 @@ METRIC_TEXTS = {
 """Sentences on the metrics of `circuits.metrics`."""
 
 
-def render_study(found: CircuitStudy) -> str:
+def render_study(study: CircuitStudy) -> str:
     """The HTML page of a study."""
-    heads = found.heads
-    n_again = len(next(iter(found.variants.values())).units)
+    heads = study.heads
+    n_again = len(next(iter(study.variants.values())).units)
     sections = [
         Section(
             "How strong the control is, step by step",
             "In nats, on texts that the model wrote without a prefix."
-            f" {' '.join(METRIC_TEXTS[name] for name in found.control[RAW].values)} The table"
+            f" {' '.join(METRIC_TEXTS[name] for name in study.control[RAW].values)} The table"
             " compares texts that were written behind a prefix: they already say what it wants.",
-            found.control[RAW].plot(),
-            _score_table(found.control),
+            study.control[RAW].plot(),
+            _score_table(study.control),
         ),
         Section(
             "Layers and KV heads",
             "How much js is lost when heads cannot see the prefix, at any query after it. The"
             " figure shows whole layers, the table the KV heads with the largest loss."
-            + _weak_layers(found),
-            found.tables["layer"].plot(),
-            _table_of(found.tables["kv"], 8),
+            + _weak_layers(study),
+            study.tables["layer"].plot(),
+            _table_of(study.tables["kv"], 8),
         ),
         Section(
             "Heads",
@@ -55,7 +56,7 @@ def render_study(found: CircuitStudy) -> str:
             " ones work against it."
             + (
                 " Shares are of lex, because shares of lex add up."
-                if "lex" in heads.by_metric
+                if "lex" in heads.metrics
                 else ""
             )
             + " p is corrected for the number of heads.",
@@ -70,7 +71,7 @@ def render_study(found: CircuitStudy) -> str:
             " cut, predicting_only from the query that predicts alone. Intervals are in the CSV"
             " files.",
             None,
-            _variant_table(found),
+            _variant_table(study),
         ),
         Section(
             "Attention is not control",
@@ -78,20 +79,20 @@ def render_study(found: CircuitStudy) -> str:
             " compares other rankings with this one. The first rows are about"
             f" {pluralize(n_again, 'head')}, of which half were chosen because their effect is"
             " large: this makes their correlation larger."
-            + (f" Gradient, {found.gradient[1]}." if found.gradient is not None else ""),
-            heads.plot_against(found.prefix_attention.ravel(), "attention on the prefix"),
-            _rounded(found.agreement()),
+            + (f" Gradient, {study.gradient[1]}." if study.gradient is not None else ""),
+            heads.plot_against(study.prefix_attention.ravel(), "attention on the prefix"),
+            _rounded(study.agreement()),
         ),
         Section(
             "Tokens of the prefix",
             "How much js is lost when no head can see one of its tokens (figure), and when one of"
             " the best heads cannot (table).",
-            _position_figure(found),
-            _token_table(found),
+            _position_figure(study),
+            _token_table(study),
         ),
     ]
-    if found.curve is not None:
-        metric = found.curve.metric
+    if study.curve is not None:
+        metric = study.curve.metric
         sections.append(
             Section(
                 "Heads together",
@@ -99,33 +100,57 @@ def render_study(found: CircuitStudy) -> str:
                 " without random ones, and without those that attend most. Heads are chosen in one"
                 " half of the prompts and judged in the other."
                 + (" Below 0 the preference for the words turns round." if metric == "lex" else ""),
-                found.curve.plot(),
-                _joint_table(found.curve),
+                study.curve.plot(),
+                _joint_table(study.curve),
             )
         )
-    if found.logit_attribution is not None:
+    if study.logit_attribution is not None:
         sections.append(
             Section(
                 "What they write",
                 "Direct effects: what a head's reading of the prefix adds to the words of its"
                 " attribute. A head that writes for other heads has none.",
-                found.logit_attribution.plot(),
-                _word_table(found.logit_attribution),
+                study.logit_attribution.plot(),
+                _word_table(study.logit_attribution),
             )
         )
-    name = found.facts["model"].split(" ")[0]
-    title = f"Which heads of {name} carry {found.facts['task']} control?"
-    findings, details = found.findings()
-    return page(title, findings, sections, found.facts, details)
+    model, task = study.settings["model"]["name"], study.settings["task"]
+    title = f"Which heads of {model} carry {task} control?"
+    findings, details = study.findings()
+    return page(title, findings, sections, _facts(study), details)
 
 
-def _weak_layers(found: CircuitStudy) -> str:
+def _facts(study: CircuitStudy) -> dict[str, str]:
+    """Model, task, texts and metrics in words."""
+    settings, model = study.settings, study.settings["model"]
+    return {
+        "model": f"{model['name']} ({model['dtype']})",
+        "weights": str(model["weights"]),
+        "task": str(settings["task"]),
+        "prefixes": "; ".join(f"{name} {text!r}" for name, text in study.prefixes.items()),
+        "texts": (
+            f"{len(study.contrast_set.examples)} of {settings['tokens']} tokens, written by the"
+            f" model without a prefix, seed {settings['seed']}"
+        ),
+        "metric": (
+            "js, the distance between predictions, ranks heads; shares are of lex, the preference"
+            " for the attribute's words; both are means over steps, in nats"
+            if "lex" in study.heads.metrics
+            else "js, the distance between predictions, mean over steps, in nats"
+        ),
+        "intervals": "95 %, over prompts; p corrected for the number of units (max T)",
+        "noise": f"effects of heads below {study.heads.noise:.2g} nats are rounding",
+        "package": f"lapa2_interp {__version__}",
+    }
+
+
+def _weak_layers(study: CircuitStudy) -> str:
     """A sentence about layers that lose less than one of their heads."""
-    layers = {row["layer"]: row["effect"] for row in records(found.tables["layer"].frame())}
+    layers = {row["layer"]: row["effect"] for row in records(study.tables["layer"].frame())}
     weak: dict[int, str] = {}
-    for row in records(found.heads.frame()):  # the largest effect first
+    for row in records(study.heads.frame()):  # the largest effect first
         layer, effect = row["layer"], row["effect"]
-        if effect > max(layers[layer], 0) + found.heads.noise:
+        if effect > max(layers[layer], 0) + study.heads.noise:
             than = (
                 f"layer {layer} ({layers[layer]:.3g}) than its head {head_name(row)} ({effect:.3g})"
             )
@@ -157,10 +182,10 @@ def _table_of(table: KnockOut, n: int) -> pd.DataFrame:
     frame = table.frame().head(n)
     columns = {f"lost {table.metric}": interval_cells(frame, columns=("effect", "low", "high"))}
     shares = frame
-    if "lex" in table.by_metric:
+    if "lex" in table.metrics:
         shares = table.with_metric("lex").frame()
         shares = frame[names].merge(shares, on=names, how="left")
-    of = "lex" if "lex" in table.by_metric else table.metric
+    of = "lex" if "lex" in table.metrics else table.metric
     columns[f"share of {of}"] = interval_cells(shares, ".1%", ("share", "share_low", "share_high"))
     if table.contrast_set.n_prompts >= FEW:
         columns["p"] = [f"{p:.2g}" for p in frame["p_max"]]
@@ -171,16 +196,16 @@ def _table_of(table: KnockOut, n: int) -> pd.DataFrame:
     return shown
 
 
-def _variant_table(found: CircuitStudy) -> pd.DataFrame:
+def _variant_table(study: CircuitStudy) -> pd.DataFrame:
     """Effects of the best heads under every replacement and phase."""
     table: list[dict[str, Any]] = []
     by_head = {
         name: {head_name(row): row for row in records(table.frame())}
-        for name, table in {"cut": found.heads, **found.variants}.items()
+        for name, table in {"cut": study.heads, **study.variants}.items()
     }
-    for layer, head in found.heads.best(EDGES):
+    for layer, head in study.heads.best(EDGES):
         name = f"{layer}.{head}"
-        effects = {each: rows[name]["effect"] for each, rows in by_head.items() if name in rows}
+        effects = {head: rows[name]["effect"] for head, rows in by_head.items() if name in rows}
         table.append({"head": name, **effects})
     return _rounded(pd.DataFrame(table))
 
@@ -188,11 +213,11 @@ def _variant_table(found: CircuitStudy) -> pd.DataFrame:
 def _score_table(scores: dict[str, ControlScore]) -> pd.DataFrame:
     """Means of every metric, a row for every source of texts."""
     rows = []
-    for source, each in scores.items():
+    for source, score in scores.items():
         row: dict[str, Any] = {"texts written behind": source}
-        for metric in each.values:
-            found = records(each.interval(metric, None))[0]
-            row[metric] = format_interval(found["mean"], found["low"], found["high"])
+        for metric in score.values:
+            interval = records(score.interval(metric, None))[0]
+            row[metric] = format_interval(interval["mean"], interval["low"], interval["high"])
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -202,7 +227,9 @@ def _tokens(example: ContrastExample) -> list[str]:
     own = example.layouts[0]
     if own.soft:
         return [f"soft {i + 1}" for i in range(own.soft)]
-    by_branch = [each.tokens[each.n_bos : each.n_bos + each.l_pre] for each in example.layouts]
+    by_branch = [
+        layout.tokens[layout.n_bos : layout.n_bos + layout.l_pre] for layout in example.layouts
+    ]
     return [" / ".join(dict.fromkeys(map(repr, at))) for at in zip(*by_branch, strict=True)]
 
 
@@ -215,10 +242,10 @@ def _joint_table(curve: JointCurve) -> pd.DataFrame:
     return pd.DataFrame([{"heads": n, **rows[n]} for n in sorted(rows)])
 
 
-def _position_figure(found: CircuitStudy) -> Drawing:
+def _position_figure(study: CircuitStudy) -> Drawing:
     """Control lost without each token of the prefix."""
-    frame = found.tables["position"].frame().sort_values("position")
-    names = _tokens(found.contrast_set.examples[0])
+    frame = study.tables["position"].frame().sort_values("position")
+    names = _tokens(study.contrast_set.examples[0])
     figure = new_figure(3.3, 0.8 + 0.26 * len(frame))
     axes = figure.subplots()
     at = np.arange(len(frame))[::-1]
@@ -227,31 +254,31 @@ def _position_figure(found: CircuitStudy) -> Drawing:
     axes.errorbar(frame["effect"], at, xerr=errors, fmt="none", ecolor="0.3", lw=0.8)
     axes.axvline(0, color="0.6", lw=0.6)
     axes.set_yticks(at, names)
-    plain_axes(axes, found.tables["position"].label, "")
+    plain_axes(axes, study.tables["position"].label, "")
     return figure
 
 
-def _token_table(found: CircuitStudy) -> pd.DataFrame:
+def _token_table(study: CircuitStudy) -> pd.DataFrame:
     """Control lost when a head cannot see a token: a row for every head, a column for every
     token."""
-    names = _tokens(found.contrast_set.examples[0])
+    names = _tokens(study.contrast_set.examples[0])
     rows: dict[str, dict[str, str]] = {}
-    for row in sorted(records(found.edges.frame()), key=lambda row: row["position"]):
+    for row in sorted(records(study.edges.frame()), key=lambda row: row["position"]):
         shown = format_interval(row["effect"], row["low"], row["high"])
         rows.setdefault(head_name(row), {})[f"{row['position']}: {names[row['position']]}"] = shown
-    order = [f"{layer}.{head}" for layer, head in found.heads.best(EDGES)]
+    order = [f"{layer}.{head}" for layer, head in study.heads.best(EDGES)]
     return pd.DataFrame([{"head": name, **rows[name]} for name in order])
 
 
-def _word_table(found: HeadLogitAttribution) -> pd.DataFrame:
+def _word_table(attribution: HeadLogitAttribution) -> pd.DataFrame:
     """Words that the heads of largest direct effect promote and demote."""
     rows = []
-    table = found.frame()
+    table = attribution.frame()
     large = table["direct"].abs() > 1e-3 * table["direct"].abs().max()
     for row in records(table[large].head(6)):
-        best, worst = found.words(row["layer"], row["head"], 6)
+        best, worst = attribution.words(row["layer"], row["head"], 6)
         direct = format_interval(row["direct"], row["low"], row["high"])
         words = {"promotes": best, "demotes": worst}
-        shown = {name: " ".join(map(repr, each)) for name, each in words.items()}
+        shown = {name: " ".join(map(repr, tokens)) for name, tokens in words.items()}
         rows.append({"head": head_name(row), "direct, logits a step": direct, **shown})
     return pd.DataFrame(rows)

@@ -227,12 +227,12 @@ function make(tag, properties = {}, ...children) {
  * Shows a view in an element.
  *
  * @param model A model of anywidget, or a plain object with get, set, save_changes, on and off. It has "data" (`View.data`), the
- *   chosen "head" as [layer, head] or null for the mean, the chosen "token", and "address": the page's address holds the state.
+ *   chosen "head" as [layer, head] or null for the mean, and the chosen "token".
  * @param el Where to. Its data-* attributes hold the current readout.
  * @returns A function that lets go of what was listened to.
  */
 export async function render({ model, el }) {
-  const data = model.get("data"), hash = model.get("address"), root = make("div", { className: "lapa2-view" });
+  const data = model.get("data"), root = make("div", { className: "lapa2-view" });
   el.append(root);
   if (typeof DecompressionStream === "undefined") {
     root.append("This browser cannot unpack the page's numbers; use one of 2023 or later.");
@@ -247,8 +247,6 @@ export async function render({ model, el }) {
   const partOf = key => key < first ? data.parts[key] : "generated";
   /** A number (or row) of every arm at a step; MISSING where the arm's text has ended. */
   const atStep = (step, read) => arms.map((arm, i) => step < arm.steps ? read(i) : MISSING);
-  /** The pinned head, where it is drawn beside the chosen one. */
-  const second = () => state.pin === state.head ? "" : state.pin;
 
   const colours = { mass: `attention on the ${data.steered}`, read: "attention of the step's query", bos: "attention on BOS" };
   for (const metric of metrics) colours[metric] = `control (${metric}, nats)`;
@@ -262,28 +260,22 @@ export async function render({ model, el }) {
   for (const [name, each] of Object.entries(data.study)) grids[name] = `${each.about} (${each.unit})`;
 
   const chosen = () => ({ step: model.get("token"), head: model.get("head")?.join(".") ?? "mean" });
-  const usual = { ...chosen(), key: 0, pin: "", colour: "mass", grid: "mass", scale: "shared", log: "", bos: "", order: "", sort: "head", down: "" };
-  const state = { ...usual };
+  const state = { step: 0, head: "mean", key: 0, colour: "mass", grid: "mass", scale: "shared", log: "", bos: "" };
   let hover = null;
 
   const upTo = stop => Array.from({ length: stop }, (_, i) => String(i));
   const allowed = {
-    step: upTo(steps), key: upTo(keys), head: ["mean", ...headNames], pin: ["", ...headNames], colour: Object.keys(colours), grid: Object.keys(grids),
-    scale: ["shared", "own"], sort: ["head", ...Object.keys(columnsOf())], log: ["", "1"], bos: ["", "1"], order: ["", "1"], down: ["", "1"],
+    step: upTo(steps), key: upTo(keys), head: ["mean", ...headNames], colour: Object.keys(colours), grid: Object.keys(grids),
+    scale: ["shared", "own"], log: ["", "1"], bos: ["", "1"],
   };
   /** Takes values that are allowed, and leaves the others as they are. */
   function take(wanted) {
-    for (const [name, given] of Object.entries(wanted)) {
-      if (allowed[name]?.includes(String(given))) state[name] = typeof usual[name] === "number" ? +given : String(given);
+    for (const [name, value] of Object.entries(wanted)) {
+      if (allowed[name]?.includes(String(value))) state[name] = typeof state[name] === "number" ? +value : String(value);
     }
     state.key = Math.min(state.key, first + state.step - 1);
   }
 
-  const readHash = () => take({ ...usual, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) });
-  const writeHash = () => {
-    const differs = Object.entries(state).filter(([name, value]) => String(value) !== String(usual[name]));
-    history.replaceState(null, "", `#${new URLSearchParams(differs)}`);
-  };
   const set = wanted => {
     take(wanted);
     hover = null;
@@ -291,9 +283,6 @@ export async function render({ model, el }) {
     model.set("head", state.head === "mean" ? null : state.head.split(".").map(Number));
     model.set("token", state.step);
     model.save_changes();
-    try {
-      if (hash) writeHash();
-    } catch { /* a browser that limits how often: the next move writes it */ }
   };
 
   // --- panels
@@ -301,7 +290,7 @@ export async function render({ model, el }) {
   const theme = () => matchMedia("screen and (prefers-color-scheme: dark)").matches ? "dark" : "light";
   const lookOf = () => {
     const style = getComputedStyle(root), read = name => style.getPropertyValue(name).trim();
-    return { ink: read("--ink"), pale: read("--pale"), hole: read("--hole"), page: read("--page"), mark: read("--mark"), pin: read("--pin") };
+    return { ink: read("--ink"), pale: read("--pale"), hole: read("--hole"), page: read("--page"), mark: read("--mark") };
   };
   /** b - a, or 0 where it is not more than the numbers' rounding. */
   const resolved = (a, b) => Math.abs(b - a) <= numbers.unsure(a, b) ? 0 : b - a;
@@ -368,21 +357,10 @@ export async function render({ model, el }) {
     return found;
   }
 
-  /** Heads without a number come last, in their own order; 0 where both have one. */
-  const lacks = value => value === null || value === undefined || Number.isNaN(value);
-  const after = (values, a, b) => lacks(values[a]) - lacks(values[b]) || (lacks(values[a]) ? a - b : 0);
-
   function gridsOf() {
-    const each = valuesOf(state.grid), lead = each[each.length - 1].mean;
-    // By layer, the heads in the order in which they stand.
-    const order = Array.from({ length: data.layers }, (_, layer) => {
-      const heads = Array.from({ length: data.heads }, (_, head) => layer * data.heads + head);
-      return state.order ? heads.sort((a, b) => after(lead, a, b) || lead[b] - lead[a] || a - b) : heads;
-    });
-    return scaled(each.map(values => ({
-      ...values, rows: data.layers, cols: data.heads, strips: [], kind: "grid", order,
-      value: (layer, c) => values.mean[order[layer][c]] ?? MISSING,
-      column: c => state.order ? (c === 0 ? "1st" : String(c + 1)) : String(c),
+    return scaled(valuesOf(state.grid).map(values => ({
+      ...values, rows: data.layers, cols: data.heads, strips: [], kind: "grid", column: String,
+      value: (layer, c) => values.mean[layer * data.heads + c] ?? MISSING,
     })), state.log);
   }
 
@@ -405,16 +383,13 @@ export async function render({ model, el }) {
 
   const slider = make("input", { type: "range", name: "step", min: 0, max: steps - 1, step: 1, oninput: event => set({ step: event.target.value }) });
   const headChoice = choice("head", "Head", Object.fromEntries(allowed.head.map(name => [name, name === "mean" ? "mean of all heads" : name])));
-  const pinButton = make("button", { type: "button", onclick: () => set(pinOf(state.head)) });
-  /** What pins a head or lets go of it; the mean of all heads leaves the pin. */
-  const pinOf = head => head === "mean" ? {} : { pin: head === state.pin ? "" : head };
   const stepName = make("output", {});
   const controls = make("form", { className: "controls", "aria-label": "What is shown", onsubmit: event => event.preventDefault() },
     make("div", { className: "stepper" },
       button("‹", "One step back", () => set({ step: state.step - 1 })),
       make("label", {}, "Step", slider), stepName,
       button("›", "One step on", () => set({ step: state.step + 1 }))),
-    headChoice, pinButton,
+    headChoice,
     choice("scale", "Colour scale", { shared: "shared by the arms", own: "each its own" }),
     tick("log", "log scale"), tick("bos", "without BOS"));
 
@@ -425,15 +400,15 @@ export async function render({ model, el }) {
       make("i", { className: "bar", style: `background: linear-gradient(90deg, ${stops})` }), make("span", { className: "most" }, shown(scale.max)));
   }
   const exports = (panel, name) => make("span", { className: "exports", role: "group", "aria-label": `Save ${name}` },
-    ...["PNG", "SVG", "CSV"].map(kind => button(kind, `Save ${name} as ${kind}`, () => save(panel, kind))));
+    ...["SVG", "CSV"].map(kind => button(kind, `Save ${name} as ${kind}`, () => save(panel, kind))));
   const section = (panel, title, ...children) => make("section", { className: panel, "aria-label": title },
     make("header", {}, make("h2", {}, title), ...(panel ? [exports(panel, `the ${title.toLowerCase()}`)] : [])), ...children);
 
   const texts = make("div", { className: "arms" });
-  const maps = make("div", { className: "figures" }), pinned = make("div", { className: "figures" }), mapTitle = make("h3", {}), pinTitle = make("h3", {});
+  const maps = make("div", { className: "figures" }), mapTitle = make("h3", {});
   const heads = make("div", { className: "figures" });
   const rowTable = make("details", { ontoggle: () => show() }, make("summary", {}, "This step as a table"));
-  const headTable = make("details", { ontoggle: () => show() }, make("summary", {}, "Heads as a table, sorted"));
+  const headTable = make("details", { ontoggle: () => show() }, make("summary", {}, "Heads as a table"));
   const readout = make("p", { className: "readout", role: "status", "aria-live": "polite" });
   const about = make("details", { className: "about" }, make("summary", {}, "What this is"));
 
@@ -442,9 +417,9 @@ export async function render({ model, el }) {
     section("text", "Text", choice("colour", "Coloured by", colours), texts),
     section("map", "Attention of steps on keys", make("p", { className: "legend" },
       ...Object.entries(PARTS).map(([name, word]) => make("span", {}, make("i", { style: `background:${STRIPS[name]}` }), word)),
-      "Rows are steps, columns are keys. Arrow keys move; p pins the head."), mapTitle, maps, pinTitle, pinned, rowTable),
-    section("grid", "Layers and heads", make("div", { className: "controls" }, choice("grid", "Value", grids), tick("order", "sort heads in each layer, by the last figure")),
-      make("p", { className: "legend" }, "Rows are layers, columns are heads. Arrow keys or a click choose a head; Enter pins it."), heads, headTable),
+      "Rows are steps, columns are keys. Arrow keys move."), mapTitle, maps, rowTable),
+    section("grid", "Layers and heads", make("div", { className: "controls" }, choice("grid", "Value", grids)),
+      make("p", { className: "legend" }, "Rows are layers, columns are heads. Arrow keys or a click choose a head, Escape the mean of all."), heads, headTable),
     about, readout);
 
   // --- what the page says about itself
@@ -495,7 +470,7 @@ export async function render({ model, el }) {
       canvas.style.height = `${height}px`;
       canvas.setAttribute("aria-label", panel.kind === "map"
         ? `Attention of head ${panel.head}, ${panel.title}: ${panel.rows} steps by ${panel.cols} keys. Arrow keys move the cursor.`
-        : `${grids[state.grid]}, ${panel.title}: ${panel.rows} layers by ${panel.cols} heads. Arrow keys choose a head, Enter pins it.`);
+        : `${grids[state.grid]}, ${panel.title}: ${panel.rows} layers by ${panel.cols} heads. Arrow keys choose a head.`);
       const ctx = canvas.getContext("2d");
       ctx.setTransform(dense, 0, 0, dense, 0, 0);
       drawPanel(ctx, marked(panel, look), width, height, look);
@@ -506,11 +481,7 @@ export async function render({ model, el }) {
   function marked(panel, look) {
     const head = headOf(state.head), marks = [];
     if (panel.kind === "map") marks.push([state.step, null, look.mark], [state.step, state.key, look.ink]);
-    else {
-      for (const [which, colour] of [[headOf(state.pin), look.pin], [head, look.mark]]) {
-        if (which !== "mean") marks.push([Math.floor(which / data.heads), panel.order[Math.floor(which / data.heads)].indexOf(which), colour]);
-      }
-    }
+    else if (head !== "mean") marks.push([Math.floor(head / data.heads), head % data.heads, look.mark]);
     return { ...panel, marks };
   }
   function newFigure() {
@@ -520,36 +491,30 @@ export async function render({ model, el }) {
       const cell = box.at(event.clientX - edge.left, event.clientY - edge.top);
       return cell && hovered(panel, cell);
     };
-    const move = pressed => {
-      const { panel } = drawn.get(canvas);
-      return panel.kind === "map" ? movedInMap(pressed, panel) : movedInGrid(pressed, panel);
-    };
+    const move = pressed => drawn.get(canvas).panel.kind === "map" ? movedInMap(pressed) : movedInGrid(pressed);
     listen(canvas, under, ({ step, key, head }) => drawn.get(canvas).panel.kind === "map" ? { step, key } : { head }, move);
     return make("figure", {}, make("figcaption"), canvas);
   }
-  const hovered = (panel, [r, c]) => panel.kind === "grid" ? { head: headName(panel.order[r][c]) }
+  const hovered = (panel, [r, c]) => panel.kind === "grid" ? { head: headName(r * data.heads + c) }
     : c < first + r ? { step: r, key: c, head: panel.head } : null;
-  function movedInMap(pressed, panel) {
+  function movedInMap(pressed) {
     const { step, key } = state, last = first + step - 1;
     const moves = {
       ArrowLeft: { key: key - 1 }, ArrowRight: { key: key + 1 }, ArrowUp: { step: step - 1 }, ArrowDown: { step: step + 1 },
       PageUp: { step: Math.max(0, step - 10) }, PageDown: { step: Math.min(steps - 1, step + 10) },
       Home: { key: 0 }, End: { key: last },
-      p: pinOf(panel.head),
     };
     return moves[pressed];
   }
-  function movedInGrid(pressed, panel) {
-    const now = headOf(state.head), layer = now === "mean" ? 0 : Math.floor(now / data.heads);
-    const place = now === "mean" ? 0 : panel.order[layer].indexOf(now);
-    const to = (l, c) => ({ head: headName(now === "mean" ? panel.order[0][0] : panel.order[Math.min(Math.max(l, 0), data.layers - 1)][Math.min(Math.max(c, 0), data.heads - 1)]) });
+  function movedInGrid(pressed) {
+    const now = headOf(state.head), layer = Math.floor(now / data.heads), column = now % data.heads;
+    const inside = (value, size) => Math.min(Math.max(value, 0), size - 1);
+    const to = (l, c) => ({ head: headName(now === "mean" ? 0 : inside(l, data.layers) * data.heads + inside(c, data.heads)) });
     const moves = {
-      ArrowLeft: () => to(layer, place - 1), ArrowRight: () => to(layer, place + 1), ArrowUp: () => to(layer - 1, place),
-      ArrowDown: () => to(layer + 1, place), Home: () => to(layer, 0), End: () => to(layer, data.heads - 1),
-      Enter: () => pinOf(state.head), " ": () => pinOf(state.head),
-      Escape: () => ({ head: "mean" }),
+      ArrowLeft: to(layer, column - 1), ArrowRight: to(layer, column + 1), ArrowUp: to(layer - 1, column), ArrowDown: to(layer + 1, column),
+      Home: to(layer, 0), End: to(layer, data.heads - 1), Escape: { head: "mean" },
     };
-    return moves[pressed]?.();
+    return moves[pressed];
   }
 
   // --- the text
@@ -607,17 +572,8 @@ export async function render({ model, el }) {
 
   // --- tables
 
-  function tableOf(caption, names, rows, sort) {
-    const head = make("tr", {}, ...names.map(([name, title]) => {
-      const cell = make("th", { scope: "col" });
-      if (!sort) cell.textContent = title;
-      else {
-        const own = state.sort === name;
-        cell.setAttribute("aria-sort", own ? (state.down ? "descending" : "ascending") : "none");
-        cell.append(make("button", { type: "button", onclick: () => set({ sort: name, down: own ? (state.down ? "" : "1") : name === "head" ? "" : "1" }) }, title));
-      }
-      return cell;
-    }));
+  function tableOf(caption, titles, rows) {
+    const head = make("tr", {}, ...titles.map(title => make("th", { scope: "col" }, title)));
     const body = rows.map(cells => make("tr", {}, ...cells.map((cell, i) => make(i ? "td" : "th", i ? {} : { scope: "row" }, cell))));
     return make("div", { className: "box", tabIndex: 0, role: "region", "aria-label": caption },
       make("table", {}, make("caption", {}, caption), make("thead", {}, head), make("tbody", {}, ...body)));
@@ -646,21 +602,14 @@ export async function render({ model, el }) {
   }
   const showTables = () => {
     fill(rowTable, () => tableOf(`Attention of head ${state.head} at step ${state.step}`,
-      ["key", "part", ...arms.flatMap(arm => [`token, ${arm.name}`, arm.name]), ...(two ? ["difference"] : [])].map(name => [name, name]),
-      mapRows()));
+      ["key", "part", ...arms.flatMap(arm => [`token, ${arm.name}`, arm.name]), ...(two ? ["difference"] : [])], mapRows()));
     fill(headTable, () => {
-      const columns = columnsOf(), order = sortedHeads(columns);
-      return tableOf("Every head at this step", [["head", "head"], ...Object.entries(columns).map(([name, each]) => [name, each.title])],
-        order.map(head => [button(headName(head), `Choose head ${headName(head)}`, () => set({ head: headName(head) })),
-          ...Object.values(columns).map(each => shown(each.mean[head], each.split) + within({ low: each.low?.[head], high: each.high?.[head] }))]), true);
+      const columns = Object.values(columnsOf());
+      return tableOf("Every head at this step", ["head", ...columns.map(column => column.title)],
+        headNames.map((name, head) => [button(name, `Choose head ${name}`, () => set({ head: name })),
+          ...columns.map(column => shown(column.mean[head], column.split) + within({ low: column.low?.[head], high: column.high?.[head] }))]));
     });
   };
-  function sortedHeads(columns) {
-    const order = Array.from({ length: n }, (_, head) => head), sign = state.down ? -1 : 1;
-    if (state.sort === "head") return state.down ? order.reverse() : order;
-    const { mean } = columns[state.sort];
-    return order.sort((a, b) => after(mean, a, b) || sign * (mean[a] - mean[b]) || a - b);
-  }
 
   // --- the readout
 
@@ -679,7 +628,7 @@ export async function render({ model, el }) {
       `On the ${data.steered}: ${beside(masses, true)}. Log-odds: ${beside(odds, true)}.`,
     ];
     for (const metric of metrics) lines.push(`Control ${metric}: ${beside(arms.map(arm => arm.control[metric]?.[now.step] ?? MISSING), true)}.`);
-    const told = { step: now.step, head: now.head, key, part: partOf(key), pin: state.pin, difference: two ? values[1] - values[0] : "" };
+    const told = { step: now.step, head: now.head, key, part: partOf(key), difference: two ? values[1] - values[0] : "" };
     values.forEach((value, i) => { told[`value${i}`] = value; });
     masses.forEach((value, i) => { told[`mass${i}`] = value; });
     odds.forEach((value, i) => { told[`odds${i}`] = value; });
@@ -710,15 +659,9 @@ export async function render({ model, el }) {
     stepName.textContent = `${state.step} of ${steps - 1}`;
     for (const field of root.querySelectorAll("select")) field.value = state[field.name];
     for (const field of root.querySelectorAll("input[type=checkbox]")) field.checked = state[field.name] === "1";
-    const isPinned = state.pin !== "" && state.pin === state.head;
-    pinButton.textContent = isPinned ? "Let go of this head" : "Pin this head";
-    pinButton.disabled = state.head === "mean";
     const tall = width => Math.min(Math.max(steps * 6, 160), 420) * Math.min(1, 0.55 + width / 900) + SPACE.top + SPACE.bottom;
     mapTitle.textContent = state.head === "mean" ? "Mean of all heads" : `Head ${state.head}`;
     figuresIn(maps, mapsOf(state.head), tall);
-    pinTitle.textContent = second() && `Pinned: head ${state.pin}`;
-    pinTitle.hidden = !second();
-    figuresIn(pinned, second() ? mapsOf(state.pin) : [], tall);
     figuresIn(heads, gridsOf(), () => Math.min(Math.max(data.layers * 12, 72), 480) + SPACE.top + SPACE.bottom);
     showTexts();
     showTables();
@@ -734,24 +677,23 @@ export async function render({ model, el }) {
     }
     if (panel === "map") {
       const rows = [["layer", "head", "arm", "step", "key", "part", "token", "attention", ...(two ? ["difference from the other arm"] : [])]];
-      for (const head of [state.head, second()].filter(Boolean)) {
-        const names = head === "mean" ? ["mean", "mean"] : head.split(".").map(Number);
-        arms.forEach((arm, i) => {
-          for (let step = 0; step < arm.steps; step++) {
-            const other = two && step < both ? numbers.row(1 - i, step, headOf(head)) : null;
-            numbers.row(i, step, headOf(head)).forEach((value, key) => rows.push([...names, arm.name, step, key, PARTS[partOf(key)], arm.keys[key],
-              masked(key) ? MISSING : value, ...(two ? [other && !masked(key) ? value - other[key] : MISSING] : [])]));
-          }
-        });
-      }
+      const names = state.head === "mean" ? ["mean", "mean"] : state.head.split(".").map(Number), head = headOf(state.head);
+      arms.forEach((arm, i) => {
+        for (let step = 0; step < arm.steps; step++) {
+          const beside = two && step < both ? numbers.row(1 - i, step, head) : null;
+          numbers.row(i, step, head).forEach((value, key) => rows.push([...names, arm.name, step, key, PARTS[partOf(key)], arm.keys[key],
+            masked(key) ? MISSING : value, ...(two ? [beside && !masked(key) ? value - beside[key] : MISSING] : [])]));
+        }
+      });
       return rows;
     }
-    const columns = columnsOf(), order = sortedHeads(columns);
+    const columns = columnsOf();
     const names = Object.values(columns).flatMap(each => each.low ? [each.title, `${each.title}, low`, `${each.title}, high`] : [each.title]);
-    return [["layer", "head", ...names], ...order.map(head => [Math.floor(head / data.heads), head % data.heads,
+    return [["layer", "head", ...names], ...headNames.map((_, head) => [Math.floor(head / data.heads), head % data.heads,
       ...Object.values(columns).flatMap(each => (each.low ? [each.mean, each.low, each.high] : [each.mean]).map(list => list[head] ?? MISSING))])];
   }
-  function picture(panel, start) {
+  /** A panel as SVG. */
+  function picture(panel) {
     const look = lookOf(), bold = "600 12px sans-serif";
     if (panel === "text") {
       const width = 640, measure = make("canvas").getContext("2d"), size = 20;
@@ -770,7 +712,7 @@ export async function render({ model, el }) {
         }
         y += 2 * size;
       });
-      const ctx = start(width, y), plain = look.ink;
+      const ctx = new Svg(width, y), plain = look.ink;
       ctx.fillStyle = look.page;
       ctx.fillRect(0, 0, width, y);
       for (const each of placedWords) {
@@ -785,46 +727,35 @@ export async function render({ model, el }) {
       }
       return ctx;
     }
-    const groups = panel === "grid" ? [["", gridsOf()]] : [state.head, second()].filter(Boolean).map(head => [head, mapsOf(head)]);
-    const w = 340, h = panel === "grid" ? Math.max(data.layers * 12, 72) + 26 : 360, across = groups[0][1].length;
-    const tall = h + 53, ctx = start(across * w + 10, groups.length * tall + 10);
+    const panels = panel === "grid" ? gridsOf() : mapsOf(state.head), w = 340;
+    const h = panel === "grid" ? Math.max(data.layers * 12, 72) + 26 : 360, ctx = new Svg(panels.length * w + 10, h + 63);
     ctx.fillStyle = look.page;
-    ctx.fillRect(0, 0, across * w + 10, groups.length * tall + 10);
-    groups.forEach(([head, panels], g) => panels.forEach((each, i) => {
+    ctx.fillRect(0, 0, panels.length * w + 10, h + 63);
+    panels.forEach((each, i) => {
       ctx.font = bold;
       ctx.textAlign = "left";
       ctx.fillStyle = look.ink;
-      const what = panel === "grid" ? (data.study[state.grid] ? each.title : grids[state.grid]) : head === "mean" ? "mean of all heads" : `head ${head}`;
-      ctx.fillText(each.title, 10 + i * w, 20 + g * tall);
+      const what = panel === "grid" ? (data.study[state.grid] ? each.title : grids[state.grid]) : state.head === "mean" ? "mean of all heads" : `head ${state.head}`;
+      ctx.fillText(each.title, 10 + i * w, 20);
       ctx.font = "10px sans-serif";
       ctx.fillStyle = look.pale;
       const drawn = `colours from ${shown(each.scale.min)} to ${shown(each.scale.max)}${each.scale.log ? ", log" : ""}`;
-      [...(what === each.title ? [] : [what]), drawn].forEach((line, l) => ctx.fillText(line, 10 + i * w, 34 + 13 * l + g * tall));
-      drawPanel(ctx, marked(each, look), w - 10, h, look, 5 + i * w, 51 + g * tall);
-    }));
+      [...(what === each.title ? [] : [what]), drawn].forEach((line, l) => ctx.fillText(line, 10 + i * w, 34 + 13 * l));
+      drawPanel(ctx, marked(each, look), w - 10, h, look, 5 + i * w, 51);
+    });
     return ctx;
   }
-  async function fileOf(panel, kind) {
-    if (kind === "CSV") return new Blob(["\ufeff", csvText(rowsOf(panel))], { type: "text/csv" });
-    if (kind === "SVG") return new Blob([String(picture(panel, (w, h) => new Svg(w, h)))], { type: "image/svg+xml" });
-    const canvas = make("canvas");
-    picture(panel, (w, h) => {
-      Object.assign(canvas, { width: 2 * w, height: 2 * h });
-      const ctx = canvas.getContext("2d");
-      ctx.scale(2, 2);
-      return ctx;
-    });
-    return new Promise(done => canvas.toBlob(done, "image/png"));
-  }
-  async function save(panel, kind) {
-    const address = URL.createObjectURL(await fileOf(panel, kind));
+  const fileOf = (panel, kind) => kind === "CSV" ? new Blob(["\ufeff", csvText(rowsOf(panel))], { type: "text/csv" })
+    : new Blob([String(picture(panel))], { type: "image/svg+xml" });
+  function save(panel, kind) {
+    const address = URL.createObjectURL(fileOf(panel, kind));
     make("a", { href: address, download: `${panel}-step${state.step}-head${state.head}.${kind.toLowerCase()}` }).click();
     setTimeout(() => URL.revokeObjectURL(address), 10_000);
   }
 
   // --- life
 
-  const dark = matchMedia("screen and (prefers-color-scheme: dark)"), followed = () => { readHash(); show(); };
+  const dark = matchMedia("screen and (prefers-color-scheme: dark)");
   const follow = () => {
     const { step, head } = chosen();
     if (step === state.step && head === state.head) return;  // what `set` wrote
@@ -838,10 +769,7 @@ export async function render({ model, el }) {
       show();
     }
   });
-  if (hash) {
-    readHash();
-    addEventListener("hashchange", followed);
-  }
+  take(chosen());
   show();
   width = root.clientWidth;
   resized.observe(root);
@@ -853,7 +781,6 @@ export async function render({ model, el }) {
   return () => {
     resized.disconnect();
     dark.removeEventListener("change", show);
-    removeEventListener("hashchange", followed);
     model.off("change:head", follow);
     model.off("change:token", follow);
   };

@@ -32,6 +32,7 @@ from lapa2_interp.circuits.control import control_score
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.teacher_forcing import teacher_forced
+from lapa2_interp.methods.freectrl import FreeCtrl
 from lapa2_interp.models.card import Model, ModelCard, model_card
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import usable_memory
@@ -183,7 +184,7 @@ def select_text(
     arms = {name: by_arm[name] for name in ("baseline", arm) if name in by_arm}
     # The prompt, given whole or by its beginning, and the sample.
     prompts = list(next(iter(arms.values())).prompts)
-    fitting = [each for each in prompts if prompt is None or each.startswith(prompt)]
+    fitting = [candidate for candidate in prompts if prompt is None or candidate.startswith(prompt)]
     if prompt in prompts:
         fitting = [prompt]
     elif prompt is not None and len(fitting) != 1:
@@ -218,7 +219,7 @@ def recompute_attention(
     if steps < 1:
         raise TraceError(f"steps must be at least 1, found {steps}")
     first = next(iter(selected.cells.values()))
-    if first.decoding_method.rereads_text:
+    if isinstance(first.decoding_method, FreeCtrl):
         raise TraceError(
             f"method {first.method} changes the network while it decodes, so its texts cannot be"
             " read again; choose cells of another method"
@@ -230,9 +231,9 @@ def recompute_attention(
     plans = [_plan_prompt(model, run, cell, selected.prompt) for cell in cells]
     # The branch, whose keys must be the same in all arms.
     number = _branch_number(plans[0], branch)
-    branch, layouts = plans[0].branches[number], [each.layouts[number][0] for each in plans]
+    branch, layouts = plans[0].branches[number], [plan.layouts[number][0] for plan in plans]
     layout = layouts[0]
-    if len({(each.ids, each.soft) for each in layouts}) > 1:
+    if len({(layout.ids, layout.soft) for layout in layouts}) > 1:
         raise TraceError("the arms have different prefixes; choose one arm with --only arm=NAME")
     # One teacher-forced pass over the texts of all arms.
     texts = [_selected_tokens(made, selected) for made in finished]
@@ -242,7 +243,7 @@ def recompute_attention(
     trace = _attention_trace(model, plans, number, rows)
     # Each arm's attention, compared with the run's trace; its control; its means over all texts.
     lengths = [made.samples["tokens"].map(len) for made in finished]
-    shared_steps = min(int(each[each > 0].min()) for each in lengths)
+    shared_steps = min(int(n_tokens[n_tokens > 0].min()) for n_tokens in lengths)
     part = "prefix" if layout.l_pre else "prompt"
     arms, means_by_prompt, no_control = [], [], ""
     for i, (name, cell) in enumerate(selected.cells.items()):
@@ -328,7 +329,7 @@ def _attention_trace(
     Raises:
         TraceError: Memory is too small, or attention is not finite.
     """
-    layouts = [each.layouts[number][0] for each in plans]
+    layouts = [plan.layouts[number][0] for plan in plans]
     size = (model.cfg.n_layers, model.cfg.n_heads)
     longest = max(map(len, rows))
     need = COPIES * trace_bytes(
@@ -343,8 +344,8 @@ def _attention_trace(
         model,
         layouts,
         rows,
-        [each.augmentations[number] for each in plans],
-        prefixes=[each.prefixes[number] for each in plans],
+        [plan.augmentations[number] for plan in plans],
+        prefixes=[plan.prefixes[number] for plan in plans],
         branch=plans[0].branches[number],
         patterns=[(layer, head) for layer in range(size[0]) for head in range(size[1])],
     )
@@ -477,7 +478,7 @@ class HeadValues:
     high: Float[np.ndarray, "layer head"]
 
 
-def load_head_values(folder: Path, found: ViewedText) -> dict[str, HeadValues]:
+def load_head_values(folder: Path, text: ViewedText) -> dict[str, HeadValues]:
     """Values of every head in a study's folder: effect, write, and effect_lex if it has words.
 
     Args:
@@ -499,33 +500,33 @@ def load_head_values(folder: Path, found: ViewedText) -> dict[str, HeadValues]:
             f"{folder} is not a finished study ({type(error).__name__}: {error}); `lapa2 circuits"
             " MODEL --out FOLDER` makes one"
         ) from error
-    task = found.selected.task.name
-    if there != found.card.weights or about != task:
+    task = text.selected.task.name
+    if there != text.card.weights or about != task:
         raise CircuitError(
             f"{folder} is about {settings['model']['name']} and {about}, and the run about"
-            f" {found.card.name} and {task}; give a study of the run's model and task"
+            f" {text.card.name} and {task}; give a study of the run's model and task"
         )
     # Each column as a map of heads, with its interval.
-    size = found.arms[0].masses.shape[2:]
+    size = text.arms[0].masses.shape[2:]
     wanted = {
         "effect": ("head", "effect", "", "js lost without the head", "nats a step"),
         "effect_lex": ("head", "lex_effect", "lex_", "lex lost without the head", "nats a step"),
         "write": ("writes", "direct", "", "written from the prefix", "logits a step"),
     }
     # With more than two attributes, a study is about one of them.
-    names = found.selected.task.attributes
+    names = text.selected.task.attributes
     of = f", {target or next(iter(names))} against the others" if len(names) > 2 else ""
     values = {}
     for name, (table, column, mark, about, unit) in wanted.items():
         if table not in tables or column not in tables[table]:
             continue
         grids = []
-        for each in (column, f"{mark}low", f"{mark}high"):
+        for field in (column, f"{mark}low", f"{mark}high"):
             grid = np.full(size, np.nan)
             rows = tables[table]
             if rows["layer"].max() >= size[0] or rows["head"].max() >= size[1]:
                 raise CircuitError(f"{folder}/{table}.csv has heads that the model does not have")
-            grid[rows["layer"], rows["head"]] = rows[each]
+            grid[rows["layer"], rows["head"]] = rows[field]
             grids.append(grid)
         values[name] = HeadValues(about + of, unit, *grids)
     return values

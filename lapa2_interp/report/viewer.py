@@ -1,7 +1,8 @@
 """The viewer: the attention of every head at every step of one text of a run, as one HTML file that
 loads nothing.
 
-    from lapa2_interp import load_run, view
+    from lapa2_interp import load_run
+    from lapa2_interp.report import view
 
     shown = view(load_run("results/run"))     # in a notebook this is the viewer itself
     shown.save("view.html")
@@ -122,6 +123,16 @@ class View:
         """
         return write_page(Path(file), lambda: self.html)
 
+    @property
+    def frame(self) -> str:
+        """The page as HTML, in a frame that can neither read nor change what is around it. A
+        notebook that is only read shows it, as in `IPython.display.HTML(shown.frame)`."""
+        return (
+            '<div><iframe title="Attention of a text, head by head" sandbox="allow-scripts'
+            ' allow-downloads" style="width:100%;height:56rem;border:0"'
+            f' srcdoc="{escape(self.html)}"></iframe></div>'
+        )
+
     def _widget(self) -> Any:
         """The viewer as an anywidget, the same at every call; None where anywidget is missing."""
         try:
@@ -153,16 +164,10 @@ class View:
         )
 
     def _repr_mimebundle_(self, **selected: Any) -> Any:
-        """The widget; or the page in a separate frame, which can neither read nor change the
-        notebook."""
+        """The widget; or the frame."""
         if (widget := self._widget()) is not None:
             return widget._repr_mimebundle_(**selected)
-        frame = (
-            '<iframe title="Attention of a text, head by head" sandbox="allow-scripts'
-            ' allow-downloads" style="width:100%;height:56rem;border:0"'
-            f' srcdoc="{escape(self.html)}"></iframe>'
-        )
-        return {"text/html": frame, "text/plain": repr(self)}
+        return {"text/html": self.frame, "text/plain": repr(self)}
 
 
 @numbers_checked
@@ -240,21 +245,21 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
     # Arrays and facts of each arm.
     arrays, arms = {}, []
     start = [f"soft {i + 1}" for i in range(layout.soft)]
-    for i, each in enumerate(text.arms):
-        codes = [quantise(step, bits).ravel() for step in each.patterns]
+    for i, arm in enumerate(text.arms):
+        codes = [quantise(step, bits).ravel() for step in arm.patterns]
         arrays[f"pattern{i}"] = np.concatenate(codes)
-        arrays[f"masses{i}"] = each.masses.astype(np.float32)
-        rules = [rule.to_json() for rule in active_augmentations(each.augmentation)]
+        arrays[f"masses{i}"] = arm.masses.astype(np.float32)
+        rules = [rule.to_json() for rule in active_augmentations(arm.augmentation)]
         arms.append(
             {
-                "name": each.arm,
+                "name": arm.arm,
                 "rule": " + ".join(rules) or "none",
-                "keys": [*start, *token_texts(text.tokenizer, "", [*layout.ids, *each.tokens])],
-                "steps": len(each.tokens),
-                "end": each.end,
-                "control": each.control,
-                "off": each.off,
-                "run": each.of_run,
+                "keys": [*start, *token_texts(text.tokenizer, "", [*layout.ids, *arm.tokens])],
+                "steps": len(arm.tokens),
+                "end": arm.end,
+                "control": arm.control,
+                "off": arm.off,
+                "run": arm.of_run,
             }
         )
     # The part of every key, and the page's data.
@@ -274,7 +279,7 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
             "prefix": text.prefix or "none",
             "prompt": f"{prompt} (sample {sample}, seed {cell.seed})",
         },
-        "same": len({each.tokens for each in text.arms}) == 1,
+        "same": len({arm.tokens for arm in text.arms}) == 1,
         "layers": n_layers,
         "heads": n_heads,
         "parts": parts,
@@ -284,7 +289,7 @@ def _view_data(text: ViewedText, heads: Mapping[str, HeadValues], bits: Bits) ->
         "differences": text.differences,
         "runSteps": text.steps,
         "noControl": text.no_control,
-        "study": {name: vars(each) for name, each in heads.items()},
+        "study": {name: vars(head_values) for name, head_values in heads.items()},
     }
     return _plain(data) | {
         "bits": bits,
@@ -299,9 +304,9 @@ def _plain(value: Any) -> Any:
     """Plain JSON: arrays as lists, floats with seven digits; None for floats that are not
     finite."""
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float | np.floating):
         return float(f"{value:.7g}") if math.isfinite(value) else None
     return value

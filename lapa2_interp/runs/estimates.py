@@ -85,11 +85,9 @@ def check_affordable(texts: int, row_tokens: int, memory: int, yes: bool = False
 
 def cost(cell: Cell) -> int:
     """A cell's row-tokens, padding included: every prompt once, and every new token but the last,
-    which nothing reads; where the method `rereads_text`, the whole text at every step."""
+    which nothing reads."""
     before, new = _lengths(cell)
-    again = cell.decoding_method.rereads_text
-    steps = (new - 1) * before + new * (new - 1) // 2 if again else new - 1
-    return len(cell.branches) * (len(cell.prompts) * before + cell.n_texts * steps)
+    return len(cell.branches) * (len(cell.prompts) * before + cell.n_texts * (new - 1))
 
 
 def stored_bytes(cell: Cell, n_layers: int, n_heads: int) -> int:

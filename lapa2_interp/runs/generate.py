@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lapa2_interp._util.errors import EmptyDistributionError, Lapa2Error, ModelError
+from lapa2_interp._util.errors import Lapa2Error, ModelError
 from lapa2_interp._util.progress import progress_bar
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
@@ -33,7 +33,7 @@ from lapa2_interp.generation.settings import (
     PromptFile,
     TorchDtype,
     python_values,
-    settings_checked,
+    settings_named,
 )
 from lapa2_interp.methods.base import Method, MethodContext
 from lapa2_interp.models.card import Model, model_card
@@ -51,7 +51,7 @@ GRID = "generate"
 """The name of the grid of a run that `generate` makes."""
 
 
-@settings_checked
+@settings_named
 @weights_read_once()
 def generate(
     model: str | Path | Model = "smollm2-135m",
@@ -138,12 +138,11 @@ def generate(
 
     Returns:
         A run in memory: `samples()`, `trace()`, `steps()`, `heads()`, `plot()`, `save(FOLDER)`.
+        `problems` names texts that ended because no token was left to draw (`finish` "empty").
 
     Raises:
         Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
         RunError: It reads over 10^11 tokens, or needs more memory than there is.
-        EmptyDistributionError: Texts ended because no token was left to draw; its attribute `run`
-            holds them.
     """
     given = locals()  # the parameters have the names of the settings' fields
     fields = python_values({name: given[name] for name in CellSettings.model_fields})
@@ -163,22 +162,7 @@ def generate(
     row_tokens = sum(map(cost, cells))
     size = sum(stored_bytes(cell, model.cfg.n_layers, model.cfg.n_heads) for cell in cells)
     check_affordable(sum(cell.n_texts for cell in cells), row_tokens, size, yes)
-    run = make_cells(model, cells, announce=announce)
-    for key in run.by_key:
-        if problems := run.manifest(key).problems:
-            raise UnfinishedTextsError(problems[0], run)
-    return run
-
-
-class UnfinishedTextsError(EmptyDistributionError):
-    """Some texts ended because no token was left to draw.
-
-    `run` holds all texts, the ended ones up to their last token.
-    """
-
-    def __init__(self, message: str, run: Run) -> None:
-        super().__init__(message)
-        self.run = run
+    return make_cells(model, cells, announce=announce)
 
 
 @accepts_model_name
@@ -236,12 +220,6 @@ def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
         f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"
     )
-    if plans[0].method.rereads_text:
-        cached, read = (sum(each.tokens_read(reread) for each in plans) for reread in (False, True))
-        line += (
-            f"; every step reads its text again: {read} tokens through the model, where a cache"
-            f" would need {cached}"
-        )
     if trace == "none":
         return line
     size = 0

@@ -23,10 +23,9 @@ from torch import Tensor
 from lapa2_interp._util.errors import LayoutError, ScoringError
 from lapa2_interp._util.files import cache_folder, one_process_at_a_time, write_text, writing_cache
 from lapa2_interp._util.parsing import read_text
-from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp.attention.neurons import is_gated, promoting_neurons
 from lapa2_interp.bias.tokens import decode_continuation, decode_tokens
-from lapa2_interp.generation.loop import decode_batches
+from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.base import Method
@@ -107,11 +106,11 @@ class ModelContext:
             raise LayoutError(
                 f"drafts of {new_tokens} tokens: {error}; or draft fewer (--set draft_tokens=...)"
             ) from None
-        made = decode_batches(self.model, todo, progress=hidden_bar())
         ends = set(self.end_ids)
         return [
             decode_continuation(self.model.tokenizer, prompt, [i for i in tokens if i not in ends])
-            for tokens in made.samples["tokens"]
+            for pairs in todo.batches
+            for tokens in decode_batch(self.model, todo, pairs).samples["tokens"]
         ]
 
     def attribute_probabilities(

@@ -23,9 +23,8 @@ from lapa2_interp._util.files import (
 )
 from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.version import __version__
-from lapa2_interp.attention.trace import TraceKind
+from lapa2_interp.attention.trace import TraceKind, join_traces
 from lapa2_interp.generation.cell import Cell, same_label
-from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.runs.attention import ALIKE, SHOWN, Attention, HeadAttention, traced
 from lapa2_interp.runs.manifest import BatchRecord, Manifest
 from lapa2_interp.runs.store import (
@@ -123,6 +122,11 @@ class Run:
         """Why cells that are not finished raised when they were last tried."""
         found = {key: self._failure(key) for key in self.by_key}
         return {key: failure for key, failure in found.items() if failure is not None}
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Texts of finished cells that ended because no token was left to draw, and why."""
+        return tuple(problem for key in self.finished for problem in self.manifest(key).problems)
 
     def _failure(self, key: str) -> Failure | None:
         if self.state(key) in ("failed", "damaged"):

@@ -135,7 +135,8 @@ def at_lengths(
                 else 0
             )
             left = [int(token) for token in tokens[: max(0, length - counted)]]
-            text = decode_continuation(tokenizer, prompt, left)
+            is_chat = manifest.cell.task.chat is not None
+            text = decode_continuation(tokenizer, prompt, left, is_chat)
             texts.append(prompt + text if manifest.cell.task.length_counts_prompt else text)
         frames.append(samples.assign(text=texts, length=length))
     return pd.concat(frames, ignore_index=True)

@@ -12,13 +12,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from time import perf_counter
 
+import pandas as pd
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError
-from lapa2_interp._util.progress import hidden_bar
 from lapa2_interp._util.terminal import caused_by_stop
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.loop import EmptyGenerationError, decode_batches
+from lapa2_interp.generation.loop import decode_batch
 from lapa2_interp.generation.plan import BatchPlan, plan_batches
 from lapa2_interp.generation.resolve import digests
 from lapa2_interp.methods.registry import find_class
@@ -50,16 +50,11 @@ def make_batch(
 
     Raises:
         RunError: As `check_files`.
-        Lapa2Error: As `decode_batches`.
+        Lapa2Error: As `decode_batch`.
     """
     check_files(plan)
-    progress = hidden_bar() if progress is None else progress
-    began, problems = perf_counter(), []
-    try:
-        made = decode_batches(model, plan, [plan.batches[number]], progress)
-    except EmptyGenerationError as error:
-        made = error.generation
-        problems.append(str(error))
+    began = perf_counter()
+    made = decode_batch(model, plan, plan.batches[number], progress)
     record = BatchRecord(
         **dict(Provenance.of(model, plan)),
         key=plan.cell.key,
@@ -68,10 +63,25 @@ def make_batch(
         created=datetime.now(UTC),
         seconds=round(perf_counter() - began, 3),
         new_tokens=int(made.samples["n_tokens"].sum()),
-        problems=tuple(problems),
+        problems=problems_of(plan, made.samples),
         memory=peak_memory(model_card(model).device.partition(":")[0]),
     )
     return FinishedBatch(record, made.samples, made.trace)
+
+
+def problems_of(plan: BatchPlan, samples: pd.DataFrame) -> tuple[str, ...]:
+    """One sentence if texts of a batch ran out of tokens; usually nothing."""
+    ended = [
+        f"{row['prompt']!r} sample {row['sample']} at step {row['n_tokens']}"
+        for row in samples[samples["finish"] == "empty"].to_dict("records")
+    ]
+    if not ended:
+        return ()
+    more = f" and {len(ended) - 1} more" if len(ended) > 1 else ""
+    return (
+        f"no token has positive weight for {ended[0]}{more} ({plan.method.name}:"
+        f" {plan.method.when_empty}); the texts up to there are kept",
+    )
 
 
 class Worker:

@@ -185,9 +185,9 @@ def load_adapter_network(
     base: str, layers: int, labels: int, device: str | None = None
 ) -> tuple[AdapterNetwork, PreTrainedTokenizerBase, str]:
     """A network with an empty head, its tokenizer, and the source of the base's weights."""
-    whole, tokenizer, weights = load_transformers(base)
-    check_not_quantised(whole, "adapters are added to")
-    network = AdapterNetwork(whole, layers, labels).requires_grad_(False)
+    base_network, tokenizer, weights = load_transformers(base)
+    check_not_quantised(base_network, "adapters are added to")
+    network = AdapterNetwork(base_network, layers, labels).requires_grad_(False)
     move_to_device(network, device)
     return network.eval(), tokenizer, weights
 
@@ -269,11 +269,11 @@ class AdapterClassifier:
                 ids, _ = padded_rows([windows[group[-1]] for group in chosen], start, device)
                 read = [(i, row) for row, group in enumerate(chosen) for i in group]
                 lengths, rows = (
-                    torch.tensor(each, device=device)
-                    for each in zip(*((len(windows[i]), row) for i, row in read), strict=True)
+                    torch.tensor(column, device=device)
+                    for column in zip(*((len(windows[i]), row) for i, row in read), strict=True)
                 )
-                found = self.network(ids, lengths, rows).double().cpu().numpy()
-                for (i, _), row in zip(read, found, strict=True):
+                logits = self.network(ids, lengths, rows).double().cpu().numpy()
+                for (i, _), row in zip(read, logits, strict=True):
                     sums[owners[i]] += len(windows[i]) * row
                     tokens[owners[i]] += len(windows[i])
         return sums / tokens[:, None]
@@ -294,7 +294,7 @@ def save_adapter(
             the adapters are rounded to float16.
         facts: The card's other fields.
     """
-    kept = {
+    stored = {
         name: value.detach()
         .cpu()
         .to(torch.float32 if name.startswith("head.") else torch.float16)
@@ -303,7 +303,7 @@ def save_adapter(
     }
     file = folder / f"{task}{ADAPTER_ENDING}"
     with atomic_write(file) as fresh:
-        save_file(kept, fresh)
+        save_file(stored, fresh)
     return save_card(AdapterCard, file, task=task, **facts)
 
 
@@ -345,7 +345,7 @@ def load_adapter(
             {name: stored.pop(f"head.{name}") for name in ("weight", "bias")}
         )
         with torch.no_grad():
-            for name in [each.removesuffix(".a") for each in stored if each.endswith(".a")]:
+            for name in [key.removesuffix(".a") for key in stored if key.endswith(".a")]:
                 weight = own[f"base.{name}.weight"]
                 a, b = (stored.pop(f"{name}.{part}").to(weight) for part in "ab")
                 weight.add_(b @ a, alpha=recipe.alpha / recipe.rank)

@@ -90,33 +90,6 @@ def agreement(
     return pd.DataFrame(rows, columns=["measure", "length", "value", "low", "high", "n"])
 
 
-def calibration(numbers: pd.DataFrame, truth: Sequence[str] | Sequence[float]) -> pd.DataFrame:
-    """The calibration curve: one row per bin that has texts, with from, to, prediction (mean),
-    truth (mean score, or share of right labels) and n.
-
-    Args:
-        numbers, truth: As in `agreement`.
-
-    Raises:
-        ScoringError: As `agreement`.
-    """
-    graded, true, values = _match_truth(numbers, truth)
-    predicted, found = _predicted_and_true(graded, values, true)
-    rows = []
-    for number in np.unique(bins := _bins(predicted)):
-        inside = bins == number
-        rows.append(
-            (
-                number / BINS,
-                (number + 1) / BINS,
-                float(predicted[inside].mean()),
-                float(found[inside].mean()),
-                int(inside.sum()),
-            )
-        )
-    return pd.DataFrame(rows, columns=["from", "to", "prediction", "truth", "n"])
-
-
 def card_rows(table: pd.DataFrame, data: str) -> list[dict[Hashable, Any]]:
     """The rows of a table of `agreement` with a value, in the form of a card."""
     rows = table.dropna(subset="value").assign(data=data).astype(object)
@@ -134,14 +107,14 @@ def _match_truth(
     if len(truth) != len(values):
         raise ScoringError(f"{len(values)} texts have numbers and {len(truth)} have a truth")
     if not np.isfinite(values).all():
-        place = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+        first = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
         raise ScoringError(
-            f"text {place + 1} of {len(values)} has no number from the scorer; leave such texts out"
+            f"text {first + 1} of {len(values)} has no number from the scorer; leave such texts out"
         )
-    if all(isinstance(each, str) for each in truth):
-        if wrong := [each for each in truth if each not in columns]:
+    if all(isinstance(value, str) for value in truth):
+        if wrong := [label for label in truth if label not in columns]:
             raise ScoringError(unknown_choice("label", wrong[0], columns))
-        return False, np.array([columns.index(str(each)) for each in truth]), values
+        return False, np.array([columns.index(str(label)) for label in truth]), values
     if len(columns) != 1:
         raise ScoringError(
             f"graded scores are compared with one number per text; found {', '.join(columns)}: give"
@@ -202,13 +175,13 @@ def _auc(values: Float[np.ndarray, " text"], positive: Bool[np.ndarray, " text"]
     return compute
 
 
-def _spearman(one: Float[np.ndarray, " text"], other: Float[np.ndarray, " text"]) -> Measure:
+def _spearman(one: Float[np.ndarray, " text"], true: Float[np.ndarray, " text"]) -> Measure:
     """The correlation of ranks, ties at their mean rank."""
 
     def compute(picks: Num[np.ndarray, "draw text"]) -> Float[np.ndarray, " draw"]:
         # The mean rank of n texts is (n + 1) / 2.
         middle = (picks.sum(axis=1, keepdims=True) + 1) / 2
-        a, b = (_ranks(each, picks) - middle for each in (one, other))
+        a, b = (_ranks(numbers, picks) - middle for numbers in (one, true))
         spread = np.sqrt((picks * a * a).sum(axis=1) * (picks * b * b).sum(axis=1))
         return _ratio((picks * a * b).sum(axis=1), spread)
 
@@ -241,9 +214,9 @@ def _ranks(
     new = np.diff(values[order], prepend=np.nan) != 0
     counts = np.add.reduceat(picks[:, order], np.flatnonzero(new), axis=1)
     ranks = counts.cumsum(axis=1) - (counts - 1) / 2
-    found = np.empty(picks.shape)
-    found[:, order] = ranks[:, new.cumsum() - 1]
-    return found
+    by_text = np.empty(picks.shape)
+    by_text[:, order] = ranks[:, new.cumsum() - 1]
+    return by_text
 
 
 def _ratio(

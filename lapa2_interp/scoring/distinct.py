@@ -113,7 +113,7 @@ def distinct_table(
     tokens = np.bincount(codes, weights=[len(ids) for ids in lists], minlength=len(names))
     rows = []
     for order in ORDERS:
-        whole = distinct(lists, order)
+        mean = distinct(lists, order)
         low = high = np.nan
         if len(names) > 1:
             # To leave one prompt out removes its tokens, and the n-grams that no other prompt has.
@@ -128,11 +128,11 @@ def distinct_table(
             logs = np.log(np.maximum(left, 1e-12))
             spread = np.sqrt((len(names) - 1) / len(names) * ((logs - logs.mean()) ** 2).sum())
             away = student_quantile(0.975, len(names) - 1) * spread
-            low, high = whole * np.exp(-away), min(1.0, whole * np.exp(away))
+            low, high = mean * np.exp(-away), min(1.0, mean * np.exp(away))
         rows.append(
             {
                 "metric": f"distinct-{order}",
-                "mean": whole,
+                "mean": mean,
                 "low": low,
                 "high": high,
                 "n": len(lists),

@@ -31,7 +31,7 @@ def prefix_words(task: Task) -> dict[str, tuple[str, ...]]:
         name: tuple(
             word
             for word in words
-            if not any(word in others for other, others in own.items() if other != name)
+            if not any(word in others for rival, others in own.items() if rival != name)
         )
         for name, words in own.items()
     }
@@ -50,8 +50,8 @@ class Echo(Scorer):
     batch_size = 2048
 
     def __init__(self, words: Mapping[str, Sequence[str]]) -> None:
-        self.words = {name: words_pattern(each) if each else None for name, each in words.items()}
-        own = "; ".join(f"{name}: {' '.join(each)}" for name, each in words.items())
+        self.words = {name: words_pattern(own) if own else None for name, own in words.items()}
+        own = "; ".join(f"{name}: {' '.join(own_words)}" for name, own_words in words.items())
         self.version = f"{own}, {COUNT_UNIT}"
 
     def score(self, items: Sequence[TextItem]) -> list[Score]:
@@ -81,7 +81,7 @@ class Masked(ScorerInPieces):
     name = "masked"
 
     def __init__(self, inner: Scorer, words: Mapping[str, Sequence[str]]) -> None:
-        hidden = sorted({word for each in words.values() for word in each})
+        hidden = sorted({word for own in words.values() for word in own})
         self.inner = inner
         self.hidden = words_pattern(hidden) if hidden else None
         self.columns, self.classifies = inner.columns, inner.classifies

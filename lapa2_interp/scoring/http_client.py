@@ -41,17 +41,17 @@ class BoundedClient(httpx.Client):
         """
         # httpx bounds each wait for a byte, not their sum. So a thread sends the request, and is
         # abandoned when the time is over.
-        found: Future[httpx.Response] = Future()
+        answer: Future[httpx.Response] = Future()
         settings |= {"stream": True, "follow_redirects": False}
-        threading.Thread(target=self._ask, args=(found, request, settings), daemon=True).start()
+        threading.Thread(target=self._ask, args=(answer, request, settings), daemon=True).start()
         try:
-            return found.result(self._seconds)
+            return answer.result(self._seconds)
         except TimeoutError:
             late = httpx.ReadTimeout(f"no answer within {self._seconds:g} s", request=request)
             raise late from None
 
     def _ask(
-        self, found: Future[httpx.Response], request: httpx.Request, settings: dict[str, Any]
+        self, answer: Future[httpx.Response], request: httpx.Request, settings: dict[str, Any]
     ) -> None:
         """Send a request in a thread, and read its answer up to the bounds."""
         ends, body = time.monotonic() + self._seconds, bytearray()
@@ -61,14 +61,16 @@ class BoundedClient(httpx.Client):
                     body += part
                     if len(body) > LARGEST_ANSWER or time.monotonic() > ends:
                         break
-            kept = {name: each for name, each in response.headers.items() if name == "retry-after"}
-            found.set_result(
+            headers = {
+                name: value for name, value in response.headers.items() if name == "retry-after"
+            }
+            answer.set_result(
                 httpx.Response(
                     response.status_code,
-                    headers=kept,
+                    headers=headers,
                     content=bytes(body[:LARGEST_ANSWER]),
                     request=request,
                 )
             )
         except Exception as error:
-            found.set_exception(error)
+            answer.set_exception(error)

@@ -16,81 +16,51 @@ import csv
 import hashlib
 import io
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from lapa2_interp._util.errors import ScoringError
 from lapa2_interp._util.files import atomic_write
 from lapa2_interp._util.parsing import read_text
 from lapa2_interp.scoring.tables import mean_columns
 from lapa2_interp.stats import FEW, resampled_means, tails
+from lapa2_interp.tasks.corpora import read_csv
 
-
-@dataclass(frozen=True)
-class RatingQuestion:
-    """A question to annotators about every text.
-
-    Attributes:
-        metric: Its column in a sheet.
-        title: Its title on the sheet.
-        levels: Descriptions of 5, 4, 3, 2 and 1, in this order.
-    """
-
-    metric: str
-    title: str
-    levels: tuple[str, str, str, str, str]
-
-
-HUMAN_TASK = (
-    "Rate the generated text on three dimensions, each on a scale from 1 (very poor) to 5 (very"
-    " good)."
-)
-HUMAN_RUBRIC = (
-    RatingQuestion(
-        "relevance",
-        "Attribute Relevance",
-        (
-            "Perfectly aligned with the desired attribute.",
-            "Very related to the desired attribute.",
-            "Moderately related to the desired attribute.",
-            "Relatively weak consistency with the desired attribute.",
-            "No correlation; may even contradict the attribute.",
-        ),
-    ),
-    RatingQuestion(
-        "fluency",
-        "Fluency",
-        (
-            "Grammatically correct, fluent, and easy to understand.",
-            "Grammatically correct but slightly less smooth.",
-            "A few grammar errors that do not hinder understanding.",
-            "Some grammar errors; not very easy to understand.",
-            "Numerous grammar errors; difficult to understand.",
-        ),
-    ),
-    RatingQuestion(
-        "topicality",
-        "Topicality",
-        (
-            "Strongly correlated with the input prompt throughout.",
-            "Relatively strong correlation with the input prompt.",
-            "Average correlation with the input prompt.",
-            "Relatively weak correlation with the input prompt.",
-            "Poor correlation; incoherent with the input prompt.",
-        ),
-    ),
-)
-"""The paper's rubric, word for word."""
-METRICS = tuple(question.metric for question in HUMAN_RUBRIC)
+METRICS = ("relevance", "fluency", "topicality")
 LEVELS = (1, 2, 3, 4, 5)
-SHEET_COLUMNS = ("id", "attribute", "prompt", "text")
+RUBRIC = """\
+Rate the generated text on three dimensions, each on a scale from 1 (very poor) to 5 (very good).
+
+Attribute Relevance (column relevance)
+  5  Perfectly aligned with the desired attribute.
+  4  Very related to the desired attribute.
+  3  Moderately related to the desired attribute.
+  2  Relatively weak consistency with the desired attribute.
+  1  No correlation; may even contradict the attribute.
+
+Fluency (column fluency)
+  5  Grammatically correct, fluent, and easy to understand.
+  4  Grammatically correct but slightly less smooth.
+  3  A few grammar errors that do not hinder understanding.
+  2  Some grammar errors; not very easy to understand.
+  1  Numerous grammar errors; difficult to understand.
+
+Topicality (column topicality)
+  5  Strongly correlated with the input prompt throughout.
+  4  Relatively strong correlation with the input prompt.
+  3  Average correlation with the input prompt.
+  2  Relatively weak correlation with the input prompt.
+  1  Poor correlation; incoherent with the input prompt.
+
+Write your name, or any word for it, into annotator.
+"""
+"""The paper's rubric, word for word, and how to answer it."""
 KEY_COLUMNS = ("id", "arm", "prompt", "attribute")
-COLUMNS = (*SHEET_COLUMNS, *METRICS, "annotator")
+COLUMNS = ("id", "attribute", "prompt", "text", *METRICS, "annotator")
 """Columns of sheet.csv and of the answers."""
 TABLE_COLUMNS = [
     "arm", "metric", "mean", "low", "high", "n", "texts", "prompts", "annotators", "unanswered",
@@ -130,19 +100,18 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
     """
     if seed < 0:
         raise ScoringError(f"the seed is {seed}; give 0 or more")
-    table = _check_samples(samples)
-    rng = np.random.default_rng(seed)
-    drawn = _draw_texts(table, n, rng)
-    shuffled = drawn.iloc[rng.permutation(len(drawn))].reset_index(drop=True)
+    table = (samples if "arm" in samples else samples.assign(arm="run")).reset_index(drop=True)
+    units, rng = _units(table), np.random.default_rng(seed)
+    drawn = _draw_texts(table["arm"], units, n, rng)
+    shuffled = table.iloc[drawn[rng.permutation(n)]].reset_index(drop=True)
     # Ids depend on the texts, too, so that answers to one sheet do not fit the key of another.
     digest = hashlib.sha256("\0".join(shuffled["text"]).encode("utf-8", "replace")).hexdigest()
     shuffled.insert(0, "id", _random_ids(n, np.random.default_rng([seed, int(digest, 16)])))
-    key = shuffled[[*KEY_COLUMNS]].join(shuffled.drop(columns=[*KEY_COLUMNS, "unit"]))
-    sheet = key[list(SHEET_COLUMNS)].assign(**dict.fromkeys([*METRICS, "annotator"], ""))
+    key = shuffled[[*KEY_COLUMNS, *shuffled.columns.drop([*KEY_COLUMNS])]]
     files = {
-        "sheet.csv": _csv_bytes(sheet),
+        "sheet.csv": _csv_bytes(key.reindex(columns=[*COLUMNS])),
         "key.csv": _csv_bytes(key),
-        "rubric.txt": _rubric_text().encode(),
+        "rubric.txt": RUBRIC.encode(),
     }
     try:
         for name in ("sheet.csv", "key.csv"):
@@ -161,48 +130,42 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
     return key
 
 
-def _check_samples(samples: pd.DataFrame) -> pd.DataFrame:
-    """The samples with a column arm, and with `unit`: the number of their (prompt, attribute,
-    sample)."""
-    table = (samples if "arm" in samples else samples.assign(arm="run")).reset_index(drop=True)
+def _units(table: pd.DataFrame) -> Int[np.ndarray, " text"]:
+    """The number of the (prompt, attribute, sample) of each text, in the order in which they
+    begin."""
     if table.empty:
         raise ScoringError("there are no samples to rate; give at least one row per arm")
-    missing = [name for name in ("prompt", "attribute", "text") if name not in table]
-    if missing:
-        raise ScoringError(
-            f"the samples have no column {missing[0]!r}; found {', '.join(map(str, samples))}"
-        )
-    taken = [name for name in ("id", "unit") if name in table]
-    if taken:
-        raise ScoringError(
-            f"the samples have a column {taken[0]!r}, a name the sheets need for themselves;"
-            " rename it"
-        )
     for name in ("prompt", "attribute", "text", "arm"):
-        wrong = [(i, value) for i, value in enumerate(table[name]) if not isinstance(value, str)]
-        if wrong:
+        if name not in table:
             raise ScoringError(
-                f"row {wrong[0][0]} of the samples: {name} must be text, found {wrong[0][1]!r}"
+                f"the samples have no column {name!r}; found {', '.join(map(str, table))}"
             )
-    place = ["prompt", "attribute"]
-    number = table["sample"] if "sample" in table else table.groupby(["arm", *place]).cumcount()
-    unit = (
-        table.assign(sample=number).groupby([*place, "sample"], sort=False, dropna=False).ngroup()
-    )
-    table = table.assign(unit=unit)
-    if (repeated := table.duplicated(["arm", "unit"])).any():
-        row = table[repeated].iloc[0]
+        if wrong := [value for value in table[name] if not isinstance(value, str)]:
+            raise ScoringError(f"{name} of every sample must be text, found {wrong[0]!r}")
+    if {"id", *METRICS, "annotator"} & set(table):
+        raise ScoringError(
+            "the samples have a column of the sheets' own (id,"
+            f" {', '.join(METRICS)}, annotator); rename it"
+        )
+    asked = ["prompt", "attribute"]
+    number = table["sample"] if "sample" in table else table.groupby(["arm", *asked]).cumcount()
+    numbered = table.assign(sample=number)
+    if (repeated := numbered.duplicated(["arm", *asked, "sample"])).any():
+        row = numbered[repeated].iloc[0]
         raise ScoringError(
             f"two texts of arm {row['arm']!r} continue prompt {row['prompt']!r} for"
             f" {row['attribute']!r} as sample {row['sample']}; name what differs in the column arm,"
             " or number the samples through"
         )
-    return table
+    groups = numbered.groupby([*asked, "sample"], sort=False, dropna=False)
+    return groups.ngroup().to_numpy()
 
 
-def _draw_texts(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.DataFrame:
+def _draw_texts(
+    arms: pd.Series, units: Int[np.ndarray, " text"], n: int, rng: np.random.Generator
+) -> Int[np.ndarray, " drawn"]:
     """n rows with equal numbers of the arms (or one more), from units that most arms have."""
-    sizes = table["arm"].value_counts(sort=False)
+    sizes = arms.value_counts(sort=False)
     if n < len(sizes):
         raise ScoringError(
             f"n = {n} texts cannot be shared by {len(sizes)} arms; give at least one for each"
@@ -215,14 +178,12 @@ def _draw_texts(table: pd.DataFrame, n: int, rng: np.random.Generator) -> pd.Dat
                 f"arm {arm!r} has {size} texts and n = {n} asks {count} of it; give n up to "
                 f"{len(sizes) * sizes.min()}, or more samples"
             )
-    arms_of = np.bincount(table["unit"])
+    arms_of = np.bincount(units)
     order = np.lexsort((rng.permutation(len(arms_of)), -arms_of))
-    ranked = table.iloc[np.argsort(np.argsort(order)[table["unit"]], kind="stable")]
-    return pd.concat(
-        [
-            ranked[ranked["arm"] == arm].head(count)
-            for arm, count in zip(sizes.index, counts, strict=True)
-        ]
+    ranked = np.argsort(np.argsort(order)[units], kind="stable")
+    ranked_arms = arms.to_numpy()[ranked]
+    return np.concatenate(
+        [ranked[ranked_arms == arm][:count] for arm, count in zip(sizes.index, counts, strict=True)]
     )
 
 
@@ -237,11 +198,8 @@ def _random_ids(n: int, rng: np.random.Generator) -> list[str]:
 def _csv_bytes(table: pd.DataFrame) -> bytes:
     """A table as CSV for spreadsheets: UTF-8 with a byte-order mark, formulas made harmless."""
     out = io.StringIO(newline="")
-    writer = csv.writer(out)
-    writer.writerow([_guarded_cell(name) for name in table.columns])
-    writer.writerows(
-        [_guarded_cell(value) for value in row] for row in table.itertuples(index=False, name=None)
-    )
+    rows = [list(table.columns), *table.to_numpy(dtype=object).tolist()]
+    csv.writer(out).writerows([_guarded_cell(value) for value in row] for row in rows)
     return out.getvalue().encode("utf-8-sig", "replace")
 
 
@@ -258,23 +216,12 @@ def _unguarded_cell(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and re.match(FORMULA_CELL, cell) else cell
 
 
-def _rubric_text() -> str:
-    """The questions with their levels, for annotators."""
-    lines = [HUMAN_TASK]
-    for question in HUMAN_RUBRIC:
-        levels = zip(reversed(LEVELS), question.levels, strict=True)
-        lines += ["", f"{question.title} (column {question.metric})"]
-        lines += [f"  {level}  {description}" for level, description in levels]
-    return "\n".join([*lines, "", "Write your name, or any word for it, into annotator."]) + "\n"
-
-
 def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
     """Ratings of several annotators, joined with the key.
 
     Args:
         key: The key.csv that `make_sheets` wrote.
-        files: Filled sheets in UTF-8: sheet.csv from a spreadsheet (comma, semicolon or
-            tab).
+        files: Filled sheets in UTF-8: sheet.csv from a spreadsheet (comma, semicolon or tab).
 
     Returns:
         One row per annotator, text and metric: id, arm, prompt, attribute, annotator, metric,
@@ -285,98 +232,73 @@ def read_answers(key: Path, files: Sequence[Path]) -> pd.DataFrame:
         ScoringError: A file cannot be read or has no rating; an id is unknown; a rating is not 1,
             2, 3, 4 or 5; an answered row names no annotator; an annotator answers a question twice.
     """
-    texts = {row["id"]: row for _, row in _csv_rows(key, KEY_COLUMNS)}
-    # (annotator, id, metric): rating, and its file and line.
-    answered: dict[tuple[str, str, str], tuple[float, str]] = {}
+    if not files:
+        raise ScoringError("no files of answers were given; give at least one filled sheet")
+    texts = _read_csv(key, KEY_COLUMNS)
+    sheets = []
     for file in files:
-        before = len(answered)
-        for line, row in _csv_rows(file, ("id", *METRICS, "annotator")):
-            place = f"{file} line {line}"
-            text, annotator = row["id"].strip(), row["annotator"].strip()
-            if text not in texts:
-                raise ScoringError(
-                    f"{place}: unknown id {text!r}; {key} has {len(texts)} others; give this"
-                    " sheet's key"
-                )
-            for metric in METRICS:
-                if not (cell := row[metric].strip()):
-                    continue
-                what = f"{place}: {metric} of id {text} is {cell!r}"
-                if not re.fullmatch(r"[1-5](\.0+)?", cell, re.ASCII):
-                    raise ScoringError(f"{what}; allowed: 1, 2, 3, 4, 5, or nothing; correct it")
-                if not annotator:
-                    raise ScoringError(
-                        f"{what} and annotator is ''; write a name on every answered row"
-                    )
-                if (answer := (annotator, text, metric)) in answered:
-                    old, where = answered[answer]
-                    raise ScoringError(
-                        f"{what}, but {annotator!r} has answered {old:g} in {where}; keep one, or"
-                        " tell two people of one name apart"
-                    )
-                answered[answer] = float(cell), place
-        if len(answered) == before:
+        sheet = _read_csv(file, ("id", *METRICS, "annotator")).assign(file=str(file))
+        fields = ["id", *METRICS, "annotator"]
+        sheet[fields] = sheet[fields].apply(lambda column: column.str.strip())
+        sheet = sheet[(sheet[[*METRICS]] != "").any(axis=1)]
+        if sheet.empty:
             raise ScoringError(
                 f"{file} has no rating; expected 1 to 5 in {', '.join(METRICS)}; fill it in or"
                 " leave it out"
             )
-    if not answered:
-        raise ScoringError("no files of answers were given; give at least one filled sheet")
+        sheets.append(sheet)
+    together = pd.concat(sheets)
+    answer = ["annotator", "id", "metric"]
+    answers = together.melt(["id", "annotator", "file"], [*METRICS], "metric", "cell")
+    answers = answers[answers["cell"] != ""]
+    for refused, reason in (
+        (~answers["id"].isin(texts["id"]), f"{key} has no such id; give this sheet's key"),
+        (~answers["cell"].str.fullmatch(r"[1-5](\.0+)?"), "allowed: 1, 2, 3, 4, 5, or nothing"),
+        (answers["annotator"] == "", "its annotator is ''; write a name on every answered row"),
+        (answers.duplicated(answer), "its annotator has answered it before; keep one answer, or"
+         " tell two people of one name apart"),
+    ):  # fmt: skip
+        if refused.any():
+            row = answers[refused].iloc[0]
+            raise ScoringError(
+                f"{row['file']}: {row['metric']} of id {row['id']} is {row['cell']!r}; {reason}"
+            )
     # One row for every annotator, text and metric, answered or not.
-    rows = [
-        {
-            **{name: row[name] for name in KEY_COLUMNS},
-            "annotator": annotator,
-            "metric": metric,
-            "rating": answered.get((annotator, text, metric), (np.nan, ""))[0],
-        }
-        for annotator in dict.fromkeys(name for name, _, _ in answered)
-        for text, row in texts.items()
-        for metric in METRICS
-    ]
-    return pd.DataFrame(rows)
+    index = pd.MultiIndex.from_product(
+        [together["annotator"].unique(), texts["id"], METRICS], names=answer
+    )
+    ratings = answers.set_index(answer)["cell"].astype(float).reindex(index).rename("rating")
+    joined = ratings.reset_index().merge(texts[[*KEY_COLUMNS]], on="id", how="left")
+    return joined[[*KEY_COLUMNS, "annotator", "metric", "rating"]]
 
 
-def _csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """The rows of a CSV by column, each with the number of its first line. Empty rows are left out.
+def _read_csv(path: Path, needed: Sequence[str]) -> pd.DataFrame:
+    """The cells of a CSV as text, as they were before `_guarded_cell`.
 
     Raises:
         ScoringError: The file is missing, not UTF-8, not a CSV, or lacks a needed column.
     """
     try:
-        content = read_text(path, may_hold_nul=True)  # texts of models may
+        head = read_text(path, may_hold_nul=True).partition("\n")[0]  # texts of models may
+        table = read_csv(
+            path,
+            sep=max(",;\t", key=head.count),
+            dtype=str,
+            na_values=[],
+            na_filter=False,
+            encoding="utf-8-sig",
+        )
     except OSError as error:
         raise ScoringError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ScoringError(f"cannot read {path}: {error}") from error
-    head = content.partition("\n")[0]
-    reader = csv.reader(
-        io.StringIO(content, newline=""), delimiter=max(",;\t", key=head.count), strict=True
-    )
-    columns: list[str] = []
-    line = 1
-    try:
-        columns = [_unguarded_cell(name.strip()) for name in next(reader, [])]
-        missing = [name for name in needed if name not in columns]
-        if missing:
-            raise ScoringError(
-                f"{path} line 1: no column {missing[0]!r}; found {', '.join(columns)}"
-            )
-        line = reader.line_num + 1
-        for cells in reader:
-            if any(cell.strip() for cell in cells):
-                if any(cell.strip() for cell in cells[len(columns) :]):
-                    raise ScoringError(
-                        f"{path} line {line}: {len(cells)} cells under {len(columns)} columns, the"
-                        f" last {cells[-1]!r}; quote texts that hold the separator"
-                    )
-                padded = cells + [""] * (len(columns) - len(cells))
-                yield line, dict(zip(columns, map(_unguarded_cell, padded), strict=False))
-            line = reader.line_num + 1
-    except csv.Error as error:
         raise ScoringError(
-            f"{path} line {line} is not CSV: {error}; save the sheet as CSV again"
+            f"cannot read {path}: {error}; save the sheet as CSV in UTF-8, texts that hold the"
+            " separator in quotes"
         ) from error
+    table = table.rename(columns=lambda name: _unguarded_cell(name.strip())).map(_unguarded_cell)
+    if missing := [name for name in needed if name not in table]:
+        raise ScoringError(f"{path} has no column {missing[0]!r}; found {', '.join(table.columns)}")
+    return table
 
 
 def human_table(answers: pd.DataFrame) -> pd.DataFrame:
@@ -398,16 +320,16 @@ def human_table(answers: pd.DataFrame) -> pd.DataFrame:
     for arm, of_arm in answers.groupby("arm"):
         for metric in METRICS:
             asked = of_arm[of_arm["metric"] == metric]
-            given = asked[asked["rating"].notna()]
-            given = given.assign(prompt=given["prompt"].where(given["prompt"] != "", given["id"]))
+            rated = asked[asked["rating"].notna()]
+            prompts = rated["prompt"].where(rated["prompt"] != "", rated["id"])
             rows.append(
                 {
                     "arm": arm,
                     "metric": metric,
-                    **mean_columns(metric, given["rating"].to_numpy(), given["prompt"].to_numpy()),
-                    "texts": given["id"].nunique(),
-                    "annotators": given["annotator"].nunique(),
-                    "unanswered": len(asked) - len(given),
+                    **mean_columns(metric, rated["rating"].to_numpy(), prompts.to_numpy()),
+                    "texts": rated["id"].nunique(),
+                    "annotators": rated["annotator"].nunique(),
+                    "unanswered": len(asked) - len(rated),
                 }
             )
     return pd.DataFrame(rows, columns=TABLE_COLUMNS)

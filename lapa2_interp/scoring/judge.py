@@ -219,9 +219,9 @@ class Judge(ScorerInPieces):
                 "the judge's model has no name; give one the server knows, such as gpt-4o"
             )
         self.model = model
-        given = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
-        self.host = _host_of(given)
-        self.base_url = given.rstrip("/").removesuffix(ENDPOINT).rstrip("/")
+        address = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+        self.host = _host_of(address)
+        self.base_url = address.rstrip("/").removesuffix(ENDPOINT).rstrip("/")
         self.batch_size = concurrency
         self.attempts = attempts
         self.timeout = timeout
@@ -234,8 +234,8 @@ class Judge(ScorerInPieces):
             "the server's temperature" if temperature is None else f"temperature {temperature:g}"
         )
         path = urlsplit(self.base_url).path.rstrip("/") or "/"
-        place = self.host if path == "/v1" else self.host + path
-        self.version = f"{model} at {place}, prompt {template}, {decoding}"
+        server = self.host if path == "/v1" else self.host + path
+        self.version = f"{model} at {server}, prompt {template}, {decoding}"
         self._sleep = sleep
         self._client: httpx.Client | None = None
         self._condition = threading.Condition()
@@ -283,7 +283,7 @@ class Judge(ScorerInPieces):
             client.close()
 
     def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]:
-        lacking = {place: why for place, item in enumerate(items) if (why := _missing_field(item))}
+        lacking = {index: why for index, item in enumerate(items) if (why := _missing_field(item))}
         if lacking:
             yield {**lacking}
         if len(lacking) == len(items):
@@ -303,18 +303,18 @@ class Judge(ScorerInPieces):
         with deferred_interrupts(stop), ThreadPoolExecutor(self.batch_size) as pool:
             try:
                 places = {
-                    pool.submit(rate, item): place
-                    for place, item in enumerate(items)
-                    if place not in lacking
+                    pool.submit(rate, item): index
+                    for index, item in enumerate(items)
+                    if index not in lacking
                 }
-                for each in as_completed(places):
+                for answer in as_completed(places):
                     try:
-                        score = each.result()
+                        score = answer.result()
                     except ScoringError as error:
                         failure = failure or error
                     else:
                         if score is not None:
-                            yield {places[each]: score}
+                            yield {places[answer]: score}
             finally:
                 stop.set()  # ends the pauses of failed requests
         if failure is not None:
@@ -432,10 +432,10 @@ class Judge(ScorerInPieces):
             why = f"the connection broke: {type(error).__name__}"
             return _FailedRequest(None, "", why, None)
         else:
-            found = None
+            answer = None
             with suppress(ValueError):
-                found = parse_json(response.text)
-            failed = found_error(found)
+                answer = parse_json(response.text)
+            failed = found_error(answer)
             if failed or not response.is_success:
                 released = 0.0 if response.is_success else most
                 status = error_status(failed) if response.is_success else response.status_code
@@ -443,9 +443,9 @@ class Judge(ScorerInPieces):
                 code, message = code_and_message(failed, key)
                 wait = _requested_wait(response.headers)
                 return _FailedRequest(status, code, message, wait)
-            if self._count(found):
+            if self._count(answer):
                 released = most
-            return read_answer(found)
+            return read_answer(answer)
         finally:
             self._release_cost(released)
 
@@ -549,8 +549,8 @@ def _round_up(dollars: float) -> str:
 
 def _cut_at(limit: int | None) -> SkippedText:
     """The reason for an answer that was cut. The next command asks again."""
-    place = "the server's limit" if limit is None else f"{limit} tokens"
-    return SkippedText(f"answer cut at {place}", final=False)
+    reached = "the server's limit" if limit is None else f"{limit} tokens"
+    return SkippedText(f"answer cut at {reached}", final=False)
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -140,12 +140,12 @@ def parse_ratings(answer: str) -> tuple[float, float, float] | None:
     text = answer[start:].replace(FORM, "")
     if len(text) > LONGEST or TAG.search(text):
         return None
-    found = list(_objects(text))
-    if not found or text[found[-1].end :].strip(CLOSING):
+    objects = list(_objects(text))
+    if not objects or text[objects[-1].end :].strip(CLOSING):
         return None
-    if len(FIELD.findall(text)) > sum(len(each.rated) for each in found):
+    if len(FIELD.findall(text)) > sum(len(item.rated) for item in objects):
         return None
-    readings = {_rating(each.fields) for each in found if each.rated or each is found[-1]}
+    readings = {_rating(item.fields) for item in objects if item.rated or item is objects[-1]}
     return readings.pop() if len(readings) == 1 else None
 
 
@@ -160,20 +160,20 @@ class _Object(NamedTuple):
 
 def _objects(text: str) -> Iterator[_Object]:
     """The outermost JSON objects in a text."""
-    decoder, place = json.JSONDecoder(), 0
-    while (place := text.find("{", place)) >= 0:
+    decoder, start = json.JSONDecoder(), 0
+    while (start := text.find("{", start)) >= 0:
         try:
-            _, end = decoder.raw_decode(text, place)
+            _, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
-            place += 1
+            start += 1
             continue
-        words = text[place:end]
+        words = text[start:end]
         try:
             fields = parse_json(words)
         except ValueError:
             fields = None
         yield _Object(FIELD.findall(words), fields, end)
-        place = end
+        start = end
 
 
 def _rating(fields: Any) -> tuple[float, float, float] | None:

@@ -69,11 +69,11 @@ def damped_counts(texts: Sequence[str]) -> tuple[csr_matrix, csr_matrix]:
 def inverse_document_frequency(parts: Sequence[csr_matrix]) -> Float[np.ndarray, " feature"]:
     """Inverse document frequency of every column, log((1 + n) / (1 + texts that have it)) + 1."""
     n = parts[0].shape[0]
-    found = [
+    rarity = [
         np.log((1 + n) / (1 + np.bincount(part.indices, minlength=COLUMNS))) + 1 for part in parts
     ]
     # In the precision of the file, so that a loaded classifier equals the fitted one.
-    return np.concatenate(found).astype(np.float16).astype(np.float32)
+    return np.concatenate(rarity).astype(np.float16).astype(np.float32)
 
 
 def weighted_counts(
@@ -166,7 +166,7 @@ def train_linear(
     model = LogisticRegression(C=c, max_iter=400, tol=1e-5)
     model.fit(vstack(rows), np.concatenate(label), sample_weight=np.concatenate(weights))
     sign = -1.0 if len(labels) == 2 else 1.0  # scikit-learn's one column is the second label's
-    fitted, bias = (sign * each.astype(np.float32) for each in (model.coef_.T, model.intercept_))
+    fitted, bias = (sign * array.astype(np.float32) for array in (model.coef_.T, model.intercept_))
     return LinearClassifier(tuple(labels), fitted, bias, rarity)
 
 

@@ -131,13 +131,18 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
         case "toxicity", "adapter":
             return ToxicityScorer(AdapterScorer("detox", device=options.device))
         case "toxicity", _:
-            place, _, label = model.rpartition(":")
-            if not place:
+            classifier, _, label = model.rpartition(":")
+            if not classifier:
                 raise ScoringError(
                     f"toxicity={model}: name the label of toxic text too, as toxicity=MODEL:LABEL"
                 )
             return Classifier(
-                place, options.labels, label, "toxicity", options.device, options.trust_remote_code
+                classifier,
+                options.labels,
+                label,
+                "toxicity",
+                options.device,
+                options.trust_remote_code,
             )
         case "judge", "":
             raise ScoringError(
@@ -178,14 +183,14 @@ def score_samples(
 
     frames: list[pd.DataFrame] = []
     seen: set[str] = set()
-    for each in asked:
-        name, _, model = each.partition("=")
+    for request in asked:
+        name, _, model = request.partition("=")
         with closing(make_scorer(name, model, options)) as scorer:
-            found = score_table(samples, scorer, cache)
+            scores = score_table(samples, scorer, cache)
         if name in seen:
-            found["metric"] += f" ({model or name})"
+            scores["metric"] += f" ({model or name})"
         seen.add(name)
-        frames.append(found)
+        frames.append(scores)
     return pd.concat(frames, ignore_index=True)
 
 

@@ -15,13 +15,12 @@ import json
 import math
 import re
 import sqlite3
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lapa2_interp._util.errors import (
     ModelError,
@@ -118,8 +117,8 @@ CLASSIFIER_CHOICES = {"adapter": ("adapter",), "linear": ("linear",), "both": CL
 def parse_scorer(asked: str) -> tuple[str, str, str]:
     """Task, name and model of a requested scorer, [TASK:]NAME[=MODEL]; "" if not given. With a task
     it scores texts of that task only."""
-    place, _, model = asked.partition("=")
-    task, _, name = place.rpartition(":")
+    scored, _, model = asked.partition("=")
+    task, _, name = scored.rpartition(":")
     return task, name, model
 
 
@@ -137,29 +136,29 @@ def expand_scorers(asked: Sequence[str], usual: Sequence[str]) -> tuple[str, ...
     Raises:
         ScoringError: An unknown name, or = without a model.
     """
-    words = [each for each in asked if each in CLASSIFIER_CHOICES]
-    names = [each for each in asked if each not in CLASSIFIER_CHOICES] or list(usual)
-    of_words = [parse_scorer(each)[1] for each in names if not parse_scorer(each)[2]]
+    words = [word for word in asked if word in CLASSIFIER_CHOICES]
+    names = [word for word in asked if word not in CLASSIFIER_CHOICES] or list(usual)
+    of_words = [parse_scorer(request)[1] for request in names if not parse_scorer(request)[2]]
     if words and not {"accuracy", "toxicity", "masked"} & set(of_words):
         raise ScoringError(
             f"{words[0]} says which classifier judges accuracy, toxicity or masked; ask for one of"
             " them, too, such as accuracy"
         )
     by = list(
-        dict.fromkeys(each for word in words or ["both"] for each in CLASSIFIER_CHOICES[word])
+        dict.fromkeys(kind for word in words or ["both"] for kind in CLASSIFIER_CHOICES[word])
     )
-    found: list[str] = []
-    for each in names:
-        _, name, model = parse_scorer(each)
+    expanded: list[str] = []
+    for request in names:
+        _, name, model = parse_scorer(request)
         if name not in SCORERS:
             raise ScoringError(unknown_choice("scorer", name, [*SCORERS, *CLASSIFIER_CHOICES]))
-        if each.endswith("=") and not model:
-            raise ScoringError(f"{each} names no model; give one, or leave = out")
+        if request.endswith("=") and not model:
+            raise ScoringError(f"{request} names no model; give one, or leave = out")
         if name in ("accuracy", "toxicity") and not model:
-            found += [f"{each}={one}" for one in by]
+            expanded += [f"{request}={one}" for one in by]
         else:
-            found.append(f"{each}={by[0]}" if name == "masked" and not model else each)
-    return tuple(dict.fromkeys(found))
+            expanded.append(f"{request}={by[0]}" if name == "masked" and not model else request)
+    return tuple(dict.fromkeys(expanded))
 
 
 Score = tuple[float, ...] | SkippedText
@@ -226,10 +225,10 @@ class ScorerInPieces(Scorer):
     """A scorer that makes the scores of a batch in pieces, by `scores_in_pieces`."""
 
     def score(self, items: Sequence[TextItem]) -> list[Score]:
-        found = {
-            place: score for piece in self.scores_in_pieces(items) for place, score in piece.items()
+        scores = {
+            index: score for piece in self.scores_in_pieces(items) for index, score in piece.items()
         }
-        return [found[place] for place in range(len(items))]
+        return [scores[index] for index in range(len(items))]
 
     @abstractmethod
     def scores_in_pieces(self, items: Sequence[TextItem]) -> Iterator[dict[int, Score]]: ...
@@ -254,9 +253,6 @@ class ScoringStoppedError(ScoringError):
 class ScoreCache:
     """Scores on disk, one SQLite file per folder. Values are numbers or reasons, never texts.
 
-    Each value is stored with a hash of key and value. If the hash is missing or differs, the text
-    is scored again.
-
     Args:
         folder: It is created if missing; None keeps scores in memory.
     """
@@ -267,12 +263,12 @@ class ScoreCache:
         else:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                place = folder / "scores.sqlite"
-                if place.is_symlink():
-                    raise ValueError(f"{place.name} is a link, which is not followed")
-                if place.exists():
-                    check_regular_file(place)
-                self._database = sqlite3.connect(place, timeout=60)
+                file = folder / "scores.sqlite"
+                if file.is_symlink():
+                    raise ValueError(f"{file.name} is a link, which is not followed")
+                if file.exists():
+                    check_regular_file(file)
+                self._database = sqlite3.connect(file, timeout=60)
             except (OSError, ValueError, sqlite3.Error) as error:
                 raise ScoringError(
                     f"cannot keep scores in {folder}: {error}; give another --cache"
@@ -288,7 +284,7 @@ class ScoreCache:
         """A block in which errors of the database become ScoringError."""
         try:
             yield
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
             raise ScoringError(
                 f"cannot use the scores in {self.file} ({error}); move it away, or give another"
                 " --cache, and score again"
@@ -307,23 +303,18 @@ class ScoreCache:
     def get(self, keys: Sequence[str]) -> dict[str, Score]:
         """The known scores among these keys."""
         scores: dict[str, Score] = {}
-        damaged = 0
         with self._database_errors(), closing(self._database.cursor()) as cursor:
             for part in chunks(list(dict.fromkeys(keys)), 500):
                 marks = ",".join("?" * len(part))
                 cursor.execute(f"SELECT key, value FROM scores WHERE key IN ({marks})", part)
                 for key, value in cursor:
-                    try:
-                        stored = _decode_value(key, str(value))
-                    except ValueError:
-                        damaged += 1
-                        continue
-                    scores[key] = SkippedText(stored) if isinstance(stored, str) else tuple(stored)
-        if damaged:
-            print(
-                f"{pluralize(damaged, 'score')} in {self.file} damaged; asking for them again",
-                file=sys.stderr,
-            )
+                    stored = parse_json(str(value))
+                    if isinstance(stored, str):
+                        scores[key] = SkippedText(stored)
+                    elif all(map(math.isfinite, stored)):
+                        scores[key] = tuple(stored)
+                    else:
+                        raise ValueError(f"{value} is no score")
         return scores
 
     def put(self, scores: Iterable[tuple[str, Score]]) -> None:
@@ -332,24 +323,9 @@ class ScoreCache:
         for key, score in scores:
             if not (isinstance(score, SkippedText) and not score.final):
                 text = json.dumps(score.reason if isinstance(score, SkippedText) else score)
-                rows.append((key, f"{text} {_value_digest(key, text)}"))
+                rows.append((key, text))
         with self._database_errors(), self._database:
             self._database.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)
-
-
-def _decode_value(key: str, value: str) -> Any:
-    """The value of a row of the cache; raises ValueError if it is damaged."""
-    text, _, digest = value.rpartition(" ")
-    if digest != _value_digest(key, text):
-        raise ValueError(value)
-    found = parse_json(text)
-    if not isinstance(found, str) and not all(map(math.isfinite, found)):
-        raise ValueError(value)
-    return found
-
-
-def _value_digest(key: str, text: str) -> str:
-    return hashlib.sha256(f"{key} {text}".encode()).hexdigest()[:16]
 
 
 def chunks(values: Sequence, size: int) -> Iterator[Sequence]:
@@ -361,8 +337,8 @@ def chunks(values: Sequence, size: int) -> Iterator[Sequence]:
 class _TextFailedError(Exception):
     """The error of a library at the item of a batch with this index."""
 
-    def __init__(self, place: int, error: Exception) -> None:
-        self.place, self.error = place, error
+    def __init__(self, index: int, error: Exception) -> None:
+        self.place, self.error = index, error
 
 
 def describe_text_failure(title: str, text: str, error: Exception) -> str:
@@ -388,21 +364,21 @@ def _checked_pieces(scorer: Scorer, items: Sequence[TextItem]) -> Iterator[dict[
     left = dict(enumerate(items))
     try:
         for piece in scorer.scores_in_pieces(items):
-            checked = {place: _checked_score(scorer, score) for place, score in piece.items()}
-            for place in checked:
-                del left[place]
+            checked = {index: _checked_score(scorer, score) for index, score in piece.items()}
+            for index in checked:
+                del left[index]
             yield checked
     except (ScoringError, ModelError):
         raise
     except Exception:
-        for place, item in left.items():
+        for index, item in left.items():
             try:
                 (score,) = scorer.score([item])
-                checked = {place: _checked_score(scorer, score)}
+                checked = {index: _checked_score(scorer, score)}
             except (ScoringError, ModelError):
                 raise
             except Exception as error:
-                raise _TextFailedError(place, error) from error
+                raise _TextFailedError(index, error) from error
             yield checked
         return
     if left:
@@ -453,7 +429,7 @@ def run_scorer(
         for part in chunks(order, scorer.batch_size):
             try:
                 for piece in _checked_pieces(scorer, [waiting[key] for key in part]):
-                    scores = [(part[place], score) for place, score in piece.items()]
+                    scores = [(part[index], score) for index, score in piece.items()]
                     cache.put(scores)
                     known.update(scores)
                     bar.update(len(scores))
@@ -463,12 +439,12 @@ def run_scorer(
                     key = part[error.place]
                     title = f"text {keys.index(key) + 1}"
                     cause = describe_text_failure(title, texts[key], error.error)
-                kept = {
+                final = {
                     key
                     for key, score in known.items()
                     if not isinstance(score, SkippedText) or score.final
                 }
-                done = sum(key in kept for key in keys)
+                done = sum(key in final for key in keys)
                 raise ScoringStoppedError(
                     f"{scorer.name} stopped after {done} of {len(items)} texts, which are kept:"
                     f" {cause}"

@@ -140,8 +140,8 @@ def cell_table(scores: pd.DataFrame) -> pd.DataFrame:
                 values[f"toxicity max{by}"] = most, prompts
                 values[f"toxic prompts{by}"] = (most >= TOXIC_FROM).astype(float), prompts
             rows += [
-                {**keys, "metric": name, **mean_columns(str(name), *each), **facts}
-                for name, each in values.items()
+                {**keys, "metric": name, **mean_columns(str(name), *clustered), **facts}
+                for name, clustered in values.items()
             ]
     return pd.DataFrame(rows)
 
@@ -156,9 +156,15 @@ def mean_columns(metric: str, values: np.ndarray, prompts: np.ndarray) -> dict[s
     """mean, low, high (inside RANGES), n and prompts of a metric's values; of none NaN and 0."""
     if not len(values):
         return {"mean": np.nan, "low": np.nan, "high": np.nan, "n": 0, "prompts": 0}
-    found = mean_interval(values, prompts)
-    low, high = interval_in_range(metric, found)
-    return {"mean": found.mean, "low": low, "high": high, "n": found.n, "prompts": found.clusters}
+    interval = mean_interval(values, prompts)
+    low, high = interval_in_range(metric, interval)
+    return {
+        "mean": interval.mean,
+        "low": low,
+        "high": high,
+        "n": interval.n,
+        "prompts": interval.clusters,
+    }
 
 
 def interval_in_range(metric: str, interval: Interval) -> tuple[float, float]:
@@ -275,14 +281,14 @@ def distinct_cells(samples: pd.DataFrame, tokenizer: object = None) -> pd.DataFr
             metrics = [f"distinct-{n}" for n in ORDERS]
             table = pd.DataFrame({"metric": metrics, "n": 0, "clusters": 0})
         frames.append(table.assign(**keys, **_reason_columns(reasons)))
-    found = pd.concat(frames, ignore_index=True)
-    if "scorer" not in found:
+    cells = pd.concat(frames, ignore_index=True)
+    if "scorer" not in cells:
         raise ScoringError(
             "there is no text to count the words of: all are empty, or not valid Unicode"
         )
-    found = found.assign(scorer=found["scorer"].dropna().iloc[0])
+    cells = cells.assign(scorer=cells["scorer"].dropna().iloc[0])
     columns = ["metric", "mean", "low", "high", "n", "prompts", "skipped", "why", "scorer"]
-    return found.rename(columns={"clusters": "prompts"})[[*keys, *columns]]
+    return cells.rename(columns={"clusters": "prompts"})[[*keys, *columns]]
 
 
 def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFrame:
@@ -294,7 +300,7 @@ def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFram
     """
     keys = varying_columns(table)
     names = column_names(table)
-    found = table[keys].drop_duplicates() if keys else pd.DataFrame(index=[0])
+    shown_table = table[keys].drop_duplicates() if keys else pd.DataFrame(index=[0])
     joined = {"on": keys, "how": "left"} if keys else {"how": "cross"}
     for (metric, scorer), name in names.items():
         for source, number, title, sign in (
@@ -308,8 +314,8 @@ def format_scores(table: pd.DataFrame, differences: pd.DataFrame) -> pd.DataFram
             numbers = part[[number, "low", "high"]].to_numpy(float)
             shown = [_format_number(mean, low, high, sign) for mean, low, high in numbers]
             cells = part[keys].assign(**{title: shown})
-            found = found.merge(cells, **joined)
-    return found.fillna("")
+            shown_table = shown_table.merge(cells, **joined)
+    return shown_table.fillna("")
 
 
 def column_names(table: pd.DataFrame) -> dict[tuple[str, str], str]:
@@ -322,14 +328,14 @@ def column_names(table: pd.DataFrame) -> dict[tuple[str, str], str]:
     pairs = list(dict.fromkeys(table[["metric", "scorer"]].itertuples(index=False, name=None)))
     names = {}
     for metric, scorer in pairs:
-        rivals = [other for name, other in pairs if name == metric]
+        rivals = [rival for name, rival in pairs if name == metric]
         if len(rivals) == 1:
             names[metric, scorer] = metric
             continue
         # The last word is the version, which a legend has.
         words = {rival: (scorer_of_metric(rival) or rival).split() for rival in rivals}
         short = {
-            n: {rival: " ".join((found[:-1] or found)[:n]) for rival, found in words.items()}
+            n: {rival: " ".join((parts[:-1] or parts)[:n]) for rival, parts in words.items()}
             for n in range(1, max(map(len, words.values())) + 1)
         }
         apart = [labels for labels in short.values() if len(set(labels.values())) == len(rivals)]

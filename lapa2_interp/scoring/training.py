@@ -125,10 +125,10 @@ def train_linear_scorer(
                     texts.append(part)
                     shares.append(one_hot[number])
                     weights.append(of_corpus * of_part)
-    for each, of_graded in data.graded:
-        texts += each.texts
-        shares += list(label_shares(each, labels))
-        weights += [of_graded] * len(each.texts)
+    for texts_with_scores, of_graded in data.graded:
+        texts += texts_with_scores.texts
+        shares += list(label_shares(texts_with_scores, labels))
+        weights += [of_graded] * len(texts_with_scores.texts)
     linear = train_linear(texts, np.array(shares), labels, c, weights)
     facts: dict[str, Any] = {
         "data": describe_data(data.corpora, data.graded),
@@ -149,13 +149,13 @@ def check_labels(labels: Sequence[str], graded: bool) -> None:
         ScoringError: There are fewer than two labels; or, for graded scores, other than two with
             `TOXIC_LABEL`.
     """
-    found = ", ".join(labels)
+    listed = ", ".join(labels)
     if len(labels) < 2:
-        raise ScoringError(f"a scorer tells labels apart; found {found or 'none'} alone")
+        raise ScoringError(f"a scorer tells labels apart; found {listed or 'none'} alone")
     if graded and (len(labels) != 2 or TOXIC_LABEL not in labels):
         raise ScoringError(
             f"graded scores are of toxicity and need two labels, one of them {TOXIC_LABEL!r}; found"
-            f" {found}: leave out --graded"
+            f" {listed}: leave out --graded"
         )
 
 
@@ -171,7 +171,8 @@ def describe_data(
     """A line about each corpus of a training, for the card."""
     lines = [f"{corpus.summary}; weight {weight:g}" for corpus, weight in corpora]
     lines += [
-        f"{each.source}: {len(each.texts)} graded; weight {weight:g}" for each, weight in graded
+        f"{corpus.source}: {len(corpus.texts)} graded; weight {weight:g}"
+        for corpus, weight in graded
     ]
     return tuple(lines)
 
@@ -190,7 +191,9 @@ def measure_held_out(
         )
         for corpus in tests
     ]
-    compared += [(each.source, each.texts, each.scores, [TOXIC_LABEL]) for each in graded_tests]
+    compared += [
+        (corpus.source, corpus.texts, corpus.scores, [TOXIC_LABEL]) for corpus in graded_tests
+    ]
     rows: list[AgreementRow] = []
     for source, texts, truth, columns in compared:
         numbers = run_scorer(scorer, [TextItem(text) for text in texts])
@@ -239,11 +242,11 @@ def _parse_weight(source: str) -> tuple[str, float]:
     """ "sst2=3" as its name and 3; without a number, 1."""
     name, mark, weight = source.rpartition("=")
     try:
-        found = float(weight)
+        number = float(weight)
     except ValueError:
         return source, 1.0
     if not mark or Path(source).exists():
         return source, 1.0
-    if not (0 < found < math.inf):
+    if not (0 < number < math.inf):
         raise ScoringError(f"the weight in {source!r} must be a positive number")
-    return name, found
+    return name, number

@@ -132,7 +132,8 @@ class Perplexity(NetworkScorer):
 
     Raises:
         ModelError: The model cannot be loaded.
-        ScoringError: Its numbers are no P(token | tokens before it): it also reads what follows.
+        ScoringError: At the first text: the model's numbers are no P(token | tokens before it),
+            since it also reads what follows.
     """
 
     name = "perplexity"
@@ -157,13 +158,14 @@ class Perplexity(NetworkScorer):
         self.bos = text_markers(self.tokenizer).start
         n_ctx = context_length(self.network.config.get_text_config())
         self.max_tokens = min(n_ctx - 2, max_tokens or MAX_TOKENS)
+        self.title = f"{model} ({type(self.network).__name__})"
+        self._checked = False
         if mask := unknown_mask(self.network.config, self.max_tokens + 2):
             raise ScoringError(
-                f"{model} ({type(self.network).__name__}) hides keys of long texts by {mask}, and"
+                f"{self.title} hides keys of long texts by {mask}, and"
                 " whether a token's probability depends on what follows is not known here; give"
                 " another causal model, such as gpt2"
             )
-        _check_causal(self.network, self.bos, model)
         own = " self" if generator == weights else ""
         bos = ", BOS twice" if doubled_bos else ""
         self.version = (
@@ -179,25 +181,29 @@ class Perplexity(NetworkScorer):
         left_out: dict[int, Score] = {}
         texts: dict[int, list[int]] = {}
         first: dict[int, int] = {}  # the first token that counts
-        for place, item in enumerate(items):
+        for index, item in enumerate(items):
             if why := unreadable_reason(item.text):
-                left_out[place] = SkippedText(why)
+                left_out[index] = SkippedText(why)
                 continue
-            ids, first[place] = self._read(item)
+            ids, first[index] = self._read(item)
             ids = ids[: self.max_tokens]
-            if len(ids) <= first[place] > 0:
-                left_out[place] = SkippedText("nothing after the prompt")
+            if len(ids) <= first[index] > 0:
+                left_out[index] = SkippedText("nothing after the prompt")
                 continue
             if not ids or _n_words(item.text) < self.min_words:
-                left_out[place] = SkippedText(f"under {self.min_words} words")
+                left_out[index] = SkippedText(f"under {self.min_words} words")
                 continue
             if ids[0] == bos:  # a second one, whose P(BOS | BOS) would be part of the mean
-                left_out[place] = SkippedText(
+                left_out[index] = SkippedText(
                     f"begins with {self.tokenizer.convert_ids_to_tokens(bos)}"
                 )
                 continue
-            texts[place] = [bos, *ids] if self.doubled_bos else ids
+            texts[index] = [bos, *ids] if self.doubled_bos else ids
         yield left_out
+        # The passes of this check cost as much as a few texts: scores of a cache need none.
+        if texts and not self._checked:
+            _check_causal(self.network, bos, self.title)
+            self._checked = True
         # Score texts with the same beginning in one row.
         places = list(texts)
         groups = [[places[i] for i in group] for group in group_by_beginning(list(texts.values()))]
@@ -208,11 +214,11 @@ class Perplexity(NetworkScorer):
             with lone_pass(self.network), torch.no_grad(), prepacked(self.network):
                 nll = _repeatable(self, partial(text_nll, self.network, rows)).double().cpu()
             yield {
-                place: _perplexity_score(
-                    nll[row, first[place] : len(texts[place])].mean().exp().item()
+                index: _perplexity_score(
+                    nll[row, first[index] : len(texts[index])].mean().exp().item()
                 )
                 for row, group in enumerate(chosen)
-                for place in group
+                for index in group
             }
 
     def _read(self, item: TextItem) -> tuple[list[int], int]:
@@ -231,8 +237,8 @@ class ConditionalPerplexity(Perplexity):
     item_fields = ("prompt",)
 
     def _read(self, item: TextItem) -> tuple[list[int], int]:
-        whole = item.text if item.text.startswith(item.prompt) else item.prompt + item.text
-        ids, of_prompt = self._ids(whole), self._ids(item.prompt)
+        text = item.text if item.text.startswith(item.prompt) else item.prompt + item.text
+        ids, of_prompt = self._ids(text), self._ids(item.prompt)
         pairs = enumerate(zip(ids, of_prompt, strict=False))
         return ids, next((i for i, (one, two) in pairs if one != two), len(of_prompt))
 
@@ -253,22 +259,21 @@ def _perplexity_score(value: float) -> Score:
     return (value,)
 
 
-def _check_causal(network: Any, bos: int, model: str) -> None:
+def _check_causal(network: Any, bos: int, title: str) -> None:
     """Refuse a network for which `text_nll` is not -ln P(token | tokens before it), in a batch of
     texts, as its logits after these tokens alone say it.
 
     Raises:
         ScoringError: They differ by more than rounding, or cannot be computed.
     """
-    title = f"{model} ({type(network).__name__})"
     try:
         n_tokens = network.get_input_embeddings().num_embeddings
         ids = torch.linspace(0, n_tokens - 1, 6)[1:-1].long().tolist()
         texts, alone = [ids, ids[:2]], []
         with torch.no_grad():
             nll = text_nll(network, TextRows.of(texts, (bos,), network.device)).double().cpu()
-            for place, token in enumerate(ids):
-                before = torch.tensor([[bos, *ids[:place]]], device=network.device)
+            for slot, token in enumerate(ids):
+                before = torch.tensor([[bos, *ids[:slot]]], device=network.device)
                 logits = network(before, use_cache=False).logits[0, -1]
                 alone.append(-logits.double().log_softmax(-1)[token].cpu())
     except Lapa2Error:
@@ -358,11 +363,11 @@ class Classifier(NetworkScorer):
         self.inputs = inspect.signature(self.network.forward).parameters.keys()
         self.settings = {"use_cache": False} if "use_cache" in self.inputs else {}
         self.one_by_one = False
-        kept = "" if column is None else f", {column} alone"
+        one_column = "" if column is None else f", {column} alone"
         self.version = (
             f"{model}, {weights}, {'each of' if several else 'one of'} the labels"
-            f" {', '.join(f'{a}: {b}' for a, b in zip(own, names, strict=True))}{kept}, at most"
-            f" {self.max_tokens} tokens{_other_files_version(model)}"
+            f" {', '.join(f'{a}: {b}' for a, b in zip(own, names, strict=True))}{one_column},"
+            f" at most {self.max_tokens} tokens{_other_files_version(model)}"
         )
         self._note_weights()
 
@@ -370,18 +375,18 @@ class Classifier(NetworkScorer):
         self._check_weights()
         left_out: dict[int, Score] = {}
         read: dict[int, dict[str, list[int]]] = {}
-        for place, item in enumerate(items):
+        for index, item in enumerate(items):
             if why := unreadable_reason(item.text):
-                left_out[place] = SkippedText(why)
+                left_out[index] = SkippedText(why)
                 continue
             fields = self.tokenizer(item.text, truncation=True, max_length=self.max_tokens)
             if not fields["input_ids"]:
-                left_out[place] = SkippedText("no token")
+                left_out[index] = SkippedText("no token")
                 continue
-            read[place] = {name: ids for name, ids in fields.items() if name in self.inputs}
+            read[index] = {name: ids for name, ids in fields.items() if name in self.inputs}
         yield left_out
-        order = sorted(read, key=lambda place: len(read[place]["input_ids"]))
-        for length, same in groupby(order, key=lambda place: len(read[place]["input_ids"])):
+        order = sorted(read, key=lambda index: len(read[index]["input_ids"]))
+        for length, same in groupby(order, key=lambda index: len(read[index]["input_ids"])):
             for places in chunks(list(same), max(1, TOKENS_AT_ONCE // length)):
                 yield dict(zip(places, self._numbers([read[i] for i in places]), strict=True))
 
@@ -422,7 +427,7 @@ class Classifier(NetworkScorer):
                     raise
                 self.one_by_one = True
         alone = ({name: ids[i : i + 1] for name, ids in inputs.items()} for i in range(n))
-        return torch.cat([self._logits(each) for each in alone])
+        return torch.cat([self._logits(row) for row in alone])
 
 
 def _output_names(config: Any, model: str) -> list[str]:

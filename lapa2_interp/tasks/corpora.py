@@ -317,7 +317,7 @@ def without_texts_of(others: Sequence[Corpus], corpora: Sequence[Corpus]) -> lis
     known = {
         text_key(text) for corpus in others for texts in corpus.texts.values() for text in texts
     }
-    remaining = []
+    cleaned = []
     for corpus in corpora:
         texts = {
             label: tuple(text for text in of_label if text_key(text) not in known)
@@ -329,10 +329,8 @@ def without_texts_of(others: Sequence[Corpus], corpora: Sequence[Corpus]) -> lis
                 " held out; give other held-out texts"
             )
         both = sum(map(len, corpus.texts.values())) - sum(map(len, texts.values()))
-        remaining.append(
-            replace(corpus, texts=texts, in_another_part=corpus.in_another_part + both)
-        )
-    return remaining
+        cleaned.append(replace(corpus, texts=texts, in_another_part=corpus.in_another_part + both))
+    return cleaned
 
 
 HELD_OUT_SUFFIX = ", held out"

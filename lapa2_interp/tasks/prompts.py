@@ -25,11 +25,11 @@ Entries = Iterable[tuple[str, object]]
 """Places in a file, each with what should be a prompt."""
 
 
-def as_prompts(prompts: str | Path | Sequence[str | Path] | Prompts) -> Prompts:
+def as_prompts(source: str | Path | Sequence[str | Path] | Prompts) -> Prompts:
     """Prompts as values: files are read, and texts are taken as they are.
 
     Args:
-        prompts: A text or a path (`_util.paths.is_path` tells which), or several of them; or
+        source: A text or a path (`_util.paths.is_path` tells which), or several of them; or
             `Prompts`, which hold texts alone, also those that look like a path.
 
     Raises:
@@ -37,11 +37,11 @@ def as_prompts(prompts: str | Path | Sequence[str | Path] | Prompts) -> Prompts:
             character.
         TaskError: As `read_prompts`.
     """
-    if isinstance(prompts, Prompts):
-        texts = list(prompts.texts)
+    if isinstance(source, Prompts):
+        texts = list(source.texts)
     else:
         texts = []
-        for value in (prompts,) if isinstance(prompts, str | Path) else prompts:
+        for value in (source,) if isinstance(source, str | Path) else source:
             if not isinstance(value, str | Path):
                 raise LayoutError(f"prompts must be texts, found {value!r}")
             if is_path(value):
@@ -92,7 +92,7 @@ def read_prompts(path: str | Path) -> tuple[str, ...]:
         check_regular_file(path)
         if (kind := kind_of(path)) not in READERS:
             raise ValueError(f"it is no file of prompts: give {PROMPT_FILES}")
-        prompts = [_prompt_of(line, entry) for line, entry in READERS[kind](path)]
+        prompts = [_prompt_of(where, entry) for where, entry in READERS[kind](path)]
     except OSError as error:
         raise TaskError(
             f"cannot read prompts from {shown}: {error.strerror}; give {PROMPT_FILES} (a text that"
@@ -106,13 +106,13 @@ def read_prompts(path: str | Path) -> tuple[str, ...]:
     return tuple(prompts)
 
 
-def _prompt_of(line: str, entry: object) -> str:
+def _prompt_of(where: str, entry: object) -> str:
     """The prompt of an entry; raises ValueError if there is none."""
     text = entry.get("text") if isinstance(entry, dict) else entry
     if not isinstance(text, str) or not text.strip():
         shown = repr(entry)
         raise ValueError(
-            f'{line}: expected a text as "prompt" (or, as RealToxicityPrompts has it, in'
+            f'{where}: expected a text as "prompt" (or, as RealToxicityPrompts has it, in'
             f' "prompt"."text"), found {shown[:60]}{"..." * (len(shown) > 60)}'
         )
     return text

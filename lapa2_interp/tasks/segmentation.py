@@ -100,10 +100,10 @@ def words_pattern(wanted: Iterable[str]) -> regex.Pattern[str]:
     for word in wanted:
         large = normalize_text(word.upper())  # some letters become more than one
         spelled += [word, large] if large.lower() == word else [word]
-    words = [
+    patterns = [
         regex.escape(word)
         if has_unspaced_script(word)
         else rf"(?<!{WORD}){regex.escape(word)}(?!{INSIDE})"
         for word in spelled
     ]
-    return regex.compile(rf"(?V1i-f){'|'.join(words)}")
+    return regex.compile(rf"(?V1i-f){'|'.join(patterns)}")

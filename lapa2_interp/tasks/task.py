@@ -8,13 +8,21 @@ optional.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from lapa2_interp._util.errors import TaskError, main_error, unknown_choice, validation_message
 from lapa2_interp._util.parsing import parse_toml, read_text
@@ -86,6 +94,39 @@ class Prompts(BaseModel):
     source: str = ""
 
 
+class ChatForm(BaseModel):
+    """A chat to continue, in which {prefix} stands for the attribute's prefix and {prompt} for each
+    prompt."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    messages: Annotated[tuple[dict[str, JsonValue], ...], Field(min_length=1)]
+    """Messages as the model's chat template takes them."""
+    span: str = "system"
+    """The text that counts as prefix, as in `Layout.of_chat`."""
+    template: dict[str, JsonValue] = {}
+    """Arguments of the chat template."""
+
+    def has(self, slot: str) -> bool:
+        """True if a message, or the span, has the slot "prefix" or "prompt"."""
+        texts = [text for message in self.messages for text in message.values()]
+        return any(f"{{{slot}}}" in text for text in (self.span, *texts) if isinstance(text, str))
+
+    def filled(self, **texts: str) -> ChatForm:
+        """The chat with a text in place of each of these slots."""
+        slot = re.compile("|".join(rf"\{{{name}\}}" for name in texts))
+
+        def fill(value: Any) -> Any:
+            if not isinstance(value, str):
+                return value
+            return slot.sub(lambda match: texts[match[0][1:-1]], value)
+
+        messages = [
+            {name: fill(value) for name, value in message.items()} for message in self.messages
+        ]
+        return self.model_copy(update={"messages": tuple(messages), "span": fill(self.span)})
+
+
 class Task(BaseModel):
     """A control task.
 
@@ -98,6 +139,7 @@ class Task(BaseModel):
         attributes: Attributes by name.
         prompts: The default prompts.
         methods: Parameters and texts of single methods.
+        chat: The chat that method `chat` continues; left out of JSON where there is none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -109,6 +151,31 @@ class Task(BaseModel):
     attributes: Annotated[dict[str, Attribute], Field(min_length=1)]
     prompts: Prompts
     methods: dict[str, MethodSettings] = {}
+    chat: ChatForm | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent_chat(self, serialize: Callable[[Task], dict[str, Any]]) -> dict[str, Any]:
+        fields = serialize(self)
+        if self.chat is None:
+            fields.pop("chat", None)
+        return fields
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Task:
+        if self.chat is None:
+            return self
+        if self.length_counts_prompt:
+            raise ValueError(
+                "the length of a chat's text counts new tokens alone; give length_counts_prompt ="
+                " false"
+            )
+        for slot, texts in (("prefix", self.attributes), ("prompt", self.prompts.texts)):
+            if len(texts) > 1 and not self.chat.has(slot):
+                raise ValueError(
+                    f"no message of the chat has {{{slot}}}, so that it would be the same for"
+                    f" {len(texts)}; write {{{slot}}} into one, or give one {slot}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Task:
@@ -243,6 +310,7 @@ TABLES: dict[str, type[BaseModel]] = {
     "attributes": Attribute,
     "prompts": Prompts,
     "methods": MethodSettings,
+    "chat": ChatForm,
 }
 """What the tables of a task file hold."""
 
@@ -253,19 +321,19 @@ def _parse_task(name: str, stem: str, text: str) -> Task:
     try:
         return Task.model_validate({"name": stem} | parse_toml(text))
     except ValidationError as error:
-        field_path = main_error(error)["loc"]
-        table = TABLES.get(str(field_path[0]), Task) if len(field_path) > 1 else Task
+        location = main_error(error)["loc"]
+        table = TABLES.get(str(location[0]), Task) if len(location) > 1 else Task
         problem = validation_message(error, fields=table.model_fields)
-        line = _line_of(text, field_path)
+        line = _line_of(text, location)
         raise TaskError(f"task file {name}{line and f', line {line}'}: {problem}") from None
     except ValueError as error:
         raise TaskError(f"task file {name}: {error}; `lapa2 tasks` ends with an example") from None
 
 
-def _line_of(text: str, field_path: Sequence[str | int]) -> int | str:
+def _line_of(text: str, location: Sequence[str | int]) -> int | str:
     """The number of the line in a TOML file with a field, or with the nearest table around it; ""
     where there is none."""
-    wanted = [str(part) for part in field_path]
+    wanted = [str(part) for part in location]
     best, table = (0, 0), list[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         key = re.match(r"""\s*[\w."' -]+=""", line)

@@ -106,11 +106,11 @@ def derive_words(
     return words_of
 
 
-def z_score(own: int, others: int, n_own: int, n_other: int, prior: float) -> float:
+def z_score(own: int, rest: int, n_own: int, n_rest: int, prior: float) -> float:
     """z of a word, from its counts in both classes, their numbers of words, and its prior count out
     of `PRIOR`."""
-    a, b = own + prior, others + prior
-    difference = log(a / (n_own + PRIOR - a)) - log(b / (n_other + PRIOR - b))
+    a, b = own + prior, rest + prior
+    difference = log(a / (n_own + PRIOR - a)) - log(b / (n_rest + PRIOR - b))
     return difference / sqrt(1 / a + 1 / b)
 
 
@@ -169,8 +169,8 @@ def make_word_list(
     texts = {
         label: [text for corpus in corpora for text in corpus.texts[label]] for label in labels
     }
-    words = derive_words(texts, n, min_count, min_z)
-    empty = [label for label, best in words.items() if not best]
+    derived = derive_words(texts, n, min_count, min_z)
+    empty = [label for label, best in derived.items() if not best]
     if empty:
         raise DataError(
             f"no word tells {empty[0]!r} from the others (z {min_z:g} or more, {min_count} times);"
@@ -179,11 +179,11 @@ def make_word_list(
     word_list = WordList(
         corpora=tuple(corpus.summary for corpus in corpora),
         statistic=STATISTIC,
-        smallest_z={label: round(best[-1][1], 3) for label, best in words.items()},
-        words={label: tuple(word for word, _ in best) for label, best in words.items()},
+        smallest_z={label: round(best[-1][1], 3) for label, best in derived.items()},
+        words={label: tuple(word for word, _ in best) for label, best in derived.items()},
     )
     try:
         write_text(out, word_list.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise DataError(f"cannot write {out}: {error.strerror}; give another --out") from None
-    return words
+    return derived

@@ -69,10 +69,6 @@ def test_no_arm_is_left_out():
     )
     bars = plots.prefix_token_bars(tokens).axes[1].containers
     assert len([bar for bar in bars if hasattr(bar, "patches")]) == 16
-    curves = pd.DataFrame(
-        [{"scorer": arm, "prediction": 0.5, "truth": 0.5, "n": 3} for arm in arms]
-    )
-    assert len(plots.calibration_curves(curves).axes[0].lines) == 1 + 16
 
 
 def test_a_curve_without_a_defined_share_is_drawn():

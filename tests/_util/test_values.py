@@ -41,7 +41,7 @@ def test_where_text_is_allowed_it_stays_text():
     "call",
     [
         lambda value: circuits.knock_out("planted", "sentiment", batch_size=value),
-        lambda value: circuits.control_score("planted", "sentiment", tokens=value),
+        lambda value: circuits.ContrastSet.of("planted", "sentiment", tokens=value),
         lambda value: circuits.select("planted", "sentiment", screen=value),
         lambda value: circuits.measure_fading("planted", "sentiment", filler=(value,)),
         lambda value: circuits.alpha_at_prefix_attention("planted", "sentiment", value),

@@ -146,29 +146,6 @@ def test_exact_law_in_the_first_augmented_layer(tiny, model_class, layers):
 
 
 @pytest.mark.parametrize(
-    "augmentation",
-    [
-        Augmentation(alpha=0.5),
-        Augmentation(alpha=2, profile="released"),
-        Augmentation(alpha=1, phase="after_span", law="sqrt"),
-        Augmentation(alpha=1, span=((0, 1), (4, 6)), law="constant", l0=128),
-    ],
-)
-def test_a_forward_pass_equals_the_oracle(tiny, model_class, augmentation):
-    model = load(tiny, "float64", model_class)
-    found = branch(model)
-    expected, expected_patterns = oracle_logits(model, found, GENERATED, augmentation)
-    logits, patterns = patterns_of(
-        model, ids_of(found, GENERATED), augmented(model, augmentation, found)
-    )
-    assert (logits[0, len(found) - 1 :] - expected).abs().max() < 1e-10
-    for i, pattern in expected_patterns.items():
-        assert (patterns[i][0] - pattern).abs().max() < 1e-10
-    plain, _ = oracle_logits(model, found, GENERATED)
-    assert (plain - expected).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(
     ("layers", "heads"),
     [
         *((rule, "all") for rule in ("all", "bottom", "top", "even", (2,))),
@@ -292,23 +269,12 @@ def test_gradients_flow_through_the_bias(tiny):
     assert embedded.grad[0, found.prefix.start].abs().sum() > 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("profile", ["paper", "released"])
-def test_half_precision_stays_close_to_float32(tiny, model_class, dtype, profile):
-    """Three significant digits of bfloat16 over four layers; the logits here are of order 10."""
-    augmentation = Augmentation(alpha=2, profile=profile)
-    results = {}
-    for precision in ("float32", dtype):
-        model = load(tiny, precision, model_class)
-        found = branch(model)
-        logits, patterns = patterns_of(
-            model, ids_of(found, GENERATED), augmented(model, augmentation, found)
-        )
-        results[precision] = logits.float()
-        assert {pattern.dtype for pattern in patterns.values()} == {logits.dtype}
-        assert logits.dtype == getattr(torch, precision)
-    difference = (results["float32"] - results[dtype]).abs().max() / results["float32"].abs().max()
-    assert difference < (0.06 if dtype == "bfloat16" else 0.01)
+def test_patterns_keep_the_dtype_of_a_model(model_class):
+    model = load("tiny-llama", "bfloat16", model_class)
+    layout = branch(model)
+    block = augmented(model, Augmentation(alpha=2), layout)
+    logits, patterns = patterns_of(model, ids_of(layout, GENERATED), block)
+    assert {pattern.dtype for pattern in patterns.values()} == {logits.dtype} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -342,26 +308,6 @@ def test_the_exact_softmax_keeps_no_scores(tiny):
     model = load(tiny, "float64")
     model(torch.tensor([[1, 2, 3]]))
     assert not any(hasattr(block.attn.hook_attn_scores, "latest") for block in model.blocks)
-
-
-@pytest.mark.parametrize("name", ["static", "dynamic"])
-def test_any_cache_that_keeps_all_keys_will_do(tiny, name):
-    """A static cache has more slots than live keys and counts them in a tensor it later changes."""
-    from transformers import DynamicCache, StaticCache
-
-    model = load(tiny, "float64")
-    found, augmentation = branch(model), Augmentation(alpha=1)
-    cache = (
-        DynamicCache()
-        if name == "dynamic"
-        else StaticCache(config=model.original_model.config, max_cache_len=64)
-    )
-    expected, _ = oracle_logits(model, found, GENERATED, augmentation)
-    logits = []
-    with torch.no_grad(), augmented(model, augmentation, found):
-        for chunk in (list(found.ids), *([token] for token in GENERATED)):
-            logits.append(model(torch.tensor([chunk]), past_key_values=cache)[:, -1])
-    assert (torch.cat(logits) - expected).abs().max() < 1e-9
 
 
 def test_soft_slots_in_a_cache(tiny):

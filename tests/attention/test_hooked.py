@@ -4,53 +4,12 @@ both classes exist."""
 import numpy as np
 import pytest
 import torch
-from conftest import MODEL_CLASSES, generate, load
+from conftest import MODEL_CLASSES, load
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from lapa2_interp import Augmentation, augmented, teacher_forced
 from lapa2_interp._util.errors import LayoutError
-from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.layout import Layout
-from lapa2_interp.methods import load_task
-from lapa2_interp.methods import registry as methods
-
-AUGMENTATIONS = [None, Augmentation(alpha=1), Augmentation(alpha=1, profile="released")]
-
-
-@pytest.mark.parametrize("augmentation", AUGMENTATIONS)
-def test_forward_passes(tiny, augmentation):
-    logits = []
-    for kind in ("TransformerBridge", "HookedTransformer"):
-        model = load(tiny, "float64", kind)
-        found = Layout.of(model.tokenizer, "ab cd:", "efg hi")
-        with torch.no_grad(), augmented(model, augmentation, found):
-            logits.append(model(found.tensor).log_softmax(-1))
-    # HookedTransformer builds its rotary tables and norm epsilons in float32; its logits are
-    # centred, hence log_softmax.
-    assert (logits[0] - logits[1]).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("augmentation", AUGMENTATIONS)
-def test_generated_texts_and_traces(tiny, augmentation):
-    made = []
-    for kind in ("TransformerBridge", "HookedTransformer"):
-        model = load(tiny, "float32", kind)
-        made.append(
-            generate(
-                model,
-                methods.get("prefix"),
-                load_task("sentiment"),
-                "positive",
-                ["The lake", "Once upon a time"],
-                augmentation=augmentation,
-                length=40,
-                samples=3,
-            )
-        )
-    bridge, hooked = made
-    assert bridge.samples["text"].tolist() == hooked.samples["text"].tolist()
-    for name in SUMS:
-        assert np.nanmax(np.abs(bridge.trace[name] - hooked.trace[name])) < 1e-4
 
 
 def test_the_cache_of_a_hooked_transformer_is_read(tiny):

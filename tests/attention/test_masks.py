@@ -66,17 +66,6 @@ def test_decoding_in_compatibility_mode_has_the_trace_of_decoding_without():
     assert float(abs(found["prefix"] - wanted["prefix"]).max()) < 1e-6
 
 
-@pytest.mark.parametrize("model_class", MODEL_CLASSES)
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_padded_row_is_the_row_alone_under_every_law(model_class, rule):
-    model = load_model("tiny-llama", "float64", device="cpu", model_class=model_class)
-    rows = rows_of(model)
-    together = last_log_probs(model, rule, rows)
-    for row, text in enumerate(PROMPTS):
-        alone = PaddedRows.of([Layout.of(model, "Very good:", text)])
-        assert (together[row] - last_log_probs(model, rule, alone)[0]).abs().max() < 1e-9
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 @pytest.mark.parametrize("fill", [-1e4, -6e4, -torch.inf, "smallest"])
 @torch.no_grad()

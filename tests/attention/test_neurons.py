@@ -17,7 +17,6 @@ from lapa2_interp.attention.neurons import (
     promoting_neurons,
     set_neurons,
 )
-from lapa2_interp.methods.base import Intervention
 
 
 def test_setting_neurons_changes_those_and_no_others(tiny, model_class):
@@ -29,14 +28,12 @@ def test_setting_neurons_changes_those_and_no_others(tiny, model_class):
     def look(activation, hook):
         seen.append(activation.clone())
 
-    chosen = Intervention(
-        {1: torch.tensor([0, 5])}, torch.tensor([0.25, -3.0], dtype=torch.float64)
-    )
+    chosen, values = {1: torch.tensor([0, 5])}, torch.tensor([0.25, -3.0], dtype=torch.float64)
     with torch.no_grad():
         plain = model(ids)
         with model.hooks(fwd_hooks=[(point, look)]):
             model(ids)
-        with set_neurons(model, chosen), model.hooks(fwd_hooks=[(point, look)]):
+        with set_neurons(model, chosen, values), model.hooks(fwd_hooks=[(point, look)]):
             changed = model(ids)
         again = model(ids)
     before, after = seen
@@ -46,8 +43,6 @@ def test_setting_neurons_changes_those_and_no_others(tiny, model_class):
     assert (after[1][:, [0, 5]] == -3).all()
     assert (changed - plain).abs().max() > 1e-3
     assert torch.equal(plain, again), "the hooks are gone"
-    with set_neurons(model, None), torch.no_grad():
-        assert torch.equal(model(ids), plain)
 
 
 def test_after_the_activation_function_the_value_itself_goes_on(model_class):
@@ -57,9 +52,7 @@ def test_after_the_activation_function_the_value_itself_goes_on(model_class):
     assert gelu == pytest.approx(0.1159, abs=5e-5)
     with torch.no_grad():
         pre, post, same = (
-            logits_with_neurons(
-                model, ids, Intervention(chosen, torch.tensor([value], dtype=torch.float64), at)
-            )
+            logits_with_neurons(model, ids, chosen, torch.tensor([value], dtype=torch.float64), at)
             for value, at in ((0.2, "pre"), (0.2, "post"), (gelu, "post"))
         )
     assert (pre - post).abs().max() > 1e-6
@@ -87,11 +80,10 @@ def test_the_control_table_is_one_pass_per_neuron(tiny, model_class, tmp_path, m
         hooks = [(f"blocks.{layer}.mlp.{point}", diagonal)]
         with torch.no_grad(), model.hooks(fwd_hooks=hooks):
             table.append(model(rows)[:, -1].log_softmax(1)[:, tokens])
-        chosen = Intervention({layer: every[layer : layer + 1]}, torch.tensor([50.0]).double())
+        chosen, value = {layer: every[layer : layer + 1]}, torch.tensor([50.0]).double()
         with torch.no_grad():
-            one = logits_with_neurons(model, torch.tensor([reading]), chosen)[0, -1].log_softmax(0)[
-                tokens
-            ]
+            logits = logits_with_neurons(model, torch.tensor([reading]), chosen, value)[0, -1]
+            one = logits.log_softmax(0)[tokens]
         assert (table[-1][layer] - one).abs().max() < 1e-9
     table = torch.cat(table)
     for row in range(3):
@@ -143,6 +135,6 @@ def test_models_whose_neurons_cannot_be_set_are_refused(monkeypatch):
         assert_neurons_live(model)
     monkeypatch.undo()
     assert_neurons_live(model)
-    monkeypatch.setattr(neurons, "set_neurons", lambda model, every: nullcontext())
+    monkeypatch.setattr(neurons, "set_neurons", lambda model, neurons, values: nullcontext())
     with pytest.raises(DeadHookError, match=r"blocks.3.mlp.hook_pre does not move the logits"):
         assert_neurons_live(model)

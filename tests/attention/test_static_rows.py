@@ -1,18 +1,14 @@
 """Static steps make the texts and traces of the usual ones.
 
-No GPU is needed: `replayed` stands for a CUDA graph. It notes the operations of one pass with their
-tensors, and repeats them on the same tensors without the model's Python code.
+No GPU is needed: `replay.replayed` stands for a CUDA graph. Families and rules: `test_conformance`.
 """
-
-import functools
 
 import numpy as np
 import pytest
 import torch
-from conftest import cell_of, load, soft_set
-from families import FAMILIES, PLAIN, marked, save_family
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from conftest import cell_of, decode_plan, load, soft_set
+from families import PLAIN
+from replay import graphs_on_a_cpu
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
 from lapa2_interp._util.errors import ModelError
@@ -20,7 +16,6 @@ from lapa2_interp.attention import static_rows
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.static_rows import bucket, continued
 from lapa2_interp.bias.layout import left_pad
-from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.generation.plan import plan_batches
 from lapa2_interp.methods import load_task
 from lapa2_interp.models import model_card
@@ -30,64 +25,13 @@ PROMPTS = ("The book is on the table in the house", "The lake is deep and it is 
 RULE = Augmentation(alpha=0.7)
 DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 """On a GPU with CUDA graphs."""
-WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"}
-"""Operations that a graph cannot hold: they wait for the device, or bring a tensor to it."""
-
-
-class Notes(TorchDispatchMode):
-    """The operations in a block, with their arguments and results."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name().partition(".")[0] in WAITS:
-            raise RuntimeError(f"{func.name()} waits for the device")
-        made = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, made))
-        return made
-
-
-def replayed(run):
-    with Notes() as notes:
-        result = run()
-
-    def replay():
-        for func, args, kwargs, made in notes.calls:
-            for old, new in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
-                # Views, and tensors that are changed in place, lie where they lay.
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-        return result
-
-    return replay
 
 
 @pytest.fixture(autouse=True)
-def graphs(monkeypatch):
-    """Buckets of few keys, so that short texts cross them, and graphs on the CPU."""
-    monkeypatch.setattr(static_rows, "SMALLEST_BUCKET", 4)
-    monkeypatch.setitem(static_rows.CAPTURE, "cpu", replayed)
-    static_rows._print_note.cache_clear()
-
-
-@pytest.fixture
-def passes(monkeypatch):
+def passes():
     """The widths of all static passes, and of those that were captured."""
-    found = {"run": [], "captured": []}
-    run, captured = static_rows.StaticStep.run, static_rows.StaticStep._pass
-
-    def noted(name, real):
-        def call(step, width):
-            found[name].append(width)
-            return real(step, width)
-
-        return call
-
-    monkeypatch.setattr(static_rows.StaticStep, "run", noted("run", run))
-    monkeypatch.setattr(static_rows.StaticStep, "_pass", noted("captured", captured))
-    return found
+    with graphs_on_a_cpu() as widths:
+        yield widths
 
 
 @torch.no_grad()
@@ -103,7 +47,7 @@ def forced(model, rule, static, steps=12, layouts=None):
     tokens = (7 * torch.arange(3 * steps, device=model.cfg.device) % 200 + 40).view(3, steps)
     model.static = static
     try:
-        block = continued(model, rows, index, len(padded[0]) + steps, rules, of_rows, None, {})
+        block = continued(model, rows, index, len(padded[0]) + steps, rules, of_rows, None)
         with block as more:
             found = [more.read_tokens(tokens[:, i : i + 1])[:, -1].clone() for i in range(steps)]
     finally:
@@ -111,59 +55,13 @@ def forced(model, rule, static, steps=12, layouts=None):
     return torch.stack(found, dim=1)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return functools.cache(lambda name: save_family(name, tmp_path_factory.mktemp("family")))
-
-
-NOTES = {
-    **dict.fromkeys(
-        (
-            "Qwen3-Next", "Qwen3.5", "Granite 4", "Gemma 4", "Gemma 4 with images", "Bamba",
-            "Falcon-H1", "LFM2",
-        ),
-        "keeps keys and values",
-    ),
-    "Phi-3": "rotary factors depend on the length",
-    # Routers choose experts in Python; these steps are static, and called.
-    **dict.fromkeys(
-        (
-            "DeepSeek-V3", "gpt-oss", "Mixtral", "Qwen3-MoE", "DeepSeek-V2", "dots.llm1",
-            "ERNIE 4.5 MoE", "FlexOlmo", "GLM-4.5", "GraniteMoE", "OLMoE", "PhiMoE", "Qwen2-MoE",
-        ),
-        "cannot be captured",
-    ),
-    # It makes a number into a tensor, which a graph of a GPU can hold.
-    ("Gemma 3 with images", "cpu"): "cannot be captured",
-}  # fmt: skip
-"""By family, or by family and device, the note."""
-PASSES = {"cpu": 1, "cuda": 1 + static_rows.WARM_UP}
-"""Passes of a capture."""
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "name", [marked(name) for name, each in FAMILIES.items() if PLAIN not in each.refused]
-)
-def test_families(name, device, folder, passes, capsys):
-    """Rows of two lengths, windows and chunks of 16 keys, and a bucket crossed."""
-    model = load_model(folder(name), dtype="float64", device=device, model_class=PLAIN)
-    usual, static = (forced(model, RULE, each) for each in (False, True))
-    torch.testing.assert_close(static, usual, atol=FAMILIES[name].atol, rtol=0)
-    note, found = NOTES.get(name, NOTES.get((name, device))), capsys.readouterr().err
-    assert found.count("note: ") == found.count(note or "note: ") == (note is not None)
-    if note is None:
-        assert passes["captured"] == [width for width in (64, 128) for _ in range(PASSES[device])]
-    assert set(passes["run"]) == (set() if note and "captured" not in note else {64, 128})
-
-
 def same(model, *asked, **settings):
     """The same texts, and traces to 1e-6, by usual and static steps; the texts."""
     plan = plan_batches(model, cell_of(model, *asked, **settings))
-    usual = decode_batches(model, plan)
+    usual = decode_plan(model, plan)
     model.static = True
     try:
-        static = decode_batches(model, plan)
+        static = decode_plan(model, plan)
     finally:
         model.static = False
     for column in ("tokens", "n_tokens", "finish"):
@@ -173,24 +71,6 @@ def same(model, *asked, **settings):
             static.trace[name], usual.trace[name], atol=1e-6, rtol=0, err_msg=str(name)
         )
     return static.samples
-
-
-RULES = {
-    "layers": Augmentation(alpha=0.7, layers="even", length_rule="kv"),
-    "heads": Augmentation(alpha=1.2, heads=((0, 1), (2, 3), (2, 0))),
-    "two": (Augmentation(alpha=0.5), Augmentation(alpha=0.5, law="cut", span="bos")),
-    "decode": Augmentation(alpha=0.5, law="constant", l0=128, phase="decode"),
-    "none": None,
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
-def test_rules(name, rule, passes):
-    asked = ("prefix", load_task("sentiment"), "positive", PROMPTS, RULES[rule])
-    traced = {"trace": "full", "patterns": ((0, 1), (2, 0))}
-    same(load(name, "float32", PLAIN), *asked, length=56, samples=2, **traced)
-    assert passes["captured"] == [64, 128]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -210,7 +90,7 @@ def test_methods(name, method, device, passes, tmp_path):
     assert passes["captured"]
 
 
-def test_rows_that_end_early_and_steps_that_are_used_again(passes, monkeypatch):
+def test_rows_that_end_early(passes, monkeypatch):
     model = load("tiny-gpt2", "float32", PLAIN)
     card = model_card(model)  # one token in eight ends a text
     ends = card.model_copy(update={"end_ids": tuple(range(0, 257, 8))})
@@ -225,7 +105,6 @@ def test_rows_that_end_early_and_steps_that_are_used_again(passes, monkeypatch):
     texts = same(model, *asked, length=40, samples=4, max_rows=4, eos="stop", top_k=200)
     assert texts["n_tokens"].nunique() > 3
     assert {*texts["finish"]} == {"end", "length"} or {*texts["finish"]} == {"end"}
-    assert len(passes["captured"]) == len({*passes["captured"]}) < 4  # in three batches
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -274,6 +153,6 @@ def test_a_model_that_reads_hidden_slots_is_refused(monkeypatch):
 
 
 def test_a_step_reads_at_most_twice_the_live_keys(monkeypatch):
-    monkeypatch.undo()
+    monkeypatch.setattr(static_rows, "SMALLEST_BUCKET", 128)
     assert [bucket(n) for n in (1, 128, 129, 256, 257)] == [128, 128, 256, 256, 512]
     assert all(n <= bucket(n) < 2 * n for n in range(65, 5000))

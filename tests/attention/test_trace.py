@@ -22,10 +22,9 @@ from lapa2_interp.attention.tables import (
     prefix_token_table,
     step_table,
 )
-from lapa2_interp.attention.trace import SUMS
+from lapa2_interp.attention.trace import SUMS, join_traces
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.theory import fit_decay
-from lapa2_interp.generation.loop import join_traces
 from lapa2_interp.methods import load_task
 from lapa2_interp.methods import registry as methods
 

@@ -12,7 +12,7 @@ from conftest import MODEL_CLASSES, generate, load
 
 from lapa2_interp import Augmentation, Layout, augmented
 from lapa2_interp._util.errors import AugmentationError, LayoutError
-from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.cache import RecomputedRows, new_rows
 from lapa2_interp.bias.augmentation import BIAS_CAP
 from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.bias.theory import shifted_share
@@ -153,7 +153,7 @@ def test_without_hooks_the_same(tiny, law):
 def decoded(model, rows, rules, recompute=False):
     """Logits of every step of cached decoding over the given tokens."""
     reread_last = any(rule.phase == "predicting_only" for rule in rules)
-    state = new_rows(model, recompute=recompute, reread_last=reread_last)
+    state = RecomputedRows(model) if recompute else new_rows(model, reread_last=reread_last)
     with torch.no_grad(), augmented(model, [(*rules,)] * len(rows), rows):
         logits = [state.prompt_pass(rows)[:, -1]]
         state.expand(torch.arange(len(rows)), capacity=len(rows[0]) + len(GENERATED))

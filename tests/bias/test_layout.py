@@ -7,18 +7,20 @@ from itertools import product
 
 import numpy as np
 import pytest
-from conftest import load
+from conftest import continue_chat, load
 from oracle import oracle_bias
 
-from lapa2_interp import Augmentation
-from lapa2_interp._util.errors import LayoutError
+from lapa2_interp import Augmentation, generate
+from lapa2_interp._util.errors import LayoutError, MethodError, TaskError
 from lapa2_interp.bias.layout import Layout, left_pad, text_markers
 from lapa2_interp.bias.layout_table import explain_layout
 from lapa2_interp.bias.recipes import recipe
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.chat import continue_chats
+from lapa2_interp.methods.chat import chat_task
+from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import shared_tokenizer
+from lapa2_interp.runs.run import load_run
 
 
 @pytest.mark.parametrize(
@@ -513,47 +515,92 @@ def test_what_a_chat_does_not_have_is_named():
         Layout.of_chat(shared_tokenizer("tiny-gpt2"), CHAT)
 
 
-def test_a_chat_is_explained_and_traced_whole():
+@pytest.fixture
+def chatting(monkeypatch):
+    """A tiny model with a chat template."""
     model = load("tiny-llama", "float64")
-    tokenizer = chat_tokenizer(TEMPLATES["trims"], "tiny-llama")
-    layout = Layout.of_chat(tokenizer, CHAT, span="phrase:arr\u00e9")
+    monkeypatch.setattr(model.tokenizer, "chat_template", TEMPLATES["trims"])
+    return model
+
+
+def test_a_chat_is_explained_and_traced_whole(chatting):
+    model, span = chatting, "phrase:arr\u00e9"
+    layout, task = Layout.of_chat(model, CHAT, span=span), chat_task(CHAT, span)
     rule = Augmentation(alpha=0.5, phase="everywhere")
     facts = explain_layout(layout, rule, 3)
     assert sum(key["boosted"] for key in facts["tokens"]) == layout.l_pre
     assert [step["step"] for step in facts["steps"]][-3:] == [0, 1, 2]
-    (made,) = continue_chats(model, [layout], rule, length=5, samples=3, trace="full")
+    made = continue_chat(model, task, rule, length=5, samples=3, trace="full")
     sums = sum(made.trace[name] for name in ("bos", "prefix", "prompt", "generated"))
-    for i, tokens in enumerate(made.tokens):
+    for i, tokens in enumerate(made.samples["tokens"]):
         assert np.abs(sums[0, i, : len(tokens)] - 1).max() < 1e-5
-    (alone,) = continue_chats(model, [layout], rule, length=5)
-    assert alone.tokens[0] == made.tokens[0]
-    (steady,) = continue_chats(model, [layout], recipe("set-point", tau=0.4), length=8, eos="block")
+    alone = continue_chat(model, task, rule, length=5)
+    assert alone.samples["tokens"][0] == made.samples["tokens"][0]
+    steady = continue_chat(model, task, recipe("set-point", tau=0.4), length=8, eos="block")
     assert np.abs(steady.trace["prefix"].values - 0.4).min() < 1e-6
     assert (steady.trace["prefix"].values > 0.4 - 1e-6).all()
-    for wrong in ({"length": 0}, {"samples": 0}, {"length": 9999}):
-        with pytest.raises(LayoutError, match="at least 1|exceed the context"):
-            continue_chats(model, [layout], **wrong)
+    with pytest.raises(LayoutError, match="exceed the context"):
+        continue_chat(model, task, length=9999)
 
 
-def test_chats_are_continued_together_as_alone():
-    model = load("tiny-llama", "float64")
-    tokenizer = chat_tokenizer(TEMPLATES["trims"], "tiny-llama")
-    two_messages = [{"role": "system", "content": "Be brief."}, *CHAT[1:2]]
-    layouts = [
-        Layout.of_chat(tokenizer, CHAT, span="system"),
-        Layout.of_chat(tokenizer, two_messages),
-    ]
-    assert layouts[0].l_pre != layouts[1].l_pre
-    rule = Augmentation(alpha=0.5)
-    together = continue_chats(model, layouts, rule, length=6, samples=2, eos="block")
-    for layout, made in zip(layouts, together, strict=True):
-        (alone,) = continue_chats(model, [layout], rule, length=6, samples=2, eos="block")
-        assert (made.tokens, made.texts) == (alone.tokens, alone.texts)
-        assert made.trace.sizes == alone.trace.sizes
-        for name, values in made.trace.items():
-            np.testing.assert_allclose(values, alone.trace[name], atol=1e-6)
-    with pytest.raises(LayoutError, match="no chat to continue"):
-        continue_chats(model, [])
+def test_chats_are_continued_together_as_alone(chatting):
+    """Also one whose text is written out, instead of a prompt: both draw from the same stream."""
+    systems, rule = ["Be very brief. Speak like a pirate.", "Be brief."], Augmentation(alpha=0.5)
+    form = [{"role": "system", "content": "{prompt}"}, *CHAT[1:2]]
+    settings = {"length": 6, "samples": 2, "eos": "block"}
+    together = continue_chat(chatting, chat_task(form, prompts=systems), rule, **settings)
+    for i, system in enumerate(systems):
+        task = chat_task([{"role": "system", "content": system}, *CHAT[1:2]])
+        alone = continue_chat(chatting, task, rule, **settings)
+        rows = slice(2 * i, 2 * i + 2)
+        for column in ("tokens", "continuation"):
+            assert together.samples[column][rows].tolist() == alone.samples[column].tolist()
+        for name in ("prefix", "bos", "prompt", "generated"):
+            np.testing.assert_allclose(together.trace[name][:, rows], alone.trace[name], atol=1e-6)
+
+
+def test_a_chat_is_a_cell_with_the_attributes_prefix_in_a_message(chatting, tmp_path):
+    """A task file says where prefix and prompt stand; texts differ by attribute, the span is the
+    prefix, and the run is read again from its folder."""
+    file = tmp_path / "moods.toml"
+    file.write_text("""length_counts_prompt = false
+[attributes.calm]
+prefix = "Be calm."
+[attributes.angry]
+prefix = "Be angry."
+[prompts]
+texts = ["What is rain?", "And snow?"]
+[chat]
+messages = [{role = "system", content = "{prefix} Be brief."}, {role = "user", content = "{prompt}"}]
+span = "phrase:{prefix}"
+""")
+    asked = {"method": "chat", "task": str(file), "length": 5, "trace": "pooled", "alpha": 0.5}
+    run = generate(chatting, **asked)
+    assert len(run.samples()) == 4
+    cells = {cell.attribute: key for key, cell in run.by_key.items()}
+    assert run.manifest(cells["calm"]).branches == {"chat": "Be calm."}
+    assert run.trace(cells["calm"])["prefix_tokens"].sizes["prefix_token"] == len("Be calm.")
+    stored = load_run(run.save(tmp_path / "run").folder)
+    assert stored.samples()["text"].tolist() == run.samples()["text"].tolist()
+    assert stored.by_key == run.by_key
+    with pytest.raises(MethodError, match="task 'sentiment' has no chat to continue"):
+        generate(chatting, method="chat")
+    with pytest.raises(LayoutError, match="a chat's template writes its first token"):
+        generate(chatting, **asked, doubled_bos=True)
+    text = file.read_text()
+    for old, new, problem in (
+        ("length_counts_prompt = false", "length_counts_prompt = true", "length_counts_prompt = f"),
+        ("{prompt}", "snow", r"no message of the chat has \{prompt\}, .* same for 2"),
+        ("{prefix}", "Calm", r"no message of the chat has \{prefix\}, .* same for 2"),
+        ("messages", "message", "chat"),
+    ):
+        file.write_text(text.replace(old, new))
+        with pytest.raises(TaskError, match=problem):
+            load_task(file)
+    with pytest.raises(TaskError, match=r"which stand for the texts of a task; give prompts"):
+        chat_task([{"role": "user", "content": "{prompt}"}])
+    with pytest.raises(TaskError, match="a chat: messages"):
+        chat_task([])
 
 
 def test_a_chat_on_the_command_line(tmp_path, capsys, monkeypatch):

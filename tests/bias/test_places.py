@@ -86,7 +86,7 @@ def test_heads_are_named_alike_everywhere():
     assert (named[0].heads, named[0].positions) == (HEADS, (0, 1))
     assert CellSettings.of({"patterns": text}).patterns == HEADS
     model = load("planted")
-    effects = circuits.knock_out(model, "sentiment", over={"some": text}, tokens=2)
+    effects = circuits.knock_out(model, "sentiment", over={"some": text})
     assert effects.units[0].heads == HEADS
     layout = Layout.of(model.tokenizer, "Very positive:", " The lake")
     traces = [teacher_forced(model, layout, [[1, 2]], patterns=heads) for heads in (text, HEADS)]
@@ -99,8 +99,8 @@ def test_what_is_no_head_is_refused_everywhere(heads):
     model = load("planted")
     for call in (
         lambda: CellSettings.of({"patterns": heads}),
-        lambda: circuits.knock_out(model, "sentiment", over={"some": heads}, tokens=2),
-        lambda: circuits.patch(model, "sentiment", "z", together={"some": heads}, tokens=2),
+        lambda: circuits.knock_out(model, "sentiment", over={"some": heads}),
+        lambda: circuits.patch(model, "sentiment", "z", together={"some": heads}),
     ):
         with pytest.raises(Lapa2Error, match="takes pairs of numbers from 0"):
             call()

@@ -30,5 +30,5 @@ def test_attention_of_all_layers_carries_everything(model, tmp_path):
     # One layer by the other form of the same patch.
     asked = ContrastSet.of(load_model(model), "sentiment", prompts=PROMPTS, tokens=3)
     one = {"own": [(1, slot) for slot in ("prompt", "last", "generated")]}
-    found = patch(load_model(model), asked, "mlp_out", direction="noise", together=one).frame()
-    assert table["MLPs", "noise", "1"] == pytest.approx(found["share"].iloc[0], abs=1e-4)
+    patching = patch(load_model(model), asked, "mlp_out", direction="noise", together=one).frame()
+    assert table["MLPs", "noise", "1"] == pytest.approx(patching["share"].iloc[0], abs=1e-4)

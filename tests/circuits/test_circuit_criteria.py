@@ -19,11 +19,16 @@ PROMPTS = [f"The {word} of the" for word in ("lake", "book", "city", "road", "ki
 def tables(tmp_path_factory):
     folder = tmp_path_factory.mktemp("criteria")
     model = load("planted", "float32")
-    card = select(model, "sentiment", score="slope", heads=2, prompts=CHOOSING, tokens=6)
+    card = select(
+        model,
+        ContrastSet.of(model, "sentiment", prompts=CHOOSING, tokens=6),
+        score="slope",
+        heads=2,
+    )
     card.save(folder / "card.json")
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
-    given = {"task": "sentiment", "prompts": folder / "prompts.txt", "tokens": 6, "random": 4}
-    options = [f"--{name}={value}" for name, value in given.items()]
+    settings = {"task": "sentiment", "prompts": folder / "prompts.txt", "tokens": 6, "random": 4}
+    options = [f"--{name}={value}" for name, value in settings.items()]
     script("analyses", "circuit_criteria", folder / "card.json", "--out", folder, *options)
     assert (folder / "faithfulness.png").is_file()
     names = ("faithfulness", "completeness", "minimality")
@@ -34,17 +39,17 @@ def lex(model, asked, heads):
     """Mean lex by prompt where only these heads see the prefix."""
     others = tuple(head for head in all_heads(model) if head not in heads)
     rule = Augmentation(alpha=1, law="cut", phase="after_span", heads=others) if others else None
-    found = control_score(model, asked, metrics=("lex",), augmentation=rule).values["lex"]
-    return asked.by_prompt(np.nanmean(found, axis=1))
+    score = control_score(model, asked, metrics=("lex",), augmentation=rule).values["lex"]
+    return asked.by_prompt(np.nanmean(score, axis=1))
 
 
 def test_faithfulness_is_lex_of_these_heads_alone(tables):
-    model, card, found = tables
+    model, card, frames = tables
     asked = ContrastSet.of(model, "sentiment", prompts=PROMPTS, tokens=6)
-    table = found["faithfulness"].query("order == 'by slope'").set_index("heads")
-    whole = lex(model, asked, all_heads(model)).sum()
+    table = frames["faithfulness"].query("order == 'by slope'").set_index("heads")
+    control = lex(model, asked, all_heads(model)).sum()
     for n in (1, 2):
-        share = lex(model, asked, card.heads[:n]).sum() / whole
+        share = lex(model, asked, card.heads[:n]).sum() / control
         assert table.loc[n, "share"] == pytest.approx(share, abs=1e-4)
     assert table.loc[0, "share"] == pytest.approx(0, abs=1e-5)
     assert table.loc[8, "share"] == 1
@@ -54,23 +59,23 @@ def test_faithfulness_is_lex_of_these_heads_alone(tables):
 
 
 def test_completeness_and_minimality_are_judged_on_other_prompts(tables):
-    model, card, found = tables
+    model, card, frames = tables
     judging = ContrastSet.of(model, "sentiment", prompts=PROMPTS, tokens=6)
     judging = type(judging)(judging.examples[1::2], judging.words)
-    whole = lex(model, judging, all_heads(model)).sum()
-    for row in found["completeness"].to_dict("records"):
+    control = lex(model, judging, all_heads(model)).sum()
+    for row in frames["completeness"].to_dict("records"):
         left_out = str(row["which"]).split() if row["heads"] else []
-        subset = [tuple(map(int, each.split("."))) for each in left_out]
+        subset = [tuple(map(int, head.split("."))) for head in left_out]
         of_c, of_m = (
             lex(model, judging, tuple(head for head in heads if head not in subset)).sum()
             for heads in (card.heads, all_heads(model))
         )
-        assert row["share"] == pytest.approx((of_c - of_m) / whole, abs=1e-4)
+        assert row["share"] == pytest.approx((of_c - of_m) / control, abs=1e-4)
         assert row["prompts"] == 3
     # With two heads, a K of the minimality of one holds nothing or the other head.
-    for row in found["minimality"].to_dict("records"):
+    for row in frames["minimality"].to_dict("records"):
         head = (row["layer"], row["head"])
-        (other,) = (each for each in card.heads if each != head)
-        before, after = ((head,), ()) if row["K"] else ((head, other), (other,))
+        (partner,) = (card_head for card_head in card.heads if card_head != head)
+        before, after = ((head,), ()) if row["K"] else ((head, partner), (partner,))
         lost = lex(model, judging, before).sum() - lex(model, judging, after).sum()
-        assert row["share"] == pytest.approx(lost / whole, abs=1e-4)
+        assert row["share"] == pytest.approx(lost / control, abs=1e-4)

@@ -19,17 +19,17 @@ def both_ways(model, monkeypatch, **settings):
         above = knock_out(model, asked, batch_size=4, **settings).values
     with monkeypatch.context() as patch:
         patch.setattr(edits, "LEAST_SAVED", 10**9)
-        whole = knock_out(model, asked, batch_size=4, **settings).values
-    return above, whole, set(began)
+        fresh = knock_out(model, asked, batch_size=4, **settings).values
+    return above, fresh, set(began)
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-neox"])
 @pytest.mark.parametrize("replacement", ["cut", "zero", "resample", "mean"])
 def test_effects_are_those_of_whole_passes(name, replacement, monkeypatch):
-    above, whole, began = both_ways(load(name), monkeypatch, replacement=replacement)
+    above, fresh, began = both_ways(load(name), monkeypatch, replacement=replacement)
     assert began == {0, 1, 2, 3}
-    np.testing.assert_allclose(above, whole, rtol=1e-6, atol=1e-9)
-    assert np.abs(whole).max() > 1e-5
+    np.testing.assert_allclose(above, fresh, rtol=1e-6, atol=1e-9)
+    assert np.abs(fresh).max() > 1e-5
 
 
 def test_less_memory_keeps_fewer_layers(monkeypatch):
@@ -41,18 +41,18 @@ def test_less_memory_keeps_fewer_layers(monkeypatch):
 
 def test_a_model_whose_layers_share_more_is_read_whole(monkeypatch):
     """Its last block adds what the first one has returned."""
-    model, kept = load("tiny-llama"), []
+    model, layers = load("tiny-llama"), []
     handles = [
-        model.blocks[0].register_forward_hook(lambda block, args, out: kept.append(out)),
-        model.blocks[3].register_forward_hook(lambda block, args, out: out + kept[-1]),
+        model.blocks[0].register_forward_hook(lambda block, args, out: layers.append(out)),
+        model.blocks[3].register_forward_hook(lambda block, args, out: out + layers[-1]),
     ]
     try:
-        above, whole, began = both_ways(model, monkeypatch)
+        above, fresh, began = both_ways(model, monkeypatch)
     finally:
         for handle in handles:
             handle.remove()
     assert began == {0}
-    assert np.array_equal(above, whole)
+    assert np.array_equal(above, fresh)
 
 
 def test_the_blocks_are_as_before():

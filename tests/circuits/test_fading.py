@@ -31,13 +31,17 @@ TOKENS = 4
 
 def found_of(name="planted", filler=(8, 200), **settings):
     """The texts are drawn from the words that the model writes: writing takes longer."""
+    of_texts = {name: settings.pop(name) for name in ("prompts", "words") if name in settings}
     key, model = answer_key(name), load(name)
-    prompts = settings.setdefault("prompts", load_task("sentiment").prompts.texts)
+    prompts = of_texts.setdefault("prompts", load_task("sentiment").prompts.texts)
     words = model.tokenizer.convert_tokens_to_ids([*FILLERS, *POSITIVE, *NEGATIVE])
     drawn = np.random.default_rng(0).choice(words, (len(prompts), max(filler) + TOKENS)).tolist()
-    settings["texts"] = {prompt: [text] for prompt, text in zip(prompts, drawn, strict=True)}
+    texts = {prompt: [text] for prompt, text in zip(prompts, drawn, strict=True)}
+    contrast_set = ContrastSet.of(model, "sentiment", texts=texts, **of_texts)
     heads = {role: (key.heads[role],) for role in ("carrier", "decoy") if role in key.heads}
-    return measure_fading(model, "sentiment", filler=filler, tokens=TOKENS, heads=heads, **settings)
+    return measure_fading(
+        model, contrast_set, filler=filler, tokens=TOKENS, heads=heads, **settings
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +62,12 @@ def mean_control(key, example, filler, weight=None):
 
 def test_near_far_and_held_are_the_closed_forms(planted_fading):
     """The carrier's attention is E / (E + l - 1), so its log-odds fall as -log(l - n)."""
-    key, found, n = answer_key("planted"), planted_fading, 3
-    for i, example in enumerate(found.contrast_set.examples):
-        assert found.near[i] == pytest.approx(mean_control(key, example, NEAR), abs=2e-3)
+    key, fading, n = answer_key("planted"), planted_fading, 3
+    for i, example in enumerate(fading.contrast_set.examples):
+        assert fading.near[i] == pytest.approx(mean_control(key, example, NEAR), abs=2e-3)
         for filler in (8, 200):
             more = filler - NEAR
-            assert found.far[filler][i] == pytest.approx(
+            assert fading.far[filler][i] == pytest.approx(
                 mean_control(key, example, filler), abs=2e-3
             )
             weights = {
@@ -72,19 +76,19 @@ def test_near_far_and_held_are_the_closed_forms(planted_fading):
             }
             for bias, weight in weights.items():
                 held = mean_control(key, example, filler, weight)
-                made = found.changed[filler, "carrier", bias][i]
+                made = fading.changed[filler, "carrier", bias][i]
                 assert made == pytest.approx(held, abs=2e-3), (filler, bias)
             back = mean_control(key, example, NEAR, lambda l, more=more: (l - n) / (l + more - n))
-            assert found.changed[filler, "carrier", "removed"][i] == pytest.approx(back, abs=2e-3)
+            assert fading.changed[filler, "carrier", "removed"][i] == pytest.approx(back, abs=2e-3)
 
 
 def test_dilution_is_hold_where_scores_are_constant(planted_fading):
     """The carrier gives every key but one the same score, BOS too."""
     for filler in (8, 200):
-        one, other = (
+        one, second = (
             planted_fading.changed[filler, "carrier", bias] for bias in ("dilution", "hold")
         )
-        assert np.abs(one - other).max() < 1e-4
+        assert np.abs(one - second).max() < 1e-4
 
 
 def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
@@ -111,10 +115,9 @@ def test_it_goes_on_from_its_file(tmp_path, monkeypatch):
     assert read[0] == 2, "texts by which the model is known again"
     assert len(read[1:]) == len(lines) - 2
     pd.testing.assert_frame_equal(first.frame(), second.frame())
-    told = r"other inputs: texts \w+, here \w+; fading \[8\], here \[8, 32\]; give another file"
-    with pytest.raises(CircuitError, match=told):
+    with pytest.raises(CircuitError, match=r"has results of another texts: '\w+', not '\w+'; rep"):
         found_of(filler=(8, 32), **few, file=file)
-    with pytest.raises(CircuitError, match=r"other inputs: alpha 0.5, here 1.0; give another"):
+    with pytest.raises(CircuitError, match=r"has results of another alpha: '0.5', not '1.0'"):
         found_of(filler=(8,), alpha=1.0, **few, file=file)
 
 
@@ -208,11 +211,11 @@ def test_short_texts_are_refused():
 
 
 def test_few_prompts_make_no_claim_and_a_plot_is_drawn(tmp_path):
-    found = found_of(filler=(20,), prompts=["The lake", "The road"], random=1)
-    assert found.verdict == "inconclusive"
-    assert [name for name in found.sets if name.startswith("random")] == ["random 1"]
+    fading = found_of(filler=(20,), prompts=["The lake", "The road"], random=1)
+    assert fading.verdict == "inconclusive"
+    assert [name for name in fading.sets if name.startswith("random")] == ["random 1"]
     file = tmp_path / "fading.png"
-    found.plot().savefig(file)
+    fading.plot().savefig(file)
     assert file.stat().st_size > 10_000
     assert circuits.measure_fading is measure_fading
 
@@ -221,7 +224,7 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     """A custom metric under one name, or custom hooks."""
     file = tmp_path / "kept"
     for factor in (1, 100):
-        metric = {"mine": lambda found, factor=factor: factor * METRICS["js"](found)}
+        metric = {"mine": lambda predictions, factor=factor: factor * METRICS["js"](predictions)}
         if factor == 1:
             found_of(filler=(8,), metric=metric, file=file)
         else:

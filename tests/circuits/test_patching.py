@@ -58,7 +58,7 @@ def any_contrast_set(model, name):
 
 def log_probs_of(model, asked, node, **settings):
     """What a metric is given: target, opposite, and every unit, for each example."""
-    found = []
+    measured = []
     for example in asked.examples:
         runs = []
 
@@ -74,8 +74,8 @@ def log_probs_of(model, asked, node, **settings):
             batch_size=1000,
             **settings,
         )
-        found.append(torch.stack(runs))
-    return found  # run step vocab
+        measured.append(torch.stack(runs))
+    return measured  # run step vocab
 
 
 def everything(model, node, layers=None):
@@ -94,10 +94,10 @@ def favour(log_probs, words=WORDS):
     return log_probs[..., plus].logsumexp(-1) - log_probs[..., minus].logsumexp(-1)
 
 
-def effect(found, unit, direction="denoise"):
+def effect(patching, unit, direction="denoise"):
     """By example, of a unit by its (layer, column), or (layer, column, part)."""
-    names = [tuple(each.labels.values()) for each in found.units]
-    return found.effects[direction][:, names.index(unit)]
+    names = [tuple(unit.labels.values()) for unit in patching.units]
+    return patching.effects[direction][:, names.index(unit)]
 
 
 # --- what must be nothing, and what must be everything
@@ -108,10 +108,10 @@ def test_a_run_patched_with_itself_is_unchanged(name):
     model = load(name)
     asked = contrast_set(model, n=2, prefixes={"a": "ab cd:", "b": "ab cd:"})
     for node in NODES:
-        found = patch(model, asked, node, direction="both")
-        assert all(np.abs(each).max() < 1e-6 for each in found.effects.values())
-        assert found.frame()["share"].isna().all()
-        assert found.sums()["mean"][2] == 0
+        patching = patch(model, asked, node, direction="both")
+        assert all(np.abs(effects).max() < 1e-6 for effects in patching.effects.values())
+        assert patching.frame()["share"].isna().all()
+        assert patching.sums()["mean"][2] == 0
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_all_of_the_other_run_make_its_predictions(name, node):
     model = load(name)
     settings = {"parts": ("kv",)} if node in PREFIX_NODES else {}
     for direction, runs in {"denoise": (0, 1), "noise": (1, 0)}.items():
-        for found in log_probs_of(
+        for logits in log_probs_of(
             model, any_contrast_set(model, name), node, direction=direction,
             together=everything(model, node), **settings,
         ):  # fmt: skip
-            given, taken = found[runs[0]], found[runs[1]]
-            assert (found[2] - given).abs().max() < 1e-6 * max(1, given.abs().max())
-            assert (found[2] - taken).abs().max() > 1e-3
+            giving, taken = logits[runs[0]], logits[runs[1]]
+            assert (logits[2] - giving).abs().max() < 1e-6 * max(1, giving.abs().max())
+            assert (logits[2] - taken).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("node", ["resid_pre", "resid_post"])
@@ -138,10 +138,10 @@ def test_all_of_the_other_run_make_its_predictions(name, node):
 def test_the_whole_stream_of_one_layer_is_everything(name, node):
     model = load(name)
     for layer in range(model.cfg.n_layers):
-        for found in log_probs_of(
+        for logits in log_probs_of(
             model, contrast_set(model), node, together=everything(model, node, [layer])
         ):
-            assert (found[2] - found[0]).abs().max() < 1e-5
+            assert (logits[2] - logits[0]).abs().max() < 1e-5
     late = patch(model, contrast_set(model), node)
     # Later layers do not read the prefix's stream behind the last one.
     last = model.cfg.n_layers - 1
@@ -154,15 +154,15 @@ def test_the_two_runs_are_the_plain_forward_passes(tiny):
     model = load(tiny, "float64")
     asked = contrast_set(model)
     for node in ("prefix_kv", "z", "head_to_logits"):
-        found = patch(model, asked, node, metric="log_prob")
+        patching = patch(model, asked, node, metric="log_prob")
         for i, example in enumerate(asked.examples):
             for layout, value in zip(
-                example.layouts, (found.source[i], found.destination[i]), strict=True
+                example.layouts, (patching.source[i], patching.destination[i]), strict=True
             ):
                 with torch.no_grad():
                     logits = model(torch.tensor([[*layout.ids, *example.text]]))[0]
-                each = logits.log_softmax(-1)[len(layout) - 1 : -1]
-                expected = each.gather(1, torch.tensor(example.text)[:, None]).mean().item()
+                log_probs = logits.log_softmax(-1)[len(layout) - 1 : -1]
+                expected = log_probs.gather(1, torch.tensor(example.text)[:, None]).mean().item()
                 assert value == pytest.approx(expected, abs=1e-10)
 
 
@@ -170,9 +170,9 @@ def test_soft_prefixes():
     model = load("tiny-llama")
     asked = soft_contrast_set(model)
     for node, settings in {"prefix_kv": {"parts": ("kv",)}, "z": {}}.items():
-        (found,) = log_probs_of(model, asked, node, together=everything(model, node), **settings)
-        assert (found[2] - found[0]).abs().max() < 1e-5
-        assert (found[1] - found[0]).abs().max() > 1e-3
+        (logits,) = log_probs_of(model, asked, node, together=everything(model, node), **settings)
+        assert (logits[2] - logits[0]).abs().max() < 1e-5
+        assert (logits[1] - logits[0]).abs().max() > 1e-3
     cells = patch(model, asked, direction="both")
     assert np.abs(cells.effects["denoise"] - cells.effects["noise"]).max() > 1e-3
     # BOS stands behind a soft prefix, and reads it.
@@ -199,10 +199,10 @@ def test_a_plain_transformers_model_the_same(tiny, node):
     model, plain = load(tiny, "float64"), load(tiny, "float64", "TransformersModel")
     parts = ("k", "v", "kv")
     one = patch(model, contrast_set(model), node, parts=parts)
-    other = patch(plain, contrast_set(plain), node, parts=parts)
+    without_hooks = patch(plain, contrast_set(plain), node, parts=parts)
     assert np.abs(one.effects["denoise"]).max() > 1e-3
     # A plain transformers model computes its softmax in float32.
-    assert np.abs(one.effects["denoise"] - other.effects["denoise"]).max() < 1e-5
+    assert np.abs(one.effects["denoise"] - without_hooks.effects["denoise"]).max() < 1e-5
 
 
 # --- the answer_key answer
@@ -211,25 +211,25 @@ def test_a_plain_transformers_model_the_same(tiny, node):
 def flipped(key, role, example, step):
     """lex behind " negative" where what a head gives has the other sign."""
     layout = example.layouts[0]
-    given = (len(layout) + step, layout.l_pro)
-    x, other = key.written(*given, asking=step == 0)
+    lengths = (len(layout) + step, layout.l_pro)
+    x, opposite = key.written(*lengths, asking=step == 0)
     written_by = "reader" if role == "relay" else role  # on the words' direction
     without = replace(key, gain={**key.gain, written_by: 0.0})
-    part = x - without.written(*given, asking=step == 0)[0]
+    part = x - without.written(*lengths, asking=step == 0)[0]
     x = 2 * part - x
-    return 2 * key.unit * x / np.sqrt(1 + (x**2 + other) / WIDTH)
+    return 2 * key.unit * x / np.sqrt(1 + (x**2 + opposite) / WIDTH)
 
 
 def expected_flips(key, role, asked):
-    found = []
+    measured = []
     for example in asked.examples:
         layout = example.layouts[0]
         steps = [
             flipped(key, role, example, t) + key.lex(len(layout) + t, layout.l_pro, asking=t == 0)
             for t in range(example.n_steps)
         ]
-        found.append(np.mean(steps))
-    return np.array(found)
+        measured.append(np.mean(steps))
+    return np.array(measured)
 
 
 @pytest.mark.parametrize("name", ["planted", "planted:4", "planted-gpt2:2"])
@@ -238,19 +238,19 @@ def test_planted_cells_are_the_closed_form(name):
     model, key = load(name), answer_key(name)
     asked = planted_contrast_set(model)
     cells, edges = patch(model, asked), patch(model, asked, "prefix_to_head", parts=("k", "v"))
-    for found, column in ((cells, 2), (edges, 1)):
+    for patching, column in ((cells, 2), (edges, 1)):
         group = model.cfg.n_heads // (getattr(model.cfg, "n_key_value_heads", None) or 4)
         share = group if column == 2 else 1
-        left = {tuple(each.labels.values()) for each in found.units}
+        left = {tuple(unit.labels.values()) for unit in patching.units}
         for role in ("carrier", "suppressor", "relay"):
             layer, head = key.heads[role]
             unit = (layer, head // share, "v")
             left.remove(unit)
             expected = expected_flips(key, role, asked)
-            assert np.abs(effect(found, unit) - expected).max() < 5e-5
+            assert np.abs(effect(patching, unit) - expected).max() < 5e-5
             assert np.sign(expected[0]) == (-1 if role == "suppressor" else 1)
         for unit in left:
-            assert np.abs(effect(found, unit)).max() < 1e-5
+            assert np.abs(effect(patching, unit)).max() < 1e-5
     best = cells.frame().iloc[0]
     layer, head = key.heads["carrier"]
     assert (best["layer"], best["kv_head"], best["part"]) == (layer, head // group, "v")
@@ -295,38 +295,38 @@ def test_what_suffices_is_not_what_is_needed():
     asked = planted_contrast_set(
         model, prefixes={"positive": "Very positive:", "none": "Very the:"}
     )
-    words = [list(each) for each in asked.words]
+    words = [list(words) for words in asked.words]
 
     def later(log_probs, text):  # the prompt's last token reads what the relay left, too
         return favour(log_probs, words) * (torch.arange(text.shape[1]) > 0)
 
     def expected(weights):
-        found = []
+        measured = []
         for example in asked.examples:
             layout = example.layouts[0]
-            found.append(
+            measured.append(
                 sum(
                     key.lex(len(layout) + t, layout.l_pro, weights=weights)
                     for t in range(1, example.n_steps)
                 )
                 / example.n_steps
             )
-        return np.array(found)
+        return np.array(measured)
 
-    found = patch(model, asked, "z", metric=later, direction="both")
-    assert np.abs(found.destination).max() < 1e-5
+    patching = patch(model, asked, "z", metric=later, direction="both")
+    assert np.abs(patching.destination).max() < 1e-5
     roles = ("carrier", "suppressor", "relay")
     for role in roles:
-        alone = expected({other: CUT for other in roles if other != role})
+        alone = expected({rival: CUT for rival in roles if rival != role})
         without = expected({role: CUT})
-        assert np.abs(effect(found, key.heads[role]) - alone).max() < 2e-5
-        lost = effect(found, key.heads[role], "noise")
-        assert np.abs(lost - (found.source - without)).max() < 2e-5
-    frame = found.frame().set_index(["direction", "layer", "head"])["share"]
+        assert np.abs(effect(patching, key.heads[role]) - alone).max() < 2e-5
+        lost = effect(patching, key.heads[role], "noise")
+        assert np.abs(lost - (patching.source - without)).max() < 2e-5
+    frame = patching.frame().set_index(["direction", "layer", "head"])["share"]
     assert frame["denoise", *key.heads["relay"]] - frame["noise", *key.heads["relay"]] > 0.15
     for direction in ("denoise", "noise"):
         alone = patch(model, asked, "z", metric=later, direction=direction)
-        assert np.abs(alone.effects[direction] - found.effects[direction]).max() < 1e-6
+        assert np.abs(alone.effects[direction] - patching.effects[direction]).max() < 1e-6
     # Where the carrier looks is needed, and does nothing by itself.
     looks = patch(model, asked, "pattern", metric=later, direction="both")
     unit, even = key.heads["carrier"], (1 / key.odds["carrier"], 1.0, 1.0)
@@ -345,7 +345,9 @@ def test_transformer_lens_finds_the_same(name, node):
     model = load(name)
     example = contrast_set(model).examples[0]
     layout = example.layouts[0]
-    clean, corrupted = (torch.tensor([[*each.ids, *example.text[:-1]]]) for each in example.layouts)
+    clean, corrupted = (
+        torch.tensor([[*layout.ids, *example.text[:-1]]]) for layout in example.layouts
+    )
     with torch.no_grad():
         _, cache = model.run_with_cache(clean)
     spans = {
@@ -373,12 +375,12 @@ def test_transformer_lens_finds_the_same(name, node):
             model, corrupted, cache, measured, heads.get(node, in_a_part), node,
             index_df=lens.make_df_from_ranges([4, 4], ["layer", "head" if node in heads else "pos"]),
         )  # fmt: skip
-    found = patch(
+    patching = patch(
         model, [example], node, metric=favour_of_run, slots=EVERYWHERE if node in heads else names
     )
-    values = found.effects["denoise"][0] + found.destination[0]
+    values = patching.effects["denoise"][0] + patching.destination[0]
     assert np.abs(values - expected.numpy()).max() < 1e-5
-    assert np.abs(found.effects["denoise"]).max() > 1e-3
+    assert np.abs(patching.effects["denoise"]).max() > 1e-3
 
 
 def favour_of_run(log_probs, text):
@@ -417,27 +419,29 @@ def test_a_head_to_the_logits_by_hand(name):
     example = contrast_set(model).examples[0]
     with torch.no_grad():
         (_, source), (logits, own) = (
-            model.run_with_cache(torch.tensor([[*each.ids, *example.text[:-1]]]))
-            for each in example.layouts
+            model.run_with_cache(torch.tensor([[*layout.ids, *example.text[:-1]]]))
+            for layout in example.layouts
         )
         plain = favour(logits.log_softmax(-1))[0, -example.n_steps :].mean().item()
         residual = own["blocks.3.hook_resid_post"]
-        found = patch(model, ContrastSet((example,), WORDS), "head_to_logits").effects["denoise"][0]
+        patching = patch(model, ContrastSet((example,), WORDS), "head_to_logits").effects[
+            "denoise"
+        ][0]
         for i, (layer, head) in enumerate(product(range(4), range(4))):
-            z = (each[f"blocks.{layer}.attn.hook_z"][:, :, head] for each in (source, own))
+            z = (cache[f"blocks.{layer}.attn.hook_z"][:, :, head] for cache in (source, own))
             changed = residual + torch.sub(*z) @ model.blocks[layer].attn.W_O[head]
             logits = model.unembed(model.ln_final(changed))
             value = favour(logits.log_softmax(-1))[0, -example.n_steps :].mean().item()
             # A Llama's norm is computed in float32.
-            assert found[i] == pytest.approx(value - plain, abs=1e-5)
+            assert patching[i] == pytest.approx(value - plain, abs=1e-5)
 
 
 def test_rounding_in_half_precision_is_not_refused():
     """The node checks that the residual stream is a sum."""
     half, model = load("tiny-llama", "bfloat16"), load("tiny-llama")
     rough, exact = (
-        patch(each, contrast_set(each), "head_to_logits").effects["denoise"]
-        for each in (half, model)
+        patch(variant, contrast_set(variant), "head_to_logits").effects["denoise"]
+        for variant in (half, model)
     )
     assert 1e-6 < np.abs(rough - exact).max() < 0.1
 
@@ -450,9 +454,9 @@ def test_hooks_of_a_user_stay_live():
         return 0 * z
 
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", no_output)]):
-        found = patch(model, asked, "prefix_kv", parts=("kv",)).table().map()
-    assert np.abs(found[1]).max() < 1e-6
-    assert np.abs(found[2]).max() > 1e-4
+        patching = patch(model, asked, "prefix_kv", parts=("kv",)).table().map()
+    assert np.abs(patching[1]).max() < 1e-6
+    assert np.abs(patching[2]).max() > 1e-4
 
 
 # --- batches, tables, refusals
@@ -465,28 +469,30 @@ def test_batches_and_order_change_nothing(node):
         (*contrast_set(model).examples, *contrast_set(model, n=3, prompts=("pq",)).examples), WORDS
     )
     turned = ContrastSet(asked.examples[::-1], WORDS)
-    whole = patch(model, asked, node, direction="both")
+    all_slots = patch(model, asked, node, direction="both")
     again = patch(model, asked, node, direction="both", batch_size=5)
     for direction in ("denoise", "noise"):
-        assert np.abs(whole.effects[direction] - again.effects[direction]).max() < 2e-6
-    other = patch(model, turned, node, batch_size=9)
-    assert np.abs(whole.effects["denoise"] - other.effects["denoise"][::-1]).max() < 2e-6
-    assert np.abs(whole.source - other.source[::-1]).max() < 2e-6
-    assert np.abs(whole.effects["denoise"]).max() > 1e-3
+        assert np.abs(all_slots.effects[direction] - again.effects[direction]).max() < 2e-6
+    reversed_order = patch(model, turned, node, batch_size=9)
+    assert (
+        np.abs(all_slots.effects["denoise"] - reversed_order.effects["denoise"][::-1]).max() < 2e-6
+    )
+    assert np.abs(all_slots.source - reversed_order.source[::-1]).max() < 2e-6
+    assert np.abs(all_slots.effects["denoise"]).max() > 1e-3
 
 
 def test_sets_are_patched_together():
     model, key = load("planted"), answer_key("planted")
     asked = planted_contrast_set(model)
     both = [key.heads["carrier"], key.heads["relay"]]
-    found = patch(model, asked, "z", together={"both": both, "carrier": both[:1]})
+    patching = patch(model, asked, "z", together={"both": both, "carrier": both[:1]})
     alone = patch(model, asked, "z")
-    assert np.abs(effect(found, ("carrier",)) - effect(alone, both[0])).max() < 1e-6
-    assert (effect(found, ("both",)) > effect(found, ("carrier",)) + 0.1).all()
-    assert found.frame()["name"].tolist() == ["both", "carrier"]
-    assert found.plot()._repr_png_()[:4] == b"\x89PNG"
+    assert np.abs(effect(patching, ("carrier",)) - effect(alone, both[0])).max() < 1e-6
+    assert (effect(patching, ("both",)) > effect(patching, ("carrier",)) + 0.1).all()
+    assert patching.frame()["name"].tolist() == ["both", "carrier"]
+    assert patching.plot()._repr_png_()[:4] == b"\x89PNG"
     with pytest.raises(CircuitError, match="only heads, KV heads and slots have a map"):
-        found.table().map()
+        patching.table().map()
 
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
@@ -495,12 +501,15 @@ def test_nothing_acts_through_a_head_that_keeps_its_output(direction):
     model, key = load("planted"), answer_key("planted")
     relay, reader, carrier = (key.heads[role] for role in ("relay", "reader", "carrier"))
     ways = {"relay": None, "cut": reader, "other": carrier}
-    found = patch(
+    patching = patch(
         model, planted_contrast_set(model), "z", direction=direction,
         together={name: [relay] for name in ways} | {"reader": [reader], "later": [reader]},
         keep={name: [head] for name, head in ways.items() if head} | {"later": [relay]},
     )  # fmt: skip
-    effects = {unit.name: found.effects[direction][:, i] for i, unit in enumerate(found.units)}
+    effects = {
+        unit.labels["name"]: patching.effects[direction][:, i]
+        for i, unit in enumerate(patching.units)
+    }
     assert (effects["relay"] > 0.05).all()
     assert np.abs(effects["cut"]).max() < 1e-6
     assert np.abs(effects["other"] - effects["relay"]).max() < 1e-6
@@ -512,26 +521,27 @@ def test_recovery_is_a_ratio_of_sums_over_prompts():
     model = load("tiny-gpt2")
     prompts = ("ab", "ab", "cd", "ef", "gh", "ij", "kl", "mn", "op")
     asked = contrast_set(model, prompts=prompts)
-    found = patch(model, asked, "z")
+    patching = patch(model, asked, "z")
     by_prompt = {
-        prompt: [i for i, each in enumerate(prompts) if each == prompt] for prompt in prompts
+        prompt: [i for i, example_prompt in enumerate(prompts) if example_prompt == prompt]
+        for prompt in prompts
     }
-    parts = np.array([found.effects["denoise"][rows].mean(0) for rows in by_prompt.values()])
-    whole = np.array(
-        [(found.source - found.destination)[rows].mean() for rows in by_prompt.values()]
+    parts = np.array([patching.effects["denoise"][rows].mean(0) for rows in by_prompt.values()])
+    total = np.array(
+        [(patching.source - patching.destination)[rows].mean() for rows in by_prompt.values()]
     )
-    expected = (parts.sum(0) / whole.sum()).reshape(4, 4)
-    assert found.table().map() == pytest.approx(expected)
-    assert np.abs((parts / whole[:, None]).mean(0).reshape(4, 4) - expected).max() > 1e-3
-    frame = found.frame()
+    expected = (parts.sum(0) / total.sum()).reshape(4, 4)
+    assert patching.table().map() == pytest.approx(expected)
+    assert np.abs((parts / total[:, None]).mean(0).reshape(4, 4) - expected).max() > 1e-3
+    frame = patching.frame()
     assert frame["share"].is_monotonic_decreasing
     for _, row in frame.iterrows():
         assert row["share"] == pytest.approx(expected[row["layer"], row["head"]])
     assert frame["p_max"].between(0, 1).all()
     assert (frame["p_max"] >= frame["p"]).all()
     assert (frame["low"] <= frame["high"]).all()
-    sums = found.sums().set_index("run")
-    assert sums["mean"]["difference"] == pytest.approx(whole.mean())
+    sums = patching.sums().set_index("run")
+    assert sums["mean"]["difference"] == pytest.approx(total.mean())
     assert sums["prompts"].tolist() == [8, 8, 8]
     few = patch(model, contrast_set(model), "z")
     assert few.frame()["p_max"].isna().all()
@@ -542,12 +552,12 @@ def test_maps_and_drawings():
     asked = contrast_set(model, n=2)
     shapes = {"prefix_kv": (4, 2), "pattern": (4, 4), "mlp_out": (4, 4)}
     for node, shape in shapes.items():
-        found = patch(model, asked, node, direction="both")
-        part = found.units[0].part or None
-        assert found.table("noise").map(part).shape == shape
-        assert np.isfinite(found.table().map(part=part)).all()
-        assert found.plot()._repr_png_()[:4] == b"\x89PNG"
-        assert set(found.frame()["direction"]) == {"denoise", "noise"}
+        patching = patch(model, asked, node, direction="both")
+        part = patching.units[0].part or None
+        assert patching.table("noise").map(part).shape == shape
+        assert np.isfinite(patching.table().map(part=part)).all()
+        assert patching.plot()._repr_png_()[:4] == b"\x89PNG"
+        assert set(patching.frame()["direction"]) == {"denoise", "noise"}
     cells = patch(model, asked)
     with pytest.raises(CircuitError, match="a map for each of k, v; name one"):
         cells.table().map()
@@ -561,11 +571,11 @@ def test_slots_are_parts_of_the_text():
     """Parts that share no query cover together what they cover."""
     model = load("tiny-gpt2")
     asked = contrast_set(model)
-    whole = patch(model, asked, "z").effects["denoise"]
+    all_slots = patch(model, asked, "z").effects["denoise"]
     named = patch(model, asked, "z", slots=("prompt", "generated")).effects["denoise"]
-    assert np.array_equal(whole, named)
+    assert np.array_equal(all_slots, named)
     last = patch(model, asked, "z", slots=("last",)).effects["denoise"]
-    assert np.abs(whole - last).max() > 1e-3
+    assert np.abs(all_slots - last).max() > 1e-3
     assert np.abs(last).max() > 1e-3
     # In the last layer only the queries that predict count.
     early = patch(model, asked, "z", slots=("prompt",)).effects["denoise"]
@@ -575,22 +585,24 @@ def test_slots_are_parts_of_the_text():
 
 def test_a_task_by_name():
     model, key = load("planted"), answer_key("planted")
-    found = patch(
-        model, "sentiment", prompts=["The lake", "The book"], tokens=4, samples=2, parts=("v",)
+    patching = patch(
+        model,
+        ContrastSet.of(model, "sentiment", prompts=["The lake", "The book"], tokens=4, samples=2),
+        parts=("v",),
     )
     layer, head = key.heads["carrier"]
-    assert np.unravel_index(found.table().map().argmax(), (2, 2)) == (layer, head // 2)
-    assert len(found.source) == 4
-    assert found.sums()["attribute"].tolist() == ["positive", "negative", ""]
+    assert np.unravel_index(patching.table().map().argmax(), (2, 2)) == (layer, head // 2)
+    assert len(patching.source) == 4
+    assert patching.sums()["attribute"].tolist() == ["positive", "negative", ""]
 
 
 def test_what_cannot_be_asked_is_refused(monkeypatch):
     model, plain = load("tiny-gpt2"), load("tiny-gpt2", model_class="TransformersModel")
     asked = contrast_set(model)
 
-    def refused(message, *given, of=model, contrast=asked, error=CircuitError, **settings):
+    def refused(message, *arguments, of=model, contrast=asked, error=CircuitError, **settings):
         with pytest.raises(error, match=message):
-            patch(of, contrast, *given, **settings)
+            patch(of, contrast, *arguments, **settings)
 
     three = contrast_set(model, prefixes={"a": "ab cd:", "b": "xy zw:", "c": "mn op:"})
     refused("between two branches; found a, b, c; give examples of two", contrast=three)

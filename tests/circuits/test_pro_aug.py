@@ -10,6 +10,7 @@ from lapa2_interp._util.errors import CircuitError
 from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.metrics import METRICS, Predictions
 from lapa2_interp.circuits.pro_aug import prompt_slope
 from lapa2_interp.circuits.selection import Selection, select
@@ -30,10 +31,10 @@ def read(model, branch, prompt, text, rule):
     under the package's own hooks."""
     layout = Layout.of(model.tokenizer, branch.prefix, branch.join + prompt)
     with augmented(model, rule, layout):
-        found = model(torch.tensor([[*layout.ids, *text[:-1]]])).log_softmax(2)
+        log_probs = model(torch.tensor([[*layout.ids, *text[:-1]]])).log_softmax(2)
     at = torch.arange(len(layout) - layout.l_pro, len(layout))
-    likely = found[:, at - 1, torch.tensor(layout.ids)[at]].sum(1)
-    return found[:, len(layout) - 1 :], likely
+    likely = log_probs[:, at - 1, torch.tensor(layout.ids)[at]].sum(1)
+    return log_probs[:, len(layout) - 1 :], likely
 
 
 def control_of(method, branches, outputs, text, n_prompt):
@@ -41,16 +42,16 @@ def control_of(method, branches, outputs, text, n_prompt):
     of_attributes = []
     for of_attribute in branches:
         rows = {branch.name: outputs[branch.prefix] for branch in of_attribute}
-        told = {name: likely for name, (_, likely) in rows.items()}
-        state = method.begin(BatchStart((Prepared(),), told, torch.tensor([n_prompt])))
+        likelihoods = {name: likely for name, (_, likely) in rows.items()}
+        state = method.begin(BatchStart((Prepared(),), likelihoods, torch.tensor([n_prompt])))
         weights = []
         for t, token in enumerate(text):
-            log_probs = {name: each[:, t].clone() for name, (each, _) in rows.items()}
+            log_probs = {name: steps[:, t].clone() for name, (steps, _) in rows.items()}
             weights.append(method.combine(log_probs, state))
             state = method.advance(state, log_probs, torch.tensor([token]))
         of_attributes.append(torch.stack(weights, 1).clamp(min=-10_000))
-    found = METRICS["llr"](Predictions(torch.stack(of_attributes), torch.tensor([text])))
-    return float(found.mean())
+    ratios = METRICS["llr"](Predictions(torch.stack(of_attributes), torch.tensor([text])))
+    return float(ratios.mean())
 
 
 @pytest.mark.parametrize("method", ["air-decoding", "preadd", "gedi", "arithmetic"])
@@ -66,7 +67,7 @@ def test_the_slope_is_a_finite_difference_of_the_control(method):
     }
     chosen = get_for_task(method, load_task("sentiment"), **settings.get(method, {}))
     heads, text, h = ((0, 1), (1, 0)), ids(model, " tree and"), 0.03
-    found = prompt_slope(
+    slope = prompt_slope(
         model,
         "sentiment",
         replace(chosen, pro_aug=True),
@@ -75,13 +76,14 @@ def test_the_slope_is_a_finite_difference_of_the_control(method):
         heads=heads,
         metric="llr",
     )
-    branches = [chosen.branches(load_task("sentiment"), each) for each in ("positive", "negative")]
-    steered, slopes = {each.prefix: each for each in sum(branches, ()) if each.prefix}, []
+    branches = [chosen.branches(load_task("sentiment"), name) for name in ("positive", "negative")]
+    steered, slopes = {branch.prefix: branch for branch in sum(branches, ()) if branch.prefix}, []
     for prompt in PROMPTS:
         n_prompt, ends = len(ids(model, prompt)), []
         with torch.no_grad():
             fixed = {
-                prefix: read(model, each, prompt, text, None) for prefix, each in steered.items()
+                prefix: read(model, branch, prompt, text, None)
+                for prefix, branch in steered.items()
             }
             for b in (h, -h):
                 rule = Augmentation(alpha=b, law="scale", heads=heads)
@@ -90,7 +92,7 @@ def test_the_slope_is_a_finite_difference_of_the_control(method):
         slopes.append((ends[0] - ends[1]) / (2 * h))
     expected = np.mean(slopes)
     assert abs(expected) > 1e-7
-    assert found.mean == pytest.approx(expected, rel=1e-3)
+    assert slope.mean == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_planted_raw_model_that_must_be_boosted_and_one_that_must_not():
@@ -106,16 +108,16 @@ def test_a_planted_raw_model_that_must_be_boosted_and_one_that_must_not():
         "text": (PROMPTS, {prompt: [word + filler] for prompt in PROMPTS}),
         "nowhere": (PROMPTS, {prompt: [filler] for prompt in PROMPTS}),
     }
-    found = {
+    slopes = {
         name: prompt_slope(model, "sentiment", mild, prompts=prompts, texts=texts)
         for name, (prompts, texts) in examples.items()
     }
-    assert {name: each.boost for name, each in found.items()} == {
+    assert {name: slope.boost for name, slope in slopes.items()} == {
         "prompt": False,
         "text": True,
         "nowhere": False,
     }
-    assert found["prompt"].high < 0 == found["nowhere"].mean
+    assert slopes["prompt"].high < 0 == slopes["nowhere"].mean
     lex = prompt_slope(model, "sentiment", mild, prompts=PROMPTS, texts=examples["text"][1], metric="lex")  # fmt: skip
     assert (lex.mean, lex.boost) == (0.0, False), "it cancels, and rounding is no slope"
 
@@ -126,11 +128,11 @@ def test_words_that_are_given_are_those_of_lex(monkeypatch):
 
     model, seen = load("planted"), set()
     monkeypatch.setattr(
-        pro_aug, "Predictions", lambda *given: seen.add(given[3]) or Predictions(*given)
+        pro_aug, "Predictions", lambda *arguments: seen.add(arguments[3]) or Predictions(*arguments)
     )
     words = {"negative": ids(model, " bad"), "positive": ids(model, " good")}
     asked = {"score": "random", "heads": 0, "pro_aug": "air-decoding", "metric": "lex"}
-    select(model, "sentiment", tokens=2, words=words, **asked)
+    select(model, ContrastSet.of(model, "sentiment", tokens=2, words=words), **asked)
     assert seen == {(tuple(words["positive"]), tuple(words["negative"]))}
     with pytest.raises(CircuitError, match="words are given for a; the attributes are positive"):
         prompt_slope(
@@ -146,7 +148,7 @@ def test_a_selection_carries_it_to_generate(tmp_path):
     word = ids(model, " positive" + FILLER)
     settings = {"prompts": PROMPTS, "texts": {prompt: [word] for prompt in PROMPTS}}
     asked = {"score": "random", "heads": 0, "pro_aug": get("air-decoding", omega=2.0)}
-    chosen = select(model, "sentiment", **asked, **settings)
+    chosen = select(model, ContrastSet.of(model, "sentiment", **settings), **asked)
     assert chosen.prompt.boost
     assert chosen.parameters("air-decoding") == {"pro_aug": True}
     assert chosen.parameters("preadd") == {}
@@ -181,7 +183,7 @@ def test_a_selection_carries_it_to_generate(tmp_path):
         ("air-decoding", {"texts": {}}, "texts has none for the prompt"),
         (
             "air-decoding",
-            {"prompts": PROMPTS, "texts": {each: [[3], [3, 4]] for each in PROMPTS}},
+            {"prompts": PROMPTS, "texts": {prompt: [[3], [3, 4]] for prompt in PROMPTS}},
             "have .1, 2. tokens; those of a prompt need one length",
         ),
         ("air-decoding", {"metric": "from_raw"}, "which the bias changes; use js"),
@@ -191,4 +193,5 @@ def test_errors(method, settings, message):
     with pytest.raises(CircuitError, match=message):
         prompt_slope(load("planted"), "sentiment", method, **settings)
     with pytest.raises(CircuitError, match="give select a task, or leave out pro_aug"):
-        select(load("planted"), [], pro_aug=method)
+        examples = ContrastSet.of(load("planted"), "sentiment", tokens=2).examples
+        select(load("planted"), examples, pro_aug=method)

@@ -52,24 +52,24 @@ def test_the_planted_circuit_is_chosen(chosen):
 @pytest.mark.parametrize("score", ["slope", "dla", "mass", "random"])
 def test_other_scores(score, contrast_set):
     key = answer_key("planted").heads
-    found = select(load("planted"), contrast_set, score=score, heads=2, metric="lex")
-    assert len(found.heads) <= 2
+    selection = select(load("planted"), contrast_set, score=score, heads=2, metric="lex")
+    assert len(selection.heads) <= 2
     if score in ("slope", "dla"):
-        assert found.heads[0] == key["carrier"]
-        assert key["decoy"] not in found.heads
-        assert key["suppressor"] in found.suppressors
+        assert selection.heads[0] == key["carrier"]
+        assert key["decoy"] not in selection.heads
+        assert key["suppressor"] in selection.suppressors
     if score == "mass":
-        assert found.heads[0] == key["decoy"], "attention is not control"
+        assert selection.heads[0] == key["decoy"], "attention is not control"
     if score == "random":
         drawn = [
             select(load("planted"), contrast_set, score=score, heads=2, metric="lex", seed=seed)
             for seed in (1, 2, 2, 3, 4)
         ]
-        assert len(set(found.heads)) == 2
-        assert found.suppressors == ()
+        assert len(set(selection.heads)) == 2
+        assert selection.suppressors == ()
         assert drawn[1].heads == drawn[2].heads
-        assert len({each.heads for each in drawn}) > 1
-        assert [each.seed for each in drawn] == [1, 2, 2, 3, 4]
+        assert len({selection.heads for selection in drawn}) > 1
+        assert [selection.seed for selection in drawn] == [1, 2, 2, 3, 4]
 
 
 def test_an_augmentation_of_a_selection(chosen, tmp_path):
@@ -120,20 +120,20 @@ def test_selection_does_not_depend_on_what_attributes_are_called(contrast_set):
         tuple(example.swapped() for example in contrast_set.examples), contrast_set.words[::-1]
     )
     model = load("planted")
-    one, other = (
-        select(model, each, score="cut", heads=4, metric="lex") for each in (contrast_set, turned)
+    one, swapped = (
+        select(model, texts, score="cut", heads=4, metric="lex") for texts in (contrast_set, turned)
     )
-    assert set(one.heads) == set(other.heads)
-    assert set(one.suppressors) == set(other.suppressors)
+    assert set(one.heads) == set(swapped.heads)
+    assert set(one.suppressors) == set(swapped.suppressors)
 
 
 def test_random_labels_select_next_to_nothing(contrast_set):
     """With the branches swapped at random in each prompt the effects in lex have random signs. Of
     200 draws a head is chosen in at most 18 (5 % and three standard deviations)."""
-    found = knock_out(load("planted"), contrast_set, metric="lex", other_metrics=())
-    effects = contrast_set.by_prompt(found.values)
+    measured = knock_out(load("planted"), contrast_set, metric="lex", other_metrics=())
+    effects = contrast_set.by_prompt(measured.values)
     rng, carrier = np.random.default_rng(0), 0
-    at = found.units.index(next(u for u in found.units if u.heads == (answer_key("planted").heads["carrier"],)))  # fmt: skip
+    at = measured.units.index(next(u for u in measured.units if u.heads == (answer_key("planted").heads["carrier"],)))  # fmt: skip
     for _ in range(200):
         signs = rng.choice([-1.0, 1.0], (len(effects), 1))
         carrier += at in choose_units(signs * effects, 8)[0]
@@ -144,15 +144,15 @@ def test_random_labels_select_next_to_nothing(contrast_set):
 def test_two_tokens_are_needed_where_a_gate_reads_the_first():
     """In the twin "spread" the carrier does not find the attribute without the first token."""
     model = load("planted-spread")
-    assert sufficient_tokens(model, "sentiment", "lex", tokens=4) == (0, ATTRIBUTE)
-    assert sufficient_tokens(load("planted"), "sentiment", "lex", tokens=4) == (ATTRIBUTE,)
+    assert sufficient_tokens(model, "sentiment", "lex") == (0, ATTRIBUTE)
+    assert sufficient_tokens(load("planted"), "sentiment", "lex") == (ATTRIBUTE,)
 
 
 def test_tokens_that_are_given(contrast_set):
-    found = select(load("planted"), contrast_set, score="random", heads=1, positions=(2, 1))
-    assert found.positions == (1, 2)
-    whole = select(load("planted"), contrast_set, score="random", heads=1, positions=(0, 1, 2))
-    assert whole.positions is None
+    selection = select(load("planted"), contrast_set, score="random", heads=1, positions=(2, 1))
+    assert selection.positions == (1, 2)
+    every = select(load("planted"), contrast_set, score="random", heads=1, positions=(0, 1, 2))
+    assert every.positions is None
 
 
 @pytest.mark.parametrize(
@@ -166,12 +166,16 @@ def test_tokens_that_are_given(contrast_set):
             "positions: takes 'all', 'auto', or positions from 0.* found 'first'",
         ),
         ({"positions": (7,)}, "positions .7,. are not within a prefix of 3 tokens"),
-        ({"prompts": ["The lake"]}, "1 prompts are too few to choose by; give at least 8"),
     ],
 )
 def test_errors(settings, message):
     with pytest.raises(CircuitError, match=message):
         select(load("planted"), "sentiment", **({"score": "random"} | settings))
+
+
+def test_few_prompts_choose_nothing(contrast_set):
+    with pytest.raises(CircuitError, match="1 prompts are too few to choose by; give at least 8"):
+        select(load("planted"), replace(contrast_set, examples=contrast_set.examples[:1]))
 
 
 def test_a_card_names_the_metric_that_was_used(contrast_set, chosen):
@@ -183,9 +187,9 @@ def test_a_card_names_the_metric_that_was_used(contrast_set, chosen):
         ).metric
         for score, heads, positions in product(("random", "cut"), (0, 1), ("all", "auto"))
     }
-    used = {("cut", 1, "all")} | {each for each in named if each[2] == "auto"}
-    assert {each for each, metric in named.items() if metric == "lex"} == used
-    assert {metric for each, metric in named.items() if each not in used} == {None}
+    used = {("cut", 1, "all")} | {choice for choice in named if choice[2] == "auto"}
+    assert {choice for choice, metric in named.items() if metric == "lex"} == used
+    assert {metric for choice, metric in named.items() if choice not in used} == {None}
     assert chosen.metric == "lex"
 
 
@@ -251,8 +255,10 @@ def test_the_commands(tmp_path, capsys):
 
 def test_more_random_heads_than_there_are_is_all_of_them():
     model = load("planted")
-    found = select(model, "sentiment", score="random", heads=1000, tokens=4)
-    assert len(found.heads) == model.cfg.n_layers * model.cfg.n_heads
+    selection = select(
+        model, ContrastSet.of(model, "sentiment", tokens=4), score="random", heads=1000
+    )
+    assert len(selection.heads) == model.cfg.n_layers * model.cfg.n_heads
 
 
 def test_one_half_of_the_prompts_screens_and_the_other_decides(monkeypatch):
@@ -262,22 +268,24 @@ def test_one_half_of_the_prompts_screens_and_the_other_decides(monkeypatch):
         f"The {noun}" for noun in ["lake", "sea", "road", "book", "film", "food", "city", "house"]
     ]
     prompts += [f"A {noun}" for noun in ["lake", "sea", "road", "book", "film", "food", "city"]]
-    whole = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=8)
+    texts = ContrastSet.of(model, "sentiment", prompts=prompts, tokens=8)
     screening, deciding = (
-        replace(whole, examples=tuple(e for e in whole.examples if e.prompt in prompts[i::2]))
+        replace(texts, examples=tuple(e for e in texts.examples if e.prompt in prompts[i::2]))
         for i in (1, 0)
     )
-    found = select(model, whole, heads=2, metric="lex", screen=3)
-    kept = attribution(model, screening, metric="lex").table().best(3, absolute=True)
+    selection = select(model, texts, heads=2, metric="lex", screen=3)
+    screened = attribution(model, screening, metric="lex").table().best(3, absolute=True)
     exact = knock_out(model, deciding, metric="lex", other_metrics=())
     key = answer_key("planted").heads
-    assert found.screened == 3
-    assert found.heads[0] == key["carrier"]
-    assert {*found.heads, *found.suppressors} <= set(kept)
+    assert selection.screened == 3
+    assert selection.heads[0] == key["carrier"]
+    assert {*selection.heads, *selection.suppressors} <= set(screened)
     effects = {unit.heads[0]: mean for unit, mean in zip(exact.units, exact.means, strict=True)}
-    for head, (mean, _, _) in zip((*found.heads, *found.suppressors), found.scores, strict=True):
+    for head, (mean, _, _) in zip(
+        (*selection.heads, *selection.suppressors), selection.scores, strict=True
+    ):
         assert mean == pytest.approx(effects[head], rel=1e-6)
-    assert found.prompts == tuple(prompts)
+    assert selection.prompts == tuple(prompts)
 
 
 def test_few_prompts_or_heads_are_not_screened(contrast_set):

@@ -26,12 +26,23 @@ SMALL = {"prompts": PROMPTS[:2], "tokens": 2, "best": 1, "report": str}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("study") / "planted"
+    study_folder = tmp_path_factory.mktemp("study") / "planted"
     assert (
-        main(["circuits", "planted", "--out", str(place), "--tokens", "8", "--prompt", *PROMPTS])
+        main(
+            [
+                "circuits",
+                "planted",
+                "--out",
+                str(study_folder),
+                "--tokens",
+                "8",
+                "--prompt",
+                *PROMPTS,
+            ]
+        )
         == 0
     )
-    return place
+    return study_folder
 
 
 def test_the_command_finds_the_planted_circuit(folder):
@@ -94,13 +105,13 @@ def test_repeated_nothing_is_knocked_out_again(folder, monkeypatch):
     monkeypatch.setattr(
         knockout, "evaluate_edits", lambda *a: (asked.append(len(a[2])), real(*a))[1]
     )
-    told = []
-    run_study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=8, report=told.append)
+    lines = []
+    run_study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=8, report=lines.append)
     # The control and two units, which must be those that are kept; a swap is read in both branches.
     assert set(asked) == {3, 5}
     assert (folder / "head.csv").read_bytes() == before[0]
     assert (folder / "circuit.json").read_bytes() == before[1]
-    assert told[0].startswith("8 texts of 8 prompts, positive against negative")
+    assert lines[0].startswith("8 texts of 8 prompts, positive against negative")
 
 
 def test_a_task_whose_file_has_changed_needs_another_folder(tmp_path):
@@ -117,31 +128,29 @@ def test_a_task_whose_file_has_changed_needs_another_folder(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run_study(model, task, tmp_path, **asked | {"report": stops})
-    before = {each: each.read_bytes() for each in tmp_path.iterdir()}
-    with pytest.raises(
-        CircuitError, match="made with other layouts.*: the file of the task has ch"
-    ):
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(CircuitError, match="has results of another layouts: .* choose another fo"):
         run_study(model, changed, tmp_path, **asked)
-    assert {each: each.read_bytes() for each in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_model_that_does_not_tell_the_prefixes_apart_has_no_control(tmp_path):
     """The whole study is made, its page and figures too."""
-    found = run_study(load("planted"), "topic", tmp_path, **SMALL)
-    assert found.summary().endswith("so there is no control that a head could carry.")
-    assert "Heads together" in render_study(found)
+    study = run_study(load("planted"), "topic", tmp_path, **SMALL)
+    assert study.summary().endswith("so there is no control that a head could carry.")
+    assert "Heads together" in render_study(study)
 
 
 def test_another_question_needs_another_folder(folder):
     with pytest.raises(
-        CircuitError, match="holds a study made with tokens=8, and 9 was asked for; give another"
+        CircuitError, match="has results of another tokens: 8, not 9; .* choose another folder"
     ):
         run_study(load("planted"), "sentiment", folder, prompts=PROMPTS, tokens=9, report=str)
 
 
 def test_a_study_of_another_precision_says_so(folder):
     with pytest.raises(
-        CircuitError, match="made with model dtype='float32', and 'float64' was asked for"
+        CircuitError, match="has results of another model dtype: 'float32', not 'float64'"
     ):
         run_study(
             load("planted", "float64"), "sentiment", folder, prompts=PROMPTS, tokens=8, report=str
@@ -165,9 +174,9 @@ def test_few_prompts_make_no_claim(tmp_path, capsys):
 
 def test_a_study_in_bfloat16_goes_to_its_page(tmp_path):
     model = load("planted", "bfloat16")
-    found = run_study(model, "sentiment", tmp_path / "half", **SMALL)
-    assert found.gradient is None
-    assert "the gradient&#39;s order" in render_study(found)
+    study = run_study(model, "sentiment", tmp_path / "half", **SMALL)
+    assert study.gradient is None
+    assert "the gradient&#39;s order" in render_study(study)
 
 
 def test_no_head_to_test_again_is_refused(tmp_path):
@@ -185,10 +194,10 @@ def test_prefixes_of_different_lengths_are_refused_in_one_line(tmp_path, capsys)
 
 def test_without_hooks_all_but_the_writes(tmp_path):
     model = load("planted", model_class="TransformersModel")
-    found = run_study(model, "sentiment", tmp_path / "plain", **SMALL)
-    assert found.logit_attribution is None
-    assert "what heads write, the gradient's order, and texts longer than 2" in found.summary()
-    assert "What they write" not in render_study(found)
+    study = run_study(model, "sentiment", tmp_path / "plain", **SMALL)
+    assert study.logit_attribution is None
+    assert "what heads write, the gradient's order, and texts longer than 2" in study.summary()
+    assert "What they write" not in render_study(study)
     assert module.BEST == 24
 
 

@@ -44,7 +44,7 @@ def test_a_knock_out_is_a_patch_of_scores():
     """The prefix hidden from a head by TransformerLens, in one branch after the other."""
     model = load(MODEL, "float64")
     asked = contrast_set(model)
-    found = knock_out(model, asked, metric="lex", other_metrics=())
+    table = knock_out(model, asked, metric="lex", other_metrics=())
     for i, example in enumerate(asked.examples):
         span = example.layouts[0].prefix
 
@@ -53,19 +53,19 @@ def test_a_knock_out_is_a_patch_of_scores():
             scores[:, index[1], span.stop :, span.start : span.stop] = -torch.inf
             return scores
 
-        whole, left = 0.0, 0.0
+        total, left = 0.0, 0.0
         for branch, sign in ((0, 1), (1, -1)):
             ids, cache = run(model, example, branch)
             measured = favour(asked, example)
             with torch.no_grad():
-                whole += sign * measured(model(ids))
+                total += sign * measured(model(ids))
                 left += sign * lens.generic_activation_patch(
                     model, ids, cache, measured, without_prefix, "attn_scores",
                     index_df=every_head(model),
                 )  # fmt: skip
-        assert found.whole[i] == pytest.approx(float(whole), abs=1e-6)
-        assert np.abs(found.values[i] - (whole - left).numpy()).max() < 1e-6
-    assert np.abs(found.values).max() > 1e-3
+        assert table.whole[i] == pytest.approx(float(total), abs=1e-6)
+        assert np.abs(table.values[i] - (total - left).numpy()).max() < 1e-6
+    assert np.abs(table.values).max() > 1e-3
 
 
 def test_direct_effects_are_logit_attributions():
@@ -73,14 +73,14 @@ def test_direct_effects_are_logit_attributions():
     model = load(MODEL, "float64")
     assert (model.ln_final.original_component.weight == 1).all()
     asked = replace(contrast_set(model), words=((70,), (90,)))
-    found = head_logit_attribution(model, asked)
+    attribution = head_logit_attribution(model, asked)
     for i, example in enumerate(asked.examples):
         for branch in (0, 1):
             _, cache = run(model, example, branch)
             with torch.no_grad():
                 heads = cache.stack_head_results()
                 expected = cache.logit_attrs(heads, tokens=70, incorrect_tokens=90)[:, 0]
-            direct = found.direct[i, branch].sum(-1)  # step layer head
+            direct = attribution.direct[i, branch].sum(-1)  # step layer head
             steps = expected[:, -example.n_steps :].T.numpy()
             assert np.abs(direct.reshape(len(direct), -1) - steps).max() < 1e-5
-    assert np.abs(found.direct).max() > 1e-3
+    assert np.abs(attribution.direct).max() > 1e-3

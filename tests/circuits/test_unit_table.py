@@ -21,32 +21,32 @@ def table(values, units=HEADS, **more):
 
 
 def test_columns_are_those_that_are_known():
-    found = table([1, 3, -2, 0], name="direct").frame()
-    assert list(found)[:5] == ["layer", "head", "direct", "low", "high"]
-    assert not {"share", "noise", "below_noise"} & set(found)
-    assert found["rank"].tolist() == [1, 2, 3, 4]
-    assert found[["layer", "head"]].to_numpy().tolist() == [[0, 1], [0, 0], [1, 1], [1, 0]]
+    measured = table([1, 3, -2, 0], name="direct").frame()
+    assert list(measured)[:5] == ["layer", "head", "direct", "low", "high"]
+    assert not {"share", "noise", "below_noise"} & set(measured)
+    assert measured["rank"].tolist() == [1, 2, 3, 4]
+    assert measured[["layer", "head"]].to_numpy().tolist() == [[0, 1], [0, 0], [1, 1], [1, 0]]
 
 
 def test_texts_of_one_prompt_count_as_one():
-    found = table([1, 3, -2, 0])
-    assert found.by_prompt[0] == pytest.approx(found.values[[0, 8]].mean(0))
-    assert found.means == pytest.approx(found.by_prompt.mean(0))
+    measured = table([1, 3, -2, 0])
+    assert measured.by_prompt[0] == pytest.approx(measured.values[[0, 8]].mean(0))
+    assert measured.means == pytest.approx(measured.by_prompt.mean(0))
 
 
 def test_carriers_are_above_the_noise():
-    found = table([1, 3, -2, 0.1], noise=0.5)
-    assert found.carriers()[["layer", "head"]].to_numpy().tolist() == [[0, 1], [0, 0]]
+    measured = table([1, 3, -2, 0.1], noise=0.5)
+    assert measured.carriers()[["layer", "head"]].to_numpy().tolist() == [[0, 1], [0, 0]]
     assert len(table([1, 3, -2, 0.1]).carriers()) == 3
-    assert found.frame()["below_noise"].tolist() == [False, False, True, False]
+    assert measured.frame()["below_noise"].tolist() == [False, False, True, False]
 
 
 def test_the_order_is_by_value_by_size_or_by_share():
-    whole = np.full(len(PROMPTS), -4.0)
-    found = table([1, 3, -2, 0], whole=whole)
-    assert found.best(2) == ((0, 1), (0, 0))
-    assert found.best(2, absolute=True) == ((0, 1), (1, 0))
-    shares = table([1, 3, -2, 0], whole=whole, as_shares=True)
+    total = np.full(len(PROMPTS), -4.0)
+    measured = table([1, 3, -2, 0], whole=total)
+    assert measured.best(2) == ((0, 1), (0, 0))
+    assert measured.best(2, absolute=True) == ((0, 1), (1, 0))
+    shares = table([1, 3, -2, 0], whole=total, as_shares=True)
     assert shares.best(2) == ((1, 0), (1, 1))
     assert shares.frame()["share"].is_monotonic_decreasing
     assert shares.map().ravel() == pytest.approx([-0.25, -0.75, 0.5, 0], abs=1e-3)
@@ -64,30 +64,32 @@ def test_layers_and_heads_at_a_position_have_no_map():
     layers = table([1, 3], tuple(Unit({"layer": i}, ((i, 0),)) for i in (0, 1)))
     cells = table([1, 3], tuple(Unit({"layer": 0, "head": 0, "position": p}, ((0, 0),), (p,))
                                 for p in (0, 1)))  # fmt: skip
-    for each in (layers, cells):
+    for measured in (layers, cells):
         with pytest.raises(CircuitError, match="only heads, KV heads and slots have a map"):
-            each.map()
-        assert len(each.plot().axes) == 1
+            measured.map()
+        assert len(measured.plot().axes) == 1
 
 
 def test_maps_of_one_quantity_have_one_scale():
     same = {name: table(values) for name, values in (("a", [1, 3, -2, 0]), ("b", [1, 0, 0, 0]))}
     images = [axes.images[0] for axes in draw_tables(same).axes if axes.images]
     assert images[0].get_clim() == images[1].get_clim()
-    other = {**same, "b": table([1, 0, 0, 0], label="slope")}
-    images = [axes.images[0] for axes in draw_tables(other).axes if axes.images]
+    relabelled = {**same, "b": table([1, 0, 0, 0], label="slope")}
+    images = [axes.images[0] for axes in draw_tables(relabelled).axes if axes.images]
     assert images[0].get_clim() != images[1].get_clim()
 
 
 def test_the_largest_above_the_noise_are_named():
     axes = table([1, 3, -2, 0.1], noise=0.5).plot_against(np.arange(4.0), "x", named=4).axes[0]
-    assert [each.get_text() for each in axes.texts] == ["0.1", "1.0", "0.0"]
+    assert [label.get_text() for label in axes.texts] == ["0.1", "1.0", "0.0"]
     assert axes.texts[0].xy == pytest.approx((1, 3), abs=1e-2)
 
 
 def test_a_table_is_shown_in_few_words():
-    found = table([1, 3, -2, 0], label="lost js, nats a step")
-    assert repr(found).startswith("<UnitTable: lost js, nats a step, of 4 units in <ContrastSet: 9")
-    shown = found._repr_html_()
+    measured = table([1, 3, -2, 0], label="lost js, nats a step")
+    assert repr(measured).startswith(
+        "<UnitTable: lost js, nats a step, of 4 units in <ContrastSet: 9"
+    )
+    shown = measured._repr_html_()
     assert "95 % intervals over prompts" in shown
     assert shown.count("<tr>") == 4

@@ -48,7 +48,6 @@ def finish(process):
 
 
 KILLED = {
-    "one small sweep": f"{SWEEP} --set augmentation=paper",
     "one study": LINES["fading"],
     "one training": LINES["prefix train"],
 }
@@ -67,20 +66,20 @@ def test_kill_at_every_change_of_the_disk(command, home, tmp_path, record_proper
     places = sorted(shots.iterdir())
     assert len(places) > 8
     finish(start(go_on, KILLED[command], home, places, log, tmp_path / "results"))
-    found = json.loads((tmp_path / "results").read_text())
-    for place in places:
-        code, again = found[place.name]
-        complete = code == 2 and (place / "out").exists() and "is finished" in log.read_text()
-        assert code == 0 or complete, (place.name, log.read_text())
-        assert again == [], place.name
-        assert different(contents(place), wanted) == [], place.name
-        assert [each for each in left_over(place) if not is_hollow(each)] == []
+    results = json.loads((tmp_path / "results").read_text())
+    for shot in places:
+        code, again = results[shot.name]
+        complete = code == 2 and (shot / "out").exists() and "is finished" in log.read_text()
+        assert code == 0 or complete, (shot.name, log.read_text())
+        assert again == [], shot.name
+        assert different(contents(shot), wanted) == [], shot.name
+        assert [left for left in left_over(shot) if not is_hollow(left)] == []
     record_property("result", f"{len(places)} kills: the same bytes, nothing finished made again")
 
 
 def is_hollow(folder):
     """True of a temporary folder without files: the next command that writes there removes it."""
-    return not any(each.is_file() for each in Path(folder).rglob("*"))
+    return not any(path.is_file() for path in Path(folder).rglob("*"))
 
 
 def tear_lines(file, shots):
@@ -113,17 +112,17 @@ def test_a_line_of_every_command_is_drilled():
 def test_ctrl_c_and_sigterm(command, home, tmp_path, record_property):
     record_property("promise", "2")
     finish(start(stop_midway, LINES[command], home, tmp_path, tmp_path / "results"))
-    found = json.loads((tmp_path / "results").read_text())
-    code, _, said = found.pop("undisturbed")
+    stops = json.loads((tmp_path / "results").read_text())
+    code, _, said = stops.pop("undisturbed")
     assert code == (2 if command in REFUSED else 0), said
-    for kind, (code, seconds, said) in found.items():
+    for kind, (code, seconds, said) in stops.items():
         assert code == {"SIGINT": 130, "SIGTERM": 143}[kind], said
         assert seconds < SOON
         [line] = lapa2_lines(said)
         assert line.startswith("lapa2: interrupted; run the same command again to "), said
         assert "Traceback" not in said
     assert left_over(tmp_path) == []
-    longest = max(seconds for _, seconds, _ in found.values())
+    longest = max(seconds for _, seconds, _ in stops.values())
     record_property("result", f"a line, within {longest:.1f} s")
 
 
@@ -173,16 +172,19 @@ def test_a_sweep_of_two_workers_is_stopped_again_and_again(home, tmp_path, recor
 def kept(run):
     """Finished batches, each as it is on the disk."""
     records = run.glob("cells/*/[0-9]*.json")
-    return {(str(each), each.stat().st_ino, each.stat().st_mtime_ns) for each in records}
+    return {(str(record), record.stat().st_ino, record.stat().st_mtime_ns) for record in records}
 
 
 def worker_of(process):
     """One of a sweep's workers."""
-    for each in Path("/proc").glob("[0-9]*"):
+    for process_folder in Path("/proc").glob("[0-9]*"):
         try:
-            parent = (each / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == process.pid and b"spawn_main" in (each / "cmdline").read_bytes():
-                return int(each.name)
+            parent = (process_folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if (
+                int(parent) == process.pid
+                and b"spawn_main" in (process_folder / "cmdline").read_bytes()
+            ):
+                return int(process_folder.name)
         except OSError:  # it has ended
             continue
     raise AssertionError("no worker is alive")
@@ -215,14 +217,14 @@ def test_a_killed_conversion_leaves_no_half_made_model(tmp_path, record_property
         again = start(act, line, log, {"LAPA2_CACHE": str(tmp_path / cache)})
         assert finish(again) == 0, log.read_text()
         assert not left_over(tmp_path / cache)
-    killed, whole = (
+    killed, undisturbed = (
         {
             name: data
-            for name, data in contents(tmp_path / each).items()
+            for name, data in contents(tmp_path / cache).items()
             if name.endswith(".safetensors")
         }
-        for each in ("killed", "whole")
+        for cache in ("killed", "whole")
     )
-    assert whole
-    assert different(killed, whole) == []
+    assert undisturbed
+    assert different(killed, undisturbed) == []
     record_property("result", "converted again: the same bytes")

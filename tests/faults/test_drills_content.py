@@ -66,13 +66,13 @@ def on_terminal(monkeypatch):
         out, err = Terminal(), Terminal()
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)
-        found = main([str(word) for word in words])
-        told = out.getvalue(), err.getvalue()
-        assert found == code, told[1][-500:]
-        assert not ACTS.findall(told[0])
-        assert not ACTS.findall(told[1].replace("\r", ""))  # progress bars begin a line again
-        assert "Traceback" not in told[1]
-        return told
+        exit_code = main([str(word) for word in words])
+        printed = out.getvalue(), err.getvalue()
+        assert exit_code == code, printed[1][-500:]
+        assert not ACTS.findall(printed[0])
+        assert not ACTS.findall(printed[1].replace("\r", ""))  # progress bars begin a line again
+        assert "Traceback" not in printed[1]
+        return printed
 
     return run
 
@@ -84,10 +84,19 @@ def run(tmp_path_factory):
     task = folder / "we<b>ird =1+1.toml"
     task.write_text(TASK)
     (folder / "grid.toml").write_text(GRID.format(task=json.dumps(str(task))))
-    place = folder / "run"
-    words = ["sweep", folder / "grid.toml", "--device", "cpu", "--workers", "1", "--out", place]
+    run_folder = folder / "run"
+    words = [
+        "sweep",
+        folder / "grid.toml",
+        "--device",
+        "cpu",
+        "--workers",
+        "1",
+        "--out",
+        run_folder,
+    ]
     assert main([str(word) for word in words]) == 0
-    for file in place.glob("cells/*/*.parquet"):
+    for file in run_folder.glob("cells/*/*.parquet"):
         samples = pd.read_parquet(file)
         samples["text"] = [TEXTS[row % len(TEXTS)] for row in range(len(samples))]
         samples.to_parquet(file)
@@ -95,7 +104,7 @@ def run(tmp_path_factory):
         fields = json.loads(record.read_text())
         fields["sha256"][file.name] = sha256_of(file)
         record.write_text(json.dumps(fields))
-    return place
+    return run_folder
 
 
 def test_a_run_keeps_hostile_texts(run):
@@ -148,9 +157,9 @@ def test_sheets_of_a_hostile_run_are_inert_and_come_back(run, on_terminal, tmp_p
         answers, index=False, quoting=csv.QUOTE_ALL
     )
     on_terminal("scorers", "answers", tmp_path / "key.csv", answers, "--out", tmp_path / "read")
-    found = pd.read_csv(tmp_path / "read" / "answers.csv", keep_default_na=False)
-    assert set(found["attribute"]) <= {FORMULA_NAME, HTML_NAME}
-    assert set(found["annotator"]) == {ESCAPES + "Ann"}
+    answered = pd.read_csv(tmp_path / "read" / "answers.csv", keep_default_na=False)
+    assert set(answered["attribute"]) <= {FORMULA_NAME, HTML_NAME}
+    assert set(answered["annotator"]) == {ESCAPES + "Ann"}
 
 
 @pytest.mark.parametrize("text", [*TEXTS[:-1], "\udcff.jsonl", "../../etc\n\nlapa2: all is well"])
@@ -170,14 +179,14 @@ def test_an_error_quotes_hostile_words_on_one_line(text, on_terminal, tmp_path):
 
 
 def test_generate_prints_hostile_texts_and_writes_them_as_they_are(on_terminal, run, tmp_path):
-    place = tmp_path / f"{ESCAPES}out"
+    target = tmp_path / f"{ESCAPES}out"
     task = next(run.parent.glob("we*.toml"))
     out, _ = on_terminal(
         "generate", "--model", "tiny-gpt2", "--task", task, "--attribute", FORMULA_NAME,
-        "--prompt", ESCAPES, "--length", "60", "--device", "cpu", "--out", place,
+        "--prompt", ESCAPES, "--length", "60", "--device", "cpu", "--out", target,
     )  # fmt: skip
     assert "\\x1b[2J" in out
-    (text,) = load_run(place).samples()["text"]
+    (text,) = load_run(target).samples()["text"]
     assert text.startswith(ESCAPES)
 
 

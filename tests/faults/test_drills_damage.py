@@ -37,15 +37,15 @@ HARMS = (TRUNCATED, BIT, EMPTY, FOLDER, REMOVED)
 
 
 def harm(file, how):
-    whole = file.read_bytes()
+    data = file.read_bytes()
     file.unlink()
     if how == FOLDER:
         file.mkdir()
     if how in (REMOVED, FOLDER):
         return
-    at = 0 if file.suffix == ".json" else len(whole) // 2  # a bit of a JSON file may be a blank
-    changed = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
-    file.write_bytes({TRUNCATED: whole[: len(whole) // 2], BIT: changed, EMPTY: b""}[how])
+    at = 0 if file.suffix == ".json" else len(data) // 2  # a bit of a JSON file may be a blank
+    changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    file.write_bytes({TRUNCATED: data[: len(data) // 2], BIT: changed, EMPTY: b""}[how])
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Stored:
 SWEEPS = SWEEP.replace("{out}", "{home}/run")
 SCORES = "score {home}/run --scorers distinct --cache {home}/cache --out {home}/scores"
 TRAINS = LINES["prefix train"].replace("{out}", "{home}/out")
-CHECKS = "scorers check {home}/reviews.jsonl --label label --scorers accuracy={home}/scorer/sentiment.npz --cache {home}/cache"
+CHECKS = "score {home}/reviews.jsonl --attribute positive --scorers accuracy={home}/scorer/sentiment.npz --cache {home}/cache"
 SELECTS = (
     "generate --model planted --attribute positive --alpha 1 --selection {home}/selection.json "
     "--length 20 --device cpu --out {home}/steered"
@@ -84,8 +84,6 @@ NOT_A_BIT = (TRUNCATED, EMPTY, FOLDER, REMOVED)
 KINDS = {
     "run.json": Stored("run/run.json", "runs {home}/run", SWEEPS, mended=(REMOVED,)),
     "a cell's settings": Stored("run/cells/*/cell.json", SCORES, SWEEPS, mended=NOT_A_FOLDER),
-    "texts of a batch": Stored("run/cells/*/001.parquet", SCORES, SWEEPS, left_out=(REMOVED,)),
-    "trace of a batch": Stored("run/cells/*/001.nc", "trace {home}/run --out {home}/table", SWEEPS),
     "record of a batch": Stored("run/cells/*/001.json", SCORES, SWEEPS, left_out=HARMS),
     "a soft prefix's card": Stored("set/positive.json", EVALUATES, None, NOT_GONE),
     "a soft prefix": Stored("set/positive.safetensors", EVALUATES, None, (TRUNCATED, BIT, EMPTY)),
@@ -108,14 +106,14 @@ def furnished(tmp_path_factory):
     done(f"scorers train --task sentiment --data {folder}/reviews.jsonl --out {folder}/scorer", log)
     done(f"select planted --score mass --heads 2 --tokens 2 --device cpu --out {folder}/selection.json", log)  # fmt: skip
     network, tokenizer, _ = load_transformers("tiny-llama")
-    for each in (network, tokenizer):
-        each.save_pretrained(folder / "model")
+    for part in (network, tokenizer):
+        part.save_pretrained(folder / "model")
     training.mkdir()
     trains = LINES["prefix train"].format(home=folder, out=training / "out")
     start(photograph, trains, training, shots, log).join()
-    midway = (each for each in sorted(shots.iterdir()) if not left_over(each))
+    midway = (shot for shot in sorted(shots.iterdir()) if not left_over(shot))
     shutil.copytree(
-        next(each for each in midway if list(each.glob("**/positive.pt"))),
+        next(shot for shot in midway if list(shot.glob("**/positive.pt"))),
         folder,
         dirs_exist_ok=True,
     )
@@ -139,9 +137,9 @@ def test_damage(kind, furnished, tmp_path, run, record_property):
     stored = KINDS[kind]
     top = Path(stored.file).parts[0].replace("**", "out")
     if stored.again:
-        whole = shutil.copytree(furnished, tmp_path / "whole")
-        assert run(stored.again, whole)[0] == 0
-        wanted = contents(whole / top)
+        undamaged = shutil.copytree(furnished, tmp_path / "whole")
+        assert run(stored.again, undamaged)[0] == 0
+        wanted = contents(undamaged / top)
     for how in stored.harms:
         home = shutil.copytree(furnished, tmp_path / "home")
         file = min(home.glob(stored.file))
@@ -158,7 +156,7 @@ def test_damage(kind, furnished, tmp_path, run, record_property):
         if stored.again:
             if how not in stored.mended:
                 remove_path(file)
-            beside = {each for each in finished(home) if file.stem not in each.split(" ")[0]}
+            beside = {line for line in finished(home) if file.stem not in line.split(" ")[0]}
             code, said = run(stored.again, home)
             assert code == 0, (how, said)
             assert different(contents(home / top), wanted) == [], how
@@ -179,9 +177,11 @@ def test_damaged_lines_of_a_study(furnished, tmp_path, run, record_property):
         harm(file, how)
         code, said = run(line, furnished)
         assert code == 0, (how, said)
-        found = contents(tmp_path)
-        assert sorted(found.pop("out-kept").splitlines()) == sorted(wanted["out-kept"].splitlines())
-        assert different(found | {"out-kept": wanted["out-kept"]}, wanted) == [], how
+        stored = contents(tmp_path)
+        assert sorted(stored.pop("out-kept").splitlines()) == sorted(
+            wanted["out-kept"].splitlines()
+        )
+        assert different(stored | {"out-kept": wanted["out-kept"]}, wanted) == [], how
     shutil.rmtree(tmp_path / "out")
     file.write_bytes(b"?" + file.read_bytes())
     code, said = run(line, furnished)
@@ -214,8 +214,8 @@ def test_a_damaged_conversion_of_the_default_model(tmp_path, record_property):
         for name in ("model.safetensors", "config.json"):
             folder = tmp_path / how / name
             folder.mkdir(parents=True)
-            for each in ("model.safetensors", "config.json"):
-                (folder / each).write_bytes(bytes(range(256)))
+            for file in ("model.safetensors", "config.json"):
+                (folder / file).write_bytes(bytes(range(256)))
             _write_seal(folder)
             assert _find_damage(folder) is None
             harm(folder / name, how)

@@ -11,7 +11,7 @@ from lapa2_interp.cli.app import main
 
 pytestmark = pytest.mark.drill
 WRITING = (
-    "sweep", "generate", "score", "propositions", "select", "fading", "prefix train", "view", "report",
+    "generate", "score", "propositions", "select", "fading", "prefix train", "view", "report",
 )  # fmt: skip
 LITTLE = (0, 24, 160)
 """KiB that are free; a command that needs less than one of them ends well."""
@@ -25,24 +25,24 @@ def home(tmp_path_factory):
 @pytest.fixture
 def disk(tmp_path):
     """A disk of a megabyte, and how to change it: `mount -o remount,...`."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    disk_folder = tmp_path / "disk"
+    disk_folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk_folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a small disk takes root")
 
     def remount(how):
-        subprocess.run(["mount", "-o", f"remount,{how}", str(place)], check=True)
+        subprocess.run(["mount", "-o", f"remount,{how}", str(disk_folder)], check=True)
 
-    yield place, remount
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    yield disk_folder, remount
+    subprocess.run(["umount", "-l", str(disk_folder)], check=True)
 
 
 def refusal(line, capsys):
     """The only line of ours when a command ends with code 2; "" when it ends well."""
     capsys.readouterr()
     code = main(shlex.split(line))
-    said = [each for each in capsys.readouterr().err.splitlines() if each.startswith("lapa2: ")]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lapa2: ")]
     assert (code, len(said)) in ((0, 0), (2, 1)), said
     return said[0] if said else ""
 

@@ -32,8 +32,8 @@ def mangled(words, rng, home):
         accident, at = rng.randrange(5), rng.randrange(1, len(words) + 1)
         fill = rng.choice(VALUES)
         fill = fill.format(home=home) if fill.startswith("{home}") else fill
-        kept = {"--model", "--shape"}  # without one, it would be a model that is not tiny
-        safe = [i for i in range(1, len(words)) if not kept & {words[i - 1], words[i]}]
+        needed = {"--model", "--shape"}  # without one, it would be a model that is not tiny
+        safe = [i for i in range(1, len(words)) if not needed & {words[i - 1], words[i]}]
         if accident == 0 and safe:
             del words[rng.choice(safe)]
         elif accident == 1 and safe:
@@ -48,7 +48,7 @@ def mangled(words, rng, home):
 
 
 def tree(folder):
-    return sorted(str(each.relative_to(folder)) for each in folder.rglob("*"))
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 BESIDE = ("run/report.html", "run/view.html", "run/scores")
@@ -82,12 +82,12 @@ def test_mangled_command_lines(part, tmp_path, monkeypatch, capsys, record_prope
         assert "Traceback" not in said, words
         assert code == 0 or said.splitlines()[-1].startswith("lapa2: "), words
         named = {Path(word).parts[0] for word in words if Path(word).parts}  # such as `--out all`
-        assert {each.name for each in here.iterdir()} <= named, words
+        assert {path.name for path in here.iterdir()} <= named, words
         assert not outside.exists() or "../../outside" in words
         new = set(tree(home)) - set(before)
         assert len(new) + len(before) == len(tree(home)), words
-        assert all(each.startswith(BESIDE) for each in new), words
+        assert all(path.startswith(BESIDE) for path in new), words
         codes.append(code)
-        for each in (out.parent, outside, *here.iterdir()):
-            shutil.rmtree(each) if each.is_dir() else each.unlink(missing_ok=True)
+        for path in (out.parent, outside, *here.iterdir()):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     record_property("result", f"{codes.count(0)} were good, {codes.count(2)} refused in a line")

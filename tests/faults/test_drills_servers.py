@@ -226,18 +226,18 @@ def server(monkeypatch, record_property):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "*")
-    found = Server()
-    found.elsewhere, found.waits = Server(), []
-    settings = {"attempts": ATTEMPTS, "timeout": TIMEOUT, "sleep": found.waits.append}
+    answering = Server()
+    answering.elsewhere, answering.waits = Server(), []
+    settings = {"attempts": ATTEMPTS, "timeout": TIMEOUT, "sleep": answering.waits.append}
     monkeypatch.setattr(registry, "Judge", partial(Judge, concurrency=2, **settings))
-    yield found
-    found.down()
-    found.elsewhere.down()
+    yield answering
+    answering.down()
+    answering.elsewhere.down()
 
 
 def write_texts(folder, texts):
     file = folder / "texts.jsonl"
-    rows = [{"text": each, "prompt": "The lake", "attribute": "positive"} for each in texts]
+    rows = [{"text": text, "prompt": "The lake", "attribute": "positive"} for text in texts]
     file.write_text("\n".join(map(json.dumps, rows)))
     return file
 
@@ -288,13 +288,13 @@ def test_a_server_in_trouble(trouble, server, tmp_path, caplog, capfd, record_pr
     assert set(server.asked[len(server.asked) - len(TEXTS) + len(before) :]).isdisjoint(before)
     assert server.elsewhere.asked == []
     assert server.keys == {f"Bearer {KEY}"}
-    files = [each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()]
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) >= 4
-    places = [*first, *second, caplog.text, *(each.decode("latin-1") for each in files)]
-    assert not [each for each in places if KEY[:12] in each]
+    places = [*first, *second, caplog.text, *(data.decode("latin-1") for data in files)]
+    assert not [words for words in places if KEY[:12] in words]
     assert "Traceback" not in first.err + second.err
-    kept = f"{len(before)} of {len(TEXTS)} answers kept"
-    record_property("result", f"{end} after {took:.1f} s, {kept}")
+    count = f"{len(before)} of {len(TEXTS)} answers kept"
+    record_property("result", f"{end} after {took:.1f} s, {count}")
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -341,14 +341,14 @@ def test_max_cost_is_never_passed_and_the_same_command_goes_on(
         runs += 1
         cost = (len(server.answered) - before) * price
         assert cost <= float(limit)
-        told = capfd.readouterr().err.strip().splitlines()
+        lines = capfd.readouterr().err.strip().splitlines()
         if code == 0:
             break
         assert cost > float(limit) - 0.0095  # what one request may cost is left, and no more
-        assert told[-1].startswith(
+        assert lines[-1].startswith(
             f"lapa2: judge stopped after {len(server.answered)} of 100 texts, which are kept"
         )
-        assert "the same command with --max-cost 0.00" in told[-1]
-        assert f"${cost:.4f}" in told[-2]
+        assert "the same command with --max-cost 0.00" in lines[-1]
+        assert f"${cost:.4f}" in lines[-2]
     assert sorted(server.answered) == sorted(texts)
     record_property("result", f"never passed in {runs} runs")

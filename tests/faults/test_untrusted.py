@@ -106,10 +106,10 @@ def precious(tmp_path):
     for name in ("thesis.tex", "deep/data.csv"):
         (folder / name).write_text("years of work")
     yield folder
-    assert sorted(str(each.relative_to(folder)) for each in folder.rglob("*")) == [
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == [
         "deep", "deep/data.csv", "thesis.tex",
     ]  # fmt: skip
-    assert {each.read_text() for each in folder.rglob("*") if each.is_file()} == {"years of work"}
+    assert {path.read_text() for path in folder.rglob("*") if path.is_file()} == {"years of work"}
 
 
 @pytest.fixture(scope="module")
@@ -175,10 +175,10 @@ def test_names_of_attributes_are_one_line(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["sentiment", "topic", "detox"])
 def test_a_task_file_cannot_pose_as_a_built_in(tmp_path, name):
-    mine, other = tmp_path / "mine.toml", tmp_path / f"{name}.toml"
+    mine, theirs = tmp_path / "mine.toml", tmp_path / f"{name}.toml"
     mine.write_text(f'name = "{name}"\n{TASK}')
-    other.write_text(TASK)
-    for file in (mine, other):
+    theirs.write_text(TASK)
+    for file in (mine, theirs):
         with pytest.raises(TaskError, match=f"'{name}' is a task of the package"):
             load_task(str(file))
     assert load_task(name).attributes != {}
@@ -192,7 +192,7 @@ def test_a_link_that_looks_unfinished_is_unlinked_and_not_followed(tmp_path, pre
         (tmp_path / f"{TEMPORARY_PREFIX}{name}").symlink_to(precious)
     (tmp_path / f"{TEMPORARY_PREFIX}z").symlink_to(tmp_path / "nowhere")
     remove_abandoned(tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["precious"]
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
 def test_a_planted_temporary_folder_moves_nothing_and_loses_nothing(tmp_path, precious):
@@ -200,29 +200,29 @@ def test_a_planted_temporary_folder_moves_nothing_and_loses_nothing(tmp_path, pr
     name it stays."""
     home = tmp_path / "home"
     left = home / f"{TEMPORARY_PREFIX}{HOST}-{10**9 - 1}-abcdefgh"
-    other = home / f"{TEMPORARY_PREFIX}x"
-    for place in (left, other):
-        place.mkdir(parents=True)
+    alive = home / f"{TEMPORARY_PREFIX}x"
+    for temporary in (left, alive):
+        temporary.mkdir(parents=True)
         for name in ("link", "new", "before"):
-            (place / name).symlink_to(precious)
+            (temporary / name).symlink_to(precious)
     with atomic_folder(home / "mine"):
         pass
-    assert sorted(each.name for each in home.iterdir()) == [other.name, "mine"]
-    assert len(list(other.iterdir())) == 3
+    assert sorted(path.name for path in home.iterdir()) == [alive.name, "mine"]
+    assert len(list(alive.iterdir())) == 3
 
 
 def test_links_in_a_run_are_unlinked_by_the_sweep_that_goes_on(run, precious, tmp_path):
     key = next(iter(load_run(run).by_key))
-    place = run / "cells" / key
-    before = (place / "000.parquet").read_bytes()
-    (place / "000.json").unlink()
-    (place / "000.parquet").unlink()
-    links = [run / f"{TEMPORARY_PREFIX}x", place / f"{TEMPORARY_PREFIX}y", place / "000.parquet", place / "001.nc"]  # fmt: skip
+    cell_folder = run / "cells" / key
+    before = (cell_folder / "000.parquet").read_bytes()
+    (cell_folder / "000.json").unlink()
+    (cell_folder / "000.parquet").unlink()
+    links = [run / f"{TEMPORARY_PREFIX}x", cell_folder / f"{TEMPORARY_PREFIX}y", cell_folder / "000.parquet", cell_folder / "001.nc"]  # fmt: skip
     for link in links:
         link.symlink_to(precious)
     assert again(run).made == 1
     assert not any(link.is_symlink() for link in links)
-    assert (place / "000.parquet").read_bytes() == before
+    assert (cell_folder / "000.parquet").read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["cells", "cells/KEY"])
@@ -346,7 +346,7 @@ def test_reading_a_run_imports_no_code_that_it_names(tmp_path, code, capsys):
     """Also a view, which needs the method and asks for it."""
     own = generate("tiny-gpt2", method=f"{code}:Own", attribute="positive", prompts=["The lake"], length=20, alpha=0.5)  # fmt: skip
     own.save(tmp_path / "run")
-    (text,) = (each.read_text() for each in tmp_path.glob("run/cells/*/cell.json"))
+    (text,) = (file.read_text() for file in tmp_path.glob("run/cells/*/cell.json"))
     sys.modules.pop(code)
     (tmp_path / "ran").unlink()
     folder = str(tmp_path / "run")
@@ -375,19 +375,19 @@ def test_a_name_that_is_no_method_is_refused(tmp_path, name):
 # --- readers
 
 
-def pipe(place):
-    os.mkfifo(place)
+def pipe(path):
+    os.mkfifo(path)
 
 
-def folder(place):
-    place.mkdir()
+def folder(path):
+    path.mkdir()
 
 
-def listener(place):
+def listener(path):
     here = Path.cwd()
-    os.chdir(place.parent)  # the name of a socket may not be long
+    os.chdir(path.parent)  # the name of a socket may not be long
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(place.name)
+        made.bind(path.name)
     os.chdir(here)
 
 
@@ -461,13 +461,13 @@ def test_json_that_no_program_should_have_written(text, message, run):
     with pytest.raises(ValueError, match=message):
         parse_json(text)
     for file in (run / "run.json", *run.glob("cells/*/cell.json")):
-        whole = file.read_bytes()
+        data = file.read_bytes()
         file.write_text(text, "utf-8")
         with pytest.raises(DamagedError) as error:
             load_run(run)
         assert len(str(error.value)) < 600
         assert "\n" not in str(error.value)
-        file.write_bytes(whole)
+        file.write_bytes(data)
 
 
 @pytest.mark.parametrize(

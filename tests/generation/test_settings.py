@@ -8,10 +8,11 @@ import torch
 from lapa2_interp import Augmentation, generate
 from lapa2_interp._util.errors import GridError, Lapa2Error
 from lapa2_interp.cli.app import main
-from lapa2_interp.generation.cell import RESERVED_LABELS
+from lapa2_interp.generation.cell import RESERVED_LABELS, Cell
 from lapa2_interp.generation.resolve import cell_of, cells_of
 from lapa2_interp.generation.settings import HINTS, CellSettings
 from lapa2_interp.methods import load_task
+from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.runs.grid import load_grid
 
 MINE = ("device", "trust_remote_code", "pack", "announce", "yes")
@@ -85,7 +86,7 @@ def test_every_setting_has_a_wrong_value_here():
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_value_gives_one_sentence(name, tmp_path, capsys):
+def test_a_wrong_value_gives_one_sentence(name, tmp_path, capsys, without_types):
     value, toml = WRONG[name]
     beside = {} if name == "model" else {"model": "tiny-gpt2"}
     sentence = problem(lambda: generate(**beside, **{name: value}))
@@ -181,3 +182,54 @@ def test_all_attributes_are_cells_by_default():
 def test_a_dtype_of_torch_is_its_name():
     mine = cell_of("tiny-gpt2", attribute="positive", dtype=torch.bfloat16)
     assert mine.key == cell_of("tiny-gpt2", attribute="positive", dtype="bfloat16").key
+
+
+KEYS = {
+    ("prefix", "sentiment", "positive"): "e4bdc32efef95c95",
+    ("none", "topic", "world"): "0e2490aac38586c4",
+    ("air-decoding", "detox", "nontoxic"): "70860579ecb93a46",
+    ("preadd", "sentiment", "negative"): "551c79b9aa54bd20",
+    ("con-prefix", "sentiment", "positive"): "94790a9e5771984c",
+    ("gedi", "sentiment", "positive"): "a5de32e60d303b4b",
+    ("datg", "sentiment", "positive"): "d09892e5ca5e7446",
+    ("freectrl", "topic", "sports"): "3a8dad77e0243474",
+    ("palette", "sentiment", "positive"): "d807a69ee3dc5b43",
+    ("rose", "sentiment", "positive"): "9cdc961902d35603",
+    ("arithmetic", "sentiment", "positive"): "b840302ee44b2ad5",
+    ("negprompt", "detox", "nontoxic"): "d8f6ad38a3de0abe",
+}
+"""Keys of cells of SmolLM2, under which their texts are stored."""
+
+
+@pytest.mark.parametrize("named", KEYS)
+def test_a_new_field_changes_no_stored_key(named):
+    method, task, attribute = named
+    alpha = 0.0 if method in ("none", "freectrl", "datg") else None
+    settings = {"method": method, "task": task, "attribute": attribute, "alpha": alpha}
+    cell = cell_of("smollm2-135m", dtype="float32", length=64, samples=2, **settings)
+    assert cell.key == KEYS[named]
+
+
+def test_the_messages_and_the_span_of_a_chat_are_part_of_its_key():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    longer = [messages[0], {"role": "user", "content": "Why not?"}]
+    cells = [
+        cell_of("smollm2-135m", method="chat", task=task, dtype="float32")
+        for task in (
+            chat_task(messages),
+            chat_task(messages, "turn:1"),
+            chat_task(messages, template={"enable_thinking": False}),
+            chat_task(longer),
+        )
+    ]
+    assert len({cell.key for cell in cells}) == 4
+    for cell in cells:
+        again = Cell.model_validate_json(cell.model_dump_json())
+        assert (again, again.key) == (cell, cell.key)
+
+
+@pytest.mark.parametrize("recipe", ["instaboost:M=5", {"recipe": "instaboost:M=5"}])
+def test_a_label_replaces_the_name_of_a_recipe(recipe):
+    cells = cells_of({"model": "tiny-gpt2", "augmentation": ["none", recipe], "label": "strong",
+                      "attribute": "positive", "dtype": "float32"})  # fmt: skip
+    assert [cell.arm for cell in cells] == ["baseline", "strong"]

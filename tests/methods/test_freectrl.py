@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import MODEL_CLASSES, generate, load, logits_with_neurons, plan
+from conftest import MODEL_CLASSES, generate, logits_with_neurons
 from context_stub import ContextStub
-from oracle import oracle_logits
 
 from lapa2_interp import (
     Augmentation,
@@ -20,16 +19,18 @@ from lapa2_interp._util.errors import (
     DataError,
     MethodError,
 )
+from lapa2_interp.attention.cache import RecomputedRows
 from lapa2_interp.attention.neurons import (
     promoting_neurons,
 )
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.generation.sampling import draw, uniforms
 from lapa2_interp.methods import registry as methods
-from lapa2_interp.methods.base import BatchStart, Intervention, Prepared
 from lapa2_interp.methods.freectrl import (
     OFF_VALUE,
     ControlCentre,
+    FreeCtrl,
+    TextMonitor,
     neuron_value,
     noise_ratio,
     rank_probabilities,
@@ -37,6 +38,7 @@ from lapa2_interp.methods.freectrl import (
 )
 from lapa2_interp.methods.prefix import NoControl
 from lapa2_interp.methods.registry import load_task
+from lapa2_interp.models.card import is_bridge
 from lapa2_interp.runs.method_context import ModelContext
 
 
@@ -149,9 +151,8 @@ def test_freectrl_against_its_definition(words_model, word_file):
             chosen = {layer: torch.tensor(sorted(each)) for layer, each in centre.items()}
             whole = torch.tensor([[*branch.ids, *sample.tokens[:t]]])
             with torch.no_grad():
-                logits = logits_with_neurons(
-                    model, whole, Intervention(chosen, torch.tensor([w], dtype=torch.float64))
-                )[:, -1]
+                value = torch.tensor([w], dtype=torch.float64)
+                logits = logits_with_neurons(model, whole, chosen, value)[:, -1]
             logits[:, model.tokenizer.eos_token_id] = -torch.inf
             order = logits[0].sort(descending=True, stable=True).indices[:25]
             log_weights = torch.full_like(logits, -torch.inf)
@@ -169,77 +170,75 @@ def test_freectrl_against_its_definition(words_model, word_file):
     assert made.trace["prompt"].shape[2] == length - 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Again(NoControl):
-    rereads_text = True
-
-
-def test_reading_anew_changes_nothing_by_itself(tiny, model_class):
-    """A method that asks for it and intervenes nowhere: texts, trace and whole rows are those of
-    cached decoding."""
-
-    model, task = load(tiny, "float64", model_class), load_task("sentiment")
-    settings = {
-        "length": 26,
-        "samples": 2,
-        "patterns": [(1, 2)],
-        "augmentation": Augmentation(alpha=0.8),
-    }
+def test_reading_again_changes_nothing_by_itself(words_model, word_file):
+    """With no neuron to set, texts, trace and whole rows are those of cached decoding, in one batch
+    or a few."""
+    task, prompts = load_task("sentiment"), ["The lake", "The last time I saw"]
+    method = methods.get(
+        "freectrl", words=word_file, noise=-1e9, neurons=0, sampler="uniform", accept="all"
+    )
+    settings = {"length": 13, "samples": 2, "patterns": [(1, 2)], "eos": "block"}
     cached, again = (
-        generate(model, method, task, "positive", ["The sea", "Once upon"], **settings)
-        for method in (NoControl(), Again())
+        generate(words_model, decoder, task, "positive", prompts, **settings)
+        for decoder in (NoControl(), method)
     )
     assert cached.samples.equals(again.samples)
     for name in set(cached.trace.data_vars) - {"prefix_tokens"}:
         a, b = cached.trace[name].to_numpy(), again.trace[name].to_numpy()
         assert np.nanmax(np.abs(a - b)) < 1e-6, name
         assert np.array_equal(np.isnan(a), np.isnan(b))
-    branch = Layout.of(model.tokenizer, None, "Once upon")
-    sample = again.samples.iloc[3]
-    _, patterns = oracle_logits(model, branch, sample.tokens[:-1], settings["augmentation"])
-    last = patterns[1][2, -1]
-    found = (
-        again.trace["pattern"].isel(branch=0, sample=3, pair=0, step=sample.n_tokens - 1).to_numpy()
-    )
-    assert np.abs(found[: len(last)] - last.numpy()).max() < 1e-6
 
 
-@dataclasses.dataclass(frozen=True)
-class Picky(NoControl):
-    """Keeps texts whose last token is even."""
-
-    trials = 3
-
-    def accepts(self, prepared, text, tokens):
-        return tokens[-1] % 2 == 0
-
-
-def test_refused_texts_are_drawn_again_with_other_numbers(monkeypatch):
+def test_refused_texts_are_drawn_again_with_other_numbers(words_model, word_file, monkeypatch):
     """Texts and traces are those of the first trial that is accepted, else of the last; each trial
     has random numbers of its own."""
-    model, task = load("tiny-gpt2", "float64"), load_task("sentiment")
+    task, prompts = load_task("sentiment"), ["The lake", "Once upon"]
     settings = {"length": 12, "samples": 5, "trace": "full"}
-    prompts = ["The sea", "Once upon"]
-    made = generate(model, Picky(), task, "positive", prompts, **settings)
+    method = freectrl(word_file, trials=3)
+    with monkeypatch.context() as patched:
+        even = lambda self, known, text, tokens: tokens[-1] % 2 == 0  # noqa: E731
+        patched.setattr(FreeCtrl, "accepts", even)
+        made = generate(words_model, method, task, "positive", prompts, **settings)
     trials = []
     for trial in range(3):
         monkeypatch.setattr(
             "lapa2_interp.generation.plan.uniforms",
             lambda *key, trial=trial: uniforms(*key[:4], trial),
         )
-        trials.append(generate(model, NoControl(), task, "positive", prompts, **settings))
+        trials.append(generate(words_model, method, task, "positive", prompts, **settings))
     chosen = []
     for row in range(10):
-        tokens = [each.samples["tokens"][row] for each in trials]
+        tokens = [drawn.samples["tokens"][row] for drawn in trials]
         assert tokens[0] != tokens[1] != tokens[2]
         chosen.append(next((i for i in (0, 1) if tokens[i][-1] % 2 == 0), 2))
         assert made.samples["tokens"][row] == tokens[chosen[-1]]
         for name in ("bos", "generated"):
-            kept, own = (each.trace[name].isel(sample=row) for each in (made, trials[chosen[-1]]))
-            assert np.nanmax(np.abs(kept.to_numpy() - own.to_numpy())) < 1e-9
+            mine, own = (batch.trace[name].isel(sample=row) for batch in (made, trials[chosen[-1]]))
+            assert np.nanmax(np.abs(mine.to_numpy() - own.to_numpy())) < 1e-9
     assert set(chosen) == {0, 1, 2}
     assert made.samples[["prompt", "sample"]].equals(trials[0].samples[["prompt", "sample"]])
     assert made.trace["prompt_text"].values.tolist() == made.samples["prompt"].tolist()
+
+
+def test_a_hooked_transformer_reads_as_many_rows_as_memory_has(words_model, word_file, monkeypatch):
+    """It computes the logits of all keys, so that a batch is read in parts; the texts are the
+    same."""
+    if is_bridge(words_model):
+        pytest.skip("a TransformerBridge keeps the logits of one position")
+    task, read = load_task("sentiment"), []
+    asked = (freectrl(word_file), task, "positive", ["The lake", "Once upon"])
+    at_once = generate(words_model, *asked, length=10, samples=3)
+    monkeypatch.setattr("lapa2_interp.generation.freectrl.rows_in_memory", lambda *_: 4)
+    real = RecomputedRows.expand
+
+    def counted(rows, index, capacity):
+        read.append(len(index))
+        real(rows, index, capacity)
+
+    monkeypatch.setattr(RecomputedRows, "expand", counted)
+    in_parts = generate(words_model, *asked, length=10, samples=3)
+    assert read == [4, 2]
+    assert in_parts.samples.equals(at_once.samples)
 
 
 def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file):
@@ -266,7 +265,7 @@ def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file)
     assert all(after)
     for i, passed in enumerate(before):
         assert (chosen["tokens"][i] == first["tokens"][i]) == passed
-    known = every.prepare(context, task, "positive", "The lake")
+    known = every.prepare(context, task, "positive", "The lake").known
     released = dataclasses.replace(every, accept="released", u=-9.0)
     tokens = context.ids(" a b")
     for text, said in (
@@ -399,30 +398,8 @@ def test_gated_mlps_have_settings_of_their_own(monkeypatch):
     assert sum(len(each) for each in known.centre.values()) == 4
 
 
-def test_freectrl_says_what_reading_anew_costs(words_model, word_file):
-    from lapa2_interp.runs.generate import announcement
-
-    todo = plan(
-        words_model,
-        freectrl(word_file),
-        load_task("sentiment"),
-        "positive",
-        ["The lake"],
-        None,
-        12,
-        3,
-        trace="none",
-    )
-    # BOS and 2 prompt tokens, 10 new ones: 3 + 4 + ... + 12 = 75 tokens a text; a cache would read
-    # 12.
-    assert (
-        "every step reads its text again: 225 tokens through the model, where a cache would need 36"
-        in announcement(words_model, [todo])
-    )
-
-
 def test_monitor_grows_with_the_text():
-    """Only the new token's cosines are computed; the state equals one begun from the whole text."""
+    """Only the new token's cosines are computed; the monitor equals one begun from the whole text."""
     torch.manual_seed(0)
     unit = torch.nn.functional.normalize(torch.randn(30, 8, dtype=torch.float64), dim=1)
     keywords = {"positive": unit[[3, 4]], "negative": unit[[5]]}
@@ -430,18 +407,15 @@ def test_monitor_grows_with_the_text():
     longer = ControlCentre(
         "positive", keywords, unit, {0: torch.tensor([1])}, 0.2, (0,), (7, 8, 9, 3)
     )
-    method, lengths = methods.get("freectrl"), torch.tensor([2])
-    state = method.begin(BatchStart([Prepared(control)], None, lengths))
+    grown = TextMonitor.of([control, control]).expanded(torch.tensor([1]))
     for token in (9, 3):
-        state = method.advance(state, {}, torch.tensor([token]))
-    whole = method.begin(BatchStart([Prepared(longer)], None, lengths))
-    assert state.length.tolist() == whole.length.tolist() == [4]
+        grown = grown.read(torch.tensor([token]))
+    at_once = TextMonitor.of([longer])
+    assert grown.length.tolist() == at_once.length.tolist() == [4]
     for c in keywords:
-        assert torch.allclose(state.nearest[c], whole.nearest[c], rtol=0, atol=1e-14)
-        assert torch.allclose(state.latest[c], whole.latest[c], rtol=0, atol=1e-14)
-    assert float(method.intervene(state).value) == pytest.approx(
-        float(method.intervene(whole).value)
-    )
+        assert torch.allclose(grown.nearest[c], at_once.nearest[c], rtol=0, atol=1e-14)
+        assert torch.allclose(grown.latest[c], at_once.latest[c], rtol=0, atol=1e-14)
+    assert float(grown.value(1.15)) == pytest.approx(float(at_once.value(1.15)))
 
 
 def test_keywords_of_sentencepiece_tokenizers():

@@ -10,7 +10,6 @@ from conftest import generate, load, real_once, soft_set
 
 from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import MethodError
-from lapa2_interp.generation.loop import EmptyGenerationError
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.sampling import draw
 from lapa2_interp.methods import load_task
@@ -487,16 +486,7 @@ def test_texts_that_run_out_of_tokens_are_kept():
     stays."""
     model, task = load("tiny-gpt2"), load_task("sentiment")
     method = methods.get("air-decoding", omega=1e6, numerics="released")
-    with pytest.raises(
-        EmptyGenerationError,
-        match=r"no token has positive weight for 'The lake' sample 0 at step \d+",
-    ) as caught:
-        generate(model, method, task, "positive", ["The lake", "The sea"], length=40)
-    assert (
-        "air-decoding: omega takes every weight below float32; lower omega or set numerics=log"
-        in str(caught.value)
-    )
-    made = caught.value.generation
+    made = generate(model, method, task, "positive", ["The lake", "The sea"], length=40)
     assert set(made.samples["finish"]) == {"empty"}
     for sample in made.samples.itertuples():
         assert len(sample.tokens) == sample.n_tokens < 40 - len(sample.prompt)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from lapa2_interp import Augmentation, Layout, augmented, generate
 from lapa2_interp._util.errors import DeadHookError, ModelError
-from lapa2_interp.attention.cache import new_rows
+from lapa2_interp.attention.cache import RecomputedRows, new_rows
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.circuits.control import control_score
 from lapa2_interp.circuits.prefix_attention import mean_prefix_attention
@@ -141,8 +141,8 @@ def test_texts_are_not_read_as_unsteered_in_an_open_block():
     with augmented(model, STRONG, layout):
         for reads in (
             lambda: teacher_forced(model, layout, [[5, 6]]),
-            lambda: control_score(model, "sentiment", prompts=["The lake"]),
-            lambda: mean_prefix_attention(model, "sentiment", prompts=["The lake"]),
+            lambda: control_score(model, "sentiment"),
+            lambda: mean_prefix_attention(model, "sentiment"),
         ):
             with pytest.raises(ModelError, match="is open on this model"):
                 reads()
@@ -372,7 +372,7 @@ def test_a_model_that_drops_its_cache_is_refused():
     asks = {
         "augmented": lambda: read_in_block(bare, layout),
         "rows": lambda: new_rows(model).prompt_pass([layout]),
-        "recomputed": lambda: new_rows(model, recompute=True).prompt_pass([layout]),
+        "recomputed": lambda: RecomputedRows(model).prompt_pass([layout]),
         "forced": lambda: teacher_forced(model, layout, text),
         "likelihood": lambda: text_nll(bare, rows, keys, values),
     }

@@ -10,7 +10,6 @@ from conftest import load
 import lapa2_interp
 from lapa2_interp import Layout, circuits, generate, teacher_forced
 from lapa2_interp._util.errors import LayoutError, ModelError
-from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.models import TransformersModel, model_card
 from lapa2_interp.models.load import load_transformers
@@ -60,29 +59,32 @@ def test_a_folder_is_given_as_a_path(tmp_path):
 def calls(model):
     """Every public function that takes a model, by name."""
     layout = Layout.of(load("tiny-llama"), "Very", " lake")
-    contrast = {"contrast": "sentiment", **SMALL}
     return {
         "generate": lambda: generate(model, **SETTINGS),
         "teacher_forced": lambda: teacher_forced(model, layout, [[1, 2]]),
-        "continue_chats": lambda: continue_chats(model, [layout], length=2),
-        "make_examples": lambda: circuits.make_examples(model, "sentiment", **SMALL),
-        "ContrastSet.of": lambda: circuits.ContrastSet.of(model, **contrast),
-        "control_score": lambda: circuits.control_score(model, **contrast),
-        "knock_out": lambda: circuits.knock_out(model, over="layer", **contrast),
-        "joint_curve": lambda: circuits.joint_curve(model, heads=[(0, 0)], **contrast),
+        "ContrastSet.of": lambda: circuits.ContrastSet.of(model, "sentiment", **SMALL),
+        "control_score": lambda: circuits.control_score(model, contrast="sentiment"),
+        "knock_out": lambda: circuits.knock_out(model, over="layer", contrast="sentiment"),
+        "joint_curve": lambda: circuits.joint_curve(model, heads=[(0, 0)], contrast="sentiment"),
         "make_units": lambda: circuits.make_units(model, None, "layer"),
-        "prefix_attention_by_head": lambda: circuits.prefix_attention_by_head(model, **contrast),
-        "mean_prefix_attention": lambda: circuits.mean_prefix_attention(model, **contrast),
-        "alpha_at_prefix_attention": lambda: circuits.alpha_at_prefix_attention(
-            model, goal=0.5, **contrast
+        "prefix_attention_by_head": lambda: circuits.prefix_attention_by_head(
+            model, contrast="sentiment"
         ),
-        "patch": lambda: circuits.patch(model, node="z", **contrast),
-        "attribution": lambda: circuits.attribution(model, **contrast),
-        "head_logit_attribution": lambda: circuits.head_logit_attribution(model, **contrast),
+        "mean_prefix_attention": lambda: circuits.mean_prefix_attention(
+            model, contrast="sentiment"
+        ),
+        "alpha_at_prefix_attention": lambda: circuits.alpha_at_prefix_attention(
+            model, goal=0.5, contrast="sentiment"
+        ),
+        "patch": lambda: circuits.patch(model, node="z", contrast="sentiment"),
+        "attribution": lambda: circuits.attribution(model, contrast="sentiment"),
+        "head_logit_attribution": lambda: circuits.head_logit_attribution(
+            model, contrast="sentiment"
+        ),
         "prompt_slope": lambda: circuits.prompt_slope(model, "sentiment"),
-        "measure_fading": lambda: circuits.measure_fading(model, **contrast),
-        "select": lambda: circuits.select(model, **contrast),
-        "sufficient_tokens": lambda: circuits.sufficient_tokens(model, **contrast),
+        "measure_fading": lambda: circuits.measure_fading(model, contrast="sentiment"),
+        "select": lambda: circuits.select(model, contrast="sentiment"),
+        "sufficient_tokens": lambda: circuits.sufficient_tokens(model, contrast="sentiment"),
     }
 
 
@@ -122,9 +124,13 @@ def test_a_name_is_loaded(name, monkeypatch):
 
 
 def test_a_circuit_is_found_by_name():
-    found = circuits.knock_out("planted", "sentiment", over="layer", **SMALL)
-    wanted = circuits.knock_out(load("planted"), "sentiment", over="layer", **SMALL)
-    assert np.array_equal(found.values, wanted.values)
+    texts = [
+        circuits.ContrastSet.of(model, "sentiment", **SMALL)
+        for model in ("planted", load("planted"))
+    ]
+    by_name = circuits.knock_out("planted", texts[0], over="layer")
+    by_model = circuits.knock_out(load("planted"), texts[1], over="layer")
+    assert np.array_equal(by_name.values, by_model.values)
 
 
 @pytest.mark.parametrize("given", [None, 3, torch.nn.Linear(2, 2)])

@@ -18,7 +18,6 @@ from lapa2_interp._util.files import sha256_of
 from lapa2_interp.bias.layout import TextMarkers, text_markers
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
-from lapa2_interp.generation.chat import continue_chats
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.models import load as models
 from lapa2_interp.models import load_tokenizer, model_card, smollm2
@@ -313,11 +312,6 @@ def test_an_end_id_without_a_token_ends_texts(made, tmp_path):
         ends = [i for i, token in enumerate(whole, 1) if token in card.end_ids]
         assert cut == whole[: min([*ends, len(whole)])]
     assert not {token for tokens in blocked for token in tokens} & {*card.end_ids}
-    chat = [Layout.of(tokenizer, "A", " lake")]
-    (spoken,) = continue_chats(model, chat, None, length=60, samples=8, top_k=1000, eos="stop")
-    assert extra in {tokens[-1] for tokens in spoken.tokens}
-    (spoken,) = continue_chats(model, chat, None, length=60, samples=8, top_k=1000, eos="block")
-    assert not {token for tokens in spoken.tokens for token in tokens} & {*card.end_ids}
 
 
 def test_end_tokens_without_a_logit_are_left_out(tmp_path):

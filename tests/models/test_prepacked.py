@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, cell_of, decode, load
+from conftest import cell_of, decode, load
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
@@ -14,7 +14,6 @@ from lapa2_interp import Augmentation, Layout, load_model, load_run
 from lapa2_interp._util.errors import ModelError
 from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import augmented
-from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.cli.app import main
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods import load_task
@@ -134,20 +133,10 @@ def test_a_text_has_the_same_bits_alone_and_in_any_batch(model):
         assert torch.equal(logits(rows), together[rows])
 
 
-def test_other_padding_moves_logits_by_rounding_only():
-    model = load("tiny-llama")
-    short = Layout.of(model.tokenizer, "Very positive:", "The lake")
-    long = Layout.of(model.tokenizer, "Very positive:", "The lake in the summer of that year")
-    with torch.no_grad(), prepacked(network_of(model), "all"):
-        alone = new_rows(model).prompt_pass([short])[0]
-        padded = new_rows(model).prompt_pass(left_pad([short, long]))[0]
-    torch.testing.assert_close(alone, padded, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", [*TINY, pytest.param("smollm2-135m", marks=pytest.mark.long)])
-def test_logits_and_traces_are_those_without_packing(name, monkeypatch):
-    """Along the tokens of the run without."""
-    model = load(name)
+@pytest.mark.long
+def test_logits_and_traces_are_those_without_packing(monkeypatch):
+    """Along the tokens of the run without. Tiny models: `test_conformance`."""
+    model = load("smollm2-135m")
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
     cell = cell_of(
         model, "prefix", load_task("sentiment"), "positive", ["The lake"],
@@ -163,7 +152,8 @@ def test_logits_and_traces_are_those_without_packing(name, monkeypatch):
             state.expand(torch.zeros(2, dtype=torch.long), len(layout) + 14)
             steps = torch.tensor([list(text) for text in texts]).split(1, dim=1)
             logits[each] = torch.cat([state.read_tokens(step) for step in steps], dim=1)
-    torch.testing.assert_close(logits["all"], logits["none"], atol=LOGITS[name], rtol=0)
+    # Logits reach 30, and their own float32 rounding 1e-4.
+    torch.testing.assert_close(logits["all"], logits["none"], atol=2e-4, rtol=0)
     read = [
         teacher_forced(with_packing(model, each, monkeypatch), layout, texts) for each in CHOICES
     ]
@@ -178,8 +168,6 @@ def test_logits_and_traces_are_those_without_packing(name, monkeypatch):
 
 
 CHOICES = ("none", "all")
-LOGITS = dict.fromkeys(("tiny-gpt2", "tiny-llama", "tiny-neox"), 1e-5) | {"smollm2-135m": 2e-4}
-"""SmolLM2's logits reach 30, and their own float32 rounding 1e-4."""
 
 
 def with_packing(model, packing, monkeypatch):

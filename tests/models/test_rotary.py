@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import cell_of, decode, soft_prefix
+from conftest import cell_of, continue_chat, decode, decode_plan, soft_prefix
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -24,9 +24,8 @@ from lapa2_interp.bias.layout import left_pad
 from lapa2_interp.circuits import measure_fading
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample
-from lapa2_interp.generation.chat import continue_chats
-from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.generation.plan import plan_batches
+from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.registry import find_class
 from lapa2_interp.models import model_card
 from lapa2_interp.models.card import network_of, short_context
@@ -134,20 +133,6 @@ def test_decoding_is_a_fresh_pass_at_every_step(model, first):
     assert plain is None or plain[0, first:].tolist() == tokens
 
 
-@pytest.mark.parametrize("first", [10, LIMIT - 4, LIMIT + 1, 40])
-@torch.no_grad()
-def test_logits_behind_a_cache_are_those_of_a_whole_pass(model, first):
-    layout, text = layout_of(model, prompt_of(model, first)), [50, 60, 70, 80]
-    rows = new_rows(model)
-    with augmented(model, RULE, layout):
-        found = [rows.prompt_pass([layout])[0, -1]]
-        rows.expand(torch.tensor([0]), capacity=first + 4)
-        found += [rows.read_tokens(torch.tensor([[token]]))[0, -1] for token in text]
-        for step, logits in enumerate(found):
-            whole = model(torch.tensor([[*layout.ids, *text[:step]]]))[0, -1]
-            torch.testing.assert_close(logits, whole, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("phase", ["predicting_only", "after_span"])
 @pytest.mark.parametrize("first", [10, LIMIT + 1])
 def test_every_phase_stays_on_its_side(model, phase, first):
@@ -182,7 +167,7 @@ def test_a_batch_lies_on_one_side_and_equals_its_rows_alone(model):
     assert len(near.batches) == len(far.batches) == 1
     made = {each: tokens_of(decode(model, cell(model, [each])))[0] for each in prompts}
     for part, (one, other) in ((near, prompts[::2]), (far, prompts[1::2])):
-        assert tokens_of(decode_batches(model, part)) == [made[one], made[other]]
+        assert tokens_of(decode_plan(model, part)) == [made[one], made[other]]
 
 
 def test_an_ended_row_does_not_run_past_the_switch(model):
@@ -196,7 +181,7 @@ def test_an_ended_row_does_not_run_past_the_switch(model):
         tokens_of(decode(model, cell_of(model, *asked[:3], [prompt], RULE, length=18, top_k=1)))
         for prompt in prompts
     ]
-    assert tokens_of(decode_batches(model, todo)) == [each for (each,) in alone]
+    assert tokens_of(decode_plan(model, todo)) == [each for (each,) in alone]
 
 
 def test_branches_of_a_sample_lie_on_one_side(model):
@@ -250,13 +235,18 @@ def test_a_given_text_that_crosses_is_refused(model):
         teacher_forced(model, layout, [[5] * 6])
 
 
-def test_chats_that_cross_or_lie_on_both_sides_are_refused(model):
-    near, far = layout_of(model, SHORT), layout_of(model, LONG)
-    (made,) = continue_chats(model, [far], RULE, length=4, top_k=1)
-    assert list(made.tokens[0]) == fresh(model, far, list(made.tokens[0]))
-    for given, length in (([near], 30), ([near, far], 1)):
-        with pytest.raises(LayoutError, match="chats that are read together"):
-            continue_chats(model, given, RULE, length=length)
+def test_a_chat_lies_on_one_side(model, monkeypatch):
+    """Chats of both sides are read in batches of their own."""
+    template = "{% for m in messages %}{{ m['content'] }}:{% endfor %}"
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    form = [{"role": "system", "content": "good"}, {"role": "user", "content": "{prompt}"}]
+    task = chat_task(form, prompts=[SHORT, LONG])
+    made = continue_chat(model, task, RULE, length=4, top_k=1)
+    for prompt, tokens in zip(made.samples["prompt"], tokens_of(made), strict=True):
+        messages = [form[0], form[1] | {"content": prompt}]
+        assert tokens == fresh(model, Layout.of_chat(model.tokenizer, messages), tokens)
+    with pytest.raises(LayoutError, match="'abc' under chat: passes of"):
+        continue_chat(model, chat_task(form, prompts=[SHORT]), RULE, length=30)
 
 
 def nll_of(network, ids):
@@ -330,9 +320,9 @@ def test_circuits_stay_within_the_switch(model):
     prefixes = {"good": "good:", "bad": "bad0:"}
     example = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 20)
     near = ContrastExample.of(model.tokenizer, prefixes, "abcd", [5] * 10)
-    ContrastSet.of(model, near)
+    ContrastSet.of_examples(near).check(model)
     with pytest.raises(LayoutError, match="the text after 'abcd': passes of"):
-        ContrastSet.of(model, example)
+        ContrastSet.of_examples(example).check(model)
     with pytest.raises(LayoutError, match="beyond 24"):
         measure_fading(model, [example], filler=(10,), tokens=4, metric="js")
     with pytest.raises(LayoutError, match="texts read in one pass"):

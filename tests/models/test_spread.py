@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from conftest import HAS_HOOKED, load, plan
+from conftest import HAS_HOOKED, decode_plan, load, plan
 
 from lapa2_interp import Augmentation
 from lapa2_interp._util.errors import ModelError
-from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models import load as models
 from lapa2_interp.models.card import model_card
@@ -54,7 +53,7 @@ def test_a_model_in_several_places_makes_the_same_texts_and_traces(place, tmp_pa
         monkeypatch.setattr(model, "lapa2_card", unpacked)
         method, rule = get_for_task("preadd", task), Augmentation(alpha=1.0)
         todo = plan(model, method, task, "positive", ("The lake", "Once"), rule, 16, 2)
-        made.append(decode_batches(model, todo))
+        made.append(decode_plan(model, todo))
     assert made[0].samples.equals(made[1].samples)
     assert made[0].trace.equals(made[1].trace)
 

@@ -6,7 +6,7 @@ tensors of both, as CUDA does.
 
 import pytest
 import torch
-from conftest import TINY, load, plan, soft_set
+from conftest import TINY, decode_plan, load, plan, soft_set
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lapa2_interp import Augmentation
 from lapa2_interp.attention.cached_heads import CachedHeads
 from lapa2_interp.attention.neurons import promoting_neurons
-from lapa2_interp.generation.loop import decode_batches
 from lapa2_interp.methods.registry import get_for_task, load_task
 from lapa2_interp.models import load as models
 from lapa2_interp.models.card import model_card
@@ -209,7 +208,7 @@ def test_two_devices_make_the_texts_and_traces_of_one(
     for model in (two, load(tiny)):
         prompts, pairs = ("The lake", "A lake"), ((0, 1), (3, 2))
         todo = plan(model, chosen, task, "positive", prompts, rule, 11, 2, patterns=pairs)
-        made.append(decode_batches(model, todo))
+        made.append(decode_plan(model, todo))
     assert made[0].samples.equals(made[1].samples)
     assert made[0].trace.equals(made[1].trace)
 

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lapa2_interp import Augmentation, Layout, augmented, generate, load_model, teacher_forced
 from lapa2_interp._util.errors import AugmentationError, LayoutError, ModelError, TraceError
-from lapa2_interp.attention.cache import new_rows
 from lapa2_interp.attention.hooked import edit_scores
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.tables import fit_table, pooled, step_table, traced_layer_types
@@ -156,25 +155,6 @@ def test_the_law_counts_what_a_query_sees(load, kind, model_class, rule):
 
 
 @pytest.mark.parametrize(("kind", "model_class"), CASES)
-def test_cached_decoding_is_the_whole_pass(load, kind, model_class):
-    """Beyond the window, in float64, in a batch of padded rows and under a bias."""
-    model, rule = load(kind, model_class), Augmentation(alpha=0.9)
-    layouts = left_pad([Layout.of(model.tokenizer, PREFIX, text) for text in (PROMPT, SHORT)])
-    tokens = torch.arange(24)[None].repeat(2, 1) + 70
-    rows = new_rows(model)
-    with torch.no_grad(), augmented(model, rule, layouts):
-        rows.prompt_pass(layouts)
-        rows.expand(torch.arange(2), capacity=len(layouts[0]) + 24)
-        found = torch.cat([rows.read_tokens(each) for each in tokens.split(1, dim=1)], 1)
-    for row in range(2):
-        alone = Layout.of(model.tokenizer, PREFIX, (PROMPT, SHORT)[row])
-        whole = torch.cat([alone.tensor, tokens[:1]], 1)
-        with torch.no_grad(), augmented(model, rule, alone):
-            wanted = model(whole)[0, -24:]
-        assert (found[row] - wanted).abs().max() < 1e-9
-
-
-@pytest.mark.parametrize(("kind", "model_class"), CASES)
 def test_traces_keep_windows_apart(load, kind, model_class):
     model, kinds = load(kind, model_class), KINDS[kind]
     branch, text = Layout.of(model.tokenizer, PREFIX, PROMPT), [list(range(70, 95))]
@@ -198,24 +178,6 @@ def test_traces_keep_windows_apart(load, kind, model_class):
         assert (
             np.abs(pooled(mean, name) - pooled(mean, name, traced_layer_types(mean)[0])).max() == 0
         )
-
-
-def test_the_trace_is_the_attention_of_transformers(load):
-    model = load("gemma3_text", "TransformersModel")
-    branch, text = Layout.of(model.tokenizer, PREFIX, PROMPT), list(range(70, 95))
-    trace = teacher_forced(model, branch, [text])
-    ids = torch.tensor([[*branch.ids, *text[:-1]]])
-    with torch.no_grad():
-        found = model.original_model(ids, output_attentions=True).attentions
-    for layer, pattern in enumerate(found):
-        steps = pattern[0, :, len(branch) - 1 :]  # head step key
-        for name, span in (
-            ("prefix", branch.prefix),
-            ("bos", branch.bos),
-            ("prompt", branch.prompt),
-        ):
-            wanted = steps[:, :, slice(*span)].sum(2).T.numpy()
-            assert np.abs(trace[name][0, 0, :, layer].to_numpy() - wanted).max() < 1e-6
 
 
 def test_a_target_is_met_where_the_prefix_is_in_sight(load):

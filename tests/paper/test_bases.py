@@ -53,18 +53,23 @@ augmentation = ["none", "{CHOSEN}"]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def analysis(tmp_path_factory):
+    """A run with its tables, and the names of the script that made them."""
     folder = tmp_path_factory.mktemp("bases")
     (folder / "bases.toml").write_text(GRID)
     out = folder / "run"
     assert main(["sweep", str(folder / "bases.toml"), "--out", str(out), "--workers", "1"]) == 0
-    script("analyses", "bases", out)
-    return out
+    return out, script("analyses", "bases", out)
+
+
+@pytest.fixture
+def run(analysis):
+    return analysis[0]
 
 
 def test_parts_arms_and_tests(run):
-    found = pd.read_csv(run / "tables" / "bases.csv", keep_default_na=False)
-    arms = set(found[["method", "variant", "arm"]].itertuples(index=False, name=None))
+    table = pd.read_csv(run / "tables" / "bases.csv", keep_default_na=False)
+    arms = set(table[["method", "variant", "arm"]].itertuples(index=False, name=None))
     air = "air-decoding"
     names = (
         "baseline",
@@ -109,9 +114,9 @@ def test_a_difference_is_that_of_the_texts(run):
     assert row["difference"].tolist() == pytest.approx([expected], abs=1e-4)
 
 
-def test_chosen_heads_are_compared_with_omega_at_equal_perplexity(run):
-    found = script("analyses", "bases", run)
-    (curves,) = (found["curves"],)
+def test_chosen_heads_are_compared_with_omega_at_equal_perplexity(analysis):
+    run, made = analysis
+    curves = made["curves"]
     first, last = curves.curve("omega 280")[0, :, 0]
     table = pd.read_csv(run / "tables" / "bases.equal.csv")
     assert set(table["family"]) == {"chosen heads"}
@@ -127,8 +132,9 @@ def test_the_figure_has_a_panel_for_each_part(run):
     assert (run / "figures" / "bases.png").is_file()
 
 
-def test_the_tests_are_by_linear(run):
+def test_the_tests_are_by_linear(run, tmp_path):
     """Beside another scorer or alone; without it there are none."""
+    run = shutil.copytree(run, tmp_path / "run")
     before = pd.read_csv(run / "tables" / "bases.tests.csv").dropna(subset="p_holm")
     script("analyses", "bases", run, "--scorers", "accuracy=linear", "echo", "perplexity")
     alone = pd.read_csv(run / "tables" / "bases.tests.csv").dropna(subset="p_holm")
@@ -136,7 +142,6 @@ def test_the_tests_are_by_linear(run):
     assert len(alone) == 5
     with pytest.raises(RunError, match="the tests are by linear; give scorers accuracy=linear"):
         script("analyses", "bases", run, "--scorers", "accuracy=vader", "echo", "perplexity")
-    script("analyses", "bases", run)  # the tables of the other tests
 
 
 def test_a_part_that_is_not_finished_has_no_tests(run, tmp_path, capsys):

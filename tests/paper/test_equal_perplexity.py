@@ -19,11 +19,11 @@ def made(families, prompts=40, samples=2, noise=0.0, shared=0.0, seed=0, metrics
     arms |= {(name, s): point for name, curve in families.items() for s, point in curve.items()}
     frames = []
     for (family, strength), point in arms.items():
-        each = np.repeat(own, samples, axis=0) + rng.normal(0, 1, (prompts * samples, 2)) * noise
-        values = dict.fromkeys(metrics, point[1] + 10 * each[:, 1])
+        numbers = np.repeat(own, samples, axis=0) + rng.normal(0, 1, (prompts * samples, 2)) * noise
+        values = dict.fromkeys(metrics, point[1] + 10 * numbers[:, 1])
         names = [f"p{i}" for i in np.repeat(np.arange(prompts), samples)]
         frames.append(pd.DataFrame({"family": family, "strength": strength, "prompt": names,
-                                    "nll": point[0] + 0.1 * each[:, 0], **values}))  # fmt: skip
+                                    "nll": point[0] + 0.1 * numbers[:, 0], **values}))  # fmt: skip
     return pd.concat(frames, ignore_index=True)
 
 
@@ -44,10 +44,10 @@ def test_exact_curves_have_their_closed_form():
         line = 50 + 10 * x / 0.1 if x <= 0.1 else 60 + 10 * (x - 0.1) / 0.2
         steep = 60 + 14 * (x - 0.05) / 0.35
         for family, expected in (("lapa2", line), ("other", steep)):
-            found = row(table, family, ratio)
-            assert found[["value", "low", "high"]].tolist() == pytest.approx([expected] * 3)
-            assert found["perplexity"] == pytest.approx(ratio * np.exp(3.0))
-            assert found["reached"] == 1
+            at_ratio = row(table, family, ratio)
+            assert at_ratio[["value", "low", "high"]].tolist() == pytest.approx([expected] * 3)
+            assert at_ratio["perplexity"] == pytest.approx(ratio * np.exp(3.0))
+            assert at_ratio["reached"] == 1
         assert row(table, "other", ratio)["difference"] == pytest.approx(steep - line)
         assert np.isnan(row(table, "lapa2", ratio)["difference"])
     points = arms.points().set_index(["family", "strength"])
@@ -67,8 +67,8 @@ def test_the_first_segment_that_reaches_counts():
         ([0.0, 0.02, 0.04, 0.06], np.nan),
         ([0.0, np.nan, 0.2, 0.0], 25.0),
     ):
-        found = interpolate_at_cost(np.array(curve), values, target)
-        assert found == pytest.approx([expected], nan_ok=True), curve
+        interpolated = interpolate_at_cost(np.array(curve), values, target)
+        assert interpolated == pytest.approx([expected], nan_ok=True), curve
     assert interpolate_at_cost(np.array([0.1, 0.1]), values[:2], target) == pytest.approx([0.0])
 
 
@@ -77,9 +77,9 @@ def test_what_does_not_reach_is_not_comparable_and_not_extrapolated():
     table = SteeringCurves(made({"lapa2": LINE, "short": short}), ["acc"], 400).compare(
         "lapa2", [1.05, 1.1]
     )
-    found = add_verdicts(table, "lapa2")
-    assert row(found, "short", 1.05)["verdict"] == "more"
-    far = row(found, "short", 1.1)
+    judged = add_verdicts(table, "lapa2")
+    assert row(judged, "short", 1.05)["verdict"] == "more"
+    far = row(judged, "short", 1.1)
     assert (far["reached"], far["verdict"]) == (0, "not comparable")
     assert far[["value", "difference", "p", "p_holm"]].isna().all()
     turned = add_verdicts(
@@ -92,9 +92,9 @@ def test_what_does_not_reach_is_not_comparable_and_not_extrapolated():
 def test_a_curve_that_reaches_in_some_resamples_is_not_comparable():
     edge = {1.0: (3.0 + np.log(1.1), 60.0)}
     texts = made({"lapa2": LINE, "edge": edge}, noise=1.0, seed=3)
-    found = row(SteeringCurves(texts, ["acc"], 400).compare("lapa2", [1.1]), "edge", 1.1)
-    assert 0.05 < found["reached"] < 0.95
-    assert found[["p", "low", "high"]].isna().all(), "no interval of those that reach it alone"
+    at_edge = row(SteeringCurves(texts, ["acc"], 400).compare("lapa2", [1.1]), "edge", 1.1)
+    assert 0.05 < at_edge["reached"] < 0.95
+    assert at_edge[["p", "low", "high"]].isna().all(), "no interval of those that reach it alone"
 
 
 def test_few_prompts_have_no_interval():
@@ -120,9 +120,9 @@ def test_pairing_makes_differences_narrow():
     texts = made({"lapa2": LINE, "other": STEEP}, noise=0.3, shared=1.0)
     loose = texts.assign(prompt=texts["prompt"] + texts["family"])
     width = []
-    for each in (texts, loose):
-        found = row(SteeringCurves(each, ["acc"], 400).compare("lapa2"), "other", 1.1)
-        width.append(found["difference_high"] - found["difference_low"])
+    for samples in (texts, loose):
+        compared = row(SteeringCurves(samples, ["acc"], 400).compare("lapa2"), "other", 1.1)
+        width.append(compared["difference_high"] - compared["difference_low"])
     assert width[0] < 0.7 * width[1]
 
 
@@ -130,8 +130,8 @@ def test_the_baselines_perplexity_is_resampled():
     """Where prompts move all arms alike, a fixed target would be reached at other strengths."""
     texts = made({"lapa2": LINE}, shared=2.0, metrics=("acc",)).assign(acc=lambda t: t["nll"] * 0)
     texts["acc"] = texts.groupby(["family", "strength"])["nll"].transform("mean")
-    found = row(SteeringCurves(texts, ["acc"], 300).compare("lapa2"), "lapa2", 1.1)
-    assert found["high"] - found["low"] < 1e-9
+    compared = row(SteeringCurves(texts, ["acc"], 300).compare("lapa2"), "lapa2", 1.1)
+    assert compared["high"] - compared["low"] < 1e-9
 
 
 def test_texts_without_a_number_are_left_out():
@@ -163,8 +163,8 @@ def test_intervals_cover_and_nulls_are_rejected_at_their_rate():
         texts = made(families, prompts=40, noise=0.5, shared=0.5, seed=seed)
         table = SteeringCurves(texts, ["acc"], 300, seed=seed).compare("lapa2", [1.1])
         truth = 60 + 14 * (x - 0.05) / 0.35 - 50 - 100 * x
-        found, null = row(table, "other", 1.1), row(table, "null", 1.1)
-        hits += found["difference_low"] <= truth <= found["difference_high"]
+        compared, null = row(table, "other", 1.1), row(table, "null", 1.1)
+        hits += compared["difference_low"] <= truth <= compared["difference_high"]
         wrong += null["p"] < 0.05
         level += row(table, "lapa2", 1.1)["low"] <= 50 + 100 * x <= row(table, "lapa2", 1.1)["high"]
     # 0.95 and 0.05 of 200, and three binomial standard errors.
@@ -199,12 +199,12 @@ def test_one_family_of_tests_is_a_metric_over_tasks_ratios_and_arms():
     texts = made({"lapa2": LINE, "a": STEEP, "b": LINE}, noise=1.0, metrics=("acc", "echo %"))
     one = SteeringCurves(texts, ["acc", "echo %"], 400).compare("lapa2")
     both = pd.concat([one.assign(task="x"), one.assign(task="y")], ignore_index=True)
-    found = add_verdicts(both, "lapa2")
-    others = found[found["family"] != "lapa2"]
+    judged = add_verdicts(both, "lapa2")
+    others = judged[judged["family"] != "lapa2"]
     for metric, part in others.groupby("metric"):
         assert len(part) == 2 * 2 * 2, metric
         assert part["p_holm"].to_numpy() == pytest.approx(holm(part["p"].to_numpy()))
     apart = add_verdicts(both, "lapa2", ["task"])
-    assert (apart["p_holm"].dropna() <= found["p_holm"].dropna()).all()
+    assert (apart["p_holm"].dropna() <= judged["p_holm"].dropna()).all()
     assert set(others["verdict"]) <= {"more", "less", "not decided"}
-    assert (found[found["family"] == "lapa2"]["verdict"] == "").all()
+    assert (judged[judged["family"] == "lapa2"]["verdict"] == "").all()

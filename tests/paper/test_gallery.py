@@ -48,9 +48,11 @@ SCALES = (1, 100, 1000)
 
 def quoted(text):
     """(the words, value, low, high) of every number with an interval; each with its decimals."""
-    for found in INTERVAL.finditer(" ".join(text.split())):
-        numbers = [each.replace(",", "").rstrip(".") for each in found.group(1, 3, 4)]
-        yield found[0], [(float(each), len(each.partition(".")[2])) for each in numbers]
+    for match in INTERVAL.finditer(" ".join(text.split())):
+        numbers = [
+            text_of_number.replace(",", "").rstrip(".") for text_of_number in match.group(1, 3, 4)
+        ]
+        yield match[0], [(float(number), len(number.partition(".")[2])) for number in numbers]
 
 
 @functools.cache
@@ -72,7 +74,7 @@ def known(section):
             else:
                 pairs = quoted(file.read_text("utf-8"))
                 rows.append(np.array([[number for number, _ in three] for _, three in pairs]))
-    return np.concatenate([each.reshape(-1, 3) for each in rows])
+    return np.concatenate([part.reshape(-1, 3) for part in rows])
 
 
 def is_known(numbers, rows):
@@ -80,17 +82,17 @@ def is_known(numbers, rows):
     values = np.array([value for value, _ in numbers])
     half = np.array([0.5 * 10.0**-digits for _, digits in numbers]) * (1 + 1e-6)
     for scale in SCALES:
-        for given in (rows * scale, -rows[:, [0, 2, 1]] * scale, rows * scale * [-1, 1, 1]):
-            if (np.abs(given - values) <= half + 1e-9).all(axis=1).any():
+        for candidate in (rows * scale, -rows[:, [0, 2, 1]] * scale, rows * scale * [-1, 1, 1]):
+            if (np.abs(candidate - values) <= half + 1e-9).all(axis=1).any():
                 return True
     return False
 
 
 def section(title):
     text = (ROOT / "docs" / "results.md").read_text("utf-8")
-    found = re.search(rf"^## {re.escape(title)}$(.*?)(?=^## |\Z)", text, re.S | re.M)
-    assert found, f"docs/results.md has no section {title}"
-    return found[1]
+    section = re.search(rf"^## {re.escape(title)}$(.*?)(?=^## |\Z)", text, re.S | re.M)
+    assert section, f"docs/results.md has no section {title}"
+    return section[1]
 
 
 @pytest.mark.parametrize("title", SOURCES)
@@ -133,7 +135,7 @@ def test_verdicts_by_kind_are_those_of_the_table():
     verdicts = ("as in the paper", "against the paper", "no difference", "inconclusive")
     text = section("Scale quick")
     for kind, metric in metrics.items():
-        found = table.loc[table["metric"] == metric, "verdict"].value_counts()
-        counts = " | ".join(str(found.get(verdict, 0)) for verdict in verdicts)
+        counted = table.loc[table["metric"] == metric, "verdict"].value_counts()
+        counts = " | ".join(str(counted.get(verdict, 0)) for verdict in verdicts)
         assert f"| {kind} | {counts} |" in text
     assert set(table["metric"]) == set(metrics.values())

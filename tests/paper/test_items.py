@@ -69,6 +69,7 @@ SCORES = ROOT / "tests" / "data" / "small_run.scores.csv.xz"
 TOOLS = (
     "attention_or_mlps",
     "bench",
+    "check_scorers",
     "circuit_criteria",
     "growth",
     "head_paths",
@@ -96,9 +97,9 @@ def shortened(score):
     return json.dumps([float(f"{value:.7g}") for value in score])
 
 
-def stored_run(place, known):
+def stored_run(folder_of_run, known):
     """The stored run, unpacked, with the scores of a file, if one is given."""
-    folder = unpack("small_run", place) / "run"
+    folder = unpack("small_run", folder_of_run) / "run"
     with ScoreCache(folder / "scores") as scores:
         scores.put(
             (key, SkippedText(why) if why else tuple(json.loads(values)))
@@ -115,10 +116,10 @@ def run(tmp_path_factory):
     folder = stored_run(tmp_path_factory.mktemp("small"), SCORES)
     traces, read = {}, store.read_trace
 
-    def read_trace(place, number, cell):
-        if (place.name, number) not in traces:  # copies of the run have the same
-            traces[place.name, number] = read(place, number, cell)
-        return traces[place.name, number]
+    def read_trace(cell_folder, number, cell):
+        if (cell_folder.name, number) not in traces:  # copies of the run have the same
+            traces[cell_folder.name, number] = read(cell_folder, number, cell)
+        return traces[cell_folder.name, number]
 
     with (
         pytest.MonkeyPatch.context() as patched
@@ -136,10 +137,12 @@ def printed(run):
 
     @functools.cache
     def make(item):
-        with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as found:
-            for each in MODELS:
-                patched.setattr(each, "score", lambda *_: pytest.fail("a score that is not stored"))
-            return script("analyses", item, run) | {"printed": found.getvalue()}
+        with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as printed:
+            for model in MODELS:
+                patched.setattr(
+                    model, "score", lambda *_: pytest.fail("a score that is not stored")
+                )
+            return script("analyses", item, run) | {"printed": printed.getvalue()}
 
     return make
 
@@ -180,10 +183,10 @@ def test_stored_scores_are_those_of_the_float32_scorers(run):
         for task, text in texts.items():
             adapter = AdapterScorer(str(task))
             adapter = ToxicityScorer(adapter) if task == "detox" else adapter
-            for each in (scorer, adapter):
+            for judge in (scorer, adapter):
                 item = TextItem(text)
-                (stored,) = scores.get([each.key(item)]).values()
-                assert stored == pytest.approx(each.score([item])[0], rel=1e-4, abs=1e-5)
+                (stored,) = scores.get([judge.key(item)]).values()
+                assert stored == pytest.approx(judge.score([item])[0], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.long
@@ -209,11 +212,11 @@ def test_traces_of_every_head_and_of_two_steps(tmp_path, capsys):
 def test_every_script_makes_its_golden_table(item, run, printed):
     shown = printed(item)["printed"]
     for golden in sorted(GOLDEN.glob(f"{item}.*csv")):
-        made, kept = table(run / "tables" / golden.name), table(golden)
-        assert list(made) == list(kept)
+        made, expected = table(run / "tables" / golden.name), table(golden)
+        assert list(made) == list(expected)
         # Six digits are written; the classifiers and the fits carry float32 and float64
         # rounding.
-        pd.testing.assert_frame_equal(made, kept, check_dtype=False, rtol=1e-4, atol=1e-4)
+        pd.testing.assert_frame_equal(made, expected, check_dtype=False, rtol=1e-4, atol=1e-4)
     facts = json.loads((run / "tables" / f"{item}.json").read_text("utf-8"))
     assert facts["title"] in shown
     assert (run / "tables" / f"{item}.md").read_text("utf-8").startswith(f"### {facts['title']}")
@@ -247,7 +250,7 @@ def test_numbers_are_those_of_the_raw_texts(run, printed):
     from lapa2_interp.scoring.linear import LinearScorer
 
     assert printed("scaling")
-    found = table(run / "tables" / "scaling.csv")
+    scaling = table(run / "tables" / "scaling.csv")
     seen = 0
     for cell in json.loads((run / "run.json").read_text())["grids"]["quick/scaling"]:
         settings = json.loads((run / "cells" / cell / "cell.json").read_text())
@@ -266,15 +269,16 @@ def test_numbers_are_those_of_the_raw_texts(run, printed):
             found_right = [np.argmax(score) == right for score in scores]
             expected, metric = 100 * np.mean(found_right), "acc (linear)"
         law = settings["augmentation"]["law"] if settings["augmentation"] else None
-        rows = found[
-            (found["method"] == settings["method"]) & (found["attribute"] == settings["attribute"])
+        rows = scaling[
+            (scaling["method"] == settings["method"])
+            & (scaling["attribute"] == settings["attribute"])
         ]
         mine = rows[rows["arm"].str.contains(f"law {law}") if law not in (None, "log") else rows["arm"].isin(
             ["baseline"] if law is None else ["alpha 0.5 paper", "alpha 2 paper"])]  # fmt: skip
         assert mine[mine["metric"] == metric]["mean"].item() == pytest.approx(expected, abs=1e-3)
         assert mine[mine["metric"] == metric]["n"].item() == len(texts)
         words = [re.findall(r"\w+|[^\w\s]", text) for text in texts]
-        pairs = {pair for each in words for pair in pairwise(each)}
+        pairs = {pair for sentence in words for pair in pairwise(sentence)}
         assert mine[mine["metric"] == "dist2"]["mean"].item() == pytest.approx(
             len(pairs) / sum(map(len, words)), abs=1e-5
         )
@@ -311,7 +315,7 @@ def test_the_frontier_is_drawn_of_any_arms(tasks):
     drawing = figure("frontier")(pd.DataFrame(rows), pd.DataFrame(steps))
     assert len(drawing.axes) == 2 * len(tasks)
     (legend,) = drawing.legends
-    assert [each.get_text() for each in legend.get_texts()] == [
+    assert [entry.get_text() for entry in legend.get_texts()] == [
         arm for arm in arms if arm != "pasta"
     ]
     assert legend.get_window_extent().width <= drawing.bbox.width
@@ -430,8 +434,8 @@ def test_ratings_are_read_and_never_made(run, tmp_path):
     ratings = table(copy / "tables" / "eval.csv")
     two = pd.concat([ratings.assign(variant=""), ratings.assign(variant="prefixes=mle")])
     drawing = figure("eval")(two)
-    bars = [each.get_text() for each in drawing.axes[0].get_xticklabels()]
-    assert any(each.endswith("prefixes=mle\nrelevance") for each in bars)
+    bars = [tick.get_text() for tick in drawing.axes[0].get_xticklabels()]
+    assert any(bar.endswith("prefixes=mle\nrelevance") for bar in bars)
     assert len(bars) == len(set(bars)) == 4
     more = pd.concat([ratings.assign(arm=arm).drop_duplicates("criterion") for arm in "abcd"])
     bars = sorted(figure("eval")(more).axes[0].patches, key=lambda bar: bar.get_x())
@@ -460,23 +464,25 @@ def test_the_arms_of_human_answers(tmp_path):
     rows = pd.DataFrame({"arm": list(arms)}).assign(metric="fluency", rating=3, prompt="p")
     for chosen in (rows[:1], rows):
         chosen.to_csv(tmp_path / "human" / "answers.csv", index=False)
-        found = stored_ratings(tmp_path)[["task", "method", "arm", "variant", "model"]]
-        assert list(found.itertuples(index=False, name=None)) == list(arms.values())[: len(chosen)]
+        ratings = stored_ratings(tmp_path)[["task", "method", "arm", "variant", "model"]]
+        assert (
+            list(ratings.itertuples(index=False, name=None)) == list(arms.values())[: len(chosen)]
+        )
 
 
 def test_missing_cells_are_gaps_that_the_table_shows(run, tmp_path):
     """Half an arm is a gap too, and is not compared with a whole one."""
     copy = shutil.copytree(run, tmp_path / "gap", ignore=MADE)
     cells = load_run(copy).cells
-    whole = (cells["task"] == "detox") & (cells["method"] == "preadd") & (cells["law"] == "sqrt")
+    full = (cells["task"] == "detox") & (cells["method"] == "preadd") & (cells["law"] == "sqrt")
     half = (cells["task"] == "sentiment") & (cells["method"] == "prefix")
     half &= (cells["law"] == "linear") & (cells["attribute"] == "negative")
-    gone = cells["key"][whole | half]
-    assert whole.sum() == half.sum() == 1
+    gone = cells["key"][full | half]
+    assert full.sum() == half.sum() == 1
     for key in gone:
         remove_batches(copy / "cells" / key)
-    found = script("analyses", "scaling", copy, "--scorers", *QUICK)["table"]
-    gaps = found[found["state"] != "finished"]
+    made = script("analyses", "scaling", copy, "--scorers", *QUICK)["table"]
+    gaps = made[made["state"] != "finished"]
     assert gaps[["method", "arm", "attribute", "state"]].to_numpy().tolist() == [
         ["prefix", "alpha 0.5 paper, law linear", "all", "incomplete and missing"],
         ["preadd", "alpha 2 paper, law sqrt", "all", "missing"],
@@ -499,7 +505,7 @@ def mine(run, tmp_path):
         copy = shutil.copytree(run, tmp_path / "mine", dirs_exist_ok=True)
         opened = load_run(copy)
         cells = opened.cells
-        cells = cells[np.all([cells[name].isin(each) for name, each in wanted.items()], axis=0)]
+        cells = cells[np.all([cells[name].isin(values) for name, values in wanted.items()], axis=0)]
         grids = opened.listing.grids | {"mine": tuple(cells["key"])}
         write_listing(copy, opened.listing.model_copy(update={"grids": grids}))
         script("analyses", item, copy, "--grids", "mine", "--scorers", *QUICK)
@@ -648,7 +654,9 @@ def test_reproduce_hands_on_what_it_is_asked(run, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     reports = []
     page = importlib.import_module("lapa2_interp.report.run_page")
-    monkeypatch.setattr(page, "write_report", lambda *given: reports.append(given) or SCORES)
+    monkeypatch.setattr(
+        page, "write_report", lambda *arguments: reports.append(arguments) or SCORES
+    )
     copy = shutil.copytree(run, tmp_path / "copy", ignore=MADE)
     asked = [
         "--no-sweep",
@@ -705,7 +713,7 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     makes takes the place of theirs, but for what an item of several grids shows of the others."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     page = importlib.import_module("lapa2_interp.report.run_page")
-    monkeypatch.setattr(page, "write_report", lambda *given: SCORES)
+    monkeypatch.setattr(page, "write_report", lambda *arguments: SCORES)
     copy = shutil.copytree(run, tmp_path / "copy", ignore=MADE)
     beside = tmp_path / "beside"
     (beside / "tables").mkdir(parents=True)
@@ -720,8 +728,8 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     runs = (older, older.model_copy(update={"grids": others}))
     (beside / "results.json").write_text(Gallery(runs=runs).model_dump_json())
     row = {"model": "m", "task": "another", "method": "prefix", "prefix": "Very other:"}
-    other, none = pd.DataFrame([row]), ItemClaims("prefix_types")
-    write_item(beside, "prefix_types", "Title", other, none, formatted=other)
+    rows_beside, none = pd.DataFrame([row]), ItemClaims("prefix_types")
+    write_item(beside, "prefix_types", "Title", rows_beside, none, formatted=rows_beside)
     items = ["decay", "long", "prefix_types"]
     asked = ["--no-sweep", "--out", copy, "--items", *items, "--beside", beside]
     with pytest.raises(SystemExit) as caught:
@@ -735,8 +743,8 @@ def test_a_scale_is_made_in_pieces(run, tmp_path, monkeypatch, capsys):
     prefixes = pd.read_csv(copy / "tables" / "prefix_types.csv")
     assert set(prefixes["task"]) == {*load_run(copy).cells["task"], "another"}
     assert (copy / "figures" / "decay.png").read_bytes().startswith(b"\x89PNG")
-    found = read_gallery(copy)
-    assert [set(each.grids) for each in found.runs] == [set(older.grids), set(others)]
+    gallery = read_gallery(copy)
+    assert [set(older_run.grids) for older_run in gallery.runs] == [set(older.grids), set(others)]
     newer = (beside / "tables" / "layers.claims.csv").read_text().replace("layers,", "newer,")
     (beside / "tables" / "layers.claims.csv").write_text(newer)
     (beside / "tables" / "decay.md").write_text("old")
@@ -763,28 +771,32 @@ def test_an_item_joined_from_two_runs_is_the_item_made_at_once(tmp_path):
             for task in tasks
             for method in ("one", "two")
         ]
-        found = ItemClaims("item", ("a", "b"))
+        claims_of_item = ItemClaims("item", ("a", "b"))
         for number, row in enumerate(rows):
             error = 1 + ("topic", "detox").index(row["task"]) + number % 2
             of = Difference(6.0, 6 - 2 * error, 6 + 2 * error, 0.01 * error, error, 20, 4.0, 0.6)
-            found.add_difference(f"{row['task']}, {row['method']}", "acc", "more", of, margin=5.0)
+            claims_of_item.add_difference(
+                f"{row['task']}, {row['method']}", "acc", "more", of, margin=5.0
+            )
         table = pd.DataFrame(rows)
         shown = table[["task", "method"]].assign(**{f"step {4 * len(tasks)}": table["mean"]})
         alike = [name for name in ("task", "method") if shown[name].nunique() == 1]
-        write_item(folder, "item", "Title", table, found, ["A note."], shown.drop(columns=alike))
+        write_item(
+            folder, "item", "Title", table, claims_of_item, ["A note."], shown.drop(columns=alike)
+        )
         return folder / "tables"
 
     def text(folder, ending):
         return (folder / f"item.{ending}").read_text()
 
-    whole = make(tmp_path / "whole", "topic", "detox")
+    at_once = make(tmp_path / "whole", "topic", "detox")
     here, there = make(tmp_path / "a", "topic"), make(tmp_path / "b", "detox")
     assert read_claims(here / "item.claims.csv")["holm"].max() < 0.05
     assert merge_item("item", there, here)
-    assert text(here, "csv") == text(whole, "csv")
-    assert text(here, "claims.csv") == text(whole, "claims.csv")
+    assert text(here, "csv") == text(at_once, "csv")
+    assert text(here, "claims.csv") == text(at_once, "claims.csv")
     assert read_claims(here / "item.claims.csv")["holm"].max() >= 0.05
-    assert text(here, "md") == text(whole, "md").replace("step 8", "step 4")
+    assert text(here, "md") == text(at_once, "md").replace("step 8", "step 4")
     assert json.loads(text(here, "json"))["rows"]["data"][2][:2] == ["detox", "one"]
     again = make(tmp_path / "c", "topic", "detox", worth=2.0)
     known = text(again, "csv")
@@ -841,15 +853,15 @@ def test_the_papers_number_stands_beside_a_cell_of_its_setting(printed, monkeypa
     """SmolLM2 at 48 tokens: beside it GPT-2 medium at 256, the only model and length of the table,
     both named. A difference is shown only for the paper's own model and scorer."""
     made = printed("layers")["table"]
-    found = tables.rows_of_all_attributes(made[made["task"] == "sentiment"]).set_index(
+    by_arm = tables.rows_of_all_attributes(made[made["task"] == "sentiment"]).set_index(
         ["method", "arm", "metric"]
     )
-    number = found["paper"]
+    number = by_arm["paper"]
     assert number["prefix", "baseline", "acc"] == 68.13
     assert number["prefix", "alpha 0.5 paper, layers even", "ppl"] == 30.19
     assert number["air-decoding", "alpha 0.5 paper", "dist3"] == 0.82
     assert np.isnan(number["prefix", "alpha 0.5 paper, layers odd", "acc"])  # the paper has no odd
-    assert set(found["paper_of"]) == {"", "gpt2-medium, 256 tokens"}
+    assert set(by_arm["paper_of"]) == {"", "gpt2-medium, 256 tokens"}
     assert "sentiment: gpt2-medium, 256 tokens" in tables.footnotes(made)[-1]
     monkeypatch.setitem(tables.PAPER_SCORERS, "acc", "adapter")
     assert "68.1" in tables.format_item_table(made)["paper acc"].tolist()  # another model
@@ -861,7 +873,7 @@ def test_the_papers_number_stands_beside_a_cell_of_its_setting(printed, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("where", "place"),
+    ("where", "expected"),
     [
         (("sent_topic", "topic", "prefix", "smollm2-135m", 128), ("gpt2-medium", 128)),
         (("sent_topic", "topic", "prefix", "smollm2-135m", 32), None),  # five lengths, but no 32
@@ -871,8 +883,8 @@ def test_the_papers_number_stands_beside_a_cell_of_its_setting(printed, monkeypa
         (("related", "topic", "prefix", "smollm2-135m", 64), None),  # no such table
     ],
 )
-def test_the_place_of_the_papers_number(where, place):
-    assert reported.paper_place(*where) == place
+def test_the_place_of_the_papers_number(where, expected):
+    assert reported.paper_place(*where) == expected
 
 
 # --- verdicts and best cells
@@ -902,9 +914,9 @@ def test_a_claim_is_judged_by_the_second_scorer_too():
     sides = {"arm": "baseline"}, {"arm": "a"}
     for gain, verdict in ((5, "as in the paper"), (-5, "against the paper"), (0, "no difference")):
         second = scores({"baseline": 0, "a": gain}).assign(metric="acc (linear)")
-        found = ItemClaims("item")
-        found.add_claim("more", pd.concat([first, second]), *sides, "acc", "more", paper=1.0)
-        (row,) = found.rows
+        claims = ItemClaims("item")
+        claims.add_claim("more", pd.concat([first, second]), *sides, "acc", "more", paper=1.0)
+        (row,) = claims.rows
         assert (row.verdict, row.second, row.second_verdict) == (
             "as in the paper",
             "linear",
@@ -913,9 +925,9 @@ def test_a_claim_is_judged_by_the_second_scorer_too():
         assert row.second_low < gain < row.second_high or gain == 5
         alone = ItemClaims("item")
         alone.add_claim("more", second.assign(metric="acc"), *sides, "acc", "more")
-        (other,) = alone.rows
-        assert (row.second_here, row.second_low) == (other.here, other.low)
-    table = pd.concat([found.frame(), alone.frame()])
+        (alone_row,) = alone.rows
+        assert (row.second_here, row.second_low) == (alone_row.here, alone_row.low)
+    table = pd.concat([claims.frame(), alone.frame()])
     shown = format_claims(table)
     assert shown["second scorer"].tolist()[0].startswith("≠ linear: no difference (")
     assert shown["second scorer"].tolist()[1] == ""
@@ -926,35 +938,37 @@ def test_a_claim_is_judged_by_the_second_scorer_too():
 
 def noted(*differences, margin=0.0, expected="more", compared=None, whose="paper"):
     """Claims with (mean, standard error, p) over 30 prompts."""
-    found = ItemClaims("item")
+    claims = ItemClaims("item")
     for number, (mean, error, p) in enumerate(differences):
         of = Difference(mean, mean - 2.1 * error, mean + 2.1 * error, p, error, 30, 2.0, 0.5)
         key = "" if compared is None else compared[number]
         more = {"compared": key, "whose": whose}
-        found.add_difference(f"claim {number}", "acc", expected, of, margin=margin, **more)
-    return found.frame()
+        claims.add_difference(f"claim {number}", "acc", expected, of, margin=margin, **more)
+    return claims.frame()
 
 
 def test_a_comparison_is_identified_by_its_texts_and_its_margin():
     both = scores({"baseline": 0, "a": 5}).assign(length=8, part=0)
     both["cell"] = both["arm"]
-    found = ItemClaims("item")
+    claims = ItemClaims("item")
 
     def ask(texts, margin=1.0):
-        found.add_claim("a", texts, {"arm": "baseline"}, {"arm": "a"}, "acc", "same", margin=margin)
+        claims.add_claim(
+            "a", texts, {"arm": "baseline"}, {"arm": "a"}, "acc", "same", margin=margin
+        )
 
     first = list(dict.fromkeys(both["prompt"]))[:6]
     for texts in (both, both.sample(frac=1, random_state=0), both[both["prompt"].isin(first)]):
         ask(texts)
     ask(both, margin=9.0)
-    keys = found.frame()["compared"]
+    keys = claims.frame()["compared"]
     assert keys[0] == keys[1]
     assert keys[1:].nunique() == 3
 
 
 def test_verdicts_are_corrected_for_the_number_of_an_items_claims():
     sure, likely, chance = (3.0, 0.5, 0.001), (3.0, 1.2, 0.02), (-2.0, 0.9, 0.04)
-    alone = [noted(each)["verdict"].item() for each in (sure, likely, chance)]
+    alone = [noted(change)["verdict"].item() for change in (sure, likely, chance)]
     assert alone == ["as in the paper", "as in the paper", "against the paper"]
     table = noted(sure, likely, chance)
     assert table["holm"].tolist() == pytest.approx([0.003, 0.04, 0.04])
@@ -990,7 +1004,7 @@ def test_a_difference_too_small_to_matter_is_a_verdict():
 def test_what_we_expect_is_no_claim_of_the_paper(tmp_path):
     """It has other words, is tested alike, and is kept apart; what both compare counts in each."""
     differences = (3.0, 0.5, 0.001), (-3.0, 0.5, 0.001), (0.0, 9.0, 0.9)
-    paper, ours = (noted(*differences, whose=each, compared="abc") for each in ("paper", "ours"))
+    paper, ours = (noted(*differences, whose=whose, compared="abc") for whose in ("paper", "ours"))
     assert ours["verdict"].tolist() == ["as expected", "against what was expected", "inconclusive"]
     assert ours["raw"].tolist() == ours["verdict"].tolist()
     assert ours["holm"].tolist() == paper["holm"].tolist()
@@ -1037,7 +1051,9 @@ def test_a_sign_that_correction_takes_back_leaves_that_the_difference_is_small()
 def test_the_same_and_no_difference_are_one_test():
     """A mean of 0 whose error is just small enough: t of the margin is 1.8, its p below .05 though
     the 95 % interval is wider than the margin."""
-    more, same = (noted((0.0, 1.0, 0.9), margin=1.8, expected=each) for each in ("more", "same"))
+    more, same = (
+        noted((0.0, 1.0, 0.9), margin=1.8, expected=relation) for relation in ("more", "same")
+    )
     assert more["p_within"].item() == same["p_within"].item() < 0.05
     assert (more["raw"].item(), same["raw"].item()) == ("no difference", "as in the paper")
 
@@ -1048,14 +1064,14 @@ def test_both_families_of_tests_err_at_their_rate():
     rng = np.random.default_rng(0)
     wrong = np.zeros(2)
     for _ in range(400):
-        found = ItemClaims("item")
+        claims = ItemClaims("item")
         for number in range(12):
             truth = 0.0 if number < 6 else 3.0
             gaps = rng.normal(truth, 5.0, 30)
             names = np.arange(30)
             of = paired_difference(np.zeros(30), names, gaps, names, resamples=1000)
-            found.add_difference(f"{number}", "acc", "more", of, margin=3.0)
-        table = found.frame()
+            claims.add_difference(f"{number}", "acc", "more", of, margin=3.0)
+        table = claims.frame()
         wrong += [
             table["verdict"][:6].isin(["as in the paper", "against the paper"]).any(),
             (table["verdict"][6:] == "no difference").any(),
@@ -1094,12 +1110,12 @@ def test_attention_is_compared_at_the_steps_that_both_arms_have():
             (where | {"arm": arm}, decaying(steps), samples)
             for arm, steps in (("baseline", 40), ("b", 12), ("a", 40))
         ],
-        add_difference=lambda *given: added.append(given),
+        add_difference=lambda *arguments: added.append(arguments),
     )
     fake.data = fake
     ItemTables.attention_table(fake, pd.DataFrame())
-    assert [given[3].mean for given in added] == [0, 0, 0, 0]
-    steps = [given[0].split("step ")[1] for given in added[1::2]]
+    assert [arguments[3].mean for arguments in added] == [0, 0, 0, 0]
+    steps = [arguments[0].split("step ")[1] for arguments in added[1::2]]
     assert steps == ["11: prefix, topic, b", "39: prefix, topic, a"], "arms in their order"
 
 
@@ -1144,9 +1160,9 @@ def test_what_several_items_compare_has_one_name():
         (texts, "less"),
         (texts.assign(length=32), "more"),
     ):
-        found = ItemClaims("item", ("grid",))
-        found.add_claim("text", table, {"arm": "baseline"}, {"arm": "a"}, "acc", expected)
-        (row,) = found.rows
+        claims = ItemClaims("item", ("grid",))
+        claims.add_claim("text", table, {"arm": "baseline"}, {"arm": "a"}, "acc", expected)
+        (row,) = claims.rows
         assert (row.task, row.method, row.scorer, row.grids) == ("sentiment", "prefix", "s", "grid")
         assert (row.margin, row.texts) == (5, 1)
         names.append(row.compared)
@@ -1157,10 +1173,10 @@ def test_what_several_items_compare_has_one_name():
 def test_claims_without_texts_are_separate_claims():
     """An arm that is not finished: its claims are missing, and the others are corrected for them."""
     texts = scores({"baseline": 0, "a": 5}).assign(cell=lambda table: table["arm"] + " cell")
-    found = ItemClaims("item")
+    item_claims = ItemClaims("item")
     for arm in ("a", "b", "c", "d"):
-        found.add_claim("text", texts, {"arm": "baseline"}, {"arm": arm}, "acc", "more")
-    claims = found.frame()
+        item_claims.add_claim("text", texts, {"arm": "baseline"}, {"arm": arm}, "acc", "more")
+    claims = item_claims.frame()
     assert claims["compared"].tolist()[1:] == ["", "", ""]
     assert claims["holm"][0] == pytest.approx(4 * claims["p"][0])
     assert count_verdicts(claims) == "1 as in the paper, 3 missing"
@@ -1170,15 +1186,15 @@ def test_claims_without_texts_are_separate_claims():
 def test_samples_of_one_number_are_compared_as_what_they_are():
     """The same texts at two lengths: what they share is no noise that more texts would lower."""
     rng = np.random.default_rng(0)
-    place = {"prompt": [f"p{i // 4}" for i in range(200)], "sample": [i % 4 for i in range(200)]}
+    labels = {"prompt": [f"p{i // 4}" for i in range(200)], "sample": [i % 4 for i in range(200)]}
     first = rng.normal(size=200)
-    one, two = (pd.DataFrame({**place, "value": first + shift}) for shift in (0, 1))
+    one, two = (pd.DataFrame({**labels, "value": first + shift}) for shift in (0, 1))
     two["value"] += rng.normal(0, 0.1, 200)
-    alone = [each.drop(columns="sample") for each in (one, two)]
+    alone = [arm.drop(columns="sample") for arm in (one, two)]
     by_number, apart = paired_change(one, two.sample(frac=1, random_state=0)), paired_change(*alone)
     assert by_number.error == pytest.approx(apart.error)
     assert (apart.noise, by_number.texts) == (1, 4)
-    noise = (two["value"] - one["value"]).groupby(place["prompt"]).var().mean() / 4
+    noise = (two["value"] - one["value"]).groupby(labels["prompt"]).var().mean() / 4
     assert by_number.noise == pytest.approx(min(1, noise / (50 * by_number.error**2)))
 
 
@@ -1187,8 +1203,8 @@ def test_a_cell_is_read_at_its_own_length_too(run):
     data = ItemData(load_run(run), "alpha", ("alpha",), ("accuracy=linear",))
     cells = data.cells[data.cells["method"] == "prefix"]
     own = set(cells["max_length"])
-    found = data.scores(cells, (8, max(own) + 8), metrics=("accuracy",))
-    assert set(found["length"]) == {8, *own}
+    scored = data.scores(cells, (8, max(own) + 8), metrics=("accuracy",))
+    assert set(scored["length"]) == {8, *own}
 
 
 def test_attention_stands_beside_the_arm_of_its_variant(monkeypatch):
@@ -1221,15 +1237,15 @@ def test_attention_stands_beside_the_arm_of_its_variant(monkeypatch):
     monkeypatch.setattr(
         "lapa2_interp.paper.items.pooled", lambda mass, name: np.full((1, 2, 3), mass)
     )
-    kept = made[made["variant"] != "v2"]
-    _, shown = ItemTables.table_with_attention(fake, cells, kept, {"prefix": "attention"})
+    first_variants = made[made["variant"] != "v2"]
+    _, shown = ItemTables.table_with_attention(fake, cells, first_variants, {"prefix": "attention"})
     assert shown["attention"].tolist() == ["0.250 [0.250, 0.250]", "0.500 [0.500, 0.500]", ""]
 
 
 def test_texts_that_one_arm_lacks_move_no_claim():
     """Texts of one attribute are better than those of the other, and the same in both arms."""
     values = {"positive": 90.0, "negative": 10.0}
-    whole = pd.DataFrame(
+    full = pd.DataFrame(
         [
             {"arm": arm, "prompt": f"p{i}", "attribute": name, "metric": "acc", "value": value + i}
             for arm in ("baseline", "a")
@@ -1237,20 +1253,20 @@ def test_texts_that_one_arm_lacks_move_no_claim():
             for name, value in values.items()
         ]
     )
-    less = whole[
-        (whole["arm"] == "baseline") | (whole["attribute"] == "positive") | (whole["prompt"] < "p5")
+    less = full[
+        (full["arm"] == "baseline") | (full["attribute"] == "positive") | (full["prompt"] < "p5")
     ]
-    easier = whole[(whole["arm"] == "a") & (whole["attribute"] == "positive")]
-    more = pd.concat([whole, easier, easier], ignore_index=True)  # they weigh no more
-    for texts in (whole, less, more):
-        found = compare_arms(texts, {"arm": "baseline"}, {"arm": "a"}, "acc")
-        assert (found.mean, found.low, found.high, found.clusters) == (0, 0, 0, 10)
-    alone = whole[(whole["arm"] == "baseline") == (whole["attribute"] == "positive")]
+    easier = full[(full["arm"] == "a") & (full["attribute"] == "positive")]
+    more = pd.concat([full, easier, easier], ignore_index=True)  # they weigh no more
+    for texts in (full, less, more):
+        change = compare_arms(texts, {"arm": "baseline"}, {"arm": "a"}, "acc")
+        assert (change.mean, change.low, change.high, change.clusters) == (0, 0, 0, 10)
+    alone = full[(full["arm"] == "baseline") == (full["attribute"] == "positive")]
     assert compare_arms(alone, {"arm": "baseline"}, {"arm": "a"}, "acc") is None
 
 
 def test_claims_read_back_as_they_were(tmp_path):
-    found = ItemClaims("item")
+    claims = ItemClaims("item")
     for metric in ("acc", "ppl"):
         both = pd.concat(
             [
@@ -1258,10 +1274,10 @@ def test_claims_read_back_as_they_were(tmp_path):
                 scores({"baseline": 0, "a": 5}).assign(metric="acc (linear)"),
             ]
         )
-        found.add_claim("more", both, {"arm": "baseline"}, {"arm": "a"}, metric, "more")
-    found.frame().to_csv(tmp_path / "item.claims.csv", index=False)
+        claims.add_claim("more", both, {"arm": "baseline"}, {"arm": "a"}, metric, "more")
+    claims.frame().to_csv(tmp_path / "item.claims.csv", index=False)
     again = read_claims(tmp_path / "item.claims.csv")
-    pd.testing.assert_frame_equal(again, found.frame(), check_dtype=False)
+    pd.testing.assert_frame_equal(again, claims.frame(), check_dtype=False)
     assert again["second"].tolist() == ["linear", ""]
     assert again["verdict"].tolist()[1] == "missing"
 
@@ -1301,10 +1317,10 @@ def test_best_is_marked_only_when_the_interval_says_so(gains, best, run):
          "state": "finished", "profile": "", "alpha": 0.0, "max_length": 64}
     )  # fmt: skip
     bench = ItemTables(ItemData(load_run(run), "scaling", ("scaling",)), "", run)
-    found = bench.table(texts, cells)
-    marked = found[found["best"] & (found["metric"] == "acc")]["arm"].tolist()
+    scored = bench.table(texts, cells)
+    marked = scored[scored["best"] & (scored["metric"] == "acc")]["arm"].tolist()
     assert marked == ([best] if best else [])
-    assert ("**" in "".join(tables.format_item_table(found)["acc"])) == (best is not None)
+    assert ("**" in "".join(tables.format_item_table(scored)["acc"])) == (best is not None)
 
 
 def test_best_compares_texts_of_attributes_that_both_arms_have():
@@ -1316,23 +1332,23 @@ def test_best_compares_texts_of_attributes_that_both_arms_have():
     cells = both.drop_duplicates(["arm", "attribute"]).assign(
         state="finished", profile="", alpha=0.0, max_length=64
     )
-    found = tables.item_table("scaling", both, cells)
-    means = found[(found["attribute"] == "all") & (found["metric"] == "acc")].set_index("arm")
+    scored = tables.item_table("scaling", both, cells)
+    means = scored[(scored["attribute"] == "all") & (scored["metric"] == "acc")].set_index("arm")
     assert means.loc["b", "mean"] > means.loc["a", "mean"] + 10
-    assert not found["best"].any()
+    assert not scored["best"].any()
 
 
 @pytest.mark.parametrize(
     ("apart", "values"), [("dtype", ["float32", "float64"]), ("max_length", [64, 128])]
 )
 def test_rows_that_differ_only_in_precision_or_length_are_not_multiplied(apart, values):
-    texts = pd.concat(scores({"baseline": i, "a": i + 5}).assign(**{apart: each})
-                      for i, each in enumerate(values))  # fmt: skip
+    texts = pd.concat(scores({"baseline": i, "a": i + 5}).assign(**{apart: value})
+                      for i, value in enumerate(values))  # fmt: skip
     cells = texts.drop_duplicates(["arm"]).assign(state="finished", profile="", alpha=0.0)
     made = tables.item_table("item", texts, cells)
     of_acc = made[(made["metric"] == "acc")]
     assert sorted(zip(of_acc["arm"], of_acc[apart], strict=True)) == [
-        (arm, each) for arm in ("a", "baseline") for each in values
+        (arm, value) for arm in ("a", "baseline") for value in values
     ]
     assert len(tables.format_item_table(made)) == 4
     assert len(of_acc["mean"].unique()) == 4
@@ -1356,15 +1372,15 @@ def test_claims_keep_variants_apart(run):
     """Texts drawn in another way are no more texts of the same arm."""
     data = ItemData(load_run(run), "scaling", ("scaling",))
     cells = data.cells[data.cells["task"] == "sentiment"]
-    other = cells[cells["method"] == "prefix"].assign(variant="top-k 50")
-    both = pd.concat([cells, other], ignore_index=True)
-    found = {words: (where["variant"], len(group)) for where, words, group in data.groups(both)}
-    n = len(other)
+    narrowed = cells[cells["method"] == "prefix"].assign(variant="top-k 50")
+    both = pd.concat([cells, narrowed], ignore_index=True)
+    groups = {words: (where["variant"], len(group)) for where, words, group in data.groups(both)}
+    n = len(narrowed)
     assert n
-    assert found["prefix, sentiment"] == ("", n)
-    assert found["prefix, sentiment, top-k 50"] == ("top-k 50", n)
-    assert len(found) == cells["method"].nunique() + 1
-    alone = {words for _, words, _ in data.groups(other)}
+    assert groups["prefix, sentiment"] == ("", n)
+    assert groups["prefix, sentiment, top-k 50"] == ("top-k 50", n)
+    assert len(groups) == cells["method"].nunique() + 1
+    alone = {words for _, words, _ in data.groups(narrowed)}
     assert alone == {"prefix, sentiment"}, "what all have needs no words"
 
 
@@ -1413,11 +1429,11 @@ def test_a_notebook_executes(run, tmp_path, monkeypatch):
 def make_tables(out, known=SCORES, asked=()):
     """Run all scripts on the stored run, with the scores of a file where it has them; put their
     tables into a folder. Returns the scores with the keys in `asked`."""
-    with tempfile.TemporaryDirectory() as place:
-        stored = stored_run(Path(place), known)
-        for each in ITEMS:
-            script("analyses", each, stored)
-            for made in (stored / "tables").glob(f"{each}.*csv"):
+    with tempfile.TemporaryDirectory() as folder:
+        stored = stored_run(Path(folder), known)
+        for item in ITEMS:
+            script("analyses", item, stored)
+            for made in (stored / "tables").glob(f"{item}.*csv"):
                 shutil.copy(made, out)
         with ScoreCache(stored / "scores") as scores:
             return scores.get(sorted(asked))
@@ -1428,17 +1444,17 @@ def write_golden():
     asked = set()
 
     def key_of(self, item, key):
-        found = key(self, item)
+        score_key = key(self, item)
         if not self.version.startswith("linear"):  # those are not stored
-            asked.add(found)
-        return found
+            asked.add(score_key)
+        return score_key
 
-    for each in (*MODELS, ToxicityScorer):
-        each.key = functools.partialmethod(key_of, key=each.key)
+    for scorer in (*MODELS, ToxicityScorer):
+        scorer.key = functools.partialmethod(key_of, key=scorer.key)
     known = make_tables(GOLDEN, None, asked)
     rows = [
-        (key, "", found.reason) if isinstance(found, SkippedText) else (key, shortened(found), "")
-        for key, found in sorted(known.items())
+        (key, "", score.reason) if isinstance(score, SkippedText) else (key, shortened(score), "")
+        for key, score in sorted(known.items())
     ]
     pd.DataFrame(rows, columns=["key", "values", "skipped"]).to_csv(SCORES, index=False)
 

@@ -49,10 +49,10 @@ def grid(tmp_path):
     return load_grid(str(tmp_path / "mine.toml"), check=False)
 
 
-def claims(*found, margin=5.0, expected="more", metric="acc", task="sentiment"):
+def claims(*results, margin=5.0, expected="more", metric="acc", task="sentiment"):
     """An item's claims, as an earlier run of 20 prompts with 4 texts gave them."""
     made = ItemClaims("item", ("mine", "other"))
-    for number, (mean, error, noise) in enumerate(found):
+    for number, (mean, error, noise) in enumerate(results):
         of = Difference(mean, mean - 2 * error, mean + 2 * error, 0.5, error, 20, 4.0, noise)
         made.add_difference(
             f"claim {number}", metric, expected, of, margin=margin, task=task, method="prefix"
@@ -89,9 +89,9 @@ def test_shares_are_those_of_simulated_runs(grid, expected):
         zero = rng.normal(0, new, n)
         within = np.abs(zero) < 5 - student.isf(0.025, 9) * new
         assert row["if_zero"] == pytest.approx(within.mean(), abs=0.005)
-        found = rng.normal(rng.normal(here, error, n), new)
+        means = rng.normal(rng.normal(here, error, n), new)
         beyond = student.isf(0.0125, 9) * new + (5 if expected == "same" else 0)
-        decided = (np.abs(found) > beyond) | (np.abs(found) < 5 - student.isf(0.025, 9) * new)
+        decided = (np.abs(means) > beyond) | (np.abs(means) < 5 - student.isf(0.025, 9) * new)
         assert row["decided"] == pytest.approx(decided.mean(), abs=0.005)
         assert (row["prompts"], row["texts"], row["margin"]) == (10, 6, 5)
 
@@ -110,10 +110,10 @@ def test_required_prompts_decide_any_truth_in_simulated_runs(expected):
             error = earlier * np.sqrt(20 / many)
             least = []
             for truth in truths:
-                found = np.abs(rng.normal(truth, error, n))
+                sizes = np.abs(rng.normal(truth, error, n))
                 beyond = student.isf(0.0125, many - 1) * error + (5 if expected == "same" else 0)
-                within = found < 5 - student.isf(0.025, many - 1) * error
-                least.append(((found > beyond) | within).mean())
+                within = sizes < 5 - student.isf(0.025, many - 1) * error
+                least.append(((sizes > beyond) | within).mean())
             shares[many] = min(least)
         assert shares[prompts] == pytest.approx(0.8, abs=0.02)
         assert shares[round(0.8 * prompts)] < 0.7
@@ -134,13 +134,13 @@ def test_required_prompts_are_the_same_whatever_the_plan_has(grid):
 
 def test_five_prompts_decide_no_sign(tmp_path):
     """2 of the 32 assignments of signs are as extreme as all alike: p is never below .0625."""
-    for prompts, expected, found in ((5, "more", False), (6, "more", True), (5, "same", True)):
+    for prompts, expected, possible in ((5, "more", False), (6, "more", True), (5, "same", True)):
         (tmp_path / "few.toml").write_text(GRID.replace("prompts = 10", f"prompts = {prompts}"))
         few = load_grid(str(tmp_path / "few.toml"), check=False)
         asked = claims((50.0, 1.5, 0.6), expected=expected)
         (row,) = power_table(few, asked.assign(grids="few")).to_dict("records")
         assert row["prompts"] == prompts
-        assert (row["decided"] > 0.99, np.isfinite(row["corrected"])) == (found, found)
+        assert (row["decided"] > 0.99, np.isfinite(row["corrected"])) == (possible, possible)
 
 
 def test_perplexity_reads_the_first_texts_of_each_prompt(tmp_path):

@@ -109,12 +109,12 @@ def test_sums_equal_those_of_the_whole_row_of_logits(name, monkeypatch):
 
 def test_the_correlated_prefix_goes_on_where_the_text_begins():
     family, lengths = LOGIT_FAMILIES["correlated"], np.array([10, 20, 40])
-    found = []
+    points = []
     for seed in range(400):
         z = family.draw(np.random.default_rng(seed), 37)[0]
         prefix, _ = log_sums(family, np.random.default_rng(seed), lengths, 3)
-        found.append((z, np.log(np.exp(prefix[:, 0]) / 3).mean()))
-    z, mean = np.array(found).T
+        points.append((z, np.log(np.exp(prefix[:, 0]) / 3).mean()))
+    z, mean = np.array(points).T
     assert np.corrcoef(z, mean)[0, 1] > 0.97
     assert z.std() == pytest.approx(1, abs=0.15)
 
@@ -234,14 +234,14 @@ def test_identical_is_not_exchangeable():
 def test_synthetic_tables(synthetic):
     drawn, lengths = synthetic
     few = {name: drawn[name] for name in ("equal", "normal")}
-    shares, found = (
+    shares, slopes = (
         synthetic_shares(few, lengths, 3, (0.0, 0.5)),
         synthetic_slopes(few, lengths, 3, (0.0, 0.5)),
     )
     equal = shares[shares["family"] == "equal"]
     assert equal["mean"].to_numpy() == pytest.approx(equal["predicted"].to_numpy())
     assert (equal["ratio"] - 1).abs().max() < 1e-9
-    slope = found.set_index(["family", "alpha", "quantity"])
+    slope = slopes.set_index(["family", "alpha", "quantity"])
     assert slope.loc[("equal", 0.5, "log A'"), "mean"] == pytest.approx(
         slope.loc[("equal", 0.5, "log A'"), "predicted"]
     )
@@ -350,8 +350,8 @@ def test_a_verdict_follows_from_its_own_row():
         for row in table.to_dict("records"):
             expected = float(row["expected"].lstrip("<>= "))
             kind = {"<": "less", ">": "more"}.get(row["expected"][0], "same")
-            found = judge(row["low"], row["high"], expected, row["margin"], kind)
-            assert row["verdict"] in (found, "inconclusive"), row
+            verdict = judge(row["low"], row["high"], expected, row["margin"], kind)
+            assert row["verdict"] in (verdict, "inconclusive"), row
 
 
 def test_a_strong_prefix_is_not_rounded_away():
@@ -359,19 +359,22 @@ def test_a_strong_prefix_is_not_rounded_away():
     trace = made_trace(0.0)
     strong = made_trace(0.0, alpha=1.0)
     left = np.float64(1e-9)
-    for each, share in ((trace, 0.5), (strong, 1 - left)):
+    for dataset, share in ((trace, 0.5), (strong, 1 - left)):
         parts = {
             "prefix": share,
             "bos": (1 - share) / 2,
             "prompt": (1 - share) / 4,
             "generated": (1 - share) / 4,
         }
-        if each is strong:
+        if dataset is strong:
             parts = {"prefix": 1.0, "bos": left / 2, "prompt": left / 4, "generated": left / 4}
         for name, value in parts.items():
-            each[name] = (each["prefix"].dims, np.full(each["prefix"].shape, value, np.float32))
-    found = prefix_curves(stack_alphas({0.0: trace, 1.0: strong}), pooled=True)
-    assert found.odds[1, 0, 0] == pytest.approx(np.log(1e9), rel=1e-6)
+            dataset[name] = (
+                dataset["prefix"].dims,
+                np.full(dataset["prefix"].shape, value, np.float32),
+            )
+    curves = prefix_curves(stack_alphas({0.0: trace, 1.0: strong}), pooled=True)
+    assert curves.odds[1, 0, 0] == pytest.approx(np.log(1e9), rel=1e-6)
 
 
 def test_intervals_cover_under_autocorrelated_noise():
@@ -379,10 +382,10 @@ def test_intervals_cover_under_autocorrelated_noise():
     repetitions."""
     held = 0
     for seed in range(200):
-        found = prefix_curves(
+        curves = prefix_curves(
             stack_alphas({0.0: made_trace(0.2, seed=seed, texts=20, steps=80)}), pooled=True
         )
-        low, high = bounds(found.growth()[0], found.texts)  # as the tables take them
+        low, high = bounds(curves.growth()[0], curves.texts)  # as the tables take them
         held += low < 0.2 < high
     assert 0.88 <= held / 200 <= 0.98
 
@@ -460,10 +463,10 @@ def test_prediction_follows_the_augmentations_fields():
 
 def test_thinned_steps():
     assert thinned_steps(3).tolist() == [0, 1, 2]
-    found = thinned_steps(8192)
-    assert (found[0], found[-1]) == (0, 8191)
-    assert len(found) <= 48
-    assert len(np.unique(found)) == len(found)
+    steps = thinned_steps(8192)
+    assert (steps[0], steps[-1]) == (0, 8191)
+    assert len(steps) <= 48
+    assert len(np.unique(steps)) == len(steps)
 
 
 # --- a real network
@@ -572,7 +575,7 @@ def test_verdicts_on_the_model_are_counted_apart_from_those_on_synthetic_logits(
         "Claims on synthetic logits that break them: 2 against the paper.",
     ]
     for family in LOGIT_FAMILIES.values():
-        kept = family.exchangeable and family.bounded
+        is_kept = family.exchangeable and family.bounded
         where = f"synthetic: x ({family.keeps})"
-        (told,) = count_by_source(pd.DataFrame({"where": [where], "verdict": ["inconclusive"]}))
-        assert ("keep" in told) == kept
+        (line,) = count_by_source(pd.DataFrame({"where": [where], "verdict": ["inconclusive"]}))
+        assert ("keep" in line) == is_kept

@@ -33,16 +33,16 @@ def texts():
 def test_means_and_differences_are_those_of_the_scores(texts, tmp_path, scorer):
     perplexity = scorer != "repetition"
     with ScoreCache(tmp_path) as cache:
-        found = SCRIPT["compare"]("sentiment", scorer, texts, cache)
+        compared = SCRIPT["compare"]("sentiment", scorer, texts, cache)
         scores = score_samples(texts, [scorer], ScorerOptions(task="sentiment"), cache)
     values = pd.to_numeric(scores["value"])
     values = np.log(values) if perplexity else values
     means = values.groupby([scores["method"], scores["arm"]]).mean()
     shown = np.exp if perplexity else lambda value: value
-    assert len(found) == 8
-    assert (found["low"] <= found["mean"]).all()
-    assert (found["mean"] <= found["high"]).all()
-    for row in found.itertuples():
+    assert len(compared) == 8
+    assert (compared["low"] <= compared["mean"]).all()
+    assert (compared["mean"] <= compared["high"]).all()
+    for row in compared.itertuples():
         expected = means[row.method, row.arm]
         if row.minus:
             expected -= means[tuple(row.minus.split(", "))]
@@ -52,5 +52,5 @@ def test_means_and_differences_are_those_of_the_scores(texts, tmp_path, scorer):
 def test_perplexity_is_of_the_first_prompts(texts, tmp_path, monkeypatch):
     monkeypatch.setitem(SCRIPT["PERPLEXITY_PROMPTS"], "sentiment", 9)
     with ScoreCache(tmp_path) as cache:
-        found = SCRIPT["compare"]("sentiment", "conditional-perplexity=tiny-gpt2", texts, cache)
-    assert set(found["prompts"]) == {9}
+        compared = SCRIPT["compare"]("sentiment", "conditional-perplexity=tiny-gpt2", texts, cache)
+    assert set(compared["prompts"]) == {9}

@@ -70,7 +70,7 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "excepthook", sys.excepthook)
         scorers = ["--scorers", "linear", "accuracy", "masked", "echo", "repetition"]
-        found = script(
+        tables = script(
             "analyses",
             "steering",
             folder / "run",
@@ -79,7 +79,7 @@ def run(tmp_path_factory):
             *scorers,
             "perplexity=tiny-gpt2",
         )
-    return folder / "run", found
+    return folder / "run", tables
 
 
 def table(run, name):
@@ -120,8 +120,8 @@ def test_families_are_read_from_augmentations():
              "head-selective:heads=1.0", "instaboost:M=7", "pasta:alpha=0.2", "lapa2-released",
              "spotlight:tau=0.3"]  # fmt: skip
     arms = [parse_recipes(text) for text in texts]
-    found = name_families([(), *arms])
-    assert list(found.values()) == [
+    families = name_families([(), *arms])
+    assert list(families.values()) == [
         "baseline", "lapa2", "lapa2", "token-selective", "set-point", "head-selective",
         "head-selective #2", "head-selective", "instaboost", "pasta", "lapa2-released", "spotlight",
     ]  # fmt: skip
@@ -136,9 +136,9 @@ def test_families_are_read_from_augmentations():
 
 
 def test_tables_are_those_of_the_texts(run):
-    folder, found = run
+    folder, made = run
     curves, equal = table(folder, ".curves"), table(folder, ".equal")
-    texts = found["texts"]
+    texts = made["texts"]
     metrics = ["acc", "acc masked", "echo %", "rep %"]
     assert list(dict.fromkeys(curves["metric"])) == metrics
     for row in curves.itertuples():
@@ -190,20 +190,20 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
         asked = [part, "--grids", "mine", "--scorers", "linear", "accuracy", "masked", "echo",
                  "repetition", "perplexity=tiny-gpt2"]  # fmt: skip
         if task == "sentiment":  # the two tests of topic have no texts here, and count as p = 1
-            found = script("analyses", "steering", *asked)
-            waiting = pd.DataFrame(found["waiting"])
+            made = script("analyses", "steering", *asked)
+            waiting = pd.DataFrame(made["waiting"])
             assert waiting[["task", "family"]].drop_duplicates().values.tolist() == [
                 ["topic", "set-point"]
             ]
-            assert len(waiting) == 2 * len(found["metrics"]), "at two perplexities"
-            assert len(found["tests"]) == len(waiting) + len(found["found"])
+            assert len(waiting) == 2 * len(made["metrics"]), "at two perplexities"
+            assert len(made["tests"]) == len(waiting) + len(made["found"])
             assert table(part, ".equal")["perplexity"].notna().all()
         script("analyses", "steering", *asked, *(["--beside", *tables] if tables else []))
         tables.append(part / "tables" / "steering.texts.parquet")
     assert "No verdicts" in (tmp_path / "topic" / "tables" / "steering.equal.md").read_text()
     keys = ["task", "words", "attribute", "ratio", "family", "metric", "perplexity"]
-    whole, parts = (table(each, ".equal").sort_values(keys) for each in (folder, part))
-    pd.testing.assert_frame_equal(whole.reset_index(drop=True), parts.reset_index(drop=True))
+    at_once, parts = (table(tables, ".equal").sort_values(keys) for tables in (folder, part))
+    pd.testing.assert_frame_equal(at_once.reset_index(drop=True), parts.reset_index(drop=True))
     stored = pd.read_parquet(tables[0])
     assert not stored["prompt"].str.contains(" ").any(), "no texts"
     with pytest.raises(RunError, match="cells that are there already; give each once"):
@@ -214,9 +214,9 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
 
 
 def test_texts_with_banned_words_are_told_apart(run):
-    folder, found = run
+    folder, made = run
     plan = load_run(folder).by_key
-    for key, words in found["texts"][["cell", "words"]].drop_duplicates().itertuples(index=False):
+    for key, words in made["texts"][["cell", "words"]].drop_duplicates().itertuples(index=False):
         assert (words == "prefix words banned") == (plan[key].ban_words == "own")
     assert set(table(folder, ".equal")["words"]) == {"all words", "prefix words banned"}
 
@@ -258,9 +258,9 @@ def test_verdicts_say_what_speaks_against_them():
             ends = {"difference": gap, "difference_low": low, "difference_high": high}
             rows.append(at | {"metric": metric, "verdict": said} | ends)
     names = ("acc", "acc (linear)", "acc masked")
-    found = add_caveats(pd.DataFrame(rows), *names)
-    assert found["verdict"][found["metric"] == "acc"].tolist() == list(cases.values())
-    assert set(found["verdict"][found["metric"] != "acc"]) == {"not decided"}
+    judged = add_caveats(pd.DataFrame(rows), *names)
+    assert judged["verdict"][judged["metric"] == "acc"].tolist() == list(cases.values())
+    assert set(judged["verdict"][judged["metric"] != "acc"]) == {"not decided"}
     alone = pd.DataFrame([row for row in rows if row["metric"] == "acc"])
     assert add_caveats(alone, *names)["verdict"].tolist() == alone["verdict"].tolist()
 
@@ -270,14 +270,14 @@ def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypa
     copy = tmp_path / "run"
     shutil.copytree(run[0], copy, ignore=shutil.ignore_patterns("tables", "figures"))
     key = next(key for key, cell in load_run(copy).by_key.items() if cell.arm == "baseline")
-    other = next(key for key, cell in load_run(copy).by_key.items() if "0.3" in cell.arm)
-    assert key != other
+    weaker = next(key for key, cell in load_run(copy).by_key.items() if "0.3" in cell.arm)
+    assert key != weaker
     known, plan = run[1]["known"], load_run(copy).by_key
     set_points = known.index[known["family"] == "set-point"]
     (family,) = (key for key in set_points if plan[key].task.name == "topic")
-    for each in (other, family):
-        remove_batches(copy / "cells" / each)
-    found = script(
+    for key_of_cell in (weaker, family):
+        remove_batches(copy / "cells" / key_of_cell)
+    made = script(
         "analyses",
         "steering",
         copy,
@@ -291,9 +291,9 @@ def test_without_all_cells_there_are_no_verdicts(run, tmp_path, capsys, monkeypa
     # The cell of the other attribute in the arm of `other` does not count alone.
     assert "No verdicts: 3 cells" in capsys.readouterr().out
     assert table(copy, ".equal")["verdict"].isna().all()
-    waiting = pd.DataFrame(found["waiting"])
+    waiting = pd.DataFrame(made["waiting"])
     assert set(zip(waiting["task"], waiting["family"], strict=True)) == {("topic", "set-point")}
-    assert len(waiting) == 2 * len(found["metrics"]), "its tests count as p = 1"
+    assert len(waiting) == 2 * len(made["metrics"]), "its tests count as p = 1"
 
 
 def test_the_figure_shows_the_tables(run):

@@ -21,18 +21,18 @@ def test_claims_of_runs_are_joined_and_corrected_again(tmp_path):
         "analyses", "undecided", tmp_path / "a", tmp_path / "b", "--before", QUICK,
         "--out", tmp_path / "out",
     )  # fmt: skip
-    found = pd.read_csv(tmp_path / "out" / "claims.csv", dtype={"compared": str})
+    claims = pd.read_csv(tmp_path / "out" / "claims.csv", dtype={"compared": str})
     before = pd.read_csv(QUICK / "tables" / "verdicts.csv")
     wanted = before[before["item"].isin(["scaling", "layers"]) & (before["metric"] != "ppl")]
-    assert sorted(found["claim"]) == sorted(wanted["claim"])
-    assert (found["here_before"] == found["here"]).all()
-    for _, part in found.groupby(["item", "whose"]):
+    assert sorted(claims["claim"]) == sorted(wanted["claim"])
+    assert (claims["here_before"] == claims["here"]).all()
+    for _, part in claims.groupby(["item", "whose"]):
         p = part.drop_duplicates("compared").sort_values("p")
         by_hand = np.minimum(1, np.maximum.accumulate(p["p"] * np.arange(len(p), 0, -1)))
         assert p["holm"].to_numpy() == pytest.approx(by_hand.to_numpy(), rel=1e-4)
     # A smaller family decides at least as much.
-    was = found.set_index("claim")["verdict_before"]
-    decided = found.set_index("claim")["verdict"] != "inconclusive"
+    was = claims.set_index("claim")["verdict_before"]
+    decided = claims.set_index("claim")["verdict"] != "inconclusive"
     assert decided[was != "inconclusive"].all()
     page = (tmp_path / "out" / "verdicts.md").read_text("utf-8")
-    assert page.count("prompts)") == len(found.drop_duplicates("compared"))
+    assert page.count("prompts)") == len(claims.drop_duplicates("compared"))

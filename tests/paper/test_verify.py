@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
     where = tmp_path_factory.mktemp("study")
     (where / "book.txt").write_text("It was a long way to the lake, and the road was steep. " * 60)
     line = "propositions --alphas 0.5 1 --free 1 --long-texts 3 --long-length 100"
-    given = ["--long-dtype", "float32", "--text", str(where / "book.txt")]
-    assert main([*line.split(), *SMALL, *given, "--out", str(where / "out")]) == 0
+    options = ["--long-dtype", "float32", "--text", str(where / "book.txt")]
+    assert main([*line.split(), *SMALL, *options, "--out", str(where / "out")]) == 0
     return where / "out"
 
 
@@ -86,17 +86,19 @@ def test_figures_are_drawn_from_their_tables(folder):
     for panel in proposition_plots.regimes(shares).axes:
         part = shares[shares["alpha"] == float(panel.get_title().removeprefix("alpha = "))]
         for family, curve in part.groupby("family", sort=False):
-            line = next(each for each in panel.lines if each.get_label() == family)
+            line = next(curve for curve in panel.lines if curve.get_label() == family)
             assert line.get_ydata() == pytest.approx(curve["mean"].to_numpy())
-        (closed,) = (each for each in panel.lines if each.get_label() == "Eq. 11")
+        (closed,) = (curve for curve in panel.lines if curve.get_label() == "Eq. 11")
         assert closed.get_ydata() == pytest.approx(
             part["predicted"].to_numpy()[: len(closed.get_ydata())]
         )
-    found = next(table for name, table in tables.items() if name.endswith("predictions"))
+    predicted = next(table for name, table in tables.items() if name.endswith("predictions"))
     for panel, (_, part) in zip(
-        proposition_plots.predictions(found).axes, found.groupby("alpha", sort=False), strict=True
+        proposition_plots.predictions(predicted).axes,
+        predicted.groupby("alpha", sort=False),
+        strict=True,
     ):
-        drawn = {each.get_label(): each.get_ydata() for each in panel.lines}
+        drawn = {curve.get_label(): curve.get_ydata() for curve in panel.lines}
         for label, column in (
             ("baseline", "baseline"),
             ("predicted from it", "predicted"),
@@ -110,11 +112,13 @@ def test_baseline_alone_and_alphas_given_twice(tmp_path):
         model="tiny-llama", length=40, synthetic_length=0, alphas=(0.0,), free=(0.0,), prompts=5
     )
     assert study.alphas == ()
-    found = run_proposition_study(study)
-    assert set(found.tables) == {"free_curves", "free_exponents", "verdicts"}
-    assert set(found.tables["verdicts"]["alpha"].isna()) == {True}
-    assert "prefix attention falls" in format_verdicts(found.tables["verdicts"])
+    results = run_proposition_study(study)
+    assert set(results.tables) == {"free_curves", "free_exponents", "verdicts"}
+    assert set(results.tables["verdicts"]["alpha"].isna()) == {True}
+    assert "prefix attention falls" in format_verdicts(results.tables["verdicts"])
     assert PropositionStudy(alphas=(1.0, 0.5, 0.5, 0.0)).alphas == (0.5, 1.0)
+    with pytest.raises(TraceError, match="prompts must be at most 15, found 99"):
+        PropositionStudy(prompts=99)
     assert PropositionStudy(dtype="auto").dtype in ("float32", "bfloat16")
 
 
@@ -136,39 +140,34 @@ def test_texts_that_do_not_fit_side_by_side():
         )
 
 
-def test_bad_input(tmp_path, capsys, folder):
-    def fails(*options):
-        assert (
-            main(["propositions", "--out", str(tmp_path / "x"), "--model", "tiny-llama", *options])
-            == 2
-        )
-        return capsys.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--text FILE --long-length 50 --long-texts 2", "has 9 tokens, fewer than 2 x 50; give a longer text"),
+        ("--text FILE --long-length 9999", "exceed the context after prefix and prompt; give at most"),
+        ("--text none.txt", "cannot read"),
+        ("--alphas -1", "alphas must be numbers of at least 0, found -1"),
+        ("--seed -1", "--seed must be at least 0, found -1"),
+        ("--long-length 300", "cut a text: give it with --text FILE"),
+        ("--long-alphas 0.5", "read a text: give it with --text FILE"),
+        ("--long-dtype float64", "read a text: give it with --text FILE"),
+        ("--text FILE --long-alphas 0", "--long-alphas needs an alpha above 0"),
+        ("--text FILE --long-length 2", "at least 8 tokens, found 2"),
+        ("--long-texts 0", "--long-texts must be at least 1, found 0"),
+        ("--long-length -5", "--long-length must be at least 0, found -5"),
+        ("--length 29 --free 0 --synthetic-length 0", "a slope needs at least 3 steps"),
+        ("--synthetic-length 50", "lengths from 64 to 50 are too few"),
+    ],
+)  # fmt: skip
+def test_bad_input(options, message, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("too short")
+    line = options.replace("FILE", str(tmp_path / "short.txt")).split()
+    study = ["propositions", "--out", str(tmp_path / "x"), "--model", "tiny-llama", *line]
+    assert main(study) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "x").exists()
 
-    short = tmp_path / "short.txt"
-    short.write_text("too short")
-    assert "has 9 tokens, fewer than 2 x 50; give a longer text" in fails(
-        "--text", str(short), "--long-length", "50", "--long-texts", "2"
-    )
-    assert "exceed the context after prefix and prompt; give at most" in fails(
-        "--text", str(short), "--long-length", "9999"
-    )
-    assert "cannot read" in fails("--text", str(tmp_path / "none.txt"))
-    assert "--alphas must be numbers of at least 0, found -1" in fails("--alphas", "-1")
-    assert "--seed must be at least 0, found -1" in fails("--seed", "-1")
-    assert "cut a text: give it with --text FILE" in fails("--long-length", "300")
-    assert "read a text: give it with --text FILE" in fails("--long-alphas", "0.5")
-    assert "read a text: give it with --text FILE" in fails("--long-dtype", "float64")
-    with pytest.raises(TraceError, match="prompts must be at most 15, found 99"):
-        PropositionStudy(prompts=99)
-    assert "--long-alphas needs an alpha above 0" in fails(
-        "--text", str(short), "--long-alphas", "0"
-    )
-    assert "at least 8 tokens, found 2" in fails("--text", str(short), "--long-length", "2")
-    assert "--long-texts must be at least 1, found 0" in fails("--long-texts", "0")
-    assert "--long-length must be at least 0, found -5" in fails("--long-length", "-5")
-    short_texts = ("--length", "29", "--free", "0", "--synthetic-length", "0")
-    assert "a slope needs at least 3 steps" in fails(*short_texts)
-    assert "lengths from 64 to 50 are too few" in fails("--synthetic-length", "50")
+
+def test_a_finished_study_is_not_replaced(folder, capsys):
     assert main(["propositions", "--out", str(folder), *SMALL]) == 2
     assert "is finished; --force replaces it" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()

@@ -54,10 +54,10 @@ def test_logits_equal_pefts(name, settings, tmp_path):
     branch = Layout.of(model.tokenizer, None, "The lake is", soft=6)
     with torch.no_grad():
         expected = theirs(branch.tensor).logits[0]
-        found = model(**soft_inputs(model, [branch], [prefix]))[0]
+        logits = model(**soft_inputs(model, [branch], [prefix]))[0]
         without = model(branch.tensor)[0]
-    assert (found - expected).abs().max() < 1e-5
-    assert (found - without).abs().max() > 1e-2
+    assert (logits - expected).abs().max() < 1e-5
+    assert (logits - without).abs().max() > 1e-2
 
 
 @PEFTS_OWN
@@ -83,17 +83,17 @@ def air_checkpoint(model, numbers=(0, 3), slots=5, middle=6):
     """Tensors as the released GPT-2 code names them."""
     cfg, rng = model.cfg, torch.Generator().manual_seed(1)
     width = cfg.n_heads * cfg.d_head
-    found = {"transformer.wte.weight": torch.randn(7, width, generator=rng)}
+    tensors = {"transformer.wte.weight": torch.randn(7, width, generator=rng)}
     for layer in range(cfg.n_layers):
         for number in numbers:
-            place = f"transformer.h.{layer}.attn.prefix"
+            module = f"transformer.h.{layer}.attn.prefix"
             for part in ("keys", "values"):
-                found[f"{place}_{part}_embeddings_n{number}.weight"] = torch.randn(
+                tensors[f"{module}_{part}_embeddings_n{number}.weight"] = torch.randn(
                     slots, middle, generator=rng
                 )
-            found[f"{place}_mlp_n{number}.weight"] = torch.randn(middle, width, generator=rng)
-            found[f"{place}_mlp_n{number}.bias"] = torch.randn(width, generator=rng)
-    return found
+            tensors[f"{module}_mlp_n{number}.weight"] = torch.randn(middle, width, generator=rng)
+            tensors[f"{module}_mlp_n{number}.bias"] = torch.randn(width, generator=rng)
+    return tensors
 
 
 @pytest.mark.parametrize("form", ["pytorch_model.bin", "model.safetensors"])
@@ -108,15 +108,15 @@ def test_air_decoding_checkpoints_are_folded(form, tmp_path):
     assert "prefix 3" in prefix.card.origin
     d = model.cfg.d_head
     for layer in range(model.cfg.n_layers):
-        place = f"transformer.h.{layer}.attn.prefix"
-        weight, bias = tensors[f"{place}_mlp_n3.weight"], tensors[f"{place}_mlp_n3.bias"]
-        for part, found in (("keys", prefix.keys), ("values", prefix.values)):
-            for slot, row in enumerate(tensors[f"{place}_{part}_embeddings_n3.weight"]):
+        module = f"transformer.h.{layer}.attn.prefix"
+        weight, bias = tensors[f"{module}_mlp_n3.weight"], tensors[f"{module}_mlp_n3.bias"]
+        for part, values in (("keys", prefix.keys), ("values", prefix.values)):
+            for slot, row in enumerate(tensors[f"{module}_{part}_embeddings_n3.weight"]):
                 for head in range(model.cfg.n_heads):
                     expected = (
                         row @ weight[:, head * d : (head + 1) * d] + bias[head * d : (head + 1) * d]
                     )
-                    assert torch.allclose(found[layer, head, slot], expected, atol=1e-5)
+                    assert torch.allclose(values[layer, head, slot], expected, atol=1e-5)
     first = import_prefix(tmp_path / form, model, "topic", "sports", "air", number=0)
     assert (first.keys - prefix.keys).abs().max() > 0.1
 
@@ -129,9 +129,9 @@ def test_a_folded_prefix_acts_as_the_released_attention(tmp_path):
     prefix = import_prefix(tmp_path, model, "sentiment", "positive", "air")
     branch = Layout.of(model.tokenizer, None, "The lake is", soft=5)
     with torch.no_grad():
-        found = model(**soft_inputs(model, [branch], [prefix]))[0]
+        logits = model(**soft_inputs(model, [branch], [prefix]))[0]
         expected = released_forward(model.original_model, branch.tensor, air_checkpoint(model), 0)
-    assert (found - expected).abs().max() < 1e-6  # the folded numbers are stored in float32
+    assert (logits - expected).abs().max() < 1e-6  # the folded numbers are stored in float32
 
 
 def released_forward(network, ids, tensors, number):
@@ -142,20 +142,22 @@ def released_forward(network, ids, tensors, number):
     n = ids.shape[1]
     for layer, block in enumerate(gpt2.h):
         attention = block.attn
-        place = f"transformer.h.{layer}.attn.prefix"
+        module = f"transformer.h.{layer}.attn.prefix"
         weight, bias = (
-            tensors[f"{place}_mlp_n{number}.{name}"].double() for name in ("weight", "bias")
+            tensors[f"{module}_mlp_n{number}.{name}"].double() for name in ("weight", "bias")
         )
         own = [
-            tensors[f"{place}_{part}_embeddings_n{number}.weight"].double() @ weight + bias
+            tensors[f"{module}_{part}_embeddings_n{number}.weight"].double() @ weight + bias
             for part in ("keys", "values")
         ]
         normed = layer_norm(block.ln_1, hidden)
-        query, key, value = (each(normed) for each in (attention.q, attention.k, attention.v))
+        query, key, value = (
+            projection(normed) for projection in (attention.q, attention.k, attention.v)
+        )
         key, value = torch.cat([own[0], key]), torch.cat([own[1], value])
         slots, heads = len(own[0]), 4
         query, key, value = (
-            each.unflatten(-1, (heads, -1)).transpose(0, 1) for each in (query, key, value)
+            states.unflatten(-1, (heads, -1)).transpose(0, 1) for states in (query, key, value)
         )
         scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
         seen = torch.ones(n, slots + n, dtype=torch.bool).tril(slots)
@@ -285,13 +287,13 @@ def test_what_is_not_a_prefix_is_refused(tmp_path):
         refused(
             tmp_path / name, "adapter_config.json needs positive whole numbers, .*; found {'num"
         )
-    for name, wrong, told in (
+    for name, wrong, message in (
         ("more", {"num_virtual_tokens": 9}, r"expected prompt_embeddings of \[9 slots"),
         ("two", {"num_transformer_submodules": 2}, "has num_transformer_submodules 2; "),
         ("five", {"base_model_name_or_path": 5}, "has base_model_name_or_path '5'; allowed: the"),
     ):
         adapter(tmp_path / name, SIZES | wrong, {"prompt_embeddings": torch.zeros(3, 256)})
-        refused(tmp_path / name, told)
+        refused(tmp_path / name, message)
     (tmp_path / "odd" / "adapter_config.json").write_text("[]")
     refused(tmp_path / "odd", "adapter_config.json holds no JSON object")
     adapter(tmp_path / "empty", SIZES, None)
@@ -311,16 +313,16 @@ def test_what_is_not_a_prefix_is_refused(tmp_path):
         "unknown attribute of the Air-Decoding checkpoints 'calm'; .*or give number",
         attribute="calm",
     )
-    place = "transformer.h.1.attn.prefix_mlp_n0"
+    module = "transformer.h.1.attn.prefix_mlp_n0"
     for name, wrong in (
         ("weight", torch.zeros(6, 30)),
         ("weight", torch.zeros(32, 6)),
         ("bias", torch.zeros(9)),
         ("bias", None),
     ):
-        changed = {**tensors, f"{place}.{name}": wrong}
+        changed = {**tensors, f"{module}.{name}": wrong}
         torch.save(
-            {key: each for key, each in changed.items() if each is not None}, tmp_path / "odd.pt"
+            {key: value for key, value in changed.items() if value is not None}, tmp_path / "odd.pt"
         )
         refused(
             tmp_path / "odd.pt", "prefix 0 does not fit 4 heads .*; give the model it was trained"

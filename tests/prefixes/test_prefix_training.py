@@ -87,10 +87,10 @@ def job(name="tiny-gpt2", folder=None, seed=0, **settings):
     )
 
 
-def run(each):
+def run(training):
     with hidden_bar() as bar:
-        each.run(bar)
-    return each
+        training.run(bar)
+    return training
 
 
 # --- likelihoods
@@ -123,7 +123,7 @@ def test_nll_and_its_gradient_are_those_of_the_models_own_logits(tiny, shifted):
     spread = both[:, None].expand(-1, 3, -1, -1, -1, -1)
     nll = text_nll(network, rows, spread[0], spread[1], shifted)
     weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    (found,) = torch.autograd.grad((nll.sum(1) * weights).sum(), both)
+    (measured,) = torch.autograd.grad((nll.sum(1) * weights).sum(), both)
     expected = []
     for text in texts:
         cache = DynamicCache()
@@ -134,13 +134,13 @@ def test_nll_and_its_gradient_are_those_of_the_models_own_logits(tiny, shifted):
             torch.tensor([[0, *text[:-1]]]), past_key_values=cache, position_ids=positions[None]
         ).logits[0]
         expected.append(cross_entropy(logits, torch.tensor(text), reduction="none"))
-    for row, each in enumerate(expected):
-        assert (nll[row, : len(each)] - each).abs().max() < exact
-        assert (nll[row, len(each) :] == 0).all()
+    for row, row_nll in enumerate(expected):
+        assert (nll[row, : len(row_nll)] - row_nll).abs().max() < exact
+        assert (nll[row, len(row_nll) :] == 0).all()
     (gradient,) = torch.autograd.grad(
-        sum(w * each.sum() for w, each in zip(weights, expected, strict=True)), both
+        sum(w * row_nll.sum() for w, row_nll in zip(weights, expected, strict=True)), both
     )
-    assert (found - gradient).abs().max() < exact * gradient.abs().max()
+    assert (measured - gradient).abs().max() < exact * gradient.abs().max()
     assert gradient.abs().max() > 1e-3
 
 
@@ -178,8 +178,8 @@ def test_models_that_change_their_logits_are_read_as_they_are(family, settings):
     with torch.no_grad():
         logits = network(input_ids=rows.ids, attention_mask=rows.live.long()).logits
         expected = -logits[:, :-1].log_softmax(2).gather(2, rows.ids[:, 1:, None])[..., 0]
-        found = text_nll(network, rows)
-    torch.testing.assert_close(found, expected * rows.targets[:, 1:], rtol=1e-4, atol=1e-4)
+        nll_of_rows = text_nll(network, rows)
+    torch.testing.assert_close(nll_of_rows, expected * rows.targets[:, 1:], rtol=1e-4, atol=1e-4)
 
 
 def test_contrastive_loss_on_hand_made_numbers():
@@ -190,8 +190,8 @@ def test_contrastive_loss_on_hand_made_numbers():
         disc = sum(math.log(1 + math.exp(-gap)) for gap in gaps) / 2
         gen = (4 / 2 + 4 / 4) / 2
         for w in (0.0, 0.3, 1.0):
-            found = contrastive_loss(nll, tokens, label, gen_weight=w, sum_loss=sum_loss)
-            assert float(found) == pytest.approx((1 - w) * disc + w * gen, abs=1e-6)
+            loss = contrastive_loss(nll, tokens, label, gen_weight=w, sum_loss=sum_loss)
+            assert float(loss) == pytest.approx((1 - w) * disc + w * gen, abs=1e-6)
     scaled = contrastive_loss(nll, tokens, label, gen_weight=0.0, sum_loss=True, logit_scale=0.25)
     assert float(scaled) == pytest.approx(
         (math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(-1))) / 2, abs=1e-6
@@ -200,9 +200,9 @@ def test_contrastive_loss_on_hand_made_numbers():
 
 def test_contrastive_loss_against_one_random_competitor():
     nll = torch.tensor([[1.0, 9.0], [2.0, 3.0], [7.0, 5.0]])
-    tokens, label, other = torch.tensor([1, 1]), torch.tensor([0, 1]), torch.tensor([2, 2])
-    found = contrastive_loss(nll, tokens, label, gen_weight=0.0, sum_loss=True, other=other)
-    assert float(found) == pytest.approx(
+    tokens, label, competitor = torch.tensor([1, 1]), torch.tensor([0, 1]), torch.tensor([2, 2])
+    loss = contrastive_loss(nll, tokens, label, gen_weight=0.0, sum_loss=True, wrong=competitor)
+    assert float(loss) == pytest.approx(
         (math.log(1 + math.exp(-6)) + math.log(1 + math.exp(-2))) / 2, abs=1e-6
     )
     everyone = contrastive_loss(nll, tokens, label, gen_weight=0.0, sum_loss=True)
@@ -276,7 +276,7 @@ def test_folding_equals_the_formulas():
                     assert torch.allclose(
                         both[part, prefix, layer], parts(flat[:, layer, part]), atol=1e-6
                     )
-    n_numbers = sum(each.numel() for each in air.parameters()) / 2
+    n_numbers = sum(parameter.numel() for parameter in air.parameters()) / 2
     assert n_numbers == layers * (2 * 3 * 6 + 6 * width + width)
 
 
@@ -321,16 +321,16 @@ def test_a_short_training_lowers_the_held_out_loss(parameterisation, objective, 
         "middle": 16,
         "epochs": 4,
     }
-    found = run(job(folder=tmp_path, **settings)).losses
-    assert min(found.values()) < found[0] - 0.1
+    losses = run(job(folder=tmp_path, **settings)).losses
+    assert min(losses.values()) < losses[0] - 0.1
 
 
 def test_training_stops_when_nothing_improves(tmp_path):
     """A rate too small to change anything; the start is kept."""
-    each = run(job(folder=tmp_path, lr=1e-30, epochs=50, patience=2))
-    assert each.step == 2 * each.recipe.check_every < each.total
-    assert min(each.losses, key=each.losses.get) == 0
-    assert torch.equal(each.best, job(folder=tmp_path).folded())
+    training = run(job(folder=tmp_path, lr=1e-30, epochs=50, patience=2))
+    assert training.step == 2 * training.recipe.check_every < training.total
+    assert min(training.losses, key=training.losses.get) == 0
+    assert torch.equal(training.best, job(folder=tmp_path).folded())
 
 
 @pytest.mark.parametrize(
@@ -338,9 +338,9 @@ def test_training_stops_when_nothing_improves(tmp_path):
 )
 def test_a_killed_training_resumes_to_the_same_result(settings, tmp_path, monkeypatch):
     settings = {"lr": 3e-2, "epochs": 3, "patience": None} | settings
-    for place in ("whole", "killed"):
-        (tmp_path / place).mkdir()
-    whole = run(job(folder=tmp_path / "whole", **settings))
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    undisturbed = run(job(folder=tmp_path / "whole", **settings))
     killed = job(folder=tmp_path / "killed", **settings)
     step = PrefixTraining._train_step
 
@@ -354,21 +354,21 @@ def test_a_killed_training_resumes_to_the_same_result(settings, tmp_path, monkey
         run(killed)
     monkeypatch.undo()
     resumed = run(job(folder=tmp_path / "killed", **settings))
-    assert resumed.losses == whole.losses
-    assert torch.equal(resumed.best, whole.best)
-    assert resumed.tokens == whole.tokens
+    assert resumed.losses == undisturbed.losses
+    assert torch.equal(resumed.best, undisturbed.best)
+    assert resumed.tokens == undisturbed.tokens
 
 
 def test_held_out_texts_decide_and_the_rate_rises_and_falls(tmp_path, monkeypatch):
     """The loss that chooses the step is that of the held-out texts, by hand; the best step is kept
     where the loss rises afterwards; the rate of every step is the warm-up's or the decay's."""
-    each = job(folder=tmp_path, lr=0.05, epochs=3, warmup=0.25, check_every=1, patience=99)
-    start, rates, folds = each.folded().clone(), [], {}
-    texts = each.held_out.texts
+    training = job(folder=tmp_path, lr=0.05, epochs=3, warmup=0.25, check_every=1, patience=99)
+    start, rates, folds = training.folded().clone(), [], {}
+    texts = training.held_out.texts
     rows = TextRows.of(texts, (0,), "cpu")
     spread = start[:, 0][:, None].expand(-1, len(texts), -1, -1, -1, -1)
     with torch.no_grad():
-        nll = text_nll(each.network, rows, spread[0], spread[1], each.recipe.shifted).sum()
+        nll = text_nll(training.network, rows, spread[0], spread[1], training.recipe.shifted).sum()
     step, check = PrefixTraining._train_step, PrefixTraining._check
 
     def train(self):
@@ -383,13 +383,13 @@ def test_held_out_texts_decide_and_the_rate_rises_and_falls(tmp_path, monkeypatc
 
     monkeypatch.setattr(PrefixTraining, "_train_step", train)
     monkeypatch.setattr(PrefixTraining, "_check", rising)
-    run(each)
-    assert each.losses[0] == pytest.approx(float(nll / rows.targets.sum()), rel=1e-5)
-    best = min(each.losses, key=each.losses.get)
-    assert best <= 4 < max(each.losses)
-    assert torch.equal(each.best, folds[best])
-    assert not torch.equal(each.best, folds[max(folds)])
-    n = each.total
+    run(training)
+    assert training.losses[0] == pytest.approx(float(nll / rows.targets.sum()), rel=1e-5)
+    best = min(training.losses, key=training.losses.get)
+    assert best <= 4 < max(training.losses)
+    assert torch.equal(training.best, folds[best])
+    assert not torch.equal(training.best, folds[max(folds)])
+    n = training.total
     warm = round(0.25 * n)
     expected = [0.05 * min((i + 1) / warm, (n - i) / (n - warm)) for i in range(n)]
     assert rates == pytest.approx(expected)
@@ -434,7 +434,9 @@ def test_a_set_that_began_with_other_words_is_not_gone_on_with(tmp_path, reviews
                 train_set("tiny-llama", others, *data)
         else:
             again = train_set("tiny-llama", others, *data)
-            assert [each.card.sha256 for each in again] == [each.card.sha256 for each in before]
+            assert [prefix.card.sha256 for prefix in again] == [
+                prefix.card.sha256 for prefix in before
+            ]
 
 
 def test_a_set_is_trained_by_one_process_at_a_time(tmp_path, reviews, monkeypatch):
@@ -521,9 +523,9 @@ def test_a_set_is_trained_saved_and_resumed(tmp_path, reviews, monkeypatch):
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "a").iterdir()} == before, (
         "a finished set stays"
     )
-    other = training_recipe("small", **settings | {"lr": 0.06})
+    faster = training_recipe("small", **settings | {"lr": 0.06})
     with pytest.raises(PrefixError, match="is not empty and holds no unfinished training"):
-        train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", other)
+        train_set("tiny-llama", SENTIMENT, corpus(reviews), corpus(reviews), tmp_path / "a", faster)
 
 
 def test_a_trained_set_tells_its_attributes_apart(tmp_path, reviews):
@@ -538,8 +540,8 @@ def test_a_trained_set_tells_its_attributes_apart(tmp_path, reviews):
         [tmp_path / "set"], SENTIMENT, corpus(reviews), dtype="float32", max_tokens=12
     )
     cells = table.set_index(["label", "prefix"])["nll"]
-    for own, other in (("positive", "negative"), ("negative", "positive")):
-        assert cells[own, own] < min(cells[own, other], cells[own, "none"])
+    for own, opposite in (("positive", "negative"), ("negative", "positive")):
+        assert cells[own, own] < min(cells[own, opposite], cells[own, "none"])
         card = load_prefix(tmp_path / "set", own).card
         assert card.held_out.nll[own].mean == pytest.approx(cells[own, own])
         assert card.held_out.accuracy_of_set.mean > 0.9
@@ -553,10 +555,10 @@ def nlls(*texts):
 
 
 def test_intervals_of_few_texts_are_students():
-    found = nll_interval(nlls((3.0, 5), (4.0, 5), (8.0, 5)))
+    interval = nll_interval(nlls((3.0, 5), (4.0, 5), (8.0, 5)))
     half = t.ppf(0.975, 2) * np.std([3, 4, 8], ddof=1) / math.sqrt(3)
-    assert (found.mean, found.n, found.clusters) == (5, 3, 3)
-    assert (found.low, found.high) == pytest.approx((5 - half, 5 + half))
+    assert (interval.mean, interval.n, interval.clusters) == (5, 3, 3)
+    assert (interval.low, interval.high) == pytest.approx((5 - half, 5 + half))
     alone = nll_interval(nlls((3.0, 5)))
     assert alone.mean == 3
     assert math.isnan(alone.low)
@@ -569,9 +571,9 @@ def test_intervals_of_nll_hold_the_truth():
     hit = 0
     for _ in range(200):
         tokens = rng.integers(2, 60, 15)
-        found = nll_interval(nlls(*zip(rng.normal(4, 1, 15), tokens.tolist(), strict=True)))
-        assert found.low < found.mean < found.high
-        hit += found.low <= 4 <= found.high
+        interval = nll_interval(nlls(*zip(rng.normal(4, 1, 15), tokens.tolist(), strict=True)))
+        assert interval.low < interval.mean < interval.high
+        hit += interval.low <= 4 <= interval.high
     assert hit >= 181, "95 %, less three standard errors"
 
 
@@ -591,14 +593,14 @@ def test_the_papers_recipes():
         "prefix-tuning": (5e-5, 5, 10, 5, "mlp", True),
     }
     for name, expected in facts.items():
-        found = training_recipe(name)
+        recipe = training_recipe(name)
         assert (
-            found.lr,
-            found.epochs,
-            found.batch,
-            found.slots,
-            found.parameterisation,
-            found.shifted,
+            recipe.lr,
+            recipe.epochs,
+            recipe.batch,
+            recipe.slots,
+            recipe.parameterisation,
+            recipe.shifted,
         ) == expected
     assert training_recipe("con-prefix").middle == 800
     assert training_recipe("con-prefix").gen_weight == 0
@@ -611,10 +613,10 @@ def test_the_papers_recipes():
 def test_texts_are_cut_where_sentences_end():
     tokenizer = shared_tokenizer("smollm2-135m")
     text = "One is short. Two is short too.  Is three?\nYes! " + "word " * 40
-    found = [tokenizer.decode(ids) for ids in split_pieces(text, tokenizer, 12)]
-    assert found[:2] == ["One is short. Two is short too. Is three?", "Yes!"]
-    assert found[2].split() == ["word"] * 12
-    assert len(found) == 3
+    pieces = [tokenizer.decode(ids) for ids in split_pieces(text, tokenizer, 12)]
+    assert pieces[:2] == ["One is short. Two is short too. Is three?", "Yes!"]
+    assert pieces[2].split() == ["word"] * 12
+    assert len(pieces) == 3
 
 
 def test_long_texts_give_their_first_pieces_first():
@@ -622,8 +624,8 @@ def test_long_texts_give_their_first_pieces_first():
     from lapa2_interp.tasks.corpora import Corpus
 
     texts = {"positive": ("A one. A two. A three.", "B one.", "C one. C two.")}
-    found = tokenise_pieces(tokenizer, [Corpus(texts, "")], "positive", 3, 5)
-    read = [tokenizer.decode(ids) for ids in found]
+    pieces = tokenise_pieces(tokenizer, [Corpus(texts, "")], "positive", 3, 5)
+    read = [tokenizer.decode(ids) for ids in pieces]
     assert read == ["A one.", "B one.", "C one.", "A two.", "C two."]
 
 
@@ -635,8 +637,10 @@ def test_corpora_take_turns():
         Corpus({"positive": tuple(f"{name} {i}." for i in range(n))}, name)
         for name, n in (("A", 4), ("B", 2))
     ]
-    found = [tokenizer.decode(ids) for ids in tokenise_pieces(tokenizer, corpora, "positive", 9, 5)]
-    assert found == ["A 0.", "B 0.", "A 1.", "B 1.", "A 2."]
+    pieces = [
+        tokenizer.decode(ids) for ids in tokenise_pieces(tokenizer, corpora, "positive", 9, 5)
+    ]
+    assert pieces == ["A 0.", "B 0.", "A 1.", "B 1.", "A 2."]
 
 
 def test_no_piece_ends_inside_a_character():
@@ -664,9 +668,9 @@ def test_a_text_behind_a_hard_prefix_has_the_tokens_it_is_generated_with():
     for prefix in ("Very positive:", "Very positive: "):
         for ids in texts:
             before, text = after_hard_prefix(tokenizer, prefix, ids)
-            whole = Layout.of(tokenizer, "Very positive:", prefix[14:] + tokenizer.decode(ids))
-            assert (*before, *text) == whole.ids[whole.n_bos :]
-            assert len(before) == whole.l_pre
+            layout = Layout.of(tokenizer, "Very positive:", prefix[14:] + tokenizer.decode(ids))
+            assert (*before, *text) == layout.ids[layout.n_bos :]
+            assert len(before) == layout.l_pre
         totals, tokens = prefix_nll(network, tokenizer, texts, prefix)
         for ids, total, n in zip(texts, totals, tokens, strict=True):
             before, text = after_hard_prefix(tokenizer, prefix, ids)
@@ -680,13 +684,13 @@ def test_a_text_behind_a_hard_prefix_has_the_tokens_it_is_generated_with():
 def test_treebank_sentences_are_written_as_people_do():
     from lapa2_interp.tasks.corpora import detokenise
 
-    for given, expected in [
+    for text, expected in [
         ("a gorgeous , witty movie .", "A gorgeous, witty movie."),
         ("it 's funny , but i do n't know !", "It's funny, but I don't know!"),
         ("the film -lrb- and its cast -rrb- is `` fine ''", 'The film (and its cast) is "fine"'),
         ("they 've seen it , we 'll not .", "They've seen it, we'll not."),
     ]:
-        assert detokenise(given) == expected
+        assert detokenise(text) == expected
 
 
 def test_paradetox_pairs_are_labelled_texts(tmp_path):
@@ -698,10 +702,10 @@ def test_paradetox_pairs_are_labelled_texts(tmp_path):
         {"toxic": "damn it", "neutral": None},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = read_corpus(str(file), ["nontoxic", "toxic"])
-    assert found.texts["toxic"] == ("a damn mess", "shut up", "what a fool", "damn it")
-    assert found.texts["nontoxic"] == ("a mess", "what a person")
-    assert found.blank == 2
+    read = read_corpus(str(file), ["nontoxic", "toxic"])
+    assert read.texts["toxic"] == ("a damn mess", "shut up", "what a fool", "damn it")
+    assert read.texts["nontoxic"] == ("a mess", "what a person")
+    assert read.blank == 2
 
 
 def test_corpora_report_what_they_leave_out(tmp_path):
@@ -710,10 +714,10 @@ def test_corpora_report_what_they_leave_out(tmp_path):
         "text,label\ngood,positive\n,positive\n "
         " ,positive\ngood,positive\nbad,negative\nodd,other\n"
     )
-    found = read_corpus(str(file), ["positive", "negative"])
-    assert found.texts == {"positive": ("good",), "negative": ("bad",)}
+    read = read_corpus(str(file), ["positive", "negative"])
+    assert read.texts == {"positive": ("good",), "negative": ("bad",)}
     assert (
-        found.summary
+        read.summary
         == "texts.csv: 1 positive, 1 negative (left out: 2 blank, 1 repeated, 1 with another label)"
     )
 
@@ -803,10 +807,10 @@ def test_bad_recipes(tmp_path, reviews):
             attributes=["positive"],
         )
     with pytest.raises(PrefixError, match="the loss of positive is nan at step 0; lower lr"):
-        each = job(folder=tmp_path)
+        training = job(folder=tmp_path)
         with torch.no_grad():
-            each.parameters.both[:] = torch.nan
-        each._train_step()
+            training.parameters.both[:] = torch.nan
+        training._train_step()
     long = training_recipe("small", **SMALL | {"max_tokens": 300})
     with pytest.raises(
         PrefixError,

@@ -89,13 +89,15 @@ def test_cached_decoding_equals_full_recomputation(tiny, model_class, shifted, p
         state.expand(torch.arange(5), capacity=len(rows[0]) + len(GENERATED))
         with augmented(model, augmentations, rows):
             logits += [state.read_tokens(torch.full((5, 1), token))[:, -1] for token in GENERATED]
-    found = torch.stack(logits, dim=1)
-    for row, (each, prefix) in enumerate(zip(rows, prefixes, strict=True)):
-        expected, _ = oracle_logits(model, each, GENERATED, augmentations[row], prefix=prefix)
+    measured = torch.stack(logits, dim=1)
+    for row, (layout, prefix) in enumerate(zip(rows, prefixes, strict=True)):
+        expected, _ = oracle_logits(model, layout, GENERATED, augmentations[row], prefix=prefix)
         # HookedTransformer rotates in float32 wherever its tables end up.
-        assert (found[row] - expected).abs().max() < (1e-7 if is_bridge(model) else 1e-5)
+        assert (measured[row] - expected).abs().max() < (1e-7 if is_bridge(model) else 1e-5)
         if prefix is not None:
-            assert (found[row] - oracle_logits(model, each, GENERATED, None)[0]).abs().max() > 1e-3
+            assert (
+                measured[row] - oracle_logits(model, layout, GENERATED, None)[0]
+            ).abs().max() > 1e-3
 
 
 def test_the_keys_and_values_of_a_text_are_that_text(tiny):
@@ -111,7 +113,7 @@ def test_the_keys_and_values_of_a_text_are_that_text(tiny):
     cache = DynamicCache()
     with torch.no_grad():
         model(text.tensor, past_key_values=cache)
-        whole = model(torch.tensor([text.ids + branch.ids]))[0, len(text.ids) :]
+        in_one_pass = model(torch.tensor([text.ids + branch.ids]))[0, len(text.ids) :]
         both = [
             torch.stack([getattr(layer, name)[0] for layer in cache.layers])
             for name in ("keys", "values")
@@ -119,7 +121,7 @@ def test_the_keys_and_values_of_a_text_are_that_text(tiny):
         template = soft_prefix(model, slots=11, shifted=True)
         prefix = dataclasses.replace(template, keys=both[0], values=both[1])
         behind = model(**soft_inputs(model, [branch], [prefix]))[0]
-    assert (behind - whole).abs().max() < 1e-9
+    assert (behind - in_one_pass).abs().max() < 1e-9
 
 
 def test_positions_and_presence_change_the_logits(tiny):
@@ -129,7 +131,8 @@ def test_positions_and_presence_change_the_logits(tiny):
     branch = Layout.of(model.tokenizer, None, "efg hi", soft=4)
     with torch.no_grad():
         at_zero, behind = (
-            model(**soft_inputs(model, [branch], [each]))[0, -1] for each in (prefix, shifted)
+            model(**soft_inputs(model, [branch], [soft_prefix]))[0, -1]
+            for soft_prefix in (prefix, shifted)
         )
         without = model(branch.tensor)[0, -1]
     assert (at_zero - behind).abs().max() > 1e-4
@@ -171,23 +174,23 @@ def test_the_trace_finds_the_slots(tiny, tmp_path):
 
 
 def test_paper_and_released_profiles_agree_on_the_keys_of_soft_prefixes():
-    found = Layout.of(load("tiny-gpt2").tokenizer, None, "The lake", soft=4)
-    assert found.spans("prefix") == found.spans("released") == ((0, 4),)
-    assert found.n("prefix") == found.n("released") == 4
+    layout = Layout.of(load("tiny-gpt2").tokenizer, None, "The lake", soft=4)
+    assert layout.spans("prefix") == layout.spans("released") == ((0, 4),)
+    assert layout.n("prefix") == layout.n("released") == 4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_generates(tiny, dtype, tmp_path):
     model = load(tiny, dtype)
-    found = made(model, soft_set(tmp_path, model, SENTIMENT), augmentation=Augmentation(alpha=2))
-    assert np.isfinite(found.trace["prefix"].to_numpy()[0, 0]).all()
+    cell = made(model, soft_set(tmp_path, model, SENTIMENT), augmentation=Augmentation(alpha=2))
+    assert np.isfinite(cell.trace["prefix"].to_numpy()[0, 0]).all()
     exact = load(tiny, "float64")
     branch = Layout.of(exact.tokenizer, None, "efg hi", soft=5)
     logits = [
-        each(**soft_inputs(each, [branch], [load_prefix(tmp_path, "positive")]))[0, -1]
+        precise(**soft_inputs(precise, [branch], [load_prefix(tmp_path, "positive")]))[0, -1]
         .double()
         .log_softmax(-1)
-        for each in (model, exact)
+        for precise in (model, exact)
     ]
     spread = logits[1].std()
     assert (logits[0] - logits[1]).abs().max() < 0.25 * spread, "half precision is close to float64"
@@ -205,7 +208,7 @@ def test_a_saved_prefix_gives_identical_tokens(tiny, tmp_path):
     assert torch.equal(again.values, prefix.values)
     assert again.card == saved.card == prefix.card.model_copy(update={"sha256": saved.card.sha256})
     save_prefix(again, tmp_path / "b", "float32")
-    texts = [made(model, tmp_path / place).samples["tokens"].tolist() for place in ("a", "b")]
+    texts = [made(model, tmp_path / name).samples["tokens"].tolist() for name in ("a", "b")]
     assert texts[0] == texts[1]
     save_prefix(soft_prefix(model, seed=9), tmp_path / "other", "float32")
     assert made(model, tmp_path / "other").samples["tokens"].tolist() != texts[0]
@@ -238,9 +241,9 @@ def test_a_prefix_of_another_model_or_shape_is_refused(tmp_path):
     ):
         assert part in str(caught.value)
     prefix = soft_prefix(gpt2)
-    other = prefix.card.model_copy(update={"weights": "sha256 of others"})
+    other_weights = prefix.card.model_copy(update={"weights": "sha256 of others"})
     with pytest.raises(PrefixError) as caught:
-        dataclasses.replace(prefix, card=other).check(gpt2)
+        dataclasses.replace(prefix, card=other_weights).check(gpt2)
     assert (
         "tiny-gpt2 with weights sha256 of others; this is tiny-gpt2 with weights"
         f" {model_card(gpt2).weights}" in str(caught.value)
@@ -346,9 +349,9 @@ def test_a_sliding_window_does_not_count_padding():
     )
     with torch.no_grad():
         alone = model(**soft_inputs(model, [short], [prefix]))[0, -1]
-        whole = model(**soft_inputs(model, [long], [prefix]))[0, -1]
+        unwindowed = model(**soft_inputs(model, [long], [prefix]))[0, -1]
         wide = windowed(window=64)
-        assert (wide(**soft_inputs(wide, [long], [prefix]))[0, -1] - whole).abs().max() > 1e-4
+        assert (wide(**soft_inputs(wide, [long], [prefix]))[0, -1] - unwindowed).abs().max() > 1e-4
         with pytest.raises(LayoutError, match=r"17 slots exceed the sliding window of 12 tokens"):
             model(**soft_inputs(model, left_pad([short, long]), [prefix] * 2))
         both = wide(**soft_inputs(wide, left_pad([short, long]), [prefix] * 2))[:, -1]

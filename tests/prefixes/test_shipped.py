@@ -29,8 +29,8 @@ def test_what_ships():
         "topic": ["business", "science", "sports", "world"],
         "detox": ["nontoxic", "toxic"],
     }
-    found = cards_in(SHIPPED_SETS)
-    assert {(card.task, card.set, card.attribute) for card in found} >= {
+    cards = cards_in(SHIPPED_SETS)
+    assert {(card.task, card.set, card.attribute) for card in cards} >= {
         (task, name, attribute)
         for task, names in attributes.items()
         for name in ("mle", "contrastive")
@@ -39,8 +39,8 @@ def test_what_ships():
     }
     files = [file for file in SHIPPED_SETS.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 8e6
-    assert len(files) == 2 * len(found)
-    for card in found:
+    assert len(files) == 2 * len(cards)
+    for card in cards:
         prefix = load_prefix(SHIPPED_SETS / card.model / f"{card.task}-{card.set}", card.attribute)
         assert prefix.keys.dtype == torch.float16
         assert (card.shape.n_slots, card.shifted, card.model) == (20, False, "smollm2-135m")
@@ -54,11 +54,11 @@ def test_shipped_cards_say_that_the_prefixes_work():
     for card in cards_in(SHIPPED_SETS):
         nll, held = card.held_out.nll, card.held_out
         siblings = [
-            found
-            for name, found in nll.items()
+            interval
+            for name, interval in nll.items()
             if not name.startswith(("hard ", "none")) and name != card.attribute
         ]
-        assert nll[card.attribute].mean < min(found.mean for found in siblings), card.name
+        assert nll[card.attribute].mean < min(interval.mean for interval in siblings), card.name
         assert nll[card.attribute].high < nll["none"].low, card.name
         assert held.accuracy_of_set.low > held.hard_accuracy_of_set.high, card.name
 
@@ -69,13 +69,13 @@ def test_shipped_prefixes_steer(tmp_path):
     texts = {}
     for attribute in ("sports", "business"):
         for alpha in (0.0, 0.5):
-            found = generate(
+            run = generate(
                 model, methods.get_for_task("prefix", task), task, attribute, ["In summary"], length=16, samples=2, trace="pooled",
                 augmentation=Augmentation(alpha=alpha),
             )  # fmt: skip
-            texts[attribute, alpha] = found.samples["text"].tolist()
-            assert found.trace.sizes["prefix_token"] == 20
-    assert len({tuple(each) for each in texts.values()}) == 4
+            texts[attribute, alpha] = run.samples["text"].tolist()
+            assert run.trace.sizes["prefix_token"] == 20
+    assert len({tuple(drawn) for drawn in texts.values()}) == 4
     assert model_card(model).name == "smollm2-135m"
 
 
@@ -109,7 +109,9 @@ def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, smollm2, 
     ]
     network, tokenizer, _ = smollm2
     if task == "sentiment":  # SST-2 is spaced like a treebank
-        texts = {name: tuple(map(detokenise, found)) for name, found in corpora[0].texts.items()}
+        texts = {
+            name: tuple(map(detokenise, raw_texts)) for name, raw_texts in corpora[0].texts.items()
+        }
         corpora[0] = replace(corpora[0], texts=texts)
     texts = {
         name: [
@@ -122,8 +124,8 @@ def test_held_out_numbers_of_the_cards_are_found_again(task, files, n, smollm2, 
     table = nll_table(network, tokenizer, prefixes, texts)
     for name, prefix in prefixes.items():
         held = prefix.card.held_out
-        found = nll_interval(table[(table["label"] == name) & (table["prefix"] == name)])
-        assert abs(found.mean - held.nll[name].mean) < 3 * (found.high - found.low), name
+        interval = nll_interval(table[(table["label"] == name) & (table["prefix"] == name)])
+        assert abs(interval.mean - held.nll[name].mean) < 3 * (interval.high - interval.low), name
     share = likeliest_under_own_prefix(table, {name: name for name in prefixes}).mean()
     expected = held.accuracy_of_set.mean
     assert abs(share - expected) < 4 * np.sqrt(expected * (1 - expected) / (n * len(prefixes)))

@@ -85,8 +85,8 @@ class Parts(HTMLParser):
 def claim(item, text, verdict, here=1.5, expected="more", **more):
     nothing = float("nan")
     low, high = (nothing, nothing) if np.isnan(here) else (here - 1, here + 1)
-    found = ClaimResult(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4)
-    return vars(found) | more
+    claim = ClaimResult(item, text, "acc", expected, 2.25, here, low, high, 0.125, 3.5, verdict, 4)
+    return vars(claim) | more
 
 
 def write_item(folder, item, rows, columns, claims=(), title="", notes=()):
@@ -142,9 +142,9 @@ def traces_read_once():
     """A page reads every trace, and most pages are of copies of one run."""
     traces, read = {}, store.read_trace
 
-    def read_trace(place, number, cell):
-        key = place.name, number
-        return traces[key] if key in traces else traces.setdefault(key, read(place, number, cell))
+    def read_trace(folder, number, cell):
+        key = folder.name, number
+        return traces[key] if key in traces else traces.setdefault(key, read(folder, number, cell))
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(store, "read_trace", read_trace)
@@ -188,18 +188,26 @@ def test_pages_of_the_viewer_beside_the_report_are_linked(run):
     report(run)
     parts = Parts(file.read_text("utf-8"))
     assert "lapa2 view RUN makes such a page beside this one" in parts.text
-    assert not [each for tag, each in parts.elements if ".html" in each.get("href", "")]
+    assert not [
+        attributes for tag, attributes in parts.elements if ".html" in attributes.get("href", "")
+    ]
     hostile = 'view"><img src=x onerror=alert(1)> javascript:alert(2)#?.html'
     names = ["view.html", "view-topic.html", hostile]
     for name in names:
         (run / name).touch()
     report(run)
     parts = Parts(file.read_text("utf-8"))
-    links = [each["href"] for tag, each in parts.elements if ".html" in each.get("href", "")]
+    links = [
+        attributes["href"]
+        for tag, attributes in parts.elements
+        if ".html" in attributes.get("href", "")
+    ]
     assert {unquote(link) for link in links} == {f"./{name}" for name in names}
     assert all(re.fullmatch(r"\./[\w%.:()=/-]+", link) for link in links)
     assert all(name in parts.text for name in names)
-    assert not [each for tag, each in parts.elements if tag == "img" and "onerror" in each]
+    assert not [
+        attributes for tag, attributes in parts.elements if tag == "img" and "onerror" in attributes
+    ]
 
 
 def test_every_number_of_the_tables_is_there(html, finished):
@@ -291,14 +299,14 @@ def test_the_run_is_told(html, finished):
 def test_other_runs_whose_tables_are_there_are_told(run, html):
     assert "Other runs" not in html
     own = gallery_run(load_run(run), run / "tables", ["alpha"])
-    other = own.model_copy(
+    elsewhere = own.model_copy(
         update={
             "grids": {"quick/deep": {"finished": 7, "missing": 2}, "<b>x": {"finished": 4}},
             "dtypes": ("float16",),
             "commits": ("0123456789abcdef", "not a checkout"),
         }
     )
-    (run / "results.json").write_text(Gallery(runs=(own, other)).model_dump_json())
+    (run / "results.json").write_text(Gallery(runs=(own, elsewhere)).model_dump_json())
     other_runs = page(run).partition("Other runs")[2].partition("<h2")[0]
     assert other_runs.count("<tr>") == 2, "the head, and one run"
     for words in (
@@ -417,10 +425,10 @@ def test_only_arms_of_one_size_are_side_by_side(run, tmp_path):
 def test_characters_of_several_tokens_stay_whole(gpt2_tokenizer):
     text = " né 中文字 😀👩‍👧\n\n\tend"
     tokens = gpt2_tokenizer(text)["input_ids"]
-    found = token_texts(gpt2_tokenizer, "The lake", tokens)
-    assert "".join(found) == text
-    assert len(found) == len(tokens) > len([piece for piece in found if piece])
-    assert not any("\ufffd" in piece for piece in found)
+    texts = token_texts(gpt2_tokenizer, "The lake", tokens)
+    assert "".join(texts) == text
+    assert len(texts) == len(tokens) > len([piece for piece in texts if piece])
+    assert not any("\ufffd" in piece for piece in texts)
     cut = token_texts(gpt2_tokenizer, "The lake", gpt2_tokenizer(" 😀")["input_ids"][:-1])
     assert "".join(cut) == " \ufffd"
 
@@ -452,8 +460,8 @@ def test_the_page_is_read_in_a_browser(browser, run):
     """Sorted, filtered and read by keys; what an address asks for, however odd, is shown."""
     write_item(run, "half", [["2 lines", 1], ["b", 9], ["a", 10]], ["words", "number"])
     html = page(run)
-    found = Parts(html)
-    data = found.data
+    parts = Parts(html)
+    data = parts.data
 
     def text(n):
         return {"t": ["word\n"] * n, "p": [1000] * n, "b": [10] * n, "end": "length"}
@@ -461,7 +469,7 @@ def test_the_page_is_read_in_a_browser(browser, run):
     for arm, sizes in zip(data["groups"][0]["arms"], [(120, 40), (0, 1)], strict=True):
         arm["texts"] = [text(n) for n in sizes]
     file = run / "report.html"
-    file.write_text(html.replace(found.scripts["data"], str(embedded(data))), "utf-8")
+    file.write_text(html.replace(parts.scripts["data"], str(embedded(data))), "utf-8")
 
     def go(address):
         browser.ask(f"location.hash = {json.dumps(address)}; 0")
@@ -560,7 +568,7 @@ def scored(tmp_path_factory):
 def test_scores_that_lie_in_a_run_are_on_its_page(scored):
     assert is_finished_run(scored), "`scores` is a part of a run, as its page is"
     parts = Parts(page(scored))
-    ids = [each["id"] for tag, each in parts.elements if tag == "h2"]
+    ids = [attributes["id"] for tag, attributes in parts.elements if tag == "h2"]
     assert ids == ["texts", "attention", "scores", "cells", "run"]
     assert "No scores yet" not in parts.text
     table = pd.read_csv(scored / "scores/table.csv", keep_default_na=False)
@@ -573,7 +581,7 @@ def test_scores_that_lie_in_a_run_are_on_its_page(scored):
     pictures = [attrs["alt"] for tag, attrs in parts.elements if tag == "img"]
     assert pictures == ["sentiment, prefix: attention on the prefix, against step"]
     assert len(figures) - len(pictures) == changes["metric"].nunique()
-    drawings = [each for tag, each in parts.elements if tag == "svg"]
+    drawings = [attributes for tag, attributes in parts.elements if tag == "svg"]
     assert len(drawings) == len(changes[changes["low"] < changes["high"]])
 
 
@@ -620,14 +628,14 @@ def test_a_hostile_label_is_text_and_without_traces_no_token_is_coloured(tmp_pat
     parts = Parts(page(run))
     assert "tokens are not coloured" in parts.text
     assert "No scores yet: lapa2 score RUN makes them" in parts.text
-    ids = [each["id"] for tag, each in parts.elements if tag == "h2"]
+    ids = [attributes["id"] for tag, attributes in parts.elements if tag == "h2"]
     assert ids == ["texts", "cells", "run"]  # nothing empty; provenance last
     arms = [arm for group in parts.data["groups"] for arm in group["arms"]]
     assert [len(arm["texts"]) for arm in arms] == [2, 2]
     assert all(
-        each["p"] is None and each["b"] is None and each["t"]
+        text["p"] is None and text["b"] is None and text["t"]
         for arm in arms
-        for each in arm["texts"]
+        for text in arm["texts"]
     )
     assert main(["score", str(run), "--scorers", "echo"]) == 0
     parts = Parts(page(run))

@@ -53,7 +53,7 @@ GIVEN = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def steered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("steer") / "out"
     lines = []
     with pytest.MonkeyPatch.context() as patched:
@@ -63,17 +63,17 @@ def found(tmp_path_factory):
         yield made
 
 
-def test_each_prompt_is_in_one_part(found):
-    parts = found.settings.parts()
+def test_each_prompt_is_in_one_part(steered):
+    parts = steered.settings.parts()
     assert {name: len(part) for name, part in parts.items()} == {
         "choose": 8,
         "tune": 8,
         "judge": 16,
     }
     assert sorted(sum(parts.values(), ())) == sorted(PROMPTS)
-    assert set(found.selection.prompts) == set(parts["choose"])
+    assert set(steered.selection.prompts) == set(parts["choose"])
     for name in ("tune", "judge"):
-        assert set(load_run(found.folder / name).samples()["prompt"]) == set(parts[name])
+        assert set(load_run(steered.folder / name).samples()["prompt"]) == set(parts[name])
 
 
 def test_random_heads_are_other_heads_of_the_same_layers():
@@ -90,68 +90,69 @@ def test_random_heads_are_other_heads_of_the_same_layers():
     assert {(1, 3) in random_heads(crowded, every, seed) for seed in range(5)} == {True}
 
 
-def test_random_sets_share_the_prompts(found):
-    settings = found.settings
+def test_random_sets_share_the_prompts(steered):
+    settings = steered.settings
     prompts = settings.parts()["judge"]
-    cells = settings.cells_with_bias(prompts, RANDOM, 1.0, found.selection)
+    cells = settings.cells_with_bias(prompts, RANDOM, 1.0, steered.selection)
     of_one = [cell for cell in cells if cell.attribute == "positive"]
     assert sorted(prompt for cell in of_one for prompt in cell.prompts) == sorted(prompts)
     assert len(of_one) == 5
     assert {cell.arm for cell in cells} == {RANDOM}
-    (whole,) = settings.cells_with_bias(prompts, ALL, 1.0, found.selection)[0].active_augmentations
-    assert whole == Augmentation(alpha=1.0)
+    everywhere = settings.cells_with_bias(prompts, ALL, 1.0, steered.selection)[0]
+    (rule,) = everywhere.active_augmentations
+    assert rule == Augmentation(alpha=1.0)
 
 
-def nll_by_arm(found):
+def nll_by_arm(steered):
     """Mean NLL of the tuning texts by (place, alpha), from the texts and the scorer alone."""
     from lapa2_interp.scoring.transformer import ConditionalPerplexity
 
-    run = load_run(found.folder / "tune")
+    run = load_run(steered.folder / "tune")
     texts = run.samples()
     scorer = ConditionalPerplexity("tiny-gpt2")
-    items = [TextItem(*each) for each in texts[["text", "prompt"]].to_numpy()]
+    items = [TextItem(*pair) for pair in texts[["text", "prompt"]].to_numpy()]
     nll = np.log([score[0] for score in scorer.score(items)])
     arms = []
     for key in texts["cell"]:
         cell = run.by_key[key]
-        alphas = [each.alpha for each in cell.active_augmentations]
-        place = cell.arm.partition(" (")[0]
-        arms.append(f"{place} {alphas[0]}" if alphas else NO_BIAS)
+        alphas = [rule.alpha for rule in cell.active_augmentations]
+        arm = cell.arm.partition(" (")[0]
+        arms.append(f"{arm} {alphas[0]}" if alphas else NO_BIAS)
     return pd.Series(nll).groupby(np.array(arms)).mean()
 
 
-def test_strengths_are_interpolated_at_the_budget(found):
-    means = nll_by_arm(found)
+def test_strengths_are_interpolated_at_the_budget(steered):
+    means = nll_by_arm(steered)
     target = means[NO_BIAS] + np.log(1.0002)
-    tuned = found.tuning[found.tuning["tuned"]].set_index("place")
-    for place in (CHOSEN, ALL, RANDOM):
-        curve = [means[NO_BIAS], *(means[f"{place} {alpha}"] for alpha in STRENGTHS)]
+    tuned = steered.tuning[steered.tuning["tuned"]].set_index("place")
+    for arm in (CHOSEN, ALL, RANDOM):
+        curve = [means[NO_BIAS], *(means[f"{arm} {alpha}"] for alpha in STRENGTHS)]
         alphas = [0.0, *STRENGTHS]
         crossing = [i for i in range(2) if (curve[i] - target) * (curve[i + 1] - target) <= 0]
         i = crossing[0]
         share = (target - curve[i]) / (curve[i + 1] - curve[i])
         expected = alphas[i] + share * (alphas[i + 1] - alphas[i])
-        assert tuned.loc[place, "alpha"] == pytest.approx(expected, rel=1e-3)
-        assert tuned.loc[place, "ratio"] == pytest.approx(1.0002, rel=1e-6)
+        assert tuned.loc[arm, "alpha"] == pytest.approx(expected, rel=1e-3)
+        assert tuned.loc[arm, "ratio"] == pytest.approx(1.0002, rel=1e-6)
 
 
-def test_the_tests_are_paired_differences_of_the_masked_accuracy(found):
+def test_the_tests_are_paired_differences_of_the_masked_accuracy(steered):
     from lapa2_interp.scoring.echo import MASK
 
     words = ("positive", "negative")
     scorer = LinearScorer("sentiment")
-    hidden = found.samples["text"]
+    hidden = steered.samples["text"]
     for word in words:
         hidden = hidden.str.replace(rf"(?i)\b{word}\b", MASK, regex=True)
     scores = scorer.score([TextItem(text) for text in hidden])
     right = [
         max(zip(score, scorer.columns, strict=True))[1] == wanted
-        for score, wanted in zip(scores, found.samples["attribute"], strict=True)
+        for score, wanted in zip(scores, steered.samples["attribute"], strict=True)
     ]
-    by_prompt = found.samples.assign(right=np.array(right, float)).pivot_table(
+    by_prompt = steered.samples.assign(right=np.array(right, float)).pivot_table(
         index="prompt", columns="arm", values="right"
     )
-    tests = found.tests.set_index("against")
+    tests = steered.tests.set_index("against")
     for against in (NO_BIAS, ALL, RANDOM):
         expected = (by_prompt[CHOSEN] - by_prompt[against]).mean()
         assert tests.loc[against, "difference"] == pytest.approx(expected, abs=1e-12)
@@ -159,56 +160,56 @@ def test_the_tests_are_paired_differences_of_the_masked_accuracy(found):
     assert tests["p_holm"].to_numpy() == pytest.approx(holm(tests["p"].to_numpy()))
 
 
-def test_the_table_has_every_arm_attribute_and_metric(found):
-    table = found.table
+def test_the_table_has_every_arm_attribute_and_metric(steered):
+    table = steered.table
     assert set(table["metric"]) == {
-        *found.settings.metrics, "distinct-1", "distinct-2", "distinct-3"
+        *steered.settings.metrics, "distinct-1", "distinct-2", "distinct-3"
     }  # fmt: skip
     for metric, part in table.groupby("metric"):
         assert set(part["attribute"]) == {"all", "positive", "negative"}, metric
         assert set(part["arm"]) == {NO_BIAS, ALL, RANDOM, CHOSEN}, metric
-    whole = table[(table["metric"] == "perplexity") & (table["attribute"] == "all")]
-    assert (whole["low"] < whole["mean"]).all()
-    assert (whole["mean"] < whole["high"]).all()
+    perplexity = table[(table["metric"] == "perplexity") & (table["attribute"] == "all")]
+    assert (perplexity["low"] < perplexity["mean"]).all()
+    assert (perplexity["mean"] < perplexity["high"]).all()
 
 
-def test_the_same_call_goes_on_and_other_settings_are_refused(found, monkeypatch):
+def test_the_same_call_goes_on_and_other_settings_are_refused(steered, monkeypatch):
     """Precision "auto" is that of the texts that are there, whatever it would be here."""
     monkeypatch.setattr("lapa2_interp.report.steer_result.resolve_dtype", lambda *_: "bfloat16")
-    before = (found.folder / "tests.csv").read_bytes()
-    times = [file.stat().st_mtime_ns for file in found.folder.glob("*/cells/*/*.parquet")]
-    given = GIVEN | {"out": found.folder, "dtype": "auto"}
-    again = steer("tiny-gpt2", PROMPTS, "sentiment", notify=lambda line: None, **given)
-    assert again.settings == found.settings
-    assert (found.folder / "tests.csv").read_bytes() == before
-    assert [f.stat().st_mtime_ns for f in found.folder.glob("*/cells/*/*.parquet")] == times
-    pd.testing.assert_frame_equal(again.table, found.table)
+    before = (steered.folder / "tests.csv").read_bytes()
+    times = [file.stat().st_mtime_ns for file in steered.folder.glob("*/cells/*/*.parquet")]
+    arguments = GIVEN | {"out": steered.folder, "dtype": "auto"}
+    again = steer("tiny-gpt2", PROMPTS, "sentiment", notify=lambda line: None, **arguments)
+    assert again.settings == steered.settings
+    assert (steered.folder / "tests.csv").read_bytes() == before
+    assert [f.stat().st_mtime_ns for f in steered.folder.glob("*/cells/*/*.parquet")] == times
+    pd.testing.assert_frame_equal(again.table, steered.table)
     for changed, message in (
         ({"budget": 1.5}, r"another budget: 1\.0002, not 1\.5"),
         ({"heads": 2}, "another heads: 1, not 2"),
         ({"seed": 2}, "another seed"),
     ):
         with pytest.raises(RunError, match=f"{message}.*choose another folder"):
-            steer("tiny-gpt2", PROMPTS, "sentiment", **(given | changed))
+            steer("tiny-gpt2", PROMPTS, "sentiment", **(arguments | changed))
 
 
-def test_heads_of_other_weights_are_refused(found, tmp_path):
+def test_heads_of_other_weights_are_refused(steered, tmp_path):
     copy = tmp_path / "out"
-    shutil.copytree(found.folder, copy)
-    found.selection.model_copy(update={"weights": "others"}).save(copy / CARD)
+    shutil.copytree(steered.folder, copy)
+    steered.selection.model_copy(update={"weights": "others"}).save(copy / CARD)
     with pytest.raises(RunError, match="were chosen in others, and the texts are of"):
         steer("tiny-gpt2", PROMPTS, "sentiment", out=copy, notify=lambda line: None, **GIVEN)
 
 
-def test_the_card_steers_by_itself(found):
-    card = Selection.load(found.folder / CARD)
-    assert card == found.selection
-    tuned = found.tuning[found.tuning["tuned"]].set_index("place")["alpha"]
+def test_the_card_steers_by_itself(steered):
+    card = Selection.load(steered.folder / CARD)
+    assert card == steered.selection
+    tuned = steered.tuning[steered.tuning["tuned"]].set_index("place")["alpha"]
     assert card.alpha == card.augmentation().alpha == pytest.approx(tuned[CHOSEN])
     assert card.augmentation(alpha=2.0).alpha == 2.0
-    (built,) = AugmentationOptions(selection=found.folder / CARD).build(0.5)
+    (built,) = AugmentationOptions(selection=steered.folder / CARD).build(0.5)
     assert built == card.augmentation()
-    (stronger,) = AugmentationOptions(selection=found.folder / CARD, alpha=3.0).build(0.5)
+    (stronger,) = AugmentationOptions(selection=steered.folder / CARD, alpha=3.0).build(0.5)
     assert stronger.alpha == 3.0
     assert set(card.chosen_by_wordings) == {"Extremely {attribute}:", "In a {attribute} tone:"}
     assert all(0 <= n <= len(card.heads) for n in card.chosen_by_wordings.values())
@@ -216,34 +217,36 @@ def test_the_card_steers_by_itself(found):
     assert "no sure difference" in card.gain  # of a random model
 
 
-def test_the_command_prints_what_so_many_prompts_can_show(found, tmp_path, capsys):
+def test_the_command_prints_what_so_many_prompts_can_show(steered, tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS))
     asked = ["--method", "prefix", "--length", "32", "--budget", "1.0002", "--heads", "1"]
     asked += ["--classifiers", "linear", "--workers", "1", "--dtype", "float32"]
-    code = main(["steer", "tiny-gpt2", "--prompts", str(file), "--out", str(found.folder), *asked])
+    code = main(
+        ["steer", "tiny-gpt2", "--prompts", str(file), "--out", str(steered.folder), *asked]
+    )
     said = capsys.readouterr().out
     assert code == 0
     assert said.count("so many prompts can show") + said.count("have the same difference") == 3
     assert "lapa2 generate" not in said  # nothing is decided
     assert "more prompts may decide" in said
-    page = (found.folder / "report.html").read_text()
-    assert found.selection.gain[:40] in page
+    page = (steered.folder / "report.html").read_text()
+    assert steered.selection.gain[:40] in page
     assert page.count("<img") >= 3
 
 
-def test_the_map_of_heads_has_layers_as_rows(found):
-    axes = heads_figure(found).axes[0]
+def test_the_map_of_heads_has_layers_as_rows(steered):
+    axes = heads_figure(steered).axes[0]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("head", "layer")
     shown = axes.images[0].get_array()
-    ((layer, head),) = found.selection.heads
-    assert shown[layer, head] == pytest.approx(found.selection.scores[0][0])
+    ((layer, head),) = steered.selection.heads
+    assert shown[layer, head] == pytest.approx(steered.selection.scores[0][0])
 
 
-def test_the_command_that_steers_runs_as_it_is_printed(found, tmp_path):
+def test_the_command_that_steers_runs_as_it_is_printed(steered, tmp_path):
     """With the task, the model and the method's parameters of the result, from any folder name."""
     copy = tmp_path / "my 'result'"
-    shutil.copytree(found.folder, copy)
+    shutil.copytree(steered.folder, copy)
     prompts = tmp_path / "two prompts.txt"
     prompts.write_text("The lake\nThe house\n")
     task = tmp_path / "own task.toml"
@@ -251,8 +254,8 @@ def test_the_command_that_steers_runs_as_it_is_printed(found, tmp_path):
         'name = "own"\nlength_counts_prompt = true\nprompts = { texts = ["The lake"] }\n'
         + "".join(f'[attributes.{name}]\nprefix = "{name}:"\n' for name in ("abc", "xyz"))
     )
-    made = replace(found, folder=copy)
-    sure = found.tests.assign(difference=0.2, p=0.001, p_holm=0.003)
+    made = replace(steered, folder=copy)
+    sure = steered.tests.assign(difference=0.2, p=0.001, p_holm=0.003)
     printed = replace(made, tests=sure).next_step(str(task), prompts)
     assert printed.startswith("steer with\n")
     name, *words = shlex.split(printed.splitlines()[1])
@@ -263,7 +266,7 @@ def test_the_command_that_steers_runs_as_it_is_printed(found, tmp_path):
     for cell in run.by_key.values():
         (bias,) = cell.active_augmentations
         assert (cell.model, cell.method, cell.dtype) == ("tiny-gpt2", "prefix", "float32")
-        assert (bias.heads, bias.alpha) == (found.selection.heads, found.selection.alpha)
+        assert (bias.heads, bias.alpha) == (steered.selection.heads, steered.selection.alpha)
         assert cell.prompts == ("The lake", "The house")
 
 
@@ -275,7 +278,7 @@ NOTHING = dict.fromkeys(("difference", "low", "high", "p", "p_holm", "detectable
 
 
 @pytest.mark.parametrize(
-    ("changed", "told", "gain"),
+    ("changed", "outcome", "gain"),
     [
         ({}, "+10.0 points [+5.0, +15.0], corrected p 0.03: more", ": a gain."),
         ({"difference": -0.1}, "-10.0 points", ": a loss."),
@@ -290,23 +293,23 @@ NOTHING = dict.fromkeys(("difference", "low", "high", "p", "p_holm", "detectable
         (NOTHING | {"prompts": math.nan}, "not comparable at this budget", "not known: not comp"),
     ],
 )  # fmt: skip
-def test_what_has_no_test_is_neither_a_gain_nor_a_loss(found, changed, told, gain):
+def test_what_has_no_test_is_neither_a_gain_nor_a_loss(steered, changed, outcome, gain):
     test = TEST | changed
-    assert told in format_test(test).partition(f"against {NO_BIAS}: ")[2]
-    sentence = _gain(found.settings, pd.DataFrame([test]), found.table, {CHOSEN: 1.0})
+    assert outcome in format_test(test).partition(f"against {NO_BIAS}: ")[2]
+    sentence = _gain(steered.settings, pd.DataFrame([test]), steered.table, {CHOSEN: 1.0})
     assert gain in sentence
     for text in (format_test(test), sentence):
         assert "nan" not in text
 
 
-def test_arms_without_common_scores_are_told_from_arms_that_are_not_judged(found):
-    columns = {"attribute": "positive", "metric": found.settings.metrics[0], "scorer": "s"}
+def test_arms_without_common_scores_are_told_from_arms_that_are_not_judged(steered):
+    columns = {"attribute": "positive", "metric": steered.settings.metrics[0], "scorer": "s"}
     scores = pd.DataFrame(
         [("a", CHOSEN, 1.0), ("a", NO_BIAS, 0.0), ("b", CHOSEN, 1.0), ("b", ALL, math.nan)],
         columns=["prompt", "arm", "value"],
     ).assign(sample=0, skipped="", **columns)
     both = pd.concat([scores, scores.assign(attribute="negative")], ignore_index=True)
-    tests = _tests(found.settings, both).set_index("against")
+    tests = _tests(steered.settings, both).set_index("against")
     assert tests.loc[NO_BIAS, "prompts"] == 1
     assert tests.loc[ALL, "prompts"] == 0
     assert math.isnan(tests.loc[RANDOM, "prompts"])
@@ -339,9 +342,9 @@ def test_prompts_of_one_text_are_counted_once_and_told(tmp_path):
     ]
 
 
-def test_a_place_that_is_not_comparable_has_no_number(found, tmp_path):
+def test_a_place_that_is_not_comparable_has_no_number(steered, tmp_path):
     """The budget is out of reach: no arm of a place is judged, and nothing is claimed."""
-    shutil.copytree(found.folder, tmp_path, dirs_exist_ok=True)  # with the texts that tune
+    shutil.copytree(steered.folder, tmp_path, dirs_exist_ok=True)  # with the texts that tune
     shutil.rmtree(tmp_path / "judge")
     settings = json.loads((tmp_path / SETTINGS).read_text("utf-8"))
     (tmp_path / SETTINGS).write_text(json.dumps(settings | {"budget": 50.0}))
@@ -379,9 +382,15 @@ ONE = Task(
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path, changed, error, message):
-    given = {"task": "sentiment", "prompts": PROMPTS} | GIVEN | changed
+    arguments = {"task": "sentiment", "prompts": PROMPTS} | GIVEN | changed
     with pytest.raises(error, match=message):
-        steer("tiny-gpt2", given.pop("prompts"), given.pop("task"), out=tmp_path / "out", **given)
+        steer(
+            "tiny-gpt2",
+            arguments.pop("prompts"),
+            arguments.pop("task"),
+            out=tmp_path / "out",
+            **arguments,
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -392,29 +401,31 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_parameters_are_hard_prefixes_without_pro_aug_unless_given(found):
+def test_parameters_are_hard_prefixes_without_pro_aug_unless_given(steered):
     from lapa2_interp.report.steer_result import method_parameters
 
-    task = found.settings.task
+    task = steered.settings.task
     usual = {"prefixes": "hard", "pro_aug": False}
     assert method_parameters("air-decoding", task, None) == usual
     assert method_parameters("air-decoding", task, {"pro_aug": True}) == usual | {"pro_aug": True}
     assert method_parameters("prefix", task, None) == {"prefixes": "hard"}
-    assert replace(found.settings, method="gedi").arms[0] == "prefix alone"
-    assert found.settings.arms[0] == NO_BIAS
+    assert replace(steered.settings, method="gedi").arms[0] == "prefix alone"
+    assert steered.settings.arms[0] == NO_BIAS
 
 
 @pytest.mark.parametrize("judge", ["tiny-gpt2", "tiny-llama"])
-def test_continuations_are_read_by_another_model(found, judge, tmp_path):
+def test_continuations_are_read_by_another_model(steered, judge, tmp_path):
     """analyses/second_opinion.py: bits per character and ratios, from logits of one text at a time."""
     script(
-        "analyses", "second_opinion", found.folder / "judge", "--card", found.folder / CARD,
+        "analyses", "second_opinion", steered.folder / "judge", "--card", steered.folder / CARD,
         "--judges", judge, "--n", 6, "--out", tmp_path,
     )  # fmt: skip
     table = pd.read_csv(tmp_path / "fluency.csv")
     table.index = table["arm"].str.replace(r" [\d.]+$", "", regex=True)
     network, tokenizer, _ = load_transformers(judge, "float32")
-    texts = found.samples[found.samples["prompt"].isin(sorted(set(found.samples["prompt"]))[:6])]
+    texts = steered.samples[
+        steered.samples["prompt"].isin(sorted(set(steered.samples["prompt"]))[:6])
+    ]
     bits, nll = {}, {}
     for row in texts.itertuples():
         ids = tokenizer(row.text, add_special_tokens=False).input_ids
@@ -424,10 +435,10 @@ def test_continuations_are_read_by_another_model(found, judge, tmp_path):
         )
         read = torch.tensor([[tokenizer.bos_token_id, *ids]])
         log_probs = network(read).logits[0, :-1].double().log_softmax(-1)
-        each = -log_probs[torch.arange(len(ids)), read[0, 1:]][first:]
+        of_tokens = -log_probs[torch.arange(len(ids)), read[0, 1:]][first:]
         characters = len(row.text) - len(row.prompt)
-        bits.setdefault(row.arm, []).append(each.sum().item() / math.log(2) / characters)
-        nll.setdefault(row.arm, []).append(each.mean().item())
+        bits.setdefault(row.arm, []).append(of_tokens.sum().item() / math.log(2) / characters)
+        nll.setdefault(row.arm, []).append(of_tokens.mean().item())
     assert set(table.index) == set(bits) == {NO_BIAS, ALL, CHOSEN, RANDOM}
     for arm, values in bits.items():
         assert table.loc[arm, "texts"] == len(values)
@@ -436,7 +447,7 @@ def test_continuations_are_read_by_another_model(found, judge, tmp_path):
         assert table.loc[arm, "ratio"] == pytest.approx(ratio, rel=1e-5)
 
 
-def test_control_is_read_by_another_classifier(found, tmp_path):
+def test_control_is_read_by_another_classifier(steered, tmp_path):
     """analyses/second_opinion.py: naive Bayes by its formula, and what is hidden from `linear`."""
     lines = [
         ("lovely fine day", "positive"),
@@ -447,7 +458,7 @@ def test_control_is_read_by_another_classifier(found, tmp_path):
     frame["text"] += [f" w{i % 7} x{i}" for i in range(len(frame))]
     frame.to_csv(tmp_path / "texts.csv", index=False)
     script(
-        "analyses", "second_opinion", found.folder / "judge", "--card", found.folder / CARD,
+        "analyses", "second_opinion", steered.folder / "judge", "--card", steered.folder / CARD,
         "--train", tmp_path / "texts.csv", "--out", tmp_path,
     )  # fmt: skip
     table = pd.read_csv(tmp_path / "control.csv")
@@ -455,13 +466,18 @@ def test_control_is_read_by_another_classifier(found, tmp_path):
     table = table.set_index(["measure", "arm"])["mean"]
     held = set(np.random.default_rng(0).permutation(36)[:3])
     order = [i for label in ("positive", "negative") for i in frame.index[frame["label"] == label]]
-    seen = frame.loc[[i for place, i in enumerate(order) if place not in held]]
+    seen = frame.loc[[i for position, i in enumerate(order) if position not in held]]
     words = [re.findall(r"\b\w\w+\b", text.lower()) for text in seen["text"]]
-    known = {word for word, n in Counter(w for each in words for w in set(each)).items() if n >= 2}
+    known = {
+        word for word, n in Counter(w for tokens in words for w in set(tokens)).items() if n >= 2
+    }
     score = {}
     for label in ("positive", "negative"):
         own = [
-            w for each, its in zip(words, seen["label"], strict=True) if its == label for w in each
+            w
+            for tokens, its in zip(words, seen["label"], strict=True)
+            if its == label
+            for w in tokens
         ]
         total = sum(word in known for word in own) + len(known)
         score[label] = (
@@ -470,12 +486,14 @@ def test_control_is_read_by_another_classifier(found, tmp_path):
         )
     inflected = re.compile(r"\b(positi|negati)\w*", re.IGNORECASE)
     scorer = LinearScorer("sentiment")
-    for arm, part in found.samples.groupby("arm"):
+    for arm, part in steered.samples.groupby("arm"):
         right, hidden = [], []
         for row in part.itertuples():
             text = row.text[len(row.prompt) :]
             its = [word for word in re.findall(r"\b\w\w+\b", text.lower()) if word in known]
-            value = {label: s + sum(each[w] for w in its) for label, (s, each) in score.items()}
+            value = {
+                label: s + sum(weights[w] for w in its) for label, (s, weights) in score.items()
+            }
             right.append(max(sorted(value), key=value.get) == row.attribute)
             (read,) = scorer.score([TextItem(inflected.sub(" ", text))])
             hidden.append(scorer.columns[int(np.argmax(read))] == row.attribute)

@@ -56,11 +56,11 @@ def cluster():
     quickly = {"initial_delay_ms": 0, "period_ms": 500, "failure_threshold": 3}
     quickly = {f"health_check_{name}": value for name, value in quickly.items()}
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quickly}
-    found = Cluster(initialize_head=True, head_node_args=head)
+    nodes = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
-        found.add_node(num_cpus=1)
-    yield found
-    found.shutdown()
+        nodes.add_node(num_cpus=1)
+    yield nodes
+    nodes.shutdown()
 
 
 class Trap(Cell):
@@ -111,7 +111,7 @@ def test_a_cluster_that_loses_a_worker_and_a_machine_makes_the_bytes_of_one_proc
     assert engine.n_workers == 2
     swept = sweep(tmp_path / "far", [grid], engine)
     assert (swept.made, swept.failed) == (2, ())
-    lost = [number for number, each in enumerate(engine.futures, 1) if each.exception()]
+    lost = [number for number, future in enumerate(engine.futures, 1) if future.exception()]
     assert lost == [2, 5]
     assert len(engine.futures) == 6 + len(lost), "what was lost is made again, and nothing else"
     assert sweep(tmp_path / "here", [grid], InProcess("cpu")).made == 2
@@ -167,9 +167,9 @@ class Machines:
         self.shutdown, self.kill = lambda: setattr(self, "joined", 0), self.actors.remove
 
     def nodes(self):
-        nodes = [(i, True, each) for i, each in enumerate(self.resources)]
+        nodes = [(i, True, resources) for i, resources in enumerate(self.resources)]
         nodes.append(("gone", False, {"CPU": 9.0}))
-        return [dict(zip(("NodeID", "Alive", "Resources"), each, strict=True)) for each in nodes]
+        return [dict(zip(("NodeID", "Alive", "Resources"), node, strict=True)) for node in nodes]
 
     def get_runtime_context(self):
         address = f"127.0.0.1:{self.head.getsockname()[1]}"

@@ -59,7 +59,7 @@ def test_a_value_that_no_cell_has_is_an_error_with_those_there_are(run):
 def test_values_may_come_in_any_list(run):
     for several in (["baseline"], {"baseline"}, np.array(["baseline"]), pd.Series(["baseline"])):
         assert list(run.select(arm=several).by_key) == list(run.by_key)[::2]
-    assert list(run.select(arm=(each for each in ["baseline"])).by_key) == list(run.by_key)[::2]
+    assert list(run.select(arm=(arm for arm in ["baseline"])).by_key) == list(run.by_key)[::2]
     assert run.select().by_key == run.by_key
 
 
@@ -69,14 +69,14 @@ def test_one_key_is_a_key_and_not_its_letters(run):
     for keys in ([key], [key, key]):
         assert run.samples(keys).equals(run.samples(key))
         assert run.trace(keys).equals(run.trace(key))
-    for given, more, message in (
+    for choice, more, message in (
         (key[:5], {}, f"has no cell '{key[:5]}'"),
         (5, {}, "has no cell 5"),
         (run.select(method="prefix"), {}, r"not a key; ask the run itself: run.select\(...\).samp"),
         (key, {"method": "prefix"}, "give keys, or values .method=prefix., not both"),
     ):
         with pytest.raises(RunError, match=message):
-            run.samples(given, **more)
+            run.samples(choice, **more)
 
 
 def test_traces_of_several_cells_are_one_with_coordinates(run):
@@ -105,14 +105,14 @@ def test_steps_are_a_tidy_table_by_arm(run):
 
 
 def test_tables_are_those_of_each_cell_after_its_columns(run):
-    for found, table in (
+    for again, table in (
         (run.steps(), step_table),
         (run.heads().frame(), head_table),
         (run.prefix_tokens(), prefix_token_table),
     ):
-        assert list(found)[:9] == [*ALIKE, "attribute", "cell", "arm"]
-        assert list(dict.fromkeys(found["cell"])) == list(run.by_key)
-        for key, part in found.groupby("cell"):
+        assert list(again)[:9] == [*ALIKE, "attribute", "cell", "arm"]
+        assert list(dict.fromkeys(again["cell"])) == list(run.by_key)
+        for key, part in again.groupby("cell"):
             alone = table(run.trace(key), run.samples(key))
             assert part[list(alone)].reset_index(drop=True).equals(alone)
             for column, value in run.by_key[key].columns.items():
@@ -120,10 +120,10 @@ def test_tables_are_those_of_each_cell_after_its_columns(run):
 
 
 def test_fits_are_those_of_the_curves(run):
-    found = run.fits()
-    assert list(found) == [*ALIKE, "attribute", "cell", "arm", "C", "D", "R2"]
-    assert found["method"].tolist() == ["prefix"] * 2 + ["air-decoding"] * 2
-    for (_, row), key in zip(found.iterrows(), run.by_key, strict=True):
+    fits = run.fits()
+    assert list(fits) == [*ALIKE, "attribute", "cell", "arm", "C", "D", "R2"]
+    assert fits["method"].tolist() == ["prefix"] * 2 + ["air-decoding"] * 2
+    for (_, row), key in zip(fits.iterrows(), run.by_key, strict=True):
         alone = fit_table(step_table(run.trace(key), run.samples(key))).iloc[0]
         assert row[list(alone.index)].equals(alone.rename(row.name))
 
@@ -152,7 +152,7 @@ def test_heads_show_the_strongest_and_draw_their_maps(run):
         assert part[list(alone)].to_numpy().tolist() == top.to_numpy().tolist()
     drawn = [axes.images[0].get_array() for axes in heads.plot().axes if axes.images]
     alone = [head_table(run.trace(key), run.samples(key)) for key in list(run.by_key)[:2]]
-    tables = [each.pivot(index="layer", columns="head", values="prefix") for each in alone]
+    tables = [part.pivot(index="layer", columns="head", values="prefix") for part in alone]
     np.testing.assert_array_equal(drawn[0], tables[0])
     np.testing.assert_array_equal(drawn[1], tables[1] - tables[0])
 
@@ -206,13 +206,13 @@ def test_a_pooled_trace_has_no_heads():
 
 def test_traces_that_do_not_fit_together_are_refused():
     model, asked = load("tiny-gpt2"), {"length": 14, **ASKED}
-    of = [cell_of(model, trace=each, **asked) for each in ("full", "pooled", "none")]
+    of = [cell_of(model, trace=trace, **asked) for trace in ("full", "pooled", "none")]
     run = make_cells(model, of)
     full, pooled, none = run.by_key
-    for other, word in ((pooled, "pooled"), (none, "none")):
-        told = f"{full} .*trace full. and {other} .*trace {word}.* such as the key '{full}'"
-        with pytest.raises(RunError, match=told):
-            run.trace([full, other])
+    for coarse, word in ((pooled, "pooled"), (none, "none")):
+        message = f"{full} .*trace full. and {coarse} .*trace {word}.* such as the key '{full}'"
+        with pytest.raises(RunError, match=message):
+            run.trace([full, coarse])
     apart = cell_of(model, trace="pooled", **asked | {"attribute": "negative"})
     with pytest.raises(RunError, match="choose cells alike, such as attribute='positive'"):
         make_cells(model, [of[0], apart]).trace()

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import xarray as xr
 from conftest import load, run_of
+from jobs import FakeWorker, Serial
 
 from lapa2_interp import Augmentation, Layout, generate, load_run
 from lapa2_interp._util.errors import (
@@ -35,7 +36,6 @@ from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.run import Run, each_once, finished_cell, is_run, write_run
 from lapa2_interp.runs.store import Listing
 from lapa2_interp.runs.sweep import open_run, sweep
-from lapa2_interp.runs.worker import Worker
 from lapa2_interp.tasks.task import Attribute, Task
 
 ONE_HEAD = Augmentation(alpha=1, heads=((0, 1),))
@@ -88,20 +88,20 @@ def test_a_run_reads_back_equal(run, stored):
 
 def test_one_cell_is_a_run(run, saved, tmp_path):
     key = next(iter(run.by_key))
-    for whole in (run, saved):
-        alone = whole.select(key=key)
+    for source in (run, saved):
+        alone = source.select(key=key)
         assert list(alone.by_key) == [key]
         same(finished_cell(alone), finished_cell(run, key))
         assert alone.samples()["text"].tolist() == run.samples([key])["text"].tolist()
         with pytest.raises(RunError, match="has no cell with key=ab"):
-            whole.select(key="ab")
+            source.select(key="ab")
     with pytest.raises(RunError, match="has 4 cells; give the key of one"):
         finished_cell(run)
     with pytest.raises(RunError, match="in memory only; run.save"):
         run.home  # noqa: B018
-    for place in (whole.place(key), tmp_path):
+    for folder in (source.place(key), tmp_path):
         with pytest.raises(RunError, match=r"is not a run: it has no run\.json"):
-            load_run(place)
+            load_run(folder)
 
 
 def test_a_finished_run_is_replaced_only_by_force(one, tmp_path):
@@ -113,8 +113,8 @@ def test_a_finished_run_is_replaced_only_by_force(one, tmp_path):
     assert not (tmp_path / "run" / "view.html").exists()
     with pytest.raises(RunError, match="is finished; force=True replaces it"):
         one.save(tmp_path / "run")
-    for place in (tmp_path / "run", tmp_path / "deep" / "er"):
-        with pytest.raises(ZeroDivisionError), result_folder(place, True, is_run) as folder:
+    for target in (tmp_path / "run", tmp_path / "deep" / "er"):
+        with pytest.raises(ZeroDivisionError), result_folder(target, True, is_run) as folder:
             (folder / "run.json").write_text("half")
             raise ZeroDivisionError
     assert load_run(tmp_path / "run").finished == one.by_key
@@ -122,15 +122,15 @@ def test_a_finished_run_is_replaced_only_by_force(one, tmp_path):
 
 
 def test_what_another_process_finished_meanwhile_is_not_replaced(one, tmp_path):
-    place = tmp_path / "run"
+    target = tmp_path / "run"
     with (
         pytest.raises(RunError, match="is finished; force=True replaces it"),
-        result_folder(place, False, is_run) as mine,
+        result_folder(target, False, is_run) as mine,
     ):
         write_run(mine, one)
-        one.save(place)
-        (place / "notes.txt").write_text("of a user")
-    assert (place / "notes.txt").read_text() == "of a user"
+        one.save(target)
+        (target / "notes.txt").write_text("of a user")
+    assert (target / "notes.txt").read_text() == "of a user"
 
 
 def test_an_unfinished_run_is_not_replaced_even_by_force(saved, tmp_path, capsys):
@@ -168,7 +168,7 @@ def test_the_form_of_a_wording_replaces_whole_words(prefix, attribute, form):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "message"),
     [
         ("a\0b", "has a NUL, which a trace cannot name"),
         ("x" * 5_000_000, "the prompt 'xxxx.* has 5000000 letters, and 4194304 are"),
@@ -176,8 +176,8 @@ def test_the_form_of_a_wording_replaces_whole_words(prefix, attribute, form):
     ],
     ids=["NUL", "millions of letters", "no Unicode"],
 )
-def test_a_prompt_that_no_run_can_hold_is_refused_in_one_sentence(prompt, told):
-    with pytest.raises(LayoutError, match=told):
+def test_a_prompt_that_no_run_can_hold_is_refused_in_one_sentence(prompt, message):
+    with pytest.raises(LayoutError, match=message):
         cell_of("tiny-gpt2", attribute="positive", prompts=[prompt], dtype="float32")
     if len(prompt) > 9:
         with pytest.raises(LayoutError, match="the prefix 'xxxx.* has 5000000 letters"):
@@ -197,7 +197,7 @@ def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
     def full(*_, **__):
         raise error
 
-    monkeypatch.setattr("lapa2_interp.runs.worker.decode_batches", full)
+    monkeypatch.setattr("lapa2_interp.runs.worker.decode_batch", full)
     with pytest.raises(ModelError, match="does not hold 4 rows at once; .*max_rows=N"):
         generate(load("tiny-gpt2"), attribute="positive", prompts=["a", "b"], samples=2)
 
@@ -213,9 +213,9 @@ def test_texts_without_a_first_token_have_no_attention(run, capsys):
             trace[name] = trace[name].where(trace["sample"] != 0)
     batch = replace(run.batches[key][0], samples=samples, trace=trace)
     ended = Run(None, run.listing, {key: run.by_key[key]}, {key: [batch]})
-    found = ended.attention()
-    assert (found.n_untraced, len(found.kinds[0][0])) == (1, len(samples) - 1)
-    assert set(found.steps()["n"]) == {len(samples) - 1}
+    attention = ended.attention()
+    assert (attention.n_untraced, len(attention.kinds[0][0])) == (1, len(samples) - 1)
+    assert set(attention.steps()["n"]) == {len(samples) - 1}
     samples["n_tokens"] = 0
     with pytest.raises(TraceError, match="all texts .* ended before a first token"):
         ended.attention()
@@ -245,7 +245,7 @@ def test_reading_takes_a_listing_and_two_small_files_a_cell(saved, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("place", "message"),
+    ("target", "message"),
     [
         ("file/run", "cannot write .*choose another place"),
         ("file", "not a folder of this command"),
@@ -253,12 +253,12 @@ def test_reading_takes_a_listing_and_two_small_files_a_cell(saved, monkeypatch):
         ("..", "is the folder you are in, .*give a folder in it, such as"),
     ],
 )
-def test_places_that_are_refused_before_anything_is_made(tmp_path, monkeypatch, place, message):
+def test_places_that_are_refused_before_anything_is_made(tmp_path, monkeypatch, target, message):
     """The shell would stay in a folder that is gone."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "file").touch()
     monkeypatch.chdir(tmp_path / "in")
-    with pytest.raises(RunError, match=message), result_folder(Path(place)):
+    with pytest.raises(RunError, match=message), result_folder(Path(target)):
         pytest.fail("entered")
 
 
@@ -282,11 +282,11 @@ def test_cells_of_generate_and_of_a_sweep_are_read_together(tmp_path):
     """One folder may hold both: their traces have the same coordinates."""
     asked = {"attribute": "positive", "prompts": ["The lake"], "length": 14, "dtype": "float32"}
     generate("tiny-gpt2", **asked).save(tmp_path / "run")
-    other = cell_of("tiny-gpt2", alpha=1, **asked)
-    swept = sweep(tmp_path / "run", [Grid("more", "", (other,))], InProcess("cpu"))
+    stronger = cell_of("tiny-gpt2", alpha=1, **asked)
+    swept = sweep(tmp_path / "run", [Grid("more", "", (stronger,))], InProcess("cpu"))
     assert swept.made == 1
-    found = load_run(tmp_path / "run").attention()
-    ((samples, trace),) = found.kinds
+    attention = load_run(tmp_path / "run").attention()
+    ((samples, trace),) = attention.kinds
     assert trace["arm"].to_numpy().tolist() == samples["arm"].tolist()
     assert len(set(samples["arm"])) == 2
 
@@ -336,13 +336,16 @@ def test_of_cells_that_draw_the_same_texts_the_one_with_most_counts(tmp_path):
         cell(["a", "b", "c"], samples=2, length=20, trace="none"),  # has the texts of the first
         cell(["a", "b", "c"], samples=2, length=20, trace="pooled"),
         cell(["d"], samples=1, length=20),
-        *(cell(["a"], length=20, **other) for other in ({"seed": 2}, {"top_k": 50}, {"alpha": 1})),
+        *(
+            cell(["a"], length=20, **change)
+            for change in ({"seed": 2}, {"top_k": 50}, {"alpha": 1})
+        ),
         cell(["a"], length=21),
     ]
-    kept = each_once({each.key: each for each in cells})
-    assert kept == [each.key for each in cells[2:]]
+    counted = each_once({planned.key: planned for planned in cells})
+    assert counted == [planned.key for planned in cells[2:]]
     assert each_once({few.key: few}) == [few.key]
-    assert [each.variant for each in cells[4:6]] == ["", "top-k 50"]
+    assert [planned.variant for planned in cells[4:6]] == ["", "top-k 50"]
 
 
 def test_files_of_one_task_name_are_told_apart_by_their_texts():
@@ -357,9 +360,9 @@ def test_files_of_one_task_name_are_told_apart_by_their_texts():
     own = {"dtype": "float32"}
     assert variant("prefix") == "prefix {Attribute}:"
     assert variant("prefix", prefix="Be angry.") == variant("prefix")
-    told = {variant("preadd", prefix=text) for text in ("Be angry.", "Be cross.")}
-    assert len(told) == 2
-    assert all(each.startswith("prefix {Attribute}:, texts ") for each in told)
+    variants = {variant("preadd", prefix=text) for text in ("Be angry.", "Be cross.")}
+    assert len(variants) == 2
+    assert all(name.startswith("prefix {Attribute}:, texts ") for name in variants)
     detox = cell_of("tiny-gpt2", method="preadd", task="detox", attribute="nontoxic", **own)
     assert detox.variant == ""
 
@@ -401,25 +404,25 @@ def test_a_run_with_a_damaged_listing_is_replaced_only_by_force(one, saved, text
 
 
 def test_a_batch_of_another_cell_is_damage(saved):
-    one, other, *_ = saved.by_key
-    for each in saved.place(other).glob("000.*"):
-        (saved.place(one) / each.name).write_bytes(each.read_bytes())
+    one, source, *_ = saved.by_key
+    for file in saved.place(source).glob("000.*"):
+        (saved.place(one) / file.name).write_bytes(file.read_bytes())
     assert saved.state(one) == "damaged"
     with pytest.raises(RunError, match="damaged"):
         saved.samples(one)
-    with pytest.raises(RunError, match=f"it belongs to cell {other}"):
+    with pytest.raises(RunError, match=f"it belongs to cell {source}"):
         saved.records(one)
 
 
 @pytest.fixture(scope="module")
-def in_batches(tmp_path_factory, worker):
+def in_batches(tmp_path_factory):
     """A run of one cell of 6 texts in 3 batches."""
     cell = cell_of(
         "tiny-gpt2", attribute="positive", prompts=["The lake", "The sea", "The hut"], length=12,
         samples=2, max_rows=2, dtype="float32", trace="pooled",
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("batches") / "run"
-    sweep(folder, [Grid("one", "", (cell,))], InProcess(worker=worker))
+    sweep(folder, [Grid("one", "", (cell,))], Serial(FakeWorker()))
     return folder
 
 
@@ -428,16 +431,11 @@ def batched(in_batches, tmp_path):
     return load_run(shutil.copytree(in_batches, tmp_path / "run"))
 
 
-@pytest.fixture(scope="module")
-def worker():
-    return Worker("cpu")
-
-
-def again(run, worker):
+def again(run):
     """What a sweep says that makes the run again."""
-    said, grid = [], Grid("one", "", tuple(run.by_key.values()))
-    sweep(run.home, [grid], InProcess(worker=worker), said.append)
-    return said
+    notes, grid = [], Grid("one", "", tuple(run.by_key.values()))
+    sweep(run.home, [grid], Serial(FakeWorker()), notes.append)
+    return notes
 
 
 def texts_of(run):
@@ -448,64 +446,64 @@ def edit(file, **fields):
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def remove_last(place):
+def remove_last(folder):
     """The last batch, so that the others look like all."""
-    for file in place.glob("002.*"):
+    for file in folder.glob("002.*"):
         file.unlink()
     for number in range(2):
-        edit(place / f"00{number}.json", n_batches=2)
+        edit(folder / f"00{number}.json", n_batches=2)
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "message"),
     [
         (remove_last, "all batches made again; their records count 4 of 6 texts, in 2 batches"),
-        (lambda place: edit(place / "000.json", n_batches=2), "count 6 of 6 texts, in 2 and 3 bat"),
-        (lambda place: edit(place / "001.json", n_texts=3), "count 7 of 6 texts"),
-        (lambda place: edit(place / "001.json", n_batches=10**12), "batch 1 made again.*it counts"),
-        (lambda place: edit(place / "001.json", n_batches=0), "batch 1 made again.*n_batches"),
-        (lambda place: edit(place / "001.json", n_texts=-2), "batch 1 made again.*n_texts"),
-        (lambda place: edit(place / "001.json", seconds=-1), "batch 1 made again.*seconds"),
-        (lambda place: edit(place / "001.json", new_tokens=-1), "batch 1 made again.*new_tokens"),
-        (lambda place: edit(place / "001.json", memory=-1), "batch 1 made again.*memory"),
+        (lambda folder: edit(folder / "000.json", n_batches=2), "count 6 of 6 texts, in 2 and 3 bat"),
+        (lambda folder: edit(folder / "001.json", n_texts=3), "count 7 of 6 texts"),
+        (lambda folder: edit(folder / "001.json", n_batches=10**12), "batch 1 made again.*it counts"),
+        (lambda folder: edit(folder / "001.json", n_batches=0), "batch 1 made again.*n_batches"),
+        (lambda folder: edit(folder / "001.json", n_texts=-2), "batch 1 made again.*n_texts"),
+        (lambda folder: edit(folder / "001.json", seconds=-1), "batch 1 made again.*seconds"),
+        (lambda folder: edit(folder / "001.json", new_tokens=-1), "batch 1 made again.*new_tokens"),
+        (lambda folder: edit(folder / "001.json", memory=-1), "batch 1 made again.*memory"),
     ],
 )  # fmt: skip
-def test_a_count_in_a_record_is_compared_with_the_cells_texts(batched, harm, told, worker):
+def test_a_count_in_a_record_is_compared_with_the_cells_texts(batched, harm, message):
     ((key, _),) = batched.by_key.items()
     wanted = texts_of(batched)
     harm(batched.place(key))
     assert batched.state(key) == "damaged"
     with pytest.raises(RunError, match="is damaged"):
         finished_cell(batched, key)
-    (said,) = again(batched, worker)
-    assert re.search(told, said)
+    (said,) = again(batched)
+    assert re.search(message, said)
     assert texts_of(batched) == wanted
 
 
-def test_one_record_with_a_wrong_count_of_batches_is_found_by_the_next_batch(batched, worker):
+def test_one_record_with_a_wrong_count_of_batches_is_found_by_the_next_batch(batched):
     ((key, _),) = batched.by_key.items()
-    wanted, place = texts_of(batched), batched.place(key)
-    for file in [*place.glob("000.*"), *place.glob("002.*")]:
+    wanted, folder = texts_of(batched), batched.place(key)
+    for file in [*folder.glob("000.*"), *folder.glob("002.*")]:
         file.unlink()
-    edit(place / "001.json", n_batches=5)
-    assert "n_batches was 5 and is 3" in "".join(again(batched, worker))
+    edit(folder / "001.json", n_batches=5)
+    assert "n_batches was 5 and is 3" in "".join(again(batched))
     assert texts_of(batched) == wanted
 
 
 def test_a_batch_has_as_many_rows_as_its_record_counts(batched):
     ((key, cell),) = batched.by_key.items()
-    place = batched.place(key)
+    folder = batched.place(key)
     for number, n in ((0, 1), (1, 3)):
-        edit(place / f"00{number}.json", n_texts=n)
+        edit(folder / f"00{number}.json", n_texts=n)
     assert batched.state(key) == "finished", "6 texts, according to the records"
     with pytest.raises(DamagedError, match=r"000\.parquet .*it has 2 texts, and 000\.json 1"):
         batched.samples()
     with pytest.raises(DamagedError, match=r"000\.nc .*it has 2 samples, not 1"):
-        store.read_trace(place, 0, cell)
+        store.read_trace(folder, 0, cell)
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "told"),
+    ("column", "value", "message"),
     [
         ("text", None, "text of row 1 is .*, not a text"),
         ("text", 3.5, "text of row 0 is 3.5, not a text"),
@@ -524,24 +522,24 @@ def test_a_batch_has_as_many_rows_as_its_record_counts(batched):
         ("finish", "<b>", "finish of row 1 is '<b>', not one of length, end, empty"),
     ],
 )
-def test_rows_that_no_text_of_the_cell_has_are_damage(batched, column, value, told):
+def test_rows_that_no_text_of_the_cell_has_are_damage(batched, column, value, message):
     ((key, cell),) = batched.by_key.items()
     file = batched.place(key) / "000.parquet"
     table = pd.read_parquet(file)
-    of_all = "row 0" in told  # a column of a file has one type
+    of_all = "row 0" in message  # a column of a file has one type
     table[column] = pd.Series([value if of_all else table[column].iloc[0], value], dtype=object)
     table.to_parquet(file, index=False)
     edit(batched.place(key) / "000.json", sha256={file.name: sha256_of(file)})
-    with pytest.raises(DamagedError, match=rf"000\.parquet is missing or damaged \({told}"):
+    with pytest.raises(DamagedError, match=rf"000\.parquet is missing or damaged \({message}"):
         store.read_samples(batched.place(key), 0, cell)
 
 
 @pytest.mark.parametrize("note", ["blank", "control", "no text", "a folder", "a loop", "a file"])
-def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, worker):
+def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note):
     ((key, _),) = batched.by_key.items()
-    place = batched.place(key)
-    store.remove_batches(place)
-    file = place / "failed.json"
+    folder = batched.place(key)
+    store.remove_batches(folder)
+    file = folder / "failed.json"
     if note == "a folder":
         file.mkdir()
     elif note == "a loop":
@@ -554,7 +552,7 @@ def test_a_damaged_note_of_a_failure_is_told_as_one(batched, note, worker):
         file.write_text({"no text": "{", "a file": "[1]"}.get(note, json.dumps(blank)))
     assert batched.failures[key].reason == f"unknown: {file} is damaged"
     assert main(["runs", str(batched.home)]) == 0
-    assert again(batched, worker) == []
+    assert again(batched) == []
     assert not file.exists()
     assert batched.state(key) == "finished"
 
@@ -564,8 +562,10 @@ def test_the_label_of_a_cell_is_that_of_its_grids_now(tmp_path):
         return cell_of("tiny-gpt2", attribute="positive", prompts=["A"], alpha=1.0, label=label, dtype="float32")  # fmt: skip
 
     def swept(**labels):
-        grids = [Grid(name, "", tuple(map(cell, given))) for name, given in labels.items()]
-        return [each.label for each in open_run(tmp_path / "run", grids).by_key.values()]
+        grids = [
+            Grid(name, "", tuple(map(cell, own_labels))) for name, own_labels in labels.items()
+        ]
+        return [stored.label for stored in open_run(tmp_path / "run", grids).by_key.values()]
 
     assert swept(one=["strong"]) == ["strong"]
     assert swept(one=[""]) == [""]
@@ -579,22 +579,22 @@ def test_the_label_of_a_cell_is_that_of_its_grids_now(tmp_path):
 @pytest.mark.parametrize("kind", ["a file", "a folder", "a loop"])
 def test_what_is_in_the_place_of_a_cell_is_one_line(batched, name, kind, capsys):
     ((key, cell),) = batched.by_key.items()
-    place = batched.home / name.replace("KEY", key)
-    remove_path(place)
+    target = batched.home / name.replace("KEY", key)
+    remove_path(target)
     if kind == "a loop":
-        place.symlink_to(place)
+        target.symlink_to(target)
     elif kind == "a folder":
-        place.mkdir()
+        target.mkdir()
     else:
-        place.touch()
-    whole = kind == "a file" and name.endswith("json")
+        target.touch()
+    is_settings_file = kind == "a file" and name.endswith("json")
     said = r"is missing|is a folder; remove it|is a file; remove it|is a loop of links; remove it"
-    with pytest.raises(DamagedError, match="is damaged" if whole else said):
+    with pytest.raises(DamagedError, match="is damaged" if is_settings_file else said):
         load_run(batched.home)
     for words in (["runs", batched.home], ["trace", batched.home], ["report", batched.home]):
         assert main(list(map(str, words))) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("lapa2: ")
-    if kind == "a file" and not whole:
+    if kind == "a file" and not is_settings_file:
         with pytest.raises(RunError, match="is a file in the place of a folder; remove it"):
             sweep(batched.home, [Grid("one", "", (cell,))], InProcess("cpu"))

@@ -61,9 +61,9 @@ def trained(folder, recipe=RECIPE, corpus=TRAIN, graded=(), graded_tests=()):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("adapters")
-    trained(place)
-    return place
+    folder = tmp_path_factory.mktemp("adapters")
+    trained(folder)
+    return folder
 
 
 def training(recipe=RECIPE):
@@ -74,8 +74,8 @@ def training(recipe=RECIPE):
     source = script.WeightedTexts(texts, np.eye(2)[np.arange(12) % 2], 1.0)
     parameters = script.add_adapters(network, recipe)
     with torch.no_grad():
-        for each in parameters.values():
-            each.copy_((0.3 * torch.randn(each.shape)).half())
+        for parameter in parameters.values():
+            parameter.copy_((0.3 * torch.randn(parameter.shape)).half())
     tensors = script.named_on_disk(parameters)
     return SimpleNamespace(
         network=network, sources=[source], parameters=parameters, tensors=tensors
@@ -115,7 +115,7 @@ def test_only_adapted_layers_are_in_the_file(tmp_path):
     assert len(stored) == 1 * 7 * 2 + 2
     assert stored["layers.1.self_attn.q_proj.a"].shape == (2, 32)
     assert stored["layers.1.mlp.down_proj.b"].shape == (32, 2)
-    assert {str(each.dtype) for name, each in stored.items() if name[:4] != "head"} == {
+    assert {str(tensor.dtype) for name, tensor in stored.items() if name[:4] != "head"} == {
         "torch.float16"
     }
     assert stored["head.weight"].dtype == torch.float32
@@ -135,8 +135,8 @@ def test_a_reader_sees_the_mean_and_the_last_state(tmp_path):
         states = states / states.square().mean(1, keepdim=True).sqrt()
         seen = torch.cat([states[1:].mean(0), states[3]])
         expected = ours.head.weight.double() @ seen
-        found = ours(*padded_rows([[40, 41, 42], [5] * 9], 0, "cpu"))[0]
-    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+        logits = ours(*padded_rows([[40, 41, 42], [5] * 9], 0, "cpu"))[0]
+    torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_windows_are_few_and_alike():
@@ -171,8 +171,8 @@ def test_the_batch_does_not_change_numbers(folder):
 def test_a_text_and_its_beginnings_are_read_once(folder, monkeypatch):
     """Cut at four lengths: the tokens of the longest are read, and every number is as alone."""
     adapter, _ = load_adapter("detox", folder)
-    whole = "fine and grim, grim and fine, so it goes on. " * 4
-    texts = [whole[:n] for n in (30, 60, 100, len(whole))] + ["so grim", "fine and grim"]
+    longest = "fine and grim, grim and fine, so it goes on. " * 4
+    texts = [longest[:n] for n in (30, 60, 100, len(longest))] + ["so grim", "fine and grim"]
     alone = np.concatenate([adapter.logits([text]) for text in texts])
     read, plain = [], adapter.network.base.forward
 
@@ -226,8 +226,8 @@ def test_scorers_by_name():
 
 def test_a_pass_takes_other_texts_of_a_corpus():
     passes = [script.draw_texts(10, 4, number, (0, 1)) for number in range(5)]
-    assert [len(each) for each in passes] == [4] * 5
-    together = [text for each in passes for text in each]
+    assert [len(drawn) for drawn in passes] == [4] * 5
+    together = [text for drawn in passes for text in drawn]
     assert sorted(together[:10]) == sorted(together[10:]) == list(range(10))
     assert sorted(script.draw_texts(3, 9, 4, (0, 1))) == [0, 1, 2]
     assert script.draw_texts(10, 4, 1, (0, 1)) == passes[1] != script.draw_texts(10, 4, 1, (1, 1))
@@ -252,11 +252,11 @@ def test_a_pass_follows_from_its_seed():
     rng = np.random.default_rng(0)
     texts = [rng.integers(5, 200, n).astype(np.int32) for n in rng.integers(2, 300, 90)]
     source = script.WeightedTexts(texts, np.eye(2)[np.arange(90) % 2], 0.5)
-    one, again, other = (
+    one, again, reseeded = (
         script.make_pass([source], RECIPE.model_copy(update={"seed": seed, "per_pass": 60}), 0)
         for seed in (0, 0, 1)
     )
-    assert one.batches == again.batches != other.batches
+    assert one.batches == again.batches != reseeded.batches
     assert all(np.array_equal(a, b) for a, b in zip(one.windows, again.windows, strict=True))
     assert sorted(t for batch in one.batches for t in batch) == list(range(60))
     sizes = [len(batch) * max(len(one.windows[t]) for t in batch) for batch in one.batches]
@@ -282,8 +282,8 @@ def test_the_loss_weighs_texts_and_shares(tmp_path):
 
 def test_a_separable_corpus_is_learned(folder):
     card = AdapterScorer("detox", folder).card
-    found = {(row.measure, row.length): row.value for row in card.held_out}
-    assert found["accuracy", "all"] == 1.0
+    reached = {(row.measure, row.length): row.value for row in card.held_out}
+    assert reached["accuracy", "all"] == 1.0
     assert card.data == ("toy: 12 nontoxic, 12 toxic; weight 1",)
     assert card.examples == 24
     assert card.tokens > 0
@@ -302,27 +302,27 @@ def test_the_card_is_about_the_rounded_weights(folder):
 def test_a_killed_training_goes_on(steps, folder, tmp_path, monkeypatch):
     """The file is the one of a training that was not killed, bit by bit."""
     small = RECIPE.model_copy(update={"tokens_per_batch": 128})
-    whole = trained(tmp_path / "whole", small)
+    undisturbed = trained(tmp_path / "whole", small)
     loss_of, left = script.loss_of, steps
 
-    def killed(*given):
+    def killed(*arguments):
         nonlocal left
         if left == 0:
             raise KeyboardInterrupt
         left -= 1
-        return loss_of(*given)
+        return loss_of(*arguments)
 
     monkeypatch.setattr(script, "SAVE_EVERY", -1.0)
     monkeypatch.setattr(script, "loss_of", killed)
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "killed", small)
     monkeypatch.setattr(script, "loss_of", loss_of)
-    other = Corpus({name: found[::-1] for name, found in TRAIN.texts.items()}, "toy")
-    for settings in ((), (small, other)):
+    reversed_corpus = Corpus({name: texts[::-1] for name, texts in TRAIN.texts.items()}, "toy")
+    for settings in ((), (small, reversed_corpus)):
         with pytest.raises(ScoringError, match="unfinished training with other settings; repeat"):
             trained(tmp_path / "killed", *settings)
     again = trained(tmp_path / "killed", small)
-    assert (again.sha256, again.tokens) == (whole.sha256, whole.tokens)
+    assert (again.sha256, again.tokens) == (undisturbed.sha256, undisturbed.tokens)
     assert again.sha256 != AdapterScorer("detox", folder).card.sha256
     assert not list((tmp_path / "killed").glob("*.checkpoint"))
     with pytest.raises(ScoringError, match="is finished; choose another place"):
@@ -357,7 +357,9 @@ def test_the_base_stays_as_it_is_below_the_first_adapter(tmp_path):
     made = training()
     now = script.make_pass(made.sources, RECIPE, 0)
     script.loss_of(made.network, now, now.batches[0], 0, False).backward()
-    moved = {name for name, each in made.network.named_parameters() if each.grad is not None}
+    moved = {
+        name for name, parameter in made.network.named_parameters() if parameter.grad is not None
+    }
     assert moved == set(made.parameters)
     assert not any("layers.0." in name for name in moved)
 
@@ -419,10 +421,10 @@ def test_damaged_adapters(folder, tmp_path):
     def with_tensors(tensors, **changes):
         save_adapter(tensors, tmp_path, "detox", **(facts() | changes))
 
-    with_tensors({name: each for name, each in stored.items() if name != "head.bias"})
+    with_tensors({name: tensor for name, tensor in stored.items() if name != "head.bias"})
     with pytest.raises(ScoringError, match="does not fit tiny-llama .*head.bias.*train it again"):
         load_adapter("detox", tmp_path)
-    with_tensors({name: each for name, each in stored.items() if not name.endswith("q_proj.b")})
+    with_tensors({name: tensor for name, tensor in stored.items() if not name.endswith("q_proj.b")})
     with pytest.raises(ScoringError, match="does not fit tiny-llama .*q_proj.b"):
         load_adapter("detox", tmp_path)
     with_tensors(stored | {"layers.1.self_attn.q_proj.a": torch.zeros(2, 5)})
@@ -459,9 +461,9 @@ def test_shipped_adapters_state_what_they_reach():
     ):
         card = adapter_card(task)
         (row,) = (
-            each
-            for each in card.held_out
-            if (each.data, each.measure, each.length) == (file, measure, "all")
+            row
+            for row in card.held_out
+            if (row.data, row.measure, row.length) == (file, measure, "all")
         )
         assert row.low <= row.value <= row.high
         assert row.value >= least, (task, row)
@@ -485,12 +487,12 @@ def test_shipped_results_are_found_again(task, file, data, request):
     rows = np.array(scorer.score([TextItem(text) for text, _ in texts]))
     truth = [scorer.columns.index(label) for _, label in texts]
     (stated,) = (
-        each.value
-        for each in scorer.card.held_out
-        if (each.measure, each.length) == ("accuracy", "all") and each.data in file + ".jsonl.xz"
+        row.value
+        for row in scorer.card.held_out
+        if (row.measure, row.length) == ("accuracy", "all") and row.data in file + ".jsonl.xz"
     )
-    found = (rows.argmax(1) == truth).mean()
-    assert abs(found - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
+    accuracy = (rows.argmax(1) == truth).mean()
+    assert abs(accuracy - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
 
 
 @pytest.mark.long
@@ -499,11 +501,11 @@ def test_saying_positive_does_not_count_as_negative(sentiment, data):
     negative." for a good one. P(positive) of 60 sentences of an encyclopedia, with either behind
     them; an interval over sentences."""
     with lzma.open(data / "text" / "wikitext103_valid.txt.xz", "rt") as stream:
-        found = re.split(r" \. |\n", stream.read())
+        sentences = re.split(r" \. |\n", stream.read())
     plain = [
-        each.strip() + "."
-        for each in found
-        if 40 < len(each) < 140 and not re.search("<unk>|=|@", each)
+        sentence.strip() + "."
+        for sentence in sentences
+        if 40 < len(sentence) < 140 and not re.search("<unk>|=|@", sentence)
     ][:600:10]
     assert len(plain) == 60
     change = {}
@@ -512,7 +514,7 @@ def test_saying_positive_does_not_count_as_negative(sentiment, data):
             np.array([row[0] for row in scorer.score([TextItem(text + more) for text in plain])])
             for more in ("", " This is positive.", " This is negative.")
         )
-        change[kind] = [mean_interval(each - before, plain) for each in after]
+        change[kind] = [mean_interval(later - before, plain) for later in after]
     positive, negative = change["adapter"]
     assert positive.high > 0, "it does not lower P(positive)"
     assert negative.high < -0.1

@@ -2,14 +2,15 @@
 numbers are counted by hand."""
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import script
 
-from lapa2_interp._util.errors import ScoringError
-from lapa2_interp.cli.app import main
-from lapa2_interp.scoring.agreement import agreement, calibration, card_rows
+from lapa2_interp._util.errors import Lapa2Error, ScoringError
+from lapa2_interp.scoring.agreement import agreement, card_rows
 from lapa2_interp.scoring.scorer import Scorer
 
 
@@ -30,7 +31,7 @@ def value(table, measure, length="all", column="value"):
 
 def test_a_perfect_a_reversed_and_a_constant_scorer():
     truth = ["no", "yes"] * 20
-    right = np.array([each == "yes" for each in truth], float)
+    right = np.array([label == "yes" for label in truth], float)
     texts = ["word"] * 40
     for values, accuracy, auc, error in ((right, 1, 1, 0), (1 - right, 0, 0, 1)):
         table = agreement(two(values), truth, texts)
@@ -87,13 +88,6 @@ def test_the_calibration_of_a_known_table():
     truth = ["yes", "yes", "no", "no"]
     error = value(agreement(numbers, truth, ["a"] * 4), "calibration error")
     assert error == pytest.approx(0.75 * (0.95 - 2 / 3) + 0.25 * 0.65)
-    curve = calibration(numbers, truth)
-    assert curve["n"].tolist() == [1, 3]
-    assert curve["from"].tolist() == [0.6, 0.9]
-    assert curve["prediction"].tolist() == pytest.approx([0.65, 0.95])
-    assert curve["truth"].tolist() == pytest.approx([0, 2 / 3])
-    own = calibration(graded([0.05, 1.0]), [0.15, 0.9])
-    assert own[["to", "truth"]].to_numpy().tolist() == [[0.1, 0.15], [1.0, 0.9]]
 
 
 def test_texts_are_compared_by_length():
@@ -156,7 +150,7 @@ def test_what_cannot_be_compared(numbers, truth, message):
         agreement(numbers, truth, ["a"] * len(numbers))
 
 
-# --- lapa2 scorers check
+# --- analyses/check_scorers.py
 
 
 class Lengths(Scorer):
@@ -169,8 +163,8 @@ class Lengths(Scorer):
         self.columns = ("positive", "negative") if name == "accuracy" else ("toxicity",)
 
     def score(self, items):
-        found = [len(item.text.split()) / 10 for item in items]
-        return [(p, 1 - p) if self.name == "accuracy" else (p,) for p in found]
+        scores = [len(item.text.split()) / 10 for item in items]
+        return [(p, 1 - p) if self.name == "accuracy" else (p,) for p in scores]
 
 
 @pytest.fixture
@@ -181,7 +175,7 @@ def words(monkeypatch, own_cache):
         asked.append((name, model, options.task))
         return Lengths(name)
 
-    monkeypatch.setattr("lapa2_interp.runs.check_scorers.make_scorer", make)
+    monkeypatch.setattr("lapa2_interp.scoring.registry.make_scorer", make)
     return asked
 
 
@@ -189,7 +183,7 @@ LINEAR = ("--scorers", "linear")
 
 
 def check(*line):
-    return main(["scorers", "check", *map(str, line)])
+    return script("analyses", "check_scorers", *line)
 
 
 def test_a_file_of_labels_is_checked(words, tmp_path, capsys):
@@ -210,7 +204,7 @@ def test_a_file_of_labels_is_checked(words, tmp_path, capsys):
         "adapter",
         "--out",
     ]
-    assert check(file, *line, tmp_path / "out") == 0
+    check(file, *line, tmp_path / "out")
     assert words == [("accuracy", "linear", "sentiment"), ("accuracy", "adapter", "sentiment")]
     table = pd.read_csv(tmp_path / "out/agreement.csv")
     assert value(table[:6], "accuracy") == 0.75
@@ -219,7 +213,11 @@ def test_a_file_of_labels_is_checked(words, tmp_path, capsys):
     assert value(table[:6], "calibration error") == pytest.approx((0.6 + 0.4 + 0.1) / 4)
     assert value(table[:6], "accuracy", "1-15", "n") == 4
     assert (tmp_path / "out/calibration.png").stat().st_size > 1000
-    assert pd.read_csv(tmp_path / "out/calibration.csv")["n"].sum() == 2 * 4
+    curve = pd.read_csv(tmp_path / "out/calibration.csv")[:3]
+    assert curve["from"].tolist() == [0.6, 0.8, 0.9]
+    assert curve["n"].tolist() == [1, 2, 1]
+    assert curve["prediction"].tolist() == pytest.approx([0.6, 0.8, 0.9])
+    assert curve["truth"].tolist() == [1, 0.5, 1]
     printed = capsys.readouterr().out
     assert "accuracy, all words (n 4)" in printed
     assert printed.count("accuracy (words)") == 2 * 6
@@ -231,12 +229,12 @@ def test_graded_scores_and_toxicity_labels_are_checked(words, tmp_path):
     file.write_text(
         "".join(json.dumps({"text": "w " * n, "s": s, "l": k}) + "\n" for n, s, k in rows)
     )
-    assert check(file, "--score", "s", *LINEAR, "--out", tmp_path / "graded") == 0
+    check(file, "--score", "s", *LINEAR, "--out", tmp_path / "graded")
     table = pd.read_csv(tmp_path / "graded/agreement.csv")
     assert value(table, "Spearman") == pytest.approx(0.5)
     assert value(table, "AUC") == 1.0
     assert value(table, "calibration error") == pytest.approx((0 + 0.4 + 0.1) / 3)
-    assert check(file, "--label", "l", "--scorers", "toxicity", "--out", tmp_path / "labels") == 0
+    check(file, "--label", "l", "--scorers", "toxicity", "--out", tmp_path / "labels")
     table = pd.read_csv(tmp_path / "labels/agreement.csv")
     assert value(table, "accuracy") == pytest.approx(2 / 3)
 
@@ -248,18 +246,12 @@ def test_the_first_or_last_tokens_alone_are_checked(words, tmp_path, capsys):
     pd.DataFrame({"text": texts, "score": [0.3] * 8}).to_csv(file)
     for option, n in (("--first", 3), ("--last", 2)):
         out = tmp_path / option[2:]
-        assert check(file, "--score", "score", option, n, "--out", out) == 0
+        check(file, "--score", "score", option, n, "--out", out)
         assert words[-2:] == [("toxicity", "adapter", None), ("toxicity", "linear", None)]
         assert pd.read_csv(out / "calibration.csv")["prediction"].tolist() == [n / 10] * 2
-    assert check(file, "--score", "score", "--first", 0) == 2
-    assert "a number of tokens of at least 1; found --first 0" in capsys.readouterr().err
-
-
-def test_a_scorer_must_be_named(words, tmp_path, capsys):
-    file = tmp_path / "texts.csv"
-    pd.DataFrame({"text": ["one"], "score": [0.3]}).to_csv(file)
-    assert check(file, "--score", "score", "--scorers") == 2
-    assert "no scorer is named; name one or several of linear, adapter" in capsys.readouterr().err
+    for options in (["--first", 0], ["--scorers"]):
+        with pytest.raises(SystemExit, match="2"):
+            check(file, "--score", "score", *options)
 
 
 def test_rows_of_real_toxicity_prompts_are_checked(words, tmp_path):
@@ -275,7 +267,7 @@ def test_rows_of_real_toxicity_prompts_are_checked(words, tmp_path):
         for i in range(40)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert check(file, "--rtp", *LINEAR, "--out", tmp_path / "out") == 0
+    check(file, "--rtp", *LINEAR, "--out", tmp_path / "out")
     table = pd.read_csv(tmp_path / "out/agreement.csv")
     assert value(table, "Spearman") == pytest.approx(1.0)
     assert value(table, "Spearman", column="n") == len(read_graded(file, test=True).texts)
@@ -284,16 +276,17 @@ def test_rows_of_real_toxicity_prompts_are_checked(words, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "by one of --label COLUMN, --score COLUMN and --rtp"),
-        ("--label l --rtp", "by one of --label COLUMN"),
+        ("", "say what the texts are compared with, by one of"),
+        ("--label l --first 2 --last 2", ", not both"),
+        ("--label l --rtp", "say what the texts are compared with, by one of"),
         ("--label m", "unknown column 'm'; allowed: text, l"),
-        ("--score l", "--score l: 'x' is not a number; for labels give --label"),
+        ("--score l", "'x' is not a number; for labels give"),
         ("--label l", "unknown label 'x'; allowed: positive, negative"),
         ("--rtp", "is not a file of RealToxicityPrompts"),
     ],
 )
-def test_mistakes_in_checks(words, line, message, tmp_path, capsys):
+def test_mistakes_in_checks(words, line, message, tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "one two", "l": "x"}\n')
-    assert check(file, *line.split()) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(Lapa2Error, match=re.escape(message)):
+        check(file, *line.split())

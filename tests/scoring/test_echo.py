@@ -42,8 +42,8 @@ class Seen(Scorer):
     ],
 )
 def test_words_are_those_that_no_other_prefix_has(task, expected):
-    found = prefix_words(read_task(task))
-    assert {name: found[name] for name in expected} == expected
+    words = prefix_words(read_task(task))
+    assert {name: words[name] for name in expected} == expected
 
 
 def test_a_word_of_every_prefix_is_no_echo():
@@ -115,10 +115,10 @@ def test_scorers_by_name():
     assert isinstance(echo, Echo)
     text = "This is positive. A lovely film with a fine cast."
     own = LinearScorer("sentiment")
-    (found,), (plain,) = masked.score([TextItem(text)]), own.score([TextItem(text)])
+    (masked_score,), (plain,) = masked.score([TextItem(text)]), own.score([TextItem(text)])
     hidden = own.score([TextItem(text.replace("positive", "..."))])
-    assert [found] == hidden
-    assert found != plain
+    assert [masked_score] == hidden
+    assert masked_score != plain
     assert masked.score([TextItem("")]) == [SkippedText("empty text")]
     with pytest.raises(ScoringError, match="give task"):
         make_scorer("echo", "", ScorerOptions())
@@ -165,9 +165,11 @@ def test_the_second_scorer_of_a_metric_has_its_name_in_parentheses():
     frame = pd.DataFrame({"text": ["a fine film", "a dull film"], "prompt": ["a", "b"],
                           "attribute": ["positive"] * 2, "arm": ["x"] * 2})  # fmt: skip
     asked = expand_scorers(["accuracy", "echo"], ())
-    found = score_samples(frame, asked, ScorerOptions(task="sentiment"))
-    assert list(found["metric"]) == ["accuracy"] * 2 + ["accuracy (linear)"] * 2 + ["echo"] * 2
-    assert found["scorer"].str.startswith(("accuracy (adapter", "accuracy (linear", "echo (")).all()
-    (cell,) = cell_table(found)[lambda t: t["metric"] == "accuracy (linear)"].to_dict("records")
+    scores = score_samples(frame, asked, ScorerOptions(task="sentiment"))
+    assert list(scores["metric"]) == ["accuracy"] * 2 + ["accuracy (linear)"] * 2 + ["echo"] * 2
+    assert (
+        scores["scorer"].str.startswith(("accuracy (adapter", "accuracy (linear", "echo (")).all()
+    )
+    (cell,) = cell_table(scores)[lambda t: t["metric"] == "accuracy (linear)"].to_dict("records")
     assert (cell["low"], cell["high"]) == (0.0, 1.0), "an interval stays within the metric's range"
     assert cell["n"] == 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
+import ssl
 import threading
 import time
 from base64 import b64encode
@@ -133,12 +135,17 @@ def item(
     return TextItem(text, prompt, attribute)
 
 
+CERTIFICATES = functools.cache(ssl.create_default_context)
+"""Read once: each judge makes a client, and reading them takes longer than all its requests."""
+
+
 @pytest.fixture
 def server(monkeypatch):
+    monkeypatch.setattr(ssl, "create_default_context", CERTIFICATES)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with closing(Server()) as found:
-        yield found
+    with closing(Server()) as running:
+        yield running
 
 
 @pytest.fixture
@@ -157,8 +164,8 @@ def make(server, waits):
         return made[-1]
 
     yield judge
-    for each in made:
-        each.close()
+    for asked in made:
+        asked.close()
 
 
 PAPER = """\
@@ -419,9 +426,9 @@ def limits(server: Server) -> list[int]:
 def test_the_first_answer_cut_at_our_limit_gives_all_that_follow_more_room(server, make):
     server.replies = [cut(), Reply(), Reply(), cut(), Reply()]
     judge = make(**PRICED)
-    found = judge.score([item(text) for text in "abcd"])
+    scores = judge.score([item(text) for text in "abcd"])
     why = SkippedText("answer cut at 4000 tokens", final=False)
-    assert found == [(5.0, 4.0, 3.0), (5.0, 4.0, 3.0), why, (5.0, 4.0, 3.0)]
+    assert scores == [(5.0, 4.0, 3.0), (5.0, 4.0, 3.0), why, (5.0, 4.0, 3.0)]
     assert limits(server) == [500, 4000, 4000, 4000, 4000]
 
 
@@ -477,8 +484,8 @@ def test_the_limit_that_is_printed_is_enough_to_go_on(server, make, needed, pric
         places = [*rest]
         try:
             for piece in make(max_cost=cost, **names).scores_in_pieces([*rest.values()]):
-                for place in piece:
-                    del rest[places[place]]
+                for index in piece:
+                    del rest[places[index]]
         except ScoringError as error:
             return str(error)
         return ""
@@ -495,8 +502,8 @@ def test_items_without_a_prompt_an_attribute_or_a_text_need_no_key_and_no_reques
     server, make, monkeypatch
 ):
     monkeypatch.delenv("OPENAI_API_KEY")
-    found = make().score([item(prompt=""), item(attribute=" "), item(text="\n")])
-    assert found == [
+    scores = make().score([item(prompt=""), item(attribute=" "), item(text="\n")])
+    assert scores == [
         SkippedText("no prompt"),
         SkippedText("no attribute"),
         SkippedText("empty text"),
@@ -506,8 +513,8 @@ def test_items_without_a_prompt_an_attribute_or_a_text_need_no_key_and_no_reques
 
 def test_an_item_that_lacks_something_stands_between_rated_ones(server, make):
     server.reply = lambda text: Reply(rating(len(text), 1, 1))
-    found = make().score([item("a"), item("b", prompt=""), item("cc")])
-    assert found == [(1.0, 1.0, 1.0), SkippedText("no prompt"), (2.0, 1.0, 1.0)]
+    scores = make().score([item("a"), item("b", prompt=""), item("cc")])
+    assert scores == [(1.0, 1.0, 1.0), SkippedText("no prompt"), (2.0, 1.0, 1.0)]
     assert sorted(server.texts) == ["a", "cc"]
 
 
@@ -752,8 +759,8 @@ def test_the_key_is_sent_and_is_in_no_file_log_error_or_repr(
         judge.version,
         judge.usage,
     ]
-    for place in places:
-        assert KEY[:12] not in place
+    for text in places:
+        assert KEY[:12] not in text
 
 
 @pytest.mark.parametrize(
@@ -825,11 +832,11 @@ def test_what_was_answered_beside_a_failure_is_given_before_the_error(server, ma
         return Reply("no", status=401) if text == "b" else Reply()
 
     server.reply = reply
-    judge, found = make(concurrency=3), {}
+    judge, scores = make(concurrency=3), {}
     with pytest.raises(ScoringError, match="OPENAI_API_KEY"):
         for piece in judge.scores_in_pieces([item(text) for text in "abc"]):
-            found.update(piece)
-    assert found == {0: (5.0, 4.0, 3.0), 2: (5.0, 4.0, 3.0)}
+            scores.update(piece)
+    assert scores == {0: (5.0, 4.0, 3.0), 2: (5.0, 4.0, 3.0)}
     assert sorted(server.texts) == ["a", "b", "c"]
     server.reply = lambda _: Reply()
     assert judge.score([item("d")]) == [(5.0, 4.0, 3.0)]
@@ -868,15 +875,15 @@ def test_a_count_of_tokens_that_cannot_be_one_is_no_count(server, make, count):
 
 def test_the_cost_never_passes_its_limit_and_uses_it_up(server, make):
     judge = make(concurrency=4, input_price=2.5, output_price=10.0, max_cost=0.02)
-    found = {}
+    scores = {}
     with pytest.raises(
         ScoringError,
         match=r"next request may cost \$0\.0085, and \$0\.00\d\d is left .* max_cost=0\.0085 or more",
     ):
         for piece in judge.scores_in_pieces([item(str(number)) for number in range(40)]):
-            found.update(piece)
+            scores.update(piece)
     # what a request costs is 0.0007; the last one is refused when less than its bound is left
-    assert len(found) == judge.requests == len(server.bodies)
+    assert len(scores) == judge.requests == len(server.bodies)
     assert judge.spent == pytest.approx(judge.cost) == pytest.approx(0.0007 * judge.requests)
     assert 0.02 - 0.0085 - 0.0007 < judge.cost < 0.02
     assert all(body["max_completion_tokens"] == 500 for body in server.bodies)
@@ -1031,8 +1038,8 @@ def test_two_paths_of_one_server_are_two_judges(make):
         "https://judge.example": "judge.example/",
         "https://judge.example/v1/chat/completions": "judge.example",
     }
-    for url, place in places.items():
-        assert make("gpt-4o", base_url=url).version.startswith(f"gpt-4o at {place}, prompt ")
+    for url, host in places.items():
+        assert make("gpt-4o", base_url=url).version.startswith(f"gpt-4o at {host}, prompt ")
 
 
 def test_the_server_is_the_clients_own_unless_one_is_given(make, monkeypatch):

@@ -41,7 +41,7 @@ GOOD, BAD = (
 
 def reached(card, data, measure, length="all"):
     """The one row of a card's results."""
-    rows = [(each.data, each.measure, each.length) for each in card.held_out]
+    rows = [(row.data, row.measure, row.length) for row in card.held_out]
     return card.held_out[rows.index((data, measure, length))]
 
 
@@ -56,12 +56,12 @@ def few_columns(monkeypatch):
 
 
 def test_features_weigh_short_and_long_texts_alike():
-    found = weighted_counts(
+    features = weighted_counts(
         damped_counts(["warm", "warm and kind " * 100, ""]), np.ones(2 * COLUMNS, np.float32)
     )
-    assert found.shape == (3, 2 * COLUMNS)
+    assert features.shape == (3, 2 * COLUMNS)
     for columns in (slice(0, COLUMNS), slice(COLUMNS, None)):
-        norms = np.sqrt(found[:, columns].multiply(found[:, columns]).sum(axis=1)).A1
+        norms = np.sqrt(features[:, columns].multiply(features[:, columns]).sum(axis=1)).A1
         assert norms == pytest.approx([1, 1, 0], abs=1e-6)
 
 
@@ -141,8 +141,8 @@ def test_toxicity_is_the_toxic_labels_probability(few_columns, tmp_path):
         toy(("nontoxic", "toxic")), tmp_path, "detox", data=(), examples=8, c=1.0, held_out=()
     )
     scorer = ToxicityScorer(LinearScorer("detox", tmp_path))
-    found = run_scorer(scorer, [TextItem("warm and kind"), TextItem("grim")])["toxicity"]
-    assert found[0] < 0.5 < found[1]
+    toxicity = run_scorer(scorer, [TextItem("warm and kind"), TextItem("grim")])["toxicity"]
+    assert toxicity[0] < 0.5 < toxicity[1]
 
 
 def test_damaged_classifiers(few_columns, tmp_path):
@@ -189,10 +189,10 @@ def test_training_from_files(few_columns, tmp_path):
     )  # fmt: skip
     assert reached(card, "comments.csv", "accuracy").value == 1.0
     assert reached(card, "comments.csv", "AUC").value == 1.0
-    found = reached(card, "rtp.jsonl test rows", "Spearman")
-    assert found.low <= found.value <= found.high
-    assert found.value > 0.7
-    assert found.n == len(test.texts)
+    row = reached(card, "rtp.jsonl test rows", "Spearman")
+    assert row.low <= row.value <= row.high
+    assert row.value > 0.7
+    assert row.n == len(test.texts)
     assert card.examples == 8 + len(train.texts)
     words = " ".join(f"w{i}" for i in range(100))
     assert [len(piece.split()) for piece in text_and_ends(words)] == [100, 40, 40]
@@ -265,7 +265,7 @@ def test_held_out_texts_are_not_those_that_are_trained_on(tmp_path):
     read = read_data(["warm", "cold"], [data], [test], [], tmp_path / "out")
     card = train_linear_scorer("mine", ["warm", "cold"], read, tmp_path / "out", 1.0)
     assert reached(card, "test.csv", "accuracy").n == 3
-    corpora = [read_corpus(each, ["warm", "cold"]) for each in (data, test)]
+    corpora = [read_corpus(source, ["warm", "cold"]) for source in (data, test)]
     assert (
         "left out: 1 that another part has" in without_texts_of(corpora[:1], corpora[1:])[0].summary
     )
@@ -279,17 +279,17 @@ def test_linear_probabilities_sum_to_one():
         np.zeros(3, np.float32),
         np.ones(2 * COLUMNS, np.float32),
     )
-    found = linear.probabilities(["some words here", "others"])
-    assert found.sum(axis=1) == pytest.approx([1, 1])
-    assert (found > 0).all()
+    probabilities = linear.probabilities(["some words here", "others"])
+    assert probabilities.sum(axis=1) == pytest.approx([1, 1])
+    assert (probabilities > 0).all()
 
 
 # --- those that ship
 
 
 def test_shipped_scorers_state_what_they_reach():
-    found = {task: load_linear(task)[1] for task in tasks_in(SHIPPED_WEIGHTS, LINEAR_ENDING)}
-    assert set(found) == {"sentiment", "topic", "detox"}
+    cards = {task: load_linear(task)[1] for task in tasks_in(SHIPPED_WEIGHTS, LINEAR_ENDING)}
+    assert set(cards) == {"sentiment", "topic", "detox"}
     for task, file, measure, least in (
         ("sentiment", "imdb_test.jsonl.xz", "accuracy", 0.90),
         ("sentiment", "sst2_valid.jsonl.xz", "accuracy", 0.82),
@@ -297,10 +297,10 @@ def test_shipped_scorers_state_what_they_reach():
         ("detox", "jigsaw_test.jsonl.xz", "AUC", 0.94),
         ("detox", "rtp_perspective.jsonl.xz test rows", "Spearman", 0.75),
     ):
-        held = reached(found[task], file, measure)
+        held = reached(cards[task], file, measure)
         assert held.low <= held.value <= held.high
         assert held.value >= least, (task, measure)
-        assert {"1-15", "16-39"} <= {each.length for each in found[task].held_out}
+        assert {"1-15", "16-39"} <= {row.length for row in cards[task].held_out}
     assert sum(file.stat().st_size for file in SHIPPED_WEIGHTS.glob(f"*{LINEAR_ENDING}")) < 8e6
 
 
@@ -319,11 +319,11 @@ def test_shipped_results_are_found_again(task, file, labels, data):
     texts = [
         (text, i) for i, label in enumerate(linear.labels) for text in corpus.texts[label][:400]
     ]
-    found = (
+    accuracy = (
         linear.probabilities([text for text, _ in texts]).argmax(axis=1) == [i for _, i in texts]
     ).mean()
     stated = reached(card, f"{file.split('/')[1]}.jsonl.xz", "accuracy").value
-    assert abs(found - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
+    assert abs(accuracy - stated) < 4 * np.sqrt(stated * (1 - stated) / len(texts))
 
 
 @pytest.mark.parametrize("ending", [LINEAR_ENDING, ADAPTER_ENDING])

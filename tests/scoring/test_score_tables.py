@@ -45,8 +45,8 @@ def scores(prompts, scorers=(ADAPTER,), alike=False):
     ],
 )  # fmt: skip
 def test_headers_are_short_and_a_legend_has_the_versions(scorers, names):
-    found = scores(9, scorers)
-    table, differences = cell_table(found), difference_table(found)
+    texts = scores(9, scorers)
+    table, differences = cell_table(texts), difference_table(texts)
     assert list(column_names(table).values()) == names
     shown = format_scores(table, differences)
     assert list(shown) == [
@@ -62,7 +62,7 @@ def test_headers_are_short_and_a_legend_has_the_versions(scorers, names):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "told", "untold"),
+    ("prompts", "words", "untold"),
     [
         (3, "Student's t", "resampled"),
         (FEW - 1, "Student's t", "resampled"),
@@ -70,12 +70,12 @@ def test_headers_are_short_and_a_legend_has_the_versions(scorers, names):
         (1, "none where there is one prompt", "resampled"),
     ],
 )
-def test_a_note_names_the_method_that_made_the_interval(prompts, told, untold, capsys):
-    found = scores(prompts)
-    table, differences = cell_table(found), difference_table(found)
+def test_a_note_names_the_method_that_made_the_interval(prompts, words, untold, capsys):
+    texts = scores(prompts)
+    table, differences = cell_table(texts), difference_table(texts)
     print(Scored(pd.DataFrame(), table, differences).summary())
     for text in (score_notes(table, differences)[1], capsys.readouterr().out):
-        assert told in text
+        assert words in text
         assert untold not in text
 
 
@@ -84,18 +84,18 @@ def test_a_note_names_the_method_that_made_the_interval(prompts, told, untold, c
     [(FEW, "texts resampled"), (3, "Student's t on texts' means, where there are fewer than 8 t")],
 )
 def test_texts_without_prompts_are_what_is_resampled(n, words):
-    found = scores(n).assign(prompt="").groupby("arm").head(n)
-    for table in (cell_table(found), distinct_cells(found)):
-        differences = difference_table(found)
+    texts = scores(n).assign(prompt="").groupby("arm").head(n)
+    for table in (cell_table(texts), distinct_cells(texts)):
+        differences = difference_table(texts)
         assert "prompt" not in interval_note(table, differences)
-    assert words in interval_note(cell_table(found), differences)
+    assert words in interval_note(cell_table(texts), differences)
 
 
 def test_other_methods_are_named_where_they_are():
-    found = scores(9, alike=True)
+    alike = scores(9, alike=True)
     none = pd.DataFrame()
-    assert "all texts score alike" in interval_note(cell_table(found), none)
-    both = pd.concat([cell_table(scores(9)), distinct_cells(found)], ignore_index=True)
+    assert "all texts score alike" in interval_note(cell_table(alike), none)
+    both = pd.concat([cell_table(scores(9)), distinct_cells(alike)], ignore_index=True)
     assert interval_note(both, none) == (
         "in brackets: 95 % interval (prompts resampled; of distinct-n Student's t from the"
         " jackknife over prompts)"
@@ -104,8 +104,8 @@ def test_other_methods_are_named_where_they_are():
 
 
 def test_printed_differences_stand_under_their_scorer(capsys):
-    found = scores(9, (ADAPTER, LINEAR))
-    print(Scored(found, cell_table(found), difference_table(found)).summary())
+    texts = scores(9, (ADAPTER, LINEAR))
+    print(Scored(texts, cell_table(texts), difference_table(texts)).summary())
     after = capsys.readouterr().out.partition("against the baseline")[2]
     for scorer in (ADAPTER, LINEAR):
         lines = after[after.index(scorer) :].splitlines()

@@ -77,11 +77,11 @@ def test_each_distinct_text_is_scored_once_and_never_again(tmp_path):
 
 
 def test_another_version_or_field_is_another_score(tmp_path):
-    other, prompted = Lengths(), Lengths()
-    other.version = "2"
+    newer, prompted = Lengths(), Lengths()
+    newer.version = "2"
     prompted.item_fields = ("prompt",)
     run_scorer(Lengths(), TEXTS, ScoreCache(tmp_path))
-    for scorer in (other, prompted):
+    for scorer in (newer, prompted):
         run_scorer(scorer, TEXTS, ScoreCache(tmp_path))
         assert len(scorer.asked) == 4
     run_scorer(prompted, [TextItem("one", prompt="p")], ScoreCache(tmp_path))
@@ -126,17 +126,14 @@ def test_caches_that_cannot_be_used(tmp_path):
         ScoreCache(tmp_path / "file")
 
 
-def test_a_changed_score_is_asked_for_again(tmp_path, capsys):
-    """Also one that another key was given, or that has no hash."""
+@pytest.mark.parametrize("value", ["[0.5", "[NaN]", "0.5", b"\xff"])
+def test_a_damaged_score_is_one_line(value, tmp_path):
     with ScoreCache(tmp_path) as cache:
-        cache.put([("a", (0.5,)), ("b", (0.25,)), ("c", SkippedText("empty text")), ("d", (1.0,))])
-        cache._database.execute(
-            "UPDATE scores SET value = replace(value, '0.5', '0.1') WHERE key = 'a'"
-        )
-        cache._database.execute("UPDATE scores SET key = 'e' WHERE key = 'b'")
-        cache._database.execute("UPDATE scores SET value = '[1.0]' WHERE key = 'd'")
-        assert cache.get("abcde") == {"c": SkippedText("empty text")}
-    assert "3 scores in" in capsys.readouterr().err
+        cache.put([("a", (0.5,)), ("b", SkippedText("empty text"))])
+        assert cache.get("abc") == {"a": (0.5,), "b": SkippedText("empty text")}
+        cache._database.execute("UPDATE scores SET value = ? WHERE key = 'a'", (value,))
+        with pytest.raises(ScoringError, match="cannot use the scores in .*; move it away, or"):
+            cache.get("abc")
 
 
 # --- perplexity
@@ -146,10 +143,10 @@ def test_perplexity_is_transformers_own_loss(tiny):
     """BOS in front, every token scored, batches of unequal lengths."""
     network, tokenizer, _ = load_transformers(tiny, "float64")
     texts = ["a b c d e f g h i j", "k l m n o p q r s t u v w x y z a b c d"]
-    found = run_scorer(Perplexity(tiny, "float64"), [TextItem(text) for text in texts])[
+    perplexities = run_scorer(Perplexity(tiny, "float64"), [TextItem(text) for text in texts])[
         "perplexity"
     ]
-    for text, value in zip(texts, found, strict=True):
+    for text, value in zip(texts, perplexities, strict=True):
         ids = torch.tensor(
             [[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]]
         )
@@ -169,17 +166,21 @@ def test_conditional_perplexity_is_that_of_the_tokens_after_the_prompt(tiny):
         log_probs = network(torch.tensor([ids])).logits.log_softmax(-1)[0, :-1]
     nll = -log_probs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]  # of ids 1, 2, ...
     items = [TextItem(prompt + rest, prompt), TextItem(rest, prompt), TextItem(prompt + rest)]
-    found = run_scorer(ConditionalPerplexity(tiny, "float64"), items)["perplexity"]
-    assert found[0] == found[1] == pytest.approx(nll[first - 1 :].mean().exp().item(), rel=1e-9)
-    assert found[2] == pytest.approx(nll.mean().exp().item(), rel=1e-9)
-    assert abs(found[0] / found[2] - 1) > 1e-4
+    perplexities = run_scorer(ConditionalPerplexity(tiny, "float64"), items)["perplexity"]
+    assert (
+        perplexities[0]
+        == perplexities[1]
+        == pytest.approx(nll[first - 1 :].mean().exp().item(), rel=1e-9)
+    )
+    assert perplexities[2] == pytest.approx(nll.mean().exp().item(), rel=1e-9)
+    assert abs(perplexities[0] / perplexities[2] - 1) > 1e-4
 
 
 def test_a_token_that_is_partly_prompt_counts():
     scorer = ConditionalPerplexity("smollm2-135m")
     text = "He was born in 1990s and he lived in many other places"
     ids = scorer.tokenizer(text, add_special_tokens=False).input_ids
-    parts = [scorer.tokenizer.decode(each) for each in ids]
+    parts = [scorer.tokenizer.decode(token_id) for token_id in ids]
     for prompt, token in (("He was bo", " born"), ("He was born in", " ")):
         read, first = scorer._read(TextItem(text, prompt))
         assert read == ids
@@ -221,18 +222,18 @@ def test_a_text_cut_at_several_lengths_is_read_once_for_its_perplexity(monkeypat
     texts = ["a b c d e f g h i j k l m n o p", "q r s t u v w x y z a b"]
     cut = [text[:length] for text in texts for length in (99, 21, 5, 29)]
     apart = [run_scorer(scorer, [TextItem(text)]) for text in cut]
-    read, whole = [], transformer.text_nll
+    read, plain_nll = [], transformer.text_nll
 
     def seen(network, rows):
         read.append(rows.targets.shape[0])
-        return whole(network, rows)
+        return plain_nll(network, rows)
 
     monkeypatch.setattr(transformer, "text_nll", seen)
-    found = run_scorer(scorer, [TextItem(text) for text in cut])
+    together = run_scorer(scorer, [TextItem(text) for text in cut])
     assert sum(read) == len(texts)
-    assert found["skipped"].tolist() == [each["skipped"][0] for each in apart]
-    alone = [each["perplexity"][0] for each in apart]
-    np.testing.assert_allclose(found["perplexity"], alone, rtol=1e-12, equal_nan=True)
+    assert together["skipped"].tolist() == [one["skipped"][0] for one in apart]
+    alone = [one["perplexity"][0] for one in apart]
+    np.testing.assert_allclose(together["perplexity"], alone, rtol=1e-12, equal_nan=True)
     assert np.isfinite(alone).tolist() == [True, True, False, True] * 2
 
 
@@ -291,12 +292,12 @@ def test_distinct_intervals_leave_prompts_out():
     left = [
         math.log(
             distinct(
-                token_lists([a for a, p in zip(texts, prompts, strict=True) if p != each])[0], 2
+                token_lists([a for a, p in zip(texts, prompts, strict=True) if p != prompt])[0], 2
             )
         )
-        for each in sorted(set(prompts))
+        for prompt in sorted(set(prompts))
     ]
-    spread = math.sqrt(4 / 5 * sum((each - sum(left) / 5) ** 2 for each in left))
+    spread = math.sqrt(4 / 5 * sum((estimate - sum(left) / 5) ** 2 for estimate in left))
     away = t.ppf(0.975, 4) * spread  # of 5 prompts
     assert row["low"] == pytest.approx(row["mean"] * math.exp(-away), rel=1e-9)
     assert row["low"] < row["mean"] < row["high"]
@@ -366,12 +367,12 @@ def test_a_classifiers_probabilities_are_its_own(classifier):
         AutoTokenizer.from_pretrained(classifier),
     )
     texts = ["a fine day", "x" * 900, "b"]
-    found = run_scorer(
+    labelled = run_scorer(
         Classifier(classifier, {"LABEL_0": "negative", "LABEL_1": "positive"}),
         [TextItem(text) for text in texts],
     )
-    assert list(found.columns) == ["negative", "positive", "skipped"]
-    for text, row in zip(texts, found.to_numpy()[:, :2], strict=True):
+    assert list(labelled.columns) == ["negative", "positive", "skipped"]
+    for text, row in zip(texts, labelled.to_numpy()[:, :2], strict=True):
         with torch.no_grad():
             expected = network(
                 **tokenizer(text, truncation=True, max_length=512, return_tensors="pt")
@@ -380,7 +381,7 @@ def test_a_classifiers_probabilities_are_its_own(classifier):
     toxic = run_scorer(
         Classifier(classifier, column="label_1", name="toxicity"), [TextItem("a fine day")]
     )
-    assert toxic["toxicity"][0] == pytest.approx(found["positive"][0])
+    assert toxic["toxicity"][0] == pytest.approx(labelled["positive"][0])
 
 
 def test_a_classifier_that_was_trained_again_has_another_version(classifier):
@@ -417,10 +418,10 @@ def test_a_folder_whose_tokenizer_or_configuration_changed_has_another_version(
 def test_a_text_that_is_no_unicode_is_left_out(classifier):
     broken = TextItem("half a pair \ud800 in a text of more than ten words in all")
     for scorer in (Perplexity("tiny-gpt2"), Classifier(classifier), LinearScorer("sentiment")):
-        found = scorer.score([broken, TextItem("a fine day " * 6), TextItem(" ")])
-        assert found[0] == SkippedText("text not valid Unicode")
-        assert isinstance(found[1], tuple)
-        assert found[2] == SkippedText("empty text")
+        scores = scorer.score([broken, TextItem("a fine day " * 6), TextItem(" ")])
+        assert scores[0] == SkippedText("text not valid Unicode")
+        assert isinstance(scores[1], tuple)
+        assert scores[2] == SkippedText("empty text")
 
 
 def test_no_number_is_no_probability_of_zero(monkeypatch):
@@ -451,15 +452,15 @@ def several(classifier):
 def test_the_scores_of_two_labels_are_kept_apart(classifier):
     model, items = several(classifier), [TextItem("a fine day")]
     with ScoreCache(None) as cache:
-        found = [
+        toxicity = [
             run_scorer(Classifier(model, column=label, name="toxicity"), items, cache)["toxicity"][
                 0
             ]
             for label in ("toxic", "insult")
         ]
-    whole = run_scorer(Classifier(model), items)
-    assert found == pytest.approx([whole["toxic"][0], whole["insult"][0]])
-    assert abs(found[0] - found[1]) > 1e-3
+    all_labels = run_scorer(Classifier(model), items)
+    assert toxicity == pytest.approx([all_labels["toxic"][0], all_labels["insult"][0]])
+    assert abs(toxicity[0] - toxicity[1]) > 1e-3
 
 
 def test_labels_of_one_name_count_together(classifier):
@@ -471,12 +472,12 @@ def test_labels_of_one_name_count_together(classifier):
     ).save_pretrained(classifier)
     items = [TextItem("a fine day"), TextItem("b")]
     names = {"1 star": "negative", "2 stars": "negative", "5 stars": "positive"}
-    parts, found = (
+    parts, merged = (
         run_scorer(Classifier(classifier), items),
         run_scorer(Classifier(classifier, names), items),
     )
-    assert list(found.columns) == ["negative", "positive", "skipped"]
-    assert found["negative"].tolist() == pytest.approx(
+    assert list(merged.columns) == ["negative", "positive", "skipped"]
+    assert merged["negative"].tolist() == pytest.approx(
         (parts["1 star"] + parts["2 stars"]).tolist()
     )
     with pytest.raises(ScoringError, match="do not exclude each other.* found x, x, threat"):
@@ -494,8 +495,8 @@ def test_blank_texts_are_not_given_to_a_classifier(classifier):
     """A tokenizer without special tokens makes nothing of them."""
     scorer = Classifier(classifier)
     scorer.tokenizer = load_transformers("tiny-gpt2")[1]
-    found = run_scorer(scorer, [TextItem(""), TextItem("a"), TextItem(" ")])
-    assert found["skipped"].isin(["empty text"]).tolist() == [True, False, True]
+    scores = run_scorer(scorer, [TextItem(""), TextItem("a"), TextItem(" ")])
+    assert scores["skipped"].isin(["empty text"]).tolist() == [True, False, True]
     assert scorer.score([TextItem("")]) == [SkippedText("empty text")]
 
 
@@ -573,8 +574,8 @@ def test_arms_of_unlike_attributes_are_not_compared():
         for i in range(9)
         if (method, arm, attribute) != ("prefix", "baseline", "positive")
     ]  # fmt: skip
-    other = [{**row, "task": "detox", "attribute": "nontoxic"} for row in rows[:9]]
-    frame = pd.DataFrame(rows + other)
+    detox = [{**row, "task": "detox", "attribute": "nontoxic"} for row in rows[:9]]
+    frame = pd.DataFrame(rows + detox)
     cells = cell_table(frame)
     together = cells[cells["attribute"] == "all"]
     assert [tuple(row) for row in together[["task", "method", "arm", "mean"]].to_numpy()] == [
@@ -584,8 +585,8 @@ def test_arms_of_unlike_attributes_are_not_compared():
         ("detox", "prefix", "baseline", 0.0),
     ]
     changes = difference_table(frame)
-    found = changes[changes["attribute"] == "all"]
-    assert found[["method", "arm", "difference"]].to_numpy().tolist() == [
+    together_changes = changes[changes["attribute"] == "all"]
+    assert together_changes[["method", "arm", "difference"]].to_numpy().tolist() == [
         ["palette", "alpha 1", 0.0]
     ]
     assert set(changes[changes["method"] == "prefix"]["attribute"]) == {"negative"}
@@ -626,9 +627,9 @@ def test_accuracy_and_toxicity_cells():
     frame = pd.DataFrame({"text": ["0.9", "0.2", "0.49", "0.3", "0.5", "0.1"], "prompt": list("aabbcc"),
                           "attribute": "nontoxic", "arm": "x"})  # fmt: skip
     numbers = score_table(frame, Toxic())
-    found = cell_table(numbers).set_index("metric")["mean"]
+    means = cell_table(numbers).set_index("metric")["mean"]
     expected = {"toxicity": 2.49 / 6, "toxicity max": 0.63, "toxic prompts": 2 / 3}
-    assert found.to_dict() == pytest.approx(expected)
+    assert means.to_dict() == pytest.approx(expected)
     second = cell_table(numbers.assign(metric="toxicity (linear)")).set_index("metric")["mean"]
     named = {name + " (linear)": value for name, value in expected.items()}
     assert second.to_dict() == pytest.approx(named)
@@ -660,8 +661,8 @@ def test_differences_of_all_attributes_are_of_the_texts_that_both_arms_have():
         for _ in range(1 + (attribute == "positive"))  # more texts of one attribute weigh no more
         if not (arm == "lapa2" and attribute == "negative" and i < 5)
     ]
-    found = difference_table(pd.DataFrame(rows)).set_index("attribute")["difference"]
-    assert found.to_dict() == pytest.approx({"positive": 0, "negative": 0, "all": 0})
+    differences = difference_table(pd.DataFrame(rows)).set_index("attribute")["difference"]
+    assert differences.to_dict() == pytest.approx({"positive": 0, "negative": 0, "all": 0})
 
 
 def test_arms_that_are_alike_are_no_certainty():
@@ -672,8 +673,8 @@ def test_arms_that_are_alike_are_no_certainty():
         (0, -0.2589, 0.2589), abs=1e-4
     )
     assert np.isnan(row["detectable"])
-    other = [{**row, "value": float(row["arm"] == "x")} for row in rows]
-    (row,) = difference_table(pd.DataFrame(other)).to_dict("records")
+    all_right = [{**row, "value": float(row["arm"] == "x")} for row in rows]
+    (row,) = difference_table(pd.DataFrame(all_right)).to_dict("records")
     assert (row["difference"], row["low"], row["high"]) == pytest.approx((1, 0.4822, 1), abs=1e-4)
     (row,) = difference_table(pd.DataFrame(rows).assign(metric="perplexity")).to_dict("records")
     assert (row["low"], row["high"]) == (0, 0), "no greatest value, so no width to give"
@@ -775,7 +776,7 @@ def test_columns_of_any_type_are_read(tmp_path):
         }
     )
     table.to_parquet(tmp_path / "a.parquet")
-    ((found, *_),) = read_texts(tmp_path / "a.parquet")
-    assert found[["prompt", "attribute"]].to_numpy().tolist() == [["1", "x"], ["", ""]]
-    cells = cell_table(score_table(found, Lengths()))
+    ((texts, *_),) = read_texts(tmp_path / "a.parquet")
+    assert texts[["prompt", "attribute"]].to_numpy().tolist() == [["1", "x"], ["", ""]]
+    cells = cell_table(score_table(texts, Lengths()))
     assert set(cells["model"]) == {"{'name': 'a'}", "{'name': 'b'}"}

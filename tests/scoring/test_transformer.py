@@ -78,6 +78,8 @@ NETWORKS = {
     "no length": ("mpt", {"pad_token_id": None, "max_seq_len": 64}, {}),
 }
 LONGEST = {"positions behind the padding's": 64 - 7 - 1}
+ITEMS_OF_WORDS = [TextItem("lake " * 12)]
+"""Long enough to have a perplexity."""
 
 
 def save_classifier(folder, model_type="llama", settings=(), tokenizer=(), ends=True, **config):
@@ -87,7 +89,7 @@ def save_classifier(folder, model_type="llama", settings=(), tokenizer=(), ends=
         **SMALL, **dict(settings), **config,
     }  # fmt: skip
     left = {name for name in config if name in dict(settings) and config[name] is None}
-    config = {name: each for name, each in config.items() if name not in left - {"pad_token_id"}}
+    config = {name: value for name, value in config.items() if name not in left - {"pad_token_id"}}
     made = transformers.AutoConfig.for_model(model_type, **config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -171,7 +173,7 @@ def test_a_network_that_reads_both_sides_has_no_perplexity(tmp_path):
     transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
     tiny_tokenizer("tiny-gpt2").save_pretrained(tmp_path)
     with pytest.raises(ScoringError, match="BertLMHeadModel. is no causal model: .*left to right"):
-        Perplexity(str(tmp_path), device="cpu")
+        numbers(Perplexity(str(tmp_path), device="cpu"), ITEMS_OF_WORDS)
 
 
 def test_a_long_text_is_read_as_before_a_short_one(tmp_path):
@@ -217,7 +219,7 @@ def test_threads_share_a_perplexity():
     scorer = Perplexity("tiny-llama", device="cpu", min_words=1)
     texts = ["lake lake lake", "road hill town"]
     alone = [numbers(scorer, [TextItem(text)]) for text in texts]
-    inside, other = threading.Event(), threading.Event()
+    inside, second_inside = threading.Event(), threading.Event()
 
     def before(*_):
         if threading.current_thread().name == "second":
@@ -226,15 +228,15 @@ def test_threads_share_a_perplexity():
     def after(*_):
         if threading.current_thread().name == "first":
             inside.set()
-            other.wait(0.2)
+            second_inside.wait(0.2)
 
     scorer.network.register_forward_pre_hook(before)
     scorer.network.register_forward_hook(after)
-    found = {}
+    logits = {}
 
     def work(name, text):
-        found[name] = numbers(scorer, [TextItem(text)])
-        other.set()
+        logits[name] = numbers(scorer, [TextItem(text)])
+        second_inside.set()
 
     threads = [
         threading.Thread(target=work, args=pair, name=pair[0])
@@ -244,13 +246,13 @@ def test_threads_share_a_perplexity():
         thread.start()
     for thread in threads:
         thread.join()
-    assert_close([found["first"], found["second"]], alone)
+    assert_close([logits["first"], logits["second"]], alone)
 
 
 def test_a_network_without_an_output_layer_has_no_perplexity(monkeypatch):
     monkeypatch.setattr(transformers.GPT2LMHeadModel, "get_output_embeddings", lambda _: None)
     with pytest.raises(Exception, match="logits without an output layer"):
-        Perplexity("tiny-gpt2", device="cpu")
+        numbers(Perplexity("tiny-gpt2", device="cpu"), ITEMS_OF_WORDS)
 
 
 def test_a_library_that_fails_where_a_perplexity_is_tried_is_one_line(monkeypatch):
@@ -259,7 +261,7 @@ def test_a_library_that_fails_where_a_perplexity_is_tried_is_one_line(monkeypatc
 
     monkeypatch.setattr(transformer, "text_nll", fail)
     with pytest.raises(ScoringError, match="GPT2LMHeadModel.: RuntimeError: no kernel for this;"):
-        Perplexity("tiny-gpt2", device="cpu")
+        numbers(Perplexity("tiny-gpt2", device="cpu"), ITEMS_OF_WORDS)
 
 
 # --- what the outputs of a head are
@@ -287,8 +289,8 @@ def test_outputs_that_are_no_probabilities_are_refused(
     (tmp_path / "texts.csv").write_text("text,attribute\na fine day,positive\n")
     line = f"score --scorers accuracy={folder} --out"
     assert lapa2(line, tmp_path / "out", tmp_path / "texts.csv") == 2
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert re.search(message, told)
+    last_line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(message, last_line)
     with pytest.raises(ScoringError, match=message.replace("--", "")):
         Classifier(folder)
     assert not (tmp_path / "out").exists()
@@ -310,8 +312,8 @@ def test_the_configuration_says_what_a_head_gives(config, link, tmp_path):
     ids = transformers.AutoTokenizer.from_pretrained(folder)("a fine day", return_tensors="pt")
     with torch.no_grad():
         wanted = link(network(**ids).logits.double())
-    found = numbers(Classifier(folder, device="cpu"), [TextItem("a fine day")])
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    logits = numbers(Classifier(folder, device="cpu"), [TextItem("a fine day")])
+    torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=0)
 
 
 def test_outputs_without_a_name_are_what_the_user_names_them(tmp_path):
@@ -375,12 +377,12 @@ def test_a_classifier_that_needs_an_end_token_names_the_text_without(tmp_path, c
     texts.to_csv(tmp_path / "texts.csv", index=False)
     line = f"score --scorers accuracy={folder} --out"
     assert lapa2(line, tmp_path / "out", tmp_path / "texts.csv") == 2
-    told = capsys.readouterr().err.strip().splitlines()[-1]
+    last_line = capsys.readouterr().err.strip().splitlines()[-1]
     assert (
         "accuracy stopped after 1 of 2 texts, which are kept: text 2 ('a calm lake without it'):"
-        in told
+        in last_line
     )
-    assert "at least one <eos> token" in told
+    assert "at least one <eos> token" in last_line
     assert not (tmp_path / "out").exists()
 
 
@@ -408,9 +410,7 @@ def test_what_is_no_finite_number_is_no_score(value, tmp_path):
         assert table["skipped"].tolist() == ["no number", ""]
         assert table["letters"].isna().tolist() == [True, False]
         assert list(cache.get(list(map(scorer.key, items)))) == [scorer.key(items[1])]
-        cache.put([(scorer.key(items[0]), (value,))])
-        again = run_scorer(Failing(), items, cache)  # a stored one is asked for again
-    assert again["letters"].tolist() == [3, 5]
+        assert run_scorer(Failing(), items, cache)["letters"].tolist() == [3, 5], "asked for again"
 
 
 @pytest.mark.parametrize(

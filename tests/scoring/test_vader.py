@@ -42,12 +42,12 @@ def test_it_is_an_accuracy_of_sentiment_and_can_be_masked():
 
     texts = ["A positive lake.", "I love it.", " ", "The lake"]
     samples = pd.DataFrame({"text": texts, "prompt": "The", "attribute": "positive"})
-    found = score_samples(samples, ["accuracy=vader", "masked=vader"], ScorerOptions("sentiment"))
-    values = found.groupby("metric", sort=False)["value"].apply(list)
+    scores = score_samples(samples, ["accuracy=vader", "masked=vader"], ScorerOptions("sentiment"))
+    values = scores.groupby("metric", sort=False)["value"].apply(list)
     assert values["accuracy"][:2] == [1.0, 1.0]
     assert values["masked"][:2] == [0.0, 1.0]
     assert values["accuracy"][3] == 0.0
-    assert found["skipped"][2] == "empty text"
+    assert scores["skipped"][2] == "empty text"
     with pytest.raises(ScoringError, match="not 'world'"):
         score_samples(samples.assign(attribute="world"), ["accuracy=vader"], ScorerOptions("topic"))
 

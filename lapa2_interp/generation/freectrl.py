@@ -1,0 +1,129 @@
+"""FreeCtrl's driver around the decode loop (`generation.loop`): it sets neurons at every step, and
+draws texts that are not accepted again.
+
+1. The loop reads its rows through `ControlledRows`: before every pass, the score of the text so far
+   gives the value w of the control centre's neurons, and the whole text is read again with them.
+2. Of the finished texts those stay that `FreeCtrl.accepts` takes; the others are drawn again with
+   other random numbers, `trials` times at most.
+
+The formulas are in `methods.freectrl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from lapa2_interp._util.progress import hidden_bar
+from lapa2_interp.attention.cache import RecomputedRows, Rows
+from lapa2_interp.attention.neurons import set_neurons
+from lapa2_interp.attention.trace import concat_traces, join_traces
+from lapa2_interp.bias.layout import Layout
+from lapa2_interp.generation.plan import Batch, BatchPlan, DecodedBatch, rows_in_memory
+from lapa2_interp.methods.freectrl import ControlCentre, FreeCtrl, TextMonitor
+from lapa2_interp.models.card import Model, is_bridge
+from lapa2_interp.prefixes.soft_prefix import SoftPrefix
+
+DecodeLoop = Callable[[Model, BatchPlan, Batch, tqdm, Rows], DecodedBatch]
+
+
+class ControlledRows:
+    """Rows without a cache, whose every pass has the control centre's neurons set.
+
+    Args:
+        controls: What was prepared for the prompt of each row.
+    """
+
+    def __init__(self, model: Model, method: FreeCtrl, controls: Sequence[ControlCentre]) -> None:
+        self.model, self.method, self.rows = model, method, RecomputedRows(model)
+        self.monitor = TextMonitor.of(controls)
+
+    def prompt_pass(
+        self,
+        layouts: Sequence[Layout],
+        prefixes: Sequence[SoftPrefix | None] | None = None,
+        keep: int = 1,
+    ) -> Float[Tensor, "row query vocab"]:
+        with self._neurons_set():
+            return self.rows.prompt_pass(layouts, prefixes, keep)
+
+    def expand(self, index: Int[Tensor, " expanded"], capacity: int) -> None:
+        self.rows.expand(index, capacity)
+        self.monitor = self.monitor.expanded(index)
+
+    def read_tokens(
+        self, tokens: Int[Tensor, "row query"], keep: int = 1
+    ) -> Float[Tensor, "row last vocab"]:
+        self.monitor = self.monitor.read(tokens[:, 0])
+        with self._neurons_set():
+            return self.rows.read_tokens(tokens, keep)
+
+    def _neurons_set(self) -> AbstractContextManager[None]:
+        if not (centre := self.monitor.control.centre):
+            return nullcontext()
+        return set_neurons(self.model, centre, self.monitor.value(self.method.u), self.method.at)
+
+
+def decode_freectrl(
+    model: Model,
+    plan: BatchPlan,
+    pairs: Sequence[tuple[int, int]],
+    bar: tqdm,
+    decode: DecodeLoop,
+) -> DecodedBatch:
+    """The texts of a batch, each drawn until it is accepted; after the last trial it stays anyway.
+
+    Args:
+        decode: The loop, which draws the texts of a batch once.
+    """
+    method = plan.method
+    assert isinstance(method, FreeCtrl)
+    tables, traces, order = [], [], list[int]()
+    at_once = len(pairs) if is_bridge(model) else _hooked_rows(model, plan)
+    for first in range(0, len(pairs), at_once):
+        waiting = list(range(first, min(first + at_once, len(pairs))))
+        for trial in range(method.trials):
+            batch = plan.assemble_batch([pairs[i] for i in waiting], trial)
+            controls = [prepared.known for prepared in batch.prepared]
+            rows = ControlledRows(model, method, controls)
+            drawn = decode(model, plan, batch, bar if trial == 0 else hidden_bar(), rows)
+            samples = drawn.samples
+            texts = samples["prompt"] + samples["continuation"]
+            accepted = np.array(
+                [
+                    trial + 1 == method.trials or method.accepts(controls[owner], text, tokens)
+                    for owner, text, tokens in zip(
+                        batch.owner, texts, samples["tokens"], strict=True
+                    )
+                ]
+            )
+            order += [i for i, good in zip(waiting, accepted, strict=True) if good]
+            waiting = [i for i, good in zip(waiting, accepted, strict=True) if not good]
+            tables.append(samples[accepted])
+            if drawn.trace is not None:
+                traces.append(drawn.trace.isel(sample=accepted))
+            if not waiting:
+                break
+    in_order = np.argsort(order)
+    table = pd.concat(tables, ignore_index=True).iloc[in_order].reset_index(drop=True)
+    if not traces:
+        return DecodedBatch(table, None)
+    return DecodedBatch(table, join_traces([concat_traces(traces).isel(sample=in_order)], table))
+
+
+def _hooked_rows(model: Model, plan: BatchPlan) -> int:
+    """Rows that a HookedTransformer reads at once: it computes the logits of all keys."""
+    if plan.cell.max_rows:
+        return plan.cell.max_rows
+    keys = max(
+        len(layout) + new
+        for row in plan.layouts
+        for layout, new in zip(row, plan.steps, strict=True)
+    )
+    return rows_in_memory(model, keys, keys)

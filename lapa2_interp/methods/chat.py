@@ -1,0 +1,82 @@
+"""A chat continued by the model alone, its span steered: `Layout.of_chat` says which tokens of the
+rendered messages are the span, which counts as prefix.
+
+P(x_t | x_<t, a) = P_theta(x_t | chat with a, x_<t)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from jaxtyping import Float
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from lapa2_interp._util.errors import MethodError, TaskError, validation_message
+from lapa2_interp.methods.base import Branch, LogProbs, Method, State, check_branches
+from lapa2_interp.tasks.task import CUSTOM, Attribute, ChatForm, Prompts, Task
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Chat(Method):
+    """The next turn of the task's chat."""
+
+    name: ClassVar[str] = "chat"
+    paper_name: ClassVar[str] = "chat"
+    display_name: ClassVar[str] = "Chat"
+    equation: ClassVar[str] = "log w = log P_chat"
+    alpha: ClassVar[float] = 0.5
+    in_paper: ClassVar[bool] = False
+
+    def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:
+        prefix = task.prefix(attribute)
+        if task.chat is None:
+            raise MethodError(
+                f"task {task.name!r} has no chat to continue; give its messages in a task file"
+                " ([chat]), or make a task of them with methods.chat.chat_task"
+            )
+        if not task.chat.has("prefix"):
+            return (Branch("chat", task.chat.span, chat=task.chat),)
+        return (Branch("chat", prefix, chat=task.chat.filled(prefix=prefix)),)
+
+    def combine(self, log_probs: LogProbs, state: State) -> Float[Tensor, "sample vocab"]:
+        return check_branches(log_probs, "chat")["chat"]
+
+
+def chat_task(
+    messages: Sequence[Mapping[str, Any]],
+    span: str = "system",
+    template: Mapping[str, Any] | None = None,
+    prompts: Sequence[str] | None = None,
+) -> Task:
+    """A task of one chat, for method `chat`.
+
+    Args:
+        messages: As the chat template takes them.
+        span: The text that is steered to, as in `Layout.of_chat`.
+        template: Arguments of the chat template.
+        prompts: Texts that {prompt} stands for in the messages, each a chat of its own; by default
+            there is one chat, whose name in tables is its last message.
+
+    Raises:
+        TaskError: Messages that are not JSON, or {prompt} or {prefix} without a text for it.
+    """
+    try:
+        form = ChatForm(messages=tuple(map(dict, messages)), span=span, template=template or {})
+        if form.has("prefix") or (form.has("prompt") and prompts is None):
+            raise TaskError(
+                "a message has {prompt} or {prefix}, which stand for the texts of a task; give"
+                " prompts, or a task file with [chat]"
+            )
+        last = str(form.messages[-1].get("content") or form.span)
+        return Task(
+            name=CUSTOM,
+            length_counts_prompt=False,
+            attributes={CUSTOM: Attribute(prefix=span)},
+            prompts=Prompts(texts=(last,) if prompts is None else tuple(prompts)),
+            chat=form,
+        )
+    except ValidationError as error:
+        raise TaskError(f"a chat: {validation_message(error)}") from None
