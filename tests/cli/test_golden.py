@@ -20,7 +20,7 @@ LINES = {
     "score": "score --help",
     "sweep": "sweep --help",
     "view": "view --help",
-    "scorers_check": "scorers check --help",
+    "circuits": "circuits --help",
     "prefix_train": "prefix train --help",
     "layout": (
         "layout --model tiny-gpt2 --prefix 'Very positive:' --prompt 'The lake' --steps 3"
