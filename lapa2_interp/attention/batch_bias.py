@@ -404,7 +404,8 @@ class BatchBias:
         ]
         if not terms:
             return scores
-        # Add the biases that depend on the length, then those that depend on the scores.
+        # Add the biases that depend on the length (Algorithm 1, lines 7 and 15), then those that
+        # depend on the scores.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         for term in terms:
             if isinstance(term, _LengthPassTerm):

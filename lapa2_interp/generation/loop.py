@@ -131,7 +131,7 @@ def _decode_steps(
     method, branches = plan.method, plan.branches
     if recorder is not None:
         recorder.begin(batch.layouts, expansion)
-    # Step 1: every branch reads every prompt, its last query biased (Algorithm 1, t = T).
+    # Step 1: every branch reads every prompt; its last query is t = T of Algorithm 1.
     keep = 1 + max(layout.l_pro for layout in batch.layouts) if method.reads_prompt else 1
     with augmented(model, of_prompts, batch.layouts, recorder):
         # row query vocab; row = branch x prompt
@@ -154,7 +154,7 @@ def _decode_steps(
             log_weights = log_weights.index_fill(1, blocked, -torch.inf)
         return log_weights if banned is None else banned.mask(log_weights)
 
-    # Step 3, token by token: combine, draw, append.
+    # Step 3, token by token (Algorithm 1, line 1): combine and draw (lines 19 to 23), append.
     uniform = torch.from_numpy(batch.uniform).to(logits.device)  # sample step
     if recorder is not None:
         recorder.begin(batch.sample_layouts)

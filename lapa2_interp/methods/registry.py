@@ -208,6 +208,7 @@ def assign_augmentations(
                 f" {method.name}'s Pro-Aug would add all of them on the prompt; give"
                 f" {parameter('pro_aug', 'false', 'set')}, or one rule"
             )
+    # Pre-Aug on prefix branches (Algorithm 1, lines 4 to 10), Pro-Aug on the base (11 to 18).
     by_branch = tuple(
         HIDDEN
         if branch.hidden
