@@ -281,8 +281,8 @@ def _choose(
     score: Any = "slope" if has_gradients(model) else "cut"
 
     def chosen_on(task: Task, prompts: Sequence[str]) -> Selection:
-        given = Prompts(texts=tuple(prompts))
-        texts = ContrastSet.of(model, task, prompts=given, seed=settings.seed)
+        own = Prompts(texts=tuple(prompts))
+        texts = ContrastSet.of(model, task, prompts=own, seed=settings.seed)
         return select(model, texts, score=score, heads=settings.heads, screen=0, seed=settings.seed)
 
     selection = chosen_on(settings.task, prompts)

@@ -144,8 +144,8 @@ def generate(
         Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
         RunError: It reads over 10^11 tokens, or needs more memory than there is.
     """
-    given = locals()  # the parameters have the names of the settings' fields
-    fields = python_values({name: given[name] for name in CellSettings.model_fields})
+    arguments = locals()  # the parameters have the names of the settings' fields
+    fields = python_values({name: arguments[name] for name in CellSettings.model_fields})
     if not isinstance(model, str | Path):
         model = fields["model"] = resolve_model(model)
     for name in ("model", "dtype", "model_class"):
@@ -194,7 +194,7 @@ def make_cells(
     if announce is not None:
         announce(model, list(plans.values()))
     batches: dict[str, list[FinishedBatch]] = {}
-    total = sum(each.new_tokens for each in plans.values())
+    total = sum(plan.new_tokens for plan in plans.values())
     with progress_bar(total, f"{cells[0].method} {cells[0].task.name}") as bar:
         for key, todo in plans.items():
             try:
@@ -209,24 +209,24 @@ def make_cells(
                     f" give fewer texts a batch: {parameter('max_rows', 'N')}, below this number"
                 ) from error
     grids = {name: tuple(plans)}
-    return Run(None, Listing(grids=grids), {key: each.cell for key, each in plans.items()}, batches)
+    return Run(None, Listing(grids=grids), {key: plan.cell for key, plan in plans.items()}, batches)
 
 
 def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
     """One line about plans: texts, branches, tokens, and the size of the trace."""
     trace, patterns = plans[0].cell.trace, len(plans[0].cell.patterns)
-    texts = sum(len(group) for each in plans for group in each.batches)
+    texts = sum(len(group) for plan in plans for group in plan.batches)
     line = (
-        f"{texts} texts, {sum(each.new_tokens for each in plans)} new tokens, branches"
+        f"{texts} texts, {sum(plan.new_tokens for plan in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"
     )
     if trace == "none":
         return line
     size = 0
-    for each in plans:
+    for plan in plans:
         keys = max(
-            len(row[i]) + each.steps[i] for row in each.layouts for i in range(len(each.steps))
+            len(row[i]) + plan.steps[i] for row in plan.layouts for i in range(len(plan.steps))
         )
         layers, heads = model.cfg.n_layers, model.cfg.n_heads
-        size += trace_bytes(trace, each.rows, max(each.steps), layers, heads, patterns, keys)
+        size += trace_bytes(trace, plan.rows, max(plan.steps), layers, heads, patterns, keys)
     return f"{line}; the trace takes {size / 1e6:.1f} MB"

@@ -127,8 +127,8 @@ class Run:
     @property
     def failures(self) -> dict[str, Failure]:
         """Why cells that are not finished raised when they were last tried."""
-        found = {key: self._failure(key) for key in self.by_key}
-        return {key: failure for key, failure in found.items() if failure is not None}
+        reasons = {key: self._failure(key) for key in self.by_key}
+        return {key: failure for key, failure in reasons.items() if failure is not None}
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -211,21 +211,21 @@ class Run:
         if not keys:
             first = next(iter(self.by_key), None)
             raise RunError(f"{self.name} has no cell" if first is None else self._not_there(first))
-        found = {key: finished_cell(self, key).trace for key in keys}
-        traces = {key: each for key, each in found.items() if each is not None}
+        by_cell = {key: finished_cell(self, key).trace for key in keys}
+        traces = {key: trace for key, trace in by_cell.items() if trace is not None}
         if not traces:
             return None
         shapes = {
-            key: each and {name: each["prefix"].sizes.get(name) for name in ("layer", "head")}
-            for key, each in found.items()
+            key: trace and {name: trace["prefix"].sizes.get(name) for name in ("layer", "head")}
+            for key, trace in by_cell.items()
         }
         first = keys[0]
-        if other := [key for key in keys if shapes[key] != shapes[first]]:
-            mine, others = (self.by_key[key].columns for key in (first, other[0]))
+        if misfits := [key for key in keys if shapes[key] != shapes[first]]:
+            mine, others = (self.by_key[key].columns for key in (first, misfits[0]))
             apart = [f"{name}={mine[name]!r}" for name in mine if mine[name] != others[name]]
             raise RunError(
-                f"the traces of cells {first} ({self._traced(first)}) and {other[0]}"
-                f" ({self._traced(other[0])}) do not fit together; choose cells alike, such as"
+                f"the traces of cells {first} ({self._traced(first)}) and {misfits[0]}"
+                f" ({self._traced(misfits[0])}) do not fit together; choose cells alike, such as"
                 f" {apart[0] if apart else f'the key {first!r}'}"
             )
         return join_traces(list(traces.values()), self.samples(keys))
@@ -353,7 +353,7 @@ class Run:
         if key in self.batches:
             return self.batches[key]
         folder = self.place(key)
-        return [read_batch(folder, each, self.by_key[key]) for each in batch_numbers(folder)]
+        return [read_batch(folder, number, self.by_key[key]) for number in batch_numbers(folder)]
 
     def _texts(self, key: str) -> pd.DataFrame:
         """The texts of a finished cell, without its trace."""
@@ -380,11 +380,11 @@ class Run:
                 raise RunError(unknown_choice("column", column, table.columns))
             if not values:
                 raise RunError(f"{column} is an empty list; give a value, or leave {column} out")
-            for each in values:
-                if not is_any_of(table[column], [each]).any():
+            for value in values:
+                if not is_any_of(table[column], [value]).any():
                     there = ", ".join(map(str, dict.fromkeys(table[column])))
                     raise RunError(
-                        f"{self.name} has no cell with {column}={each}; {column} may be"
+                        f"{self.name} has no cell with {column}={value}; {column} may be"
                         f" {there or 'nothing: there is no cell'}"
                     )
             chosen &= is_any_of(table[column], values)
@@ -479,7 +479,7 @@ def each_once(cells: Mapping[str, Cell]) -> list[str]:
     samples, prompts, batches or trace alone, the one with the most; of equal ones, with the fullest
     trace."""
     kinds = get_args(TraceKind)
-    kept: dict[str, Cell] = {}
+    chosen: dict[str, Cell] = {}
     taken: set[tuple[str, str]] = set()
     for key, cell in sorted(
         cells.items(), key=lambda one: (-one[1].n_texts, -kinds.index(one[1].trace))
@@ -487,8 +487,8 @@ def each_once(cells: Mapping[str, Cell]) -> list[str]:
         own = {(cell.sampling_key, prompt) for prompt in cell.prompts}
         if not own & taken:
             taken |= own
-            kept[key] = cell
-    return [key for key in cells if key in kept]
+            chosen[key] = cell
+    return [key for key in cells if key in chosen]
 
 
 def as_list(value: Any) -> list[Any]:
@@ -601,6 +601,6 @@ def load_run(folder: str | Path, *, earlier: bool = False) -> Run:
             if state_of(folder / CELLS / key, cell) != "missing":  # it was only planned
                 cells[key] = cell
     for _, cell in same_label(cells.values()):
-        told = f"{cell.label or cell.arm} ({cell.plain_arm})"
-        cells[cell.key] = cell.model_copy(update={"label": told})
+        label = f"{cell.label or cell.arm} ({cell.plain_arm})"
+        cells[cell.key] = cell.model_copy(update={"label": label})
     return Run(folder, listing, cells)
