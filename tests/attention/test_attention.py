@@ -21,8 +21,8 @@ def branch(model, prefix="ab cd:", prompt="efg hi"):
     return Layout.of(model.tokenizer, prefix, prompt)
 
 
-def ids_of(found, generated=()):
-    return torch.tensor([[*found.ids, *generated]])
+def ids_of(layout, generated=()):
+    return torch.tensor([[*layout.ids, *generated]])
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-12), (torch.bfloat16, 2**-5)])
@@ -36,9 +36,9 @@ def test_cached_heads_are_the_repeated_tensor_whatever_is_done_with_them(dtype, 
     queries, patterns = (
         torch.randn(4, 6, 2, n, generator=rng, dtype=torch.float64).to(dtype) for n in (8, 5)
     )
-    expected, found = repeat_kv(buffer, 2), repeat_kv(buffer.as_subclass(CachedHeads), 2)
-    assert isinstance(found, CachedHeads)
-    assert found.shape == expected.shape == (4, 6, 5, 8)
+    expected, heads = repeat_kv(buffer, 2), repeat_kv(buffer.as_subclass(CachedHeads), 2)
+    assert isinstance(heads, CachedHeads)
+    assert heads.shape == expected.shape == (4, 6, 5, 8)
     done = [
         lambda kv: torch.matmul(queries, kv.transpose(-2, -1)),
         lambda kv: torch.matmul(patterns, kv),
@@ -53,7 +53,7 @@ def test_cached_heads_are_the_repeated_tensor_whatever_is_done_with_them(dtype, 
         lambda kv: 2 * kv.float().flip(1),
     ]
     for do in done:
-        result, wanted = do(found), do(expected)
+        result, wanted = do(heads), do(expected)
         assert result.shape == wanted.shape
         assert torch.allclose(result + 0, wanted, rtol=rounding, atol=rounding)
         again = do(expected.as_subclass(CachedHeads))  # nothing is shared
@@ -83,7 +83,7 @@ def test_no_step_copies_the_keys_of_shared_heads(name, monkeypatch):
         state.prompt_pass(rows)
         state.expand(torch.zeros(3, dtype=torch.long), capacity=len(rows[0]) + 2)
         state.read_tokens(torch.full((3, 1), 70))
-    assert all(isinstance(each, CachedHeads) for each in repeated)  # and no copy
+    assert all(isinstance(tensor, CachedHeads) for tensor in repeated)  # and no copy
     assert len(repeated) == (
         4 * model.cfg.n_layers if name == "tiny-llama" else 0
     )  # keys and values, of two calls
@@ -102,9 +102,9 @@ def bridge_of(config, name):
 def patterns_of(model, ids, *contexts):
     from contextlib import ExitStack
 
-    found = {}
+    patterns = {}
     reads = [
-        (HOOK_PATTERN.format(i), lambda p, hook, i=i: found.__setitem__(i, p.clone()))
+        (HOOK_PATTERN.format(i), lambda p, hook, i=i: patterns.__setitem__(i, p.clone()))
         for i in range(model.cfg.n_layers)
     ]
     with torch.no_grad(), ExitStack() as stack:
@@ -112,7 +112,7 @@ def patterns_of(model, ids, *contexts):
             stack.enter_context(context)
         with model.hooks(fwd_hooks=reads):
             logits = model(ids)
-    return logits, found
+    return logits, patterns
 
 
 @pytest.mark.parametrize("layers", ["all", (1,), (2, 3)])
@@ -120,19 +120,19 @@ def test_exact_law_in_the_first_augmented_layer(tiny, model_class, layers):
     """logit(A') - logit(A) = b per head and query; the renormalised attention on the other keys
     does not move."""
     model = load(tiny, "float64", model_class)
-    found = branch(model)
+    layout = branch(model)
     augmentation = Augmentation(alpha=0.8, layers=layers)
-    ids = ids_of(found, GENERATED)
+    ids = ids_of(layout, GENERATED)
     first = 0 if layers == "all" else layers[0]
     before, after = (
-        patterns_of(model, ids, augmented(model, each, found))[1][first][0]
-        for each in (None, augmentation)
+        patterns_of(model, ids, augmented(model, rule, layout))[1][first][0]
+        for rule in (None, augmentation)
     )
-    start, stop = found.prefix
-    bias = found.bias(augmentation, np.arange(ids.shape[1]))
+    start, stop = layout.prefix
+    bias = layout.bias(augmentation, np.arange(ids.shape[1]))
     share = before[:, :, start:stop].sum(-1).numpy()
     assert (bias > 0).sum() == len(GENERATED) + 1
-    queries = slice(found.prompt.stop - 1, None)
+    queries = slice(layout.prompt.stop - 1, None)
     shifted = shifted_share(
         share[:, queries], np.broadcast_to(bias[queries], share[:, queries].shape)
     )
@@ -157,7 +157,7 @@ def test_layers_and_heads_touch_exactly_what_was_selected(tiny, layers, heads):
     """Scores before and after the hook differ on the span's keys of the selected heads, and nowhere
     else."""
     model = load(tiny, "float64")
-    found = branch(model)
+    layout = branch(model)
     augmentation = Augmentation(alpha=1, layers=layers, heads=heads)
     selected = augmentation.head_mask(model.cfg.n_layers, model.cfg.n_heads)
     before, after = {}, {}
@@ -169,17 +169,17 @@ def test_layers_and_heads_touch_exactly_what_was_selected(tiny, layers, heads):
         ]
 
     first, last = (model.hooks(fwd_hooks=keep(store)) for store in (before, after))
-    with torch.no_grad(), first, augmented(model, augmentation, found), last:
-        model(ids_of(found, GENERATED))
+    with torch.no_grad(), first, augmented(model, augmentation, layout), last:
+        model(ids_of(layout, GENERATED))
     for i in range(model.cfg.n_layers):
         moved = (after[i] - before[i]).abs() > 1e-12
         for head in range(model.cfg.n_heads):
             assert bool(moved[head].any()) == bool(selected[i, head])
             queries, keys = torch.nonzero(moved[head], as_tuple=True)
             if selected[i, head]:
-                assert sorted(set(keys.tolist())) == list(range(*found.prefix))
+                assert sorted(set(keys.tolist())) == list(range(*layout.prefix))
                 assert sorted(set(queries.tolist())) == list(
-                    range(found.prompt.stop - 1, len(found) + len(GENERATED))
+                    range(layout.prompt.stop - 1, len(layout) + len(GENERATED))
                 )
 
 
@@ -203,41 +203,41 @@ def test_left_padded_rows_of_different_prefixes_equal_each_row_alone(tiny, model
     with torch.no_grad(), augmented(model, augmentations, rows.layouts):
         mask = torch.cat([rows.mask, torch.ones_like(more)], 1)
         logits = model(torch.cat([rows.ids, more], 1), attention_mask=mask, **extra)
-    for row, each in enumerate(rows.layouts):
-        expected, _ = oracle_logits(model, each, GENERATED, augmentations[row])
-        assert (logits[row, len(each) - 1 :] - expected).abs().max() < 1e-9
+    for row, layout in enumerate(rows.layouts):
+        expected, _ = oracle_logits(model, layout, GENERATED, augmentations[row])
+        assert (logits[row, len(layout) - 1 :] - expected).abs().max() < 1e-9
 
 
 def test_every_hook_is_gone_after_success_and_after_an_exception(tiny, model_class):
     model = load(tiny, "float32", model_class)
-    found = branch(model)
-    plain = patterns_of(model, ids_of(found))[0]
+    layout = branch(model)
+    plain = patterns_of(model, ids_of(layout))[0]
     assert hooks_left(model) == ([], [])
-    with augmented(model, Augmentation(alpha=1), found):
+    with augmented(model, Augmentation(alpha=1), layout):
         assert len(hooks_left(model)[0]) >= 2 * model.cfg.n_layers
-        model(ids_of(found))
+        model(ids_of(layout))
     assert hooks_left(model) == ([], [])
-    with pytest.raises(ZeroDivisionError), augmented(model, Augmentation(alpha=1), found):
+    with pytest.raises(ZeroDivisionError), augmented(model, Augmentation(alpha=1), layout):
         raise ZeroDivisionError
     assert hooks_left(model) == ([], [])
     with (
         pytest.raises(AugmentationError),
-        augmented(model, Augmentation(alpha=1, layers=(9,)), found),
+        augmented(model, Augmentation(alpha=1, layers=(9,)), layout),
     ):
         pass
     assert hooks_left(model) == ([], [])
-    assert torch.equal(patterns_of(model, ids_of(found))[0], plain)
+    assert torch.equal(patterns_of(model, ids_of(layout))[0], plain)
 
 
 def test_the_users_own_hooks_survive(model_class):
     model = load("tiny-gpt2", "float32", model_class)
-    found = branch(model)
+    layout = branch(model)
     seen = []
     model.add_hook(HOOK_PATTERN.format(0), lambda p, hook: seen.append(1))
     try:
-        with augmented(model, Augmentation(alpha=1), found):
-            model(ids_of(found))
-        model(ids_of(found))
+        with augmented(model, Augmentation(alpha=1), layout):
+            model(ids_of(layout))
+        model(ids_of(layout))
     finally:
         model.reset_hooks()
     assert len(seen) == 2
@@ -245,14 +245,14 @@ def test_the_users_own_hooks_survive(model_class):
 
 def test_run_with_cache_and_run_with_hooks_see_the_augmented_model(tiny, model_class):
     model = load(tiny, "float64", model_class)
-    found = branch(model)
+    layout = branch(model)
     augmentation = Augmentation(alpha=1)
-    ids = ids_of(found, GENERATED)
-    expected, patterns = oracle_logits(model, found, GENERATED, augmentation)
-    with torch.no_grad(), augmented(model, augmentation, found):
+    ids = ids_of(layout, GENERATED)
+    expected, patterns = oracle_logits(model, layout, GENERATED, augmentation)
+    with torch.no_grad(), augmented(model, augmentation, layout):
         logits, cache = model.run_with_cache(ids)
         again = model.run_with_hooks(ids, fwd_hooks=[])
-    assert (logits[0, len(found) - 1 :] - expected).abs().max() < 1e-10
+    assert (logits[0, len(layout) - 1 :] - expected).abs().max() < 1e-10
     assert torch.equal(logits, again)
     for i in range(model.cfg.n_layers):
         assert (cache[HOOK_PATTERN.format(i)][0] - patterns[i]).abs().max() < 1e-10
@@ -260,13 +260,13 @@ def test_run_with_cache_and_run_with_hooks_see_the_augmented_model(tiny, model_c
 
 def test_gradients_flow_through_the_bias(tiny):
     model = load(tiny, "float64")
-    found = branch(model)
-    with augmented(model, Augmentation(alpha=1), found):
+    layout = branch(model)
+    with augmented(model, Augmentation(alpha=1), layout):
         embedded = (
-            model.original_model.get_input_embeddings()(ids_of(found)).detach().requires_grad_()
+            model.original_model.get_input_embeddings()(ids_of(layout)).detach().requires_grad_()
         )
         model(embedded)[0, -1, 3].backward()
-    assert embedded.grad[0, found.prefix.start].abs().sum() > 0
+    assert embedded.grad[0, layout.prefix.start].abs().sum() > 0
 
 
 def test_patterns_keep_the_dtype_of_a_model(model_class):
@@ -282,8 +282,8 @@ def test_the_users_edits_inside_the_block_count(tiny, model_class, dtype):
     """An edit of scores and one of the pattern, made inside `augmented`, reach the logits as they
     do outside."""
     model = load(tiny, dtype, model_class)
-    found = branch(model)
-    ids = ids_of(found, GENERATED)
+    layout = branch(model)
+    ids = ids_of(layout, GENERATED)
 
     def on_scores(scores, hook):
         scores = scores.clone()
@@ -296,9 +296,9 @@ def test_the_users_edits_inside_the_block_count(tiny, model_class, dtype):
     for name, edit in ((HOOK_SCORES.format(1), on_scores), (HOOK_PATTERN.format(2), on_pattern)):
         with torch.no_grad():
             plain = model.run_with_hooks(ids, fwd_hooks=[(name, edit)])
-            with augmented(model, Augmentation(alpha=0), found):
+            with augmented(model, Augmentation(alpha=0), layout):
                 same = model.run_with_hooks(ids, fwd_hooks=[(name, edit)])
-            with augmented(model, Augmentation(alpha=1), found):
+            with augmented(model, Augmentation(alpha=1), layout):
                 edited, unedited = model.run_with_hooks(ids, fwd_hooks=[(name, edit)]), model(ids)
         assert torch.equal(same, plain)
         assert (edited - unedited).abs().max() > 1e-2
@@ -319,7 +319,7 @@ def test_soft_slots_in_a_cache(tiny):
 
     model = load(tiny, "float64")
     cfg, soft = model.cfg, 5
-    found = Layout.of(model.tokenizer, None, "efg hi", soft=soft)
+    layout = Layout.of(model.tokenizer, None, "efg hi", soft=soft)
     heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     rng = torch.Generator().manual_seed(0)
     prefix = torch.randn(
@@ -336,21 +336,21 @@ def test_soft_slots_in_a_cache(tiny):
         ]
         with (
             torch.no_grad(),
-            augmented(model, augmentation, found, observer),
+            augmented(model, augmentation, layout, observer),
             model.hooks(fwd_hooks=reads),
         ):
             model(
-                found.tensor,
-                attention_mask=torch.ones(1, len(found), dtype=torch.long),
-                position_ids=torch.arange(len(found.ids))[None],
+                layout.tensor,
+                attention_mask=torch.ones(1, len(layout), dtype=torch.long),
+                position_ids=torch.arange(len(layout.ids))[None],
                 past_key_values=cache,
             )
         return patterns
 
     augmentation, recorder = Augmentation(alpha=0.9), Recorder(cfg.n_layers, cfg.n_heads)
-    recorder.begin([found])
+    recorder.begin([layout])
     before, after = last_rows(None)[0], last_rows(augmentation, recorder)
-    bias = found.bias(augmentation, np.array([len(found) - 1]))
+    bias = layout.bias(augmentation, np.array([len(layout) - 1]))
     assert bias == pytest.approx(0.9 * np.log((soft + 6) / soft))
     share = before[:, :soft].sum(-1).numpy()
     assert (
@@ -360,7 +360,7 @@ def test_soft_slots_in_a_cache(tiny):
         ).max()
         < 1e-12
     )
-    trace = recorder.dataset([found], ["prefix"], [1]).isel(branch=0, sample=0, step=0)
+    trace = recorder.dataset([layout], ["prefix"], [1]).isel(branch=0, sample=0, step=0)
     for layer, rows in after.items():
         for name, part in (
             ("prefix", slice(0, 5)),
@@ -382,9 +382,9 @@ def test_a_cache_that_drops_keys_is_an_error():
         num_key_value_heads=2, sliding_window=8,
     )  # fmt: skip
     model = bridge_of(config, "tiny-mistral")
-    found, cache = branch(model), DynamicCache(config=config)
-    with torch.no_grad(), augmented(model, Augmentation(alpha=1), found):
-        model(found.tensor, past_key_values=cache)
+    layout, cache = branch(model), DynamicCache(config=config)
+    with torch.no_grad(), augmented(model, Augmentation(alpha=1), layout):
+        model(layout.tensor, past_key_values=cache)
         with pytest.raises(LayoutError, match="sliding window drops old ones"):
             model(torch.tensor([[70]]), past_key_values=cache)
 
@@ -404,26 +404,29 @@ def test_padding_that_is_not_the_layouts_is_an_error(tiny, model_class, layouts,
     model = load(tiny, "float32", model_class)
     plain = [branch(model, "ab cd:", "efg hi"), branch(model, "ab:", "efgh")]
     rows = left_pad(plain)
-    ids = torch.tensor([(each.ids[0],) * each.pad + each.ids for each in rows])
+    ids = torch.tensor([(layout.ids[0],) * layout.pad + layout.ids for layout in rows])
     mask = torch.ones_like(ids)
     if masked == "right":
         mask[1, : rows[1].pad] = 0
-    given = {"padded": rows, "unpadded": plain, "swapped": rows[::-1], "first alone": rows[0]}[
+    chosen = {"padded": rows, "unpadded": plain, "swapped": rows[::-1], "first alone": rows[0]}[
         layouts
     ]
     settings = {} if masked == "none" else {"attention_mask": mask}
-    with augmented(model, Augmentation(alpha=1), given), pytest.raises(LayoutError, match=message):
+    with (
+        augmented(model, Augmentation(alpha=1), chosen),
+        pytest.raises(LayoutError, match=message),
+    ):
         model(ids, **settings)
 
 
 def test_arguments_of_the_wrong_kind_are_named_without_runtime_types(without_types):
     model = load("tiny-gpt2")
-    found, whole = Layout.of(model.tokenizer, "ab:", "cd"), Augmentation(alpha=1)
+    layout, rule = Layout.of(model.tokenizer, "ab:", "cd"), Augmentation(alpha=1)
     asked = {"attribute": "positive"}
     for call, words in (
-        (lambda: augmented(model, 0.5, [found]).__enter__(), "was given"),
-        (lambda: augmented(model, [0.5], found).__enter__(), "was given"),
-        (lambda: augmented(model, found, whole).__enter__(), "was given"),
+        (lambda: augmented(model, 0.5, [layout]).__enter__(), "was given"),
+        (lambda: augmented(model, [0.5], layout).__enter__(), "was given"),
+        (lambda: augmented(model, layout, rule).__enter__(), "was given"),
         (
             lambda: generate(model, **asked, prompts=[]),
             "prompts is an empty list; give at least one text",
@@ -441,7 +444,7 @@ def test_arguments_of_the_wrong_kind_are_named_without_runtime_types(without_typ
             "recipes as one text such as 'lapa2 + instaboost:M=5', or None; found 0.5",
         ),
         (
-            lambda: generate(model, **asked, alpha=1.0, augmentation=whole),
+            lambda: generate(model, **asked, alpha=1.0, augmentation=rule),
             "alpha 1 is for an augmentation that leaves its alpha open",
         ),
         (
@@ -471,37 +474,37 @@ def test_augmentations_without_layouts_are_an_error():
 
 def test_alpha_zero_changes_nothing(tiny, model_class):
     model = load(tiny, "float32", model_class)
-    found = branch(model)
-    plain = patterns_of(model, ids_of(found, GENERATED))[0]
+    layout = branch(model)
+    plain = patterns_of(model, ids_of(layout, GENERATED))[0]
     for augmentation in (
         None,
         Augmentation(alpha=0),
         Augmentation(alpha=0, law="linear", profile="released"),
     ):
         logits = patterns_of(
-            model, ids_of(found, GENERATED), augmented(model, augmentation, found)
+            model, ids_of(layout, GENERATED), augmented(model, augmentation, layout)
         )[0]
         assert torch.equal(logits, plain)
 
 
 def test_rows_without_layouts_are_an_error():
     model = load("tiny-gpt2")
-    found = branch(model)
+    layout = branch(model)
     with (
-        augmented(model, Augmentation(alpha=1), [found, found]),
+        augmented(model, Augmentation(alpha=1), [layout, layout]),
         pytest.raises(LayoutError, match="3 rows, but 2"),
     ):
-        model(ids_of(found).repeat(3, 1))
+        model(ids_of(layout).repeat(3, 1))
 
 
 def test_a_forward_pass_shorter_than_the_span_is_an_error():
     model = load("tiny-gpt2")
-    found = branch(model)
+    layout = branch(model)
     with (
-        augmented(model, Augmentation(alpha=1), found, check_ids=False),
+        augmented(model, Augmentation(alpha=1), layout, check_ids=False),
         pytest.raises(LayoutError, match="span ends at slot 7"),
     ):
-        model(ids_of(found)[:, :4])
+        model(ids_of(layout)[:, :4])
 
 
 def test_an_explicit_span_outside_the_sequence_is_an_error():

@@ -18,8 +18,8 @@ def test_the_cache_of_a_hooked_transformer_is_read(tiny):
     bridge, hooked = (load(tiny, "float32", kind) for kind in MODEL_CLASSES)
     layouts = [Layout.of(hooked.tokenizer, "Good:", prompt) for prompt in ("The lake", "A")]
     asked = (layouts, [list(range(40, 60))] * 2, Augmentation(alpha=0.5))
-    found, wanted = (teacher_forced(each, *asked, chunk=15) for each in (hooked, bridge))
-    np.testing.assert_allclose(found["prefix"], wanted["prefix"], atol=1e-4)
+    trace, wanted = (teacher_forced(model, *asked, chunk=15) for model in (hooked, bridge))
+    np.testing.assert_allclose(trace["prefix"], wanted["prefix"], atol=1e-4)
     cache = TransformerLensKeyValueCache.init_cache(hooked.cfg, "cpu", 1)
     with (
         torch.no_grad(),

@@ -51,19 +51,19 @@ def test_padded_rows_in_compatibility_mode_are_those_without(dtype, rule):
     """There masks are -inf, and the weights are folded and centred."""
     plain, compatible = bridges(dtype)
     rows = rows_of(plain)
-    found, wanted = (last_log_probs(model, rule, rows) for model in (compatible, plain))
-    assert (found - wanted).abs().max() < TOLERANCE[dtype]
+    log_probs, wanted = (last_log_probs(model, rule, rows) for model in (compatible, plain))
+    assert (log_probs - wanted).abs().max() < TOLERANCE[dtype]
     assert (wanted - last_log_probs(plain, None, rows)).abs().max() > TOLERANCE[dtype]
 
 
 def test_decoding_in_compatibility_mode_has_the_trace_of_decoding_without():
     plain, compatible = bridges("float64")
     layouts = rows_of(plain).layouts
-    found, wanted = (
+    trace, wanted = (
         teacher_forced(model, layouts, [[40, 41, 42]] * 2, RULES["log"], chunk=1)
         for model in (compatible, plain)
     )
-    assert float(abs(found["prefix"] - wanted["prefix"]).max()) < 1e-6
+    assert float(abs(trace["prefix"] - wanted["prefix"]).max()) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
@@ -78,11 +78,11 @@ def test_a_mask_may_have_any_number(fill, dtype):
     fill = torch.finfo(network.dtype).min if fill == "smallest" else fill
     mask = torch.zeros(seen.shape, dtype=network.dtype).masked_fill(~seen, fill)
     with augmented(network, RULES["log"], rows.layouts):
-        found, wanted = (
-            network(rows.ids, attention_mask=each, position_ids=rows.positions).logits[:, -1]
-            for each in (mask, rows.mask)
+        logits, wanted = (
+            network(rows.ids, attention_mask=form, position_ids=rows.positions).logits[:, -1]
+            for form in (mask, rows.mask)
         )
-    assert (found - wanted).abs().max() <= (1e-12 if dtype == "float64" else 1e-2)
+    assert (logits - wanted).abs().max() <= (1e-12 if dtype == "float64" else 1e-2)
     mask[1, :, -1, 5] = fill  # the second row is not padded
     with (
         augmented(network, RULES["log"], rows.layouts),

@@ -41,8 +41,8 @@ def bloom():
 
 @torch.no_grad()
 def read(model, ids, **settings):
-    found = model(ids, **settings)
-    return found if isinstance(found, torch.Tensor) else found.logits
+    output = model(ids, **settings)
+    return output if isinstance(output, torch.Tensor) else output.logits
 
 
 def cached(model):
@@ -59,7 +59,7 @@ def check_padded_rows(model, layouts, atol=1e-10):
     rows alone."""
     padded = left_pad(layouts)
     ids, mask = PaddedRows.of(padded)[1:3]
-    whole = torch.cat([ids, TAIL], dim=1)
+    with_tails = torch.cat([ids, TAIL], dim=1)
     every = torch.cat([mask, torch.ones_like(TAIL)], dim=1)
     wanted = []
     for layout, tail in zip(layouts, TAIL, strict=True):
@@ -69,17 +69,17 @@ def check_padded_rows(model, layouts, atol=1e-10):
     assert (plain - wanted[0]).abs().max() > 10 * atol
     hooked = "past_kv_cache" in cached(model)
     with augmented(model, RULE, padded):
-        found = [read(model, whole, attention_mask=every)[:, -4:]]
+        by_passes = [read(model, with_tails, attention_mask=every)[:, -4:]]
         for cuts in ([], [1, 2]):
             cache, parts, held = cached(model), [], ids.shape[1]
             parts.append(read(model, ids, attention_mask=mask, **cache)[:, -1:])
             for part in TAIL.tensor_split(cuts, dim=1):
                 held += part.shape[1]
-                given = torch.ones_like(part) if hooked else every[:, :held]
-                parts.append(read(model, part, attention_mask=given, **cache))
-            found.append(torch.cat(parts, dim=1))
-    for each in found:
-        torch.testing.assert_close(each, torch.stack(wanted), atol=atol, rtol=0)
+                pass_mask = torch.ones_like(part) if hooked else every[:, :held]
+                parts.append(read(model, part, attention_mask=pass_mask, **cache))
+            by_passes.append(torch.cat(parts, dim=1))
+    for logits in by_passes:
+        torch.testing.assert_close(logits, torch.stack(wanted), atol=atol, rtol=0)
 
 
 @every_class
@@ -96,14 +96,14 @@ def test_padded_rows_of_a_model_that_makes_positions_of_its_mask():
 def test_copies_of_padded_rows_are_the_rows_alone():
     net, layouts = loaded("tiny-gpt2", BARE)
     padded = left_pad(layouts)
-    ids, mask = (each.repeat_interleave(3, 0) for each in PaddedRows.of(padded)[1:3])
+    ids, mask = (tensor.repeat_interleave(3, 0) for tensor in PaddedRows.of(padded)[1:3])
     with augmented(net, RULE, padded):
         one = read(net, ids[::3], attention_mask=mask[::3])
-        found = read(net, ids, attention_mask=mask)
+        of_ids = read(net, ids, attention_mask=mask)
         embedded = net.get_input_embeddings()(ids)
         of_vectors = net(inputs_embeds=embedded, attention_mask=mask).logits
-    torch.testing.assert_close(found, one.repeat_interleave(3, 0))
-    torch.testing.assert_close(of_vectors[:, -1], found[:, -1])
+    torch.testing.assert_close(of_ids, one.repeat_interleave(3, 0))
+    torch.testing.assert_close(of_vectors[:, -1], of_ids[:, -1])
 
 
 def test_padded_rows_that_cannot_be_told_their_positions_are_refused():
@@ -150,23 +150,23 @@ def test_other_ids_than_the_layouts_are_refused(kind):
     model, layouts = loaded("tiny-gpt2", kind)
     padded = left_pad(layouts)
     ids, mask = PaddedRows.of(padded)[1:3]
-    other = ids.clone()
-    other[1, -2] = 65
+    changed = ids.clone()
+    changed[1, -2] = 65
     message = rf"row 1 reads token 65.* in slot {ids.shape[1] - 2}, where its layout has token"
     for rule in (RULE, None):
         with augmented(model, rule, padded):
             wanted = read(model, ids, attention_mask=mask)
             with pytest.raises(LayoutError, match=message) as error:
-                read(model, other, attention_mask=mask)
+                read(model, changed, attention_mask=mask)
             assert "\n" not in str(error.value)
             assert "check_ids=False" in str(error.value)
     # What padding holds does not matter, and one argument opts out.
     free = torch.where(mask == 1, ids, 7)
     with augmented(model, RULE, padded):
-        found = read(model, free, attention_mask=mask)
-        assert (found - read(model, ids, attention_mask=mask))[mask == 1].abs().max() < 1e-12
+        logits = read(model, free, attention_mask=mask)
+        assert (logits - read(model, ids, attention_mask=mask))[mask == 1].abs().max() < 1e-12
     with augmented(model, RULE, padded, check_ids=False):
-        assert (read(model, other, attention_mask=mask) - wanted).abs().max() > 1e-6
+        assert (read(model, changed, attention_mask=mask) - wanted).abs().max() > 1e-6
     # One layout for several rows.
     rows = layouts[0].tensor.repeat(3, 1)
     with augmented(model, RULE, layouts[0]):
@@ -184,9 +184,9 @@ def test_texts_are_compared_as_the_model_reads_them(kind):
         wanted = read(model, layouts[0].tensor)
         assert torch.equal(read(model, text), wanted)
         assert torch.equal(model.run_with_cache(text)[0], wanted)
-        for other in ("Very negative:The lake is", "The lake is"):
+        for other_text in ("Very negative:The lake is", "The lake is"):
             with pytest.raises(LayoutError, match="row 0 reads token"):
-                read(model, other)
+                read(model, other_text)
         with pytest.raises(LayoutError, match="row 0 reads token"):
             model.generate("Very negative:The lake is", max_new_tokens=1, verbose=False)
         model.generate(layouts[0].tensor, max_new_tokens=2, verbose=False)
@@ -222,7 +222,7 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one(kind, rule, chunk):
     net = network_of(model)
     padded = left_pad(layouts)
     ids, mask = PaddedRows.of(padded)[1:3]
-    found = []
+    runs = []
     for size in (None, chunk):
         recorder = Recorder(model.cfg.n_layers, model.cfg.n_heads)
         recorder.begin(padded)
@@ -232,20 +232,20 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one(kind, rule, chunk):
                 pad_token_id=1, prefill_chunk_size=size, output_logits=True,
                 return_dict_in_generate=True,
             )  # fmt: skip
-        found.append((torch.stack(made.logits), recorder.dataset(padded, ("own",), [4, 4])))
-    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-10, rtol=0)
-    for name in found[0][1].data_vars:
-        np.testing.assert_allclose(found[0][1][name], found[1][1][name], atol=1e-6, err_msg=name)
+        runs.append((torch.stack(made.logits), recorder.dataset(padded, ("own",), [4, 4])))
+    torch.testing.assert_close(runs[0][0], runs[1][0], atol=1e-10, rtol=0)
+    for name in runs[0][1].data_vars:
+        np.testing.assert_allclose(runs[0][1][name], runs[1][1][name], atol=1e-6, err_msg=name)
 
 
 def test_the_beginning_of_a_layout_is_read_as_in_a_whole_pass():
     for kind in (MODEL_CLASSES[-1], BARE):
         model, layouts = loaded("tiny-gpt2", kind)
         with augmented(model, RULE, layouts[0]):
-            whole = read(model, layouts[0].tensor)
+            in_one_pass = read(model, layouts[0].tensor)
             for stop in range(1, len(layouts[0])):
-                found = read(model, layouts[0].tensor[:, :stop])
-                torch.testing.assert_close(found, whole[:, :stop], atol=1e-10, rtol=0)
+                beginning = read(model, layouts[0].tensor[:, :stop])
+                torch.testing.assert_close(beginning, in_one_pass[:, :stop], atol=1e-10, rtol=0)
 
 
 def test_chunks_of_other_ids_are_named_by_their_slot():

@@ -38,9 +38,9 @@ def passes():
 def forced(model, rule, static, steps=12, layouts=None):
     """The logits of given tokens, [row step vocab], by usual or static steps."""
     if layouts is None:
-        layouts = [Layout.of(model.tokenizer, "Very good:", each) for each in PROMPTS]
+        layouts = [Layout.of(model.tokenizer, "Very good:", prompt) for prompt in PROMPTS]
     padded, index = left_pad(layouts), torch.tensor([1, 0, 1])
-    rows, found = new_rows(model), []
+    rows, logits = new_rows(model), []
     with augmented(model, rule, padded):
         rows.prompt_pass(padded)
     rules, of_rows = [rule] * 3, [padded[i] for i in index]
@@ -49,10 +49,10 @@ def forced(model, rule, static, steps=12, layouts=None):
     try:
         block = continued(model, rows, index, len(padded[0]) + steps, rules, of_rows, None)
         with block as more:
-            found = [more.read_tokens(tokens[:, i : i + 1])[:, -1].clone() for i in range(steps)]
+            logits = [more.read_tokens(tokens[:, i : i + 1])[:, -1].clone() for i in range(steps)]
     finally:
         model.static = False
-    return torch.stack(found, dim=1)
+    return torch.stack(logits, dim=1)
 
 
 def same(model, *asked, **settings):
@@ -112,7 +112,7 @@ def test_rows_that_end_early(passes, monkeypatch):
 def test_bfloat16_under_teacher_forcing(name, device):
     """Logits to four units in the last place of the largest, as sums of other widths round."""
     model = load_model(name, dtype="bfloat16", device=device, model_class=PLAIN)
-    usual, static = (forced(model, RULE, each).float() for each in (False, True))
+    usual, static = (forced(model, RULE, static_steps).float() for static_steps in (False, True))
     assert (static - usual).abs().max() <= 4 * 2**-8 * usual.abs().max()
 
 
@@ -129,16 +129,16 @@ def test_usual_steps_and_a_note(kind, rule, note, passes, capsys):
     for _ in range(2):
         same(load("tiny-gpt2", "float32", kind), *asked, length=12, samples=2)
     assert not passes["run"]
-    assert note in (found := capsys.readouterr().err)
-    assert found.count("note: ") == 1
+    assert note in (notes := capsys.readouterr().err)
+    assert notes.count("note: ") == 1
 
 
 def test_a_model_that_reads_hidden_slots_is_refused(monkeypatch):
     model = load("tiny-gpt2", "float32", PLAIN)
-    whole = model.original_model.forward
+    forward_with_mask = model.original_model.forward
 
     def forward(*args, attention_mask, **settings):
-        return whole(*args, attention_mask=torch.zeros_like(attention_mask), **settings)
+        return forward_with_mask(*args, attention_mask=torch.zeros_like(attention_mask), **settings)
 
     layouts = [Layout.of(model.tokenizer, "Very good:", PROMPTS[0])] * 2
     real = static_rows.StaticStep._pass

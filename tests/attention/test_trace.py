@@ -39,16 +39,16 @@ def made(name, model_class="TransformerBridge", **settings):
     return generate(model, methods.get("prefix"), task, "positive", PROMPTS, **settings)
 
 
-def expected_sums(pattern, found):
+def expected_sums(pattern, layout):
     """The sums of one query's attention row [head, key], by slicing."""
-    n_bos, pre, n_keys = found.n_bos, found.l_pre, pattern.shape[1]
+    n_bos, pre, n_keys = layout.n_bos, layout.l_pre, pattern.shape[1]
     rest = [key for key in range(n_keys) if not n_bos <= key < n_bos + pre]
     sums = {
         "bos": pattern[:, :n_bos].sum(1),
         "prefix": pattern[:, n_bos : n_bos + pre].sum(1),
-        "prompt": pattern[:, n_bos + pre : len(found)].sum(1),
-        "generated": pattern[:, len(found) :].sum(1),
-        "released_slice": pattern[:, : found.counted].sum(1),
+        "prompt": pattern[:, n_bos + pre : len(layout)].sum(1),
+        "generated": pattern[:, len(layout) :].sum(1),
+        "released_slice": pattern[:, : layout.counted].sum(1),
     }
     return sums | {f"nearest_{k}": pattern[:, rest[-k:]].sum(1) for k in (2, 4, 6, 8)}
 
@@ -65,26 +65,26 @@ def test_every_sum_of_every_head_and_step_equals_the_recomputed_pattern(
     trace = {name: run.trace[name].to_numpy()[0] for name in (*SUMS, "prefix_tokens", "pattern")}
     l_kv = run.trace["l_kv"].to_numpy()[0]
     for number, sample in enumerate(run.samples.itertuples()):
-        found = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
-        _, patterns = oracle_logits(model, found, sample.tokens[:-1], augmentation)
+        layout = Layout.of(model.tokenizer, "Very positive:", sample.prompt)
+        _, patterns = oracle_logits(model, layout, sample.tokens[:-1], augmentation)
         for step in range(sample.n_tokens):
-            query = len(found) - 1 + step
+            query = len(layout) - 1 + step
             rows = {
                 layer: pattern[:, query, : query + 1].double()
                 for layer, pattern in patterns.items()
             }
             for layer, row in rows.items():
-                for name, expected in expected_sums(row, found).items():
+                for name, expected in expected_sums(row, layout).items():
                     recorded = trace[name][number, step, layer]
                     assert np.abs(recorded - expected.numpy()).max() < 2e-5, (name, layer, step)
             tokens = np.mean(
-                [row[:, slice(*found.prefix)].numpy() for row in rows.values()], axis=(0, 1)
+                [row[:, slice(*layout.prefix)].numpy() for row in rows.values()], axis=(0, 1)
             )
             assert np.abs(trace["prefix_tokens"][number, step] - tokens).max() < 2e-5
             for pair, (layer, head) in enumerate([(1, 2), (3, 0)]):
-                kept = trace["pattern"][number, step, pair]
-                assert np.abs(kept[: query + 1] - rows[layer][head].numpy()).max() < 2e-5
-                assert np.isnan(kept[query + 1 :]).all()
+                weights = trace["pattern"][number, step, pair]
+                assert np.abs(weights[: query + 1] - rows[layer][head].numpy()).max() < 2e-5
+                assert np.isnan(weights[query + 1 :]).all()
             assert l_kv[number, step] == query + 1
 
 
@@ -132,8 +132,8 @@ def test_a_base_branch_has_no_prefix():
 
 def nearest_last_prompt_token(run, model):
     """What the released slice misses at step 0 on the raw model: the last prompt token."""
-    found = Layout.of(model.tokenizer, None, PROMPTS[0])
-    _, patterns = oracle_logits(model, found, [])
+    layout = Layout.of(model.tokenizer, None, PROMPTS[0])
+    _, patterns = oracle_logits(model, layout, [])
     return np.stack([patterns[i][:, -1, -1].numpy() for i in range(model.cfg.n_layers)])
 
 
@@ -244,12 +244,12 @@ def test_tables_of_a_run_with_two_arms():
         assert row["C"] == pytest.approx(fit.c, rel=1e-5, nan_ok=True)
         heads = head_table(trace, samples)
         expected = np.nanmean(run.trace["prefix"].to_numpy()[0], axis=1).mean(0)
-        found = (
+        shares = (
             heads[heads["arm"] == arm]
             .pivot(index="layer", columns="head", values="prefix")
             .to_numpy()
         )
-        assert np.allclose(found, expected, atol=1e-6)
+        assert np.allclose(shares, expected, atol=1e-6)
     tokens = prefix_token_table(trace, samples)
     assert tokens["key"].tolist() == ["BOS", *(f"p{i}" for i in range(1, 15))] * 2
     for arm, run in runs.items():
@@ -285,4 +285,4 @@ def test_an_arm_without_a_prefix_token_has_no_bar_of_it():
         "BOS", *(f"p{i}" for i in range(1, 15)), "BOS", *(f"p{i}" for i in range(1, 14))
     ]  # fmt: skip
     bars = prefix_token_bars(tokens).axes[1].containers
-    assert [len(each.patches) for each in bars if hasattr(each, "patches")] == [14, 14]
+    assert [len(bar.patches) for bar in bars if hasattr(bar, "patches")] == [14, 14]
