@@ -53,7 +53,7 @@ def test_barred_are_all_words_of_the_hard_prefix_and_the_name(task, attribute, w
     assert cell.model_copy(update={"ban_words": "own"}).banned_words == words
     every = cell.model_copy(update={"ban_words": "all"}).banned_words
     assert len(every) == len(set(every))
-    assert set(every) == {each for name in cell.task.attributes for each in cell.task.words(name)}
+    assert set(every) == {word for name in cell.task.attributes for word in cell.task.words(name)}
 
 
 BEFORE = ["The lake", "It is posit", "It is POSITIV", "unposit", "ver", "Positiv", "a v", ""]
@@ -65,18 +65,18 @@ def test_a_token_is_barred_where_the_text_would_say_a_word_with_it(name):
     tokenizer = load_tokenizer(name)
     texts = vocabulary_texts(tokenizer)
     log_weights = torch.zeros(len(BEFORE), len(texts) + 3)
-    kept = BannedWords(tokenizer, WORDS, BEFORE).mask(log_weights) == 0
+    allowed = BannedWords(tokenizer, WORDS, BEFORE).mask(log_weights) == 0
     word = re.compile(r"\b(very|positive)\b", re.IGNORECASE)
     # One search in all texts, a text in a line.
-    whole = [before + text.replace("\n", " ") for before in BEFORE for text in texts]
-    lines = "\n".join(whole)
-    starts = np.cumsum([0, *(len(each) + 1 for each in whole)])
-    saying = np.searchsorted(starts, [each.start() for each in word.finditer(lines)], "right") - 1
-    expected = np.ones(len(whole), dtype=bool)
+    candidates = [before + text.replace("\n", " ") for before in BEFORE for text in texts]
+    lines = "\n".join(candidates)
+    starts = np.cumsum([0, *(len(candidate) + 1 for candidate in candidates)])
+    saying = np.searchsorted(starts, [match.start() for match in word.finditer(lines)], "right") - 1
+    expected = np.ones(len(candidates), dtype=bool)
     expected[saying] = False
-    assert np.array_equal(kept[:, : len(texts)].numpy(), expected.reshape(len(BEFORE), -1))
+    assert np.array_equal(allowed[:, : len(texts)].numpy(), expected.reshape(len(BEFORE), -1))
     assert not expected.all() or name != "smollm2-135m"
-    assert kept[:, len(texts) :].all(), "rows of the logits that are no token"
+    assert allowed[:, len(texts) :].all(), "rows of the logits that are no token"
     assert (log_weights == 0).all(), "what the method keeps is not changed"
 
 
@@ -113,8 +113,8 @@ def test_the_draw_is_that_of_the_other_tokens_with_the_same_numbers():
 def texts(method="prefix", attribute="a", bar=True, **settings):
     model = load("tiny-gpt2")
     banned = "own" if bar else "none"
-    given = {"length": 28, "samples": 3, "trace": "none", "ban_words": banned} | settings
-    return generate(model, method, LETTERS, attribute, ["The lake", "z"], **given).samples
+    arguments = {"length": 28, "samples": 3, "trace": "none", "ban_words": banned} | settings
+    return generate(model, method, LETTERS, attribute, ["The lake", "z"], **arguments).samples
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def texts(method="prefix", attribute="a", bar=True, **settings):
 )
 def test_no_text_says_a_word_whatever_the_method(method, attribute):
     words = LETTERS.words(attribute)
-    found = {bar: texts(method, attribute, bar) for bar in (False, True)}
+    tables = {bar: texts(method, attribute, bar) for bar in (False, True)}
     said_by = {
-        bar: sum(bool(said(text, words)) for text in table["text"]) for bar, table in found.items()
+        bar: sum(bool(said(text, words)) for text in table["text"]) for bar, table in tables.items()
     }
     assert said_by[True] == 0 < said_by[False]
 
@@ -135,7 +135,7 @@ def test_a_truncated_branch_is_not_filled_up_with_what_is_refused():
     assert [branch.name for branch in method.branches(LETTERS, "a")] == ["target"]
     p = torch.tensor([[0.95, 0.02, 0.01, 0.01, 0.006, 0.004]]).log()
     refused = loop.mask_main_branch(
-        {"target": p}, lambda each: each.index_fill(1, torch.tensor(0), -torch.inf)
+        {"target": p}, lambda log_weights: log_weights.index_fill(1, torch.tensor(0), -torch.inf)
     )
     weights = method.combine(refused, None).softmax(1)[0]
     assert weights[0] == 0
@@ -155,17 +155,17 @@ def test_end_tokens_do_what_they_did():
     """Kept they are tokens as others, a stop cuts the same text, and blocked there is none."""
     end = load("tiny-gpt2").tokenizer.eos_token_id
     settings = {"samples": 9, "length": 40, "top_k": 300, "seed": 3}
-    kept, stopped, blocked = (texts(eos=eos, **settings) for eos in ("keep", "stop", "block"))
-    assert any(end in tokens for tokens in kept["tokens"])
+    with_ends, stopped, blocked = (texts(eos=eos, **settings) for eos in ("keep", "stop", "block"))
+    assert any(end in tokens for tokens in with_ends["tokens"])
     assert not any(end in tokens for tokens in blocked["tokens"])
-    for one, other in zip(kept["tokens"], stopped["tokens"], strict=True):
-        assert other == (one[: one.index(end) + 1] if end in one else one)
+    for one, cut in zip(with_ends["tokens"], stopped["tokens"], strict=True):
+        assert cut == (one[: one.index(end) + 1] if end in one else one)
 
 
 def test_a_text_does_not_depend_on_its_batch():
     settings = {"augmentation": Augmentation(alpha=1), "length": 20, "samples": 2}
-    whole, alone = texts(**settings), texts(**settings, max_rows=1)
-    assert whole["tokens"].tolist() == alone["tokens"].tolist()
+    together, alone = texts(**settings), texts(**settings, max_rows=1)
+    assert together["tokens"].tolist() == alone["tokens"].tolist()
 
 
 def test_banning_has_its_own_key_and_name():
@@ -184,7 +184,7 @@ def test_the_echo_scorer_finds_no_word_in_texts_of_smollm2(monkeypatch):
     pieces = [" positive", " Positive", " posit", "ive", "Pos", "itive", " the", " a", "."]
     ids = [tokenizer(piece, add_special_tokens=False).input_ids for piece in pieces]
     weights = torch.full((1, len(tokenizer)), -torch.inf)
-    weights[0, [each for row in ids for each in row]] = 0.0
+    weights[0, [token for row in ids for token in row]] = 0.0
     echo = Echo(prefix_words(SENTIMENT))
     for words, expected in (((), True), (SENTIMENT.words("positive"), False)):
         banned = BannedWords(tokenizer, words, ["The lake"] * 9)

@@ -66,12 +66,12 @@ def test_rows_under_different_rules_equal_full_recomputation(tiny, model_class):
         state.expand(torch.arange(4), capacity=len(rows[0]) + len(GENERATED))
         with augmented(model, augmentations, rows):
             logits += [state.read_tokens(torch.full((4, 1), token))[:, -1] for token in GENERATED]
-    found = torch.stack(logits, dim=1)
-    for row, each in enumerate(rows):
-        expected, _ = oracle_logits(model, each, GENERATED, augmentations[row])
-        assert (found[row] - expected).abs().max() < 1e-7
+    in_batch = torch.stack(logits, dim=1)
+    for row, layout in enumerate(rows):
+        expected, _ = oracle_logits(model, layout, GENERATED, augmentations[row])
+        assert (in_batch[row] - expected).abs().max() < 1e-7
         if augmentations[row] is not None:
-            assert (expected - oracle_logits(model, each, GENERATED)[0]).abs().max() > 1e-3
+            assert (expected - oracle_logits(model, layout, GENERATED)[0]).abs().max() > 1e-3
 
 
 def test_alpha_zero_is_plain_greedy_transformers_and_text_keeps_its_leading_space():
@@ -79,8 +79,8 @@ def test_alpha_zero_is_plain_greedy_transformers_and_text_keeps_its_leading_spac
     model = load("smollm2-135m")
     network, _, _ = load_transformers("smollm2-135m")
     plain, zero = (
-        made(model, ["The lake"], augmentation=each, top_k=1, length=6).samples.iloc[0]
-        for each in (None, Augmentation(alpha=0))
+        made(model, ["The lake"], augmentation=rule, top_k=1, length=6).samples.iloc[0]
+        for rule in (None, Augmentation(alpha=0))
     )
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
     with torch.no_grad():
@@ -103,9 +103,9 @@ def test_rows_of_a_batch_equal_each_row_alone(tiny, model_class, augmentation):
     ).samples
     key = together.set_index(["prompt", "sample"])["text"]
     assert len(key) == 8
-    for other in (first, alone, backwards):
-        assert other.set_index(["prompt", "sample"])["text"].equals(
-            key.loc[list(zip(other["prompt"], other["sample"], strict=True))]
+    for samples in (first, alone, backwards):
+        assert samples.set_index(["prompt", "sample"])["text"].equals(
+            key.loc[list(zip(samples["prompt"], samples["sample"], strict=True))]
         )
     assert key.nunique() == 8
 
@@ -122,12 +122,12 @@ def test_a_short_text_begins_the_long_one():
 
 def test_baseline_and_lapa2_share_their_random_numbers():
     model = load("tiny-gpt2")
-    base, same, other = (
+    base, same, strong = (
         made(model, augmentation=a, length=20, trace="none").samples["text"].tolist()
         for a in (None, Augmentation(alpha=1e-9), Augmentation(alpha=3))
     )
     assert base == same
-    assert base != other
+    assert base != strong
 
 
 def test_attribute_and_seed_change_the_text():
@@ -170,10 +170,10 @@ class Ends(type(PREFIX)):
 def test_end_token_policies():
     model = load("tiny-gpt2")
     assert text_markers(model.tokenizer).ends == (0,)
-    kept, stopped, blocked = (
+    with_ends, stopped, blocked = (
         made(model, method=Ends(), eos=eos, length=21) for eos in ("keep", "stop", "block")
     )
-    for sample in kept.samples.itertuples():
+    for sample in with_ends.samples.itertuples():
         assert sample.tokens[2] == 0
         assert sample.finish == "length"
         assert "<|endoftext|>" in sample.text
@@ -187,9 +187,9 @@ def test_end_token_policies():
 
 def test_prompts_of_a_batch_end_at_their_own_lengths():
     model = load("tiny-gpt2")
-    found = made(model, ["The lake", "Once upon a time"], length=30)
-    assert found.samples["n_tokens"].tolist() == [22, 14]
-    prefix = found.trace["prefix"].to_numpy()[0]
+    cell = made(model, ["The lake", "Once upon a time"], length=30)
+    assert cell.samples["n_tokens"].tolist() == [22, 14]
+    prefix = cell.trace["prefix"].to_numpy()[0]
     assert np.isfinite(prefix[0]).all()
     assert np.isfinite(prefix[1, :14]).all()
     assert np.isnan(prefix[1, 14:]).all()
@@ -211,8 +211,8 @@ def test_prompts_share_a_batch_only_where_the_context_holds_both():
     prompts = ["a" * 220, "a" * 230, "b" * 219]
     todo = plan(model, PREFIX, SENTIMENT, "positive", prompts, None, 235, 1)
     assert [[prompt for prompt, _ in group] for group in todo.batches] == [[0], [1], [2]]
-    found = made(model, prompts, length=235)
-    assert found.samples["n_tokens"].tolist() == [15, 5, 16]
+    cell = made(model, prompts, length=235)
+    assert cell.samples["n_tokens"].tolist() == [15, 5, 16]
 
 
 def test_traces_of_different_prefix_lengths_join():
@@ -228,8 +228,8 @@ def test_traces_of_different_prefix_lengths_join():
         **settings,
     )
     cells = [finished_cell(run, key) for key in run.by_key]
-    texts = pd.concat([each.samples for each in cells], ignore_index=True)
-    trace = join_traces([each.trace for each in cells], texts)
+    texts = pd.concat([cell.samples for cell in cells], ignore_index=True)
+    trace = join_traces([cell.trace for cell in cells], texts)
     assert trace.sizes["prefix_token"] == len("Very nontoxic:")
     tokens = trace["prefix_tokens"].to_numpy()[0, :, 0]
     assert np.isnan(tokens).sum(axis=1).tolist() == [0, 0, 3, 3]
@@ -239,12 +239,12 @@ def test_traces_of_different_prefix_lengths_join():
 def test_doubled_bos_generates_as_the_released_scripts_do():
     model = load("tiny-llama", "float64")
     augmentation = Augmentation(alpha=1, profile="released")
-    found = made(model, ["The lake"], augmentation=augmentation, doubled_bos=True, top_k=1)
+    cell = made(model, ["The lake"], augmentation=augmentation, doubled_bos=True, top_k=1)
     branch = Layout.of(model.tokenizer, "Very positive:", "The lake", doubled_bos=True)
-    tokens = found.samples["tokens"][0]
+    tokens = cell.samples["tokens"][0]
     logits, _ = oracle_logits(model, branch, tokens[:-1], augmentation)
     assert logits.argmax(1).tolist() == tokens
-    assert found.trace["n_bos"].item() == 2
+    assert cell.trace["n_bos"].item() == 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,9 +261,9 @@ class Sum(type(PREFIX)):
 def test_every_branch_sees_the_same_tokens():
     """Two branches as stacked rows equal two separate passes: combining base and prefix by hand."""
     model = load("tiny-neox", "float64")
-    found = made(model, method=Sum(), augmentation=Augmentation(alpha=1), top_k=1)
-    assert found.trace["branch"].values.tolist() == ["base", "prefix"]
-    for sample in found.samples.itertuples():
+    cell = made(model, method=Sum(), augmentation=Augmentation(alpha=1), top_k=1)
+    assert cell.trace["branch"].values.tolist() == ["base", "prefix"]
+    for sample in cell.samples.itertuples():
         base, _ = oracle_logits(
             model, Layout.of(model.tokenizer, None, sample.prompt), sample.tokens[:-1]
         )
@@ -338,9 +338,9 @@ def test_every_methods_texts_follow_from_separate_branches(
         method = dataclasses.replace(method, prefixes=soft_set(tmp_path, model, task))
     prompts = ["The lake", "In summary, a"]
     settings = {"augmentation": augmentation, "length": 20, "top_k": 1, "trace": "none"}
-    found = made(model, prompts, attribute, task, method, **settings)
+    cell = made(model, prompts, attribute, task, method, **settings)
     branches = method.branches(task, attribute)
-    for sample in found.samples.itertuples():
+    for sample in cell.samples.itertuples():
         log_probs, state = {}, None
         for branch, assigned in zip(
             branches, assign_augmentations(method, branches, augmentation), strict=True
@@ -355,7 +355,7 @@ def test_every_methods_texts_follow_from_separate_branches(
             found_here, _ = oracle_logits(model, keys, sample.tokens[:-1], assigned, prefix=soft)
             log_probs[branch.name] = found_here.log_softmax(1)
         for step, token in enumerate(sample.tokens):
-            here = {branch: each[step : step + 1] for branch, each in log_probs.items()}
+            here = {branch: rows[step : step + 1] for branch, rows in log_probs.items()}
             assert method.combine(here, state).argmax().item() == token
             state = method.advance(state, here, torch.tensor([token]))
 
@@ -383,10 +383,10 @@ def test_transformer_lens_own_generate_runs_under_the_bias(tiny, use_cache):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_generates(tiny, model_class, dtype):
-    found = made(load(tiny, dtype, model_class), augmentation=Augmentation(alpha=2), samples=2)
-    assert len(found.samples) == 4
-    assert np.isfinite(found.trace["prefix"].to_numpy()[0, 0]).all()
-    total = sum(found.trace[name] for name in ("bos", "prefix", "prompt", "generated")).to_numpy()[
+    cell = made(load(tiny, dtype, model_class), augmentation=Augmentation(alpha=2), samples=2)
+    assert len(cell.samples) == 4
+    assert np.isfinite(cell.trace["prefix"].to_numpy()[0, 0]).all()
+    total = sum(cell.trace[name] for name in ("bos", "prefix", "prompt", "generated")).to_numpy()[
         0, 0
     ]
     assert np.abs(total - 1).max() < 0.03  # bfloat16 weights carry 3 digits; 40 of them are summed
@@ -394,6 +394,6 @@ def test_half_precision_generates(tiny, model_class, dtype):
 
 def test_a_model_whose_weights_are_no_numbers_is_named():
     model = load_model("tiny-gpt2", "float32", pack="off")
-    next(each for name, each in model.named_parameters() if "mlp" in name).data.fill_(torch.nan)
+    next(weight for name, weight in model.named_parameters() if "mlp" in name).data.fill_(torch.nan)
     with pytest.raises(ModelError, match="logits of tiny-gpt2 are not numbers .* at step 0"):
         made(model)

@@ -25,8 +25,8 @@ def test_unnormalised_weights_are_normalised_over_the_kept():
 def test_sampled_frequencies():
     weights = torch.tensor([0.05, 0.2, 0.0, 0.45, 0.3])
     uniform = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = draw(weights.log().repeat(20_000, 1), uniform, top_k=5).bincount(minlength=5) / 20_000
-    assert torch.allclose(found, weights, atol=0.012)  # about 3.5 standard errors
+    shares = draw(weights.log().repeat(20_000, 1), uniform, top_k=5).bincount(minlength=5) / 20_000
+    assert torch.allclose(shares, weights, atol=0.012)  # about 3.5 standard errors
 
 
 def test_ties_at_rank_k_go_to_the_smaller_id():
@@ -75,8 +75,8 @@ def test_streams_are_keyed_by_seed_prompt_and_sample():
     assert np.array_equal(uniforms(1, "The lake", 0, 64), base[:64]), (
         "a longer stream begins with a shorter one"
     )
-    for other in ((2, "The lake", 0), (1, "The road", 0), (1, "The lake", 1)):
-        assert not np.isclose(uniforms(*other, 64), base[:64]).any()
+    for stream in ((2, "The lake", 0), (1, "The road", 0), (1, "The lake", 1)):
+        assert not np.isclose(uniforms(*stream, 64), base[:64]).any()
     assert 0.45 < base.mean() < 0.55
     assert base.min() >= 0
     assert base.max() < 1

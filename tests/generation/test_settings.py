@@ -47,17 +47,17 @@ WRONG = {
 
 
 def test_generate_has_every_setting_with_its_type_and_default():
-    given = inspect.signature(generate).parameters
-    assert [name for name in given if name not in MINE] == list(CellSettings.model_fields)
+    parameters = inspect.signature(generate).parameters
+    assert [name for name in parameters if name not in MINE] == list(CellSettings.model_fields)
     for name, field in CellSettings.model_fields.items():
-        mine, declared = given[name].annotation, CellSettings.__annotations__[name]
+        mine, declared = parameters[name].annotation, CellSettings.__annotations__[name]
         if name in ONE_VALUE:
             assert mine == declared, name
         else:
             assert f"list[{declared}]" in mine, name
             others = mine.replace(f"list[{declared}]", "list").split(" | ")
             assert set(others) == {*declared.split(" | "), "list"}, name
-        assert given[name].default == field.default, name
+        assert parameters[name].default == field.default, name
 
 
 def problem(action):
@@ -93,13 +93,13 @@ def test_a_wrong_value_gives_one_sentence(name, tmp_path, capsys, without_types)
     if name == "model":  # a grid's models are looked for when it is swept
         assert on_command_line(tmp_path, capsys, f"--model={value}") == sentence
         return
-    lines = "".join(f"{key} = '{each}'\n" for key, each in beside.items())
+    lines = "".join(f"{key} = '{setting}'\n" for key, setting in beside.items())
     assert in_grid(tmp_path, f"{lines}{name} = {toml}\n") == sentence
     text = "omega=7" if name == "parameters" else str(value)
     option = f"--{ON_COMMAND_LINE.get(name, name).replace('_', '-')}"
-    given = [word for key, each in beside.items() for word in (f"--{key}", each)]
-    told = on_command_line(tmp_path, capsys, *given, f"{option}={text}")
-    assert told == sentence
+    words = [word for key, setting in beside.items() for word in (f"--{key}", setting)]
+    message = on_command_line(tmp_path, capsys, *words, f"{option}={text}")
+    assert message == sentence
 
 
 @pytest.mark.parametrize("name", WRONG)
