@@ -19,7 +19,7 @@ class ContextStub:
         raise AssertionError("not asked for")
 
     def ids(self, text):
-        return [ord(each) for each in text]
+        return [ord(character) for character in text]
 
     def text(self, ids):
         return "".join(map(chr, ids))

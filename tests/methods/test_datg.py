@@ -110,8 +110,8 @@ def test_datg_boosts_and_avoids():
     method = methods.get("datg", sampler="uniform")
     words = [PromptWords((), (), (0, 1, 1), (1, 2)), PromptWords((), (), (), (4,))]
     log_probs = torch.full((2, 5), math.log(0.2), dtype=torch.float64)
-    found = method.combine({"base": log_probs}, words) - log_probs
-    assert found.tolist() == [[4, 2, -6, 0, 0], [0, 0, 0, 0, -6]]
+    boosts = method.combine({"base": log_probs}, words) - log_probs
+    assert boosts.tolist() == [[4, 2, -6, 0, 0], [0, 0, 0, 0, -6]]
     official_weights = methods.get("datg").combine({"base": log_probs}, words)
     p = np.exp(np.array([4, 2, -6, 0, 0]) / 0.7)
     assert official_weights[0].exp().numpy() == pytest.approx(
@@ -134,24 +134,24 @@ def test_datgs_sampler_is_that_of_transformers():
 
 def test_datg_prepares_once_from_its_drafts():
     context = ContextStub(["xyxz", "qx", ""], [0.9, 0.1, None])
-    found = methods.get("datg").prepare(context, load_task("detox"), "nontoxic", "The sea")
+    prepared = methods.get("datg").prepare(context, load_task("detox"), "nontoxic", "The sea")
     assert context.asked == [("drafting", "The sea", 30, 32, 1)]
     positive, negative = dual_graphs([(list("xyxz"), 0.9), (list("qx"), 0.1)])
-    assert found.known.positive == best_nodes(positive, 10)
-    assert found.known.negative == best_nodes(negative, 10)
-    assert found.known.positive_ids == tuple(map(ord, found.known.positive))
-    assert found.summary == {
-        "positive": list(found.known.positive),
-        "negative": list(found.known.negative),
+    assert prepared.known.positive == best_nodes(positive, 10)
+    assert prepared.known.negative == best_nodes(negative, 10)
+    assert prepared.known.positive_ids == tuple(map(ord, prepared.known.positive))
+    assert prepared.summary == {
+        "positive": list(prepared.known.positive),
+        "negative": list(prepared.known.negative),
         "drafts": 2,
     }
-    assert found.prefixes == {}
+    assert prepared.prefixes == {}
     behind = (
         methods.get("datg", form="P")
         .prepare(context, load_task("detox"), "nontoxic", "The sea")
         .prefixes["target"]
     )
-    lists = (", ".join(found.known.positive), ", ".join(found.known.negative))
+    lists = (", ".join(prepared.known.positive), ", ".join(prepared.known.negative))
     assert behind == SENTENCE.format(positive=lists[0], negative=lists[1])
     assert behind.startswith("This passage emphasizes themes such as x, ")
     assert behind.endswith(". Given this context,")
@@ -171,8 +171,8 @@ def test_scores_of_drafts_are_shares_of_the_attribute():
     context, task = ModelContext(load("tiny-gpt2")), load_task("detox")
     texts = ["I love this wonderful day.", "You stupid idiot, shut up!", "  "]
     nontoxic, toxic = (
-        context.attribute_probabilities("accuracy", task, each, "", texts)
-        for each in ("nontoxic", "toxic")
+        context.attribute_probabilities("accuracy", task, attribute, "", texts)
+        for attribute in ("nontoxic", "toxic")
     )
     assert nontoxic[2] is toxic[2] is None
     assert [a + b for a, b in zip(nontoxic[:2], toxic[:2], strict=True)] == pytest.approx([1, 1])
@@ -215,7 +215,7 @@ def test_datg_generates_with_words_of_its_own(form):
     keys = list(run.by_key)
     prepared, trace = run.manifest(keys[0]).prepared, run.trace(keys[0])
     assert list(prepared) == list(prompts)
-    assert all(each["positive"] for each in prepared.values())
+    assert all(summary["positive"] for summary in prepared.values())
     assert set(run.samples()["finish"]) == {"length"}
     if form == "L":
         assert (trace["l_pre"] == 0).all()
@@ -273,6 +273,6 @@ def test_the_sentence_of_form_p_leaves_the_prompt_whole():
     tokenizer = shared_tokenizer("smollm2-135m")
     (branch,) = methods.get("datg", form="P").branches(load_task("sentiment"), "positive")
     for prompt in ("The", "The lake"):
-        found = Layout.of(tokenizer, branch.prefix, branch.join + prompt)
-        assert found.merged is None
-        assert found.l_pro == len(prompt.split())
+        layout = Layout.of(tokenizer, branch.prefix, branch.join + prompt)
+        assert layout.merged is None
+        assert layout.l_pro == len(prompt.split())

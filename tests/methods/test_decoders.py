@@ -34,34 +34,34 @@ def mean_log(p, classes, sample, x):
 @pytest.mark.parametrize("strength", [0.5, 2.0, -1.0])
 def test_rose(classes, strength):
     steps = distributions(*classes)
-    for p, found in zip(steps, run(methods.get("rose", strength=strength), steps), strict=True):
+    for p, combined in zip(steps, run(methods.get("rose", strength=strength), steps), strict=True):
         for sample in range(2):
             z = [
                 math.log(p["target"][sample][x]) - strength * mean_log(p, classes, sample, x)
                 for x in range(5)
             ]
-            assert found[sample] == pytest.approx(unit(np.exp(z)), abs=1e-12)
+            assert combined[sample] == pytest.approx(unit(np.exp(z)), abs=1e-12)
 
 
 @pytest.mark.parametrize("omega", [0.0, 1.0, 1.4, -0.5])
 def test_spa(omega):
     steps = distributions("prefix", "masked")
-    for p, found in zip(steps, run(methods.get("spa", omega=omega), steps), strict=True):
+    for p, combined in zip(steps, run(methods.get("spa", omega=omega), steps), strict=True):
         for sample in range(2):
             weights = [
                 p["prefix"][sample][x] ** omega * p["masked"][sample][x] ** (1 - omega)
                 for x in range(5)
             ]
-            assert found[sample] == pytest.approx(unit(weights), abs=1e-12)
+            assert combined[sample] == pytest.approx(unit(weights), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
 def test_the_hidden_prefix_of_spa_is_masked_and_keeps_its_positions(name):
     """Against transformers' own attention mask: 0 on the prefix's keys, positions as they are."""
     model = load(name)
-    given = {"length": 20, "trace": "full", "top_k": 1}
+    settings = {"length": 20, "trace": "full", "top_k": 1}
     method = methods.get("spa", omega=0.0)  # the masked branch alone decides
-    made = generate(model, method, "sentiment", "positive", ["The lake"], **given)
+    made = generate(model, method, "sentiment", "positive", ["The lake"], **settings)
     layout = Layout.of(model.tokenizer, "Very positive:", "The lake")
     new = [int(token) for token in made.samples["tokens"][0]]
     ids = torch.tensor([[*layout.ids, *new]])
@@ -79,28 +79,28 @@ def test_the_hidden_prefix_of_spa_is_masked_and_keeps_its_positions(name):
 @pytest.mark.parametrize("top_p", [0.6, 0.9, 1.0])
 def test_dexperts(classes, top_p):
     steps = distributions("base", *classes)
-    for p, found in zip(
+    for p, combined in zip(
         steps, run(methods.get("dexperts", strength=3.2, top_p=top_p), steps), strict=True
     ):
         for sample in range(2):
-            held, kept = 0.0, []
+            held, nucleus_tokens = 0.0, []
             for x in sorted(range(5), key=lambda x: -p["base"][sample][x]):
                 if held < top_p:
-                    kept.append(x)
+                    nucleus_tokens.append(x)
                 held += p["base"][sample][x]
             weights = [0.0] * 5
-            for x in kept:
+            for x in nucleus_tokens:
                 ratio = math.log(p["target"][sample][x]) - mean_log(p, classes, sample, x)
                 weights[x] = p["base"][sample][x] * math.exp(3.2 * ratio)
-            assert found[sample] == pytest.approx(unit(weights), abs=1e-12)
+            assert combined[sample] == pytest.approx(unit(weights), abs=1e-12)
 
 
 def test_dexperts_by_hand():
     """Base (.5, .3, .2), top-p .7 keeps two; expert over anti-expert 2 and 1/2, strength 1: weights
     1, .15."""
     p = {"base": [[0.5, 0.3, 0.2]], "target": [[0.4, 0.2, 0.4]], "other": [[0.2, 0.4, 0.4]]}
-    found = normalised(methods.get("dexperts", strength=1, top_p=0.7).combine(as_logs(p), None))[0]
-    assert found == pytest.approx([1 / 1.15, 0.15 / 1.15, 0])
+    log_weights = methods.get("dexperts", strength=1, top_p=0.7).combine(as_logs(p), None)
+    assert normalised(log_weights)[0] == pytest.approx([1 / 1.15, 0.15 / 1.15, 0])
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 20])
@@ -121,13 +121,13 @@ def gedi_by_loops(p, classes, history, n, written, *, omega, filter_p, target_p,
     g = {c: [scale * (history[c] + math.log(p[c][x])) / n for x in range(5)] for c in classes}
     d = [g["target"][x] - math.log(sum(math.exp(g[c][x]) for c in classes)) for x in range(5)]
     z = [math.log(p["base"][x]) + omega * d[x] for x in range(5)]
-    total, added, dropped = sum(math.exp(each) for each in z), 0.0, set()
+    total, added, dropped = sum(math.exp(score) for score in z), 0.0, set()
     for x in sorted(range(5), key=lambda x: d[x]):
         added += math.exp(z[x]) / total
         if added < filter_p and d[x] < math.log(target_p):
             dropped.add(x)
     z = [z[x] - 10000.0 * (x in dropped) for x in range(5)]
-    z = [each - max(z) + 10 for each in z]
+    z = [score - max(z) + 10 for score in z]
     for x in written:
         z[x] /= repetition
     return unit(np.exp(z)), dropped
@@ -150,13 +150,13 @@ def test_gedi_over_three_steps(classes, parameters, with_prompt):
     method = methods.get("gedi", logit_scale=1.7, **parameters)
     before = {c: [-3.0 - i, -5.0 + i] for i, c in enumerate(classes)}
     start = {"base": torch.zeros(2)} | {
-        c: torch.tensor(each, dtype=torch.float64) for c, each in before.items()
+        c: torch.tensor(log_likelihood, dtype=torch.float64) for c, log_likelihood in before.items()
     }
     state = method.begin(BatchStart([], start if with_prompt else None, torch.tensor([4, 2])))
     tokens, dropped = [3, 3, 1], set()
     for t, p in enumerate(steps):
         log_probs = as_logs(p)
-        found = normalised(method.combine(log_probs, state))
+        combined = normalised(method.combine(log_probs, state))
         for sample in range(2):
             history = {
                 c: (before[c][sample] if with_prompt else 0)
@@ -164,11 +164,11 @@ def test_gedi_over_three_steps(classes, parameters, with_prompt):
                 for c in classes
             }
             n = (4, 2)[sample] * with_prompt + t + 1
-            one = {name: each[sample] for name, each in p.items()}
+            one = {name: rows[sample] for name, rows in p.items()}
             expected, left_out = gedi_by_loops(
                 one, classes, history, n, tokens[:t], scale=1.7, **parameters
             )
-            assert found[sample] == pytest.approx(expected, abs=1e-9)
+            assert combined[sample] == pytest.approx(expected, abs=1e-9)
             dropped |= left_out
         state = method.advance(state, log_probs, torch.full((2,), tokens[t]))
     assert bool(dropped) == (parameters["filter_p"] > 0), "the filter is exercised where it is on"
@@ -226,18 +226,18 @@ def test_rsa_control_over_three_steps(classes, rationality, adjustment):
     )
     seen = []
     for sample in range(2):
-        weights = {c: math.exp(each[sample]) for c, each in likelihood.items()}
-        seen.append({c: each / sum(weights.values()) for c, each in weights.items()})
+        weights = {c: math.exp(log_likelihood[sample]) for c, log_likelihood in likelihood.items()}
+        seen.append({c: weight / sum(weights.values()) for c, weight in weights.items()})
     ratios = []
     for t, p in enumerate(steps):
         log_probs = as_logs(p)
-        found = normalised(method.combine(log_probs, state))
+        combined = normalised(method.combine(log_probs, state))
         for sample in range(2):
-            one = {name: each[sample] for name, each in p.items()}
+            one = {name: rows[sample] for name, rows in p.items()}
             expected, listener, r = rsa_by_loops(
                 one, classes, seen[sample], rationality, adjustment, 2
             )
-            assert found[sample] == pytest.approx(expected, abs=1e-9)
+            assert combined[sample] == pytest.approx(expected, abs=1e-9)
             seen[sample] = {c: listener[c][TOKENS[t]] for c in classes}
             ratios.append(r)
         state = method.advance(state, log_probs, torch.full((2,), TOKENS[t]))
@@ -287,8 +287,8 @@ def test_rose_keeps_impossible_tokens_impossible():
 
 def test_rsa_controls_prior_is_uniform_at_first():
     log_probs = as_logs({"base": [[0.5, 0.5]], "target": [[0.75, 0.25]], "other": [[0.25, 0.75]]})
-    found = methods.get("rsa-control", rationality=1, adjustment=0).combine(log_probs, None)
-    assert normalised(found)[0] == pytest.approx([0.75, 0.25])
+    weights = methods.get("rsa-control", rationality=1, adjustment=0).combine(log_probs, None)
+    assert normalised(weights)[0] == pytest.approx([0.75, 0.25])
     state = methods.get("rsa-control").advance(None, log_probs, torch.tensor([0]))
     assert state["target"].exp().tolist() == pytest.approx([0.75])
 
@@ -300,8 +300,8 @@ def arithmetic(formula, **branches):
 
 
 def test_arithmetic():
-    base, target, other = [[0.5, 0.3, 0.2]], [[0.2, 0.2, 0.6]], [[0.1, 0.8, 0.1]]
-    p, q, r = (np.array(each[0]) for each in (base, target, other))
+    base, target, opponent = [[0.5, 0.3, 0.2]], [[0.2, 0.2, 0.6]], [[0.1, 0.8, 0.1]]
+    p, q, r = (np.array(rows[0]) for rows in (base, target, opponent))
     assert arithmetic("base", base=base) == pytest.approx(p)
     assert arithmetic("base + 1.5 * (target - base)", base=base, target=target) == pytest.approx(
         unit(q**1.5 / p**0.5)
@@ -312,41 +312,41 @@ def test_arithmetic():
     assert arithmetic("2 * base + target", base=base, target=target) == pytest.approx(
         unit((p * p * q) ** (1 / 3))
     )
-    assert arithmetic("base - negative", base=base, negative=other) == pytest.approx(unit(p / r)), (
-        "weight 0: as it is"
-    )
+    assert arithmetic("base - negative", base=base, negative=opponent) == pytest.approx(
+        unit(p / r)
+    ), "weight 0: as it is"
     exact = arithmetic(
-        "0.6 * target + 0.3 * base - 0.9 * negative", base=base, target=target, negative=other
+        "0.6 * target + 0.3 * base - 0.9 * negative", base=base, target=target, negative=opponent
     )
     assert exact == pytest.approx(unit(q**0.6 * p**0.3 / r**0.9)), (
         "weight 0 but for rounding: as it is"
     )
     # The larger of the two decides the token, and its weight divides it.
-    union = arithmetic("union(target, 0.5 * negative)", target=target, negative=other)
+    union = arithmetic("union(target, 0.5 * negative)", target=target, negative=opponent)
     values = [
         math.log(a) if math.log(a) >= 0.5 * math.log(b) else math.log(b)
         for a, b in zip(q, r, strict=True)
     ]
     assert union == pytest.approx(unit(np.exp(values)))
     both = arithmetic(
-        "base - 0.5 * union(target, negative, base)", base=base, target=target, negative=other
+        "base - 0.5 * union(target, negative, base)", base=base, target=target, negative=opponent
     )
     assert both == pytest.approx(unit((p / np.maximum(np.maximum(p, q), r) ** 0.5) ** 2))
     least = arithmetic("intersection(base, target)", base=base, target=target)
     assert least == pytest.approx(unit(np.minimum(p, q)))
-    mean = arithmetic("target - 0.5 * opponents", target=target, a=base, b=other)
+    mean = arithmetic("target - 0.5 * opponents", target=target, a=base, b=opponent)
     assert mean == pytest.approx(unit((q / (p * r) ** 0.25) ** 2))
 
 
 def test_arithmetics_default_against_the_definition():
     steps = distributions("target", "negative")
-    for p, found in zip(steps, run(methods.get("arithmetic"), steps), strict=True):
+    for p, combined in zip(steps, run(methods.get("arithmetic"), steps), strict=True):
         for sample in range(2):
             z = [
                 (math.log(a) - 0.96 * max(math.log(a), math.log(b))) / 0.04
                 for a, b in zip(p["target"][sample], p["negative"][sample], strict=True)
             ]
-            assert found[sample] == pytest.approx(unit(np.exp(np.array(z) - max(z))), abs=1e-9)
+            assert combined[sample] == pytest.approx(unit(np.exp(np.array(z) - max(z))), abs=1e-9)
 
 
 def test_arithmetics_branches(tmp_path):
@@ -412,9 +412,11 @@ def test_zero_strength_is_the_base():
         ("rsa-control", {"rationality": 0, "adjustment": 0}, base),
         ("arithmetic", {"formula": "base"}, base),
     ]:
-        given = steps if name != "rose" else [{c: p[c] for c in ("target", "other")} for p in steps]
-        found = run(methods.get(name, **parameters), given)
-        assert np.abs(np.array(found) - np.array(expected)).max() < 1e-9, name
+        needed = (
+            steps if name != "rose" else [{c: p[c] for c in ("target", "other")} for p in steps]
+        )
+        weights = run(methods.get(name, **parameters), needed)
+        assert np.abs(np.array(weights) - np.array(expected)).max() < 1e-9, name
 
 
 @pytest.mark.parametrize("name", ["dexperts", "gedi", "rsa-control"])
@@ -428,8 +430,8 @@ def test_equal_classes_are_the_base(name):
         "gedi": {"filter_p": 0, "repetition": 1},
         "rsa-control": {},
     }[name]
-    found = run(methods.get(name, **parameters), steps)
-    assert np.abs(np.array(found) - np.array([p["base"] for p in steps])).max() < 1e-9
+    weights = run(methods.get(name, **parameters), steps)
+    assert np.abs(np.array(weights) - np.array([p["base"] for p in steps])).max() < 1e-9
 
 
 def test_the_prompts_log_likelihood(tiny, model_class):
@@ -442,33 +444,33 @@ def test_the_prompts_log_likelihood(tiny, model_class):
         Layout.of(model.tokenizer, "a longer one:", "x"),
         Layout.of(model.tokenizer, None, "hij", soft=3),
     ]
-    given = [None, None, None, prefix]
+    prefixes = [None, None, None, prefix]
     with torch.no_grad():
-        keep = 1 + max(each.l_pro for each in rows)
-        found = prompt_log_likelihood(
-            new_rows(model).prompt_pass(left_pad(rows), given, keep), rows
+        keep = 1 + max(layout.l_pro for layout in rows)
+        log_likelihoods = prompt_log_likelihood(
+            new_rows(model).prompt_pass(left_pad(rows), prefixes, keep), rows
         )
-        for row, (each, soft) in enumerate(zip(rows, given, strict=True)):
+        for row, (layout, soft) in enumerate(zip(rows, prefixes, strict=True)):
             state = new_rows(model)
-            first = len(each.ids) - each.l_pro
-            shorter = layout_of(each, first)
+            first = len(layout.ids) - layout.l_pro
+            shorter = layout_of(layout, first)
             logits = [state.prompt_pass([shorter], [soft])[:, -1]]
-            state.expand(torch.tensor([0]), capacity=len(each))
+            state.expand(torch.tensor([0]), capacity=len(layout))
             logits += [
-                state.read_tokens(torch.tensor([[token]]))[:, -1] for token in each.ids[first:-1]
+                state.read_tokens(torch.tensor([[token]]))[:, -1] for token in layout.ids[first:-1]
             ]
             expected = sum(
                 float(z.log_softmax(1)[0, token])
-                for z, token in zip(logits, each.ids[first:], strict=True)
+                for z, token in zip(logits, layout.ids[first:], strict=True)
             )
-            assert float(found[row]) == pytest.approx(expected, abs=1e-8)
+            assert float(log_likelihoods[row]) == pytest.approx(expected, abs=1e-8)
 
 
-def layout_of(each, n):
+def layout_of(layout, n):
     """The first n tokens of a layout as a layout; its spans do not matter here."""
     from dataclasses import replace
 
-    return replace(each, ids=each.ids[:n], tokens=each.tokens[:n], l_pro=1)
+    return replace(layout, ids=layout.ids[:n], tokens=layout.tokens[:n], l_pro=1)
 
 
 @pytest.mark.parametrize("name", ["gedi", "rsa-control"])
@@ -509,7 +511,7 @@ def test_methods_that_read_the_prompt_are_given_it(name, monkeypatch):
             ]
         expected = [alone[0], alone[0], alone[1], alone[1]]
         assert start.log_likelihood[branch].tolist() == pytest.approx(
-            [float(each) for each in expected], abs=1e-9
+            [float(score) for score in expected], abs=1e-9
         )
 
 
@@ -553,15 +555,15 @@ def test_formulas_do_not_depend_on_the_other_samples():
         name: torch.randn(6, 5, generator=rng).log_softmax(1)
         for name in ("base", "target", "other")
     }
-    whole = method.combine(log_probs, None)
+    together = method.combine(log_probs, None)
     for i in range(6):
-        alone = method.combine({name: each[i : i + 1] for name, each in log_probs.items()}, None)
-        assert torch.equal(whole[i : i + 1], alone)
+        alone = method.combine({name: rows[i : i + 1] for name, rows in log_probs.items()}, None)
+        assert torch.equal(together[i : i + 1], alone)
     air = methods.get("air-decoding")
     wide = {name: torch.full((2, 5), 0.2).log() for name in ("base", "target", "other")}
     state = {"other": torch.tensor([0.5, 100.0])}
     for i in range(2):
-        one = {name: each[i : i + 1] for name, each in wide.items()}
+        one = {name: rows[i : i + 1] for name, rows in wide.items()}
         assert torch.equal(
             air.combine(dict(wide), state)[i],
             air.combine(one, {"other": state["other"][i : i + 1]})[0],
@@ -584,17 +586,17 @@ def test_a_refused_token_leaves_its_place_to_the_next_ones(name, settings, own_c
     cell = cell_of(model, method=name, parameters=settings, attribute="positive", prompts=["The lake"],
                    length=14, samples=3, eos="block", alpha=0)  # fmt: skip
     ends = model_card(model).end_ids
-    other = next(token for token in range(300) if token not in ends)
+    survivor = next(token for token in range(300) if token not in ends)
     real = loop._of_branches
 
     def nearly_ended(logits, branches):
         made = torch.full_like(logits, -20.0)
         made[:, list(ends)] = 5.0
-        made[:, other] = 2.0
+        made[:, survivor] = 2.0
         return real(made, branches)
 
     todo = plan_batches(model, cell, context=ModelContext(model))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "_of_branches", nearly_ended)
         made = decode_plan(model, todo)
-    assert all(set(tokens) == {other} for tokens in made.samples["tokens"])
+    assert all(set(tokens) == {survivor} for tokens in made.samples["tokens"])

@@ -129,7 +129,7 @@ def test_freectrl_against_its_definition(words_model, word_file):
     context = ModelContext(model)
     ids = {c: [context.ids(" " + word)[0] for word in words] for c, words in WORDS.items()}
     unit = torch.nn.functional.normalize(model.W_E.detach().float(), dim=1)
-    tokens = sorted({i for each in ids.values() for i in each})
+    tokens = sorted({i for keys in ids.values() for i in keys})
     table = promoting_neurons(model, context.ids(" "), tokens, 4)[1]
     centre = {}
     for token in ids["positive"]:
@@ -140,19 +140,19 @@ def test_freectrl_against_its_definition(words_model, word_file):
         text, uniform = context.ids(sample.prompt), uniforms(5, sample.prompt, sample.sample, 20)
         branch = Layout.of(model.tokenizer, None, sample.prompt)
         for t, token in enumerate(sample.tokens):
-            cos = {c: unit[each] @ unit[text].T for c, each in ids.items()}  # keyword, token
+            cos = {c: unit[keys] @ unit[text].T for c, keys in ids.items()}  # keyword, token
             scores = []
             for part in (slice(None), slice(-1, None)):
-                sim = {c: float(each[:, part].max(dim=1).values.mean()) for c, each in cos.items()}
+                sim = {c: float(rows[:, part].max(dim=1).values.mean()) for c, rows in cos.items()}
                 scores.append(sim["positive"] / sim["negative"])
             s = max(scores)
             w = 2.0 / (1 + math.exp(-(1.3 - s) * len(text))) if s < 1.3 else 1e-20
             weights.append(w)
-            chosen = {layer: torch.tensor(sorted(each)) for layer, each in centre.items()}
-            whole = torch.tensor([[*branch.ids, *sample.tokens[:t]]])
+            chosen = {layer: torch.tensor(sorted(neurons)) for layer, neurons in centre.items()}
+            read_again = torch.tensor([[*branch.ids, *sample.tokens[:t]]])
             with torch.no_grad():
                 value = torch.tensor([w], dtype=torch.float64)
-                logits = logits_with_neurons(model, whole, chosen, value)[:, -1]
+                logits = logits_with_neurons(model, read_again, chosen, value)[:, -1]
             logits[:, model.tokenizer.eos_token_id] = -torch.inf
             order = logits[0].sort(descending=True, stable=True).indices[:25]
             log_weights = torch.full_like(logits, -torch.inf)
@@ -252,8 +252,8 @@ def test_freectrl_draws_until_its_authors_test_is_passed(words_model, word_file)
     def passes(row):
         text = context.ids(row.prompt) + row.tokens
         sim = {
-            c: float((unit[each] @ unit[text].T).max(dim=1).values.mean())
-            for c, each in ids.items()
+            c: float((unit[keys] @ unit[text].T).max(dim=1).values.mean())
+            for c, keys in ids.items()
         }
         return sim["positive"] / sim["negative"] > 1.0
 
@@ -350,10 +350,10 @@ def test_freectrls_keywords(words_model, tmp_path):
     }
     between = (max(ratios.values()) + min(ratios.values())) / 2
     own_bad = noise_ratio(names, unit[context.ids(" bad")[0]], "negative")
-    kept = methods.get("freectrl", words=str(file), noise=min(between, own_bad - 1)).keywords(
+    keywords = methods.get("freectrl", words=str(file), noise=min(between, own_bad - 1)).keywords(
         context, task, unit
     )
-    assert set(kept["positive"]) == {
+    assert set(keywords["positive"]) == {
         word for word, ratio in ratios.items() if ratio > min(between, own_bad - 1)
     }
     assert {c: load_task("topic").texts("freectrl", c).get("class", c) for c in load_task("topic").attributes} == {
@@ -395,7 +395,7 @@ def test_gated_mlps_have_settings_of_their_own(monkeypatch):
     )
     known = method.prepare(Gated([], []), load_task("sentiment"), "positive", "The lake").known
     assert known.lam == 7
-    assert sum(len(each) for each in known.centre.values()) == 4
+    assert sum(len(neurons) for neurons in known.centre.values()) == 4
 
 
 def test_monitor_grows_with_the_text():

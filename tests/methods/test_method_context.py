@@ -110,7 +110,7 @@ def test_workers_share_one_table_and_one_set_of_drafts(cache, monkeypatch):
 
 def test_who_waits_for_another_process_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LAPA2_CACHE", str(tmp_path))
-    file, told = tmp_path / "kept" / "table.npz", ""
+    file, notes = tmp_path / "kept" / "table.npz", ""
 
     def second():
         with one_process_at_a_time(file):
@@ -120,12 +120,12 @@ def test_who_waits_for_another_process_says_so(tmp_path, monkeypatch, capsys):
         with one_process_at_a_time(file):
             later = pool.submit(second)
             end = time.monotonic() + 20
-            while "waiting" not in told and time.monotonic() < end:
+            while "waiting" not in notes and time.monotonic() < end:
                 time.sleep(0.01)  # a busy loop would keep the other thread waiting
-                told += capsys.readouterr().err
+                notes += capsys.readouterr().err
             left = time.monotonic()
         assert later.result(timeout=20) >= left
-    assert told == f"another process makes {file}; waiting for it\n"
+    assert notes == f"another process makes {file}; waiting for it\n"
 
 
 def test_a_folder_without_locks_holds_nobody_up(tmp_path, monkeypatch):
@@ -171,7 +171,7 @@ def test_plans_prepare_each_prompt_once():
         MethodError, match="prepares for its prompts; give plan_batches or make_cells a context"
     ):
         decoding_plan(model, todo.cell)
-    assert [each.known for each in todo.prepared] == ["a b", "a b"]
+    assert [preparation.known for preparation in todo.prepared] == ["a b", "a b"]
     assert todo.summaries == {}
 
 

@@ -30,7 +30,7 @@ def distributions(*names, samples=2, scale=2.0, seed=7):
 
 
 def as_logs(p, dtype=torch.float64):
-    return {name: torch.tensor(each, dtype=dtype).log() for name, each in p.items()}
+    return {name: torch.tensor(rows, dtype=dtype).log() for name, rows in p.items()}
 
 
 def normalised(log_weights):
@@ -39,14 +39,14 @@ def normalised(log_weights):
 
 def run(method, steps):
     """Normalised weights of every step, the tokens TOKENS being sampled by all samples."""
-    state, found = None, []
+    state, weights = None, []
     for p, token in zip(steps, TOKENS, strict=True):
         log_probs = as_logs(p)
-        found.append(normalised(method.combine(log_probs, state)))
+        weights.append(normalised(method.combine(log_probs, state)))
         state = method.advance(
             state, log_probs, torch.full((len(p["base"]) if "base" in p else 2,), token)
         )
-    return found
+    return weights
 
 
 def unit(weights):
@@ -63,7 +63,7 @@ def test_direct_methods_pass_their_branch_on():
 
 @pytest.mark.parametrize("lam", [-1.0, 0.5, 2.0])
 def test_preadd(lam):
-    for p, found in zip(
+    for p, combined in zip(
         steps := distributions("base", "prefix"),
         run(methods.get("preadd", lam=lam), steps),
         strict=True,
@@ -73,7 +73,7 @@ def test_preadd(lam):
                 pre**lam * base ** (1 - lam)
                 for base, pre in zip(p["base"][sample], p["prefix"][sample], strict=True)
             ]
-            assert found[sample] == pytest.approx(unit(expected), abs=1e-12)
+            assert combined[sample] == pytest.approx(unit(expected), abs=1e-12)
 
 
 def test_preadd_by_hand():
@@ -90,10 +90,10 @@ def test_preadd_by_hand():
 def test_air_decoding_over_three_steps(classes, posterior, omega):
     """Running ratios start at 1 and take in the sampled token's n of each step; R_target is 1."""
     steps = distributions("base", *classes)
-    found = run(methods.get("air-decoding", omega=omega, posterior=posterior), steps)
+    by_step = run(methods.get("air-decoding", omega=omega, posterior=posterior), steps)
     for sample in range(2):
         ratio = dict.fromkeys(classes, 1.0)
-        for p, token, weights in zip(steps, TOKENS, found, strict=True):
+        for p, token, weights in zip(steps, TOKENS, by_step, strict=True):
             n = {
                 c: [-1 / math.log(x) if posterior == "reconstructed" else x for x in p[c][sample]]
                 for c in classes
@@ -140,7 +140,7 @@ def test_air_decoding_of_two_classes_is_the_general_form(steps):
     state = None
     for step in range(steps):
         state = method.advance(state, log_probs, torch.full((4,), 20 + step))
-    wide = {name: each.double() for name, each in log_probs.items()}
+    wide = {name: rows.double() for name, rows in log_probs.items()}
     a, b = (
         wide[name].clamp(FLOOR, -torch.finfo(torch.float32).tiny) for name in ("target", "other")
     )
@@ -149,16 +149,16 @@ def test_air_decoding_of_two_classes_is_the_general_form(steps):
     log_cond = log_n["target"] - torch.logaddexp(log_n["target"], log_n["other"] + ratio)
     exact = wide["base"] + 140 * log_cond
     for part in (slice(0, 4), slice(3, 4)):  # with extremes, and the closed form alone
-        found = method.combine(
-            {name: each[part] for name, each in log_probs.items()},
-            state and {name: each[part] for name, each in state.items()},
+        combined = method.combine(
+            {name: rows[part] for name, rows in log_probs.items()},
+            state and {name: ratios[part] for name, ratios in state.items()},
         )
-        torch.testing.assert_close(found.double(), exact[part], rtol=4e-6, atol=2e-4)
+        torch.testing.assert_close(combined.double(), exact[part], rtol=4e-6, atol=2e-4)
     twin = log_probs | {"third": log_probs["other"]}  # the general form, with R_j halved
     halved = {
         c: (0.0 if state is None else state["other"]) - math.log(2) for c in ("other", "third")
     }
-    halved = {c: torch.as_tensor(each).expand(4) for c, each in halved.items()}
+    halved = {c: torch.as_tensor(ratio_of_class).expand(4) for c, ratio_of_class in halved.items()}
     torch.testing.assert_close(
         method.combine(twin, halved), method.combine(log_probs, state), rtol=2e-5, atol=2e-3
     )
@@ -223,7 +223,7 @@ def test_air_decoding_certain_target_token():
 )
 def test_palette(names, strengths):
     steps = distributions("base", *names)
-    for p, found in zip(steps, run(methods.get("palette"), steps), strict=True):
+    for p, combined in zip(steps, run(methods.get("palette"), steps), strict=True):
         for sample in range(2):
             z = []
             for x in range(5):
@@ -236,15 +236,15 @@ def test_palette(names, strengths):
                 m1 = 1 + (2 + math.exp(-1)) * sum(abs(s) for s in strengths)
                 m2 = (2 + math.exp(-1)) * 0.1 * len(names)
                 z.append(main / m1 + 0.05 * comp / m2)
-            assert found[sample] == pytest.approx(unit(np.exp(z)), abs=1e-12)
+            assert combined[sample] == pytest.approx(unit(np.exp(z)), abs=1e-12)
 
 
 def test_a_text_of_a_task_does_not_replace_the_raw_model():
     task = load_task("sentiment")
     texts = {"positive": {"main": "A happy text.", "base": "Another."}}
-    other = task.model_copy(update={"methods": {"palette": MethodSettings(texts=texts)}})
+    reworded = task.model_copy(update={"methods": {"palette": MethodSettings(texts=texts)}})
     with pytest.raises(MethodError, match="two branches 'base' for 'positive'"):
-        cell_of("tiny-gpt2", method="palette", task=other, attribute="positive")
+        cell_of("tiny-gpt2", method="palette", task=reworded, attribute="positive")
 
 
 def test_palettes_complementary_strength_cancels():
@@ -268,7 +268,7 @@ def test_palette_in_half_precision_drops_a_certain_token():
 
 def test_con_prefix():
     steps = distributions("target", "b", "c")
-    for p, found in zip(
+    for p, combined in zip(
         steps, run(methods.get("con-prefix", form="hard-contrast", lam=0.7), steps), strict=True
     ):
         for sample in range(2):
@@ -276,14 +276,14 @@ def test_con_prefix():
                 p["target"][sample][x] ** 1.7 / (p["b"][sample][x] * p["c"][sample][x]) ** 0.35
                 for x in range(5)
             ]
-            assert found[sample] == pytest.approx(unit(expected), abs=1e-12)
+            assert combined[sample] == pytest.approx(unit(expected), abs=1e-12)
 
 
 def test_reductions():
     steps = distributions("base", "prefix")
     classes = [{"base": p["base"], "target": p["prefix"], "other": p["prefix"]} for p in steps]
     base, prefix = ([p[name] for p in steps] for name in ("base", "prefix"))
-    for found, expected in [
+    for combined, expected in [
         (run(methods.get("preadd", lam=0), steps), base),
         (run(methods.get("preadd", lam=1), steps), prefix),
         (run(methods.get("preadd", lam=-1), [{"base": p, "prefix": p} for p in base]), base),
@@ -306,13 +306,13 @@ def test_reductions():
             prefix,
         ),
     ]:
-        assert np.abs(np.array(found) - np.array(expected)).max() < 1e-9
+        assert np.abs(np.array(combined) - np.array(expected)).max() < 1e-9
 
 
 def distributions_with(base):
     return [
-        each | {"base": p}
-        for each, p in zip(distributions("base", "target", "other", seed=8), base, strict=True)
+        branches | {"base": p}
+        for branches, p in zip(distributions("base", "target", "other", seed=8), base, strict=True)
     ]
 
 
@@ -343,18 +343,18 @@ def test_extreme_log_probabilities_give_numbers_and_a_draw(name, parameters, dty
 def every_extreme(method, names, dtype):
     """A step per combination of certain, impossible and tied tokens, the state carried on."""
     certain = torch.tensor([0.0, -torch.inf, -torch.inf, -torch.inf])
-    other = torch.tensor([-torch.inf, 0.0, -torch.inf, -torch.inf])
+    impossible = torch.tensor([-torch.inf, 0.0, -torch.inf, -torch.inf])
     tied = torch.full((4,), math.log(0.25))
     state = None
     for number in range(3 ** len(names)):
-        rows = [(certain, other, tied)[number // 3**i % 3] for i in range(len(names))]
+        rows = [(certain, impossible, tied)[number // 3**i % 3] for i in range(len(names))]
         log_probs = {branch: row[None].to(dtype) for branch, row in zip(names, rows, strict=True)}
         log_weights = method.combine(log_probs, state)
         assert not log_weights.isnan().any()
         token = draw(log_weights, torch.tensor([0.3], dtype=torch.float64), top_k=200)
         state = method.advance(state, log_probs, token)
-        for each in numbers_in(state):
-            assert torch.isfinite(each).all()
+        for tensor in numbers_in(state):
+            assert torch.isfinite(tensor).all()
 
 
 def numbers_in(state):
@@ -362,7 +362,7 @@ def numbers_in(state):
     if isinstance(state, torch.Tensor):
         return [state]
     values = state.values() if isinstance(state, dict) else getattr(state, "__dict__", {}).values()
-    return [each for value in values for each in numbers_in(value)]
+    return [tensor for value in values for tensor in numbers_in(value)]
 
 
 @pytest.mark.parametrize(
@@ -385,9 +385,9 @@ def test_stacked_samples_equal_single_ones(name, branches):
     method = methods.get(name, **({"form": "hard-contrast"} if name == "con-prefix" else {}))
     together = np.array(run(method, steps))
     for sample in range(2):
-        alone = [{c: each[[sample, sample]] for c, each in p.items()} for p in steps]
-        found = np.array(run(method, alone))[:, 0]
-        assert np.allclose(found, together[:, sample], rtol=1e-12, atol=0)
+        alone = [{c: rows[[sample, sample]] for c, rows in p.items()} for p in steps]
+        single = np.array(run(method, alone))[:, 0]
+        assert np.allclose(single, together[:, sample], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_half_precision_input_is_widened(name):
     log_probs = {
         branch: (torch.eye(4)[:1] * 12 + i).log_softmax(1).half() for i, branch in enumerate(names)
     }
-    widened = {branch: each.float() for branch, each in log_probs.items()}
+    widened = {branch: rows.float() for branch, rows in log_probs.items()}
     assert torch.equal(
         methods.get(name).combine(log_probs, None), methods.get(name).combine(widened, None)
     )
