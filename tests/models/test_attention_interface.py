@@ -54,35 +54,35 @@ def test_beams_and_samples_have_the_augmented_probabilities(settings):
     """Every returned token's score is that of a forward pass over the whole sequence."""
     model, rule = load("tiny-llama", "float64", PLAIN), Augmentation(alpha=1.0)
     padded, net = left_pad(plan_layouts(model, rule)), network_of(model)
-    ids = torch.tensor([[each.ids[0]] * each.pad + list(each.ids) for each in padded])
-    mask = torch.tensor([[0] * each.pad + [1] * len(each.ids) for each in padded])
+    ids = torch.tensor([[layout.ids[0]] * layout.pad + list(layout.ids) for layout in padded])
+    mask = torch.tensor([[0] * layout.pad + [1] * len(layout.ids) for layout in padded])
     torch.manual_seed(0)
     with augmented(net, rule, padded):
-        found = net.generate(
+        output = net.generate(
             ids, attention_mask=mask, max_new_tokens=8, eos_token_id=None, pad_token_id=1, top_k=0,
             output_scores=True, output_logits=True, return_dict_in_generate=True, **settings,
         )  # fmt: skip
         scores = net.compute_transition_scores(
-            found.sequences, found.scores, getattr(found, "beam_indices", None),
+            output.sequences, output.scores, getattr(output, "beam_indices", None),
             normalize_logits="num_beams" not in settings,
         )  # fmt: skip
-    copies = len(found.sequences) // 2
-    layouts = [each for each in padded for _ in range(copies)]
-    whole = mask.repeat_interleave(copies, 0)
-    whole = torch.cat([whole, torch.ones(len(whole), 8, dtype=torch.long)], dim=1)
-    positions = (whole.cumsum(1) - 1).clamp(min=0)
+    copies = len(output.sequences) // 2
+    layouts = [layout for layout in padded for _ in range(copies)]
+    full_mask = mask.repeat_interleave(copies, 0)
+    full_mask = torch.cat([full_mask, torch.ones(len(full_mask), 8, dtype=torch.long)], dim=1)
+    positions = (full_mask.cumsum(1) - 1).clamp(min=0)
     with augmented(net, rule, layouts):
-        logits = net(found.sequences, attention_mask=whole, position_ids=positions).logits
+        logits = net(output.sequences, attention_mask=full_mask, position_ids=positions).logits
     log_probs = logits.log_softmax(-1)[:, -9:-1]
-    wanted = log_probs.gather(2, found.sequences[:, -8:, None])[..., 0]
+    wanted = log_probs.gather(2, output.sequences[:, -8:, None])[..., 0]
     # generate keeps its scores in float32.
     torch.testing.assert_close(scores.double(), wanted, atol=2e-5, rtol=0)
 
 
 @torch.no_grad()
 def test_interleaved_models_do_not_leak_and_blocks_nest():
-    one, other = (load(name, "float64", PLAIN) for name in ("tiny-llama", "tiny-gpt2"))
-    a, b = (Layout.of(each.tokenizer, "Very positive:", "The lake") for each in (one, other))
+    llama, gpt2 = (load(name, "float64", PLAIN) for name in ("tiny-llama", "tiny-gpt2"))
+    a, b = (Layout.of(model.tokenizer, "Very positive:", "The lake") for model in (llama, gpt2))
     strong, weak = Augmentation(alpha=2.0), Augmentation(alpha=0.5)
 
     def alone(model, layout, *rules):
@@ -93,12 +93,12 @@ def test_interleaved_models_do_not_leak_and_blocks_nest():
                 return model(layout.tensor)
 
     hooked = load("tiny-llama", "float64")
-    wanted = alone(one, a, strong), alone(other, b, weak)
-    torch.testing.assert_close(alone(one, a, strong, weak), alone(hooked, a, strong, weak))
-    with augmented(one, strong, a), augmented(network_of(other), weak, b):
-        assert torch.equal(one(a.tensor), wanted[0])
-        assert torch.equal(other(b.tensor), wanted[1])
-        assert torch.equal(one(a.tensor), wanted[0])
+    wanted = alone(llama, a, strong), alone(gpt2, b, weak)
+    torch.testing.assert_close(alone(llama, a, strong, weak), alone(hooked, a, strong, weak))
+    with augmented(llama, strong, a), augmented(network_of(gpt2), weak, b):
+        assert torch.equal(llama(a.tensor), wanted[0])
+        assert torch.equal(gpt2(b.tensor), wanted[1])
+        assert torch.equal(llama(a.tensor), wanted[0])
 
 
 @torch.no_grad()
@@ -167,18 +167,18 @@ def test_a_cache_and_a_mask_are_seen_where_they_are_given_by_position():
     padded = left_pad([Layout.of(model.tokenizer, "Good:", text) for text in ("The lake", "A")])
     ids, mask = PaddedRows.of(padded)[1:3]
     longer = torch.cat([mask, mask[:, -1:]], dim=1)
-    found = []
+    logits = []
     for by_position in (False, True):
         cache = DynamicCache()
         with augmented(net, rule, padded):
             if by_position:
                 net(ids, cache, mask)
-                found.append(net(ids[:, -1:], cache, longer).logits)
+                logits.append(net(ids[:, -1:], cache, longer).logits)
             else:
                 net(ids, past_key_values=cache, attention_mask=mask)
                 asked = {"past_key_values": cache, "attention_mask": longer}
-                found.append(net(ids[:, -1:], **asked).logits)
-    assert torch.equal(*found)
+                logits.append(net(ids[:, -1:], **asked).logits)
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3"])
@@ -186,15 +186,15 @@ def test_generate_with_a_static_cache(network, name):
     """Its masks come as one a layer type."""
     net, tokenizer = network(name), load("tiny-gpt2").tokenizer
     layout = Layout.of(tokenizer, "Very positive:", "The lake")
-    found = []
+    texts = []
     for cache in (None, "static"):
         with augmented(net, Augmentation(alpha=2.0), layout):
             made = net.generate(
                 layout.tensor, attention_mask=torch.ones_like(layout.tensor), max_new_tokens=8,
                 do_sample=False, eos_token_id=None, cache_implementation=cache, disable_compile=True,
             )  # fmt: skip
-        found.append(made.tolist())
-    assert found[0] == found[1]
+        texts.append(made.tolist())
+    assert texts[0] == texts[1]
 
 
 def test_what_is_no_model_is_told_which_to_pass():

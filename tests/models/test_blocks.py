@@ -43,15 +43,15 @@ def network(**more):
 
 @torch.no_grad()
 def read(model, ids, **settings):
-    found = model(ids, **settings)
-    return found if isinstance(found, torch.Tensor) else found.logits
+    output = model(ids, **settings)
+    return output if isinstance(output, torch.Tensor) else output.logits
 
 
 def state(model):
     """What a block might leave behind."""
     net = network_of(model)
     points = [len(point.fwd_hooks) for point in model.hook_dict.values()]
-    modules = [(len(each._forward_pre_hooks), len(each._forward_hooks)) for each in net.modules()]
+    modules = [(len(part._forward_pre_hooks), len(part._forward_hooks)) for part in net.modules()]
     config = getattr(net, "config", None)
     return points, modules, getattr(config, "_attn_implementation", None)
 
@@ -73,13 +73,13 @@ def test_blocks_close_in_any_order(kind):
     with augmented(model, (STRONG, WEAK), layout):
         both = read(model, layout.tensor)
     for first, second in ((STRONG, WEAK), (WEAK, STRONG)):
-        one, other = enter(model, first, layout), enter(model, second, layout)
+        older, newer = enter(model, first, layout), enter(model, second, layout)
         torch.testing.assert_close(read(model, layout.tensor), both)
-        one.__exit__(None, None, None)  # the one that was opened first
+        older.__exit__(None, None, None)  # the one that was opened first
         assert torch.equal(read(model, layout.tensor), alone[second])
         third = enter(model, first, layout)
         torch.testing.assert_close(read(model, layout.tensor), both)
-        other.__exit__(None, None, None)
+        newer.__exit__(None, None, None)
         assert torch.equal(read(model, layout.tensor), alone[first])
         third.__exit__(None, None, None)
         assert torch.equal(read(model, layout.tensor), plain)
@@ -96,14 +96,14 @@ def test_blocks_that_are_thrown_at_or_forgotten_leave_nothing(kind):
             while True:
                 yield read(model, layout.tensor)
 
-    one, other = steps(STRONG), steps(WEAK)
-    next(one), next(other)
-    del one  # never closed
+    forgotten, interrupted = steps(STRONG), steps(WEAK)
+    next(forgotten), next(interrupted)
+    del forgotten  # never closed
     gc.collect()
     with augmented(model, WEAK, layout):
         twice = read(model, layout.tensor)
     with pytest.raises(KeyboardInterrupt):
-        other.throw(KeyboardInterrupt)
+        interrupted.throw(KeyboardInterrupt)
     for error in (SystemExit, GeneratorExit, MemoryError):
         with pytest.raises(error), augmented(model, STRONG, layout):
             raise error
@@ -150,18 +150,18 @@ def test_texts_are_not_read_as_unsteered_in_an_open_block():
 
 def in_thread(function):
     """What a function returns or raises in another thread."""
-    found = []
+    outcomes = []
 
     def run():
         try:
-            found.append(function())
+            outcomes.append(function())
         except Exception as error:
-            found.append(error)
+            outcomes.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return found[0]
+    return outcomes[0]
 
 
 @every_class
@@ -368,7 +368,7 @@ def test_a_model_that_drops_its_cache_is_refused():
     text = [list(range(40, 46))]
     rows = TextRows.of(text, [0])
     prefix = soft_prefix(model)
-    keys, values = (each[None].double() for each in (prefix.keys, prefix.values))
+    keys, values = (tensor[None].double() for tensor in (prefix.keys, prefix.values))
     asks = {
         "augmented": lambda: read_in_block(bare, layout),
         "rows": lambda: new_rows(model).prompt_pass([layout]),
@@ -377,9 +377,9 @@ def test_a_model_that_drops_its_cache_is_refused():
         "likelihood": lambda: text_nll(bare, rows, keys, values),
     }
     wanted = asks["likelihood"]()
-    for each in bare.modules():  # as transformers' switch has it, whose name depends on the version
-        if hasattr(each, "gradient_checkpointing"):
-            each.gradient_checkpointing = True
+    for part in bare.modules():  # as transformers' switch has it, whose name depends on the version
+        if hasattr(part, "gradient_checkpointing"):
+            part.gradient_checkpointing = True
     assert torch.equal(asks["likelihood"](), wanted)  # in eval mode it is off
     bare.train()
     for ask in asks.values():
@@ -387,14 +387,14 @@ def test_a_model_that_drops_its_cache_is_refused():
             ask()
     with pytest.raises(ModelError, match="training mode with gradient checkpointing"):
         state_then_training(model, layout)
-    for each in bare.modules():
-        each.gradient_checkpointing = False
+    for part in bare.modules():
+        part.gradient_checkpointing = False
     torch.testing.assert_close(asks["likelihood"](), wanted)
     read_in_block(bare, layout)
 
     inner = bare.transformer.forward
-    bare.transformer.forward = lambda *args, **given: inner(
-        *args, **given | {"past_key_values": None}
+    bare.transformer.forward = lambda *args, **settings: inner(
+        *args, **settings | {"past_key_values": None}
     )
     bare.eval()
     for name in ("rows", "forced", "likelihood"):

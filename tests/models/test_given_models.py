@@ -30,7 +30,7 @@ def test_a_model_put_together_by_hand_generates_as_the_loaded_one(attention):
     run = generate(model, alpha=1.0, **SETTINGS)
     wanted = generate(load("tiny-llama"), alpha=1.0, **SETTINGS)
     assert run.samples()["tokens"].tolist() == wanted.samples()["tokens"].tolist()
-    shares = [each.trace()["prefix"].to_numpy() for each in (run, wanted)]
+    shares = [result.trace()["prefix"].to_numpy() for result in (run, wanted)]
     np.testing.assert_allclose(*shares, atol=1e-5)
     facts = run.manifest().model
     assert (facts.name, facts.model_class) == ("mine", "TransformersModel")
@@ -41,8 +41,8 @@ def test_a_bridge_made_elsewhere_generates(tmp_path):
     from transformer_lens.model_bridge import TransformerBridge
 
     network, tokenizer, _ = load_transformers("tiny-llama")
-    for each in (network, tokenizer):
-        each.save_pretrained(tmp_path)
+    for part in (network, tokenizer):
+        part.save_pretrained(tmp_path)
     run = generate(TransformerBridge.boot_transformers(str(tmp_path), device="cpu"), **SETTINGS)
     wanted = generate(load("tiny-llama"), **SETTINGS)
     assert run.samples()["text"].tolist() == wanted.samples()["text"].tolist()
@@ -50,8 +50,8 @@ def test_a_bridge_made_elsewhere_generates(tmp_path):
 
 
 def test_a_folder_is_given_as_a_path(tmp_path):
-    for each in load_transformers("tiny-llama")[:2]:
-        each.save_pretrained(tmp_path)
+    for part in load_transformers("tiny-llama")[:2]:
+        part.save_pretrained(tmp_path)
     run = generate(Path(tmp_path), model_class="TransformersModel", **SETTINGS)
     assert run.manifest().model.name == str(tmp_path)
 
@@ -115,8 +115,8 @@ def test_a_name_is_loaded(name, monkeypatch):
     class LoadedError(Exception):
         pass
 
-    def loading(given):
-        raise LoadedError(given)
+    def loading(name_or_model):
+        raise LoadedError(name_or_model)
 
     monkeypatch.setattr("lapa2_interp.models.load.load_model", loading)
     with pytest.raises(LoadedError, match="planted"):
@@ -133,10 +133,10 @@ def test_a_circuit_is_found_by_name():
     assert np.array_equal(by_name.values, by_model.values)
 
 
-@pytest.mark.parametrize("given", [None, 3, torch.nn.Linear(2, 2)])
-def test_what_is_no_model_is_said_to_be_none(given):
+@pytest.mark.parametrize("model", [None, 3, torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_said_to_be_none(model):
     with pytest.raises(ModelError, match="is no model of TransformerLens or transformers"):
-        generate(given, **SETTINGS)
+        generate(model, **SETTINGS)
 
 
 def test_parts_that_make_no_model():

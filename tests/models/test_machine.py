@@ -316,12 +316,12 @@ def test_a_grid_that_is_new_to_a_run_is_in_the_dtype_of_the_run(grid, tmp_path):
     set_speed(times=0.5)
     assert swept(grid, tmp_path / "run", "--set", "attribute=positive") == 0
     set_speed(times=3.0)
-    other = grid.rename(tmp_path / "other.toml")
-    assert [cell.dtype for cell in load_grids(tmp_path / "run", [str(other)])[0].cells] == [
+    renamed = grid.rename(tmp_path / "other.toml")
+    assert [cell.dtype for cell in load_grids(tmp_path / "run", [str(renamed)])[0].cells] == [
         "bfloat16"
     ] * 2
     assert (
-        load_grids(tmp_path / "run", [str(other)], dtype="float32")[0].cells[0].dtype == "float32"
+        load_grids(tmp_path / "run", [str(renamed)], dtype="float32")[0].cells[0].dtype == "float32"
     )
 
 

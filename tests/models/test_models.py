@@ -105,8 +105,8 @@ def test_a_model_whose_dropout_is_on_is_refused():
 def test_a_model_of_nan_is_said_to_be_one(folder, tmp_path, model_class):
     network, tokenizer, _ = load_transformers("tiny-llama")
     network.model.layers[1].mlp.up_proj.weight.data.fill_(torch.nan)
-    for each in (network, tokenizer):
-        each.save_pretrained(tmp_path / "nan")
+    for part in (network, tokenizer):
+        part.save_pretrained(tmp_path / "nan")
     with pytest.raises(ModelError, match="logits are NaN"):
         load_model(str(tmp_path / "nan"), device="cpu", model_class=model_class)
 
@@ -125,10 +125,10 @@ def test_a_tokenizer_without_an_end_has_none(folder):
 def test_a_context_shorter_than_the_probes_text_is_probed(tmp_path):
     network, tokenizer, _ = load_transformers("tiny-gpt2")
     config = type(network.config)(**network.config.to_dict() | {"n_positions": 8})
-    for each in (type(network)(config), tokenizer):
-        each.save_pretrained(tmp_path)
-    found = probe_model(str(tmp_path), device="cpu")
-    assert found.logit_difference < 1e-4
+    for part in (type(network)(config), tokenizer):
+        part.save_pretrained(tmp_path)
+    probe = probe_model(str(tmp_path), device="cpu")
+    assert probe.logit_difference < 1e-4
 
 
 @pytest.mark.long
@@ -167,13 +167,13 @@ def with_code(folder, tmp_path, monkeypatch):
         ("config.json", {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}),
         ("tokenizer_config.json", {"AutoTokenizer": [None, "own.OwnTokenizer"]}),
     ):
-        kept = json.loads((path / name).read_text())
-        kept |= {"auto_map": own}
+        fields = json.loads((path / name).read_text())
+        fields |= {"auto_map": own}
         if name == "config.json":
-            kept |= {"model_type": "own", "architectures": ["OwnModel"]}
+            fields |= {"model_type": "own", "architectures": ["OwnModel"]}
         else:
-            kept |= {"tokenizer_class": "OwnTokenizer"}
-        (path / name).write_text(json.dumps(kept))
+            fields |= {"tokenizer_class": "OwnTokenizer"}
+        (path / name).write_text(json.dumps(fields))
     return path, ran
 
 
@@ -303,14 +303,14 @@ def test_an_end_id_without_a_token_ends_texts(made, tmp_path):
     assert ModelContext(model).end_ids == card.end_ids
     asked = {"attribute": "positive", "prompts": ["A", "The lake"], "length": 60, "alpha": 0.0,
              "samples": 8, "top_k": 1000, "trace": "none"}  # fmt: skip
-    kept, stopped, blocked = (
+    with_ends, stopped, blocked = (
         generate(model, eos=eos, **asked).samples()["tokens"].map(list)
         for eos in ("keep", "stop", "block")
     )
     assert any(extra in tokens for tokens in stopped)
-    for whole, cut in zip(kept, stopped, strict=True):
-        ends = [i for i, token in enumerate(whole, 1) if token in card.end_ids]
-        assert cut == whole[: min([*ends, len(whole)])]
+    for uncut, cut in zip(with_ends, stopped, strict=True):
+        ends = [i for i, token in enumerate(uncut, 1) if token in card.end_ids]
+        assert cut == uncut[: min([*ends, len(uncut)])]
     assert not {token for tokens in blocked for token in tokens} & {*card.end_ids}
 
 
@@ -499,8 +499,8 @@ def test_a_device_that_is_not_there():
 def test_the_context_of_models_that_name_none():
     from transformers import BloomConfig, GPT2Config, LlamaConfig, MptConfig
 
-    found = [context_length(kind()) for kind in (GPT2Config, LlamaConfig, MptConfig, BloomConfig)]
-    assert found == [1024, 2048, 2048, 2048]
+    lengths = [context_length(kind()) for kind in (GPT2Config, LlamaConfig, MptConfig, BloomConfig)]
+    assert lengths == [1024, 2048, 2048, 2048]
     assert context_length(MptConfig(max_seq_len=512)) == 512
     assert context_length(GPT2Config(n_positions=-1)) == DEFAULT_CONTEXT
 

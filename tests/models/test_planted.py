@@ -30,7 +30,7 @@ CLASSES = (*MODEL_CLASSES, "TransformersModel")
 
 def layouts(model, prompt="The lake"):
     return [
-        Layout.of(model.tokenizer, f"Very {each}:", prompt) for each in ("positive", "negative")
+        Layout.of(model.tokenizer, f"Very {word}:", prompt) for word in ("positive", "negative")
     ]
 
 
@@ -63,10 +63,10 @@ def test_control_is_the_closed_form_at_every_length(name, seed, prompt):
     name = f"{name}:{seed}"
     model, key, text = load(name), answer_key(name), a_text(name, max(LENGTHS))
     for sign, layout in zip((1, -1), layouts(model, prompt), strict=True):
-        found = lex(model, name, layout, text)
+        log_odds = lex(model, name, layout, text)
         for t in (0, 1, *LENGTHS):
             expected = sign * key.lex(len(layout) + t, layout.l_pro, asking=t == 0)
-            assert found[t].item() == pytest.approx(expected, abs=1e-5)
+            assert log_odds[t].item() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,17 +77,17 @@ def test_effects_of_cut_heads_are_the_closed_form(name, seed):
     pair = layouts(model)
 
     def control(rules=()):
-        return torch.sub(*(lex(model, name, each, text, rules) for each in pair))
+        return torch.sub(*(lex(model, name, layout, text, rules) for layout in pair))
 
-    whole = control()
+    uncut = control()
     for role, head in key.heads.items():
-        effect = whole - control([cut(head)])
+        effect = uncut - control([cut(head)])
         for t in LENGTHS:
             expected = key.effect(role, len(pair[0]) + t, pair[0].l_pro)
             assert effect[t].item() == pytest.approx(expected, abs=2e-5)
     n_layers, n_heads = key.shape
     idle = {(i, j) for i in range(n_layers) for j in range(n_heads)} - set(key.heads.values())
-    assert (whole - control([cut(*idle)])).abs().max() < 1e-5
+    assert (uncut - control([cut(*idle)])).abs().max() < 1e-5
 
 
 def test_in_float64_it_is_exact():
@@ -95,9 +95,9 @@ def test_in_float64_it_is_exact():
     name = "planted-gpt2"
     model, key = load_model(name, "float64"), answer_key(name)
     layout = layouts(model)[0]
-    found = lex(model, name, layout, a_text(name, 300))
+    log_odds = lex(model, name, layout, a_text(name, 300))
     expected = [key.lex(len(layout) + t, layout.l_pro) for t in range(1, 301)]
-    assert np.abs(found[1:].numpy() - expected).max() < 1e-8
+    assert np.abs(log_odds[1:].numpy() - expected).max() < 1e-8
 
 
 @pytest.mark.parametrize("model_class", CLASSES)
@@ -107,15 +107,15 @@ def test_biases_act_as_the_key_says(model_class):
     layout, text = layouts(model)[0], a_text("planted", 64)
     l = len(layout) + 64
     b = 0.5 * np.log(l - 1) - 0.5 * np.log(3)
-    found = lex(
+    log_odds = lex(
         model, "planted", layout, text, [Augmentation(alpha=0.5, heads=(key.heads["carrier"],))]
     )
     expected = key.lex(l, layout.l_pro, weights={"carrier": (np.exp(b),) * 3})
-    assert found[64].item() == pytest.approx(expected, abs=1e-5)
+    assert log_odds[64].item() == pytest.approx(expected, abs=1e-5)
     one = Augmentation(alpha=2, law="scale", span=("prefix", (1,)))
     weights = dict.fromkeys(key.heads, (float(np.exp(2)), 1.0, 1.0))
-    found = lex(model, "planted", layout, text, [one])
-    assert found[64].item() == pytest.approx(key.lex(l, layout.l_pro, weights=weights), abs=1e-5)
+    log_odds = lex(model, "planted", layout, text, [one])
+    assert log_odds[64].item() == pytest.approx(key.lex(l, layout.l_pro, weights=weights), abs=1e-5)
 
 
 def test_selective_steering_beats_steering_everything():
@@ -126,7 +126,7 @@ def test_selective_steering_beats_steering_everything():
 
     def control(**fields):
         rules = [Augmentation(alpha=0.5, **fields)] if fields else []
-        return torch.sub(*(lex(model, name, each, text, rules) for each in pair))[-1].item()
+        return torch.sub(*(lex(model, name, layout, text, rules) for layout in pair))[-1].item()
 
     carrier, everything = control(heads=(key.heads["carrier"],)), control(phase="last_query")
     token = control(heads=(key.heads["carrier"],), span=("prefix", (1,)))
@@ -162,7 +162,7 @@ def test_the_decoy_has_the_largest_mass_and_no_effect():
 
 def test_the_variants_are_what_they_are_for():
     gain, backup, spread, plain = (
-        answer_key(f"planted{each}") for each in ("-gain", "-backup", "-spread", "")
+        answer_key(f"planted{variant}") for variant in ("-gain", "-backup", "-spread", "")
     )
     # Fades by gain: holding the relay's mass at its early value changes nothing later.
     assert gain.control(200, 2) < 0.5 * gain.control(15, 2)
@@ -227,8 +227,8 @@ def test_it_is_a_model_like_others():
     model = load_model("planted-gpt2", seed=2)
     assert model_card(model).name == "planted-gpt2:2"
     assert model_size("planted").n_heads == 4
-    found = generate(model, "prefix", "sentiment", "positive", ["The lake"], length=12, samples=3)
-    words = {word for text in found.samples.continuation for word in text.split()}
+    run = generate(model, "prefix", "sentiment", "positive", ["The lake"], length=12, samples=3)
+    words = {word for text in run.samples.continuation for word in text.split()}
     assert words <= {word.strip() for word in (*FILLERS, *POSITIVE, *NEGATIVE)}
     for name, message in {
         "planted-x": "planted models: planted, planted-gpt2",

@@ -75,7 +75,7 @@ def test_a_network_that_reads_padded_rows_otherwise_than_alone_is_refused(networ
     )
     with expected, augmented(reads, Augmentation(alpha=0), rows.layouts):
         reads.eval()
-        found = reads(rows.ids, attention_mask=rows.mask, position_ids=rows.positions).logits
+        logits = reads(rows.ids, attention_mask=rows.mask, position_ids=rows.positions).logits
         reads.train()
     assert all(part.training for part in reads.modules())
     assert (rows_problem(reads) is None) == (reason is None)
@@ -83,7 +83,7 @@ def test_a_network_that_reads_padded_rows_otherwise_than_alone_is_refused(networ
         reads.eval()
         for row, layout in enumerate(rows.layouts):
             ids = torch.tensor([layout.ids])
-            torch.testing.assert_close(found[row, -ids.shape[1] :], reads(ids).logits[0])
+            torch.testing.assert_close(logits[row, -ids.shape[1] :], reads(ids).logits[0])
 
 
 @pytest.mark.parametrize("name", ["RobertaForCausalLM", "BartForCausalLM"])

@@ -1,4 +1,4 @@
-"""Packed weights: equal to ordinary products, row by row the same bits, and made again for a changed weight."""
+"""Packed weights: equal to ordinary batch, row by row the same bits, and made again for a changed weight."""
 
 import copy
 
@@ -34,7 +34,7 @@ DTYPES = [
 ]
 SHAPES = [(48, 32), (33, 40), (192, 576), (576, 1536), (1000, 64), (2304, 768), (7, 128)]
 NUMBERS = (*range(1, 40), 64, 100, 299)
-"""Numbers of rows whose products are compared."""
+"""Numbers of rows whose batch are compared."""
 
 
 def test_float32_is_packed_on_every_processor():
@@ -66,10 +66,10 @@ def test_a_product_is_the_ordinary_one(n_out, n_in, dtype, kind):
         layer.bias.double(),
     )
     with prepacked(net_of(layer), "all"):
-        found = layer(x)
-    assert found.shape == (5, 3, n_out)
+        product = layer(x)
+    assert product.shape == (5, 3, n_out)
     tolerance = 1e-4 if dtype == torch.float32 else 2**-8 * float(exact.abs().max())
-    torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=0)
+    torch.testing.assert_close(product.double(), exact, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(("n_out", "n_in"), SHAPES)
@@ -78,12 +78,12 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(n_out, n_in):
     layer = layer_of(n_out, n_in, torch.float32)
     x = torch.randn(300, n_in)
     with prepacked(net_of(layer), "all"):
-        whole = layer(x)
+        batch = layer(x)
         for rows in NUMBERS:
             for first in (0, 300 - rows):
                 part = layer(x[first : first + rows])
-                assert torch.equal(part, whole[first : first + rows]), (rows, first)
-        assert torch.equal(layer(x[7]), whole[7])
+                assert torch.equal(part, batch[first : first + rows]), (rows, first)
+        assert torch.equal(layer(x[7]), batch[7])
         assert layer(x[:0]).shape == (0, n_out)
 
 
@@ -96,14 +96,14 @@ def test_a_row_has_the_same_bits_in_any_batch_of_its_size(n_out, n_in, dtype):
     layer = layer_of(n_out, n_in, dtype)
     x = torch.randn(300, n_in).to(dtype)
     with prepacked(net_of(layer), "all"):
-        whole = layer(x)
+        batch = layer(x)
         for rows in NUMBERS:
             part, order = layer(x[:rows]), torch.randperm(rows)
             assert torch.equal(layer(x[:rows][order]), part[order]), rows
             others = torch.cat([x[:1], torch.randn(rows - 1, n_in).to(dtype)])
             assert torch.equal(layer(others)[0], part[0]), rows
             torch.testing.assert_close(
-                part, whole[:rows], rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 1e3
+                part, batch[:rows], rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 1e3
             )
 
 
@@ -122,11 +122,11 @@ def test_a_text_has_the_same_bits_alone_and_in_any_batch(model):
         with prepacked(network_of(model), "all"):
             state = new_rows(model)
             with augmented(model, Augmentation(alpha=0.5), layout):
-                found = [state.prompt_pass([layout])[[0] * n]]
+                steps = [state.prompt_pass([layout])[[0] * n]]
                 state.expand(torch.zeros(n, dtype=torch.long), len(layout) + 3)
             with augmented(model, Augmentation(alpha=0.5), [layout] * n):
-                found += [state.read_tokens(tokens[rows, t : t + 1]) for t in range(3)]
-        return torch.cat(found, dim=1)
+                steps += [state.read_tokens(tokens[rows, t : t + 1]) for t in range(3)]
+        return torch.cat(steps, dim=1)
 
     together = logits(list(range(24)))
     for rows in ([0], [7], [23, 3], [5, 1, 2], list(range(12))):
@@ -142,29 +142,32 @@ def test_logits_and_traces_are_those_without_packing(monkeypatch):
         model, "prefix", load_task("sentiment"), "positive", ["The lake"],
         Augmentation(alpha=0.5), length=14, samples=2, trace="full",
     )  # fmt: skip
-    plain, boosted = (decode(with_packing(model, each, monkeypatch), cell) for each in CHOICES)
+    plain, boosted = (
+        decode(with_packing(model, packing, monkeypatch), cell) for packing in CHOICES
+    )
     texts = plain.samples["tokens"].tolist()
     logits = {}
-    for each in CHOICES:
-        with prepacked(network_of(model), each), torch.no_grad():
+    for packing in CHOICES:
+        with prepacked(network_of(model), packing), torch.no_grad():
             state = new_rows(model)
             state.prompt_pass([layout])
             state.expand(torch.zeros(2, dtype=torch.long), len(layout) + 14)
             steps = torch.tensor([list(text) for text in texts]).split(1, dim=1)
-            logits[each] = torch.cat([state.read_tokens(step) for step in steps], dim=1)
+            logits[packing] = torch.cat([state.read_tokens(step) for step in steps], dim=1)
     # Logits reach 30, and their own float32 rounding 1e-4.
     torch.testing.assert_close(logits["all"], logits["none"], atol=2e-4, rtol=0)
     read = [
-        teacher_forced(with_packing(model, each, monkeypatch), layout, texts) for each in CHOICES
+        teacher_forced(with_packing(model, packing, monkeypatch), layout, texts)
+        for packing in CHOICES
     ]
     traces = (
         [read]
         if texts != boosted.samples["tokens"].tolist()
         else [read, (plain.trace, boosted.trace)]
     )
-    for one, other in traces:
-        for kept in one.data_vars:
-            np.testing.assert_allclose(one[kept], other[kept], atol=1e-5, err_msg=str(kept))
+    for plain_trace, boosted_trace in traces:
+        for variable, shares in plain_trace.items():
+            np.testing.assert_allclose(shares, boosted_trace[variable], atol=1e-5, err_msg=variable)
 
 
 CHOICES = ("none", "all")
@@ -237,7 +240,7 @@ def test_nothing_of_it_is_left_behind():
     layer, seen = layer_of(96, 64, torch.float32), []
     network, x = net_of(layer), torch.randn(6, 64)
     plain = copy.deepcopy(layer)(x)
-    layer.register_forward_hook(lambda module, given, out: seen.append(out))
+    layer.register_forward_hook(lambda module, inputs, out: seen.append(out))
     keys = list(vars(layer))
     with pytest.raises(ZeroDivisionError), prepacked(network, "all"), prepacked(network, "all"):
         assert torch.allclose(layer(x), plain, atol=1e-5)
@@ -265,7 +268,7 @@ def test_hooks_and_run_with_cache_inside_the_block():
 def test_what_is_packed_depends_on_memory_and_workers(monkeypatch):
     model = load("tiny-gpt2")
     network = network_of(model)
-    weights = sum(each.nbytes for each in network.parameters())
+    weights = sum(weight.nbytes for weight in network.parameters())
     head = output_layer(network).weight.nbytes
 
     def choice(memory, **asked):
@@ -295,11 +298,11 @@ def test_only_the_output_layer():
     plain = model(ids)
     head = output_layer(network)
     with prepacked(network, "lm_head"):
-        found = model(ids)
-        assert [name for name, each in network.named_modules() if "forward" in vars(each)] == [
-            next(name for name, each in network.named_modules() if each is head)
+        logits = model(ids)
+        assert [name for name, module in network.named_modules() if "forward" in vars(module)] == [
+            next(name for name, module in network.named_modules() if module is head)
         ]
-    torch.testing.assert_close(found, plain, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits, plain, atol=1e-5, rtol=0)
 
 
 def test_without_the_operations_nothing_is_packed(monkeypatch):

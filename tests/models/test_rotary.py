@@ -109,12 +109,12 @@ def prompt_of(model, n):
 @torch.no_grad()
 def fresh(model, layout, tokens, rule=RULE):
     """The likeliest next token after each step, from a pass of its own over all before it."""
-    found = []
+    likeliest = []
     for step in range(len(tokens)):
         own = replace(layout, ids=(*layout.ids, *tokens[:step]))
         with augmented(model, rule, layout):
-            found.append(int(model(own.tensor)[0, -1].argmax()))
-    return found
+            likeliest.append(int(model(own.tensor)[0, -1].argmax()))
+    return likeliest
 
 
 @pytest.mark.parametrize("first", [10, LIMIT - 7, LIMIT + 1, 40])
@@ -165,9 +165,9 @@ def test_a_batch_lies_on_one_side_and_equals_its_rows_alone(model):
     near = plan_batches(model, cell(model, [prompts[0], prompts[2]]))
     far = plan_batches(model, cell(model, [prompts[1], prompts[3]]))
     assert len(near.batches) == len(far.batches) == 1
-    made = {each: tokens_of(decode(model, cell(model, [each])))[0] for each in prompts}
-    for part, (one, other) in ((near, prompts[::2]), (far, prompts[1::2])):
-        assert tokens_of(decode_plan(model, part)) == [made[one], made[other]]
+    made = {prompt: tokens_of(decode(model, cell(model, [prompt])))[0] for prompt in prompts}
+    for part, (first, second) in ((near, prompts[::2]), (far, prompts[1::2])):
+        assert tokens_of(decode_plan(model, part)) == [made[first], made[second]]
 
 
 def test_an_ended_row_does_not_run_past_the_switch(model):
@@ -181,7 +181,7 @@ def test_an_ended_row_does_not_run_past_the_switch(model):
         tokens_of(decode(model, cell_of(model, *asked[:3], [prompt], RULE, length=18, top_k=1)))
         for prompt in prompts
     ]
-    assert tokens_of(decode_plan(model, todo)) == [each for (each,) in alone]
+    assert tokens_of(decode_plan(model, todo)) == [text for (text,) in alone]
 
 
 def test_branches_of_a_sample_lie_on_one_side(model):
@@ -210,13 +210,13 @@ def test_teacher_forcing_is_decoding_on_each_side(model):
     layouts = [layout_of(model, prompt) for prompt in (SHORT, LONG, "a" * 14, LONG + "more")]
     rng = np.random.default_rng(0)
     texts = [rng.integers(3, 250, n).tolist() for n in (6, 3, 3, 6)]
-    whole = teacher_forced(model, layouts, texts)
+    together = teacher_forced(model, layouts, texts)
     for i, (layout, text) in enumerate(zip(layouts, texts, strict=True)):
         for step in range(len(text)):
             own = replace(layout, ids=(*layout.ids, *text[:step]))
             alone = teacher_forced(model, own, [text[step : step + 1]])
             np.testing.assert_allclose(
-                whole["prefix"].isel(sample=i, step=step),
+                together["prefix"].isel(sample=i, step=step),
                 alone["prefix"].isel(sample=0, step=0),
                 atol=1e-6,
             )
@@ -265,14 +265,14 @@ def test_the_likelihood_of_a_text_is_that_of_fresh_passes(models):
     rng = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 250, (n,), generator=rng).tolist() for n in (40, 10, 24, 25, 26, 60)]
     rows = TextRows.of(texts, (0,))
-    found = text_nll(network, rows)
-    for row, text in zip(found, texts, strict=True):
+    losses = text_nll(network, rows)
+    for row, text in zip(losses, texts, strict=True):
         wanted = nll_of(network, torch.tensor([0, *text]))
         torch.testing.assert_close(row[: len(text)], wanted, atol=1e-5, rtol=0)
         assert not row[len(text) :].any()
     short = text_nll(network, TextRows.of([texts[1], texts[2]], (0,)))
-    torch.testing.assert_close(short, found[[1, 2], :24], atol=1e-5, rtol=0)
-    found.sum().backward()
+    torch.testing.assert_close(short, losses[[1, 2], :24], atol=1e-5, rtol=0)
+    losses.sum().backward()
     assert network.get_input_embeddings().weight.grad.abs().sum() > 0
     network.zero_grad()
 
@@ -280,8 +280,8 @@ def test_the_likelihood_of_a_text_is_that_of_fresh_passes(models):
 def test_perplexity_across_the_switch(folder):
     scorer = Perplexity(folder, "float64", min_words=1)
     texts = ["a text that is longer than the switch is far", "short", "just twenty four letters"]
-    found = run_scorer(scorer, [TextItem(text) for text in texts])["perplexity"]
-    for text, value in zip(texts, found, strict=True):
+    perplexities = run_scorer(scorer, [TextItem(text) for text in texts])["perplexity"]
+    for text, value in zip(texts, perplexities, strict=True):
         ids = torch.tensor([0, *scorer.tokenizer(text, add_special_tokens=False).input_ids])
         assert value == pytest.approx(float(nll_of(scorer.network, ids).mean().exp()), rel=1e-5)
 
@@ -343,9 +343,9 @@ def test_generate_inside_a_block_crosses_as_transformers_does(models):
     wanted = network.generate(layout.tensor, **asked)
     for rule in (Augmentation(alpha=0.0), RULE):
         with augmented(model, rule, layout):
-            found = network.generate(layout.tensor, **asked)[0, 23:].tolist()
-        assert found == fresh(model, layout, found, rule)
-        assert rule == RULE or found == wanted[0, 23:].tolist()
+            tokens = network.generate(layout.tensor, **asked)[0, 23:].tolist()
+        assert tokens == fresh(model, layout, tokens, rule)
+        assert rule == RULE or tokens == wanted[0, 23:].tolist()
 
 
 def test_drafted_tokens_on_both_sides_of_the_switch_are_refused(models):
@@ -363,14 +363,14 @@ def test_drafted_tokens_on_both_sides_of_the_switch_are_refused(models):
                 with pytest.raises(LayoutError, match="is asked for the logits of token 2"):
                     network_of(model).generate(layout.tensor, **asked)
                 continue
-            found = network_of(model).generate(layout.tensor, **asked)[0, first:].tolist()
-        assert found == fresh(model, layout, found)
+            tokens = network_of(model).generate(layout.tensor, **asked)[0, first:].tolist()
+        assert tokens == fresh(model, layout, tokens)
 
 
 def test_rows_of_both_sides_in_one_pass_are_refused(model):
     padded = left_pad([layout_of(model, SHORT), layout_of(model, LONG)])
-    ids = torch.tensor([[0] * each.pad + list(each.ids) for each in padded])
-    mask = torch.tensor([[0] * each.pad + [1] * len(each.ids) for each in padded])
+    ids = torch.tensor([[0] * layout.pad + list(layout.ids) for layout in padded])
+    mask = torch.tensor([[0] * layout.pad + [1] * len(layout.ids) for layout in padded])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for more in ({}, {"position_ids": positions}):
         with (
@@ -410,8 +410,8 @@ def test_a_cache_of_long_texts_goes_on(models):
     ids = torch.randint(3, 250, (1, 30), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         cache = network(ids[:, :25]).past_key_values
-        found = network(ids[:, 25:], past_key_values=cache).logits
-        torch.testing.assert_close(found, network(ids).logits[:, 25:], atol=1e-5, rtol=0)
+        logits = network(ids[:, 25:], past_key_values=cache).logits
+        torch.testing.assert_close(logits, network(ids).logits[:, 25:], atol=1e-5, rtol=0)
         with pytest.raises(LayoutError, match="factors of long texts"):
             cache.crop(-15)
             network(ids[:, 15:17], past_key_values=cache)
@@ -443,9 +443,9 @@ def test_factors_by_layer_type_are_found():
 def test_one_check_stands_at_a_network(models):
     network = network_of(models[PLAIN])
     parts = network, network.base_model
-    before = [len(each._forward_pre_hooks) for each in parts]
+    before = [len(part._forward_pre_hooks) for part in parts]
     refuse_mixed_rotary(network)
-    assert [len(each._forward_pre_hooks) for each in parts] == before
+    assert [len(part._forward_pre_hooks) for part in parts] == before
 
 
 def test_phimoe_scales_its_factors_by_the_length(tmp_path):

@@ -11,9 +11,9 @@ from lapa2_interp.models import load as models
 from lapa2_interp.models.card import model_card
 
 
-def spread(network, place, folder):
+def spread(network, device, folder):
     """A model as transformers leaves it when its layers are on several devices, the third on
-    `place`."""
+    `device`."""
     from accelerate import dispatch_model
 
     device_map = {
@@ -22,7 +22,7 @@ def spread(network, place, folder):
         "model.norm": "cpu",
         "lm_head": "cpu",
     }
-    device_map |= {f"model.layers.{i}": place if i == 2 else "cpu" for i in range(4)}
+    device_map |= {f"model.layers.{i}": device if i == 2 else "cpu" for i in range(4)}
     return dispatch_model(
         network, device_map, main_device="cpu", offload_dir=folder, force_hooks=True
     )
@@ -33,13 +33,13 @@ PLACES = (
 )  # transformer-lens 3.9 refuses weights on the disk
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_model_in_several_places_makes_the_same_texts_and_traces(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("device", PLACES)
+def test_a_model_in_several_places_makes_the_same_texts_and_traces(device, tmp_path, monkeypatch):
     network, tokenizer, _ = models.load_transformers("tiny-llama")
-    network = spread(network, place, str(tmp_path))
+    network = spread(network, device, str(tmp_path))
     assert hasattr(network.model.layers[2], "_hf_hook")
     assert next(network.model.layers[2].parameters()).device.type == (
-        "meta" if place == "disk" else "cpu"
+        "meta" if device == "disk" else "cpu"
     )
     task = load_task("sentiment")
     made = []

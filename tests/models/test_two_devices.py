@@ -42,7 +42,7 @@ class Toy(torch.Tensor):
 
 
 def compute(func, args, kwargs):
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     asked = kwargs.get("device")
     if asked is not None:
         device = torch.device(asked)
@@ -50,42 +50,42 @@ def compute(func, args, kwargs):
         device = args[0].device
     else:
         device = next(
-            (each.device for each in tensors if isinstance(each, Toy)), torch.device("cpu")
+            (tensor.device for tensor in tensors if isinstance(tensor, Toy)), torch.device("cpu")
         )
     if func in INDEXING:  # an index may also be on the CPU
         indices = [
-            each
-            for each in tree_leaves(args[1])
-            if isinstance(each, torch.Tensor) and each.device.type != "cpu"
+            index
+            for index in tree_leaves(args[1])
+            if isinstance(index, torch.Tensor) and index.device.type != "cpu"
         ]
-        together = indices + [each for each in args[2:3] if each.dim()]
+        together = indices + [values for values in args[2:3] if values.dim()]
     elif func in (aten.copy_.default, aten._to_copy.default):
         together = []
     else:
         together = [
-            each for each in tensors if each.dim()
+            tensor for tensor in tensors if tensor.dim()
         ]  # a number on the CPU goes with any device
-    if any(each.device != device for each in together):
+    if any(tensor.device != device for tensor in together):
         raise RuntimeError(
-            f"{func}: tensors on {[str(each.device) for each in tensors]}, wanted on {device}"
+            f"{func}: tensors on {[str(tensor.device) for tensor in tensors]}, wanted on {device}"
         )
     args, kwargs = tree_map(
-        lambda each: each.inner if isinstance(each, Toy) else each, (args, kwargs)
+        lambda leaf: leaf.inner if isinstance(leaf, Toy) else leaf, (args, kwargs)
     )
     made = func(*args, **kwargs | ({"device": "cpu"} if asked is not None else {}))
     if device.type == "cpu":
         return made
     same = {
-        id(each.inner): each for each in tensors if isinstance(each, Toy)
+        id(toy.inner): toy for toy in tensors if isinstance(toy, Toy)
     }  # what was written in place
 
-    def wrapped(each):
+    def wrapped(leaf):
         return (
-            same[id(each)]
-            if id(each) in same
-            else Toy(each, device)
-            if isinstance(each, torch.Tensor)
-            else each
+            same[id(leaf)]
+            if id(leaf) in same
+            else Toy(leaf, device)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
         )
 
     return tree_map(wrapped, made)
@@ -133,24 +133,24 @@ def two(tiny, monkeypatch):
     load(tiny)  # with the real load_transformers
     network, tokenizer, weights = models.load_transformers(tiny)
     network.tie_weights()
-    total = sum(each.numel() * each.element_size() for each in network.parameters())
+    total = sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
     room = {0: int(total * 0.6), 1: int(total * 2)}
     device_map = infer_auto_device_map(
         network, max_memory=room, no_split_module_classes=list(network._no_split_modules)
     )
-    places = {name: torch.device("toy", place) for name, place in device_map.items()}
+    places = {name: torch.device("toy", index) for name, index in device_map.items()}
     assert len(set(places.values())) == 2
     moved = {}
     for name, module in network.named_modules():
         for kind in (module._parameters, module._buffers):
             for own, tensor in kind.items():
                 if tensor is not None:
-                    place = next(
-                        each
-                        for part, each in places.items()
+                    device = next(
+                        part_device
+                        for part, part_device in places.items()
                         if f"{name}.{own}".startswith(f"{part}.")
                     )
-                    toy = Toy(tensor.detach(), place)
+                    toy = Toy(tensor.detach(), device)
                     toy = (
                         torch.nn.Parameter(toy, requires_grad=False)
                         if kind is module._parameters
@@ -165,7 +165,7 @@ def two(tiny, monkeypatch):
             network, {**places, "": places[next(iter(places))]}, offload=dict.fromkeys(places, False),
             skip_keys=network._skip_keys_device_placement,
         )  # fmt: skip
-        network.hf_device_map = {name: str(place) for name, place in places.items()}
+        network.hf_device_map = {name: str(device) for name, device in places.items()}
         monkeypatch.setattr(models, "load_transformers", lambda *_: (network, tokenizer, weights))
         yield models.load_model(tiny, device="auto")
 

@@ -44,25 +44,25 @@ def folder(tmp_path_factory):
 def changed(folder, tmp_path):
     """The folder with other tensors and another config.json."""
 
-    def change(tensors=lambda found: found, **config):
+    def change(tensors=lambda weights: weights, **config):
         path = shutil.copytree(folder, tmp_path / "changed", dirs_exist_ok=True)
-        found = load_file(folder / "model.safetensors")
-        save_file(tensors(found), path / "model.safetensors", {"format": "pt"})
-        kept = json.loads((folder / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(kept | config))
+        weights = load_file(folder / "model.safetensors")
+        save_file(tensors(weights), path / "model.safetensors", {"format": "pt"})
+        fields = json.loads((folder / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(fields | config))
         return str(path)
 
     return change
 
 
 def without(*parts):
-    return lambda found: {
-        name: each for name, each in found.items() if not any(part in name for part in parts)
+    return lambda tensors: {
+        name: tensor for name, tensor in tensors.items() if not any(part in name for part in parts)
     }
 
 
 def renamed(change):
-    return lambda found: {change(name): each for name, each in found.items()}
+    return lambda tensors: {change(name): tensor for name, tensor in tensors.items()}
 
 
 MLP = (
@@ -106,8 +106,8 @@ def test_files_that_are_not_the_models_are_refused(changed, tensors, config, mes
     ],
 )  # fmt: skip
 def test_what_changes_nothing_is_loaded(changed, tensors, config):
-    found = load_transformers(changed(tensors, **config))[0]
-    assert torch.equal(found(IDS).logits, load_transformers("tiny-llama")[0](IDS).logits)
+    network = load_transformers(changed(tensors, **config))[0]
+    assert torch.equal(network(IDS).logits, load_transformers("tiny-llama")[0](IDS).logits)
 
 
 def test_tied_weights_are_not_missing(changed):
@@ -139,9 +139,9 @@ def test_files_that_change_while_they_are_read_are_refused(folder, tmp_path, mon
     path = shutil.copytree(folder, tmp_path / "written")
     before = weights.folder_hash
 
-    def while_written(place):
+    def while_written(model_folder):
         os.utime(path / "model.safetensors", ns=(1, 1))
-        return before(place)
+        return before(model_folder)
 
     monkeypatch.setattr("lapa2_interp.models.load.folder_hash", while_written)
     with pytest.raises(ModelError, match="changed while they were read"):
@@ -154,12 +154,12 @@ def test_code_and_weights_in_another_place_are_hashed(folder, tmp_path):
     (path / "model.safetensors").rename(path / "parts" / "a.safetensors")
     index = {"weight_map": dict.fromkeys(["lm_head.weight"], "parts/a.safetensors")}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = [provenance(str(path), None)]
+    provenances = [provenance(str(path), None)]
     for name in ("parts/a.safetensors", "modeling_own.py"):
         with (path / name).open("ab") as file:
             file.write(b" ")
-        found.append(provenance(str(path), None))
-    assert len(set(found)) == 3
+        provenances.append(provenance(str(path), None))
+    assert len(set(provenances)) == 3
 
 
 # --- what is in memory
@@ -194,13 +194,13 @@ def test_another_dtype_is_other_weights(folder, kind):
 
 def test_models_made_elsewhere_are_told_apart():
     """Two of one name; the same again has the same hash."""
-    found = []
+    hashes = []
     for scale in (1.0, 1.0, 2.0):
         network, tokenizer, _ = load_transformers("tiny-llama")
         with torch.no_grad():
             network.lm_head.weight.mul_(scale)
-        found.append(model_card(TransformersModel(network, tokenizer, "mine")).weights)
-    assert found[0] == found[1] != found[2]
+        hashes.append(model_card(TransformersModel(network, tokenizer, "mine")).weights)
+    assert hashes[0] == hashes[1] != hashes[2]
     assert hash_weights(load("tiny-llama")).startswith("sha256 ")
 
 
@@ -268,9 +268,9 @@ class Other(torch.Tensor):
 def test_weights_of_another_make_are_not_packed():
     network = load_transformers("tiny-llama")[0]
     wanted = network(IDS).logits
-    for each in network.modules():
-        if type(each) is torch.nn.Linear:
-            each.weight = torch.nn.Parameter(each.weight.detach().as_subclass(Other), False)
+    for module in network.modules():
+        if type(module) is torch.nn.Linear:
+            module.weight = torch.nn.Parameter(module.weight.detach().as_subclass(Other), False)
     assert choose_prepacking(network) == "none"
     with prepacked(network, "all"), torch.no_grad():
         assert torch.equal(network(IDS).logits, wanted)
@@ -326,7 +326,7 @@ def whole_llama(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, and the weights beside it"),
         ({"attention_types": [[["global"], 10**9]]}, "attention_types = 1000000000"),
@@ -338,16 +338,16 @@ def whole_llama(tmp_path_factory):
     ],
 )
 def test_a_configuration_of_more_than_its_weights_hold_is_refused_before_it_is_built(
-    whole_llama, tmp_path, fields, told
+    whole_llama, tmp_path, fields, message
 ):
     folder = shutil.copytree(whole_llama, tmp_path / "model")
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         load_transformers(folder)
-    with pytest.raises(ScoringError if "asks" in told else ModelError, match=told):
+    with pytest.raises(ScoringError if "asks" in message else ModelError, match=message):
         Classifier(str(folder))
-    if "beside" in told:
+    if "beside" in message:
         for read in (load_tokenizer, model_size, load_config):
-            with pytest.raises(ModelError, match=told):
+            with pytest.raises(ModelError, match=message):
                 read(str(folder))

@@ -116,29 +116,29 @@ def test_the_law_counts_what_a_query_sees(load, kind, model_class, rule):
     before, after = masked_scores(model, rule, layouts, ids, mask)
     hidden = 0
     for layer in range(model.cfg.n_layers):
-        for row, each in enumerate(layouts):
+        for row, layout in enumerate(layouts):
             keys = (
-                set(range(*each.prefix))
+                set(range(*layout.prefix))
                 if rule.positions is None
-                else {each.prefix.start + i for i in rule.positions}
+                else {layout.prefix.start + i for i in rule.positions}
             )
             counted = set(keys)
             if rule.span == "prefix+bos":
-                keys = keys | {each.bos.start}
+                keys = keys | {layout.bos.start}
             elif rule.span == "input":
-                keys = set(range(each.bos.start, each.prompt.stop))
+                keys = set(range(layout.bos.start, layout.prompt.stop))
             elif rule.span == ((1, 4), (9, 13)):
-                keys = counted = {each.pad + i for i in (1, 2, 3, *range(9, 13))}
-            first = {"everywhere": each.bos.start, "after_span": each.prefix.stop}.get(
-                rule.phase, len(each) - 1
+                keys = counted = {layout.pad + i for i in (1, 2, 3, *range(9, 13))}
+            first = {"everywhere": layout.bos.start, "after_span": layout.prefix.stop}.get(
+                rule.phase, len(layout) - 1
             )
-            for query in range(each.bos.start, ids.shape[1]):
+            for query in range(layout.bos.start, ids.shape[1]):
                 seen = set((before[layer][row, 0, query] > -1e30).nonzero()[:, 0].tolist())
-                hidden += len(set(range(each.bos.start, query + 1)) - seen)
+                hidden += len(set(range(layout.bos.start, query + 1)) - seen)
                 left = len(keys & seen)
                 cut = any(key <= query and key not in seen for key in keys)
                 n = min(len(counted), left) if cut else len(counted)
-                l = len(seen - ({each.bos.start} if rule.length_rule == "paper" else set()))
+                l = len(seen - ({layout.bos.start} if rule.length_rule == "paper" else set()))
                 b = 0.0
                 if query >= first and left:
                     b = {
@@ -158,23 +158,27 @@ def test_the_law_counts_what_a_query_sees(load, kind, model_class, rule):
 def test_traces_keep_windows_apart(load, kind, model_class):
     model, kinds = load(kind, model_class), KINDS[kind]
     branch, text = Layout.of(model.tokenizer, PREFIX, PROMPT), [list(range(70, 95))]
-    whole = teacher_forced(model, branch, text, Augmentation(alpha=0.4))
+    trace = teacher_forced(model, branch, text, Augmentation(alpha=0.4))
     mean = teacher_forced(model, branch, text, Augmentation(alpha=0.4), trace="pooled")
-    assert whole["type_of_layer"].to_numpy().tolist() == [str(each) for each in kinds]
-    names = list(dict.fromkeys(map(str, sorted(kinds, key=lambda each: each != FULL_ATTENTION))))
-    assert traced_layer_types(whole) == traced_layer_types(mean) == names
-    for layer, each in enumerate(kinds):
-        sight = whole["in_sight"][0, 0, :, layer].to_numpy()
-        share = whole["prefix"][0, 0, :, layer].to_numpy()
+    assert trace["type_of_layer"].to_numpy().tolist() == [str(attention) for attention in kinds]
+    names = list(
+        dict.fromkeys(map(str, sorted(kinds, key=lambda attention: attention != FULL_ATTENTION)))
+    )
+    assert traced_layer_types(trace) == traced_layer_types(mean) == names
+    for layer, attention in enumerate(kinds):
+        sight = trace["in_sight"][0, 0, :, layer].to_numpy()
+        share = trace["prefix"][0, 0, :, layer].to_numpy()
         assert ((share > 0).all(1) == (sight > 0)).all()
         assert ((share == 0).all(1) == (sight == 0)).all()
-        assert (sight.min() == 0) == (each != FULL_ATTENTION)
+        assert (sight.min() == 0) == (attention != FULL_ATTENTION)
     for name in ("prefix", "bos", "prompt", "nearest_4"):
         for layer_type in traced_layer_types(mean):
-            of_type = [layer for layer, each in enumerate(kinds) if str(each) == layer_type]
-            wanted = whole[name].to_numpy()[:, :, :, of_type].mean((3, 4))
+            of_type = [
+                layer for layer, attention in enumerate(kinds) if str(attention) == layer_type
+            ]
+            wanted = trace[name].to_numpy()[:, :, :, of_type].mean((3, 4))
             assert np.abs(mean[name].sel(layer_type=layer_type) - wanted).max() < 1e-6
-            assert np.abs(pooled(whole, name, layer_type) - wanted).max() < 1e-6
+            assert np.abs(pooled(trace, name, layer_type) - wanted).max() < 1e-6
         assert (
             np.abs(pooled(mean, name) - pooled(mean, name, traced_layer_types(mean)[0])).max() == 0
         )
@@ -258,11 +262,11 @@ def test_commands_name_the_windows(load, capsys):
     assert words in shown
     assert "in layers that are sliding 12: augmentation" in shown
     assert main([*asked, "--json"]) == 0
-    whole, windowed = json.loads(capsys.readouterr().out)
-    assert (whole["layer_type"], windowed["layer_type"]) == ("full", "sliding 12")
-    assert [each["l"] for each in whole["steps"]] == list(range(19, 49))
-    assert {each["l"] for each in windowed["steps"]} == {12}
-    assert windowed["steps"][-1]["bias"] == 0 < whole["steps"][-1]["bias"]
+    full, windowed = json.loads(capsys.readouterr().out)
+    assert (full["layer_type"], windowed["layer_type"]) == ("full", "sliding 12")
+    assert [step["l"] for step in full["steps"]] == list(range(19, 49))
+    assert {step["l"] for step in windowed["steps"]} == {12}
+    assert windowed["steps"][-1]["bias"] == 0 < full["steps"][-1]["bias"]
 
 
 def test_layers_without_attention_are_not_chosen():
@@ -311,11 +315,11 @@ def test_every_model_with_a_window_hides_what_its_configuration_says():
     config = AutoConfig.for_model("minimax", **SIZE | size, sliding_window=WINDOW)
     network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     seen = config_layer_types(network.config)
-    attends = [layer for layer, each in enumerate(seen) if each.kind != "none"]
-    found = network(torch.arange(40)[None], output_attentions=True, use_cache=False).attentions
+    attends = [layer for layer, sight in enumerate(seen) if sight.kind != "none"]
+    patterns = network(torch.arange(40)[None], output_attentions=True, use_cache=False).attentions
     assert len(attends) == 1
     for layer in attends:
-        assert (found[layer][0, 0, -1] > 0).sum() == WINDOW == seen[layer].size
+        assert (patterns[layer][0, 0, -1] > 0).sum() == WINDOW == seen[layer].size
 
 
 @pytest.mark.parametrize("model_class", ["TransformerBridge", "TransformersModel"])
@@ -360,8 +364,8 @@ def test_propositions_refuse_what_a_window_hides(load):
 
 def test_all_classes_make_one_trace(load, model_class):
     traces = []
-    for each in (model_class, "TransformersModel"):
-        model = load("mistral", each)
+    for name in (model_class, "TransformersModel"):
+        model = load("mistral", name)
         assert layer_types(model) == KINDS["mistral"]
         branch = Layout.of(model.tokenizer, PREFIX, PROMPT)
         traces.append(teacher_forced(model, branch, [list(range(70, 95))], Augmentation(alpha=0.4)))
