@@ -11,10 +11,10 @@ FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "-
 
 
 def chromium():
-    found = shutil.which("chromium")
-    if found is None:
+    program = shutil.which("chromium")
+    if program is None:
         pytest.skip("there is no chromium on the path to open the page with")
-    return found
+    return program
 
 
 class Page:

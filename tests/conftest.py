@@ -24,6 +24,7 @@ import multiprocessing
 import signal
 import tarfile
 from collections import Counter
+from itertools import chain
 from multiprocessing import forkserver
 from zlib import crc32
 
@@ -33,7 +34,7 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what runs in a script's background is deaf
     signal.signal(signal.SIGINT, signal.default_int_handler)
 CHECK_ALL = os.environ.get("LAPA2_TYPES") == "all"
-whole = jaxtyping.jaxtyped
+real_jaxtyped = jaxtyping.jaxtyped
 
 
 def unless_inner(function=None, **settings):
@@ -42,7 +43,7 @@ def unless_inner(function=None, **settings):
     if function is None:
         return functools.partial(unless_inner, **settings)
     inner = "<locals>" in getattr(function, "__qualname__", "")
-    return function if inner and not CHECK_ALL else whole(function, **settings)
+    return function if inner and not CHECK_ALL else real_jaxtyped(function, **settings)
 
 
 jaxtyping.jaxtyped = unless_inner
@@ -72,14 +73,14 @@ if LOWEST:
 
 def pytest_collection_modifyitems(config, items):
     if HAS_HOOKED and not LOWEST:
-        kept, left = [], []
+        selected, left = [], []
         for item in items:
-            given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            params = item.callspec.params.values() if hasattr(item, "callspec") else ()
             of_both = item.path.stem.removeprefix("test_") in OF_BOTH
-            here = of_both or any(each in MODEL_CLASSES for each in given if isinstance(each, str))
-            (kept if here else left).append(item)
+            here = of_both or any(name in MODEL_CLASSES for name in params if isinstance(name, str))
+            (selected if here else left).append(item)
         config.hook.pytest_deselected(items=left)
-        items[:] = kept
+        items[:] = selected
     take_turns(items)
 
 
@@ -97,13 +98,13 @@ def take_turns(items):
     for item in items:
         if not hasattr(item, "callspec") or item.path.stem.removeprefix("test_") in OF_BOTH:
             continue
-        given = [
-            each for each in item.callspec.params.values() if isinstance(each, str) and each in TINY
+        tiny_models = [
+            name for name in item.callspec.params.values() if isinstance(name, str) and name in TINY
         ]
-        if given:
-            others = item.callspec.id.replace(given[0], "")
+        if tiny_models:
+            others = item.callspec.id.replace(tiny_models[0], "")
             settings.setdefault(f"{item.path.stem}.{item.originalname}", {}).setdefault(others, {})[
-                given[0]
+                tiny_models[0]
             ] = item
     for test, those in settings.items():
         for number, same in enumerate(those.values(), crc32(test.encode())):
@@ -129,12 +130,12 @@ def drill_table(terminalreporter):
     rows = set()
     for outcome, those in terminalreporter.stats.items():
         for report in those:
-            found = dict(getattr(report, "user_properties", ()))
-            if "promise" in found and outcome:
+            properties = dict(getattr(report, "user_properties", ()))
+            if "promise" in properties and outcome:
                 case = report.nodeid.partition("::")[2].removeprefix("test_")
                 case = case.replace("_", " ").replace("[", ": ").removesuffix("]")
-                result = found.get("result", "") if outcome == "passed" else outcome.upper()
-                rows.add(f"| {found['promise']} | {case} | {result} |")
+                result = properties.get("result", "") if outcome == "passed" else outcome.upper()
+                rows.add(f"| {properties['promise']} | {case} | {result} |")
     return ["| promise | case | result |", "|---|---|---|", *sorted(rows)] if rows else []
 
 
@@ -144,7 +145,7 @@ def pytest_terminal_summary(terminalreporter):
     for line in drill_table(terminalreporter):
         terminalreporter.write_line(line)
     seconds, tests = Counter(), Counter()
-    for report in (each for those in terminalreporter.stats.values() for each in those):
+    for report in chain.from_iterable(terminalreporter.stats.values()):
         if hasattr(report, "duration"):
             file = report.nodeid.partition("::")[0]
             seconds[file] += report.duration
@@ -209,14 +210,14 @@ def cell_of(model, method, task, attribute, prompts=None, augmentation=None, **s
     from lapa2_interp.generation.resolve import cell_of as make_cell
 
     alpha = 0.0 if augmentation is None else None
-    given = {
+    fields = {
         "method": method,
         "task": task,
         "attribute": attribute,
         "prompts": "task" if prompts is None else prompts,
         "augmentation": augmentation,
     }
-    return make_cell(model, alpha=alpha, **given, **settings)
+    return make_cell(model, alpha=alpha, **fields, **settings)
 
 
 def generate(model, *cell, context=None, **settings):
@@ -297,23 +298,23 @@ def change_texts(folder, change):
 
     from lapa2_interp.runs.store import batch_numbers, read_batch, read_cell, write_batch
 
-    for place in (folder / "cells").iterdir():
-        for number in batch_numbers(place):
-            made = read_batch(place, number, read_cell(place, place.name))
-            write_batch(place, number, replace(made, samples=change(made.samples)))
+    for cell_folder in (folder / "cells").iterdir():
+        for number in batch_numbers(cell_folder):
+            made = read_batch(cell_folder, number, read_cell(cell_folder, cell_folder.name))
+            write_batch(cell_folder, number, replace(made, samples=change(made.samples)))
 
 
 def real_once(cases, length):
     """Cases (method, ...) with a model and a length: tiny-llama for all; SmolLM2 for all too, slow
     but for the first, which is long."""
-    found = []
+    with_models = []
     for case in cases:
-        marks = pytest.mark.slow if found else pytest.mark.long
-        found += [
+        marks = pytest.mark.slow if with_models else pytest.mark.long
+        with_models += [
             (*case, "tiny-llama", 30),
             pytest.param(*case, "smollm2-135m", length, marks=marks),
         ]
-    return found
+    return with_models
 
 
 @pytest.fixture(params=MODEL_CLASSES)
