@@ -1,8 +1,8 @@
 """The control score: how far the branches' predictions are apart, step by step.
 
-found = control_score(model, "sentiment")
-found.interval("js")          # by step, with 95 % intervals over prompts
-found.plot()
+score = control_score(model, "sentiment")
+score.interval("js")          # by step, with 95 % intervals over prompts
+score.plot()
 """
 
 from __future__ import annotations

@@ -268,23 +268,23 @@ def answer_key(name: str) -> Planted:
     groups = [rng.permutation(2) for _ in range(3)]  # KV heads, by layer
     pairs = rng.permuted(np.tile([0, 1], (3, 2, 1)), axis=2)  # heads of a group, by layer and group
 
-    def place(layer: int, group: int, which: int) -> tuple[int, int]:
+    def head_at(layer: int, group: int, which: int) -> tuple[int, int]:
         group = int(groups[layer][group])
         return layer, int(2 * group + pairs[layer, group, which])
 
     heads = {
-        "relay": place(0, 1, 1),
-        "suppressor": place(1, 0, 0),
-        "reader": place(1, 0, 1),
-        "carrier": place(1, 1, 0),
-        "decoy": place(1, 1, 1),
+        "relay": head_at(0, 1, 1),
+        "suppressor": head_at(1, 0, 0),
+        "reader": head_at(1, 0, 1),
+        "carrier": head_at(1, 1, 0),
+        "decoy": head_at(1, 1, 1),
     }
     if variant == "gain":
         del heads["carrier"], heads["suppressor"]
     if variant == "spread":
-        heads["gate"] = place(0, 0, 0)
+        heads["gate"] = head_at(0, 0, 0)
     if variant == "backup":
-        heads["backup"] = place(2, 0, 0)
+        heads["backup"] = head_at(2, 0, 0)
     return Planted(
         variant, number, heads, drawn["odds"], drawn["gain"], 1.2 * rng.uniform(0.9, 1.1)
     )
