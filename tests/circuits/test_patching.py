@@ -62,7 +62,7 @@ def log_probs_of(model, asked, node, **settings):
     for example in asked.examples:
         runs = []
 
-        def kept(log_probs, text, runs=runs):
+        def recorded(log_probs, text, runs=runs):
             runs.append(log_probs[0].clone())
             return torch.zeros(text.shape)
 
@@ -70,7 +70,7 @@ def log_probs_of(model, asked, node, **settings):
             model,
             ContrastSet((example,), asked.words),
             node,
-            metric=kept,
+            metric=recorded,
             batch_size=1000,
             **settings,
         )

@@ -152,16 +152,16 @@ def test_a_sweep_of_two_workers_is_stopped_again_and_again(home, tmp_path, recor
 
     for kind, code in {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}.items():
         process = sweep_until_a_batch()
-        before, began = kept(run), time.monotonic()
+        before, began = finished_batches(run), time.monotonic()
         os.killpg(process.pid, kind) if kind == signal.SIGINT else process.send_signal(kind)
         assert process.wait(PATIENCE) == code, log.read_text()
         assert time.monotonic() - began < SOON
-        assert before <= kept(run)
+        assert before <= finished_batches(run)
     process = sweep_until_a_batch()
-    before = kept(run)
+    before = finished_batches(run)
     os.kill(worker_of(process), signal.SIGKILL)
     assert process.wait(PATIENCE) == 0, log.read_text()
-    assert before <= kept(run)
+    assert before <= finished_batches(run)
     assert "Traceback" not in log.read_text()
     done((SWEEP + LONGER).format(home=home, out=tmp_path / "alone"), log)
     assert different(contents(run), contents(tmp_path / "alone")) == []
@@ -169,7 +169,7 @@ def test_a_sweep_of_two_workers_is_stopped_again_and_again(home, tmp_path, recor
     record_property("result", "Ctrl-C, SIGTERM, kill -9, a worker killed: the bytes of one process")
 
 
-def kept(run):
+def finished_batches(run):
     """Finished batches, each as it is on the disk."""
     records = run.glob("cells/*/[0-9]*.json")
     return {(str(record), record.stat().st_ino, record.stat().st_mtime_ns) for record in records}

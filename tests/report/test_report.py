@@ -478,18 +478,18 @@ def test_the_page_is_read_in_a_browser(browser, run):
     def wait():
         browser.ask("new Promise(done => setTimeout(() => done(0), 150))")
 
-    def each(what, value):
+    def of_all(what, value):
         return browser.ask(f"[...document.querySelectorAll('{what}')].map(each => {value})")
 
     def top(what):
         return browser.ask(f"document.querySelector('{what}').getBoundingClientRect().top")
 
     browser.goto(file.as_uri() + "#colour=constructor")
-    assert each("#colour input", "each.checked") == [True, False]
-    columns = each(".column", "each.textContent")
+    assert of_all("#colour input", "each.checked") == [True, False]
+    columns = of_all(".column", "each.textContent")
     assert "0 tokens" in columns[1]
     assert "NaN" not in columns[1]
-    assert each(".spark", "each.getAttribute('viewBox')") == ["0 0 120 44"]
+    assert of_all(".spark", "each.getAttribute('viewBox')") == ["0 0 120 44"]
 
     browser.ask("document.querySelector('.column').focus()")
     for _ in range(80):
@@ -497,30 +497,30 @@ def test_the_page_is_read_in_a_browser(browser, run):
     wait()
     browser.press("ArrowRight")
     wait()
-    assert each(".column:first-child .token.here", "each.dataset.step") == ["80"]
+    assert of_all(".column:first-child .token.here", "each.dataset.step") == ["80"]
     assert 0 < top(".token.here") < 900
-    assert each("#tip", "each.matches('.hidden')") == [False]
-    labels = each(".column", "[each.getAttribute('role'), each.getAttribute('aria-label')]")
+    assert of_all("#tip", "each.matches('.hidden')") == [False]
+    labels = of_all(".column", "[each.getAttribute('role'), each.getAttribute('aria-label')]")
     assert labels[0] == ["group", "Text of baseline; arrow keys read its tokens"]
 
     go(f"prompt={quote(data['groups'][0]['prompts'][1])}")
-    assert each(".spark", "each.getAttribute('viewBox')") == ["0 0 40 44"] * 2
-    assert each(".spark polyline", "each.getAttribute('points')")[1] == "0,12.0 1,12.0"
+    assert of_all(".spark", "each.getAttribute('viewBox')") == ["0 0 40 44"] * 2
+    assert of_all(".spark polyline", "each.getAttribute('points')")[1] == "0,12.0 1,12.0"
     assert abs(top("#texts")) < 100
     go("item=sent_topic&verdict=missing")
     assert abs(top("section.claims")) < 100, "not at the texts that were chosen before"
 
-    each("#arms input:checked", "each.click()")
-    assert each(".column", "0") == []
+    of_all("#arms input:checked", "each.click()")
+    assert of_all(".column", "0") == []
     address = browser.ask("location.href")
     assert address.endswith("arms=&colour=p")
     browser.goto(address)
-    assert each(".column", "0") == []
+    assert of_all(".column", "0") == []
 
     for name, rows in (("words", ["2 lines", "a", "b"]), ("number", ["2 lines", "b", "a"])):
         heads = f"#item-half th:nth-child({1 + (name == 'number')}) button"
-        each(heads, "each.click()")
-        assert each("#item-half tbody td:first-child", "each.textContent") == rows
+        of_all(heads, "each.click()")
+        assert of_all("#item-half tbody td:first-child", "each.textContent") == rows
     assert browser.errors == []
 
 
