@@ -31,7 +31,7 @@ LOCKS = {
 
 def entries(text: str) -> dict[str, str]:
     """The entries of a lock by package."""
-    return {name: whole for whole, name in re.findall(r"^(([\w.-]+)==.+(?:\n .+)*)", text, re.M)}
+    return {name: entry for entry, name in re.findall(r"^(([\w.-]+)==.+(?:\n .+)*)", text, re.M)}
 
 
 def resolve(needed: list[str], pins: list[str], *options: str) -> dict[str, str]:
@@ -66,13 +66,13 @@ def main(upgrade: list[str]) -> None:
         },
         "requirements-torch.lock": {"torch": run["torch"].split(" \\")[0]},
     }
-    for lock, found in made.items():
-        kept = [
-            found[name]
-            for name in sorted(found)
+    for lock, by_name in made.items():
+        wanted = [
+            by_name[name]
+            for name in sorted(by_name)
             if lock == "requirements-torch.lock" or not OF_TORCH.fullmatch(name)
         ]
-        Path(lock).write_text("\n".join([LOCKS[lock], *kept]) + "\n")
+        Path(lock).write_text("\n".join([LOCKS[lock], *wanted]) + "\n")
 
 
 main(sys.argv[1:])

@@ -73,15 +73,15 @@ nitpick_ignore_regex = [
 ]
 
 
-def inline_markup(found):
+def inline_markup(match):
     """Code in backticks: a name, which may be linked, or other code. Nothing else is markup."""
-    if found["mark"]:
-        return "\\" + found["mark"]
-    if not found["code"]:
-        return found["kept"]
-    code = " ".join(found["code"].split())
+    if match["mark"]:
+        return "\\" + match["mark"]
+    if not match["code"]:
+        return match["kept"]
+    code = " ".join(match["code"].split())
     ticks = "`" if re.fullmatch(r"[\w.]+(\(\))?", code) else "``"
-    return f"{ticks}{code}{ticks}" + (f"\\ {found['more']}" if found["more"] else "")
+    return f"{ticks}{code}{ticks}" + (f"\\ {match['more']}" if match["more"] else "")
 
 
 def as_restructured_text(app, what, name, obj, options, lines):
@@ -103,29 +103,33 @@ def types_as_written(app, what, name, obj, options, signature, returned):
     """Signatures name types as the code does: an alias is not spelt out."""
     if not signature:
         return None
-    found = inspect.signature(obj)
-    parameters = [each for each in found.parameters.values() if each.name != "self"]
+    inspected = inspect.signature(obj)
+    parameters = [
+        parameter for parameter in inspected.parameters.values() if parameter.name != "self"
+    ]
     if isinstance(obj, type) and issubclass(obj, BaseModel):  # whose signature has them evaluated
         types = {}
         for base in reversed(obj.__mro__):
             types |= inspect.get_annotations(base)
-        parameters = [each.replace(annotation=types[each.name]) for each in parameters]
-    written = found.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-    return stringify_signature(written), None if returned is None else found.return_annotation
+        parameters = [
+            parameter.replace(annotation=types[parameter.name]) for parameter in parameters
+        ]
+    written = inspected.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+    return stringify_signature(written), None if returned is None else inspected.return_annotation
 
 
 def linkcode_resolve(domain, names):
     """Address of the code of a class, a function or a method; None for other objects."""
-    found = import_module(names["module"])
+    value = import_module(names["module"])
     for name in names["fullname"].split("."):
-        found = getattr(found, name, None)
-    found = inspect.unwrap(getattr(found, "fget", None) or found)
-    if not (inspect.isclass(found) or inspect.isfunction(found) or inspect.ismethod(found)):
+        value = getattr(value, name, None)
+    value = inspect.unwrap(getattr(value, "fget", None) or value)
+    if not (inspect.isclass(value) or inspect.isfunction(value) or inspect.ismethod(value)):
         return None
-    file = Path(inspect.getsourcefile(found))
+    file = Path(inspect.getsourcefile(value))
     if not file.is_relative_to(ROOT / "lapa2_interp"):
         return None
-    return f"{CHECKOUT}/{file.relative_to(ROOT).as_posix()}#L{inspect.getsourcelines(found)[1]}"
+    return f"{CHECKOUT}/{file.relative_to(ROOT).as_posix()}#L{inspect.getsourcelines(value)[1]}"
 
 
 def link_the_checkout(app, doctree):
@@ -134,9 +138,9 @@ def link_the_checkout(app, doctree):
     document = app.env.docname
     for kind in (addnodes.download_reference, addnodes.pending_xref):
         for node in list(doctree.findall(kind)):
-            places = ((DOCS / document).parent, DOCS, ROOT)  # of included documents, the last
+            folders = ((DOCS / document).parent, DOCS, ROOT)  # of included documents, the last
             names = (node["reftarget"], node["reftarget"] + ".md")
-            paths = [(place / name).resolve() for place in places for name in names]
+            paths = [(folder / name).resolve() for folder in folders for name in names]
             path = next((path for path in paths if path.exists()), DOCS)
             if node["reftype"] != "myst" or path.is_relative_to(DOCS):
                 continue
@@ -156,7 +160,7 @@ def title_of(figure):
     tables = [*figure.parent.glob(f"tables/{figure.stem}.md"), *figure.parent.glob("*.md")]
     if tables:
         return tables[0].read_text("utf-8").splitlines()[0].strip("# ")
-    pages = "".join(each.read_text("utf-8") for each in sorted(DOCS.glob("*.md")))
+    pages = "".join(page.read_text("utf-8") for page in sorted(DOCS.glob("*.md")))
     title = re.search(rf"!\[(.+)\]\(\S+/{figure.name}\)", pages)[1]
     of_several = figure.parent.parent not in (FIGURES, FIGURES.parent)
     return f"{title}: {figure.parent.name}" if of_several else title
@@ -180,10 +184,10 @@ def find_without_module(app, env, node, contnode):
     domain = env.domains.python_domain
     for module in list(domain.modules) if node["refdomain"] == "py" else ():
         node["py:module"] = module
-        if found := domain.resolve_xref(
+        if reference := domain.resolve_xref(
             env, node["refdoc"], app.builder, node["reftype"], node["reftarget"], node, contnode
         ):
-            return found
+            return reference
     return None
 
 
