@@ -139,7 +139,7 @@ pair = generate(
     length=12,
 )
 shown = view(pair, model=model)
-shown.head, shown.token = (layer, head), 4
+shown.head, shown.token = (layer, head), 3
 HTML(shown.frame)
 
 # %% [markdown]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ def parameter(name: str, value: object = "", within: str = "") -> str:
         shown = repr(value) if is_word and not within else str(value).replace(" ", ", ")
         return f"{name}={shown}"
     if within:
-        return f"--{within} {name}={value}"
+        return shlex.join([f"--{within}", f"{name}={value}"])
     option = f"--{name.replace('_', '-')}"
     return option if value == "" or value is True else f"{option} {value}"
 

@@ -19,7 +19,6 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from lapa2_interp._util.commands import command_options
 from lapa2_interp._util.errors import (
     CircuitError,
     Lapa2Error,
@@ -171,7 +170,7 @@ def select_text(
         if len(values) > 1:
             raise TraceError(
                 f"{run.name} has cells of several kinds ({name}: {', '.join(map(str, values))});"
-                f" choose one, such as {command_options(only={name: values[0]})}"
+                f" choose one, such as {parameter(name, values[0], 'only')}"
             )
     attributes = list(dict.fromkeys(cells["attribute"]))
     if attribute is not None and attribute not in attributes:

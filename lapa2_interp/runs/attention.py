@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 
 from lapa2_interp._util import plots
-from lapa2_interp._util.commands import command_options
-from lapa2_interp._util.errors import TraceError
+from lapa2_interp._util.errors import TraceError, parameter
 from lapa2_interp._util.files import holds_only, result_folder, write_text
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp.attention.tables import (
@@ -46,7 +45,7 @@ def one_kind(table: pd.DataFrame) -> pd.DataFrame:
         there = "; ".join(f"{name}: {', '.join(map(str, table[name].unique()))}" for name in mixed)
         raise TraceError(
             f"cells of several kinds ({there}) make no one picture; choose one, such as"
-            f" {command_options(only={mixed[0]: table[mixed[0]].iloc[0]})}"
+            f" {parameter(mixed[0], table[mixed[0]].iloc[0], 'only')}"
         )
     return table
 

@@ -218,7 +218,7 @@ def load_grids(
         listing = f"{folder} has cells of {grid} and {model} in {' and '.join(sorted(there))}"
         if dtype is not None and there and dtype not in there:
             raise GridError(
-                f"{listing}, which {parameter('dtype')} {dtype} would leave behind; leave it"
+                f"{listing}, which {parameter('dtype', dtype)} would leave behind; leave it"
                 " out, or sweep into"
                 " a new folder"
             )

@@ -28,7 +28,6 @@ from lapa2_interp._util.files import (
     refuse_foreign_files,
     result_folder,
 )
-from lapa2_interp._util.parsing import parse_json, read_text
 from lapa2_interp._util.version import __version__
 from lapa2_interp.attention.trace import TraceKind, join_traces
 from lapa2_interp.generation.cell import Cell, same_label
@@ -43,6 +42,7 @@ from lapa2_interp.runs.store import (
     Listing,
     batch_numbers,
     earlier_keys,
+    is_run,
     read_batch,
     read_cell,
     read_failure,
@@ -549,17 +549,6 @@ def is_finished_run(folder: Path) -> bool:
             f" (`{command('runs', folder)}`); choose another {parameter('out')}"
         )
     return True
-
-
-def is_run(folder: Path) -> bool:
-    """True if a folder is a run, also one of another format or with a damaged run.json."""
-    if (folder / LISTING).is_file():
-        if (folder / CELLS).is_dir():
-            return True
-        with suppress(ValueError):
-            raw = parse_json(read_text(folder / LISTING))
-            return isinstance(raw, dict) and "grids" in raw
-    return False
 
 
 def load_run(folder: str | Path, *, earlier: bool = False) -> Run:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from lapa2_interp._util.commands import command, command_options
+from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import ScoringError, parameter, pluralize
 from lapa2_interp._util.files import cache_folder, holds_only, result_folder, write_text
 from lapa2_interp._util.paths import is_path
@@ -306,7 +306,7 @@ def _with_attribute(samples: pd.DataFrame, source: Path, attribute: str | None) 
             f"{parameter('attribute')} {attribute} is for texts without an attribute, and"
             f" {source} has texts for"
             f" {', '.join(others)}; use"
-            f" {command_options(only={'attribute': attribute})} for some of them"
+            f" {parameter('attribute', attribute, 'only')} for some of them"
         )
     return samples.assign(attribute=attribute)
 

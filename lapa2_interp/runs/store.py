@@ -421,6 +421,17 @@ def write_listing(folder: Path, listing: Listing) -> None:
     write_json(folder / LISTING, listing.model_dump_json())
 
 
+def is_run(folder: Path) -> bool:
+    """True if a folder is a run, also one of another format or with a damaged run.json."""
+    if (folder / LISTING).is_file():
+        if (folder / CELLS).is_dir():
+            return True
+        with suppress(ValueError):
+            raw = parse_json(read_text(folder / LISTING))
+            return isinstance(raw, dict) and "grids" in raw
+    return False
+
+
 def read_listing(folder: Path) -> Listing:
     """A run's run.json.
 

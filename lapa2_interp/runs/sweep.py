@@ -164,7 +164,7 @@ def open_run(
         notify(
             f"{pluralize(len(left), 'cell')} of an earlier grid {'is' if len(left) == 1 else 'are'}"
             f" in {folder} too, and in no table or report: {shown}; `{command('runs', folder)}`"
-            f" lists them, and with {parameter('remove_earlier', True)} removes them"
+            " lists them, and with --remove-earlier removes them"
         )
     return load_run(folder)
 

@@ -212,8 +212,7 @@ class Judge(ScorerInPieces):
         if max_cost is not None and not (prices and max_cost >= 0):
             raise ScoringError(
                 f"the cost is limited to {max_cost:g} US dollars; a limit of 0 or more needs prices"
-                f" too: give {parameter('judge_prices', 'IN OUT')}, in US dollars per million"
-                " tokens"
+                f" too: give {parameter('judge_prices', 'IN OUT')}, dollars per million tokens"
             )
         if not model.strip():
             raise ScoringError(
@@ -475,8 +474,7 @@ class Judge(ScorerInPieces):
                     raise ScoringError(
                         f"the next request may cost ${_round_up(most)}, and ${max(room, 0.0):.4f}"
                         " is left of the cost allowed; the same command with"
-                        f" {parameter('max_cost')}"
-                        f" {_round_up(enough)} or more continues with the rest"
+                        f" {parameter('max_cost', _round_up(enough))} or more goes on"
                     )
                 self._condition.wait()
             self.requests += 1

@@ -116,8 +116,8 @@ def test_a_template_without_arguments_takes_none():
 def test_arguments_on_the_command_line(tmp_path, capsys, monkeypatch):
     model = load("tiny-llama")
     monkeypatch.setattr("lapa2_interp.models.load.load_model", lambda *_, **__: model)
-    tokenizer = chat_tokenizer(TEMPLATE, "tiny-llama")
-    monkeypatch.setattr("lapa2_interp.models.load.load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr(model.tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr("lapa2_interp.models.load.load_tokenizer", lambda *_: model.tokenizer)
     file = tmp_path / "messages.json"
     file.write_text(json.dumps(THOUGHT), "utf-8")
     asked = [

@@ -12,6 +12,7 @@ from lapa2_interp._util.errors import DeadHookError, LayoutError, ModelError, Sc
 from lapa2_interp.models import TransformersModel
 from lapa2_interp.models.positions import rows_problem
 from lapa2_interp.models.tiny import tiny_tokenizer
+from lapa2_interp.scoring.scorer import TextItem
 from lapa2_interp.scoring.transformer import Perplexity
 
 SIZE = {
@@ -95,7 +96,7 @@ def test_such_a_model_is_not_loaded(network, name, tmp_path):
         load_model(tmp_path, device="cpu", model_class=PLAIN)
     if name == "RobertaForCausalLM":
         with pytest.raises(ScoringError, match=f"the perplexity.*{FIRST}"):
-            Perplexity(str(tmp_path), device="cpu")
+            Perplexity(str(tmp_path), device="cpu").score([TextItem("lake " * 12)])
 
 
 @pytest.mark.parametrize("name", ["BartForCausalLM", "WhisperForCausalLM"])

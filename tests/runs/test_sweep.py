@@ -333,7 +333,7 @@ def test_only_some_cells_of_a_grid_are_made_and_the_others_later(
 
 @pytest.mark.parametrize(
     ("option", "value", "shown"),
-    [("address", "auto", "address auto"), ("gpus_per_worker", 2.0, "gpus_per_worker=2.0")],
+    [("address", "auto", "address='auto'"), ("gpus_per_worker", 2.0, "gpus_per_worker=2.0")],
 )
 def test_options_of_ray_are_refused_without_it(files, tmp_path, option, value, shown):
     with pytest.raises(RunError, match=f"{shown} belongs to engine='ray'"):
@@ -644,7 +644,7 @@ def test_memory_that_runs_out_says_what_to_do(cell, monkeypatch):
     monkeypatch.setattr(working, "plan_batches", plan)
     assert (
         Worker("cpu").try_batch(cell, 0).reason
-        == "MemoryError: no more; fewer rows share a batch with --set max_rows=N"
+        == "MemoryError: no more; fewer rows share a batch with max_rows=N"
     )
 
 

@@ -325,7 +325,7 @@ def test_a_killed_training_goes_on(steps, folder, tmp_path, monkeypatch):
     assert (again.sha256, again.tokens) == (undisturbed.sha256, undisturbed.tokens)
     assert again.sha256 != AdapterScorer("detox", folder).card.sha256
     assert not list((tmp_path / "killed").glob("*.checkpoint"))
-    with pytest.raises(ScoringError, match="is finished; choose another out"):
+    with pytest.raises(ScoringError, match="is finished; choose another --out"):
         trained(tmp_path / "killed", small)
 
 
