@@ -103,7 +103,7 @@ SHORT = 2
 """Tokens of the run whose time is subtracted."""
 
 Run = Callable[[int], object]
-"""Makes all texts of so many tokens."""
+"""Makes all texts of that number of tokens."""
 
 
 def main() -> None:
@@ -250,7 +250,7 @@ def sharing_weights(network: Any) -> Any:
 def planned(
     model: Any, method: str, samples: int, context: int, length: int, trace: str
 ) -> BatchPlan:
-    """A plan with all rows in one batch, behind one prompt of so many tokens."""
+    """A plan with all rows in one batch, behind one prompt of that number of tokens."""
     task = load_task("sentiment").model_copy(update={"length_counts_prompt": False})
     ids = model.tokenizer(TEXT + MORE * context, add_special_tokens=False).input_ids[:context]
     cell = cell_of(

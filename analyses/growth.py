@@ -133,7 +133,7 @@ def measure(model: str, what: str, n: int) -> dict[str, float]:
 
 
 def measure_run(n: int) -> dict[str, float]:
-    """Seconds and bytes of opening a run of so many cells, and of the state of each."""
+    """Seconds and bytes of opening a run of `n` cells, and of the state of each."""
     made = generate("tiny-gpt2", "The lake", attribute="positive", length=16)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -178,7 +178,7 @@ def student_quantile(level: float, df: int) -> float:
 
 @cache
 def tails(clusters: int) -> tuple[float, float]:
-    """The percentiles of a 95 % interval from resampling so many clusters.
+    """The percentiles of a 95 % interval from resampling `clusters` clusters.
 
     They are 2.5 and 97.5, moved outwards because Student's t is wider than the normal and because
     resampled means vary too little (Hesterberg 2015).
@@ -193,7 +193,8 @@ def tails(clusters: int) -> tuple[float, float]:
 def resampled_p(
     values: Float[np.ndarray, "resample *rest"], clusters: int
 ) -> Float[np.ndarray, "*rest"]:
-    """Two-sided p of "the true value is 0", from the values that resampling so many clusters gave.
+    """Two-sided p of "the true value is 0", from the values that resampling n
+    clusters gave.
 
     It is below 0.05 where the 95 % interval of `tails` excludes 0. The share of values on the rarer
     side of 0, with one more counted on it, is moved as `tails` moves percentiles; so p is never 0.
@@ -234,14 +235,14 @@ METHOD_WORDS: dict[IntervalMethod, str] = {
 
 
 def interval_method(clusters: int) -> IntervalMethod:
-    """How `bounds` makes the interval of so many clusters."""
+    """How `bounds` makes the interval of `clusters` clusters."""
     return "resampled" if clusters >= FEW else "student" if clusters > 1 else "none"
 
 
 def describe_intervals(
     clusters: Iterable[int | float], unit: Literal["prompt", "text"] = "prompt"
 ) -> str:
-    """The methods that made the intervals of numbers with so many clusters each, in words.
+    """The methods that made the intervals of numbers with these numbers of clusters, in words.
 
     Args:
         unit: What the clusters are.
@@ -484,7 +485,7 @@ def _codes_of_both(labels: tuple[Labels, Labels]) -> tuple[Int[np.ndarray, " n"]
 
 
 def least_p(clusters: int, resamples: int = 4000) -> float:
-    """The smallest p that `paired_difference` gives so many clusters."""
+    """The smallest p that `paired_difference` gives `clusters` clusters."""
     return 2 / 2**clusters if 2**clusters <= resamples else 1 / (resamples + 1)
 
 

@@ -61,7 +61,7 @@ WARM_UP = 2
 
 
 def bucket(n_keys: int) -> int:
-    """The number of slots that a step reads if so many keys are live: a power of two."""
+    """The number of slots that a step reads if `n_keys` keys are live: a power of two."""
     return max(SMALLEST_BUCKET, 1 << (n_keys - 1).bit_length())
 
 

@@ -88,7 +88,7 @@ class Fading:
         alpha: Alpha of the bias lapa2.
         sets: By name, the heads whose mass is changed.
         near: Control near by example, its mean over the scored tokens.
-        far: By filler length, control after so many tokens.
+        far: By filler length, control after that number of tokens.
         changed: By filler length, set of heads and bias, control under the bias. For "removed" it
             is the control near, with the far mass.
     """

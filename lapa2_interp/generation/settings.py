@@ -101,7 +101,7 @@ class CellSettings(BaseModel):
     model: str | Path | Model = "smollm2-135m"
     """A name of `lapa2 models`, a hub id or a folder."""
     prompts: Count | str | Path | Sequence[str | Path] | PromptFile | Prompts = TASK
-    """Prompts to continue: one text, or several; task: those of the task; a number: so many of the
+    """Prompts to continue: one text, or several; task: those of the task; a number n: n of the
     task's and, beyond them, of this package's; or a file: lines (.txt), a JSON list (.json), or a
     field or column "prompt" (.jsonl, .csv, .tsv, .parquet), also compressed. What exists as a file,
     or ends like one, is a path."""

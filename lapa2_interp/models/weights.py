@@ -48,7 +48,7 @@ MAX_NAMES = 3
 LAYERS = re.compile(r"(?!max_window)(\w*layers?|\w*blocks|attention_types)")
 """Fields of a configuration that count layers, or list their kinds."""
 FEW_LAYERS = 1000
-"""A network of so many layers is built in seconds, whatever its files hold."""
+"""A network with this number of layers is built in seconds, whatever its files hold."""
 SLACK = 4
 """Networks hold this times as much as their files, at most: tied layers count twice."""
 

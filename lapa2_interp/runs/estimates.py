@@ -91,7 +91,7 @@ def cost(cell: Cell) -> int:
 
 
 def stored_bytes(cell: Cell, n_layers: int, n_heads: int) -> int:
-    """Bytes of a cell's texts and trace, by a model with so many layers and heads."""
+    """Bytes of a cell's texts and trace, by a model with `n_layers` layers of `n_heads` heads."""
     rows = cell.n_texts * len(cell.branches)
     trace = trace_bytes(cell.trace, rows, cell.length, n_layers, n_heads, 0, 0)
     if cell.trace != "none":  # every prefix token by itself

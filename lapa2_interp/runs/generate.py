@@ -102,8 +102,8 @@ def generate(
         model: A model's name or folder, or a loaded model (which decides dtype and model_class): of
             `load_model`, a TransformerLens model made elsewhere, or TransformersModel(network,
             tokenizer, name).
-        prompts: One text, or several; "task": those of the task; a number: so many; or a file. What
-            exists as a file, or ends like one, is a path; `Prompts` hold texts alone.
+        prompts: One text, or several; "task": those of the task; a number n: n of them; or a file.
+            What exists as a file, or ends like one, is a path; `Prompts` hold texts alone.
         attribute: Attribute to steer towards; "all": a cell for each attribute of the task.
         method: A name of `lapa2 methods`, {"name": ..., PARAMETER: VALUE}, or a method of
             `methods.get`.

@@ -483,7 +483,7 @@ class Judge(ScorerInPieces):
         return most
 
     def _price(self, read: int, written: int) -> float:
-        """US dollars for so many tokens; 0 without prices."""
+        """US dollars for these numbers of tokens; 0 without prices."""
         price_in, price_out = (price or 0.0 for price in self.prices)
         return (read * price_in + written * price_out) / 1e6
 

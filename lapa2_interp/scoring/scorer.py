@@ -330,7 +330,7 @@ class ScoreCache:
 
 
 def chunks(values: Sequence, size: int) -> Iterator[Sequence]:
-    """The values in order, so many at a time."""
+    """The values in order, `size` at a time."""
     for first in range(0, len(values), size):
         yield values[first : first + size]
 

@@ -55,7 +55,7 @@ RANGES: dict[str, tuple[float, float]] = {
 them."""
 LEAST_PROBABILITY = 0.05
 """If every text has the same extreme score, resampled prompts show no spread. The interval then
-covers every share of different prompts under which so many equal prompts have at least this
+covers every share of different prompts under which this number of equal prompts have at least this
 probability: up to 1 - LEAST_PROBABILITY^(1/prompts)."""
 
 

@@ -38,7 +38,6 @@ from lapa2_interp.methods.freectrl import (
 )
 from lapa2_interp.methods.prefix import NoControl
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.card import is_bridge
 from lapa2_interp.runs.method_context import ModelContext
 
 
@@ -223,11 +222,10 @@ def test_refused_texts_are_drawn_again_with_other_numbers(words_model, word_file
 def test_a_hooked_transformer_reads_as_many_rows_as_memory_has(words_model, word_file, monkeypatch):
     """It computes the logits of all keys, so that a batch is read in parts; the texts are the
     same."""
-    if is_bridge(words_model):
-        pytest.skip("a TransformerBridge keeps the logits of one position")
     task, read = load_task("sentiment"), []
     asked = (freectrl(word_file), task, "positive", ["The lake", "Once upon"])
     at_once = generate(words_model, *asked, length=10, samples=3)
+    monkeypatch.setattr("lapa2_interp.generation.freectrl.is_bridge", lambda _: False)
     monkeypatch.setattr("lapa2_interp.generation.freectrl.rows_in_memory", lambda *_: 4)
     real = RecomputedRows.expand
 
