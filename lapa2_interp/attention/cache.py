@@ -30,7 +30,7 @@ from lapa2_interp.models.card import (
     check_has_tokenizer,
     check_rotary_side,
     is_bridge,
-    model_card,
+    model_short_context,
     network_of,
     plain_network,
     smallest_window,
@@ -199,7 +199,7 @@ def soft_inputs(
     check_readable(model, layouts)
     rows = PaddedRows.of(layouts, model.cfg.device, bos_positions(layouts, prefixes))
     check_window(model, layouts, len(layouts[0]))
-    short = model_card(model).short_ctx
+    short = model_short_context(model)
     check_rotary_side(short, 0, len(layouts[0]), "texts read in one pass")
     cache = Cache(layers=new_cache_layers(model, DynamicLayer))
     soft = soft_keys_and_values(model, layouts, prefixes)

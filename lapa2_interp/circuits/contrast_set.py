@@ -30,6 +30,7 @@ from lapa2_interp.models.card import (
     check_rotary_side,
     kv_shapes,
     model_card,
+    model_short_context,
     network_of,
     plain_network,
 )
@@ -180,7 +181,7 @@ class ContrastSet:
                 )
             # The prefix has a forward pass of its own, so a longer text would mix rotary factors.
             check_rotary_side(
-                model_card(model).short_ctx, 0, n, f"the text after {example.prompt!r}"
+                model_short_context(model), 0, n, f"the text after {example.prompt!r}"
             )
 
     @property

@@ -37,7 +37,7 @@ from lapa2_interp.models.card import (
     Model,
     check_rotary_side,
     layer_types,
-    model_card,
+    model_short_context,
     prepacked_model,
 )
 from lapa2_interp.models.load import accepts_model_name
@@ -139,7 +139,7 @@ def teacher_forced(
     if chunk is not None and chunk < 1:
         raise TraceError(f"chunk must be at least 1, found {chunk}")
     # Every text must fit the context.
-    short = model_card(model).short_ctx
+    short = model_short_context(model)
     for number, (row_layout, row) in enumerate(zip(row_layouts, rows, strict=True)):
         check_tokens(model, row)
         if row_layout.n_live + len(row) - 1 > model.cfg.n_ctx:

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 Model = Any
-"""A TransformerLens model (TransformerBridge, or HookedTransformer under transformer-lens 3.9), or
-a `TransformersModel`."""
+"""A TransformerBridge, a HookedTransformer (of transformer-lens 3.9), or a `TransformersModel`."""
 
 
 class TransformersModel:
@@ -146,6 +145,12 @@ def short_context(config: Any) -> int | None:
     has one set of factors."""
     kind, limit = rotary_limit(config) or ("", 0)
     return limit if kind == "longrope" and limit < context_length(config) else None
+
+
+def model_short_context(model: Model) -> int | None:
+    """`short_context` of a loaded model, without a look at its weights."""
+    config = getattr(network_of(model), "config", None)
+    return None if config is None else short_context(config)
 
 
 def check_rotary_side(short: int | None, first: int, last: int, what: str) -> None:

@@ -37,7 +37,7 @@ from lapa2_interp.generation.plan import BatchPlan
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.generation.teacher_forcing import teacher_forced
 from lapa2_interp.methods.registry import load_task
-from lapa2_interp.models.card import Model, model_card
+from lapa2_interp.models.card import Model, model_card, model_short_context
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import resolve_dtype
 from lapa2_interp.paper import proposition_plots
@@ -377,7 +377,7 @@ def _cut_long_texts(study: PropositionStudy, model: Model) -> tuple[Layout, list
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {study.text} as text: {error}") from error
     branch = Layout.of(model.tokenizer, load_task("sentiment").attributes["positive"].prefix, "The")
-    room = (model_card(model).short_ctx or model.cfg.n_ctx) - len(branch) + 1
+    room = (model_short_context(model) or model.cfg.n_ctx) - len(branch) + 1
     length = study.long_length or room
     if length > room:
         raise DataError(

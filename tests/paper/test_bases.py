@@ -140,7 +140,7 @@ def test_the_tests_are_by_linear(run, tmp_path):
     alone = pd.read_csv(run / "tables" / "bases.tests.csv").dropna(subset="p_holm")
     assert alone["difference"].tolist() == before["difference"].tolist()
     assert len(alone) == 5
-    with pytest.raises(RunError, match="the tests are by linear; give scorers accuracy=linear"):
+    with pytest.raises(RunError, match="the tests are by linear; give --scorers accuracy=linear"):
         script("analyses", "bases", run, "--scorers", "accuracy=vader", "echo", "perplexity")
 
 

@@ -196,7 +196,7 @@ def test_a_grid_run_in_parts_is_compared_as_a_whole(run, tmp_path, monkeypatch, 
                 ["topic", "set-point"]
             ]
             assert len(waiting) == 2 * len(made["metrics"]), "at two perplexities"
-            assert len(made["tests"]) == len(waiting) + len(made["found"])
+            assert len(made["tests"]) == len(waiting) + len(made["verdicts"])
             assert table(part, ".equal")["perplexity"].notna().all()
         script("analyses", "steering", *asked, *(["--beside", *tables] if tables else []))
         tables.append(part / "tables" / "steering.texts.parquet")
