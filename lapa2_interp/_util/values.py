@@ -14,7 +14,7 @@ from inspect import signature, unwrap
 from types import NoneType, UnionType
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_origin
 
-from lapa2_interp._util.errors import Lapa2Error, validation_message
+from lapa2_interp._util.errors import Lapa2Error, parameter, validation_message
 from lapa2_interp._util.parsing import parse_toml
 
 P = ParamSpec("P")
@@ -86,8 +86,8 @@ def numbers_checked(function: Callable[P, T]) -> Callable[P, T]:
     @cache
     def kinds() -> dict[str, Any]:
         checked = {}
-        for name, parameter in shape.parameters.items():
-            kind = parameter.annotation
+        for name, own in shape.parameters.items():
+            kind = own.annotation
             with suppress(NameError):  # a name for type checkers alone is no number's
                 kind = eval(kind, names) if isinstance(kind, str) else kind
                 if is_number(kind):
@@ -99,7 +99,7 @@ def numbers_checked(function: Callable[P, T]) -> Callable[P, T]:
         values = dict(zip(shape.parameters, arguments, strict=False)) | named
         for name, kind in kinds().items():
             if name in values:
-                check_value(name, values[name], kind)
+                check_value(parameter(name), values[name], kind)
         return function(*arguments, **named)
 
     return call

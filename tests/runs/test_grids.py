@@ -574,7 +574,7 @@ REFUSED = [
     ("lapa2 sweep quick/alfa --out OUT", "did you mean 'quick/alpha'"),
     ("lapa2 sweep quick/alpha --set lenght=3 --out OUT", "did you mean 'length'"),
     ("lapa2 sweep GRID --out OUT --workers 0", "--workers must be at least 1, found 0"),
-    ("lapa2 sweep GRID --out OUT --threads 0", "threads: input should be greater than or equal to 1, found 0"),
+    ("lapa2 sweep GRID --out OUT --threads 0", "--threads: input should be greater than or equal to 1, found 0"),
     ("lapa2 sweep GRID --out OUT --device cudaa", "cannot use device 'cudaa'"),
     ("lapa2 sweep GRID --out OUT --engine slurm", "slurm"),
     ("lapa2 sweep GRID --out /proc/nowhere/run --workers 1 --device cpu", "cannot write /proc/nowhere/run"),
