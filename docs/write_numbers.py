@@ -237,7 +237,7 @@ class Numbers:
             ]
             for name, wanted in column.get("where", {}).items()
         ]
-        words = [" or ".join(filter(None, values)) for values in filters]
+        words = [" or ".join(dict.fromkeys(filter(None, values))) for values in filters]
         return ", ".join(filter(None, [*words, self.word("columns", column.get("value", ""))]))
 
     def cell(self, settings: Settings, column: str | Settings, fixed: Settings) -> str:
