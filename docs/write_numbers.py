@@ -57,12 +57,12 @@ def table_of(file: Path) -> list[Row]:
 
 def fits(value: str, wanted: Any) -> bool:
     """True if a value is, as text or number, the wanted one, or one of a list; `> 0` and `< 0`
-    compare, `!x` is any value but x."""
+    compare, `!x` is any value but x, `~x` one that contains x."""
     if isinstance(wanted, list):
         return any(fits(value, one) for one in wanted)
     text = str(wanted)
-    if text.startswith("!"):
-        return value != text[1:]
+    if text[:1] in ("!", "~"):
+        return text[1:] in value if text[0] == "~" else value != text[1:]
     if text.startswith(("> ", "< ")):
         sign = 1 if text[0] == ">" else -1
         return bool(value) and sign * float(value) > sign * float(text[2:])
@@ -237,7 +237,7 @@ class Numbers:
             ]
             for name, wanted in column.get("where", {}).items()
         ]
-        words = [" or ".join(filter(None, values)) for values in filters]
+        words = [" or ".join(dict.fromkeys(filter(None, values))) for values in filters]
         return ", ".join(filter(None, [*words, self.word("columns", column.get("value", ""))]))
 
     def cell(self, settings: Settings, column: str | Settings, fixed: Settings) -> str:
