@@ -35,7 +35,7 @@ STATUS = {
 """Verdicts of cases, and the status that a claim has by the first of them."""
 COLUMNS = [
     "about", "claim", "paper", "found", "setting", "here", "status", "cases", *STATUS, "lowest",
-    "highest", "readme",
+    "highest", "level",
 ]  # fmt: skip
 NAMED = 3
 """A claim of at most this many cases names each with its number; one of more has counts."""
@@ -174,7 +174,7 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
             "cases": len(cases),
             "lowest": min(values, default=""),
             "highest": max(values, default=""),
-            "readme": "yes" if claim.get("readme") else "",
+            "level": claim.get("level", 3),
         }
         table.append(row | {name: verdicts.count(name) for name in STATUS})
     return table
