@@ -174,12 +174,14 @@ class Numbers:
         return self.words.get(column, {}).get(value, value)
 
     def label(self, identity: str, column: str | None = None) -> str:
-        """The words of a row, or of the value in one of its columns."""
+        """The words of a row, or of the value in one of its columns; `value` stands for the name of
+        the column that the number is from."""
         settings = self.settings(identity)
         template = settings["label"] if column is None else f"{{{column}}}"
         row = {**settings["where"]} if settings["count"] else self.row(settings)
         try:
             words = {name: self.word(name, str(value)) for name, value in row.items()}
+            words["value"] = self.word("columns", settings["value"])
             return str(template.format_map(words))
         except KeyError as error:
             raise NumberError(f"{settings['file']} has no column {error}") from error
@@ -193,11 +195,21 @@ class Numbers:
         return (words | labels) - {""}
 
     def lines(self, head: str) -> str:
-        """A list of statements, label and number of each id; `source.*` are all of a source."""
-        asked = []
+        """A list of statements, label and number of each id; `source.*` are all of a source.
+
+        Raises:
+            NumberError: Only typed words tell the labels of two rows of a file from one another.
+        """
+        asked, generated = [], dict[tuple[str, ...], str]()
         for name in head.split():
             source = name.removesuffix("*")
             asked += [i for i in self.ids if i.startswith(source)] if source != name else [name]
+        for identity in asked:
+            settings = self.settings(identity)
+            columns = re.findall(r"{(.+?)}", settings["label"])
+            key = (settings["file"], *(self.label(identity, column) for column in columns))
+            if generated.setdefault(key, identity) != identity and not settings["count"]:
+                raise NumberError(f"labels of {generated[key]} and {identity} need another column")
         return "".join(f"- {self.label(i)}: {self.number(self.settings(i))}\n" for i in asked)
 
     def table(self, head: str) -> str:

@@ -292,6 +292,7 @@ def test_another_row_or_setting_is_seen(root, file, swap):
         ("docs/numbers.toml", ('chosen = "24 heads"', 'chosen = "12 heads"'), "docs/page.md:3: no label before <!--l:arms.chosen:arm-->; it is '12 heads'"),
         ("docs/page.md", ("n:arms.linear", "n:arms.lines"), "'arms.lines' is not in numbers.toml"),
         ("docs/page.md", ("arms.chosen:arm-->", "arms.chosen:head-->"), "arms.csv has no column 'head'"),
+        ("docs/page.md", ("lines: arms.none arms.chosen", "lines: arms.linear arms.chosen"), "docs/page.md:12: labels of arms.linear and arms.chosen need another column"),
         ("docs/page.md", ('{task = "topic"}', '{task = "detox"}'), "a column of a table is empty"),
         ("docs/page.md", ('where = {scorer = "adapter", arm', "where = {arm"), "docs/page.md:19: 2 rows of arms.csv fit"),
         ("docs/numbers.toml", (', scorer = "adapter"', ""), "2 rows of arms.csv fit {'task': 'sentiment', 'arm': 'chosen'}"),
@@ -357,6 +358,38 @@ def test_a_sentence_that_compares_has_labels(root):
     assert not unlabelled(f"It is {one} in {more}. It is\n{two}.\n\n- {one}\n- {two}", numbers)
     assert len(unlabelled(f"It is {one}, or\n{two}.", numbers)) == 2
     assert len(unlabelled(f"In {named} it is {one}, or\n{two}.", numbers)) == 1
+
+
+def test_a_label_has_the_name_of_the_column_of_its_number(root):
+    text = NUMBERS.replace("{against}, {task}", "{against}, {value}")
+    text += """
+[words.columns]
+change = "adapter"
+low = "linear"
+[changes.low]
+where = {task = "sentiment"}
+value = "low"
+interval = []
+"""
+    numbers = writer.Numbers(text, root)
+    assert numbers.lines("changes.sentiment changes.low") == (
+        "- 24 heads minus all heads, adapter: +20.4 points [18.0, 22.7]\n"
+        "- 24 heads minus all heads, linear: +18.0 points\n"
+    )
+
+
+def test_documents_come_back_when_everything_written_is_lost():
+    """The body of every block, and the number before every mark."""
+    numbers = writer.Numbers((ROOT / "docs" / "numbers.toml").read_text("utf-8"))
+    block = re.compile(r"(^<!-- (?:table|lines:).*?-->\n).*?(^<!-- end -->$)", re.M | re.S)
+    for file in writer.documents():
+        text = file.read_text("utf-8")
+        lost = block.sub(r"\1x\n\2", text)
+        for identity, settings in numbers.ids.items():
+            number, mark = numbers.number(settings), f"<!--n:{identity}-->"
+            lost = lost.replace(number + mark, ("3 of 7" if settings["of"] else "7") + mark)
+        if file.suffix == ".md":
+            assert numbers.markdown(lost, file.name) == text
 
 
 def test_every_number_of_the_documents_is_that_of_its_row():
