@@ -206,6 +206,8 @@ class Numbers:
             asked += [i for i in self.ids if i.startswith(source)] if source != name else [name]
         for identity in asked:
             settings = self.settings(identity)
+            if not settings["label"]:
+                raise NumberError(f"{identity} has no label")
             columns = re.findall(r"{(.+?)}", settings["label"])
             key = (settings["file"], *(self.label(identity, column) for column in columns))
             if generated.setdefault(key, identity) != identity and not settings["count"]:
@@ -234,6 +236,9 @@ class Numbers:
                 lines.append([self.word(*pair) for pair in fixed.items()] + cells)
         if not lines or not all(map(any, zip(*lines, strict=True))):
             raise NumberError(f"a column of a table is empty: {', '.join(heads)}")
+        names = [*heads, *(" | ".join(cells[: len(row_names)]) for cells in lines)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise NumberError(f"two rows or columns of a table are called {twice[0]!r}")
         return "".join(
             f"| {' | '.join(cells)} |\n" for cells in (heads, ["---"] * len(heads), *lines)
         )

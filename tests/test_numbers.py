@@ -123,6 +123,7 @@ where = {task = "sentiment", arm = "chosen", scorer = "linear"}
 where = {task = "topic", arm = "chosen"}
 [arms.highest]
 where = {task = "topic"}
+label = ""
 pick = "max"
 interval = []
 
@@ -293,6 +294,8 @@ def test_another_row_or_setting_is_seen(root, file, swap):
         ("docs/page.md", ("n:arms.linear", "n:arms.lines"), "'arms.lines' is not in numbers.toml"),
         ("docs/page.md", ("arms.chosen:arm-->", "arms.chosen:head-->"), "arms.csv has no column 'head'"),
         ("docs/page.md", ("lines: arms.none arms.chosen", "lines: arms.linear arms.chosen"), "docs/page.md:12: labels of arms.linear and arms.chosen need another column"),
+        ("docs/page.md", ("lines: arms.none", "lines: arms.highest"), "docs/page.md:12: arms.highest has no label"),
+        ("docs/page.md", ('{task = "topic"}, digits', '{task = "sentiment"}, digits'), "docs/page.md:19: two rows or columns of a table are called 'sentiment'"),
         ("docs/page.md", ('{task = "topic"}', '{task = "detox"}'), "a column of a table is empty"),
         ("docs/page.md", ('where = {scorer = "adapter", arm', "where = {arm"), "docs/page.md:19: 2 rows of arms.csv fit"),
         ("docs/numbers.toml", (', scorer = "adapter"', ""), "2 rows of arms.csv fit {'task': 'sentiment', 'arm': 'chosen'}"),
