@@ -50,6 +50,7 @@ docs/notebooks/%.ipynb: analyses/%.py $(DEV)
 
 # What documents quote, out of the committed tables.
 numbers: $(RUN)
+	python docs/write_claims.py
 	python docs/write_numbers.py
 
 # Files share two processes of one thread each; what needs the machine to itself follows in one.

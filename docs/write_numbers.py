@@ -57,12 +57,12 @@ def table_of(file: Path) -> list[Row]:
 
 def fits(value: str, wanted: Any) -> bool:
     """True if a value is, as text or number, the wanted one, or one of a list; `> 0` and `< 0`
-    compare, `!x` is any value but x."""
+    compare, `!x` is any value but x, `~x` one that contains x."""
     if isinstance(wanted, list):
         return any(fits(value, one) for one in wanted)
     text = str(wanted)
-    if text.startswith("!"):
-        return value != text[1:]
+    if text[:1] in ("!", "~"):
+        return text[1:] in value if text[0] == "~" else value != text[1:]
     if text.startswith(("> ", "< ")):
         sign = 1 if text[0] == ">" else -1
         return bool(value) and sign * float(value) > sign * float(text[2:])
@@ -174,12 +174,14 @@ class Numbers:
         return self.words.get(column, {}).get(value, value)
 
     def label(self, identity: str, column: str | None = None) -> str:
-        """The words of a row, or of the value in one of its columns."""
+        """The words of a row, or of the value in one of its columns; `value` stands for the name of
+        the column that the number is from."""
         settings = self.settings(identity)
         template = settings["label"] if column is None else f"{{{column}}}"
         row = {**settings["where"]} if settings["count"] else self.row(settings)
         try:
             words = {name: self.word(name, str(value)) for name, value in row.items()}
+            words["value"] = self.word("columns", settings["value"])
             return str(template.format_map(words))
         except KeyError as error:
             raise NumberError(f"{settings['file']} has no column {error}") from error
@@ -193,11 +195,23 @@ class Numbers:
         return (words | labels) - {""}
 
     def lines(self, head: str) -> str:
-        """A list of statements, label and number of each id; `source.*` are all of a source."""
-        asked = []
+        """A list of statements, label and number of each id; `source.*` are all of a source.
+
+        Raises:
+            NumberError: Only typed words tell the labels of two rows of a file from one another.
+        """
+        asked, generated = [], dict[tuple[str, ...], str]()
         for name in head.split():
             source = name.removesuffix("*")
             asked += [i for i in self.ids if i.startswith(source)] if source != name else [name]
+        for identity in asked:
+            settings = self.settings(identity)
+            if not settings["label"]:
+                raise NumberError(f"{identity} has no label")
+            columns = re.findall(r"{(.+?)}", settings["label"])
+            key = (settings["file"], *(self.label(identity, column) for column in columns))
+            if generated.setdefault(key, identity) != identity and not settings["count"]:
+                raise NumberError(f"labels of {generated[key]} and {identity} need another column")
         return "".join(f"- {self.label(i)}: {self.number(self.settings(i))}\n" for i in asked)
 
     def table(self, head: str) -> str:
@@ -222,6 +236,9 @@ class Numbers:
                 lines.append([self.word(*pair) for pair in fixed.items()] + cells)
         if not lines or not all(map(any, zip(*lines, strict=True))):
             raise NumberError(f"a column of a table is empty: {', '.join(heads)}")
+        names = [*heads, *(" | ".join(cells[: len(row_names)]) for cells in lines)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise NumberError(f"two rows or columns of a table are called {twice[0]!r}")
         return "".join(
             f"| {' | '.join(cells)} |\n" for cells in (heads, ["---"] * len(heads), *lines)
         )
