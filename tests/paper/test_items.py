@@ -245,7 +245,7 @@ def test_the_scripts_are_all_of_reproduce():
     assert set(reproduce["ITEMS"]) == there
     assert set(ITEMS) == there - set(reproduce["EXTRA"])
     drawn = {file.stem for file in (ROOT / "figures").glob("*.py")} - {"house"}
-    assert drawn == {*FIGURES, "frontier", "steering", "bases", "long", "deep"}
+    assert drawn == {*FIGURES, "frontier", "steering", "bases", "long", "deep", "where"}
 
 
 def test_numbers_are_those_of_the_raw_texts(run, printed):
