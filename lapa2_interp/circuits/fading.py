@@ -131,11 +131,11 @@ class Fading:
 
         Columns: prompt (its number, from 0), filler, heads, bias ("" for none), control.
         """
-        values = {(NEAR, "", ""): self.near}
-        values |= {(filler, "", ""): control for filler, control in self.far.items()}
-        values |= self.changed
+        values = [(NEAR, "", "", self.near)]
+        values += [(filler, "", "", control) for filler, control in self.far.items()]
+        values += [(*key, control) for key, control in self.changed.items()]
         tables = []
-        for (filler, heads, bias), control in values.items():
+        for filler, heads, bias, control in values:
             numbers = self.contrast_set.by_prompt(control)
             table = pd.DataFrame({"prompt": np.arange(len(numbers)), "filler": filler})
             tables.append(table.assign(heads=heads, bias=bias, control=numbers))
