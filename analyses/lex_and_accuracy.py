@@ -54,8 +54,8 @@ def main() -> None:
     parser = ScriptOptions("Changes of lex and js beside changes of accuracy")
     parser.add_argument("grids", nargs="+", help="grids of the runs, names or files")
     parser.add_argument("--texts", nargs="+", type=Path, required=True, help="scores of texts")
-    parser.add_argument("--n", type=whole_number(), default=64, help="prompts that are read")
-    parser.add_argument("--tokens", type=whole_number(), default=32, help="tokens of a text")
+    parser.add_argument("--n", type=whole_number(), default=48, help="prompts that are read")
+    parser.add_argument("--tokens", type=whole_number(), default=16, help="tokens of a text")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     cells = [cell for name in options.grids for cell in load_grid(name).cells]
