@@ -49,7 +49,7 @@ def main() -> None:
     options = parser.parse_args()
     run = load_run(options.run)
     arms = pd.DataFrame({key: arm_of(cell) for key, cell in run.by_key.items()}).T
-    texts = run.samples(list(run.finished)).drop(columns=["task", "method", "arm"])
+    texts = run.samples(list(run.finished)).drop(columns=["task", "method", "arm", "attribute"])
     texts = texts.join(arms, on="cell")
     texts = texts[complete(texts, arms)]
     if not len(texts):
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def arm_of(cell: Cell) -> dict[str, str]:
-    """The part of the plan, task, method and arm of a cell."""
+    """The part of the plan, task, method, arm and attribute of a cell."""
     bias = next(iter(cell.active_augmentations), None)
     if bias is None:
         arm = NO_BIAS
@@ -79,21 +79,17 @@ def arm_of(cell: Cell) -> dict[str, str]:
         arm += ", Pro-Aug" * bool(cell.parameters.get("pro_aug"))
     banned = cell.ban_words != "none"
     part = "detox" if cell.task.name == "detox" else "bases" if banned else "undecided"
-    return {"part": part, "task": cell.task.name, "method": cell.method, "arm": arm}
+    where = {"part": part, "task": cell.task.name, "method": cell.method}
+    return where | {"arm": arm, "attribute": cell.attribute}
 
 
 def complete(texts: pd.DataFrame, arms: pd.DataFrame) -> pd.Series:
-    """Of each text: all arms of its method have its prompt, for all attributes."""
+    """True for texts whose prompt all arms of the method have, for all attributes."""
     keys = [*GROUP, "prompt"]
-    cells = arms.groupby(GROUP).size().rename("cells")  # of all rounds
-    rounds = texts.groupby(GROUP)["arm"].nunique().rename("arms")
-    here = texts.groupby(keys)["cell"].nunique().rename("made")
-    planned = pd.concat([cells, rounds], axis=1)
-    assert (planned["cells"] % planned["arms"] == 0).all()
-    attributes = texts.groupby("task")["attribute"].nunique()
-    needed = texts.set_index(GROUP).index.map(arms.groupby(GROUP)["arm"].nunique())
-    needed = needed.to_numpy() * texts["task"].map(attributes).to_numpy()
-    return texts.set_index(keys).index.map(here).to_numpy() == needed
+    planned = arms.groupby(GROUP)[["arm", "attribute"]].nunique().prod(axis=1)
+    made = texts.groupby(keys)["cell"].nunique()
+    needed = texts.set_index(GROUP).index.map(planned).to_numpy()
+    return pd.Series(texts.set_index(keys).index.map(made).to_numpy() == needed, texts.index)
 
 
 def labelled(texts: pd.DataFrame, train: list[str], cache: ScoreCache) -> pd.DataFrame:
@@ -137,7 +133,8 @@ def headlines(table: pd.DataFrame) -> list[dict]:
     rows = []
     for group, texts in table.groupby(GROUP, sort=False):
         where = dict(zip(GROUP, group, strict=True))
-        for attribute in ("all", *sorted(texts["attribute"].unique())):
+        attributes = sorted(texts["attribute"].unique())
+        for attribute in ("all", *(attributes if len(attributes) > 1 else ())):
             own = texts if attribute == "all" else texts[texts["attribute"] == attribute]
             for metric in (*LABELS, "nll"):
                 known = own[own[metric].notna()]
