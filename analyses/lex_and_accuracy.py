@@ -121,7 +121,7 @@ def measured_control(cells: Sequence[Cell], n: int, tokens: int, file: Path) -> 
             ]
             control = pd.concat([control, pd.DataFrame(rows)], ignore_index=True)
             write_text(file, as_csv(control, 6))
-    return control
+    return pd.read_csv(file, dtype={"prompt": str})  # as it will be read again
 
 
 def lex_of(target: int, predictions: Predictions) -> Metric:
@@ -170,6 +170,8 @@ class Changes:
 
     def interval(self, values: np.ndarray) -> dict[str, float]:
         """The value on the data, and its interval over prompts."""
+        if np.isnan(values).all():
+            return dict.fromkeys(("value", "low", "high"), np.nan)
         low, high = np.nanpercentile(values[1:], self.tails)
         return {"value": float(values[0]), "low": float(low), "high": float(high)}
 
