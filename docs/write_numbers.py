@@ -31,8 +31,9 @@ NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?"
 WRITTEN = rf"(?: (?:{'|'.join(UNITS)})(?!\w))?(?: \[{NUMBER}, {NUMBER}\])?"
 MARK = re.compile(r"<!--(?P<kind>[nl]):(?P<id>[\w.-]+)(?::(?P<column>[^>|]+))?-->")
 PART = re.compile(
-    r"^<!-- (?P<block>table|lines:)(?P<head>.*?)-->\n.*?^<!-- end -->$"
-    r"|^ *```(?P<fence>.*?)^ *```$|^[^\n]*<!--[nl]:[^\n]*$",
+    r"^<!-- (?P<block>table|lines:)(?P<head>(?:(?!-->).)*)-->\n"
+    r"(?:(?!<!-- (?:table|lines:)).)*?^<!-- end -->$"
+    r"|^ *```(?P<fence>.*?)^ *```$|^[^\n]*(?P<comment><!--)[^\n]*$",
     re.M | re.S,
 )
 """Of a text: a block, a fenced block of code, which stays, or a line with marks."""
@@ -304,6 +305,8 @@ class Numbers:
                 for mark in () if part["fence"] else MARK.finditer(part[0]):
                     line += self.before(part[0][end : mark.start()], mark) + mark[0]
                     end = mark.end()
+                if part["comment"] and "<!--" in MARK.sub("", part[0]):
+                    raise NumberError("a comment that is no mark, and no block with its end")
                 return line + part[0][end:]
             except (NumberError, KeyError, ValueError) as error:
                 number = text.count("\n", 0, part.start()) + 1
