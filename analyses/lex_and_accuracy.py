@@ -70,7 +70,7 @@ def main() -> None:
         "left_out": changes.left_out(),
     }
     for name, table in tables.items():
-        write_text(options.out / f"{name}.csv", as_csv(table, 5))
+        write_text(options.out / f"{name}.csv", as_csv(table, 6))
     for name in ("order", "left_out"):
         of_first = tables[name][tables[name]["accuracy"] == metrics[0]]
         print(as_text(of_first, ".2f"))
@@ -201,7 +201,9 @@ class Changes:
                     ]
                 )
                 rows += self._with_mean({"accuracy": metric, "by": name}, by_group)
-        return pd.DataFrame(rows)
+        table = pd.DataFrame(rows)
+        ends = [name for name in table if name.startswith(("low", "high"))]
+        return table.assign(**table[ends].clip(-1, 1))
 
     def left_out(self) -> pd.DataFrame:
         """How well the changes of one attribute, or of one task, follow from the others'."""
@@ -296,7 +298,7 @@ def draw(points: pd.DataFrame, order: pd.DataFrame) -> Drawing:
                                      strict=True):  # fmt: skip
         of_name = rows[rows["by"] == name]
         heights = np.arange(len(of_name)) + shift
-        right.hlines(heights, of_name["low"].clip(-1), of_name["high"].clip(upper=1), color=colour,
+        right.hlines(heights, of_name["low"], of_name["high"], color=colour,
                      lw=1.1)  # fmt: skip
         right.plot(of_name["value"], heights, "o", ms=3, color=colour, label=name)
     right.set_yticks(range(len(names)), names)

@@ -264,7 +264,7 @@ def order() -> Iterator[Headline]:
         n = len(correlations)
         half = t.ppf(0.975, n - 1) * np.std(correlations, ddof=1) / np.sqrt(n)
         middle = float(np.mean(correlations))
-        return [middle, middle - half, middle + half]
+        return [middle, max(-1.0, middle - half), min(1.0, middle + half)]
 
     for by in ("lex", "js"):
         yield Headline(
@@ -328,10 +328,13 @@ SECOND = {
 """Of a task, the column variant in the tables of analyses/second_opinion.py."""
 
 
+GROUPS = (steering, fade, labels, order)
+
+
 def main() -> int:
     """Print a line for each headline."""
     differing = 0
-    for group in (steering, fade, labels, order):
+    for group in GROUPS:
         for headline in group():
             there = committed(headline.file, headline.where, headline.columns)
             here = headline.compute()
