@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -24,8 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from write_numbers import ROOT, NumberError, Numbers, Row, fits, rounded, table_of
 
 VERDICTS = "figures/quick/tables/verdicts.csv"
-LATER = ("figures/undecided/claims.csv", "figures/undecided/detox.claims.csv")
-"""Verdicts of the same claims on new prompts."""
+LATER = {
+    "figures/undecided/claims.csv": "new prompts",
+    "figures/undecided/detox.claims.csv": "the paper's prompts",
+}
+"""Later verdicts on the same claims, and on which prompts."""
 STATUS = {
     "as in the paper": "reproduced",
     "against the paper": "contradicted",
@@ -59,8 +63,8 @@ def rows_of(group: Claim, root: Path) -> list[Row]:
     if file != VERDICTS:
         return rows
     again = {
-        (row["item"], row["claim"]): row | {"new": "yes"}
-        for later in LATER
+        (row["item"], row["claim"]): row | {"later": prompts}
+        for later, prompts in LATER.items()
         for row in table_of(root / later)
     }
     return [again.get((row["item"], row["claim"]), row) for row in rows]
@@ -77,12 +81,13 @@ def summed(group: Claim, rows: list[Row]) -> list[Row]:
             if len(terms) != 1:
                 raise NumberError(f"{len(terms)} rows fit {where | keys}, not one")
             total += sign * float(terms[0][group.get("term", "mean")])
-        sums.append(keys | {"here": str(round(total, 9))})
+        scorer = terms[0].get("scorer", "")
+        sums.append(keys | {"here": str(round(total, 9)), "scorer": scorer})
     return sums
 
 
 def cases_of(claim: Claim, root: Path) -> list[Row]:
-    """The cases of a claim: rows with verdict, here, low, high, paper, length, new."""
+    """The cases of a claim: rows with verdict, here, low, high, paper, length, scorer, later."""
     cases = []
     for group in claim.get("cases", []):
         rows = rows_of(group, root)
@@ -136,12 +141,16 @@ def setting(cases: list[Row], claim: Claim, asked: Claim) -> str:
     lengths = dict.fromkeys(case["length"] for case in cases if case["length"])
     names = {f"{case.get('method')}, {case.get('task')}" for case in cases}
     kinds = sorted({asked["prefixes"][name] for name in names if name in asked["prefixes"]})
+    scorers = dict.fromkeys(re.findall(r"(?:accuracy|toxicity) \((\w+)", str(cases)))
+    later = [case["later"] for case in cases if case.get("later")]
+    share = "" if len(later) == len(cases) else f"{len(later)} of {len(cases)} "
     parts = [
         claim.get("model", asked["model"]),
         f"{' or '.join(lengths)} tokens" if lengths else "",
         f"{' and '.join(kinds)} prefixes" if kinds else "",
         claim.get("note", ""),
-        "new prompts" if any(case.get("new") for case in cases) else "",
+        f"by {' and '.join(scorers)}" if scorers else "",
+        f"{share}on {' and '.join(dict.fromkeys(later))}" if later else "",
     ]
     return ", ".join(filter(None, parts)) if cases else ""
 
@@ -163,10 +172,11 @@ def claims(text: str, words: Numbers, root: Path = ROOT) -> list[dict[str, Any]]
         context = setting(cases, claim, asked)
         values = [float(case["here"]) for case in cases]
         paper = number([case.get("paper", "") for case in cases], claim)
+        name, source = claim["claim"], ": ".join(filter(None, [claim["source"], paper]))
         row = {
             "about": claim.get("about", "the paper"),
-            "claim": claim["claim"],
-            "paper": f"{claim['claim']} ({': '.join(filter(None, [claim['source'], paper]))})",
+            "claim": name,
+            "paper": f"{name[:-1]}; {source})" if name.endswith(")") else f"{name} ({source})",
             "found": result,
             "setting": context,
             "here": f"{result} ({context})" if context else result,

@@ -31,8 +31,9 @@ NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?"
 WRITTEN = rf"(?: (?:{'|'.join(UNITS)})(?!\w))?(?: \[{NUMBER}, {NUMBER}\])?"
 MARK = re.compile(r"<!--(?P<kind>[nl]):(?P<id>[\w.-]+)(?::(?P<column>[^>|]+))?-->")
 PART = re.compile(
-    r"^<!-- (?P<block>table|lines:)(?P<head>.*?)-->\n.*?^<!-- end -->$"
-    r"|^ *```(?P<fence>.*?)^ *```$|^[^\n]*<!--[nl]:[^\n]*$",
+    r"^<!-- (?P<block>table|lines:)(?P<head>(?:(?!-->).)*)-->\n"
+    r"(?:(?!<!-- (?:table|lines:)).)*?^<!-- end -->$"
+    r"|^ *```(?P<fence>.*?)^ *```$|^[^\n]*(?P<comment><!--)[^\n]*$",
     re.M | re.S,
 )
 """Of a text: a block, a fenced block of code, which stays, or a line with marks."""
@@ -206,6 +207,8 @@ class Numbers:
             asked += [i for i in self.ids if i.startswith(source)] if source != name else [name]
         for identity in asked:
             settings = self.settings(identity)
+            if not settings["label"]:
+                raise NumberError(f"{identity} has no label")
             columns = re.findall(r"{(.+?)}", settings["label"])
             key = (settings["file"], *(self.label(identity, column) for column in columns))
             if generated.setdefault(key, identity) != identity and not settings["count"]:
@@ -234,6 +237,9 @@ class Numbers:
                 lines.append([self.word(*pair) for pair in fixed.items()] + cells)
         if not lines or not all(map(any, zip(*lines, strict=True))):
             raise NumberError(f"a column of a table is empty: {', '.join(heads)}")
+        names = [*heads, *(" | ".join(cells[: len(row_names)]) for cells in lines)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise NumberError(f"two rows or columns of a table are called {twice[0]!r}")
         return "".join(
             f"| {' | '.join(cells)} |\n" for cells in (heads, ["---"] * len(heads), *lines)
         )
@@ -299,6 +305,8 @@ class Numbers:
                 for mark in () if part["fence"] else MARK.finditer(part[0]):
                     line += self.before(part[0][end : mark.start()], mark) + mark[0]
                     end = mark.end()
+                if part["comment"] and "<!--" in MARK.sub("", part[0]):
+                    raise NumberError("a comment that is no mark, and no block with its end")
                 return line + part[0][end:]
             except (NumberError, KeyError, ValueError) as error:
                 number = text.count("\n", 0, part.start()) + 1

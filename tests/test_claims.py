@@ -37,17 +37,17 @@ def test_the_rule(verdicts, status):
 
 
 VERDICTS = """\
-item,claim,metric,task,method,paper,here,low,high,verdict
-gain,more: one,acc,t,one,8.67,4.17,-0.28,8.33,inconclusive
-gain,more: two,acc,t,two,3.6,4.44,2.78,6.25,as in the paper
-gain,more: three,acc,u,three,2.9,-0.83,-5.21,3.33,inconclusive
-gain,more: four,acc,u,two,,-2.5,-3.1,-1.9,against the paper
-cost,more: one,ppl,t,one,12.01,1.93,0.99,2.87,as in the paper
+item,claim,metric,task,method,paper,here,low,high,verdict,scorer
+gain,more: one,acc,t,one,8.67,4.17,-0.28,8.33,inconclusive,accuracy (adapter t 0123)
+gain,more: two,acc,t,two,3.6,4.44,2.78,6.25,as in the paper,accuracy (adapter t 0123)
+gain,more: three,acc,u,three,2.9,-0.83,-5.21,3.33,inconclusive,accuracy (adapter t 0123)
+gain,more: four,acc,u,two,,-2.5,-3.1,-1.9,against the paper,accuracy (adapter t 0123)
+cost,more: one,ppl,t,one,12.01,1.93,0.99,2.87,as in the paper,perplexity (M)
 """
 LATER = """\
-item,claim,metric,task,method,paper,here,low,high,verdict
-gain,more: one,acc,t,one,8.67,2.82,1.21,4.51,as in the paper
-cost,more: three,acc,u,three,2.9,9.0,8.0,10.0,as in the paper
+item,claim,metric,task,method,paper,here,low,high,verdict,scorer
+gain,more: one,acc,t,one,8.67,2.82,1.21,4.51,as in the paper,accuracy (adapter t 0123)
+cost,more: three,acc,u,three,2.9,9.0,8.0,10.0,as in the paper,perplexity (M)
 """
 FITS = "method,task,R2\none,t,0.987\ntwo,t,0.627\nthree,u,0.8\n"
 MEANS = """\
@@ -75,7 +75,7 @@ note = "a note"
 level = 1
 cases = [{where = {item = "gain"}, length = 64}]
 [[claim]]
-claim = "It costs"
+claim = "It costs (much)"
 source = "Table 1"
 length = "8"
 cases = [{where = {metric = "ppl"}, name = "a case"}]
@@ -108,8 +108,8 @@ one = "One"
 t = ""
 """
 EXPECTED = [
-    ("the paper", "It gains (Table 1: +2.9 to +8.7 points)", "-2.5 to +4.4 points: 2 as in the paper, 1 against the paper, 1 inconclusive (M, 64 tokens, hard and soft prefixes, a note, new prompts)", "reproduced in 2 of 4", 4, (2, 1, 0, 1), (-2.5, 4.44), 1),
-    ("the paper", "It costs (Table 1: +12.0)", "a case: +1.9 [1.0, 2.9] (M, 8 tokens, hard prefixes)", "reproduced", 1, (1, 0, 0, 0), (1.93, 1.93), 3),
+    ("the paper", "It gains (Table 1: +2.9 to +8.7 points)", "-2.5 to +4.4 points: 2 as in the paper, 1 against the paper, 1 inconclusive (M, 64 tokens, hard and soft prefixes, a note, by adapter, 1 of 4 on new prompts)", "reproduced in 2 of 4", 4, (2, 1, 0, 1), (-2.5, 4.44), 1),
+    ("the paper", "It costs (much; Table 1: +12.0)", "a case: +1.9 [1.0, 2.9] (M, 8 tokens, hard prefixes)", "reproduced", 1, (1, 0, 0, 0), (1.93, 1.93), 3),
     ("the paper", "R2 is high (Figure 1)", "One: 0.99; two: 0.63; three, u: 0.80 (M, hard and soft prefixes)", "reproduced in 1 of 3", 3, (1, 1, 0, 1), (0.627, 0.987), 3),
     ("own tables", "Gains grow (Text)", "One: +4.5; two: -3.8 (M, hard and soft prefixes)", "not tested (means: reproduced in 1 of 2)", 2, (1, 1, 0, 0), (-3.75, 4.5), 3),
     ("the paper", "Little changes (Text)", "One: +7.0; two: +1.2", "not tested (means: reproduced in 1 of 2)", 2, (1, 1, 0, 0), (1.25, 7.0), 3),
@@ -122,8 +122,8 @@ def root(tmp_path):
     """A folder with tables made by hand."""
     for name, text in {
         table.VERDICTS: VERDICTS,
-        table.LATER[0]: LATER,
-        table.LATER[1]: LATER.splitlines()[0] + "\n",
+        "figures/undecided/claims.csv": LATER,
+        "figures/undecided/detox.claims.csv": LATER.splitlines()[0] + "\n",
         "fits.csv": FITS,
         "means.csv": MEANS,
     }.items():
