@@ -789,6 +789,15 @@ def test_texts_behind_a_prefix_are_behind_the_one_that_is_asked_about(monkeypatc
     assert seen[0].parameters["prefixes"] == "hard"
 
 
+def test_prompts_in_other_letters_or_white_space_are_one_prompt():
+    """Their examples are resampled together, so that they add no certainty."""
+    model = load("tiny-llama")
+    examples = examples_of(model, prompts=("The lake", "the  LAKE", "jkl"))
+    asked = ContrastSet(tuple(examples), WORDS)
+    assert (asked.n_prompts, len(set(asked.clusters[:2]))) == (2, 1)
+    assert len(set(asked.prompts)) == 3
+
+
 def test_few_prompts_give_numbers_and_no_claims():
     model = load("planted")
     table = knock_out(model, planted_contrast_set(model, "planted", 6), metric="lex")
