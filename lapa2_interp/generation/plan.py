@@ -198,7 +198,8 @@ class BatchPlan:
 
     @property
     def rows(self) -> int:
-        return len(self.branches) * sum(len(batch) for batch in self.batches)
+        """Number of texts of all branches."""
+        return len(self.branches) * self.cell.n_texts
 
     @property
     def merged(self) -> list[str]:
