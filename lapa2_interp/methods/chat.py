@@ -38,6 +38,7 @@ class Chat(Method):
 
     @property
     def stored_parameters(self) -> dict[str, float | bool | str]:
+        """`keep_turns` only where it is true, so that a chat of one answer has no parameter."""
         return {"keep_turns": True} if self.keep_turns else {}
 
     def branches(self, task: Task, attribute: str) -> tuple[Branch, ...]:

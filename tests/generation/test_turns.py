@@ -1,5 +1,7 @@
 """Chats of several turns: read again as text, or kept in the cache."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,15 +11,19 @@ from lapa2_interp import Augmentation, augmented, generate, load_run
 from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError, TaskError
 from lapa2_interp.attention.trace import SUMS
 from lapa2_interp.bias.layout import Layout
+from lapa2_interp.cli.app import main
 from lapa2_interp.generation import turns as turns_module
 from lapa2_interp.generation.resolve import cell_of
 from lapa2_interp.methods.chat import chat_task
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.card import model_card
+from lapa2_interp.report.viewer import view
+from lapa2_interp.runs import worker
 from lapa2_interp.runs.engines import InProcess
 from lapa2_interp.runs.grid import Grid
 from lapa2_interp.runs.score import score
 from lapa2_interp.runs.sweep import sweep
+from lapa2_interp.scoring.human import make_sheets
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
@@ -225,6 +231,29 @@ def test_what_kept_turns_cannot_have_is_refused(chatting, settings, error, probl
         generate(chatting, length=settings.pop("length", 4), **settings)
 
 
+def test_chats_that_outgrow_the_context_while_they_run_are_refused(chatting, monkeypatch):
+    """Texts of bytes that are no character have more tokens when they are read again; and a row
+    that reads fewer tokens than others runs on beside them."""
+    monkeypatch.setattr(chatting.cfg, "n_ctx", 70)
+    with pytest.raises(LayoutError, match="turn 2 begins after .* give a shorter length"):
+        answers(chatting)
+    monkeypatch.setattr(chatting.cfg, "n_ctx", 45)
+    with pytest.raises(LayoutError, match="a batch of chats reads up to .* smaller max_rows"):
+        answers(chatting, parameters=KEPT)
+
+
+def test_pages_and_sheets_take_a_chat_of_several_turns(chatting, tmp_path):
+    run = generate(chatting, method="chat", task=script_task(), parameters=KEPT, length=4, seed=3,
+                   alpha=[0, 0.7])  # fmt: skip
+    shown = view(run, prompt=SCRIPTS[1], model=chatting)
+    first = run.samples().query("prompt == @SCRIPTS[1] and turn == 1")
+    assert [arm.tokens for arm in shown.text.arms] == [*map(tuple, first["tokens"])]
+    assert len(make_sheets(run.samples(), tmp_path, n=6)) == 6
+    table = run.steps()
+    assert table.groupby(["arm", "turn"]).ngroups == 6
+    assert run.attention(arm="baseline").n_untraced == 0
+
+
 def test_a_prompt_has_as_many_lines_as_the_chat_asks_for(chatting):
     with pytest.raises(TaskError, match=r"asks for \{prompt:3\}, and prompt 'Why.* has 2 lines"):
         answers(chatting, script_task(["Why?\nAnd snow?"]))
@@ -250,12 +279,13 @@ later = ["{prompt:2}"]
 """
 
 
-def test_a_sweep_that_is_killed_between_turns_gives_the_same_bytes(tmp_path, monkeypatch):
+def test_a_sweep_that_is_killed_between_turns_gives_the_same_bytes(chatting, tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "load_model", lambda *_, **__: chatting)
     (tmp_path / "calm.toml").write_text(TASK)
     task = load_task(tmp_path / "calm.toml")
     cells = tuple(
-        cell_of("smollm2-135m", method={"name": "chat", **parameters}, task=task, alpha=0.5,
-                length=4, max_rows=2, trace="pooled", dtype="float32")
+        cell_of(chatting, method={"name": "chat", **parameters}, task=task, alpha=0.5, length=4,
+                max_rows=2, trace="pooled")
         for parameters in ({}, KEPT)
     )  # fmt: skip
     grid = Grid("calm", "", cells)
@@ -292,3 +322,20 @@ def test_a_sweep_that_is_killed_between_turns_gives_the_same_bytes(tmp_path, mon
     scored = score(tmp_path / "whole", scorers=["repetition"])
     assert sorted(scored.table["turn"].unique()) == [1, 2]
     assert sorted(run.steps()["turn"].unique()) == [1, 2]
+
+
+def test_turns_on_the_command_line(chatting, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lapa2_interp.models.load.load_model", lambda *_, **__: chatting)
+    monkeypatch.setattr("lapa2_interp.models.load.load_tokenizer", lambda *_: chatting.tokenizer)
+    file = tmp_path / "messages.json"
+    file.write_text('[{"role": "system", "content": "Hi."}, {"role": "user", "content": "Why?"}]')
+    asked = ["chat", str(file), "--length", "2", "--later", "And snow?", "And hail?"]
+    assert main([*asked, "--keep-turns"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("turn 3") == 2
+    assert main([*asked, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["turns"] == [1, 2, 3]
+    assert len(facts["attention"]) == len(facts["texts"]) == 3
+    assert main([*asked, "--keep-turns", "--samples", "2"]) == 2
+    assert "samples is 2" in capsys.readouterr().err
