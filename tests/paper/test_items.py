@@ -1045,6 +1045,17 @@ def test_claims_of_the_paper_and_ours_are_corrected_apart():
     assert table["holm_within"].tolist() == pytest.approx(np.array([2, 3, 3, 2, 3]) * small)
 
 
+def test_claims_without_a_margin_are_no_tests_of_smallness():
+    made = ItemClaims("item")
+    of = Difference(0.2, -0.6, 1.0, 0.6, 0.4, 30, 2.0, 0.5)
+    for number, margin in enumerate([1.5, 0.0, 0.0, 1.5]):
+        made.add_difference(f"{number}", "acc", "more", of, margin=margin, compared=f"{number}")
+    small = of.p_within(1.5)
+    assert made.frame()["holm_within"].tolist() == pytest.approx(
+        [2 * small, np.nan, np.nan, 2 * small], nan_ok=True
+    )
+
+
 def test_a_sign_that_correction_takes_back_leaves_that_the_difference_is_small():
     """Eight claims: one has an interval above 0, p of .04, and lies far inside the margin."""
     table = noted((0.45, 0.2, 0.04), *[(0.0, 0.2, 0.9)] * 7, margin=5.0)
