@@ -105,13 +105,13 @@ WORDS = """
 [words.method]
 one = "One"
 [words.task]
-t = ""
+t = "T"
 """
 EXPECTED = [
-    ("the paper", "It gains (Table 1: +2.9 to +8.7 points)", "-2.5 to +4.4 points: 2 as in the paper, 1 against the paper, 1 inconclusive (M, 64 tokens, hard and soft prefixes, a note, by adapter, 1 of 4 on new prompts)", "reproduced in 2 of 4", 4, (2, 1, 0, 1), (-2.5, 4.44), 1),
-    ("the paper", "It costs (much; Table 1: +12.0)", "a case: +1.9 [1.0, 2.9] (M, 8 tokens, hard prefixes)", "reproduced", 1, (1, 0, 0, 0), (1.93, 1.93), 3),
-    ("the paper", "R2 is high (Figure 1)", "One: 0.99; two: 0.63; three, u: 0.80 (M, hard and soft prefixes)", "reproduced in 1 of 3", 3, (1, 1, 0, 1), (0.627, 0.987), 3),
-    ("own tables", "Gains grow (Text)", "One: +4.5; two: -3.8 (M, hard and soft prefixes)", "not tested (means: reproduced in 1 of 2)", 2, (1, 1, 0, 0), (-3.75, 4.5), 3),
+    ("the paper", "It gains (Table 1: +2.9 to +8.7 points)", "-2.5 to +4.4 points: 2 as in the paper, 1 against the paper, 1 inconclusive (M, T and u, 64 tokens, hard and soft prefixes, a note, by adapter, 1 of 4 on new prompts)", "reproduced in 2 of 4", 4, (2, 1, 0, 1), (-2.5, 4.44), 1),
+    ("the paper", "It costs (much; Table 1: +12.0)", "a case: +1.9 [1.0, 2.9] (M, T, 8 tokens, hard prefixes)", "reproduced", 1, (1, 0, 0, 0), (1.93, 1.93), 3),
+    ("the paper", "R2 is high (Figure 1)", "One, T: 0.99; two, T: 0.63; three, u: 0.80 (M, T and u, hard and soft prefixes)", "reproduced in 1 of 3", 3, (1, 1, 0, 1), (0.627, 0.987), 3),
+    ("own tables", "Gains grow (Text)", "One: +4.5; two: -3.8 (M, T, hard and soft prefixes)", "not tested (means: reproduced in 1 of 2)", 2, (1, 1, 0, 0), (-3.75, 4.5), 3),
     ("the paper", "Little changes (Text)", "One: +7.0; two: +1.2", "not tested (means: reproduced in 1 of 2)", 2, (1, 1, 0, 0), (1.25, 7.0), 3),
     ("the paper", "People see it (Figure 6)", "", "not tested", 0, (0, 0, 0, 0), ("", ""), 3),
 ]  # fmt: skip
