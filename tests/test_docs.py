@@ -216,8 +216,21 @@ def test_the_links_of_a_document_lead_somewhere(file):
     assert not wrong
 
 
-def test_the_readme_is_short():
-    assert len(rendered((ROOT / "README.md").read_text("utf-8")).split()) <= 600
+def number_of_words(file):
+    """Words as they are read: without marks of Markdown, pictures and addresses."""
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)]*\)", "", rendered(file.read_text("utf-8")))
+    text = re.sub(r"^[|: -]+$|^ *- |\|", " ", text, flags=re.MULTILINE)
+    return len(re.sub(r"[*#`\[\]]", "", text).split())
+
+
+def test_the_pages_that_tell_results_are_short():
+    studies = {
+        file.name: number_of_words(file) for file in (ROOT / "docs" / "studies").glob("*.md")
+    }
+    assert number_of_words(ROOT / "README.md") <= 600
+    assert number_of_words(ROOT / "docs" / "results.md") <= 3000
+    assert not {name: words for name, words in studies.items() if words > 500}
+    assert sum(studies.values()) <= 5500
 
 
 @pytest.mark.parametrize("file", PAGES, ids=name_of)
