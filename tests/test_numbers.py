@@ -313,6 +313,7 @@ def test_another_row_or_setting_is_seen(root, file, swap):
         ("docs/numbers.toml", ('value = "change"', 'value = "mean"'), "changes.csv has no column ['mean']"),
         ("docs/numbers.toml", ("scale = 100", "scael = 100"), "unknown ['scael']; allowed are file,"),
         ("docs/numbers.toml", ('unit = "points"', 'unit = "litres"'), "unit 'litres' is none of %, points, times"),
+        ("changes.csv", (CHANGES.partition("\n")[2], ""), "changes.csv has no rows"),
         ("changes.csv", ("-1.26", ""), "nothing in one of change, low, high"),
     ],
 )  # fmt: skip
