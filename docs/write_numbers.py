@@ -53,7 +53,10 @@ def table_of(file: Path) -> list[Row]:
     if not file.is_file():
         raise NumberError(f"no file {file}")
     with file.open(encoding="utf-8", newline="") as opened:
-        return list(csv.DictReader(opened))
+        rows = list(csv.DictReader(opened))
+    if not rows:
+        raise NumberError(f"{file} has no rows")
+    return rows
 
 
 def fits(value: str, wanted: Any) -> bool:
@@ -126,10 +129,10 @@ class Numbers:
     def rows(self, settings: Settings, where: Settings) -> list[Row]:
         """Rows of a source that fit a filter; those equal in its column `distinct` count once."""
         rows = table_of(self.root / settings["file"])
-        wanted = {*where, settings["value"], *settings["interval"]}
+        columns = [settings["value"], *settings["interval"]]
         if settings["count"]:
-            wanted = {*where, settings["distinct"] or next(iter(rows[0]))}
-        if unknown := wanted - set(rows[0]):
+            columns = [settings["distinct"]] if settings["distinct"] else []
+        if unknown := {*where, *columns} - set(rows[0]):
             raise NumberError(f"{settings['file']} has no column {sorted(unknown)}")
         rows = [row for row in rows if all(fits(row[name], where[name]) for name in where)]
         if name := settings["distinct"]:
