@@ -73,8 +73,15 @@ TOOLS = (
     "circuit_criteria",
     "growth",
     "head_paths",
+    "labels",
+    "lex_and_accuracy",
+    "naive_bayes",
+    "recompute",
+    "perplexity_ratios",
     "same_prompts",
+    "scorers",
     "second_opinion",
+    "second_scorer",
     "steering_prompts",
     "shared_heads",
     "train_adapters",
@@ -242,7 +249,7 @@ def test_the_scripts_are_all_of_reproduce():
     assert set(reproduce["ITEMS"]) == there
     assert set(ITEMS) == there - set(reproduce["EXTRA"])
     drawn = {file.stem for file in (ROOT / "figures").glob("*.py")} - {"house"}
-    assert drawn == {*FIGURES, "frontier", "steering", "bases", "long", "deep"}
+    assert drawn == {*FIGURES, "frontier", "steering", "bases", "long", "deep", "where"}
 
 
 def test_numbers_are_those_of_the_raw_texts(run, printed):
