@@ -181,6 +181,23 @@ def test_kept_answers_are_drawn_from_one_pass_over_the_chat(chatting, monkeypatc
         )
 
 
+def test_a_turn_may_add_one_token(chatting, monkeypatch):
+    """After an answer that ended at once; nothing is read before the prompt pass."""
+    chatting.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    card = model_card(chatting).model_copy(update={"end_ids": tuple(range(258))})
+    monkeypatch.setattr(chatting, "lapa2_card", card)
+    form = [FORM[0], {"role": "user", "content": "Why?"}]
+    asked = {"parameters": KEPT, "eos": "stop", "rule": LAST, "top_k": 1}
+    samples, _ = answers(chatting, chat_task(form, later=["?", "!"]), **asked)
+    assert samples["finish"].tolist() == ["end"] * 3
+    assert list(map(chatting.tokenizer.decode, samples["context"])) == [
+        "Be brief.Why?", "Be brief.Why??", "Be brief.Why??!",
+    ]  # fmt: skip
+    for i, row in samples.iterrows():
+        logits = one_pass(chatting, row, samples.loc[:i], LAST)
+        assert logits.argmax(1).tolist() == list(row["tokens"])
+
+
 def test_a_phrase_that_an_answer_repeats_is_that_of_the_first_messages(chatting):
     form = [{"role": "user", "content": "Say rain."}]
     task = chat_task(form, "phrase:rain", later=["Why rain?"])
