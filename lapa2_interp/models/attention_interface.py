@@ -191,8 +191,9 @@ def hook_attention(
         blocks = (*(outer.hooks if outer else ()), hooks)
         arguments[ATTENTION_NAME] = this = _describe_pass(network, arguments, blocks, attn)
         arguments.update(_arguments_for_all_queries(network, arguments))
+        now = network.config._attn_implementation
         name = FUSED_NAME if this.path == FUSED else ATTENTION_NAME
-        if network.config._attn_implementation != name:
+        if now != name and now in (FUSED_NAME, ATTENTION_NAME):  # not what others have set since
             network.set_attn_implementation(name)
 
     with open_block(network, before, hooks.state, layers, attention=True):
