@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -68,10 +68,10 @@ class TransformersModel:
     hook_dict: Mapping[str, Any] = MappingProxyType({})
     static = False
 
-    def __init__(self, network: Any, tokenizer: Any, name: str, attn: Attn = "auto") -> None:
+    def __init__(self, network: Any, tokenizer: Any, name: str, attn: str = "auto") -> None:
         if attn not in get_args(Attn):
             raise ModelError(unknown_choice("attn", attn, get_args(Attn)))
-        self.attn, self.paths = attn, dict[int, str]()
+        self.attn, self.paths = cast("Attn", attn), dict[int, str]()
         if not hasattr(type(network), "set_attn_implementation"):
             raise ModelError(
                 f"TransformersModel(network, tokenizer, name) takes a transformers model; found"

@@ -27,7 +27,6 @@ from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import without_dropout
 from lapa2_interp.models.blocks import check_no_open_block
 from lapa2_interp.models.card import (
-    Attn,
     Model,
     TransformersModel,
     attach_card,
@@ -96,7 +95,7 @@ def load_model(
     pack: str = "auto",
     workers: int = 1,
     seed: int | None = None,
-    attn: Attn = "auto",
+    attn: str = "auto",
 ) -> Model:
     """Load a model, ready for `augmented`.
 
