@@ -42,7 +42,11 @@ from lapa2_interp.bias.augmentation import (
 from lapa2_interp.bias.layer_types import LayerType, describe_layers, describe_runs
 from lapa2_interp.bias.layout import Layout
 from lapa2_interp.bias.recipes import resolve_recipes
-from lapa2_interp.models.attention_interface import AttentionHooks, hook_attention
+from lapa2_interp.models.attention_interface import (
+    AttentionHooks,
+    check_matrix_fits,
+    hook_attention,
+)
 from lapa2_interp.models.blocks import attach_hooks, has_open_block
 from lapa2_interp.models.card import (
     Attn,
@@ -340,6 +344,8 @@ class _PassCheck:
             return self.first
         self.first = _n_cached_keys(arguments)
         self._check_mask(arguments)
+        if is_bridge(self.model) and plain_network(self.model) is None:
+            check_matrix_fits(network_of(self.model), arguments, "the model has hooks on them")
         if not is_bridge(self.model) and plain_network(self.model) is None:
             return self.first
         ids = arguments.get("input_ids")

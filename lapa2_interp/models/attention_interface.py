@@ -18,7 +18,7 @@ form for it: biases on spans, and sums over spans. Its masks are not formed eith
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +30,11 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from lapa2_interp._util.errors import DeadHookError, ModelError
+from lapa2_interp._util.errors import DeadHookError, ModelError, parameter
 from lapa2_interp.bias.layer_types import LayerType, describe_runs
 from lapa2_interp.models.blocks import ATTENTION_NAME, OUTSIDE_ERROR, PassState, open_block
-from lapa2_interp.models.card import Attn, Model, TransformersModel, layer_types
+from lapa2_interp.models.card import Attn, Model, TransformersModel, decoder_size, layer_types
+from lapa2_interp.models.machine import machine_memory
 from lapa2_interp.models.span_attention import SpanScores
 
 FUSED_NAME = f"{ATTENTION_NAME}_fused"
@@ -154,6 +155,39 @@ def describe_paths(model: Model) -> str:
     return "; ".join([FUSED, *(f"layers {describe_runs(some)}: {why}" for why, some in layers)])
 
 
+def _size_of_pass(arguments: dict[str, Any]) -> tuple[int, int, int]:
+    """Rows, queries and keys of a pass; one of each where it does not say."""
+    read = arguments.get("input_ids")
+    read = arguments.get("inputs_embeds") if read is None else read
+    rows, queries = (1, 1) if read is None else read.shape[:2]
+    cache = arguments.get("past_key_values")
+    return rows, queries, queries + (0 if cache is None else int(cache.get_seq_length()))
+
+
+def check_matrix_fits(network: Any, arguments: dict[str, Any], path: str) -> None:
+    """Refuse a pass with a matrix of scores that is larger than the machine's memory.
+
+    Args:
+        arguments: Those of the pass.
+        path: Why it forms the matrix.
+
+    Raises:
+        ModelError: It is: scores and pattern of one layer, in float32, do not fit.
+    """
+    rows, queries, keys = _size_of_pass(arguments)
+    if rows * queries * keys < AUTO_SCORES:
+        return
+    heads = decoder_size(network.config.get_text_config())[1]
+    size, memory = 8 * rows * heads * queries * keys, machine_memory()
+    if size > memory:
+        raise ModelError(
+            f"{rows} x {queries} tokens, read at once, form {size / 1e9:.0f} GB of attention scores"
+            f" and patterns in each layer, and the machine has {memory / 1e9:.0f} GB ({path}); load"
+            f" the model as TransformersModel with {parameter('attn', 'fused')}, or read fewer at"
+            " once, behind a cache"
+        )
+
+
 @contextmanager
 def hook_attention(
     network: Any,
@@ -190,6 +224,8 @@ def hook_attention(
         outer = arguments.get(ATTENTION_NAME)
         blocks = (*(outer.hooks if outer else ()), hooks)
         arguments[ATTENTION_NAME] = this = _describe_pass(network, arguments, blocks, attn)
+        if this.path != FUSED:
+            check_matrix_fits(network, arguments, this.path)
         arguments.update(_arguments_for_all_queries(network, arguments))
         now = network.config._attn_implementation
         name = FUSED_NAME if this.path == FUSED else ATTENTION_NAME
@@ -200,15 +236,16 @@ def hook_attention(
         yield
 
 
+def read_without_matrix(model: TransformersModel) -> AbstractContextManager[None]:
+    """A block in which nothing is changed, and passes go without the matrix."""
+    return hook_attention(model.original_model, AttentionHooks(), lambda _given: 0, attn="fused")
+
+
 def _describe_pass(
     network: Any, arguments: dict[str, Any], blocks: tuple[AttentionHooks, ...], attn: Attn
 ) -> _Pass:
     """What the layers of a pass must know."""
-    read = arguments.get("input_ids")
-    read = arguments.get("inputs_embeds") if read is None else read
-    n_queries = 1 if read is None else read.shape[1]
-    cache = arguments.get("past_key_values")
-    n_keys = n_queries + (0 if cache is None else int(cache.get_seq_length()))
+    _, n_queries, n_keys = _size_of_pass(arguments)
     mask = arguments.get("attention_mask")
     returns_patterns = arguments.get("output_attentions")
     if returns_patterns is None:

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import cell_of, load
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lapa2_interp import Augmentation, Layout, augmented, load_model
@@ -234,3 +236,50 @@ def test_sdpa_of_transformers_is_the_judge(family):
     # These models normalise in float32.
     torch.testing.assert_close(logits, by_mask.logits, atol=1e-5, rtol=0)
     torch.testing.assert_close(logits, by_position.logits, atol=1e-5, rtol=0)
+
+
+def test_what_does_not_fit_is_one_line(monkeypatch):
+    """Before the pass; of hooks, too, which need the matrix."""
+    monkeypatch.setattr("lapa2_interp.models.attention_interface.machine_memory", lambda: 10**6)
+    monkeypatch.setattr("lapa2_interp.models.attention_interface.AUTO_SCORES", 2**15)
+    for kind in (PLAIN, "TransformerBridge"):
+        model = load("tiny-llama", "float64", kind)
+        layout = layout_of(model)
+        ids = torch.cat([layout.tensor, TEXT.repeat(1, 7)], dim=1)
+        wanted = r"1 x 2\d\d tokens, read at once, form 0 GB .*0 GB \(.*\).*attn='fused'.*cache"
+        model.attn = "matrix"
+        with augmented(model, RULE, layout), pytest.raises(ModelError, match=wanted):
+            model(ids)
+    model = load("tiny-llama", "float64", PLAIN)
+    model.attn = "fused"
+    with torch.no_grad(), augmented(model, RULE, layout_of(model)):
+        model(ids)
+    model.attn = "auto"
+
+
+def test_memory_is_linear_in_tokens(model):
+    """A pass of 3,000 tokens with a full trace keeps no tensor as large as a head's matrix."""
+    layout, n = layout_of(model), 3000
+    net = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "llama", hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=2, vocab_size=258, max_position_embeddings=n,
+        )
+    ).eval()  # fmt: skip
+    long = TransformersModel(net, model.tokenizer, "long")
+    ids = torch.cat([layout.tensor, torch.randint(2, 257, (1, n - len(layout)))], dim=1)
+    recorder, largest = Recorder(2, 2), [0]
+    recorder.begin([layout])
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            tensors = [leaf for leaf in tree_leaves(made) if torch.is_tensor(leaf)]
+            sizes = (tensor.untyped_storage().nbytes() for tensor in tensors)
+            largest[0] = max([largest[0], *sizes])
+            return made
+
+    with torch.no_grad(), augmented(long, RULE, layout, recorder) as paths, Largest():
+        long(ids, logits_to_keep=1)
+    assert {*paths.values()} == {FUSED}, "auto"
+    assert largest[0] < 4 * n * n / 8
