@@ -193,11 +193,9 @@ class Numbers:
 
     @cached_property
     def labels(self) -> set[str]:
-        """Everything that a label of a text may be."""
-        words = {word for of_column in self.words.values() for word in of_column.values()}
+        """Every label of an estimate."""
         estimates = [name for name, own in self.ids.items() if own["label"] and not own["count"]]
-        labels = {self.label(identity) for identity in estimates}
-        return (words | labels) - {""}
+        return {self.label(identity) for identity in estimates}
 
     def lines(self, head: str) -> str:
         """A list of statements, label and number of each id; `source.*` are all of a source.
@@ -287,7 +285,9 @@ class Numbers:
                 raise NumberError(f"no number before {mark[0]}; it is {number}")
             return text[: match.start()] + number
         label = self.label(mark["id"], mark["column"])
-        endings = [words for words in self.labels | {label} if ends_with(text, words)]
+        column = mark["column"]
+        known = set(self.words.get(column, {}).values()) - {""} if column else self.labels
+        endings = [words for words in known | {label} if ends_with(text, words)]
         if not endings:
             raise NumberError(f"no label before {mark[0]}; it is {label!r}")
         there = max(endings, key=len)
