@@ -179,13 +179,14 @@ class Numbers:
 
     def label(self, identity: str, column: str | None = None) -> str:
         """The words of a row, or of the value in one of its columns; `value` stands for the name of
-        the column that the number is from."""
+        the column that the number is from, `file` for that of its file."""
         settings = self.settings(identity)
         template = settings["label"] if column is None else f"{{{column}}}"
         row = {**settings["where"]} if settings["count"] else self.row(settings)
         try:
             words = {name: self.word(name, str(value)) for name, value in row.items()}
             words["value"] = self.word("columns", settings["value"])
+            words["file"] = self.word("file", settings["file"])
             return str(template.format_map(words))
         except KeyError as error:
             raise NumberError(f"{settings['file']} has no column {error}") from error
