@@ -1,5 +1,5 @@
 """Writes the numbers of the documents from their rows: `python docs/write_numbers.py`; with
-`--check` it only says which documents it would change.
+`--check` it only says which documents it would change, and fails if there are any.
 
 A number of a text stands before a mark `<!--n:id-->`, words that name it before a mark
 `<!--l:id-->` or `<!--l:id:column-->`; tables and lists stand between `<!-- table ... -->` or
@@ -193,11 +193,9 @@ class Numbers:
 
     @cached_property
     def labels(self) -> set[str]:
-        """Everything that a label of a text may be."""
-        words = {word for of_column in self.words.values() for word in of_column.values()}
+        """Every label of an estimate."""
         estimates = [name for name, own in self.ids.items() if own["label"] and not own["count"]]
-        labels = {self.label(identity) for identity in estimates}
-        return (words | labels) - {""}
+        return {self.label(identity) for identity in estimates}
 
     def lines(self, head: str) -> str:
         """A list of statements, label and number of each id; `source.*` are all of a source.
@@ -287,7 +285,9 @@ class Numbers:
                 raise NumberError(f"no number before {mark[0]}; it is {number}")
             return text[: match.start()] + number
         label = self.label(mark["id"], mark["column"])
-        endings = [words for words in self.labels | {label} if ends_with(text, words)]
+        column = mark["column"]
+        known = set(self.words.get(column, {}).values()) - {""} if column else self.labels
+        endings = [words for words in known | {label} if ends_with(text, words)]
         if not endings:
             raise NumberError(f"no label before {mark[0]}; it is {label!r}")
         there = max(endings, key=len)
@@ -359,9 +359,11 @@ def changes(root: Path = ROOT) -> dict[Path, str]:
 
 if __name__ == "__main__":
     try:
-        for changed, document in changes().items():
-            print(changed.relative_to(ROOT))
-            if "--check" not in sys.argv:
-                changed.write_text(document, "utf-8")
+        written = changes()
     except NumberError as problem:
         sys.exit(str(problem))
+    for changed, document in written.items():
+        print(changed.relative_to(ROOT))
+        if "--check" not in sys.argv:
+            changed.write_text(document, "utf-8")
+    sys.exit(1 if written and "--check" in sys.argv else 0)

@@ -94,13 +94,16 @@ def unmarked_words(text, numbers):
     words = {word for column in COMPARED for word in numbers.words.get(column, {}).values()}
     words |= {"sentiment", "topic", "linear", "adapter"} - {""}
     longest = "|".join(sorted(map(re.escape, words - {""}), key=len, reverse=True))
-    pattern = re.compile(rf"(?<![\w-])(?:{longest})(?![\w-])(?!<!--l:)")
-    return [
-        f"{word}: {sentence}"
-        for sentence in sentences(text)
-        if "<!--n:" in sentence
-        for word in pattern.findall(re.sub(r"\]\(.*?\)|(?<=<!--[nl]:).*?-->", "", sentence))
-    ]
+    pattern = re.compile(rf"(?<![\w-])(?:{longest})(?![\w-])")
+    unmarked = []
+    for sentence in sentences(text):
+        rest = re.sub(r"\]\(.*?\)", "", sentence)
+        for mark in writer.MARK.finditer(rest):
+            label = numbers.label(mark["id"], mark["column"]) if mark["kind"] == "l" else ""
+            rest = rest.replace(label + mark[0], "")
+        if "<!--n:" in sentence:
+            unmarked += [f"{word}: {sentence}" for word in pattern.findall(rest)]
+    return unmarked
 
 
 TABLE = """\
@@ -399,6 +402,14 @@ def test_a_number_without_words_of_its_row_is_found(root):
     assert not unmarked_words(f"In {named} it is {one} or 24 layers. In all heads.", numbers)
     assert len(unmarked_words(f"In all heads, on topic, by `linear`, it is {one}.", numbers)) == 3
     assert len(unmarked_words(f"**In 24 heads** it is so in {more}.", numbers)) == 1
+
+
+def test_words_of_another_column_are_left(root):
+    """Such as "by the second scorer", where only the words of the task are asked for."""
+    text = NUMBERS.replace('topic = "topic"', 'topic = "scorer"')
+    numbers = writer.Numbers(text, root)
+    line = "By the second scorer<!--l:arms.topic:task--> it is 50.0 %<!--n:arms.highest-->."
+    assert numbers.markdown(line, "page") == line
 
 
 def test_a_label_has_the_name_of_the_column_of_its_number(root):
