@@ -142,7 +142,10 @@ class GridError(Lapa2Error):
 
 
 def validation_message(
-    error: Exception, forms: Mapping[str, str] | None = None, fields: Iterable[str] = ()
+    error: Exception,
+    forms: Mapping[str, str] | None = None,
+    fields: Iterable[str] = (),
+    located: bool = True,
 ) -> str:
     """One line about an error of pydantic: the field, the problem, the value. A misspelt field
     comes first. Of another error, its own words.
@@ -151,13 +154,14 @@ def validation_message(
         forms: By name, the allowed values of fields that take more than one type; the message names
             them in place of the first type.
         fields: Names of all fields.
+        located: False leaves out the field.
     """
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):
         return str(error)
     problem = main_error(error)
-    field_path = ".".join(str(part) for part in problem["loc"])
+    field_path = ".".join(str(part) for part in problem["loc"]) if located else ""
     at = f"{field_path}: " if field_path else ""
     field = str(problem["loc"][0]) if problem["loc"] else ""
     if forms and field in forms and len(problem["loc"]) > 1:

@@ -12,13 +12,24 @@ from contextlib import suppress
 from functools import cache, wraps
 from inspect import signature, unwrap
 from types import NoneType, UnionType
-from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+
+from pydantic import Field
 
 from lapa2_interp._util.errors import Lapa2Error, parameter, validation_message
 from lapa2_interp._util.parsing import parse_toml
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+Count = Annotated[int, Field(ge=1)]
+"""A whole number of at least 1."""
+Natural = Annotated[int, Field(ge=0)]
+"""A whole number of at least 0."""
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A finite number above 0."""
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""A finite number of at least 0."""
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """A number that TOML may refuse, such as .5"""
@@ -55,7 +66,7 @@ def check_value(
     try:
         return _adapter(kind).validate_python(plain(value), strict=True)
     except ValidationError as problem:
-        raise error(f"{where}{name}: {validation_message(problem)}") from None
+        raise error(f"{where}{name}: {validation_message(problem, located=False)}") from None
 
 
 def read_fields(texts: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,8 +101,8 @@ def numbers_checked(function: Callable[P, T]) -> Callable[P, T]:
             kind = own.annotation
             with suppress(NameError):  # a name for type checkers alone is no number's
                 kind = eval(kind, names) if isinstance(kind, str) else kind
-                if is_number(kind):
-                    checked[name] = tuple[int, ...] if kind == Sequence[int] else kind
+                if get_origin(kind) is not Literal and (numbers := number_type(kind)) is not None:
+                    checked[name] = numbers
         return checked
 
     @wraps(function)
@@ -105,11 +116,19 @@ def numbers_checked(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def is_number(kind: Any) -> bool:
-    """True for the types of numbers, of truth values and of several integers, with bounds or
-    None."""
+def number_type(kind: Any) -> Any:
+    """The type for pydantic of a parameter that takes numbers, truth values or several of them,
+    perhaps with bounds, and None or words beside them; None for other types."""
     if get_origin(kind) is Annotated:
-        return is_number(get_args(kind)[0])
-    if isinstance(kind, UnionType):
-        return all(part is NoneType or is_number(part) for part in get_args(kind))
-    return kind in (int, float, bool, Sequence[int])
+        return kind if number_type(get_args(kind)[0]) is not None else None
+    if get_origin(kind) is Sequence:
+        inner = number_type(get_args(kind)[0])
+        return None if inner is None else tuple[inner, ...]  # type: ignore[valid-type]
+    if get_origin(kind) in (Union, UnionType, tuple):
+        parts = tuple(number_type(part) for part in get_args(kind))
+        if None in parts:
+            return None
+        return tuple[parts] if get_origin(kind) is tuple else Union[parts]  # type: ignore[valid-type]  # noqa: UP007
+    if kind is NoneType or get_origin(kind) is Literal:
+        return kind
+    return kind if kind in (int, float, bool) else None

@@ -61,6 +61,7 @@ from pydantic import (
 )
 
 from lapa2_interp._util.errors import AugmentationError, validation_message
+from lapa2_interp._util.values import Natural, Positive
 from lapa2_interp.bias.places import FORMS, read_place
 
 Law = Literal["log", "linear", "sqrt", "constant", "scale", "cut", "target", "ratio", "power"]
@@ -68,16 +69,15 @@ PAPER_LAWS = ("log", "linear", "sqrt", "constant")
 Profile = Literal["paper", "released"]
 LengthRule = Literal["paper", "kv"]
 Phase = Literal["decode", "last_query", "after_span", "everywhere", "predicting_only"]
-Number = Annotated[int, Field(ge=0)]
 Slots = Annotated[tuple[tuple[int, int], ...], Field(min_length=1)]
-Positions = tuple[Literal["prefix"], Annotated[tuple[Number, ...], Field(min_length=1)]]
+Positions = tuple[Literal["prefix"], Annotated[tuple[Natural, ...], Field(min_length=1)]]
 """Positions within the prefix, 0 being its first token: ("prefix", (1, 2))."""
 SpanRule = Literal["prefix", "prefix+bos", "bos", "input", "released"] | Positions | Slots
 LayerRule = (
     Literal["all", "bottom", "top", "even", "odd"]
-    | Annotated[tuple[Number, ...], Field(min_length=1)]
+    | Annotated[tuple[Natural, ...], Field(min_length=1)]
 )
-HeadRule = Literal["all"] | Annotated[tuple[tuple[Number, Number], ...], Field(min_length=1)]
+HeadRule = Literal["all"] | Annotated[tuple[tuple[Natural, Natural], ...], Field(min_length=1)]
 
 PROFILES: dict[str, dict[str, str]] = {
     "paper": {"span": "prefix", "length_rule": "paper", "phase": "last_query"},
@@ -183,14 +183,14 @@ class Augmentation(BaseModel):
     alpha: Annotated[float, Field(allow_inf_nan=False)]
     profile: Profile = "paper"
     law: Law = "log"
-    l0: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    l0: Positive | None = None
     tau: Annotated[float, Field(gt=0, lt=1)] | None = None
     floor: bool = False
     pooled: bool = False
     span: SpanRule = "prefix"
     length_rule: LengthRule = "paper"
     phase: Phase = "last_query"
-    steps: tuple[Number, int] | None = None
+    steps: tuple[Natural, int] | None = None
     layers: LayerRule = "all"
     heads: HeadRule = "all"
 

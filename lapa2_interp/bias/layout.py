@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float, Int
 
 from lapa2_interp._util.errors import LayoutError, pluralize
 from lapa2_interp._util.parsing import check_text_length
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Natural, numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation, LengthRule, SpanRule
 from lapa2_interp.bias.chat_template import Message, render_chat
 from lapa2_interp.bias.layer_types import FULL_ATTENTION, LayerType
@@ -149,7 +149,7 @@ class Layout:
         prefix: str | None,
         prompt: str,
         *,
-        soft: int = 0,
+        soft: Natural = 0,
         doubled_bos: bool = False,
     ) -> Layout:
         """Tokenise one branch and find its spans.
@@ -175,7 +175,7 @@ class Layout:
                 raise LayoutError(f"the {name} must be a text, found {text!r}")
             check_text_length(name, text)
             _check_no_start_token(tokenizer, start, name, text)
-        if soft < 0 or (soft and prefix is not None):
+        if soft and prefix is not None:
             raise LayoutError(
                 f"a branch has one prefix, hard or soft; found soft={soft} beside {prefix!r}"
             )

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lapa2_interp._util.errors import CircuitError, DataError
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.circuits.examples import (
     RAW,
     ContrastExample,
@@ -92,8 +92,8 @@ class ContrastSet:
         prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
         texts: Mapping[str, Sequence[Sequence[int]]] | None = None,
         source: str = RAW,
-        tokens: int = 32,
-        samples: int = 1,
+        tokens: Count = 32,
+        samples: Count = 1,
         seed: int = 1,
         words: Mapping[str, Sequence[int]] | None = None,
     ) -> ContrastSet:
@@ -126,7 +126,7 @@ class ContrastSet:
         target = next(iter(chosen.attributes)) if attribute is None else attribute
         names = (target, *chosen.others(target))
         requested = as_prompts(chosen.prompts if prompts is None else prompts).texts
-        check_request(requested, tokens, samples, texts)
+        check_request(requested, texts)
         prefixes = {name: chosen.prefix(name) for name in names}
         for prompt in requested:  # a refusal comes before texts are written
             ContrastExample.of(model.tokenizer, prefixes, prompt, [0])

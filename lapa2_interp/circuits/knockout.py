@@ -29,7 +29,7 @@ from tqdm import tqdm
 from lapa2_interp._util.errors import CircuitError, pluralize, unknown_choice
 from lapa2_interp._util.plots import Drawing, new_figure, plain_axes
 from lapa2_interp._util.progress import given_or_new_bar
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import AugmentationLike, Phase
 from lapa2_interp.circuits.contrast_set import ContrastLike, as_contrast_set
 from lapa2_interp.circuits.edits import Edit, Heads, evaluate_edits
@@ -100,7 +100,7 @@ def knock_out(
     other_metrics: Sequence[str] | None = None,
     augmentation: AugmentationLike = None,
     file: str | Path | None = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     progress: tqdm | None = None,
 ) -> KnockOut:
     """Measure the control that is lost without each unit.
@@ -271,12 +271,12 @@ def joint_curve(
     model: Model,
     table: KnockOut,
     *,
-    sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    sizes: Sequence[Count] = (1, 2, 4, 8, 16, 32),
     replacement: str | None = None,
     phase: Phase | None = None,
     metric: str | Metric | Mapping[str, Metric] | None = None,
     prefix_attention: Float[np.ndarray, "layer head"] | None = None,
-    seeds: int = 3,
+    seeds: Count = 3,
     file: str | Path | None = None,
     progress: tqdm | None = None,
 ) -> JointCurve:
@@ -296,8 +296,8 @@ def joint_curve(
             -0 or -1.
 
     Raises:
-        CircuitError: The table is not one of heads, or has fewer than 2 prompts; sizes or seeds
-            below 1; or as `knock_out`.
+        CircuitError: The table is not one of heads, or has fewer than 2 prompts; no size that it
+            has; or as `knock_out`.
     """
     if metric is None:
         metric = "lex" if "lex" in table.metrics else table.metric
@@ -314,13 +314,6 @@ def joint_curve(
     ):
         raise CircuitError("a joint curve needs knock-outs of single heads, of 2 prompts or more")
     every = all_heads(model)
-    if small := [n for n in sizes if n < 1]:
-        raise CircuitError(f"sizes are numbers of heads, at least 1; found {small[0]}")
-    if seeds < 1:
-        raise CircuitError(
-            f"random heads are drawn at least once for each size; found seeds={seeds}, give 1 or"
-            " more"
-        )
     requested = sizes
     sizes = [n for n in sizes if n <= len(table.units) and n < len(every)]
     if not sizes:

@@ -45,7 +45,7 @@ from lapa2_interp._util.errors import (
 )
 from lapa2_interp._util.files import write_json
 from lapa2_interp._util.parsing import parse_object, read_text
-from lapa2_interp._util.values import check_value, numbers_checked
+from lapa2_interp._util.values import Natural, check_value, numbers_checked
 from lapa2_interp._util.version import __version__
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.bias.places import FORMS, read_place
@@ -217,10 +217,10 @@ def select(
     contrast: ContrastLike,
     *,
     score: HeadScore = "cut",
-    heads: int = 8,
+    heads: Natural = 8,
     positions: str | Sequence[int] = "all",
     metric: str = "js",
-    screen: int = SCREENED,
+    screen: Natural = SCREENED,
     seed: int = 1,
     file: str | Path | None = None,
     pro_aug: str | Method | None = None,
@@ -324,9 +324,7 @@ def _check_choice(score: str, heads: int, screen: int, file: str | Path | None) 
     """Refuse arguments of `select` that do not go together."""
     if score not in get_args(HeadScore):
         raise CircuitError(unknown_choice("score", score, get_args(HeadScore)))
-    if heads < 0:
-        raise CircuitError(f"heads must be at least 1, or 0 for all of them; found {heads}")
-    if screen < 0 or (score == "cut" and 0 < screen < heads):
+    if score == "cut" and 0 < screen < heads:
         raise CircuitError(
             f"screen must be at least the {heads} heads to choose, or 0 for all of them; found"
             f" {screen}"

@@ -33,7 +33,7 @@ from lapa2_interp._util.parsing import parse_object, read_text
 from lapa2_interp._util.same_inputs import check_same_inputs
 from lapa2_interp._util.table_formats import as_csv
 from lapa2_interp._util.terminal import format_duration
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import Phase
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.control import control_score
@@ -76,10 +76,10 @@ def run_study(
     *,
     attribute: str | None = None,
     prompts: str | Path | Sequence[str | Path] | Prompts | None = None,
-    tokens: int = 32,
-    samples: int = 1,
+    tokens: Count = 32,
+    samples: Count = 1,
     seed: int = 1,
-    best: int = BEST,
+    best: Count = BEST,
     report: Callable[[str], None] = print,
 ) -> CircuitStudy:
     """Make the whole study, and write its folder.
@@ -89,14 +89,12 @@ def run_study(
         task, attribute, prompts, tokens, samples, seed: As `ContrastSet.of`.
         folder: A new folder, or one that the same call has begun.
         best: Number of the best heads that are tested with the other replacements and phases; as
-            many random heads are added. At least 1.
+            many random heads are added.
         report: A function that takes a line about each step.
 
     Raises:
         CircuitError: The folder holds another study; or as `control_score`.
     """
-    if best < 1:
-        raise CircuitError(f"best must be at least 1; found {best}")
     folder = Path(folder)
     # The texts.
     settings: dict[str, Any] = {

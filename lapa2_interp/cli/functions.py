@@ -25,9 +25,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from cyclopts import Parameter
 from pydantic import Field
 
+from lapa2_interp._util.values import Count, Natural, NotNegative, Positive
 from lapa2_interp.cli.app import definition
 from lapa2_interp.cli.options import columns, settings
-from lapa2_interp.generation.settings import Count
 from lapa2_interp.models.machine import Dtype, DtypeOrAuto, ModelClass
 
 Values = dict[str, Any]
@@ -47,9 +47,10 @@ class _Names(dict[str, Any]):
 
 TYPES = _Names(
     {kind.__name__: kind for kind in (str, int, float, bool, tuple, list)},
-    Any=Any, Literal=Literal, Annotated=Annotated, Field=Field, Count=Count, Path=Path,
-    Sequence=Sequence, Mapping=Mapping, Callable=Callable, Dtype=Dtype, DtypeOrAuto=DtypeOrAuto,
-    ModelClass=ModelClass,
+    Any=Any, Literal=Literal, Annotated=Annotated, Field=Field,
+    Count=Count, Natural=Natural, Positive=Positive, NotNegative=NotNegative,
+    Path=Path, Sequence=Sequence, Mapping=Mapping, Callable=Callable,
+    Dtype=Dtype, DtypeOrAuto=DtypeOrAuto, ModelClass=ModelClass,
 )  # fmt: skip
 
 
@@ -72,12 +73,18 @@ def option_type(annotation: Any) -> Any:
         if origin is Sequence:
             inner: Any = option_type(get_args(member)[0])
             return tuple[inner, ...]
+        if origin is tuple:
+            return _or_none(tuple[tuple(map(option_type, get_args(member)))], members)  # type: ignore[misc]
     if str in plain and Path in plain:  # beside a value, a text is its name or its file
         kind = str if Any in get_args(annotation) else Path
     else:
         kind = plain[0]
         for member in plain[1:]:
             kind |= member
+    return _or_none(kind, members)
+
+
+def _or_none(kind: Any, members: Sequence[Any]) -> Any:
     return kind | None if NoneType in members else kind
 
 
@@ -186,3 +193,11 @@ def command_of(
     run.__signature__ = Signature(arguments)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in arguments}
     return run
+
+
+def load_task(values: Values) -> None:
+    """Prepare a call: the task, checked by the methods that have texts of it."""
+    from lapa2_interp.methods.registry import load_task
+
+    if "task" in values:
+        values["task"] = load_task(values["task"])

@@ -20,9 +20,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
 from lapa2_interp._util.errors import AugmentationError, LayoutError, MethodError, TraceError
+from lapa2_interp._util.values import Count
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.bias.augmentation import Augmentation, Augmentations, active_augmentations
-from lapa2_interp.generation.settings import BannedWordsPolicy, CellSettings, Count, EosPolicy, Head
+from lapa2_interp.generation.settings import BannedWordsPolicy, CellSettings, EosPolicy, Head
 from lapa2_interp.methods.base import Branch, Method
 from lapa2_interp.methods.registry import find_class, get_for_task, load_task
 from lapa2_interp.methods.registry import get as get_method

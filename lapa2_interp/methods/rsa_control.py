@@ -16,14 +16,15 @@ there is less of it.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from lapa2_interp._util.values import Count, NotNegative
 from lapa2_interp.methods.base import (
     FLOOR,
     BatchStart,
@@ -60,9 +61,9 @@ class RsaControl(Method):
     when_empty: ClassVar[str] = (
         "rationality is so large that the weights overflow; the original's is 10"
     )
-    rationality: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    adjustment: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    top: Annotated[int, Field(ge=1)] = 5
+    rationality: NotNegative = 10.0
+    adjustment: NotNegative = 10.0
+    top: Count = 5
     prefixes: str = "hard"
     pro_aug: bool = False
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from unittest import mock
 
 from lapa2_interp._util.errors import ModelError, first_sentence, parameter, unknown_choice
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.layout import text_markers
 from lapa2_interp.bias.tokens import without_dropout
 from lapa2_interp.models.blocks import check_no_open_block
@@ -93,7 +93,7 @@ def load_model(
     model_class: str = "TransformerBridge",
     trust_remote_code: bool = False,
     pack: str = "auto",
-    workers: int = 1,
+    workers: Count = 1,
     seed: int | None = None,
 ) -> Model:
     """Load a model, ready for `augmented`.

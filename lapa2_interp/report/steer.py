@@ -24,22 +24,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from pydantic import Field
 
 from lapa2_interp._util.errors import CircuitError, RunError, parameter, pluralize
 from lapa2_interp._util.files import write_text
 from lapa2_interp._util.table_formats import as_csv, format_interval
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.bias.augmentation import Augmentation
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.gradients import has_gradients
 from lapa2_interp.circuits.selection import Selection, select
 from lapa2_interp.circuits.units import all_heads
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.settings import Count
 from lapa2_interp.methods.registry import load_task
 from lapa2_interp.models.load import load_model
 from lapa2_interp.models.machine import DtypeOrAuto, ModelClass
@@ -101,8 +101,8 @@ def steer(
     out: str | Path,
     method: str = "dexperts",
     parameters: Mapping[str, Any] | None = None,
-    budget: float = 1.2,
-    heads: int | None = None,
+    budget: Annotated[float, Field(gt=1)] = 1.2,
+    heads: Count | None = None,
     classifiers: Sequence[str] = (),
     perplexity: str | None = None,
     length: Count = 64,
@@ -111,7 +111,7 @@ def steer(
     dtype: DtypeOrAuto = "auto",
     model_class: ModelClass = "TransformerBridge",
     device: str | None = None,
-    workers: int | None = None,
+    workers: Count | None = None,
     threads: Count = 1,
     yes: bool = False,
     notify: Callable[[str], None] = print,

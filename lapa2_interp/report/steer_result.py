@@ -296,13 +296,9 @@ def check_settings(settings: SteerSettings) -> None:
 
     Raises:
         TaskError: The task has one attribute.
-        RunError: Too few prompts, a budget not above 1, or no or all heads.
+        RunError: Too few prompts, or all heads.
     """
     settings.task.others(next(iter(settings.task.attributes)))  # there is a second attribute
-    if not settings.budget > 1:
-        raise RunError(
-            f"{parameter('budget')} must be above 1, such as 1.2; found {settings.budget:g}"
-        )
     if (n := len(settings.prompts)) < 4 * FEW:
         raise RunError(
             f"{pluralize(n, 'prompt')} are too few to choose, to tune and to judge with; give at"
@@ -310,10 +306,9 @@ def check_settings(settings: SteerSettings) -> None:
         )
     size = model_size(settings.model)
     every = size.n_layers * size.n_heads
-    if not 1 <= settings.heads < every:
+    if settings.heads >= every:
         raise RunError(
-            f"{parameter('heads')} must be at least 1 and less than the {every} heads of"
-            f" {settings.model}; found"
+            f"{parameter('heads')} must be fewer than the {every} heads of {settings.model}; found"
             f" {settings.heads}"
         )
 

@@ -27,7 +27,7 @@ from markupsafe import escape
 
 from lapa2_interp._util.errors import TraceError
 from lapa2_interp._util.page import embedded, template, write_page
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, Natural, numbers_checked
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import token_texts
 from lapa2_interp.methods.registry import find_class
@@ -177,10 +177,10 @@ def view(
     only: Mapping[str, Any] | None = None,
     attribute: str | None = None,
     prompt: str | None = None,
-    sample: int = 0,
+    sample: Natural = 0,
     arm: str | None = None,
     branch: str | None = None,
-    steps: int = 64,
+    steps: Count = 64,
     same_text: bool = False,
     circuits: str | Path | None = None,
     bits: Literal[8, 16] | None = None,

@@ -385,9 +385,6 @@ def local_engine(
 
     Args:
         workers: By default one for each GPU, or for each CPU core where the device is the CPU.
-
-    Raises:
-        RunError: Less than one worker.
     """
     import torch
 
@@ -396,8 +393,6 @@ def local_engine(
         one = device == AUTO_DTYPE or named.index is not None  # a model over all GPUs, or on one
         on_gpus = 1 if one else torch.cuda.device_count()
         workers = on_gpus if named.type == "cuda" else max(1, n_cores() // threads)
-    if workers < 1:
-        raise RunError(f"{parameter('workers')} must be at least 1, found {workers}")
     if workers == 1:
         return InProcess(device, threads, pack=pack)
     return LocalPool(workers, device, threads, pack)

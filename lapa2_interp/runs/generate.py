@@ -18,6 +18,7 @@ from typing import Any
 
 from lapa2_interp._util.errors import Lapa2Error, ModelError, parameter
 from lapa2_interp._util.progress import progress_bar
+from lapa2_interp._util.values import Count
 from lapa2_interp.attention.recorder import trace_bytes
 from lapa2_interp.attention.trace import TraceKind
 from lapa2_interp.generation.cell import Cell
@@ -27,7 +28,6 @@ from lapa2_interp.generation.settings import (
     AugmentationSetting,
     BannedWordsPolicy,
     CellSettings,
-    Count,
     EosPolicy,
     Head,
     PromptFile,

@@ -22,9 +22,8 @@ from lapa2_interp._util.errors import (
     unknown_choice,
 )
 from lapa2_interp._util.terminal import stop_on_sigterm
-from lapa2_interp._util.values import numbers_checked
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.generation.cell import Cell
-from lapa2_interp.generation.settings import Count
 from lapa2_interp.models.machine import Dtype, faster_dtype, print_if_slow
 from lapa2_interp.runs.checks import check_device, check_grids
 from lapa2_interp.runs.engines import InProcess, local_engine
@@ -46,7 +45,7 @@ def launch(
     *,
     only: Mapping[str, Any] | None = None,
     engine: Literal["local", "ray"] = "local",
-    workers: int | None = None,
+    workers: Count | None = None,
     device: str | None = None,
     dtype: Dtype | None = None,
     threads: Count = 1,

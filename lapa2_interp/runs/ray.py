@@ -28,6 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lapa2_interp._util.errors import RunError, parameter, unknown_choice
+from lapa2_interp._util.values import Count, numbers_checked
 from lapa2_interp.generation.cell import Cell
 from lapa2_interp.models.machine import ISA_VARIABLES, n_cores, slow_dtype_note
 from lapa2_interp.models.prepacked import Prepacking
@@ -101,17 +102,16 @@ class RayPool(Engine):
         RunError: Ray is not installed, the cluster is not reached, or has no room for a worker.
     """
 
+    @numbers_checked
     def __init__(
         self,
-        workers: int | None = None,
+        workers: Count | None = None,
         device: str | None = None,
         threads: int = 1,
         address: str | None = None,
         gpus_per_worker: float | None = None,
         pack: str = "auto",
     ) -> None:
-        if workers is not None and workers < 1:
-            raise RunError(f"{parameter('workers')} must be at least 1, found {workers}")
         if device not in (None, "cpu", "cuda", "auto"):
             raise RunError(
                 f"{unknown_choice('device', device, ('cpu', 'cuda', 'auto'))}; a Ray worker sees"

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
+from pydantic import Field
 
 from lapa2_interp._util.commands import command
 from lapa2_interp._util.errors import ScoringError, parameter, pluralize
@@ -23,8 +24,7 @@ from lapa2_interp._util.table_formats import (
     format_number,
     interval_text,
 )
-from lapa2_interp._util.values import numbers_checked
-from lapa2_interp.generation.settings import Count
+from lapa2_interp._util.values import Count, NotNegative, numbers_checked
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import Dtype, print_if_slow
 from lapa2_interp.runs.run import load_run, shown_only
@@ -110,13 +110,13 @@ def score(
     column: str = "text",
     attribute: str | None = None,
     task: str | None = None,
-    lengths: Sequence[int] = (),
+    lengths: Sequence[Count] = (),
     parts: Count = 1,
     labels: Mapping[str, str] | None = None,
     judge_url: str | None = None,
-    judge_prices: tuple[float, float] | None = None,
-    judge_temperature: float | Literal["server"] = 0.0,
-    max_cost: float | None = None,
+    judge_prices: tuple[NotNegative, NotNegative] | None = None,
+    judge_temperature: Annotated[float, Field(ge=0, le=2)] | Literal["server"] = 0.0,
+    max_cost: NotNegative | None = None,
     only: Mapping[str, Any] | None = None,
     cache: str | Path | None = None,
     dtype: Dtype = "float32",
@@ -220,7 +220,7 @@ def score(
             task=_task(task, manifest.cell.task if manifest else None),
             labels=labels or {},
             judge_url=judge_url,
-            judge_prices=judge_prices or (None, None),
+            judge_prices=judge_prices,
             judge_temperature=None if judge_temperature == "server" else judge_temperature,
             dtype=dtype,
             device=device,
@@ -336,7 +336,7 @@ def _score(
     sets: Sequence[tuple[pd.DataFrame, ScorerOptions]],
     scorers: Sequence[str],
     cache: str | Path | None,
-    max_cost: float | None,
+    max_cost: NotNegative | None,
     notify: Callable[[str], None],
 ) -> Scored:
     scores, cells = [], []

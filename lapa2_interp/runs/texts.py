@@ -117,8 +117,6 @@ def at_lengths(
             "length slices are cut by the tokens of a run; give a run folder, or cut the file's"
             " texts yourself"
         )
-    if least := [length for length in lengths if length < 1]:
-        raise ScoringError(f"a length is at least 1 token; found {least[0]}")
     long = [length for length in lengths if length > manifest.cell.length]
     if long:
         raise ScoringError(

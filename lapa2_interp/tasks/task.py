@@ -27,6 +27,7 @@ from pydantic import (
 from lapa2_interp._util.errors import TaskError, main_error, unknown_choice, validation_message
 from lapa2_interp._util.parsing import parse_toml, read_text
 from lapa2_interp._util.paths import in_one_line, is_path, with_home
+from lapa2_interp._util.values import Count
 from lapa2_interp.tasks.segmentation import words
 
 EXAMPLE = """length_counts_prompt = true        # "length" tokens include the prompt's, and the saved text begins with it
@@ -147,7 +148,7 @@ class Task(BaseModel):
     name: str
     description: str = ""
     length_counts_prompt: bool = True
-    lengths: tuple[Annotated[int, Field(ge=1)], ...] = (64, 128, 256, 384, 512)
+    lengths: tuple[Count, ...] = (64, 128, 256, 384, 512)
     attributes: Annotated[dict[str, Attribute], Field(min_length=1)]
     prompts: Prompts
     methods: dict[str, MethodSettings] = {}

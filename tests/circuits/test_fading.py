@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lapa2_interp import circuits
-from lapa2_interp._util.errors import CircuitError
+from lapa2_interp._util.errors import CircuitError, Lapa2Error
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.fading import (
     ALL,
@@ -180,16 +180,16 @@ def test_every_head_gets_the_mass_it_had_near():
         ({"random": 2, "heads": {}}, "random sets are as large as the first of `heads`"),
         ({"heads": {"all heads": ((0, 0),)}}, "'all heads' is there anyway"),
         ({"heads": {"random 1": ((0, 0),)}, "random": 1}, "'random 1' is there anyway"),
-        ({"random": -1}, "random must be 0 sets or more; found -1"),
+        ({"random": -1}, "random: input should be greater than or equal to 0, found -1"),
         ({"metric": ["js", "kl"]}, "one metric at a time; found 2 metrics: js, kl"),
         ({"metric": {}}, "unknown metric 'none'"),
-        ({"batch_size": 0}, "batch_size must be at least 1, or None for what fits; found 0"),
+        ({"batch_size": 0}, "batch_size: input should be greater than or equal to 1, found 0"),
         ({"file": "/"}, "/ is a folder; give a file"),
         ({"metric": "from_raw"}, "compares with the raw model, which fades too; use js"),
     ],
 )
 def test_errors(settings, message):
-    with pytest.raises(CircuitError, match=message):
+    with pytest.raises(Lapa2Error, match=message):
         measure_fading(load("planted"), "sentiment", **({"filler": (4,), "tokens": 2} | settings))
 
 

@@ -12,7 +12,7 @@ from test_circuits import WORDS, contrast_set
 from transformer_lens import patching as lens
 
 from lapa2_interp import Layout
-from lapa2_interp._util.errors import CircuitError, DeadHookError
+from lapa2_interp._util.errors import CircuitError, DeadHookError, Lapa2Error
 from lapa2_interp.circuits import patch_nodes
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample, attribute_words
@@ -615,7 +615,9 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
     refused("node head_to_logits takes no slots", "head_to_logits", slots=("prompt",))
     refused("unknown slots 'end'; allowed: prefix, bos", "z", slots=("end",))
     refused("unknown part 'q'; allowed: k, v, kv", parts=("q",))
-    refused("batch_size must be at least 1", batch_size=-1)
+    refused(
+        "batch_size: input should be greater than or equal to 1", error=Lapa2Error, batch_size=-1
+    )
     refused("no part; allowed", parts=())
     refused(r"\(0, 4\) of 'x' does not exist; .* layers 0-3, kv_head 0-3", together={"x": [(0, 4)]})
     refused(r"slots prefix, bos", "resid_pre", together={"x": [(0, 3)]})

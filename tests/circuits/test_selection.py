@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lapa2_interp import Layout, load_run
-from lapa2_interp._util.errors import AugmentationError, CircuitError
+from lapa2_interp._util.errors import AugmentationError, CircuitError, Lapa2Error
 from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.circuits.contrast_set import ContrastSet
 from lapa2_interp.circuits.examples import ContrastExample
@@ -159,7 +159,7 @@ def test_tokens_that_are_given(contrast_set):
     ("settings", "message"),
     [
         ({"score": "cat"}, "unknown score 'cat'; allowed: cut"),
-        ({"heads": -1}, "heads must be at least 1, or 0 for all"),
+        ({"heads": -1}, "heads: input should be greater than or equal to 0, found -1"),
         ({"file": "cuts"}, "finished knock-outs, and the score random makes none; leave out"),
         (
             {"positions": "first"},
@@ -169,7 +169,7 @@ def test_tokens_that_are_given(contrast_set):
     ],
 )
 def test_errors(settings, message):
-    with pytest.raises(CircuitError, match=message):
+    with pytest.raises(Lapa2Error, match=message):
         select(load("planted"), "sentiment", **({"score": "random"} | settings))
 
 

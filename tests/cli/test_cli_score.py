@@ -370,8 +370,8 @@ def test_a_column_of_numbers_is_no_text(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("--c 0 --out OUT", "--c must be a positive number, found 0"),
-        ("--c nan --out OUT", "--c must be a positive number, found nan"),
+        ("--c 0 --out OUT", "--c: input should be greater than 0, found 0"),
+        ("--c nan --out OUT", "--c: input should be a finite number, found nan"),
         ("--out FILE", "is a file; give a folder"),
     ],
 )
