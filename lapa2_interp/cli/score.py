@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from lapa2_interp._util.table_formats import as_text
 from lapa2_interp.cli.functions import Values, command_of, load_task
-from lapa2_interp.cli.options import Several, columns
 from lapa2_interp.scoring.scorer import SCORERS
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from lapa2_interp.runs.score import Scored
     from lapa2_interp.scoring.linear import LinearCard
     from lapa2_interp.scoring.task_scorer import ScorerCard
@@ -73,52 +74,22 @@ def _print_card(card: LinearCard, values: Values) -> None:
 train = command_of("scoring.training:train_scorer", prepare=load_task, show=_print_card)
 
 
-def sheets(
-    source: Path,
-    /,
-    *,
-    out: Path,
-    n_texts: int = 100,
-    seed: int = 1,
-    column: str = "text",
-    only: Annotated[tuple[str, ...], Several] = (),
-) -> None:
-    """Make blinded sheets with the paper's rubric for human raters, as CSV.
-
-    Args:
-        source: A run folder, or a file with columns text, prompt, attribute (and arm).
-        out: Folder of sheet.csv and rubric.txt, for the raters, and key.csv, which stays with you.
-        n_texts: Texts, over all arms together (the paper: 100 per task).
-        seed: Seed of the draw and the order.
-        column: The file's column of texts.
-        only: Only texts with these values, as COLUMN=VALUE: task=sentiment method=prefix
-            attribute=positive.
-    """
-    from lapa2_interp.runs.score import sheet_texts
-    from lapa2_interp.scoring.human import make_sheets
-
-    key = make_sheets(sheet_texts(source, column, columns(only)), out, n_texts, seed)
+def _print_key(key: pd.DataFrame, values: Values) -> None:
     counts = ", ".join(
         f"{count} {arm}".strip() for arm, count in key["arm"].value_counts(sort=False).items()
     )
     print(
-        f"{len(key)} texts ({counts}) in {out}: give sheet.csv and rubric.txt to the raters and"
-        " keep key.csv"
+        f"{len(key)} texts ({counts}) in {values['out']}: give sheet.csv and rubric.txt to the"
+        " raters and keep key.csv"
     )
 
 
-def answers(key: Path, /, *files: Path, out: Path | None = None) -> None:
-    """Read raters' answers: means per arm with 95 % intervals, and how far the raters agree.
-
-    Args:
-        key: The key.csv of `lapa2 scorers sheets`.
-        files: The raters' CSV files.
-        out: Also write answers.csv, table.csv and agreement.csv into this new folder.
-    """
-    from lapa2_interp.runs.score import read_answers
-
-    tables = read_answers(key, files, out)
+def _print_ratings(tables: dict[str, pd.DataFrame], values: Values) -> None:
     for name in ("table", "agreement"):
         print(as_text(tables[name], ".3f") + "\n")
-    if out is not None:
-        print(f"tables in {out}")
+    if "out" in values:
+        print(f"tables in {values['out']}")
+
+
+sheets = command_of("runs.score:rating_sheets", show=_print_key)
+answers = command_of("scoring.human:rating_tables", show=_print_ratings)

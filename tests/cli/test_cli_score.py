@@ -249,7 +249,13 @@ def test_sheets_and_answers(run_folder, tmp_path, capsys):
         files.append(tmp_path / f"{name}.csv")
         filled.to_csv(files[-1], index=False)
     assert (
-        lapa2("scorers answers --out", tmp_path / "answers", tmp_path / "sheets/key.csv", *files)
+        lapa2(
+            "scorers answers --out",
+            tmp_path / "answers",
+            "--key",
+            tmp_path / "sheets/key.csv",
+            *files,
+        )
         == 0
     )
     table = pd.read_csv(tmp_path / "answers/table.csv")

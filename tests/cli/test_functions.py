@@ -37,6 +37,7 @@ def function_of(path):
 def test_commands_that_are_functions():
     assert set(FUNCTIONS) >= {
         "steer:steer", "view:view", "sweep:sweep", "score:score", "paper:propositions",
+        "score:train", "score:sheets", "score:answers", "word_lists:word_lists",
         "prefix:train", "prefix:evaluate", "prefix:score", "prefix:import_",
     }  # fmt: skip
 
