@@ -28,9 +28,7 @@ from lapa2_interp.models.blocks import check_cache_grew, check_no_checkpointing
 from lapa2_interp.models.card import (
     Model,
     check_has_tokenizer,
-    check_rotary_side,
     is_bridge,
-    model_short_context,
     network_of,
     plain_network,
     smallest_window,
@@ -191,16 +189,11 @@ def soft_inputs(
 
     Returns:
         input, attention_mask, position_ids and past_key_values.
-
-    Raises:
-        LayoutError: A layout is longer than passes with the rotary factors of short texts.
     """
     check_has_tokenizer(model)
     check_readable(model, layouts)
     rows = PaddedRows.of(layouts, model.cfg.device, bos_positions(layouts, prefixes))
     check_window(model, layouts, len(layouts[0]))
-    short = model_short_context(model)
-    check_rotary_side(short, 0, len(layouts[0]), "texts read in one pass")
     cache = Cache(layers=new_cache_layers(model, DynamicLayer))
     soft = soft_keys_and_values(model, layouts, prefixes)
     if soft is not None:
