@@ -1,5 +1,6 @@
-"""The errors that this package raises on purpose. Each says what was found, what is allowed and
-what to do next.
+"""The errors that this package raises on purpose.
+
+Each says what was found, what is allowed and what to do next.
 
 The command line prints the message on one line and exits with code 2; a traceback there means a
 defect of this package.
@@ -207,7 +208,7 @@ def main_error(error: ValidationError) -> ErrorDetails:
     return min(error.errors(), key=lambda problem: problem["type"] not in UNKNOWN_FIELD)
 
 
-def unknown_choice(kind: str, name: object, allowed: object) -> str:
+def unknown_choice(noun: str, name: object, allowed: object) -> str:
     """A sentence about a name that is not in a closed list: the allowed names, and the nearest one
     if it is close."""
     from difflib import get_close_matches
@@ -215,4 +216,4 @@ def unknown_choice(kind: str, name: object, allowed: object) -> str:
     names = [str(name) for name in allowed]  # type: ignore[attr-defined]
     near = get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {name!r}; allowed: {', '.join(names)}{hint}"
+    return f"unknown {noun} {name!r}; allowed: {', '.join(names)}{hint}"

@@ -1,5 +1,6 @@
-"""One decoding interface to both TransformerLens classes: prompt pass, expansion to samples,
-further tokens.
+"""One decoding interface to both TransformerLens classes.
+
+The interface has the prompt pass, the expansion to samples, and further tokens.
 
 Rows are left-padded; the attention mask and (on the bridge) explicit positions go with every call.
 On TransformerBridge keys and values lie in buffers of their final size, and each step writes one

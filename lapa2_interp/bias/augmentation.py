@@ -1,5 +1,6 @@
-"""The bias as a value: how much is added to which attention scores, for which queries, layers and
-heads.
+"""The bias as a value: how much is added to which attention scores.
+
+Also for which queries, layers and heads.
 
 LaPA2 (Eq. 9) adds `b(l) = alpha * log(l / n)` to the scores of the prefix keys before the softmax,
 with `n` the prefix length and `l` the number of keys. An `Augmentation` states every choice in that
@@ -459,9 +460,9 @@ def is_value_of(field: str, value: Any) -> bool:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return False
     info = Augmentation.model_fields[field]
-    kind: Any = Annotated[info.annotation, info]
+    annotation: Any = Annotated[info.annotation, info]
     try:
-        TypeAdapter(kind).validate_python(value)
+        TypeAdapter(annotation).validate_python(value)
     except ValidationError:
         return False
     return True

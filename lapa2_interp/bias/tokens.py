@@ -1,5 +1,4 @@
-"""Texts of tokens: the continuation that generated tokens make after a prompt, and each token's
-part of it."""
+"""Texts of tokens: the continuation of a prompt, and the part of it that each token makes."""
 
 from __future__ import annotations
 

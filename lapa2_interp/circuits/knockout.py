@@ -62,7 +62,7 @@ class KnockOut(UnitTable):
     """
 
     units: tuple[Unit, ...]
-    whole: Float[np.ndarray, " example"]
+    total: Float[np.ndarray, " example"]
     noise: float
     replacement: str
     phase: Phase
@@ -191,8 +191,8 @@ def knock_out(
                 elif key == CONTROL:
                     store.check_control(store[CONTROL], now)
                 else:
-                    label = next(unit.name for unit in wanted if unit.key == key)
-                    store.check(store[key], now, label)
+                    name_of_unit = next(unit.name for unit in wanted if unit.key == key)
+                    store.check(store[key], now, name_of_unit)
     # A unit's effect: the control that is lost without it.
     tables = {}
     for name in chosen:
@@ -201,7 +201,7 @@ def knock_out(
             contrast_set=contrast_set,
             units=tuple(wanted),
             values=np.stack([control - store[unit.key][name] for unit in wanted], axis=1),
-            whole=control,
+            total=control,
             noise=float(np.abs(control - store[NULL][name]).max()),
             label=f"lost {name}, nats a step" if name in METRICS else f"lost {name}",
             replacement=replacement,
@@ -361,12 +361,12 @@ def joint_curve(
             progress=progress,
         )
         # Control of the other half, and what is left of it.
-        control[judged] = together.whole
+        control[judged] = together.total
         for i, (kind, n, seed) in enumerate(sets):
             draws = left.setdefault(
                 (kind, n), np.zeros((seeds if kind == "random" else 1, len(control)))
             )
-            draws[seed, judged] = together.whole - together.values[:, i]
+            draws[seed, judged] = together.total - together.values[:, i]
     # Shares over the prompts of both halves; random draws are averaged.
     rows = []
     for (kind, n), draws in left.items():

@@ -209,7 +209,7 @@ def patch(
     total = sum(example.n_steps for example in contrast_set.examples) * n_units * len(directions)
     n_together = max(1, most // n_units)  # examples
     size = max(1, most // n_together)  # units
-    work = product(
+    passes = product(
         directions, list(batches(contrast_set.examples, n_together)), range(0, n_units, size)
     )
     with (
@@ -217,7 +217,7 @@ def patch(
         torch.no_grad(),
         prepacked_model(model),
     ):
-        for way, group, first in work:
+        for way, group, first in passes:
             examples, some = [contrast_set.examples[i] for i in group], units[first : first + size]
             into = 1 if way == "denoise" else 0
             runs = runs_of(examples, some, into)

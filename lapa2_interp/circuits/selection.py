@@ -1,5 +1,6 @@
-"""Selection of the heads and tokens to steer: chosen on some prompts, saved as a card, used as an
-augmentation anywhere.
+"""Selection of the heads and tokens to steer.
+
+Heads are chosen on some prompts, saved as a card, and used as an augmentation anywhere.
 
     chosen = select(model, "sentiment", score="cut", heads=8, prompts=half)
     chosen.augmentation(alpha=0.5)      # a plain Augmentation of these heads and tokens
@@ -520,7 +521,7 @@ def sufficient_tokens(model: Model, contrast: ContrastLike, metric: str = "js") 
             for candidate in candidates
         ]
         table = knock_out(model, contrast_set, units=units, metric=metric, other_metrics=())
-        control = contrast_set.by_prompt(table.whole)
+        control = contrast_set.by_prompt(table.total)
         left = control[:, None] - table.by_prompt
         share, low, _ = share_interval(left, control)
         suffices = (share >= REQUIRED_SHARE) & (low >= REQUIRED_BOUND)

@@ -1,5 +1,7 @@
-"""Study of a model and a task, from the control score to the words that heads promote, in one
-folder. `report.study_page` renders its results as a page.
+"""Study of a model and a task, in one folder.
+
+A study goes from the control score to the words that heads promote. `report.study_page` renders its
+results as a page.
 
 Texts and knock-outs are stored in the folder as they finish, and the same call continues from
 them; the rest is computed again:
@@ -56,7 +58,7 @@ added."""
 TABLES = ("layer", "kv", "head", "position")
 VARIANT_COST = 14
 """Time of all other replacements and phases of a head, in knock-outs."""
-VARIANTS: tuple[tuple[str, Phase], ...] = (
+OTHER_KNOCK_OUTS: tuple[tuple[str, Phase], ...] = (
     ("zero", "after_span"),
     ("resample", "after_span"),
     ("mean", "after_span"),
@@ -154,7 +156,7 @@ def run_study(
     attention = prefix_attention_by_head(model, contrast_set)
     chosen = _best_and_random_heads(heads, best)
     variants = {}
-    for replacement, phase in VARIANTS:
+    for replacement, phase in OTHER_KNOCK_OUTS:
         name = replacement if phase == "after_span" else f"{replacement}, {phase}"
         report(f"{pluralize(len(chosen), 'head')} again: {name}")
         variants[name] = knocked_out(

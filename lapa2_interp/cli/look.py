@@ -1,5 +1,7 @@
-"""The commands that show what there is: `lapa2 models | methods | prefixes | tasks | layout |
-probe`."""
+"""The commands that list what there is, and look at one model or layout.
+
+`lapa2 models | methods | prefixes | tasks | recipes | layout | probe`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The commands that score: `lapa2 score`, and `lapa2 scorers list | train | sheets |
-answers`."""
+"""The commands that score: `lapa2 score`, `lapa2 scorers list | train | sheets | answers`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Settings of a cell: everything that a user may give, under the names that Python, a grid file and
-the command line share.
+"""Settings of a cell: everything that a user may give.
+
+Python, a grid file and the command line share their names.
 
 `CellSettings` is the one declaration of names, types, defaults, bounds and help. `resolve.cells_of`
 turns it into cells. This module loads no torch: the command line's help reads it.

@@ -1,5 +1,6 @@
-"""DATG: words that the model's own drafts associate with an attribute are boosted, or named in the
-    prompt (section 5.1, baseline).
+"""DATG: words of the model's own drafts are boosted, or named in the prompt.
+
+The words are those that drafts associate with an attribute (section 5.1, baseline).
 
 Once per prompt:
 

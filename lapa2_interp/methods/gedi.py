@@ -1,5 +1,6 @@
-"""GeDi: the raw model weighted by a generative discriminator, with prefix-conditioned branches for
-    its class-conditional model.
+"""GeDi: the raw model weighted by a generative discriminator.
+
+Prefix-conditioned branches stand for the method's class-conditional model.
 
 With H_c the log-likelihood of all n - 1 tokens so far under class c, the prompt's included:
 

@@ -1,5 +1,6 @@
-"""Palette: several prompt-conditioned distributions by the law of total probability, as LaPA2's
-    authors implement it.
+"""Palette: several prompt-conditioned distributions by the law of total probability.
+
+This is LaPA2's authors' form of the method.
 
 With p_i = softmax of attribute branch i, sigma the logistic function, signed strengths s_i
 (negative: move away):

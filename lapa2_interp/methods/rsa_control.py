@@ -1,5 +1,6 @@
-"""RSA-Control: a speaker that models a listener who guesses the attribute, with prefix-conditioned
-    branches as its classes.
+"""RSA-Control: a speaker that models a listener who guesses the attribute.
+
+Prefix-conditioned branches are the listener's classes.
 
 Per class c (the target and its competitors), with the listener's belief prior_c after all tokens so
 far, the prompt's included:

@@ -442,9 +442,9 @@ def model_card(model: Model) -> ModelCard:
         names[values] = hash_weights(model)
     if card.weights != names[values]:
         # Weights that were cast may have no prepacked form.
-        packing = card.prepacking if can_prepack_layers(network_of(model)) else "none"
+        prepacking = card.prepacking if can_prepack_layers(network_of(model)) else "none"
         dtype = str(weights_dtype(model)).removeprefix("torch.")
-        changed = {"weights": names[values], "dtype": dtype, "prepacking": packing}
+        changed = {"weights": names[values], "dtype": dtype, "prepacking": prepacking}
         card = card.model_copy(update=changed)
         model.lapa2_card = card
     return card
@@ -556,7 +556,7 @@ def make_card(
     weights: str,
     architecture: str | None = None,
     generation: GenerationConfig | None = None,
-    packing: Prepacking | None = None,
+    prepacking: Prepacking | None = None,
 ) -> ModelCard:
     """The card of a model.
 
@@ -565,7 +565,7 @@ def make_card(
         architecture: The transformers class; by default that of the model's configuration.
         generation: The model's generation configuration, whose end ids are added; by default that
             of the network, if it has one.
-        packing: By default `choose_prepacking` of the network.
+        prepacking: By default `choose_prepacking` of the network.
 
     Raises:
         ModelError: The end ids of the generation configuration are no ids.
@@ -596,5 +596,5 @@ def make_card(
             f"id {i}" if name is None else name for i, name in zip(end_ids, names, strict=True)
         ),
         layer_types=omit_if_all_full(layer_types(model)),
-        prepacking=choose_prepacking(network_of(model)) if packing is None else packing,
+        prepacking=choose_prepacking(network_of(model)) if prepacking is None else prepacking,
     )

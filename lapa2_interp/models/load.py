@@ -1,5 +1,7 @@
-"""Loading of models by name: the bundled SmolLM2, any Hugging Face causal language model, tiny
-random models, and planted models whose circuit is known.
+"""Loading of models by name.
+
+The bundled SmolLM2, any Hugging Face causal language model, tiny random models, and planted models
+whose circuit is known.
 
 `load_model` returns a TransformerLens model that was checked live (an edit of the attention scores
 moves the logits). Its tokenizer starts plain text with the token of `bias.layout.text_markers`, and
@@ -190,8 +192,8 @@ def load_model(
     model.cfg.default_prepend_bos = True
     assert_live(model, name)
     _check_same_log_probs(log_probs, wanted, name, model_class, dtype)
-    packing = choose_prepacking(network_of(model), pack, workers)
-    card = make_card(model, name, weights, architecture, network.generation_config, packing)
+    prepacking = choose_prepacking(network_of(model), pack, workers)
+    card = make_card(model, name, weights, architecture, network.generation_config, prepacking)
     attach_card(model, card)
     return model
 

@@ -1,5 +1,7 @@
-"""A forward pass that depends on its inputs alone: not on passes before it, beside it, or on
-chance."""
+"""A forward pass that depends on its inputs alone.
+
+Passes before and beside this one, and chance, have no part.
+"""
 
 from __future__ import annotations
 

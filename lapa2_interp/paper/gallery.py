@@ -1,5 +1,8 @@
-"""results.json: the models, settings and versions behind a folder of tables, one entry for each run
-that the tables come from. Grids may be run on different days and machines."""
+"""results.json: the models, settings and versions behind a folder of tables.
+
+The file has one entry for each run that the tables come from. Grids may be run on different days
+and machines.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Recipes for the training of soft prefixes: a default for small machines, and those of the
-literature."""
+"""Recipes for the training of soft prefixes.
+
+There is a default for small machines, and those of the literature.
+"""
 
 from __future__ import annotations
 

@@ -334,8 +334,8 @@ def _begin_shared(
         job.begin(shared.best.expand(-1, len(job.attributes), -1, -1, -1, -1))
 
 
-def _train_with_bar(job: PrefixTraining, label: str) -> None:
-    with progress_bar(job.total, label, "step") as bar:
+def _train_with_bar(job: PrefixTraining, description: str) -> None:
+    with progress_bar(job.total, description, "step") as bar:
         job.run(bar)
 
 
@@ -353,13 +353,13 @@ def _announcement(jobs: Sequence[PrefixTraining], recipe: TrainingRecipe) -> str
     )
     loss.backward()
     job.optimizer.zero_grad()
-    rate = n_read / (perf_counter() - began)
+    speed = n_read / (perf_counter() - began)
     total = n_prefixes * tokens + shared
     return (
         f"{sum(len(job.attributes) for job in jobs)} prefixes of {recipe.slots} slots"
         f" ({recipe.objective}, {recipe.parameterisation}): {len(texts)} pieces of text,"
         f" {sum(job.total for job in jobs)} steps, {total} tokens at most, about"
-        f" {total / rate / 60:.0f} min at {rate:.0f} tokens/s; after a stop the same"
+        f" {total / speed / 60:.0f} min at {speed:.0f} tokens/s; after a stop the same"
         " command resumes"
     )
 

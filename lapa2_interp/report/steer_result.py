@@ -248,10 +248,11 @@ def format_test(test: Mapping[Any, Any]) -> str:
         return subject + verdict(test)
     names = ("difference", "low", "high", "detectable")
     mean, low, high, least = (100 * float(test[name]) for name in names)
+    prompts = pluralize(int(test["prompts"]), "prompt")
     shown = (
         "all prompts have the same difference"
         if np.isnan(least)
-        else f"so many prompts can show {format_number(least, '.1f')} points"
+        else f"{prompts} can show {format_number(least, '.1f')} points"
     )
     return (
         f"{subject}{format_interval(mean, low, high, '+.1f', ' points')}, corrected p"

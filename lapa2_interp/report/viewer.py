@@ -1,5 +1,6 @@
-"""The viewer: the attention of every head at every step of one text of a run, as one HTML file that
-loads nothing.
+"""The viewer: the attention of every head at every step of one text of a run.
+
+The viewer is one HTML file that loads nothing.
 
     from lapa2_interp import load_run
     from lapa2_interp.report import view

@@ -1,5 +1,7 @@
-"""Do texts written behind a soft prefix carry its attribute? A scorer tells, and the card states
-it."""
+"""The share of texts behind a soft prefix that carry its attribute.
+
+A scorer tells, and the card of the prefix states it.
+"""
 
 from __future__ import annotations
 

@@ -75,9 +75,9 @@ class RemoteWorker(Worker):
         note = slow_dtype_note("bfloat16", self.device)
         return socket.gethostname(), library_versions(), note
 
-    def remote_batch(self, cell: Cell, number: int, packing: Prepacking | None) -> Outcome:
+    def remote_batch(self, cell: Cell, number: int, prepacking: Prepacking | None) -> Outcome:
         """`try_batch`, with the commit of the sweep's source."""
-        made = self.try_batch(cell, number, packing)
+        made = self.try_batch(cell, number, prepacking)
         if isinstance(made, FinishedBatch):
             record = made.record.model_copy(update={"commit": self.commit})
             return replace(made, record=record)
@@ -141,9 +141,9 @@ class RayPool(Engine):
                 needs = {"num_cpus": 0, "num_gpus": int(gpus) if gpus >= 1 else gpus}
             else:
                 device, needs = "cpu", {"num_cpus": threads}
-            kind = self._ray.remote(RemoteWorker).options(**needs)
+            actor_class = self._ray.remote(RemoteWorker).options(**needs)
             settings = device, threads, pack, str(Path.cwd()), source_commit()
-            self._new = lambda: kind.remote(*settings)
+            self._new = lambda: actor_class.remote(*settings)
         except BaseException:
             self._ray.shutdown()
             raise
@@ -243,13 +243,13 @@ class RayPool(Engine):
             self._slots.append(Slot(actor, note=f"on {machine} {slow}" if slow else ""))
 
     def submit(
-        self, cell: Cell, number: int, packing: Prepacking | None, progress: tqdm
+        self, cell: Cell, number: int, prepacking: Prepacking | None, progress: tqdm
     ) -> Future[Outcome]:
         slot = free_slot(self._slots, cell)
         if slot.note and cell.dtype == "bfloat16" and slot.note not in self._noted:
             self._noted.add(slot.note)
             tqdm.write(f"note: {slot.note}", file=sys.stderr)
-        future: Future[Outcome] = slot.worker.remote_batch.remote(cell, number, packing).future()
+        future: Future[Outcome] = slot.worker.remote_batch.remote(cell, number, prepacking).future()
         slot.future, slot.cell = future, cell.key
         return future
 

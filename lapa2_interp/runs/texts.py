@@ -1,5 +1,7 @@
-"""Texts to score: those of a run or of a file, whole, cut to shorter lengths, or in parts along
-their length."""
+"""Texts to score: those of a run or of a file.
+
+Texts are whole, cut to shorter lengths, or in parts along their length.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Scorers with a small language model: SmolLM2's lower layers with low-rank adapters, and a linear
-head.
+"""Scorers with a small language model, SmolLM2's lower layers.
+
+The layers have low-rank adapters, and a linear head.
 
 1. A text's tokens pass BOS first, then the lower layers of SmolLM2. Every linear layer W of these
    has an adapter: it computes (W + scale B A) x, with B A of low rank.

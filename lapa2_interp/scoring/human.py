@@ -1,5 +1,6 @@
-"""Human evaluation (paper, Figure "Human evaluation rubric" and section "Human and GPT-4o
-Evaluation").
+"""Human evaluation of texts, with the paper's rubric.
+
+(Paper, Figure "Human evaluation rubric" and section "Human and GPT-4o Evaluation".)
 
 1. `make_sheets` draws texts and hides their arm. It writes the annotators' sheet (sheet.csv), the
    questions (rubric.txt) and the experimenter's key (key.csv).

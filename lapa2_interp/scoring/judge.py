@@ -1,5 +1,6 @@
-"""An LLM as judge, with the paper's GPT-4o evaluation prompt, on any server with OpenAI's chat
-completions.
+"""An LLM as judge, with the paper's GPT-4o evaluation prompt.
+
+Any server with OpenAI's chat completions will do.
 
 1. Attribute, prompt and text are filled into the paper's prompt, whose words are unchanged.
 2. The request asks for JSON of a schema. If the server refuses schemas, it asks for plain JSON, and

@@ -119,8 +119,8 @@ def make_scorer(name: str, model: str, options: ScorerOptions) -> Scorer:
             inner = make_scorer("accuracy", model, options)
             return Masked(inner, prefix_words(_task_of(options)))
         case "perplexity" | "conditional-perplexity", _:
-            kind = Perplexity if name == "perplexity" else ConditionalPerplexity
-            return kind(
+            scorer_class = Perplexity if name == "perplexity" else ConditionalPerplexity
+            return scorer_class(
                 model or "smollm2-135m",
                 options.dtype,
                 options.device,

@@ -1,5 +1,6 @@
-"""Scores of texts as tidy tables: a mean with its interval per cell, and differences from the
-baseline.
+"""Scores of texts as tidy tables.
+
+A mean with its interval per cell, and differences from the baseline.
 
 Texts of one prompt are not independent, so every interval resamples prompts. Every row has its
 scorer and version, and the number of texts without a score with the reasons.

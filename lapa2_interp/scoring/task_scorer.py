@@ -1,5 +1,6 @@
-"""The common base of the scorers that ship with the package: cards, labels of tasks, and toxicity
-as the probability of one label.
+"""The common base of the scorers that ship with the package.
+
+The base has cards, labels of tasks, and toxicity as the probability of one label.
 
 There are two kinds, `linear` and `adapter`. A table has the numbers of both, and the page says
 where a claim holds for one of them only."""

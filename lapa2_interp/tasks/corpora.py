@@ -1,5 +1,6 @@
-"""Labelled texts for training and evaluation: the paper's corpora from the Hugging Face hub, by
-name, or custom files.
+"""Labelled texts for training and evaluation.
+
+These are the paper's corpora from the Hugging Face hub, by name, or custom files.
 
 A file is JSON lines, CSV or Parquet with the fields `text` and `label`; it may be compressed (.xz,
 .gz, .bz2 and .zip). ParaDetox's fields `toxic` and `neutral` become texts with the labels toxic and

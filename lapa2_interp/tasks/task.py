@@ -1,5 +1,6 @@
-"""Control tasks: attributes with their prefixes, and prompts, from small TOML files, built in or
-custom.
+"""Control tasks: attributes with their prefixes, and prompts.
+
+A task is a small TOML file, built in or custom.
 
 `EXAMPLE` shows the form. Parameters and texts of single methods (by attribute, then branch) are
 optional.

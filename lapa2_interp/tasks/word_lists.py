@@ -1,5 +1,6 @@
-"""Word lists: the words that distinguish the attributes of labelled corpora, and the statistic that
-chooses them.
+"""Word lists: the words that distinguish the attributes of labelled corpora.
+
+Here is also the statistic that chooses them.
 
 For every word and class, z is the log-odds of the word in the class's texts minus those in the
 other classes' texts, divided by its standard error. Both log-odds are smoothed by the counts of all
