@@ -53,8 +53,9 @@ def make_sheets(
     """Draw texts and write sheet.csv and rubric.txt for the annotators, and key.csv for the
     experimenter, into a new folder.
 
-    Every arm has the same number of texts, of the same (prompt, attribute, sample). Order and ids
-    do not depend on the arm. The same samples and seed give the same files.
+    Every arm has the same number of texts, of the same (prompt, attribute, sample), of chats also
+    the same turn. Order and ids do not depend on the arm. The same samples and seed give the same
+    files.
 
     Args:
         samples: One row per text, with columns prompt, attribute, text and arm. `sample` numbers
@@ -74,7 +75,7 @@ def make_sheets(
     rng = np.random.default_rng(seed)
     taken = {name: f"{name} of the text" for name in ANSWER_COLUMNS}
     table = samples.rename(columns=taken).reset_index(drop=True)
-    asked = ["prompt", "attribute"]
+    asked = ["prompt", "attribute", *["turn"] * ("turn" in table)]
     if "sample" not in table:
         table["sample"] = table.groupby(["arm", *asked]).cumcount()
     if (repeated := table.duplicated(["arm", *asked, "sample"])).any():

@@ -726,12 +726,16 @@ def test_a_file_of_another_metric_model_or_prefix_is_refused(tmp_path):
     with model.hooks(fwd_hooks=hooks), pytest.raises(CircuitError, match="another model or metric"):
         knock_out(model, asked, over="layer", metric={"mine": mine}, file=file)
     layouts = tuple(Layout.of(model.tokenizer, None, "efg", soft=5) for _ in range(2))
-    keys = []
-    for seed in (0, 1):
-        pair = tuple(soft_prefix(model, seed=2 * seed + i) for i in range(2))
-        example = ContrastExample("efg", ("plus", "minus"), layouts, (70, 80), prefixes=pair)
-        keys.append(ContrastSet((example,)).key(model))
-    assert keys[0] != keys[1]
+    one, another = (
+        ContrastExample(
+            "efg", ("plus", "minus"), layouts, (70, 80),
+            prefixes=tuple(soft_prefix(model, seed=seed + i) for i in range(2)),
+        )
+        for seed in (0, 2)
+    )  # fmt: skip
+    knock_out(model, one, over="layer", file=tmp_path / "soft.jsonl")
+    with pytest.raises(CircuitError, match="has results of another inputs"):
+        knock_out(model, another, over="layer", file=tmp_path / "soft.jsonl")
 
 
 def test_a_hook_that_hardly_moves_the_control_is_known_by_a_unit(tmp_path):
@@ -783,6 +787,15 @@ def test_texts_behind_a_prefix_are_behind_the_one_that_is_asked_about(monkeypatc
     examples.write_texts(model, load_task("topic"), "world", ["The lake"], tokens=2)
     assert (seen[0].method, seen[0].attribute) == ("prefix", "world")
     assert seen[0].parameters["prefixes"] == "hard"
+
+
+def test_prompts_in_other_letters_or_white_space_are_one_prompt():
+    """Their examples are resampled together, so that they add no certainty."""
+    model = load("tiny-llama")
+    examples = examples_of(model, prompts=("The lake", "the  LAKE", "jkl"))
+    asked = ContrastSet(tuple(examples), WORDS)
+    assert (asked.n_prompts, len(set(asked.clusters[:2]))) == (2, 1)
+    assert len(set(asked.prompts)) == 3
 
 
 def test_few_prompts_give_numbers_and_no_claims():

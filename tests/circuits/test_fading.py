@@ -72,6 +72,7 @@ def test_near_far_and_held_are_the_closed_forms(planted_fading):
             )
             weights = {
                 "hold": lambda l, more=more: (l - n) / (l - more - n),
+                "keys": lambda l, more=more: (l - 1) / (l - 1 - more),
                 "lapa2": lambda l: math.sqrt((l - 1) / n),
             }
             for bias, weight in weights.items():
@@ -89,6 +90,19 @@ def test_dilution_is_hold_where_scores_are_constant(planted_fading):
             planted_fading.changed[filler, "carrier", bias] for bias in ("dilution", "hold")
         )
         assert np.abs(one - second).max() < 1e-4
+
+
+def test_shares_are_ratios_of_the_means_by_prompt(planted_fading):
+    table = planted_fading.by_prompt()
+    means = table.groupby(["filler", "heads", "bias"])["control"].mean()
+    fade = means[NEAR, "", ""] - means[200, "", ""]
+    rows = planted_fading.frame().set_index(["filler", "heads", "bias"])["share"]
+    for bias in ("dilution", "keys", "hold", "lapa2"):
+        share = (means[200, ALL, bias] - means[200, "", ""]) / fade
+        assert rows[200, ALL, bias] == pytest.approx(share, rel=1e-9)
+    removed = (means[NEAR, "", ""] - means[200, ALL, "removed"]) / fade
+    assert rows[200, ALL, "removed"] == pytest.approx(removed, rel=1e-9)
+    assert table["prompt"].nunique() == planted_fading.contrast_set.n_prompts
 
 
 def test_it_goes_on_from_its_file(tmp_path, monkeypatch):

@@ -246,7 +246,8 @@ def test_the_commands(tmp_path, capsys):
     assert main(line.split()) == 0
     printed = capsys.readouterr().out
     assert "mass mediates: holding the mass restores four fifths of the fade" in printed
-    assert {file.name for file in out.iterdir()} == {"fading.csv", "control.csv", "fading.png"}
+    tables = {"fading.csv", "control.csv", "prompts.csv"}
+    assert {file.name for file in out.iterdir()} == {*tables, "fading.png"}
     assert main(f"select planted --positions x --out {card}".split()) == 2
     assert "positions: takes 'all', 'auto', or positions from 0" in capsys.readouterr().err
     assert main(f"fading planted:3 --selection {card} --out {tmp_path / 'no'}".split()) == 2

@@ -21,8 +21,9 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import endings
 import pandas as pd
 import pytest
 import torch
@@ -411,11 +412,18 @@ def test_a_worker_that_dies_with_nothing_to_do_is_replaced(undisturbed, cell, qu
             process.join()
 
 
-def end_by(number, *_):
-    """In place of `engines._make_batch`: exit with this code, or by this signal."""
-    if number > 0:
-        os._exit(number)
-    os.kill(os.getpid(), -number)
+@pytest.fixture
+def idle(monkeypatch, without_types):
+    """A worker that need not begin, and a function that has its next batch made by another."""
+    monkeypatch.setattr(engines, "BEGIN", "")
+
+    def outcome(make):
+        monkeypatch.setattr(engines, "_make_batch", make)
+        with LocalPool(1, "cpu") as engine:
+            future = engine.submit(SimpleNamespace(key="any"), 0, None, tqdm(disable=True))
+            return future.exception(60) or future.result()
+
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -431,34 +439,14 @@ def end_by(number, *_):
         (3, "its process ended by itself at this batch, with exit code 3$"),
     ],
 )
-def test_how_a_worker_ended_is_told(cell, monkeypatch, quick_processes, number, message):
-    monkeypatch.setattr(engines, "_make_batch", functools.partial(end_by, number))
-    with LocalPool(1, "cpu") as engine:
-        error = engine.submit(cell, 0, None, tqdm(disable=True)).exception(60)
+def test_how_a_worker_ended_is_told(idle, number, message):
+    error = idle(functools.partial(endings.end_by, number))
     assert re.search(message, str(error))
     assert error.begun
 
 
-def refuse():
-    raise ValueError("not to be read")
-
-
-class Unreadable:
-    """Pickled by a worker as what its reader cannot make again."""
-
-    def __reduce__(self):
-        return refuse, ()
-
-
-def unreadable(*_):
-    return Unreadable()
-
-
-def test_an_answer_that_cannot_be_read_is_no_lack_of_memory(cell, monkeypatch, quick_processes):
-    monkeypatch.setattr(engines, "_make_batch", unreadable)
-    with LocalPool(1, "cpu") as engine:
-        error = engine.submit(cell, 0, None, tqdm(disable=True)).exception(60)
-    assert str(error) == "its answer cannot be read: ValueError: not to be read"
+def test_an_answer_that_cannot_be_read_is_no_lack_of_memory(idle):
+    assert str(idle(endings.unreadable)) == "its answer cannot be read: ValueError: not to be read"
 
 
 def test_of_a_worker_elsewhere_that_died_the_last_line_is_told(undisturbed, files, tmp_path):
@@ -478,17 +466,13 @@ print(launch(*sys.argv[1:], workers=2).made)
 
 
 @pytest.mark.parametrize("name", ["script.py", "<stdin>"])
-def test_workers_do_not_run_the_script_that_sweeps(
-    undisturbed, cell, tmp_path, monkeypatch, quick_processes, name
-):
+def test_workers_do_not_run_the_script_that_sweeps(tmp_path, monkeypatch, idle, name):
     """It has no guard, or is no file at all; what it has in memory stays what it was."""
     (tmp_path / "script.py").write_text("raise SystemExit('run again')")
     script = ModuleType("__main__")
     script.__file__ = str(tmp_path / name)
     monkeypatch.setitem(sys.modules, "__main__", script)
-    with LocalPool(1, "cpu") as engine:
-        outcome = engine.submit(cell, 0, None, tqdm(disable=True)).result(60)
-    assert outcome.samples["text"].equals(undisturbed[1][cell.key, 0].samples["text"])
+    assert idle(endings.answer) == "made"
     assert sys.modules["__main__"] is script
     assert script.__file__ == str(tmp_path / name)
 
@@ -517,7 +501,7 @@ def test_a_script_without_a_guard_sweeps_with_workers(files, tmp_path, name):
     ],
 )
 def test_a_worker_that_cannot_start_is_no_fault_of_a_batch(
-    undisturbed, files, tmp_path, monkeypatch, capfd, quick_processes, begin, message
+    undisturbed, files, tmp_path, monkeypatch, capfd, begin, message
 ):
     monkeypatch.setattr(engines, "BEGIN", begin)
     run = tmp_path / "run"
@@ -529,6 +513,7 @@ def test_a_worker_that_cannot_start_is_no_fault_of_a_batch(
     assert_equal_runs(run, undisturbed[0])
 
 
+@pytest.mark.alone
 def test_a_worker_that_starts_slowly_or_at_the_second_try_is_no_worse(
     undisturbed, files, tmp_path, monkeypatch, quick_processes
 ):
@@ -548,9 +533,7 @@ def test_a_worker_that_starts_slowly_or_at_the_second_try_is_no_worse(
         (False, 'put what the script does under if __name__ == "__main__":'),
     ],
 )
-def test_a_process_that_cannot_start_others_says_so(
-    files, tmp_path, monkeypatch, quick_processes, daemon, message
-):
+def test_a_process_that_cannot_start_others_says_so(files, tmp_path, monkeypatch, daemon, message):
     """A worker of somebody's pool; and one that still imports its parent's script."""
     here = multiprocessing.current_process()
     monkeypatch.setitem(here._config, "daemon", daemon)
