@@ -116,8 +116,8 @@ FIELD_FORMS = {
 class Augmentation(BaseModel):
     """One bias: a frozen value. `to_json` writes it, `Augmentation(**json.loads(text))` reads it.
 
-    It belongs to a branch. On a branch without a prefix (the raw language model) it acts on the
-    prompt: the paper's Contextual Anchor Reinforcement, Eq. 15.
+    An augmentation belongs to a branch. On a branch without a prefix (the raw language model) it
+    acts on the prompt: the paper's Contextual Anchor Reinforcement, Eq. 15.
 
     Example:
         >>> from lapa2_interp import Augmentation

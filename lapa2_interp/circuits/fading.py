@@ -264,8 +264,8 @@ def measure_fading(
             add up, and else js.
         seed: Seed of the random heads, and of the texts of a task.
         file: A file for finished texts, a line for each batch, from which the same call continues.
-            Two stored texts are computed again, near and at the longest filler: they must equal the
-            stored values but for rounding.
+            Two stored texts are computed again, near and at the longest filler: the new numbers
+                must equal the stored values but for rounding.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
         progress: A bar that counts steps.
 

@@ -3,10 +3,11 @@
     effect = D - D without the unit          per step; > 0 where the unit carries control
 
 A unit is a layer, a head, a KV head of a layer, a position of the prefix, a head's view of one
-position, or any set of heads. It sees one of four replacements instead of the prefix (`edits`).
-`resample` and `mean` change the target's branch and the others one after the other, and average the
-two effects: with both changed at once, a unit that alone carries the control would count twice.
-Knock-outs of several heads at once (`joint_curve`) say which heads are needed, and which suffice.
+position, or any set of heads. A head that is cut sees one of four replacements instead of the
+prefix (`edits`). `resample` and `mean` change the target's branch and the others one after the
+other, and average the two effects: with both changed at once, a unit that alone carries the control
+would count twice. Knock-outs of several heads at once (`joint_curve`) say which heads are needed,
+and which suffice.
 
     table = knock_out(model, "sentiment")
     table.frame()                             # effect, interval, share, family-wise p, rank
@@ -117,8 +118,9 @@ def knock_out(
         other_metrics: Further metrics, from the same passes; by default lex where there are words.
         augmentation: One or more augmentations that act in every branch besides.
         file: A file for finished units, a line each, from which the same call continues. The
-            control itself and the two stored units of largest effect are computed again: they must
-            equal the stored values but for rounding. New values are shifted by the difference that
+            control itself and the two stored units of largest effect are computed again: the new
+                numbers must equal the stored values but for rounding. New values are shifted by the
+                difference that
             rounding makes in the control.
         batch_size: Texts in one forward pass; changes nothing but memory and time.
 

@@ -15,7 +15,8 @@ Heads are ordered by one of five scores:
     random  nothing: a baseline
 
 A head is chosen where the 95 % interval of its score over prompts lies above 0 (by mass and at
-random: always). Heads whose interval lies below 0 work against the prefix. They are never chosen.
+random: always). Heads whose interval lies below 0 work against the prefix. Such heads are never
+chosen.
 
 With `pro_aug=METHOD` a selection also decides if this method's raw branch should strengthen the
 prompt (`prompt_slope`).

@@ -12,10 +12,11 @@ propositions = command_of("paper.proposition_study:run_proposition_study")
 def report(run: Path, /, *, tables: Path | None = None, out: Path | None = None) -> None:
     """Write a run's page: tables, figures, claims, and texts coloured by their attention.
 
-    One file that loads nothing, to open in a browser or send to somebody. It shows what is there,
-    and lists the cells that are missing. Tables and claims are those of the paper's items (`python
-    analyses/ITEM.py RUN`); a run of your own grids has its texts and cells, and its scores from
-    `lapa2 score RUN`. Pages of `lapa2 view` that lie beside it (view*.html) are linked. For example
+    One file that loads nothing, to open in a browser or send to somebody. The page shows what is
+    there, and lists the cells that are missing. Tables and claims are those of the paper's items
+    (`python analyses/ITEM.py RUN`); a run of your own grids has its texts and cells, and its scores
+    from `lapa2 score RUN`. Pages of `lapa2 view` that lie beside it (view*.html) are linked. For
+    example
 
         lapa2 report results/quick
         lapa2 report results/quick --tables again/tables --out again/report.html

@@ -305,7 +305,7 @@ def plain_network(model: Model) -> Any | None:
     transformers model; None for the others.
 
     Raises:
-        ModelError: It is not a model, or is inside a wrapper.
+        ModelError: The value is not a model, or is inside a wrapper.
     """
     if "_orig_mod" in getattr(model, "_modules", ()):
         raise ModelError(
@@ -427,8 +427,8 @@ def model_card(model: Model) -> ModelCard:
     the weights in memory.
 
     Raises:
-        ModelError: It is not a loaded model, or has no tokenizer; or a fused weight was edited of
-            which a TransformerBridge computes with copies.
+        ModelError: The value is not a loaded model, or has no tokenizer; or a fused weight was
+            edited of which a TransformerBridge computes with copies.
     """
     check_has_tokenizer(model)
     card, values = getattr(model, "lapa2_card", None), fingerprint(network_of(model))
@@ -515,7 +515,7 @@ def check_not_quantised(model: Model, what: str) -> None:
         what: The beginning of the error message.
 
     Raises:
-        ModelError: They are quantised, so that their numbers are not those of the layers.
+        ModelError: The layers are quantised, so that their numbers are not those of the layers.
     """
     network: Any = network_of(model)
     quantised = next(

@@ -56,7 +56,7 @@ def without_chance(network: Any, compute: Callable[[], Tensor]) -> Tensor:
     """What a function computes with a network.
 
     Raises:
-        ModelError: It draws random numbers, and with others its result is another.
+        ModelError: The pass draws random numbers, and with others the result is another.
     """
     before = _random_states()
     result = compute()

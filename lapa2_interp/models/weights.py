@@ -63,7 +63,7 @@ def check_layers(folder: Path) -> None:
         folder: A folder of a model; of what is none, nothing is known, and nothing is checked.
 
     Raises:
-        ModelError: It counts too many, or cannot be read.
+        ModelError: The file counts too many, or cannot be read.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -346,7 +346,7 @@ def check_generation_config(folder: Path) -> None:
     other tokens.
 
     Raises:
-        ValueError: It is not valid JSON.
+        ValueError: The file is not valid JSON.
     """
     file = folder / "generation_config.json"
     try:

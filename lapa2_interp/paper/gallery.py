@@ -88,7 +88,7 @@ def read_gallery(folder: Path) -> Gallery:
     """Read the results.json of a folder of results; empty if there is none.
 
     Raises:
-        RunError: It is damaged, or of another version.
+        RunError: The file is damaged, or of another version.
     """
     file = folder / "results.json"
     if not file.is_file():

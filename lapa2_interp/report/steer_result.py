@@ -282,7 +282,7 @@ def shipped_classifiers(task: Task) -> tuple[str, ...]:
     """linear, then adapter, for a task that has them.
 
     Raises:
-        TaskError: It has none.
+        TaskError: The task has none.
     """
     if not (SHIPPED_WEIGHTS / f"{task.name}{LINEAR_ENDING}").is_file():
         raise TaskError(

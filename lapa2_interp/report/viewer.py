@@ -87,7 +87,7 @@ class View:
 
     @property
     def token(self) -> int:
-        """The chosen token of the text, from 0; it is also the step that predicts it."""
+        """The chosen token of the text, from 0; that number is also the step that predicts it."""
         return self._chosen.token
 
     @token.setter
@@ -192,7 +192,7 @@ def view(
 ) -> View:
     """Look into one text of a run: where every head attends at every step.
 
-    The command writes a page, one file that loads nothing. It shows the baseline beside an
+    The command writes a page, one file that loads nothing. The page shows the baseline beside an
     augmentation and their difference: the text, the attention of every step on every key, and a
     grid of layers and heads. The text is read again with the run's model, because a run keeps sums
     of attention only, and is compared with these sums. For example

@@ -142,7 +142,7 @@ def generate(
 
     Raises:
         Lapa2Error: An unknown name, a value out of range, or values that do not fit together.
-        RunError: It reads over 10^11 tokens, or needs more memory than there is.
+        RunError: The work reads over 10^11 tokens, or needs more memory than there is.
     """
     arguments = locals()  # the parameters have the names of the settings' fields
     fields = python_values({name: arguments[name] for name in CellSettings.model_fields})

@@ -88,7 +88,8 @@ def launch(
         gpus_per_worker: GPUs a Ray worker is given where the cluster has any (default: 1); a model
             may span several.
         pack: Compute with prepacked weights, which is faster on a CPU and takes as much memory
-            again: auto where it fits, on, or off. It may change the last bits of a logit, and so a
+            again: auto where it fits, on, or off. Prepacking may change the last bits of a logit,
+                and so a
             text.
         allow_code: Import the modules of methods that a grid names as MODULE:CLASS. Other files of
             the grid are data, and never run.

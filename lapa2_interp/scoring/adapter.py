@@ -124,7 +124,7 @@ class AdapterNetwork(nn.Module):
     """The lower layers of a language model, and a head on [mean | last] of their states.
 
     Args:
-        network: A transformers causal model with Llama's layout; it is changed in place.
+        network: A transformers causal model with Llama's layout; the network is changed in place.
         layers: Layers to keep.
         labels: Logits per text.
 

@@ -2,7 +2,7 @@
 
 (Paper, Figure "Human evaluation rubric" and section "Human and GPT-4o Evaluation".)
 
-1. `make_sheets` draws texts and hides their arm. It writes the annotators' sheet (sheet.csv), the
+1. `make_sheets` draws texts, hides their arm, and writes the annotators' sheet (sheet.csv), the
    questions (rubric.txt) and the experimenter's key (key.csv).
 2. Annotators rate every text on three questions from 1 to 5 and send a CSV back.
 3. `rating_tables` joins the ratings with the key, and gives means and the annotators' agreement.

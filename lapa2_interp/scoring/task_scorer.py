@@ -127,8 +127,8 @@ class TaskScorer(Scorer):
     """The probabilities that a classifier gives to the labels of its task.
 
     Args:
-        load: Loads the classifier. It is called when the first text is scored, and not if all
-            scores are cached.
+        load: Loads the classifier. The function is called when the first text is scored, and not if
+            all scores are cached.
         kind: Name of such scorers in their version.
     """
 
