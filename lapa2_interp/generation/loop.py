@@ -1,5 +1,6 @@
-"""The one decode loop. Axes: row = branch x sample, stacked; sample = one continuation of one
-prompt.
+"""The one decode loop.
+
+Axes: row = branch x sample, stacked; sample = one continuation of one prompt.
 
 For a batch of samples:
 
