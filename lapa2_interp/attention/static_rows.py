@@ -1,4 +1,5 @@
-"""Decoding steps on tensors that keep their places, so that a GPU can replay a step as one CUDA
+"""The rows that continue prompts (`continued`): the usual ones under `hooked.augmented`; or, where
+the model asks for it, steps on tensors that keep their places, which a GPU replays as one CUDA
 graph.
 
 A step of one token a row launches hundreds of small operations, and on a GPU starting them takes
