@@ -20,15 +20,13 @@
 
 # %%
 import re
-import sys
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from sklearn.feature_extraction.text import CountVectorizer
-from sklearn.naive_bayes import MultinomialNB
+from naive_bayes import CHAT_TAG, continuations, naive_bayes
 
 from lapa2_interp import Selection
 from lapa2_interp._util.files import write_text
@@ -43,7 +41,6 @@ from lapa2_interp.runs.run import load_run
 from lapa2_interp.scoring.echo import prefix_words
 from lapa2_interp.scoring.linear import load_linear
 from lapa2_interp.stats import mean_interval, paired_difference
-from lapa2_interp.tasks.corpora import read_corpus
 
 parser = ScriptOptions("Control and fluency of steered continuations by other judges")
 parser.add_argument("run", type=Path, help="a run, such as judge/ of `lapa2 steer`")
@@ -57,7 +54,7 @@ parser.add_argument("--judges", nargs="+", default=[], help="names or folders of
 parser.add_argument("--n", type=int, default=60, help="prompts that --judges read")
 parser.add_argument("--out", type=Path, required=True, help="folder of the tables")
 options = parser.parse_args()
-NO_BIAS, CHAT_TAG, ROWS = "no bias", "<|im_", 16
+NO_BIAS, ROWS = "no bias", 16
 heads = Selection.load(options.card).heads
 
 
@@ -85,33 +82,10 @@ labels = list(task.attributes)
 stems = {word[: max(5, len(word) - 2)] for words in prefix_words(task).values() for word in words}
 inflection = re.compile(rf"\b(?:{'|'.join(sorted(stems))})\w*", re.IGNORECASE)
 
-
-def naive_bayes(sources: list[str]) -> tuple[CountVectorizer, MultinomialNB]:
-    """A classifier of words, and on standard error its accuracy on a tenth of the texts that it has
-    not seen."""
-    pairs = [
-        (text, label)
-        for source in sources
-        for label, texts_of_label in read_corpus(source, labels).texts.items()
-        for text in texts_of_label
-    ]
-    order = np.random.default_rng(0).permutation(len(pairs))
-    counts, model = CountVectorizer(min_df=2), MultinomialNB()
-    seen = [pairs[i] for i in order[len(order) // 10 :]]
-    model.fit(counts.fit_transform([text for text, _ in seen]), [label for _, label in seen])
-    held = [pairs[i] for i in order[: len(order) // 10]]
-    right = model.score(counts.transform([text for text, _ in held]), [label for _, label in held])
-    print(f"naive Bayes: accuracy {right:.3f} on {len(held)} held-out texts", file=sys.stderr)
-    return counts, model
-
-
 if options.train:
-    counts, bayes = naive_bayes(options.train)
+    counts, bayes = naive_bayes(options.train, labels)
     linear, _ = load_linear(task.name)
-    read = [
-        re.sub(r"<\|im_\w*\|?>?", " ", text[len(prompt) :])
-        for text, prompt in zip(texts["text"], texts["prompt"], strict=True)
-    ]
+    read = continuations(texts)
     chosen_by = linear.probabilities([inflection.sub(" ", text) for text in read]).argmax(1)
     wanted = texts["attribute"].to_numpy()
     measures = {

@@ -29,6 +29,21 @@ class Recorder:
     first the prompts, after the expansion their samples; `index` maps those rows to the samples of
     the finished trace.
 
+    Example:
+        >>> from lapa2_interp import Augmentation, Layout, augmented
+        >>> from lapa2_interp.attention import Recorder
+        >>> from lapa2_interp.models.load import load_transformers
+        >>> network, tokenizer, _ = load_transformers("tiny-gpt2")
+        >>> layout = Layout.of(tokenizer, "Very positive:", "The lake")
+        >>> recorder = Recorder(network.config.n_layer, network.config.n_head)
+        >>> recorder.begin([layout])
+        >>> with augmented(network, Augmentation(alpha=0.5), layout, recorder):
+        ...     ids = network.generate(layout.tensor, max_new_tokens=8, do_sample=False)
+        >>> n_steps = ids.shape[1] - len(layout)  # the last token is drawn, and never read
+        >>> trace = recorder.dataset([layout], ["prefix"], [n_steps])
+        >>> dict(trace["prefix"].sizes)
+        {'branch': 1, 'sample': 1, 'step': 8, 'layer': 4, 'head': 4}
+
     Args:
         n_layers, n_heads: The model's.
         kind: "pooled" stores means over layers and heads, "full" every head.

@@ -321,7 +321,7 @@ def _static_problem(
     if network is None:
         return "the model has hooks, so load it with model class TransformersModel"
     if not isinstance(rows, BridgeRows):
-        return "the method or the phase reads tokens again"
+        return "the method or the phase reads tokens again, or a chat keeps its turns"
     if any(rule.reads_scores for row in augmentations for rule in active_augmentations(row)):
         return "a law reads the scores"
     if rotary_limit(network.config) is not None:

@@ -242,6 +242,7 @@ class Layout:
         span: str = "system",
         add_generation_prompt: bool = True,
         template: Mapping[str, Any] | None = None,
+        n_searched: int | None = None,
     ) -> Layout:
         """A chat rendered by its template, with one of its texts as the prefix.
 
@@ -261,6 +262,8 @@ class Layout:
                 (`merged`).
             add_generation_prompt: End with the opening of the assistant's next turn.
             template: Arguments of the template, such as {"enable_thinking": False, "tools": [...]}.
+            n_searched: The number of first messages that have the span; by default all. Later ones
+                may repeat a phrase.
 
         Raises:
             LayoutError: The tokenizer has no offsets or no template; the template refuses or
@@ -275,7 +278,9 @@ class Layout:
                 " needs; use an instruct model, or Layout.of with a prefix and a prompt"
             )
         # Render the chat, and tokenise it.
-        rendered = render_chat(tokenizer, messages, span, add_generation_prompt, template or {})
+        rendered = render_chat(
+            tokenizer, messages, span, add_generation_prompt, template or {}, n_searched
+        )
         encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
         ids = tuple(encoded["input_ids"])
         if ids != rendered.ids:
@@ -308,6 +313,17 @@ class Layout:
             counted=end - begin,
             merged=covered if crosses else None,
             n_before=begin - n_bos,
+        )
+
+    def followed_by(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Layout:
+        """The layout, without padding, with more tokens, which count as prompt."""
+        longer = self.ids + tuple(ids)
+        return replace(
+            self,
+            ids=longer,
+            tokens=tuple(token_texts(tokenizer, "", longer)),
+            l_pro=self.l_pro + len(ids),
+            pad=0,
         )
 
     def __len__(self) -> int:

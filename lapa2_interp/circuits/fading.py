@@ -8,10 +8,11 @@ token, which other heads may use, is never a scored query.) D is the control at 
     restored = (D_far with a bias - D_far) / fade            does the mass suffice?
     removed  = (D_near - D_near with the far mass) / fade    is the mass needed?
 
-The mass A is a head's attention on the prefix. Three biases act at the scored tokens, on all keys
+The mass A is a head's attention on the prefix. Four biases act at the scored tokens, on all keys
 of the prefix:
 
     dilution   log[(e_B + m (l_far - n - 1)) / (e_B + m (l_near - n - 1))]    undoes "more keys" alone
+    keys       log[(l_far - 1) / (l_near - 1)]           the same if all scores were equal (the paper)
     hold       logit(A_near) - logit(A_far)              gives every head its mass near
     lapa2      alpha log(l / n)                          for comparison
 
@@ -61,8 +62,8 @@ from lapa2_interp.models.span_attention import SCORES_AT_ONCE
 from lapa2_interp.stats import FEW, bounds
 from lapa2_interp.tasks.task import Task
 
-Bias = Literal["dilution", "hold", "lapa2", "removed"]
-BIASES: tuple[Bias, ...] = ("dilution", "hold", "lapa2", "removed")
+Bias = Literal["dilution", "keys", "hold", "lapa2", "removed"]
+BIASES: tuple[Bias, ...] = ("dilution", "keys", "hold", "lapa2", "removed")
 ALL = "all heads"
 NEAR = 1
 """Tokens between prompt and scored tokens near."""
@@ -126,6 +127,21 @@ class Fading:
             rows.append(row | {"prompts": self.contrast_set.n_prompts})
         return pd.DataFrame(rows)
 
+    def by_prompt(self) -> pd.DataFrame:
+        """The control behind all shares: a row for every prompt, filler length, set and bias.
+
+        Columns: prompt (its number, from 0), filler, heads, bias ("" for none), control.
+        """
+        values = [(NEAR, "", "", self.near)]
+        values += [(filler, "", "", control) for filler, control in self.far.items()]
+        values += [(*key, control) for key, control in self.changed.items()]
+        tables = []
+        for filler, heads, bias, control in values:
+            numbers = self.contrast_set.by_prompt(control)
+            table = pd.DataFrame({"prompt": np.arange(len(numbers)), "filler": filler})
+            tables.append(table.assign(heads=heads, bias=bias, control=numbers))
+        return pd.concat(tables, ignore_index=True)
+
     def frame(self) -> pd.DataFrame:
         """A row for every filler length, set of heads and bias.
 
@@ -168,7 +184,7 @@ class Fading:
         # Left: control by filler length.
         lengths = [NEAR, *self.far]
         curves = {"no bias": [self.near, *self.far.values()]}
-        for bias in ("dilution", "hold", "lapa2"):
+        for bias in ("dilution", "keys", "hold", "lapa2"):
             there = [self.changed.get((filler, ALL, bias)) for filler in self.far]
             if all(curve is not None for curve in there):
                 curves[bias] = [self.near, *(curve for curve in there if curve is not None)]
@@ -300,6 +316,7 @@ def measure_fading(
         sets=sets,
         alpha=alpha,
         metric=name,
+        biases=BIASES,
         seed=seed,
     )
     n = len(contrast_set.examples)
@@ -388,6 +405,7 @@ def _measure_batch(
         controls[f"{length}"] = value(away.logits())
         biases: dict[Bias, tuple[_Rule, _CachedForward]] = {
             "dilution": (_dilution(length - NEAR), away),
+            "keys": (_equal_keys(length - NEAR), away),
             "hold": (_held(mass_near), away),
             "lapa2": (_lapa2(alpha), away),
             "removed": (_held(away.log_odds), close),
@@ -468,6 +486,16 @@ def _dilution(more: int) -> _Rule:
         mean = scores.rest - scores.others.log()
         without = torch.logaddexp(scores.sink, mean + (scores.others - more).log())
         return torch.logaddexp(scores.sink, scores.rest) - without
+
+    return rule
+
+
+def _equal_keys(more: int) -> _Rule:
+    """Undo `more` keys as if all scores were equal; l without BOS."""
+
+    def rule(_layer: int, scores: _LayerScores) -> Tensor:
+        l = scores.l - 1
+        return (l / (l - more)).log().expand_as(scores.log_odds)
 
     return rule
 

@@ -199,6 +199,7 @@ def fading(
         table = fading_result.frame()
         table.to_csv(folder / "fading.csv", index=False)
         fading_result.fades().to_csv(folder / "control.csv", index=False)
+        fading_result.by_prompt().to_csv(folder / "prompts.csv", index=False)
         fading_result.plot().savefig(folder / "fading.png")
     print(f"control ({fading_result.metric}) and its fade, by tokens in between")
     print(as_text(fading_result.fades(), ".4g"))

@@ -30,7 +30,7 @@ from lapa2_interp.methods.freectrl import ControlCentre, FreeCtrl, TextMonitor
 from lapa2_interp.models.card import Model, is_bridge
 from lapa2_interp.prefixes.soft_prefix import SoftPrefix
 
-DecodeLoop = Callable[[Model, BatchPlan, Batch, tqdm, Rows], DecodedBatch]
+DecodeLoop = Callable[[Model, BatchPlan, Batch, tqdm, Rows | None], DecodedBatch]
 
 
 class ControlledRows:

@@ -9,7 +9,7 @@ For a batch of samples:
    sample, the token is appended to all branches of that sample.
 
 Every pass runs under the branch's augmentation (Algorithm 1) and is observed by the trace recorder.
-FreeCtrl wraps the loop (`generation.freectrl`).
+FreeCtrl and chats of several turns wrap the loop (`generation.freectrl`, `generation.turns`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from lapa2_interp.attention.hooked import augmented
 from lapa2_interp.attention.recorder import Recorder
 from lapa2_interp.attention.static_rows import continued
 from lapa2_interp.attention.trace import join_traces
-from lapa2_interp.bias.augmentation import active_augmentations
 from lapa2_interp.bias.tokens import decode_continuation
 from lapa2_interp.generation.banned_words import BannedWords
 from lapa2_interp.generation.freectrl import decode_freectrl
 from lapa2_interp.generation.plan import Batch, BatchPlan, DecodedBatch
 from lapa2_interp.generation.sampling import NOTHING, draw
+from lapa2_interp.generation.turns import decode_turns
 from lapa2_interp.methods.base import BatchStart, LogProbs
 from lapa2_interp.methods.freectrl import FreeCtrl
 from lapa2_interp.models.attention_interface import decided_path
@@ -92,6 +92,8 @@ def decode_batch(
     with prepacked_model(model), decided_path(model, widest, widest):
         if isinstance(plan.method, FreeCtrl):
             return decode_freectrl(model, plan, pairs, bar, _decode)
+        if plan.cell.n_turns > 1:
+            return decode_turns(model, plan, pairs, bar, _decode)
         return _decode(model, plan, plan.assemble_batch(pairs), bar)
 
 
@@ -104,9 +106,7 @@ def _decode(
         size = model.cfg.n_layers, model.cfg.n_heads
         recorder = Recorder(*size, kind, plan.cell.patterns, layer_types(model))
     if rows is None:
-        branches = map(active_augmentations, plan.augmentations)
-        phases = {augmentation.phase for active in branches for augmentation in active}
-        rows = new_rows(model, reread_last="predicting_only" in phases)
+        rows = new_rows(model, plan.rereads_last)
     drawn = list(_decode_steps(model, plan, batch, ending, recorder, rows, bar))
     table = _table(model, plan, batch, torch.stack(drawn, dim=1), ending)  # sample step
     if recorder is None:

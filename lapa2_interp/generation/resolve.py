@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +178,7 @@ def resolve(
                 Cell(
                     **facts,
                     method=method_name(method),
-                    parameters=asdict(method),  # type: ignore[call-overload]
+                    parameters=method.stored_parameters,
                     task=Task(
                         name=task.name,
                         length_counts_prompt=task.length_counts_prompt,

@@ -173,7 +173,7 @@ def _overview(run: Run, cells: pd.DataFrame) -> dict[str, Any]:
     return {
         "states": counts(run.by_key),
         "n_cells": len(run.by_key),
-        "texts": sum(cell.samples * len(cell.task.prompts.texts) for cell in finished.values()),
+        "texts": sum(cell.n_texts for cell in finished.values()),
         "tokens": int(cells["tokens"].sum()) if "tokens" in cells else 0,
         "grids": [(name, counts(keys)) for name, keys in run.listing.grids.items()],
     }

@@ -215,7 +215,7 @@ def make_cells(
 def announcement(model: Model, plans: Sequence[BatchPlan]) -> str:
     """One line about plans: texts, branches, tokens, and the size of the trace."""
     trace, patterns = plans[0].cell.trace, len(plans[0].cell.patterns)
-    texts = sum(len(group) for plan in plans for group in plan.batches)
+    texts = sum(plan.cell.n_texts for plan in plans)
     line = (
         f"{texts} texts, {sum(plan.new_tokens for plan in plans)} new tokens, branches"
         f" {', '.join(plans[0].branches)}"

@@ -269,7 +269,7 @@ class Run:
             samples, trace = self.samples(keys), self.trace(keys)
             assert trace is not None  # these cells have traces
             n += len(samples)
-            kinds.append(traced(samples, trace))
+            kinds += traced(samples, trace)
         kinds = [(samples, trace) for samples, trace in kinds if len(samples)]
         if not kinds:
             raise TraceError(
@@ -285,8 +285,9 @@ class Run:
 
         Returns:
             Columns of `step_table` (arm, step, name, mean, low, high, n, prompts) after those of
-            `ALIKE` (model, task, method, ...), whose arms are compared, attribute and cell (its
-            key); attributes are taken together. Texts that ended before a first token are left out.
+            `ALIKE` (model, task, method, ...), whose arms are compared, the turn of chats of
+            several, attribute and cell (its key); attributes are taken together. Texts that ended
+            before a first token are left out.
         """
         return self.attention(branch, **wanted).steps()
 

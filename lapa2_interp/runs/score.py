@@ -28,7 +28,14 @@ from lapa2_interp.generation.settings import Count
 from lapa2_interp.models.load import shared_tokenizer
 from lapa2_interp.models.machine import Dtype, print_if_slow
 from lapa2_interp.runs.run import load_run, shown_only
-from lapa2_interp.runs.texts import as_words, at_lengths, in_parts, only_rows, read_texts
+from lapa2_interp.runs.texts import (
+    ID_COLUMNS,
+    as_words,
+    at_lengths,
+    in_parts,
+    only_rows,
+    read_texts,
+)
 from lapa2_interp.scoring import human
 from lapa2_interp.scoring.registry import ScorerOptions, make_scorer, trained_ending
 from lapa2_interp.scoring.scorer import CLASSIFIERS, ScoreCache, expand_scorers, parse_scorer
@@ -240,7 +247,7 @@ def score(
         write_text(folder / "table.md", as_markdown(title, shown, notes))
         write_text(folder / "table.tex", as_latex(title, shown, notes, "scores"))
         if len(scored.scores):
-            rows = scored.scores.drop(columns=["tokens"], errors="ignore")
+            rows = scored.scores.drop(columns=[*ID_COLUMNS], errors="ignore")
             words = [str(name) for name in rows if rows[name].dtype == object]  # of any types
             rows = rows.assign(**{name: rows[name].map(_plain) for name in words})
             rows.to_parquet(folder / "scores.parquet", index=False)
@@ -461,4 +468,4 @@ def sheet_texts(
         if "model" in samples and samples["model"].nunique() > 1:
             arm += " @ " + as_words(samples["model"])
         samples = samples.assign(arm=arm)
-    return samples.drop(columns="tokens", errors="ignore")
+    return samples.drop(columns=[*ID_COLUMNS], errors="ignore")

@@ -185,7 +185,11 @@ def _check_samples(samples: pd.DataFrame, cell: Cell) -> None:
     check("finish", samples["finish"].isin(FINISHES), f"one of {', '.join(FINISHES)}")
     check("sample", samples["sample"].between(0, cell.samples - 1), f"below {cell.samples}")
     check("n_tokens", samples["n_tokens"] == samples["tokens"].map(len), "the number of its tokens")
-    check("sample", ~samples.duplicated(["prompt", "sample"]), "another one of its prompt")
+    names = ["prompt", "sample"]
+    if cell.n_turns > 1:
+        names.append("turn")
+        check("turn", samples["turn"].between(1, cell.n_turns), f"1 to {cell.n_turns}")
+    check("sample", ~samples.duplicated(names), "another one of its prompt")
 
 
 def read_trace(folder: Path, number: int, cell: Cell) -> xr.Dataset | None:

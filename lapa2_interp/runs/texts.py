@@ -22,6 +22,9 @@ from lapa2_interp.scoring.tables import CELL_COLUMNS, EXTRA_CELL_COLUMNS
 from lapa2_interp.tasks.corpora import READERS, read_table
 from lapa2_interp.tasks.segmentation import word_spans, words_between
 
+ID_COLUMNS = ("tokens", "context")
+"""Columns of token ids, which tables of scores leave out."""
+
 
 def read_texts(
     source: Path, column: str = "text", only: Mapping[str, Any] | None = None

@@ -131,8 +131,8 @@ def make_sheets(samples: pd.DataFrame, folder: Path, n: int = 100, seed: int = 1
 
 
 def _units(table: pd.DataFrame) -> Int[np.ndarray, " text"]:
-    """The number of the (prompt, attribute, sample) of each text, in the order in which they
-    begin."""
+    """The number of the (prompt, attribute, sample) of each text, of chats also its turn, in the
+    order in which they begin."""
     if table.empty:
         raise ScoringError("there are no samples to rate; give at least one row per arm")
     for name in ("prompt", "attribute", "text", "arm"):
@@ -147,7 +147,7 @@ def _units(table: pd.DataFrame) -> Int[np.ndarray, " text"]:
             "the samples have a column of the sheets' own (id,"
             f" {', '.join(METRICS)}, annotator); rename it"
         )
-    asked = ["prompt", "attribute"]
+    asked = ["prompt", "attribute", *["turn"] * ("turn" in table)]
     number = table["sample"] if "sample" in table else table.groupby(["arm", *asked]).cumcount()
     numbered = table.assign(sample=number)
     if (repeated := numbered.duplicated(["arm", *asked, "sample"])).any():

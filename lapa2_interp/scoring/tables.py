@@ -33,7 +33,7 @@ from lapa2_interp.stats import (
     paired_difference,
 )
 
-CELL_COLUMNS = ("model", "task", "method", "variant", "length", "part", "attribute", "arm")
+CELL_COLUMNS = ("model", "task", "method", "variant", "length", "turn", "part", "attribute", "arm")
 """Columns that divide texts into cells, if a table has them."""
 EXTRA_CELL_COLUMNS = ("max_length", "dtype")
 """Columns that divide texts into cells only if their values differ."""

@@ -359,6 +359,29 @@ def test_a_killed_training_resumes_to_the_same_result(settings, tmp_path, monkey
     assert resumed.tokens == undisturbed.tokens
 
 
+def test_a_step_that_was_best_before_a_stop_stays_the_best(tmp_path, monkeypatch):
+    """The loss is least at step 4; the training stops at step 7, and nothing is better later."""
+    settings = {"lr": 3e-2, "epochs": 3, "check_every": 2, "patience": 99}
+    monkeypatch.setattr(PrefixTraining, "held_out_loss", lambda self: abs(self.step - 4.0))
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    undisturbed = run(job(folder=tmp_path / "whole", **settings))
+    assert undisturbed.kept_step == 4 < 7 < undisturbed.step
+    stopped, step = job(folder=tmp_path / "stopped", **settings), PrefixTraining._train_step
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(
+            PrefixTraining, "_train_step", lambda self: step(self) if self.step < 7 else stop()
+        )
+        run(stopped)
+    resumed = run(job(folder=tmp_path / "stopped", **settings))
+    assert torch.equal(resumed.best, undisturbed.best)
+    assert not torch.equal(resumed.best, resumed.folded())
+
+
+def stop():
+    raise KeyboardInterrupt
+
+
 def test_held_out_texts_decide_and_the_rate_rises_and_falls(tmp_path, monkeypatch):
     """The loss that chooses the step is that of the held-out texts, by hand; the best step is kept
     where the loss rises afterwards; the rate of every step is the warm-up's or the decay's."""
@@ -559,6 +582,7 @@ def test_intervals_of_few_texts_are_students():
     half = t.ppf(0.975, 2) * np.std([3, 4, 8], ddof=1) / math.sqrt(3)
     assert (interval.mean, interval.n, interval.clusters) == (5, 3, 3)
     assert (interval.low, interval.high) == pytest.approx((5 - half, 5 + half))
+    assert nll_interval(nlls((2.0, 1), (5.0, 9))).mean == pytest.approx(4.7), "of all tokens"
     alone = nll_interval(nlls((3.0, 5)))
     assert alone.mean == 3
     assert math.isnan(alone.low)
@@ -712,13 +736,13 @@ def test_corpora_report_what_they_leave_out(tmp_path):
     file = tmp_path / "texts.csv"
     file.write_text(
         "text,label\ngood,positive\n,positive\n "
-        " ,positive\ngood,positive\nbad,negative\nodd,other\n"
-    )
+        " ,positive\ngood,positive\nbad,negative\ngood,negative\nodd,other\n"
+    )  # a text that has two labels keeps the first
     read = read_corpus(str(file), ["positive", "negative"])
     assert read.texts == {"positive": ("good",), "negative": ("bad",)}
     assert (
         read.summary
-        == "texts.csv: 1 positive, 1 negative (left out: 2 blank, 1 repeated, 1 with another label)"
+        == "texts.csv: 1 positive, 1 negative (left out: 2 blank, 2 repeated, 1 with another label)"
     )
 
 

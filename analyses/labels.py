@@ -1,0 +1,173 @@
+"""Labels of the texts of analyses/labels.sh, and what they say: figures/labels.
+
+    python analyses/labels.py results/labels --train sst2 imdb agnews --out figures/labels
+
+texts.parquet has a row for each text of the rounds that are complete, without the text: part (see
+docs/studies/labels.md), task, method, arm, prompt (the first 12 digits of its sha256), attribute,
+sample, and
+
+- adapter, linear: 100 if that classifier finds the text right, else 0; in detoxification the
+  toxicity in percent;
+- naive Bayes: the same by a classifier of words on --train, of the continuation alone;
+- nll: mean -ln p a token of the continuation, given its prompt; none where a chat tag is in it.
+
+labels.csv has the mean of each arm, and its difference from "no bias" (the column against): paired
+on prompts and attributes, p by flips of signs, uncorrected. For nll these are perplexity (exp of
+the mean) and its ratio. `analyses/recompute.py` computes them again from the parquet file alone.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from naive_bayes import CHAT_TAG, continuations, naive_bayes
+
+from lapa2_interp._util.errors import DataError, RunError
+from lapa2_interp._util.files import atomic_write, write_text
+from lapa2_interp._util.table_formats import as_csv, as_text
+from lapa2_interp.generation.cell import Cell
+from lapa2_interp.paper.scripts import ScriptOptions
+from lapa2_interp.runs.run import load_run
+from lapa2_interp.scoring.registry import ScorerOptions, score_samples
+from lapa2_interp.scoring.scorer import ScoreCache
+from lapa2_interp.stats import mean_interval, paired_difference
+
+NO_BIAS = "no bias"
+GROUP = ["part", "task", "method"]
+LABELS = ["adapter", "linear", "naive Bayes"]
+
+
+def main() -> None:
+    """Score the texts, and write both tables."""
+    parser = ScriptOptions("Labels of the texts of analyses/labels.sh")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--train", nargs="+", required=True, help="labelled texts: names or files")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    run = load_run(options.run)
+    arms = pd.DataFrame({key: arm_of(cell) for key, cell in run.by_key.items()}).T
+    texts = run.samples(list(run.finished)).drop(columns=["task", "method", "arm", "attribute"])
+    texts = texts.join(arms, on="cell")
+    texts = texts[complete(texts, arms)]
+    if not len(texts):
+        raise RunError(f"{run.name} has no complete round; repeat analyses/labels.sh")
+    with ScoreCache(options.run / "scores") as cache:
+        tables = [labelled(of_task, options.train, cache) for _, of_task in texts.groupby("task")]
+    table = pd.concat(tables, ignore_index=True)
+    table["prompt"] = [sha256(prompt.encode()).hexdigest()[:12] for prompt in table["prompt"]]
+    columns = ["cell", *GROUP, "arm", "prompt", "attribute", "sample", *LABELS, "nll"]
+    table = table[columns].sort_values([*GROUP, "arm", "attribute"], kind="stable")
+    with atomic_write(options.out / "texts.parquet") as fresh:
+        table.to_parquet(fresh, index=False, compression="zstd")
+    shown = pd.DataFrame(headlines(table))
+    write_text(options.out / "labels.csv", as_csv(shown, 6))
+    print(as_text(shown, ".4g"))
+
+
+def arm_of(cell: Cell) -> dict[str, str]:
+    """The part of the plan, task, method, arm and attribute of a cell."""
+    bias = next(iter(cell.active_augmentations), None)
+    if bias is None:
+        arm = NO_BIAS
+    elif cell.task.name == "detox":
+        arm = f"all heads {bias.alpha:g}"
+    else:
+        arm = f"{'all' if bias.heads == 'all' else len(bias.heads)} heads {bias.alpha:g}"
+        arm += ", Pro-Aug" * bool(cell.parameters.get("pro_aug"))
+    banned = cell.ban_words != "none"
+    part = "detox" if cell.task.name == "detox" else "bases" if banned else "undecided"
+    where = {"part": part, "task": cell.task.name, "method": cell.method}
+    return where | {"arm": arm, "attribute": cell.attribute}
+
+
+def complete(texts: pd.DataFrame, arms: pd.DataFrame) -> pd.Series:
+    """True for texts whose prompt all arms of the method have, for all attributes."""
+    keys = [*GROUP, "prompt"]
+    planned = arms.groupby(GROUP)[["arm", "attribute"]].nunique().prod(axis=1)
+    made = texts.groupby(keys)["cell"].nunique()
+    needed = texts.set_index(GROUP).index.map(planned).to_numpy()
+    return pd.Series(texts.set_index(keys).index.map(made).to_numpy() == needed, texts.index)
+
+
+def labelled(texts: pd.DataFrame, train: list[str], cache: ScoreCache) -> pd.DataFrame:
+    """The texts of a task with their labels."""
+    texts = texts.reset_index(drop=True)
+    task = str(texts["task"][0])
+    options = ScorerOptions(task=task)
+    name = "toxicity" if task == "detox" else "accuracy"
+    for label in ("adapter", "linear"):
+        scores = score_samples(texts, [f"{name}={label}"], options, cache)
+        texts[label] = 100.0 * scores["value"].to_numpy(float)
+    texts["naive Bayes"] = texts["nll"] = np.nan
+    if task != "detox":
+        attributes = sorted(texts["attribute"].unique())
+        counts, model = naive_bayes(of_task(train, attributes), attributes)
+        guess = model.predict(counts.transform(continuations(texts)))
+        texts["naive Bayes"] = 100.0 * (guess == texts["attribute"].to_numpy())
+    read = (texts["part"] == "bases") & ~texts["text"].str.contains(CHAT_TAG, regex=False)
+    if read.any():
+        scores = score_samples(texts[read], ["conditional-perplexity"], options, cache)
+        texts.loc[read, "nll"] = np.log(pd.to_numeric(scores["value"]).to_numpy(float))
+    return texts
+
+
+def of_task(train: list[str], attributes: list[str]) -> list[str]:
+    """The labelled texts that have these attributes."""
+    from lapa2_interp.tasks.corpora import read_corpus
+
+    there = []
+    for source in train:
+        try:
+            read_corpus(source, attributes)
+        except DataError:
+            continue
+        there.append(source)
+    return there
+
+
+def headlines(table: pd.DataFrame) -> list[dict]:
+    """Means and differences, of all attributes and of each."""
+    rows = []
+    for group, texts in table.groupby(GROUP, sort=False):
+        where = dict(zip(GROUP, group, strict=True))
+        attributes = sorted(texts["attribute"].unique())
+        for attribute in ("all", *(attributes if len(attributes) > 1 else ())):
+            own = texts if attribute == "all" else texts[texts["attribute"] == attribute]
+            for metric in (*LABELS, "nll"):
+                known = own[own[metric].notna()]
+                if not len(known):
+                    continue
+                by_arm = dict(iter(known.groupby("arm")))
+                for arm in (NO_BIAS, *(name for name in by_arm if name != NO_BIAS)):
+                    here = {**where, "arm": arm, "metric": metric, "attribute": attribute}
+                    part = by_arm[arm]
+                    mean = mean_interval(part[metric], part["prompt"])
+                    rows.append(here | {"against": ""} | in_unit(metric, mean) | sizes(part))
+                    if arm != NO_BIAS:
+                        before = by_arm[NO_BIAS]
+                        change = paired_difference(
+                            before[metric], before["prompt"], part[metric], part["prompt"],
+                            kinds=(before["attribute"], part["attribute"]),
+                        )  # fmt: skip
+                        row = here | {"against": NO_BIAS} | in_unit(metric, change)
+                        rows.append(row | sizes(part) | {"p": change.p})
+    return rows
+
+
+def in_unit(metric: str, interval) -> dict[str, float]:
+    """The ends of an interval; of nll as perplexity."""
+    ends = {name: getattr(interval, name) for name in ("mean", "low", "high")}
+    if metric == "nll":
+        ends = {name: float(np.exp(value)) for name, value in ends.items()}
+    return ends
+
+
+def sizes(part: pd.DataFrame) -> dict[str, int]:
+    return {"texts": len(part), "prompts": part["prompt"].nunique()}
+
+
+if __name__ == "__main__":
+    main()
